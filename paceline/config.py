@@ -1,0 +1,134 @@
+"""Every option once: name, type, default, bounds and help. Command line and docs are made from here.
+
+An option is a dataclass field declared with `option(...)`; `check_options` enforces what the declaration says,
+so a bound is never written twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.request import PacelineError
+
+
+class ConfigError(PacelineError, ValueError):
+    """An option with a value it cannot have; the message names option, value and remedy."""
+
+
+def option(
+    default: Any, help: str, *, low: float | None = None, high: float | None = None, choices: Iterable[str] = ()
+) -> Any:
+    """A dataclass field that is an option: its bounds are inclusive."""
+    metadata = {"help": help, "low": low, "high": high, "choices": tuple(choices)}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+POLICIES = ("fair", "fcfs", "lpm", "dfs", "sjf", "lof", "random", "priority", "hrrn")
+BATCHING = ("mixed", "prefill-first", "static")
+EVICTION = ("lru", "lfu", "cost")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """What the scheduler may use and how it decides."""
+
+    # Memory
+    num_pages: int = option(4096, "pages of KV memory in the pool", low=1)
+    page_size: int = option(16, "KV positions in a page; 1 matches prefixes token by token", low=1)
+    context_tokens: int = option(32768, "longest prompt plus output the model takes", low=2)
+    prefix_cache: bool = option(True, "keep computed prefixes for later requests")
+    eviction: str = option("lru", "which cached prefix goes first when memory is short", choices=EVICTION)
+    pin_quota_pages: int = option(0, "pages that pinned prefixes may hold at most", low=0)
+
+    # A step
+    max_running: int = option(256, "requests that hold a slot at the same time", low=1)
+    max_batch_tokens: int = option(8192, "tokens in one forward pass", low=1)
+    max_prefill_tokens: int = option(8192, "prompt tokens in one forward pass", low=1)
+    chunk_tokens: int = option(2048, "prompt tokens of one request in one forward pass", low=1)
+    batching: str = option(
+        "mixed", "mixed: decodes always run; prefill-first: prompts alone, when there are any; static: no joining",
+        choices=BATCHING,
+    )  # fmt: skip
+    draft_tokens: int = option(0, "tokens beyond the first that a pass may add to a row", low=0, high=64)
+    itl_target: float | None = option(None, "seconds between tokens that a step should stay under", low=1e-6)
+
+    # Order
+    policy: str = option("fair", "in which order waiting requests are admitted", choices=POLICIES)
+    max_wait: float = option(0.2, "seconds that a better cache order may overtake a request; inf: always", low=0.0)
+    lane_share: float = option(0.125, "share of admitted tokens that goes to overdue requests", low=0.001, high=1.0)
+    fair_quantum: int = option(8192, "tokens a tenant may be served before the next one's turn", low=1)
+    output_weight: float = option(2.0, "what a decoded token costs a tenant, in prompt tokens", low=0.0)
+    tenant_weights: Mapping[str, float] = option({}, "share of each tenant against the others; 1 if not given")
+    prefix_wait: bool = option(True, "wait one step for a prefix that is being computed instead of computing it again")
+    prefix_wait_tokens: int = option(32, "fewest saved tokens worth waiting a step for", low=1)
+    look_ahead: int = option(8, "requests that may be tried past one that does not fit, in one step", low=0)
+    max_overtakes: int = option(64, "requests admitted past one that does not fit before memory is kept for it", low=0)
+    retract_gap: float = option(
+        math.inf, "policy priority: a request may retract one whose priority is lower by this much", low=1
+    )
+
+    # Limits
+    max_waiting: int = option(100_000, "requests that may wait; more are refused", low=1)
+    max_waiting_tokens: int = option(2_000_000_000, "prompt tokens that may wait; more are refused", low=1)
+
+    # The rest
+    seed: int = option(0, "seed of policy random", low=0)
+    journal_events: int = option(65_536, "decisions the journal remembers", low=0)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.max_batch_tokens < self.max_running * (1 + self.draft_tokens):
+            raise ConfigError(
+                f"max_batch_tokens is {self.max_batch_tokens}, fewer than a decode of all max_running = "
+                f"{self.max_running} requests needs: raise it to {self.max_running * (1 + self.draft_tokens)} "
+                "or lower max_running."
+            )
+        if self.pin_quota_pages >= self.num_pages:
+            raise ConfigError(
+                f"pin_quota_pages is {self.pin_quota_pages}, all of num_pages = {self.num_pages}: "
+                "leave pages for requests."
+            )
+        for tenant, weight in self.tenant_weights.items():
+            if not (isinstance(weight, int | float) and weight > 0 and math.isfinite(weight)):
+                raise ConfigError(f"tenant_weights[{tenant!r}] is {weight!r}: give a number above 0.")
+
+
+def check_options(config: Any) -> None:
+    """Raises ConfigError for the first option of `config` whose value breaks its declaration."""
+    hints = typing.get_type_hints(type(config))
+    for item in dataclasses.fields(config):
+        _check(item.name, getattr(config, item.name), hints[item.name], item.metadata)
+
+
+def _check(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> None:
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in kinds:
+        return
+    if float in kinds:
+        right = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+        wanted = "a number"
+    elif bool in kinds:
+        right, wanted = isinstance(value, bool), "true or false"
+    elif int in kinds:
+        right, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
+    elif str in kinds:
+        right, wanted = isinstance(value, str), "a word"
+    else:
+        right, wanted = isinstance(value, Mapping), "a mapping"
+    if not right:
+        raise ConfigError(f"{name} is {value!r}: give {wanted}.")
+    if metadata["choices"] and value not in metadata["choices"]:
+        raise ConfigError(f"{name} is {value!r}: choose one of {', '.join(metadata['choices'])}.")
+    low, high = metadata["low"], metadata["high"]
+    if low is not None and value < low:
+        raise ConfigError(f"{name} is {value!r}: give {low} or more.")
+    if high is not None and value > high:
+        raise ConfigError(f"{name} is {value!r}: give {high} or less.")

@@ -1,0 +1,167 @@
+"""A request and its life.
+
+What a caller asks for (`Request`, `SamplingParams`) and how far the scheduler has got with it. The phase can
+only change through `Request.enter`, so an illegal step is an error where it happens and not three passes later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from paceline.scheduler.prefix_tree import Node
+
+Tokens = npt.NDArray[np.int32]
+
+
+class PacelineError(Exception):
+    """The base of every error a caller can cause; the message is one sentence with a remedy."""
+
+
+class InvalidRequest(PacelineError, ValueError):
+    """A request that makes no sense: the message names the field, the value and what would be right."""
+
+
+class Refused(PacelineError):
+    """A request that was understood and cannot be taken: it can never fit, or the queue is full."""
+
+    def __init__(self, message: str, *, retry: bool) -> None:
+        super().__init__(message)
+        self.retry = retry  # whether the same request may be accepted later
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+class Phase(Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODING = "decoding"
+    FINISHED = "finished"
+
+
+class IllegalTransition(AssertionError):
+    """A phase change that the life of a request does not allow: always our own bug."""
+
+
+# PREFILL may finish directly: one token asked for, or none at all. The only way back is retraction.
+_NEXT: dict[Phase, frozenset[Phase]] = {
+    Phase.WAITING: frozenset({Phase.PREFILL, Phase.FINISHED}),
+    Phase.PREFILL: frozenset({Phase.DECODING, Phase.WAITING, Phase.FINISHED}),
+    Phase.DECODING: frozenset({Phase.WAITING, Phase.FINISHED}),
+    Phase.FINISHED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it ends. `max_tokens` left open ends with the context."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens is {self.max_tokens}: ask for at least 1 token.")
+        if self.min_tokens < 0:
+            raise InvalidRequest(f"min_tokens is {self.min_tokens}: give 0 or more.")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}: lower one or raise the other."
+            )
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt and what became of it. Compared by identity: two requests are never the same one."""
+
+    id: str
+    prompt: Tokens
+    params: SamplingParams = field(default_factory=SamplingParams)
+    tenant: str = "default"
+    priority: int = 0  # larger goes first
+    deadline: float | None = None  # in the scheduler's clock
+    eos_token_ids: tuple[int, ...] = ()
+    cache_salt: str = ""  # requests share cached prefixes only within one tenant, salt and adapter
+    adapter: str = ""
+    prefill_only: bool = False  # embeddings, prompt logprobs: ends with its prefill, samples nothing
+    compute_from: int | None = None  # positions from here on are computed even if they are cached
+    expected_tokens: int | None = None  # the caller's guess of the output's length, for the order and the budget
+
+    # What the scheduler knows. Only the scheduler writes below this line.
+    phase: Phase = Phase.WAITING
+    finish_reason: FinishReason | None = None
+    output: list[int] = field(default_factory=list)
+    max_tokens: int = 0  # params.max_tokens, or what context and pool leave
+    stop_ids: frozenset[int] = frozenset()
+    number: int = 0  # arrivals are numbered; ties are broken by it and it survives retraction
+    arrival: float = 0.0
+    first_admitted: float | None = None
+    seniority: int = 0  # order of first admission; survives retraction
+    first_token: float | None = None
+    finished: float | None = None
+    retractions: int = 0
+    overtaken: int = 0  # how many were admitted past it while it did not fit
+    num_cached: int = 0  # prompt tokens found in the tree at first admission
+    num_in_flight: int = 0  # tokens still to come for a request that holds no slot any more
+    slot: int | None = None
+    key: bytes = b""  # the tokens of prompt and known output, four bytes each: what the tree compares
+    node: Node | None = None  # waiting: where its path ends in the tree
+    held: Node | None = None  # running: the deepest node it has locked; its own pages begin below
+    sole_pages: int = 0  # pages of locked nodes that it alone holds
+    queued: bool = False  # whether an order has it
+    waits_for: str = "its turn"
+
+    def __post_init__(self) -> None:
+        self.prompt = as_tokens(self.prompt)
+        if len(self.prompt) == 0:
+            raise InvalidRequest(f"request {self.id}: the prompt is empty: give at least one token.")
+        if self.prompt.min() < 0:
+            raise InvalidRequest(f"request {self.id}: the prompt has a negative token id: ids begin at 0.")
+        if self.compute_from is not None and not 0 <= self.compute_from < len(self.prompt):
+            raise InvalidRequest(
+                f"request {self.id}: compute_from is {self.compute_from}: give a position of the prompt, "
+                f"0 to {len(self.prompt) - 1}."
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and known output."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.phase is Phase.FINISHED
+
+    @property
+    def ends_by_length(self) -> bool:
+        """Nothing but its length can end it, so the length of its output is known in advance."""
+        return not self.stop_ids
+
+    def enter(self, phase: Phase) -> None:
+        if phase not in _NEXT[self.phase]:
+            raise IllegalTransition(f"request {self.id} cannot go from {self.phase.value} to {phase.value}.")
+        self.phase = phase
+
+
+def as_tokens(ids: Sequence[int] | Tokens) -> Tokens:
+    """Token ids as the one-dimensional int32 array that every room uses."""
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidRequest("a prompt is a flat list of token ids (whole numbers).")
+    if array.size and int(array.max()) > np.iinfo(np.int32).max:
+        raise InvalidRequest(f"token id {int(array.max())} is too large: ids fit 32 bits.")
+    return np.ascontiguousarray(array, dtype=np.int32)
