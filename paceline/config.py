@@ -22,7 +22,12 @@ class ConfigError(PacelineError, ValueError):
 
 
 def option(
-    default: Any, help: str, *, low: float | None = None, high: float | None = None, choices: Iterable[str] = ()
+    default: Any,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: Iterable[str] = (),
 ) -> Any:
     """A dataclass field that is an option: its bounds are inclusive."""
     metadata = {"help": help, "low": low, "high": high, "choices": tuple(choices)}

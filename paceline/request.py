@@ -79,9 +79,7 @@ class SamplingParams:
         if self.min_tokens < 0:
             raise InvalidRequest(f"min_tokens is {self.min_tokens}: give 0 or more.")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequest(
-                f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}: lower one or raise the other."
-            )
+            raise InvalidRequest(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}: lower it.")
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +121,9 @@ class Request:
     held: Node | None = None  # running: the deepest node it has locked; its own pages begin below
     sole_pages: int = 0  # pages of locked nodes that it alone holds
     queued: bool = False  # whether an order has it
+    set_aside: bool = False  # not considered again in this step
     waits_for: str = "its turn"
+    waits_for_pages: int = 0  # how many were missing when it was last tried
 
     def __post_init__(self) -> None:
         self.prompt = as_tokens(self.prompt)

@@ -1,0 +1,1 @@
+"""The room that does: it carries plans out."""

@@ -1,0 +1,21 @@
+"""The room that decides. It imports no tensor library, reads no clock and does no I/O."""
+
+from paceline.scheduler.journal import Counters, Event, Journal, Kind
+from paceline.scheduler.memory import PinError
+from paceline.scheduler.plan import Finished, Join, Plan, Updates
+from paceline.scheduler.scheduler import Scheduler
+from paceline.scheduler.step_time import StepTime
+
+__all__ = [
+    "Counters",
+    "Event",
+    "Finished",
+    "Join",
+    "Journal",
+    "Kind",
+    "PinError",
+    "Plan",
+    "Scheduler",
+    "StepTime",
+    "Updates",
+]

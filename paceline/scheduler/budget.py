@@ -1,0 +1,101 @@
+"""What fits.
+
+Memory is counted in pages, never in tokens: a prompt of 17 tokens costs two pages of 16. Admitting too much ends
+in a retraction, admitting too little idles the GPU; so what counts is not how much is in use now but the most
+that will be in use at any time from now on, if every request ends where it is expected to.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+_FEW = 32  # finished requests below which their lengths say too little
+_WINDOW = 512
+
+
+class OutputLengths:
+    """How many tokens a request will still produce, from how long the last few hundred were."""
+
+    def __init__(self) -> None:
+        # How far expectation leans towards the worst case: careful at first, bolder while nothing goes wrong.
+        self.caution = 0.7
+        self._recent: deque[int] = deque(maxlen=_WINDOW)
+        self._fresh = 0
+        self._sorted: Floats = np.empty(0)
+        self._sums_above: Floats = np.zeros(1)
+
+    def record(self, num_tokens: int) -> None:
+        self._recent.append(num_tokens)
+        self._fresh += 1
+
+    def step_went_well(self) -> None:
+        self.caution = max(0.1, self.caution * 0.995)
+
+    def had_to_retract(self) -> None:
+        self.caution = min(1.0, self.caution + 0.2)
+
+    def expected_remaining(self, generated: Ints, most: Ints) -> Ints:
+        """Expected further tokens of requests that have `generated` so far and can have `most` more."""
+        if len(self._recent) < _FEW:
+            careful: Ints = np.ceil(most * self.caution).astype(np.int64)
+            return careful
+        if self._fresh * 16 > len(self._recent):
+            self._sorted = np.sort(np.array(self._recent, dtype=np.float64))
+            self._sums_above = np.append(self._sorted[::-1].cumsum()[::-1], 0.0)
+            self._fresh = 0
+        # The mean of those recent outputs that were longer than this one is by now; beyond the longest of them
+        # nothing is known but `most`.
+        first_longer = np.searchsorted(self._sorted, generated, side="right")
+        num_longer = len(self._sorted) - first_longer
+        mean = self._sums_above[first_longer] / np.maximum(num_longer, 1) - generated
+        likely = np.where(num_longer > 0, mean * (1.0 + self.caution), most * self.caution)
+        expected: Ints = np.minimum(most, np.ceil(np.maximum(likely, 1.0))).astype(np.int64)
+        return expected
+
+
+class Outlook:
+    """The predicted peak of memory over all running requests.
+
+    Sorted by expected remaining output, descending: when the i-th request ends, the first i are still there and
+    have all grown by its remaining output. The peak is the largest of these moments. `own` are the pages only a
+    request itself holds, with those its prompt has yet to fill; what several share is counted once, by the caller.
+    """
+
+    def __init__(self, page_size: int, own: Ints, remaining: Ints) -> None:
+        self._page_size = page_size
+        order = np.argsort(-remaining, kind="stable")
+        self._own = own[order]
+        self._growth = -(-remaining[order] // page_size)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self._peaks = self._own.cumsum() + self._growth * np.arange(1, len(self._own) + 1)
+
+    @property
+    def peak(self) -> int:
+        return int(self._peaks.max()) if len(self._peaks) else 0
+
+    def peak_with(self, own: int, remaining: int) -> int:
+        """The peak if a request with that many own pages and expected tokens joined."""
+        growth = -(-remaining // self._page_size)
+        place = int(np.searchsorted(-self._growth, -growth, side="right"))
+        before = int(self._own[:place].sum())
+        peak = before + own + growth * (place + 1)
+        if place:
+            peak = max(peak, int(self._peaks[:place].max()))
+        if place < len(self._peaks):
+            peak = max(peak, own + int((self._peaks[place:] + self._growth[place:]).max()))
+        return peak
+
+    def add(self, own: int, remaining: int) -> None:
+        growth = -(-remaining // self._page_size)
+        place = int(np.searchsorted(-self._growth, -growth, side="right"))
+        self._own = np.insert(self._own, place, own)
+        self._growth = np.insert(self._growth, place, growth)
+        self._refresh()

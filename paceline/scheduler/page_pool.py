@@ -1,0 +1,42 @@
+"""Where KV lies: the pages, and which of them are free.
+
+Pages are handed out and taken back in arrays, so a step that needs 256 of them costs one slice. The pool knows
+nothing of who owns a page; `invariants.py` proves that the owners and the free ones add up to all of them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Pages = npt.NDArray[np.int32]
+NO_PAGES: Pages = np.empty(0, dtype=np.int32)
+
+
+class PagePool:
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.num_free = num_pages
+        # A stack whose first `num_free` entries are the free pages; the lowest id lies on top at first.
+        self._stack: Pages = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        self._is_free = np.ones(num_pages, dtype=np.bool_)
+
+    def allocate(self, count: int) -> Pages:
+        assert count <= self.num_free, f"{count} pages asked of {self.num_free} free ones: evict or retract first"
+        rest = self.num_free - count
+        pages = self._stack[rest : self.num_free][::-1].copy()
+        self._is_free[pages] = False
+        self.num_free = rest
+        return pages
+
+    def free(self, pages: Pages) -> None:
+        if not len(pages):
+            return
+        assert not self._is_free[pages].any(), f"pages freed twice: {pages[self._is_free[pages]].tolist()}"
+        self._is_free[pages] = True
+        end = self.num_free + len(pages)
+        self._stack[self.num_free : end] = pages[::-1]
+        self.num_free = end
+
+    def free_pages(self) -> Pages:
+        return self._stack[: self.num_free].copy()

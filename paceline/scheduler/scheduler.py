@@ -1,0 +1,555 @@
+"""The scheduler: add, abort, plan, commit.
+
+Before every forward pass it decides which requests run, on which pages, in which order. It is plain Python with no
+clock and no device: the time is an argument, and what it decides is a Plan that somebody else carries out. The
+one thing to know before changing it: a plan may be asked for while the one before is still in flight, so between
+two calls the last sampled tokens of the running rows may be unknown here; what is planned (`slots.computed`,
+`slots.planned_outputs`) runs ahead of what is known (`request.output`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.config import SchedulerConfig
+from paceline.request import FinishReason, InvalidRequest, Phase, Refused, Request, as_tokens
+from paceline.scheduler.admission import Admission
+from paceline.scheduler.budget import OutputLengths
+from paceline.scheduler.journal import Counters, Journal, Kind
+from paceline.scheduler.memory import Memory, PinError, token_key
+from paceline.scheduler.plan import NO_TOKENS, Column, Finished, Plan, Updates
+from paceline.scheduler.policy import make_order
+from paceline.scheduler.retraction import choose_victim, is_protected
+from paceline.scheduler.step_time import StepTimeFit
+
+MAX_IN_FLIGHT = 2  # passes planned and not committed
+_LEAST_CHUNK = 16  # prompt tokens that go on even when decodes alone miss the inter-token target
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pass:
+    """A plan that is not committed yet, with what only the scheduler needs of it."""
+
+    plan: Plan
+    sampled: tuple[Request, ...]  # who gets the tokens, in row order
+    ending: tuple[Request, ...]  # known to end with this pass, by length
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.journal = Journal(config.journal_events)
+        self.step_time = StepTimeFit()
+        self.memory = Memory(config, self.journal)
+        self.order = make_order(self.memory.tree, config)
+        self._lengths = OutputLengths()
+        self.admission = Admission(config, self.memory, self.order, self._lengths, self.journal)
+        self.requests: dict[str, Request] = {}  # accepted and not finished
+        self._arrivals = 0
+        self._passes: deque[_Pass] = deque()
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._stop_ids: Counter[int] = (
+            Counter()
+        )  # of all live requests: most tokens are looked up here and nowhere else
+        self._ended: list[Finished] = []  # outside of a commit: reported with the next one
+        # What a steady decode step would otherwise build again each time
+        self._decode_slots: Column | None = None
+        self._decode_tenants: list[tuple[Request, int]] = []
+
+    # ------------------------------------------------------------------ asking
+
+    @property
+    def counters(self) -> Counters:
+        return self.journal.counters
+
+    @property
+    def num_waiting(self) -> int:
+        return self.admission.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return len(self.admission.decoding) + len(self.admission.prefilling)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._passes)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests or self._passes)
+
+    def match(self, request: Request) -> int:
+        """How many tokens of this prompt are cached now."""
+        namespace = (request.tenant, request.cache_salt, request.adapter)
+        usable = self.memory.num_cacheable_pages(request) * self.config.page_size
+        return min(usable, self.memory.tree.match(namespace, request.prompt.tobytes()))
+
+    def explain(self, request_id: str) -> str:
+        """In a sentence: what this request is doing, and what would have to happen for it to go on."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return f"Request {request_id} is not here: it has finished or never came."
+        if request.phase is Phase.PREFILL:
+            assert request.slot is not None, "a prefilling request has a slot"
+            done = int(self.memory.slots.computed[request.slot])
+            return f"Request {request_id} is computing its prompt: {done} of {request.num_tokens} tokens are planned."
+        if request.phase is Phase.DECODING:
+            return f"Request {request_id} is decoding: {len(request.output)} of at most {request.max_tokens} tokens."
+        reason = request.waits_for
+        if not self.memory.slots.num_free:
+            reason = f"one of {self.config.max_running} slots, all taken: a running request has to end"
+        elif request.waits_for_pages:
+            reason = f"{request.waits_for_pages} more pages of memory: running requests have to end first"
+        if request.retractions:
+            reason += f"; it was retracted {request.retractions} times and goes before new requests"
+        reserved = self.admission.reserved
+        if reserved is request:
+            reason += "; nothing passes it any more"
+        elif reserved is not None:
+            reason += f"; memory that comes free is kept for request {reserved.id}"
+        else:
+            reason += f"; {self.num_waiting - 1} others wait, order {self.config.policy}"
+        return f"Request {request_id} waits for {reason}."
+
+    # ------------------------------------------------------------------ requests come and go
+
+    def add(self, request: Request, now: float) -> None:
+        """Takes a request. Raises Refused if it can never run or the queue is full; nothing else changes then."""
+        try:
+            request.max_tokens = self._accept(request)
+        except Refused as refusal:
+            self.counters.refused += 1
+            self.journal.write(now, self.memory.tree.step, Kind.REFUSE, request.id, str(refusal))
+            raise
+        self._arrivals += 1
+        request.number = self._arrivals
+        request.arrival = now
+        request.stop_ids = frozenset(request.params.stop_token_ids)
+        if not request.params.ignore_eos:
+            request.stop_ids |= frozenset(request.eos_token_ids)
+        request.key = request.prompt.tobytes()
+        self.requests[request.id] = request
+        self._stop_ids.update(request.stop_ids)
+        if request.deadline is not None:
+            heappush(self._deadlines, (request.deadline, request.number, request))
+        self.counters.added += 1
+        self.journal.write(now, self.memory.tree.step, Kind.ADD, request.id, len(request.prompt), request.max_tokens)
+        self.admission.enqueue(request)
+
+    def abort(self, request_id: str, now: float) -> bool:
+        """Ends a request in whatever state it is. Whether there was one with exactly this id."""
+        return self.finish(request_id, FinishReason.ABORT, now)
+
+    def finish(self, request_id: str, reason: FinishReason, now: float) -> bool:
+        """Ends a request for a reason found outside: a stop string was seen, the client has gone."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self._finish(request, reason, now)
+        return True
+
+    def _accept(self, request: Request) -> int:
+        """The most tokens this request may produce, or Refused."""
+        if request.id in self.requests:
+            raise InvalidRequest(f"request id {request.id!r} is taken by one that has not finished: choose another.")
+        if request.phase is not Phase.WAITING or request.number:
+            raise InvalidRequest(f"request {request.id!r} was added before: make a new Request.")
+        config, prompt = self.config, len(request.prompt)
+        if self.num_waiting >= config.max_waiting:
+            raise Refused(f"{self.num_waiting} requests wait already (max_waiting): try again later.", retry=True)
+        if self.admission.num_waiting_tokens + prompt > config.max_waiting_tokens:
+            raise Refused(
+                f"{self.admission.num_waiting_tokens} prompt tokens wait already (max_waiting_tokens): "
+                "try again later.",
+                retry=True,
+            )
+        usable = self.memory.num_usable_pages * config.page_size
+        most = 0 if request.prefill_only else request.params.max_tokens
+        if most is None:
+            most = min(config.context_tokens, usable) - prompt
+            if most < 1:
+                raise Refused(
+                    f"the prompt has {prompt} tokens and leaves no room for output in a context of "
+                    f"{config.context_tokens} and a memory of {usable} tokens: shorten it.",
+                    retry=False,
+                )
+        if prompt + most > config.context_tokens:
+            raise Refused(
+                f"prompt and max_tokens are {prompt} + {most} tokens, more than the context of "
+                f"{config.context_tokens}: shorten the prompt or lower max_tokens.",
+                retry=False,
+            )
+        if self.memory.pages_for(prompt + most) > self.memory.num_usable_pages:
+            raise Refused(
+                f"prompt and max_tokens are {prompt} + {most} tokens, more than the memory for {usable} can ever "
+                "hold: shorten the prompt or lower max_tokens.",
+                retry=False,
+            )
+        return most
+
+    def _finish(self, request: Request, reason: FinishReason, now: float) -> None:
+        if request.phase is Phase.WAITING:
+            self.admission.dequeue(request)
+        elif request.slot is not None:
+            # The KV of the last known token is not computed yet, or by a pass in flight whose row is discarded:
+            # either way it is not cached.
+            self._leave(request, request.num_tokens - 1)
+        request.enter(Phase.FINISHED)
+        request.finish_reason = reason
+        request.finished = now
+        del self.requests[request.id]
+        self._stop_ids.subtract(request.stop_ids)
+        for token in request.stop_ids:
+            if not self._stop_ids[token]:
+                del self._stop_ids[token]
+        if reason in (FinishReason.STOP, FinishReason.LENGTH) and not request.ends_by_length:
+            self._lengths.record(len(request.output))
+        self.counters.finished[reason] += 1
+        self.journal.write(now, self.memory.tree.step, Kind.FINISH, request.id, reason, len(request.output))
+        self._ended.append(Finished(request, reason))
+
+    def _leave(self, request: Request, num_known: int) -> int:
+        """Takes slot and memory of a running request; what is computed of its first `num_known` tokens stays cached."""
+        assert request.slot is not None, f"request {request.id} holds no slot"
+        admission = self.admission
+        if request in admission.prefilling:
+            admission.prefilling.remove(request)
+        elif request in admission.decoding:
+            admission.decoding.remove(request)
+            self._decode_slots = None
+        num_valid = min(int(self.memory.slots.computed[request.slot]), num_known)
+        num_pages = self.memory.release(request, num_valid)
+        self.order.running_ended(request)
+        return num_pages
+
+    # ------------------------------------------------------------------ plan
+
+    def plan(self, now: float) -> Plan | None:
+        """The next forward pass, or None: there is nothing to do, or the pass in flight must be committed first."""
+        assert len(self._passes) < MAX_IN_FLIGHT, "commit the older pass before planning another"
+        if self._passes and self.config.draft_tokens:
+            return None  # how far its rows got is known only when it is committed
+        memory, admission = self.memory, self.admission
+        memory.now = now
+        self._expire(now)
+        self._release_ending()
+        memory.settle_duplicates()
+        admission.begin()
+        may_admit = self.config.batching != "static" or not self.num_running
+        prefill_first = self.config.batching == "prefill-first"
+        if not prefill_first:
+            self._make_room(now)
+        self._fill(may_admit, now)
+        if prefill_first and not admission.chunks:
+            self._make_room(now)
+        while not admission.chunks and not admission.decoding and admission.prefilling and not self._passes:
+            # Prompts fill all memory and none can go on: one has to leave.
+            if not self._retract_one(now, "a prompt that cannot go on"):
+                break
+            self._fill(False, now)
+        decode = bool(admission.decoding) and not (prefill_first and admission.chunks)
+        plan = self._build(decode) if decode or admission.chunks else None
+        admission.end()
+        if plan is not None:
+            memory.tree.step += 1
+            self.counters.steps += 1
+            self._lengths.step_went_well()
+        return plan
+
+    def _expire(self, now: float) -> None:
+        deadlines = self._deadlines
+        while deadlines and (deadlines[0][0] <= now or deadlines[0][2].is_finished):
+            request = heappop(deadlines)[2]
+            if not request.is_finished:
+                self._finish(request, FinishReason.DEADLINE, now)
+        for pin in [pin for pin in self.memory.pins.values() if pin.expires <= now]:
+            self.unpin(pin.name, now)
+
+    def _release_ending(self) -> None:
+        """Requests that end by length with a pass in flight need nothing after it: later passes run later, so slot
+        and pages can serve this very plan. Their last token finds them without a slot."""
+        for one in self._passes:
+            for request in one.ending:
+                if request.slot is not None:
+                    self._leave(request, request.num_tokens)
+
+    def _make_room(self, now: float) -> None:
+        """A place for the next token of every decoding request; short of it, somebody leaves."""
+        memory, slots = self.memory, self.memory.slots
+        while True:
+            rows = self._decoding_slots()
+            reach = np.minimum(slots.computed[rows] + self.config.draft_tokens, slots.limits[rows] - 1)
+            missing = np.maximum(reach // memory.page_size + 1 - slots.num_pages[rows], 0)
+            if not missing.any():
+                return
+            needy = rows[missing > 0]
+            if int(missing.sum()) <= memory.num_available_pages:
+                memory.cover_each(needy)  # once more round the loop if a draft spans several pages
+            elif not self._retract_one(now, f"{len(needy)} decoding requests"):
+                # Nobody may be taken: the newest row that has no place gives its slot up for now.
+                juniors = [request for request in self.admission.decoding if request.slot in set(needy.tolist())]
+                self._retract(max(juniors, key=lambda request: request.seniority), now, "older requests")
+
+    def _fill(self, may_admit: bool, now: float) -> None:
+        budget = self.admission.continue_prefills(self._prefill_budget())
+        if may_admit and self.num_waiting:
+            if self.config.policy == "priority" and not math.isinf(self.config.retract_gap):
+                self._retract_for_priority(now)
+            self.admission.admit_waiting(budget, now)
+
+    def _prefill_budget(self) -> int:
+        config, decoding = self.config, self.admission.decoding
+        num_decodes = 0 if config.batching == "prefill-first" else len(decoding)
+        decode_tokens = num_decodes * (1 + config.draft_tokens)
+        budget = min(config.max_prefill_tokens, config.max_batch_tokens - decode_tokens)
+        model = self.step_time.model() if config.itl_target is not None and num_decodes else None
+        if model is not None and config.itl_target is not None:
+            context = int(self.memory.slots.computed[self._decoding_slots()].sum()) + num_decodes
+            within = model.prefill_tokens_within(config.itl_target, num_decodes, context)
+            if within is not None:
+                budget = min(budget, max(within, _LEAST_CHUNK))
+        return budget
+
+    def _decoding_slots(self) -> Column:
+        if self._decode_slots is None:
+            decoding = self.admission.decoding
+            self._decode_slots = np.fromiter((request.slot for request in decoding), np.int32, len(decoding))
+            self._decode_slots.flags.writeable = False
+            first: dict[str, Request] = {}
+            for request in decoding:
+                first.setdefault(request.tenant, request)
+            counts = Counter(request.tenant for request in decoding) if len(first) > 1 else {}
+            self._decode_tenants = [(one, counts.get(tenant, len(decoding))) for tenant, one in first.items()]
+        return self._decode_slots
+
+    def _build(self, decode: bool) -> Plan:
+        slots, chunks = self.memory.slots, self.admission.chunks
+        rows: Column = self._decoding_slots() if decode else NO_TOKENS
+        requests = sampled = tuple(self.admission.decoding) if decode else ()
+        num_decodes = len(requests)
+        starts = slots.computed[rows]
+        slots.computed[rows] = starts + 1
+        planned = slots.planned_outputs[rows] + 1
+        slots.planned_outputs[rows] = planned
+        last = np.flatnonzero(planned >= slots.max_outputs[rows])
+        ending = [requests[row] for row in last.tolist()]
+        num_context = int(starts.sum()) + len(rows)
+        lengths = np.ones(len(rows), np.int32)
+        samples = np.ones(len(rows), np.bool_)
+        if decode:
+            for request, count in self._decode_tenants:
+                self.order.charge(request, count * self.config.output_weight)
+        self.counters.decoded_tokens += num_decodes
+        if chunks:
+            yields = [chunk.is_last and not chunk.request.prefill_only for chunk in chunks]
+            rows = np.concatenate([rows, np.array([chunk.slot for chunk in chunks], np.int32)])
+            starts = np.concatenate([starts, np.array([chunk.start for chunk in chunks], np.int32)])
+            lengths = np.concatenate([lengths, np.array([chunk.length for chunk in chunks], np.int32)])
+            samples = np.concatenate([samples, np.array(yields, np.bool_)])
+            num_context += sum(chunk.start + chunk.length for chunk in chunks)
+            requests += tuple(chunk.request for chunk in chunks)
+            sampled += tuple(chunk.request for chunk, one in zip(chunks, yields, strict=True) if one)
+            ending += self._finish_prefills()
+        for request in ending:
+            if request.phase is Phase.DECODING:
+                self.admission.decoding.remove(request)
+            self._decode_slots = None
+        page_slots, page_indices, page_ids = slots.take_changes()
+        plan = Plan(
+            step=self.memory.tree.step,
+            slots=rows,
+            starts=starts,
+            lengths=lengths,
+            samples=samples,
+            num_decodes=num_decodes,
+            requests=requests,
+            joins=tuple(self.admission.joins),
+            page_slots=page_slots,
+            page_indices=page_indices,
+            page_ids=page_ids,
+            num_tokens=num_decodes + sum(chunk.length for chunk in chunks),
+            num_context_tokens=num_context,
+        )
+        self._passes.append(_Pass(plan, sampled, tuple(ending)))
+        return plan
+
+    def _finish_prefills(self) -> list[Request]:
+        """Requests whose prompt is all planned go on to decode, or end here. Returns those that end."""
+        ending = []
+        slots = self.memory.slots
+        for chunk in self.admission.chunks:
+            if not chunk.is_last:
+                continue
+            request = chunk.request
+            self.admission.prefilling.remove(request)
+            if not request.prefill_only:
+                slots.planned_outputs[chunk.slot] += 1
+                if slots.planned_outputs[chunk.slot] < request.max_tokens:
+                    request.enter(Phase.DECODING)
+                    self.admission.decoding.append(request)
+                    self._decode_slots = None
+                    continue
+            ending.append(request)
+        return ending
+
+    # ------------------------------------------------------------------ retraction
+
+    def _retract_one(self, now: float, beneficiary: str) -> bool:
+        victim = choose_victim(self.admission.running, self.memory.slots, self.config.page_size)
+        if victim is None:
+            return False
+        self._retract(victim, now, beneficiary)
+        return True
+
+    def _retract(self, request: Request, now: float, beneficiary: str) -> None:
+        """Back to the queue. Its tokens are kept, its KV stays in the tree until the room is really needed."""
+        request.num_in_flight = sum(request in one.sampled for one in self._passes)
+        num_pages = self._leave(request, request.num_tokens)
+        request.retractions += 1
+        request.enter(Phase.WAITING)
+        request.waits_for = "memory: it was retracted"
+        self._lengths.had_to_retract()
+        self.counters.retractions += 1
+        self.journal.write(now, self.memory.tree.step, Kind.RETRACT, request.id, beneficiary, num_pages)
+        self.admission.enqueue_retracted(request)
+
+    def _retract_for_priority(self, now: float) -> None:
+        """Makes room for the best waiting request at the cost of running ones of much lower priority."""
+        admission, gap = self.admission, self.config.retract_gap
+        request = admission.candidate(now)
+        if request is None:
+            return
+        planned = {chunk.request.id for chunk in admission.chunks}
+        below = [
+            running
+            for running in admission.running
+            if running.priority <= request.priority - gap and not is_protected(running) and running.id not in planned
+        ]
+        if not below or not admission.would_fit_without(request, below):
+            return  # their leaving would not help
+        while below and not admission.would_fit_without(request, []):
+            victim = choose_victim(below, self.memory.slots, self.config.page_size)
+            assert victim is not None, "those who are protected are not among them"
+            below.remove(victim)
+            self._retract(victim, now, f"request {request.id} of priority {request.priority}")
+
+    # ------------------------------------------------------------------ commit
+
+    def commit(
+        self,
+        plan: Plan,
+        tokens: Column,
+        now: float,
+        device_s: float | None = None,
+        counts: npt.NDArray[np.int32] | None = None,
+    ) -> Updates:
+        """Takes the tokens of a pass, in the order the passes were planned; each plan exactly once.
+
+        One token for each sampling row, or `counts[i]` >= 1 of them for row i, laid end to end.
+        """
+        assert self._passes, "there is no pass to commit"
+        one = self._passes.popleft()
+        assert one.plan is plan, "passes are committed in the order they were planned"
+        if device_s is not None:
+            self.step_time.observe(plan, device_s)
+        sampled = one.sampled
+        if counts is not None:
+            assert len(counts) == len(sampled), f"{len(counts)} counts for {len(sampled)} sampling rows"
+            sampled, tokens = self._advance_by(sampled, tokens, counts)
+        assert len(tokens) == len(sampled), f"{len(tokens)} tokens for {len(sampled)} sampling rows"
+        values: list[int] = tokens.tolist()
+        discarded: set[int] = set()
+        for row, (request, token) in enumerate(zip(sampled, values, strict=True)):
+            if request.phase is Phase.FINISHED:  # it ended while this pass was in flight, or earlier in this pass
+                discarded.add(row)
+                continue
+            if request.phase is Phase.WAITING:
+                self._keep_late_token(request, token)
+            else:
+                request.output.append(token)
+            if request.first_token is None:
+                request.first_token = now
+            if token in self._stop_ids and self._stops(request, token):
+                self._finish(request, FinishReason.STOP, now)
+            elif counts is not None and len(request.output) >= request.max_tokens:
+                self._finish(request, FinishReason.LENGTH, now)
+        for request in one.ending:
+            if not request.is_finished:
+                self._finish(request, FinishReason.LENGTH, now)
+        return self._updates(sampled, tokens, discarded)
+
+    @staticmethod
+    def _stops(request: Request, token: int) -> bool:
+        return token in request.stop_ids and len(request.output) >= request.params.min_tokens
+
+    def _keep_late_token(self, request: Request, token: int) -> None:
+        """The token of a pass that was in flight when its request was retracted: kept, and prefilled with the rest."""
+        self.admission.dequeue(request)
+        request.num_in_flight -= 1
+        request.output.append(token)
+        request.key = token_key(request)
+        self.admission.enqueue(request)
+
+    def _advance_by(
+        self, sampled: tuple[Request, ...], tokens: Column, counts: npt.NDArray[np.int32]
+    ) -> tuple[tuple[Request, ...], Column]:
+        """Several tokens a row: the pass has computed the KV of all but the last of each row's tokens."""
+        most = 1 + self.config.draft_tokens
+        assert ((counts >= 1) & (counts <= most)).all(), f"a row yields 1 to {most} tokens"
+        repeated: list[Request] = []
+        kept: list[int] = []
+        offset = 0
+        for request, count in zip(sampled, counts.tolist(), strict=True):
+            taken = count
+            if request.slot is not None:
+                slot = request.slot
+                planned = int(self.memory.slots.planned_outputs[slot])
+                taken = min(count, request.max_tokens - planned + 1)
+                self.memory.slots.computed[slot] += taken - 1
+                self.memory.slots.planned_outputs[slot] = planned + taken - 1
+            repeated += [request] * taken
+            kept += range(offset, offset + taken)
+            offset += count
+        return tuple(repeated), tokens[np.array(kept, dtype=np.int64)]
+
+    def _updates(self, sampled: Sequence[Request], tokens: Column, discarded: set[int]) -> Updates:
+        if discarded:
+            self.counters.discarded_tokens += len(discarded)
+            kept = [row for row in range(len(sampled)) if row not in discarded]
+            sampled = [sampled[row] for row in kept]
+            tokens = tokens[kept]
+        ended, self._ended = self._ended, []
+        return Updates(tuple(sampled), tokens, tuple(ended), len(discarded))
+
+    def take_ended(self) -> tuple[Finished, ...]:
+        """Requests that ended outside of a commit since the last one: by abort, deadline or from outside."""
+        ended, self._ended = self._ended, []
+        return tuple(ended)
+
+    # ------------------------------------------------------------------ the cache, for operators
+
+    def pin(self, name: str, prompt: Sequence[int], now: float, *, expires: float = math.inf, tenant: str = "default",
+            cache_salt: str = "", adapter: str = "") -> int:  # fmt: skip
+        """Keeps the cached part of a prompt from eviction until `expires`. Returns how many tokens that is."""
+        if expires <= now:
+            raise PinError(f"pin {name!r} expires at {expires}, and it is {now} already: give a later time.")
+        probe = Request(name, as_tokens(prompt), tenant=tenant, cache_salt=cache_salt, adapter=adapter)
+        probe.key = probe.prompt.tobytes()
+        num_tokens = self.memory.pin(name, probe, expires)
+        self.journal.write(now, self.memory.tree.step, Kind.PIN, name, num_tokens)
+        return num_tokens
+
+    def unpin(self, name: str, now: float) -> None:
+        self.memory.unpin(name)
+        self.journal.write(now, self.memory.tree.step, Kind.UNPIN, name)
+
+    def flush_cache(self) -> int:
+        """Forgets every cached prefix that no running request uses. Returns the pages that came free."""
+        return self.memory.flush()

@@ -1,0 +1,81 @@
+"""How long a forward pass takes: t0 + a·prefill tokens + b·decodes + c·context tokens, learned from measured passes.
+
+It turns an inter-token target into a token budget, and drives the virtual GPU. Coefficients are never negative:
+a pass does not get faster by having more to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.scheduler.plan import Plan
+
+_FORGET = 0.998  # weight of a pass after the next one: the last few hundred count
+_SCALE = np.array([1.0, 1e-3, 1e-2, 1e-5])  # brings the four features to one order of magnitude
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    base: float
+    per_prefill_token: float
+    per_decode: float
+    per_context_token: float
+
+    def seconds(self, num_prefill_tokens: int, num_decodes: int, num_context_tokens: int) -> float:
+        return (
+            self.base
+            + self.per_prefill_token * num_prefill_tokens
+            + self.per_decode * num_decodes
+            + self.per_context_token * num_context_tokens
+        )
+
+    def of(self, plan: Plan) -> float:
+        return self.seconds(plan.num_prefill_tokens, plan.num_decodes, plan.num_context_tokens)
+
+    def prefill_tokens_within(self, seconds: float, num_decodes: int, num_context_tokens: int) -> int | None:
+        """How many prompt tokens still fit beside the decodes; None if they cost nothing."""
+        if self.per_prefill_token <= 0:
+            return None
+        spare = seconds - self.seconds(0, num_decodes, num_context_tokens)
+        return max(0, int(spare / self.per_prefill_token))
+
+
+class StepTimeFit:
+    """Least squares with forgetting over the passes seen so far; columns that come out negative are left out."""
+
+    def __init__(self) -> None:
+        self.num_passes = 0
+        self._moments: npt.NDArray[np.float64] = np.zeros((4, 4))
+        self._targets: npt.NDArray[np.float64] = np.zeros(4)
+        self._model: StepTime | None = None
+
+    def observe(self, plan: Plan, seconds: float) -> None:
+        features = _SCALE * (1.0, plan.num_prefill_tokens, plan.num_decodes, plan.num_context_tokens)
+        self._moments = self._moments * _FORGET + np.outer(features, features)
+        self._targets = self._targets * _FORGET + features * seconds
+        self.num_passes += 1
+        self._model = None
+
+    def model(self) -> StepTime | None:
+        """The fitted model, once there is enough to fit."""
+        if self.num_passes < 8:
+            return None
+        if self._model is None:
+            self._model = StepTime(*self._solve().tolist())
+        return self._model
+
+    def _solve(self) -> npt.NDArray[np.float64]:
+        kept = [0, 1, 2, 3]
+        ridge = 1e-9 * max(1e-12, float(np.trace(self._moments)))
+        while True:
+            moments = self._moments[np.ix_(kept, kept)] + ridge * np.eye(len(kept))
+            weights = np.linalg.solve(moments, self._targets[kept])
+            if (weights >= 0).all() or len(kept) == 1:
+                result: npt.NDArray[np.float64] = np.zeros(4)
+                result[kept] = np.maximum(weights, 0.0)
+                result *= _SCALE
+                return result
+            kept.pop(int(weights.argmin()))

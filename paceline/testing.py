@@ -1,0 +1,252 @@
+"""For testing against the scheduler: an executor with a toy model, its plain twin, and a driver.
+
+The toy model is a transformer's memory in miniature. The KV of a position is a number that depends on its token,
+its position and the sum of all KV before it, read through the page table; a token is sampled from that sum. So a
+page that is freed too early, read by the wrong row, cached under wrong tokens or never computed changes every
+token after it, as it would in a real model, and a comparison with `reference_tokens` shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.engine.executor import Result
+from paceline.engine.loop import Loop
+from paceline.engine.virtual import VirtualClock
+from paceline.request import FinishReason, Request
+from paceline.scheduler import Plan, Scheduler, StepTime, Updates
+from paceline.scheduler.invariants import check
+
+_MASK = (1 << 64) - 1
+_FLAT_TIME = StepTime(base=1e-3, per_prefill_token=1e-5, per_decode=1e-5, per_context_token=1e-8)
+
+
+def _mix(value: int) -> int:
+    """Scrambles 64 bits (splitmix64)."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def _seed(request: Request) -> int:
+    """Where the sum of KV begins: requests that must not share a cache have different KV for equal tokens."""
+    name = "\0".join((request.tenant, request.cache_salt, request.adapter))
+    return _mix(int.from_bytes(name.encode()[-8:].rjust(8), "little") ^ len(name))
+
+
+def _kv(token: int, position: int, before: int) -> int:
+    return _mix(before ^ _mix(token) ^ (position << 40))
+
+
+def _sample(total: int, vocab: int) -> int:
+    return _mix(total ^ 0x5EED) % vocab
+
+
+def reference_tokens(request: Request, vocab: int) -> tuple[list[int], FinishReason]:
+    """What `request` must yield: the toy model run alone, with no pages, no cache and no scheduler.
+
+    `request.max_tokens` must be settled, as it is once a scheduler has accepted it.
+    """
+    if request.prefill_only:
+        return [], FinishReason.LENGTH
+    stops = set(request.params.stop_token_ids)
+    if not request.params.ignore_eos:
+        stops |= set(request.eos_token_ids)
+    total, position, output = _seed(request), 0, []
+    tokens = request.prompt.tolist()
+    while True:
+        for token in tokens:
+            total = (total + _kv(token, position, total)) & _MASK
+            position += 1
+        output.append(_sample(total, vocab))
+        if output[-1] in stops and len(output) >= request.params.min_tokens:
+            return output, FinishReason.STOP
+        if len(output) >= request.max_tokens:
+            return output, FinishReason.LENGTH
+        tokens = output[-1:]
+
+
+@dataclass(slots=True)
+class ScriptedPending:
+    executor: ScriptedExecutor
+    plan: Plan
+    result: Result | None = None
+
+    def wait(self) -> Result:
+        result = self.executor._run_through(self)
+        self.executor.clock.advance(result.device_s or 0.0)
+        return result
+
+
+@dataclass(slots=True)
+class ScriptedExecutor:
+    """Carries plans out on the toy model, strictly in launch order.
+
+    `lazy` runs each pass as late as possible, when it is waited for: a plan that still changes after `launch` then
+    computes something else. `draft` gives up to that many tokens beyond the first to a decoding row.
+    """
+
+    num_pages: int
+    page_size: int
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    vocab: int = 64
+    lazy: bool = False
+    draft: int = 0
+    step_time: StepTime = _FLAT_TIME
+    plans: list[Plan] = field(default_factory=list)
+    _memory: np.ndarray = field(init=False)
+    _rows: dict[int, dict[int, int]] = field(default_factory=dict)  # slot -> index -> page
+    _tokens: dict[int, list[int]] = field(default_factory=dict)
+    _seeds: dict[int, int] = field(default_factory=dict)
+    _queue: list[ScriptedPending] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # Memory that was never written must not look like memory that was.
+        self._memory = np.random.default_rng(0).integers(0, 1 << 63, self.num_pages * self.page_size, dtype=np.uint64)
+
+    @classmethod
+    def for_scheduler(cls, scheduler: Scheduler, **options: object) -> ScriptedExecutor:
+        config = scheduler.config
+        return cls(config.num_pages, config.page_size, draft=config.draft_tokens, **options)  # type: ignore[arg-type]
+
+    def launch(self, plan: Plan) -> ScriptedPending:
+        pending = ScriptedPending(self, plan)
+        self._queue.append(pending)
+        self.plans.append(plan)
+        if not self.lazy:
+            self._run_through(pending)
+        return pending
+
+    def _run_through(self, pending: ScriptedPending) -> Result:
+        while pending.result is None:
+            first = self._queue.pop(0)
+            first.result = self._run(first.plan)
+        return pending.result
+
+    def _run(self, plan: Plan) -> Result:
+        for join in plan.joins:
+            self._tokens[join.slot] = join.tokens.tolist()
+            self._seeds[join.slot] = _seed(join.request)
+        for slot, index, page in zip(plan.page_slots, plan.page_indices, plan.page_ids, strict=True):
+            self._rows.setdefault(int(slot), {})[int(index)] = int(page)
+        sampled: list[list[int]] = []
+        for row in range(plan.num_rows):
+            slot, start, length = int(plan.slots[row]), int(plan.starts[row]), int(plan.lengths[row])
+            total = self._feed(slot, start, length)
+            if plan.samples[row]:
+                tokens = [_sample(total, self.vocab)]
+                self._put(slot, start + length, tokens[0])
+                if self.draft and row < plan.num_decodes:
+                    tokens += self._draft(plan.requests[row], slot, start + length)
+                sampled.append(tokens)
+        flat = np.array([token for tokens in sampled for token in tokens], np.int32)
+        counts = np.array([len(tokens) for tokens in sampled], np.int32) if self.draft else None
+        return Result(flat, self.step_time.of(plan), counts)
+
+    def _draft(self, request: Request, slot: int, position: int) -> list[int]:
+        room = len(request.prompt) + request.max_tokens - 1 - position
+        tokens: list[int] = []
+        for _ in range(min(position % (self.draft + 1), room)):
+            total = self._feed(slot, position, 1)
+            position += 1
+            tokens.append(_sample(total, self.vocab))
+            self._put(slot, position, tokens[-1])
+        return tokens
+
+    def _put(self, slot: int, position: int, token: int) -> None:
+        tokens = self._tokens[slot]
+        del tokens[position:]
+        assert len(tokens) == position, f"slot {slot} skips from position {len(tokens)} to {position}"
+        tokens.append(token)
+
+    def _feed(self, slot: int, start: int, length: int) -> int:
+        """Writes KV of `length` tokens from `start` on, and returns the sum over the row so far."""
+        row, size = self._rows.get(slot, {}), self.page_size
+        places = np.array([row[at // size] * size + at % size for at in range(start + length)], np.int64)
+        with np.errstate(over="ignore"):
+            total = (self._seeds[slot] + int(self._memory[places[:start]].sum(dtype=np.uint64))) & _MASK
+        for position in range(start, start + length):
+            value = _kv(self._tokens[slot][position], position, total)
+            self._memory[places[position]] = value
+            total = (total + value) & _MASK
+        return total
+
+
+class Harness:
+    """A scheduler on the toy model, stepped and checked: the shortest way to a test.
+
+    Every step checks the invariants; `outputs` is what a client saw, put together from the updates alone.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        overlap: bool = False,
+        lazy: bool = False,
+        vocab: int = 64,
+        checked: bool = True,
+        step_time: StepTime = _FLAT_TIME,
+    ) -> None:
+        self.scheduler = scheduler
+        self.clock = VirtualClock()
+        self.executor = ScriptedExecutor.for_scheduler(
+            scheduler, clock=self.clock, lazy=lazy, vocab=vocab, step_time=step_time
+        )
+        self.loop = Loop(scheduler, self.executor, self.clock, overlap=overlap)
+        self.outputs: dict[str, list[int]] = {}
+        self.reasons: dict[str, FinishReason] = {}
+        self.requests: dict[str, Request] = {}
+        self.on_step: Callable[[Updates], None] | None = None
+        self._check = check if checked else None
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add(request, self.clock())
+            self.requests[request.id] = request
+            self.outputs[request.id] = []
+
+    def step(self) -> Updates | None:
+        updates = self.loop.step()
+        if updates is not None:
+            for request, token in zip(updates.requests, updates.tokens.tolist(), strict=True):
+                assert request.id not in self.reasons, f"request {request.id} got a token after its end"
+                self.outputs[request.id].append(token)
+            self._note(updates.finished)
+            if self.on_step is not None:
+                self.on_step(updates)
+        if self._check is not None:
+            self._check(self.scheduler)
+        return updates
+
+    def _note(self, finished: Iterable[object]) -> None:
+        for item in finished:
+            request, reason = item.request, item.reason  # type: ignore[attr-defined]
+            assert request.id not in self.reasons, f"request {request.id} ended twice"
+            self.reasons[request.id] = reason
+
+    def run(self, max_steps: int = 100_000) -> int:
+        """Until everything has ended. Returns the number of passes."""
+        steps = 0
+        while self.scheduler.has_work:
+            assert steps < max_steps, f"no end after {steps} steps"
+            updates = self.step()
+            if updates is None:
+                assert not self.scheduler.has_work, "work is left and nothing can be planned"
+            steps += 1
+        self._note(self.scheduler.take_ended())
+        return steps
+
+    def assert_reference(self) -> None:
+        """Everything that was not cut short from outside yielded exactly the toy model's tokens."""
+        for request_id, request in self.requests.items():
+            tokens, reason = reference_tokens(request, self.executor.vocab)
+            got = self.outputs[request_id]
+            if self.reasons.get(request_id) in (FinishReason.STOP, FinishReason.LENGTH):
+                assert (got, self.reasons[request_id]) == (tokens, reason), f"request {request_id} went wrong"
+            else:
+                assert got == tokens[: len(got)], f"request {request_id} went wrong before it was cut short"
