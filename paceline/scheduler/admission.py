@@ -277,21 +277,17 @@ class Admission:
         return int(self._lengths.expected_remaining(generated, np.array([most]))[0])
 
     def _look_out(self, running: list[Request]) -> Outlook:
-        """The predicted peak of everything running. Columns where there are columns: this is asked every step in
-        which somebody could join."""
+        """The predicted peak of everything running. Columns as far as there are columns: this is asked in every
+        step in which somebody could join."""
         memory, slots = self._memory, self._memory.slots
-        count = len(running)
-        rows = np.fromiter((request.slot for request in running), np.int64, count)
-        prompt_pages = np.fromiter((memory.pages_for(request.num_tokens) for request in running), np.int64, count)
-        depths = (request.held.depth if request.held else 0 for request in running)
-        held_pages = np.fromiter(depths, np.int64, count) // memory.page_size
-        sole_pages = np.fromiter((request.sole_pages for request in running), np.int64, count)
-        own = np.maximum(slots.num_pages[rows], prompt_pages) - held_pages + sole_pages
-        generated = slots.planned_outputs[rows].astype(np.int64)
-        most = slots.max_outputs[rows] - generated
+        rows = np.array([request.slot for request in running])
+        depths = np.array([request.held.depth for request in running if request.held is not None])
+        sole_pages = np.array([request.sole_pages for request in running])
+        own = np.maximum(slots.num_pages[rows], slots.prompt_pages[rows]) - depths // memory.page_size + sole_pages
+        most = slots.remaining[rows].astype(np.int64)
+        generated = np.array([request.max_tokens for request in running]) - most
         expected = self._lengths.expected_remaining(generated, most)
-        known = np.fromiter((request.ends_by_length or is_protected(request) for request in running), np.bool_, count)
-        return Outlook(memory.page_size, own, np.where(known, most, expected))
+        return Outlook(memory.page_size, own, np.where(slots.runs_full_length[rows], most, expected))
 
     def _admit(self, request: Request, to_compute: int, now: float) -> None:
         memory, counters = self._memory, self._journal.counters
@@ -301,9 +297,10 @@ class Admission:
         self._order.admitted(request, to_compute, now)
         self.dequeue(request)
         slot = memory.start_row(request)
-        memory.slots.planned_outputs[slot] = len(request.output)
-        memory.slots.max_outputs[slot] = request.max_tokens
+        memory.slots.remaining[slot] = request.max_tokens - len(request.output)
         memory.slots.limits[slot] = len(request.prompt) + request.max_tokens
+        memory.slots.prompt_pages[slot] = memory.pages_for(request.num_tokens)
+        memory.slots.runs_full_length[slot] = request.ends_by_length or is_protected(request)
         if request.first_admitted is None:
             self._admissions += 1
             request.first_admitted = now
@@ -335,7 +332,7 @@ class Admission:
         slots.computed[slot] = start + length
         self.chunks.append(Chunk(request, slot, start, length, start + length == request.num_tokens))
         self._journal.counters.computed_tokens += length
-        self._order.charge(request, length)
+        self._order.charge(request.tenant, length)
         above = memory.claim(request)
         if self._config.prefix_wait:
             self._hide_sharers(request, above.depth)

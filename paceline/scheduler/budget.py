@@ -69,33 +69,34 @@ class Outlook:
 
     def __init__(self, page_size: int, own: Ints, remaining: Ints) -> None:
         self._page_size = page_size
-        order = np.argsort(-remaining, kind="stable")
-        self._own = own[order]
-        self._growth = -(-remaining[order] // page_size)
-        self._refresh()
+        self._own = own
+        self._remaining = remaining
+        self._sort()
 
-    def _refresh(self) -> None:
-        self._peaks = self._own.cumsum() + self._growth * np.arange(1, len(self._own) + 1)
-
-    @property
-    def peak(self) -> int:
-        return int(self._peaks.max()) if len(self._peaks) else 0
+    def _sort(self) -> None:
+        order = np.argsort(-self._remaining, kind="stable")
+        self._own, self._remaining = self._own[order], self._remaining[order]
+        self._totals = np.cumsum(self._own)
+        self._growth = -(-self._remaining // self._page_size)
+        self._peaks = self._totals + self._growth * np.arange(1, len(self._own) + 1)
+        self._joined: list[tuple[int, int]] = []
 
     def peak_with(self, own: int, remaining: int) -> int:
         """The peak if a request with that many own pages and expected tokens joined."""
+        if self._joined:
+            joined = np.array(self._joined, dtype=np.int64)
+            self._own = np.concatenate([self._own, joined[:, 0]])
+            self._remaining = np.concatenate([self._remaining, joined[:, 1]])
+            self._sort()
         growth = -(-remaining // self._page_size)
         place = int(np.searchsorted(-self._growth, -growth, side="right"))
-        before = int(self._own[:place].sum())
-        peak = before + own + growth * (place + 1)
+        peak = own + growth * (place + 1)
         if place:
-            peak = max(peak, int(self._peaks[:place].max()))
+            peak = max(peak + int(self._totals[place - 1]), int(self._peaks[:place].max()))
         if place < len(self._peaks):
             peak = max(peak, own + int((self._peaks[place:] + self._growth[place:]).max()))
         return peak
 
     def add(self, own: int, remaining: int) -> None:
-        growth = -(-remaining // self._page_size)
-        place = int(np.searchsorted(-self._growth, -growth, side="right"))
-        self._own = np.insert(self._own, place, own)
-        self._growth = np.insert(self._growth, place, growth)
-        self._refresh()
+        """A request has joined. Nothing is computed before somebody asks again."""
+        self._joined.append((own, remaining))

@@ -46,7 +46,7 @@ class Memory:
         self.pool = PagePool(config.num_pages)
         self.tree = PrefixTree(config.page_size, config.eviction)
         longest = min(config.context_tokens + config.draft_tokens, config.num_pages * config.page_size)
-        self.slots = Slots(config.max_running, self.pages_for(longest))
+        self.slots = Slots(config.max_running, self.pages_for(longest), config.page_size)
         self.pins: dict[str, Pin] = {}
         self.now = 0.0  # of the step being planned: what evictions are journaled under
         self._duplicates: list[Request] = []  # rows that computed what the tree already held

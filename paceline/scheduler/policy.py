@@ -31,8 +31,8 @@ class Order(Protocol):
     def admitted(self, request: Request, num_tokens: int, now: float) -> None:
         """`request` was admitted and has `num_tokens` to compute."""
 
-    def charge(self, request: Request, num_tokens: float) -> None:
-        """Tokens were computed for `request`, in prompt tokens."""
+    def charge(self, tenant: str, num_tokens: float) -> None:
+        """Tokens were computed for a tenant, counted in prompt tokens."""
 
     def running_ended(self, request: Request) -> None:
         """A running request gave its slot back."""
@@ -50,7 +50,7 @@ class _Order:
     def admitted(self, request: Request, num_tokens: int, now: float) -> None:
         pass
 
-    def charge(self, request: Request, num_tokens: float) -> None:
+    def charge(self, tenant: str, num_tokens: float) -> None:
         pass
 
     def running_ended(self, request: Request) -> None:
@@ -76,14 +76,13 @@ class Lane:
         self.credit = 0.0
 
     def add(self, request: Request) -> None:
-        if not math.isinf(self._max_wait):
-            self._queue.append(request)
+        self._queue.append(request)
 
     def next(self, now: float) -> Request | None:
         head = self._overdue(now)
         if head is None or head.set_aside or self._is_hidden(head):
             return None
-        return head if self._max_wait == 0 or self.credit >= self._cost(head) else None
+        return head if self.credit >= self._cost(head) else None
 
     def admitted(self, request: Request, num_tokens: int, now: float) -> None:
         """Called while `request` still stands in the queue."""
@@ -325,6 +324,7 @@ class Fair(_Order):
         self._backlogged: list[tuple[float, int, Tenant]] = []
         self._active: list[tuple[float, int, Tenant]] = []
         self._skipped: list[Tenant] = []
+        self._asked: set[Tenant] = set()
 
     def add(self, request: Request) -> None:
         tenant = self.tenants.get(request.tenant) or self._new_tenant(request.tenant)
@@ -352,6 +352,7 @@ class Fair(_Order):
                     return None
                 if tenant.service >= self._level:
                     self._level = tenant.service + self._config.fair_quantum
+            self._asked.add(tenant)
             request = tenant.order.next(now)
             if request is not None:
                 return request
@@ -373,13 +374,15 @@ class Fair(_Order):
         tenant.num_running -= 1
         self._maybe_idle(tenant)
 
-    def charge(self, request: Request, num_tokens: float) -> None:
-        tenant = self.tenants[request.tenant]
-        tenant.service += num_tokens / tenant.weight
+    def charge(self, tenant: str, num_tokens: float) -> None:
+        record = self.tenants[tenant]
+        record.service += num_tokens / record.weight
 
     def restore(self) -> None:
-        for tenant in self._skipped:
+        for tenant in self._asked:
             tenant.order.restore()
+        self._asked.clear()
+        for tenant in self._skipped:
             if tenant.num_waiting:
                 heappush(self._backlogged, (tenant.service, tenant.index, tenant))
         self._skipped.clear()
@@ -389,7 +392,7 @@ class Fair(_Order):
             self._forget_idle()
         config = self._config
         inner = DepthFirst(self._tree, lambda: self._tree.root.children.get(name))
-        order = Aging(inner, Lane(self._tree, config.max_wait, config.lane_share))
+        order = aged(inner, self._tree, config)
         tenant = Tenant(self._created, name, config.tenant_weights.get(name, 1.0), order)
         self._created += 1
         self.tenants[name] = tenant
@@ -433,6 +436,15 @@ class Fair(_Order):
         return self._left_at if otherwise is None else otherwise
 
 
+def aged(inner: Order, tree: PrefixTree, config: SchedulerConfig) -> Order:
+    """`inner` with its first-come lane. At either end of max_wait there is only one of the two."""
+    if config.max_wait == 0:
+        return KeyOrder(lambda request: request.number)
+    if math.isinf(config.max_wait):
+        return inner
+    return Aging(inner, Lane(tree, config.max_wait, config.lane_share))
+
+
 def make_order(tree: PrefixTree, config: SchedulerConfig) -> Order:
     """The order `config.policy` names. Aging applies where requests could otherwise be overtaken for ever; under
     `priority` that is what the caller asked for, and `fcfs` and `hrrn` age by themselves."""
@@ -464,4 +476,4 @@ def make_order(tree: PrefixTree, config: SchedulerConfig) -> Order:
             inner = KeyOrder(lambda request: shuffle.random())
         case other:
             raise AssertionError(f"policy {other} passed the config and has no order")
-    return Aging(inner, Lane(tree, config.max_wait, config.lane_share))
+    return aged(inner, tree, config)

@@ -4,7 +4,7 @@ Before every forward pass it decides which requests run, on which pages, in whic
 clock and no device: the time is an argument, and what it decides is a Plan that somebody else carries out. The
 one thing to know before changing it: a plan may be asked for while the one before is still in flight, so between
 two calls the last sampled tokens of the running rows may be unknown here; what is planned (`slots.computed`,
-`slots.planned_outputs`) runs ahead of what is known (`request.output`).
+`slots.remaining`) runs ahead of what is known (`request.output`).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class _Pass:
     plan: Plan
     sampled: tuple[Request, ...]  # who gets the tokens, in row order
     ending: tuple[Request, ...]  # known to end with this pass, by length
+    departures: int  # how many had left when it was planned
 
 
 class Scheduler:
@@ -53,6 +54,7 @@ class Scheduler:
         self.admission = Admission(config, self.memory, self.order, self._lengths, self.journal)
         self.requests: dict[str, Request] = {}  # accepted and not finished
         self._arrivals = 0
+        self._departures = 0  # finished or retracted: rows in flight may belong to nobody any more
         self._passes: deque[_Pass] = deque()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._stop_ids: Counter[int] = (
@@ -61,7 +63,10 @@ class Scheduler:
         self._ended: list[Finished] = []  # outside of a commit: reported with the next one
         # What a steady decode step would otherwise build again each time
         self._decode_slots: Column | None = None
-        self._decode_tenants: list[tuple[Request, int]] = []
+        self._ones: Column = np.ones(config.max_running, np.int32)
+        self._trues: npt.NDArray[np.bool_] = np.ones(config.max_running, np.bool_)
+        self._ones.flags.writeable = self._trues.flags.writeable = False
+        self._decodes_of: Counter[str] = Counter()  # tenant -> rows
 
     # ------------------------------------------------------------------ asking
 
@@ -201,6 +206,7 @@ class Scheduler:
             # The KV of the last known token is not computed yet, or by a pass in flight whose row is discarded:
             # either way it is not cached.
             self._leave(request, request.num_tokens - 1)
+        self._departures += 1
         request.enter(Phase.FINISHED)
         request.finish_reason = reason
         request.finished = now
@@ -222,8 +228,7 @@ class Scheduler:
         if request in admission.prefilling:
             admission.prefilling.remove(request)
         elif request in admission.decoding:
-            admission.decoding.remove(request)
-            self._decode_slots = None
+            self._stop_decoding(request)
         num_valid = min(int(self.memory.slots.computed[request.slot]), num_known)
         num_pages = self.memory.release(request, num_valid)
         self.order.running_ended(request)
@@ -282,19 +287,21 @@ class Scheduler:
 
     def _make_room(self, now: float) -> None:
         """A place for the next token of every decoding request; short of it, somebody leaves."""
-        memory, slots = self.memory, self.memory.slots
+        memory, slots, draft = self.memory, self.memory.slots, self.config.draft_tokens
         while True:
             rows = self._decoding_slots()
-            reach = np.minimum(slots.computed[rows] + self.config.draft_tokens, slots.limits[rows] - 1)
-            missing = np.maximum(reach // memory.page_size + 1 - slots.num_pages[rows], 0)
-            if not missing.any():
+            reach = slots.computed[rows]
+            if draft:
+                reach = np.minimum(reach + draft, slots.limits[rows] - 1)
+            needy = rows[reach >= slots.covered[rows]]
+            if not len(needy):
                 return
-            needy = rows[missing > 0]
-            if int(missing.sum()) <= memory.num_available_pages:
-                memory.cover_each(needy)  # once more round the loop if a draft spans several pages
+            if len(needy) <= memory.num_available_pages:
+                memory.cover_each(needy)  # and look again: a draft may reach over several pages
             elif not self._retract_one(now, f"{len(needy)} decoding requests"):
                 # Nobody may be taken: the newest row that has no place gives its slot up for now.
-                juniors = [request for request in self.admission.decoding if request.slot in set(needy.tolist())]
+                homeless = set(needy.tolist())
+                juniors = [request for request in self.admission.decoding if request.slot in homeless]
                 self._retract(max(juniors, key=lambda request: request.seniority), now, "older requests")
 
     def _fill(self, may_admit: bool, now: float) -> None:
@@ -319,15 +326,22 @@ class Scheduler:
 
     def _decoding_slots(self) -> Column:
         if self._decode_slots is None:
-            decoding = self.admission.decoding
-            self._decode_slots = np.fromiter((request.slot for request in decoding), np.int32, len(decoding))
-            self._decode_slots.flags.writeable = False
-            first: dict[str, Request] = {}
-            for request in decoding:
-                first.setdefault(request.tenant, request)
-            counts = Counter(request.tenant for request in decoding) if len(first) > 1 else {}
-            self._decode_tenants = [(one, counts.get(tenant, len(decoding))) for tenant, one in first.items()]
+            self._decode_slots = np.array([request.slot for request in self.admission.decoding], np.int32)
+            self._decode_slots.flags.writeable = False  # plans keep it
         return self._decode_slots
+
+    def _start_decoding(self, request: Request) -> None:
+        request.enter(Phase.DECODING)
+        self.admission.decoding.append(request)
+        self._decodes_of[request.tenant] += 1
+        self._decode_slots = None
+
+    def _stop_decoding(self, request: Request) -> None:
+        self.admission.decoding.remove(request)
+        self._decodes_of[request.tenant] -= 1
+        if not self._decodes_of[request.tenant]:
+            del self._decodes_of[request.tenant]
+        self._decode_slots = None
 
     def _build(self, decode: bool) -> Plan:
         slots, chunks = self.memory.slots, self.admission.chunks
@@ -336,16 +350,14 @@ class Scheduler:
         num_decodes = len(requests)
         starts = slots.computed[rows]
         slots.computed[rows] = starts + 1
-        planned = slots.planned_outputs[rows] + 1
-        slots.planned_outputs[rows] = planned
-        last = np.flatnonzero(planned >= slots.max_outputs[rows])
-        ending = [requests[row] for row in last.tolist()]
-        num_context = int(starts.sum()) + len(rows)
-        lengths = np.ones(len(rows), np.int32)
-        samples = np.ones(len(rows), np.bool_)
+        remaining = slots.remaining[rows] - 1
+        slots.remaining[rows] = remaining
+        ending = [requests[row] for row in np.flatnonzero(remaining == 0).tolist()] if not remaining.all() else []
+        num_context = int(starts.sum()) + num_decodes
+        lengths, samples = self._ones[:num_decodes], self._trues[:num_decodes]
         if decode:
-            for request, count in self._decode_tenants:
-                self.order.charge(request, count * self.config.output_weight)
+            for tenant, count in self._decodes_of.items():
+                self.order.charge(tenant, count * self.config.output_weight)
         self.counters.decoded_tokens += num_decodes
         if chunks:
             yields = [chunk.is_last and not chunk.request.prefill_only for chunk in chunks]
@@ -359,8 +371,7 @@ class Scheduler:
             ending += self._finish_prefills()
         for request in ending:
             if request.phase is Phase.DECODING:
-                self.admission.decoding.remove(request)
-            self._decode_slots = None
+                self._stop_decoding(request)
         page_slots, page_indices, page_ids = slots.take_changes()
         plan = Plan(
             step=self.memory.tree.step,
@@ -377,7 +388,7 @@ class Scheduler:
             num_tokens=num_decodes + sum(chunk.length for chunk in chunks),
             num_context_tokens=num_context,
         )
-        self._passes.append(_Pass(plan, sampled, tuple(ending)))
+        self._passes.append(_Pass(plan, sampled, tuple(ending), self._departures))
         return plan
 
     def _finish_prefills(self) -> list[Request]:
@@ -390,11 +401,9 @@ class Scheduler:
             request = chunk.request
             self.admission.prefilling.remove(request)
             if not request.prefill_only:
-                slots.planned_outputs[chunk.slot] += 1
-                if slots.planned_outputs[chunk.slot] < request.max_tokens:
-                    request.enter(Phase.DECODING)
-                    self.admission.decoding.append(request)
-                    self._decode_slots = None
+                slots.remaining[chunk.slot] -= 1
+                if slots.remaining[chunk.slot]:
+                    self._start_decoding(request)
                     continue
             ending.append(request)
         return ending
@@ -412,6 +421,7 @@ class Scheduler:
         """Back to the queue. Its tokens are kept, its KV stays in the tree until the room is really needed."""
         request.num_in_flight = sum(request in one.sampled for one in self._passes)
         num_pages = self._leave(request, request.num_tokens)
+        self._departures += 1
         request.retractions += 1
         request.enter(Phase.WAITING)
         request.waits_for = "memory: it was retracted"
@@ -466,20 +476,30 @@ class Scheduler:
         assert len(tokens) == len(sampled), f"{len(tokens)} tokens for {len(sampled)} sampling rows"
         values: list[int] = tokens.tolist()
         discarded: set[int] = set()
-        for row, (request, token) in enumerate(zip(sampled, values, strict=True)):
-            if request.phase is Phase.FINISHED:  # it ended while this pass was in flight, or earlier in this pass
-                discarded.add(row)
-                continue
-            if request.phase is Phase.WAITING:
-                self._keep_late_token(request, token)
-            else:
+        if self._departures == one.departures and counts is None:
+            # The usual case: nobody has left since this pass was planned, so every row takes its token.
+            for request, token in zip(sampled, values, strict=True):
                 request.output.append(token)
+            if self._stop_ids and not self._stop_ids.keys().isdisjoint(values):
+                for request, token in zip(sampled, values, strict=True):
+                    if self._stops(request, token):
+                        self._finish(request, FinishReason.STOP, now)
+        else:
+            for row, (request, token) in enumerate(zip(sampled, values, strict=True)):
+                if request.phase is Phase.FINISHED:  # while this pass was in flight, or earlier in this pass
+                    discarded.add(row)
+                    continue
+                if request.phase is Phase.WAITING:
+                    self._keep_late_token(request, token)
+                else:
+                    request.output.append(token)
+                if self._stops(request, token):
+                    self._finish(request, FinishReason.STOP, now)
+                elif counts is not None and len(request.output) >= request.max_tokens:
+                    self._finish(request, FinishReason.LENGTH, now)
+        for request in sampled[plan.num_decodes :] if counts is None else sampled:
             if request.first_token is None:
                 request.first_token = now
-            if token in self._stop_ids and self._stops(request, token):
-                self._finish(request, FinishReason.STOP, now)
-            elif counts is not None and len(request.output) >= request.max_tokens:
-                self._finish(request, FinishReason.LENGTH, now)
         for request in one.ending:
             if not request.is_finished:
                 self._finish(request, FinishReason.LENGTH, now)
@@ -509,11 +529,10 @@ class Scheduler:
         for request, count in zip(sampled, counts.tolist(), strict=True):
             taken = count
             if request.slot is not None:
-                slot = request.slot
-                planned = int(self.memory.slots.planned_outputs[slot])
-                taken = min(count, request.max_tokens - planned + 1)
-                self.memory.slots.computed[slot] += taken - 1
-                self.memory.slots.planned_outputs[slot] = planned + taken - 1
+                slots, slot = self.memory.slots, request.slot
+                taken = min(count, int(slots.remaining[slot]) + 1)
+                slots.computed[slot] += taken - 1
+                slots.remaining[slot] -= taken - 1
             repeated += [request] * taken
             kept += range(offset, offset + taken)
             offset += count

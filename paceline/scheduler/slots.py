@@ -16,12 +16,15 @@ Column = npt.NDArray[np.int32]
 
 
 class Slots:
-    def __init__(self, max_running: int, max_row_pages: int) -> None:
+    def __init__(self, max_running: int, max_row_pages: int, page_size: int) -> None:
+        self._page_size = page_size
         self.requests: list[Request | None] = [None] * max_running
         self.computed: Column = np.zeros(max_running, np.int32)  # positions with KV once all planned passes have run
-        self.planned_outputs: Column = np.zeros(max_running, np.int32)  # tokens sampled, known or still in flight
-        self.max_outputs: Column = np.zeros(max_running, np.int32)
+        self.covered: Column = np.zeros(max_running, np.int32)  # positions its pages have room for
+        self.remaining: Column = np.zeros(max_running, np.int32)  # tokens that no planned pass has sampled yet
         self.limits: Column = np.zeros(max_running, np.int32)  # prompt and output at full length
+        self.prompt_pages: Column = np.zeros(max_running, np.int32)  # pages its prompt fills, computed or not yet
+        self.runs_full_length: npt.NDArray[np.bool_] = np.zeros(max_running, np.bool_)  # is counted at full length
         self.num_pages: Column = np.zeros(max_running, np.int32)
         # calloc: rows that are never used cost address space, not memory
         self.page_table: npt.NDArray[np.int32] = np.zeros((max_running, max_row_pages), np.int32)
@@ -36,7 +39,7 @@ class Slots:
         slot = self._free.pop()
         assert self.requests[slot] is None, f"slot {slot} was handed out while it was taken"
         self.requests[slot] = request
-        self.num_pages[slot] = 0
+        self.num_pages[slot] = self.covered[slot] = 0
         request.slot = slot
         return slot
 
@@ -57,6 +60,7 @@ class Slots:
         start = int(self.num_pages[slot])
         self.write_pages(slot, start, pages)
         self.num_pages[slot] = start + len(pages)
+        self.covered[slot] = self.num_pages[slot] * self._page_size
 
     def write_pages(self, slot: int, start: int, pages: Pages) -> None:
         if len(pages):
@@ -70,6 +74,7 @@ class Slots:
         indices = self.num_pages[slots]
         self.page_table[slots, indices] = pages
         self.num_pages[slots] = indices + 1
+        self.covered[slots] = (indices + 1) * self._page_size
         self._changes.append((slots, indices, pages))
 
     def take_changes(self) -> tuple[Column, Column, Pages]:

@@ -48,24 +48,35 @@ class StepTimeFit:
 
     def __init__(self) -> None:
         self.num_passes = 0
+        self._fresh: list[tuple[float, float, float, float, float]] = []  # features and seconds, not yet weighed in
         self._moments: npt.NDArray[np.float64] = np.zeros((4, 4))
         self._targets: npt.NDArray[np.float64] = np.zeros(4)
         self._model: StepTime | None = None
 
     def observe(self, plan: Plan, seconds: float) -> None:
-        features = _SCALE * (1.0, plan.num_prefill_tokens, plan.num_decodes, plan.num_context_tokens)
-        self._moments = self._moments * _FORGET + np.outer(features, features)
-        self._targets = self._targets * _FORGET + features * seconds
+        self._fresh.append((1.0, plan.num_prefill_tokens, plan.num_decodes, plan.num_context_tokens, seconds))
         self.num_passes += 1
-        self._model = None
+        if len(self._fresh) >= 256:
+            self._weigh_in()
 
     def model(self) -> StepTime | None:
         """The fitted model, once there is enough to fit."""
         if self.num_passes < 8:
             return None
-        if self._model is None:
+        if self._fresh:
+            self._weigh_in()
             self._model = StepTime(*self._solve().tolist())
         return self._model
+
+    def _weigh_in(self) -> None:
+        passes = np.array(self._fresh)
+        self._fresh.clear()
+        features, seconds = passes[:, :4] * _SCALE, passes[:, 4]
+        weights = _FORGET ** np.arange(len(passes) - 1, -1, -1)
+        weighted = features * weights[:, None]
+        faded = _FORGET ** len(passes)
+        self._moments = self._moments * faded + weighted.T @ features
+        self._targets = self._targets * faded + weighted.T @ seconds
 
     def _solve(self) -> npt.NDArray[np.float64]:
         kept = [0, 1, 2, 3]
