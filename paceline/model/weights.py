@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.model.decoder import Decoder
+from paceline.model.gguf_file import is_gguf, open_gguf
 from paceline.model.layout import Part, stored_parts, target_shapes
 from paceline.model.registry import spec_from_config
 from paceline.model.spec import DTYPES, ModelError, ModelSpec
@@ -50,7 +51,7 @@ def load_decoder(
     stored one."""
     path = Path(path)
     if is_gguf(path):
-        from paceline.model.gguf import gguf_spec, gguf_tensors, open_gguf
+        from paceline.model.gguf import gguf_spec, gguf_tensors
 
         file = open_gguf(path)
         spec = gguf_spec(file)
@@ -81,7 +82,7 @@ def read_spec(path: str | Path) -> ModelSpec:
     """What the model at `path` is, without reading its weights."""
     path = Path(path)
     if is_gguf(path):
-        from paceline.model.gguf import gguf_spec, open_gguf
+        from paceline.model.gguf import gguf_spec
 
         return gguf_spec(open_gguf(path))
     if not path.is_dir():
@@ -91,16 +92,6 @@ def read_spec(path: str | Path) -> ModelSpec:
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} has no config.json: give the folder that holds the model, or a .gguf file.")
     return spec_from_config(_read_json(path / "config.json"), _read_json(path / "generation_config.json", {}))
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether `path` is a file to be read as GGUF: by its name, or by its first bytes."""
-    if not path.is_file():
-        return False
-    if path.suffix.lower() == ".gguf":
-        return True
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
 
 
 def place(
@@ -173,7 +164,9 @@ def random_weights(
     for name, shape in shapes.items():
         weight = torch.empty(shape, dtype=kind, device=device)
         if name.endswith("norm"):
-            weight.fill_(1.0)
+            weight.fill_(
+                2.0 if name.endswith("qk_norm") else 1.0
+            )  # the same as the gain of qkv has without norm
         else:
             weight.normal_(0.0, _scale(spec, name, shape), generator=generator)
         weights[name] = weight
@@ -190,9 +183,10 @@ def _scale(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> float:
         return 3.0 / math.sqrt(spec.hidden_size)
     if len(shape) == 1:
         return 0.1  # a bias
-    # Each of the 2 * layers additions to the residual stream gets the same small share of it.
-    share = 1 / math.sqrt(2 * spec.num_layers) if name.endswith(("out", "down")) else 1.0
-    return share / math.sqrt(shape[-1])
+    # What a layer adds must outweigh the embedding, or a tied model answers every token with itself; and
+    # queries must tell keys apart, or attention is a mean and every answer soon goes in a circle.
+    gain = 4.0 if name.endswith(("out", "down")) else 2.0 if name.endswith("qkv") else 1.0
+    return gain / math.sqrt(shape[-1])
 
 
 def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
