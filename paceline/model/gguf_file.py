@@ -1,0 +1,184 @@
+"""The header of a GGUF file: metadata, and where each tensor lies.
+
+Parsed here and not by the `gguf` package, whose reader makes an array object of every vocabulary entry
+and needs four seconds for a small model; this one needs a tenth. It imports no torch, because the
+tokenizer reads it too.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from paceline.model.spec import ModelError
+
+_SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    name: str
+    shape: tuple[int, ...]  # rows first, as torch has it; the file has it the other way round
+    type_id: int
+    offset: int  # from the start of the file
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """An opened file: metadata and a map of the bytes."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    data: mmap.mmap
+
+    @property
+    def architecture(self) -> str:
+        return str(self.get("general.architecture"))
+
+    def get(self, key: str) -> Any:
+        if key not in self.metadata:
+            raise ModelError(
+                f"{self.path} lacks the metadata {key!r}: the file is incomplete, fetch another one."
+            )
+        return self.metadata[key]
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether `path` is a file to be read as GGUF: by its name, or by its first bytes."""
+    if not path.is_file():
+        return False
+    if path.suffix.lower() == ".gguf":
+        return True
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def open_gguf(path: str | Path) -> GGUFFile:
+    """Reads the header of a file; remembered, because spec, tokenizer and weights all come from it."""
+    path = Path(path)
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror}): check the path.") from None
+    return _open(path, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=2)
+def _open(path: Path, mtime_ns: int, size: int) -> GGUFFile:
+    if size < 24:
+        raise ModelError(f"{path} has {size} bytes and is no GGUF file: fetch it again.")
+    with path.open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    try:
+        return _Header(path, data).read()
+    except (struct.error, IndexError, UnicodeDecodeError, OverflowError, MemoryError) as error:
+        raise ModelError(f"{path} is broken or truncated in its header ({error}): fetch it again.") from None
+
+
+class _Header:
+    """A cursor over the header."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.data, self.at = path, data, 0
+
+    def read(self) -> GGUFFile:
+        if self.data[:4] != b"GGUF":
+            raise ModelError(f"{self.path} does not begin with GGUF: it is no GGUF file, give another one.")
+        self.at = 4
+        version = self.scalar("<I")
+        if version not in (2, 3):
+            raise ModelError(
+                f"{self.path} has GGUF version {version}: supported are 2 and 3 (little-endian)."
+            )
+        num_tensors, num_keys = self.scalar("<Q"), self.scalar("<Q")
+        metadata = {}
+        for _ in range(num_keys):
+            key = self.string()
+            metadata[key] = self.value(self.scalar("<I"))
+        found = [self.tensor() for _ in range(num_tensors)]
+        alignment = int(metadata.get("general.alignment", 32)) or 32
+        start = -(-self.at // alignment) * alignment
+        tensors = {}
+        for name, shape, type_id, offset in found:
+            info = TensorInfo(name, shape, type_id, start + offset)
+            if info.offset + num_stored_bytes(info) > len(self.data):
+                raise ModelError(
+                    f"{self.path} ends before the data of {name}: it is truncated, fetch it again."
+                )
+            tensors[name] = info
+        return GGUFFile(self.path, metadata, tensors, self.data)
+
+    def scalar(self, code: str) -> Any:
+        (value,) = struct.unpack_from(code, self.data, self.at)
+        self.at += struct.calcsize(code)
+        return value
+
+    def string(self) -> str:
+        length = self.scalar("<Q")
+        text = self.data[self.at : self.at + length]
+        if len(text) != length:
+            raise IndexError("a string runs past the end")
+        self.at += length
+        return text.decode("utf-8")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            item, length = self.scalar("<I"), self.scalar("<Q")
+            if item in _SCALARS:
+                code = _SCALARS[item]
+                if length * struct.calcsize(code) > len(self.data) - self.at:
+                    raise IndexError("an array runs past the end")
+                values = struct.unpack_from(f"<{length}{code[1]}", self.data, self.at)
+                self.at += length * struct.calcsize(code)
+                return list(values)
+            return [self.value(item) for _ in range(length)]
+        if kind not in _SCALARS:
+            raise IndexError(f"unknown value type {kind}")
+        return self.scalar(_SCALARS[kind])
+
+    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self.string()
+        num_dims = self.scalar("<I")
+        if num_dims > 4:
+            raise IndexError(f"{name} has {num_dims} dimensions")
+        shape = tuple(reversed([self.scalar("<Q") for _ in range(num_dims)]))
+        return name, shape, self.scalar("<I"), self.scalar("<Q")
+
+
+def num_stored_bytes(info: TensorInfo) -> int:
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(info.type_id)]
+    except (ValueError, KeyError):
+        raise ModelError(
+            f"{info.name} has the unknown quantisation type {info.type_id}: "
+            "use a file in a common one such as Q8_0."
+        ) from None
+    if info.shape and info.shape[-1] % block:
+        raise ModelError(
+            f"{info.name} has rows of {info.shape[-1]}, no multiple of its block of {block}: fetch it again."
+        )
+    return math.prod(info.shape) // block * block_bytes

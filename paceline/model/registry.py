@@ -1,0 +1,224 @@
+"""Which models we know: families as rows of a table, and named shapes for random weights.
+
+Adding a family that fits the decoder is one row here and one line in the oracle test. A family that needs new
+arithmetic gets a field in `ModelSpec` and a branch in `decoder.py`, never a second decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.model.spec import DTYPES, ModelError, ModelSpec, RopeSpec, read_rope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How one architecture's config is to be read."""
+
+    name: str
+    architecture: str  # in config.json
+    gguf: str  # in GGUF metadata; Mistral files call themselves llama
+    bias_key: str | None = None  # config key that switches the biases of q, k, v and the output projection on
+    mlp_bias_key: str | None = None
+    qkv_bias: bool = False  # q, k, v always have a bias
+    qk_norm: bool = False
+    windowed: str = (
+        "never"  # sliding windows: never, always (when a size is given) or switched (use_sliding_window)
+    )
+    nope_interval: int = 0  # every n-th layer has no rotary positions, unless the config lists them
+    gguf_permuted: bool = False  # llama.cpp interleaves the halves of q and k heads
+    # Where the file says nothing:
+    theta: float = 10_000.0
+    tied: bool = False
+    window: int | None = None
+
+
+FAMILIES = (
+    Family(name="llama", architecture="LlamaForCausalLM", gguf="llama", bias_key="attention_bias",
+           mlp_bias_key="mlp_bias", gguf_permuted=True),
+    Family(name="mistral", architecture="MistralForCausalLM", gguf="llama", windowed="always", window=4096,
+           gguf_permuted=True),
+    Family(name="smollm3", architecture="SmolLM3ForCausalLM", gguf="smollm3", bias_key="attention_bias",
+           mlp_bias_key="mlp_bias", windowed="switched", nope_interval=4, gguf_permuted=True,
+           theta=2_000_000.0, tied=True),
+    Family(name="qwen2", architecture="Qwen2ForCausalLM", gguf="qwen2", qkv_bias=True, windowed="switched",
+           window=4096),
+    Family(name="qwen3", architecture="Qwen3ForCausalLM", gguf="qwen3", bias_key="attention_bias",
+           qk_norm=True, windowed="switched", window=4096),
+)  # fmt: skip
+
+
+def family_of(architecture: str) -> Family:
+    """The row of a config.json's architecture."""
+    for family in FAMILIES:
+        if family.architecture == architecture:
+            return family
+    known = ", ".join(family.architecture for family in FAMILIES)
+    raise ModelError(f"architecture is {architecture!r}, which is not supported: supported are {known}.")
+
+
+def gguf_family_of(architecture: str) -> Family:
+    """The row of a GGUF file's general.architecture."""
+    for family in FAMILIES:
+        if family.gguf == architecture:
+            return family
+    known = ", ".join(dict.fromkeys(family.gguf for family in FAMILIES))
+    raise ModelError(
+        f"general.architecture is {architecture!r}, which is not supported: supported are {known}."
+    )
+
+
+def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
+    """The spec of a Hugging Face config.json; generation_config.json, where there is one, knows the real
+    EOS ids."""
+    architectures = config.get("architectures") or ["(none given)"]
+    family = family_of(architectures[0])
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise ModelError(
+            f"quantization_config is {method!r}: use the unquantised model, or a GGUF file of it."
+        )
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelError(f"hidden_act is {activation!r}: only silu is supported.")
+    try:
+        num_layers = int(config["num_hidden_layers"])
+        num_heads = int(config["num_attention_heads"])
+        hidden_size = int(config["hidden_size"])
+        rope_layers = _rope_layers(family, config, num_layers)
+        bias = bool(family.bias_key and config.get(family.bias_key, False))
+        rope = read_rope(config, family.theta)
+        context = int(config.get("max_position_embeddings") or 0)
+        if rope.kind == "yarn":
+            context = max(context, int(rope.original_context * rope.factor))
+        return ModelSpec(
+            family=family.name,
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+            head_dim=int(config.get("head_dim") or hidden_size // num_heads),
+            ffn_size=int(config["intermediate_size"]),
+            vocab_size=int(config["vocab_size"]),
+            context_tokens=context,
+            rope=rope,
+            rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+            tied=bool(config.get("tie_word_embeddings", family.tied)),
+            qkv_bias=family.qkv_bias or bias,
+            out_bias=bias,
+            mlp_bias=bool(family.mlp_bias_key and config.get(family.mlp_bias_key, False)),
+            qk_norm=family.qk_norm,
+            windows=_windows(family, config, num_layers, rope_layers),
+            rope_layers=rope_layers,
+            bos_id=_first_id(config.get("bos_token_id")),
+            eos_ids=token_ids((generation or {}).get("eos_token_id", config.get("eos_token_id"))),
+            dtype=_dtype(config),
+        )
+    except KeyError as error:
+        raise ModelError(
+            f"config.json lacks {error.args[0]!r}: a {family.name} model cannot be built from it."
+        ) from None
+    except (TypeError, AttributeError, OverflowError) as error:
+        raise ModelError(
+            f"config.json has a value of the wrong type ({error}): compare it with the original."
+        ) from None
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    return name if name in DTYPES else "float32"
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """An id, a list of ids or nothing, as config files write them."""
+    if value is None:
+        return ()
+    return tuple(int(item) for item in value) if isinstance(value, list | tuple) else (int(value),)
+
+
+def _first_id(value: Any) -> int | None:
+    ids = token_ids(value)
+    return ids[0] if ids else None
+
+
+def _rope_layers(family: Family, config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    if not family.nope_interval:
+        return (True,) * num_layers
+    listed = config.get("no_rope_layers")  # in spite of its name, 1 says that the layer has rotary positions
+    if listed is not None:
+        return tuple(bool(item) for item in listed)
+    interval = int(config.get("no_rope_layer_interval") or family.nope_interval)
+    return nope_layers(num_layers, interval)
+
+
+def nope_layers(num_layers: int, interval: int) -> tuple[bool, ...]:
+    """Rotary positions in all layers but every `interval`-th."""
+    return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+
+
+def _windows(
+    family: Family, config: Mapping[str, Any], num_layers: int, rope_layers: tuple[bool, ...]
+) -> tuple[int | None, ...]:
+    size = config.get("sliding_window", family.window)
+    if (
+        family.windowed == "never"
+        or size is None
+        or (family.windowed == "switched" and not _switched_on(config))
+    ):
+        return (None,) * num_layers
+    if config.get("layer_types") and family.windowed == "switched":
+        return tuple(int(size) if kind == "sliding_attention" else None for kind in config["layer_types"])
+    if family.nope_interval:
+        return tuple(None if rotated else int(size) for rotated in rope_layers)
+    first = int(config.get("max_window_layers", 28)) if family.windowed == "switched" else 0
+    return tuple(int(size) if layer >= first else None for layer in range(num_layers))
+
+
+def _switched_on(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("use_sliding_window", False))
+
+
+def _tiny(family: str, **options: Any) -> ModelSpec:
+    """A model for tests: every size small and different, so that a mixed-up axis cannot go unnoticed."""
+    base: dict[str, Any] = {
+        "hidden_size": 64, "num_layers": 4, "num_heads": 6, "num_kv_heads": 2, "head_dim": 16,
+        "ffn_size": 112, "vocab_size": 512, "context_tokens": 2048, "bos_id": 1, "eos_ids": (2,),
+    }  # fmt: skip
+    return ModelSpec(family=family, **{**base, **options})
+
+
+_QWEN3_06B = ModelSpec(
+    family="qwen3", hidden_size=1024, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128,
+    ffn_size=3072, vocab_size=151_936, context_tokens=40_960, rope=RopeSpec(theta=1e6), rms_eps=1e-6,
+    tied=True, qk_norm=True, bos_id=1, eos_ids=(2,), dtype="bfloat16",
+)  # fmt: skip
+
+# Shapes for `--load random`. Special ids are those of the synthetic tokenizer, not of the original model.
+SHAPES: dict[str, ModelSpec] = {
+    "qwen3-0.6b": _QWEN3_06B,
+    "qwen3-14b": replace(
+        _QWEN3_06B, hidden_size=5120, num_layers=40, num_heads=40, ffn_size=17_408, tied=False,
+        windows=(), rope_layers=(),
+    ),
+    "smollm2-135m": ModelSpec(
+        family="llama", hidden_size=576, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64,
+        ffn_size=1536, vocab_size=49_152, context_tokens=8192, rope=RopeSpec(theta=100_000.0), tied=True,
+        bos_id=1, eos_ids=(2,), dtype="bfloat16",
+    ),
+    "tiny-llama": _tiny("llama", rope=RopeSpec(
+        theta=500_000.0, kind="llama3", factor=8.0, original_context=256)),
+    "tiny-mistral": _tiny("mistral", windows=(32,) * 4),
+    "tiny-smollm": _tiny("llama", tied=True, rope=RopeSpec(theta=100_000.0)),
+    "tiny-smollm3": _tiny("smollm3", tied=True, rope_layers=nope_layers(4, 4)),
+    "tiny-qwen2": _tiny("qwen2", qkv_bias=True, tied=True, windows=(None, None, 32, 32)),
+    "tiny-qwen3": _tiny("qwen3", qk_norm=True, rope=RopeSpec(theta=1e6)),
+}  # fmt: skip
+
+
+def shape(name: str) -> ModelSpec:
+    """The spec of a named shape."""
+    if name not in SHAPES:
+        raise ModelError(f"shape is {name!r}, which is not known: choose one of {', '.join(SHAPES)}.")
+    return SHAPES[name]

@@ -1,0 +1,74 @@
+"""Rotary positions: the table of cosines and sines, and the rotation.
+
+The table is computed once, in float32, for every position the engine may use: angles of large positions
+lose all meaning in 16 bits. Heads are stored in halves (first half real, second half imaginary parts), as
+Hugging Face stores them; GGUF files of the llama family interleave the two, which `gguf.py` undoes at
+load.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from paceline.model.spec import RopeSpec
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
+    """The angle per position of each of the head_dim / 2 pairs, float32."""
+    plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    if rope.kind == "plain":
+        return plain
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "divisors":
+        return plain / torch.tensor(rope.divisors, dtype=torch.float32)
+    if rope.kind == "llama3":
+        return _llama3(rope, plain)
+    assert rope.kind == "yarn", f"rope kind {rope.kind!r} was read but never implemented"
+    return _yarn(rope, plain, head_dim)
+
+
+def _llama3(rope: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
+    """Waves longer than the old context are stretched, short ones are kept, those between are blended."""
+    wavelength = 2 * math.pi / plain
+    blend = (rope.original_context / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - blend) * plain / rope.factor + blend * plain
+    long = wavelength > rope.original_context / rope.low_freq_factor
+    short = wavelength < rope.original_context / rope.high_freq_factor
+    return torch.where(long, plain / rope.factor, torch.where(short, plain, blended))
+
+
+def _yarn(rope: RopeSpec, plain: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """As llama3, but the ramp runs over dimensions: from those that turn beta_fast times in the old
+    context to those that turn beta_slow times."""
+
+    def dimension(num_turns: float) -> float:
+        turns = rope.original_context / (num_turns * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    stretch = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return plain / rope.factor * stretch + plain * (1 - stretch)
+
+
+def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, device: torch.device) -> torch.Tensor:
+    """[num_positions, head_dim] float32: the cosines of a position, then its sines."""
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
+    return (torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor).to(device)
+
+
+def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Turns x[T, heads, D] by the angles of its rows, cos_sin[T, 1, D] out of the table."""
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    real, imaginary = x.float().chunk(2, dim=-1)
+    return torch.cat((real * cos - imaginary * sin, imaginary * cos + real * sin), dim=-1).to(x.dtype)

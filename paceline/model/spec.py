@@ -1,0 +1,210 @@
+"""What a model is, in numbers: everything the decoder and the page pool need to know, and no tensor.
+
+A spec comes from a config.json (`registry.spec_from_config`), from GGUF metadata (`gguf.py`) or from the
+table of named shapes (`registry.py`). What we cannot compute exactly is refused here, before any weight
+is read: a model that loads and answers slightly wrong is worse than one that does not load.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.request import PacelineError
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class ModelError(PacelineError, ValueError):
+    """A model that cannot be used: the message names the file or field, what is wrong with it and a
+    remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """How positions turn into angles. `rope.py` computes the table.
+
+    `kind` is plain, linear, llama3, yarn or divisors; the last one divides each frequency by its own
+    number, which is how GGUF files carry the llama3 scaling.
+    """
+
+    theta: float = 10_000.0
+    kind: str = "plain"
+    factor: float = 1.0
+    original_context: int = 0  # llama3, yarn: the context the model was trained with before it was stretched
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: whole dimensions at the borders of the ramp
+    attention_factor: float = 1.0  # yarn: cos and sin are multiplied by it
+    divisors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One decoder-only model. Every option of every family is a field, so that one decoder runs them all."""
+
+    family: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    context_tokens: int
+    rope: RopeSpec = RopeSpec()
+    rms_eps: float = 1e-5
+    tied: bool = False  # the output matrix is the embedding
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()  # per layer: keys a query sees, itself included; None sees all
+    rope_layers: tuple[
+        bool, ...
+    ] = ()  # per layer: whether positions are rotated in (SmolLM3 leaves some out)
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    dtype: str = "float32"  # of the stored weights, and the one to compute in where the device is good at it
+
+    def __post_init__(self) -> None:
+        # Absent means "every layer alike": filled in once, so that nobody downstream has to handle the
+        # short form.
+        if not self.windows:
+            object.__setattr__(self, "windows", (None,) * self.num_layers)
+        if not self.rope_layers:
+            object.__setattr__(self, "rope_layers", (True,) * self.num_layers)
+        self._check()
+
+    def _check(self) -> None:
+        for name in (
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "ffn_size",
+            "vocab_size",
+        ):
+            if getattr(self, name) < 1:
+                raise ModelError(f"{name} is {getattr(self, name)}: a model needs at least 1.")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"num_heads is {self.num_heads}, no multiple of num_kv_heads = {self.num_kv_heads}: "
+                "every KV head must serve the same number of query heads."
+            )
+        if self.head_dim % 2:
+            raise ModelError(f"head_dim is {self.head_dim}: rotary positions need an even number.")
+        if self.context_tokens < 2:
+            raise ModelError(f"context_tokens is {self.context_tokens}: give at least 2.")
+        if self.dtype not in DTYPES:
+            raise ModelError(f"dtype is {self.dtype!r}: choose one of {', '.join(DTYPES)}.")
+        for name in ("windows", "rope_layers"):
+            if len(getattr(self, name)) != self.num_layers:
+                raise ModelError(
+                    f"{name} has {len(getattr(self, name))} entries for "
+                    f"{self.num_layers} layers: give one per layer."
+                )
+        if any(window is not None and window < 1 for window in self.windows):
+            raise ModelError(
+                f"sliding window is {min(w for w in self.windows if w is not None)}: give at least 1."
+            )
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters as stored: a tied output matrix counts once."""
+        per_layer = (
+            self.hidden_size * (self.q_size + 2 * self.kv_size)
+            + self.q_size * self.hidden_size
+            + 3 * self.hidden_size * self.ffn_size
+            + 2 * self.hidden_size
+            + (self.q_size + 2 * self.kv_size if self.qkv_bias else 0)
+            + (self.hidden_size if self.out_bias else 0)
+            + (2 * self.ffn_size + self.hidden_size if self.mlp_bias else 0)
+            + (2 * self.head_dim if self.qk_norm else 0)
+        )
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        return self.num_layers * per_layer + embeddings + self.hidden_size
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Memory one position costs in the KV cache, over all layers."""
+        return 2 * self.num_layers * self.kv_size * dtype_bytes
+
+
+def read_rope(config: Mapping[str, Any], default_theta: float) -> RopeSpec:
+    """The rotary settings of a config.json, in its old form (rope_theta, rope_scaling) or its new one
+    (rope_parameters)."""
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if any(isinstance(value, Mapping) for value in scaling.values()):
+        raise ModelError("rope_parameters differ by layer type: this is not supported, choose another model.")
+    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or default_theta)
+    partial = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise ModelError(
+            f"partial_rotary_factor is {partial}: only models that rotate whole heads are supported."
+        )
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    try:
+        if kind in ("default", "dynamic"):
+            # Dynamic scaling is plain up to max_position_embeddings, and beyond it would have to rewrite
+            # the keys already cached. So it is served as plain and the context ends where it would begin
+            # to differ.
+            return RopeSpec(theta=theta)
+        if kind == "linear":
+            return RopeSpec(theta=theta, kind="linear", factor=float(scaling["factor"]))
+        if kind == "llama3":
+            return RopeSpec(
+                theta=theta,
+                kind="llama3",
+                factor=float(scaling["factor"]),
+                original_context=int(scaling["original_max_position_embeddings"]),
+                low_freq_factor=float(scaling["low_freq_factor"]),
+                high_freq_factor=float(scaling["high_freq_factor"]),
+            )
+        if kind == "yarn":
+            return _read_yarn(theta, scaling, int(config["max_position_embeddings"]))
+    except KeyError as error:
+        raise ModelError(
+            f"rope scaling {kind!r} lacks {error.args[0]!r}: the config.json is incomplete."
+        ) from None
+    raise ModelError(f"rope scaling is {kind!r}: supported are default, linear, dynamic, llama3 and yarn.")
+
+
+def _read_yarn(theta: float, scaling: Mapping[str, Any], context: int) -> RopeSpec:
+    original = int(scaling.get("original_max_position_embeddings") or context)
+    factor = float(scaling.get("factor") or context / original)
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        over, under = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        attention_factor = (
+            yarn_attention_factor(factor, over) / yarn_attention_factor(factor, under)
+            if over and under
+            else yarn_attention_factor(factor)
+        )
+    return RopeSpec(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_context=original,
+        beta_fast=float(scaling.get("beta_fast") or 32),
+        beta_slow=float(scaling.get("beta_slow") or 1),
+        truncate=bool(scaling.get("truncate", True)),
+        attention_factor=float(attention_factor),
+    )
+
+
+def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
+    """What YaRN multiplies cos and sin by when the file does not say."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

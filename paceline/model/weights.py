@@ -1,0 +1,268 @@
+"""Loading weights: a Hugging Face folder, a GGUF file, or random numbers, into the decoder's fused tensors.
+
+Tensors are copied one by one from the mapped file into their place, so that loading needs the memory of
+the model and not twice that. Every parameter is accounted for before the first byte is copied: a missing,
+unexpected or wrongly shaped one is an error that names it, never a model that is silently half random.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.model.decoder import Decoder
+from paceline.model.gguf_file import is_gguf, open_gguf
+from paceline.model.layout import Part, stored_parts, target_shapes
+from paceline.model.registry import spec_from_config
+from paceline.model.spec import DTYPES, ModelError, ModelSpec
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+# Stored by some exporters and computed by us: rotary frequencies, causal masks.
+_HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias)$")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a model file that has not been read yet."""
+
+    shape: tuple[int, ...]
+    num_bytes: int
+    read: Callable[[], Tensor]  # on the CPU, in whatever dtype it is stored
+
+
+def load_decoder(
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    device: str | torch.device = "cpu",
+    max_positions: int | None = None,
+    progress: Progress | None = None,
+) -> Decoder:
+    """The model at `path`, a Hugging Face folder or a GGUF file, ready to run. `dtype` defaults to the
+    stored one."""
+    path = Path(path)
+    if is_gguf(path):
+        from paceline.model.gguf import gguf_spec, gguf_tensors
+
+        file = open_gguf(path)
+        spec = gguf_spec(file)
+        stored = gguf_tensors(file)
+    else:
+        spec = read_spec(path)
+        stored = _folder_tensors(path)
+    weights = place(spec, stored, source=str(path), dtype=dtype, device=device, progress=progress)
+    return Decoder(spec, weights, max_positions=max_positions)
+
+
+def random_decoder(
+    spec: ModelSpec,
+    *,
+    seed: int = 0,
+    dtype: str | None = None,
+    device: str | torch.device = "cpu",
+    max_positions: int | None = None,
+    progress: Progress | None = None,
+) -> Decoder:
+    """A model of this shape with random weights: the same on every run with the same seed, device and
+    dtype."""
+    weights = random_weights(spec, seed=seed, dtype=dtype, device=device, progress=progress)
+    return Decoder(spec, weights, max_positions=max_positions)
+
+
+def read_spec(path: str | Path) -> ModelSpec:
+    """What the model at `path` is, without reading its weights."""
+    path = Path(path)
+    if is_gguf(path):
+        from paceline.model.gguf import gguf_spec
+
+        return gguf_spec(open_gguf(path))
+    if not path.is_dir():
+        raise ModelError(
+            f"model is {str(path)!r}, no folder and no .gguf file: give the path of one, or a hub id."
+        )
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path} has no config.json: give the folder that holds the model, or a .gguf file.")
+    return spec_from_config(_read_json(path / "config.json"), _read_json(path / "generation_config.json", {}))
+
+
+def place(
+    spec: ModelSpec,
+    stored: Mapping[str, StoredTensor],
+    *,
+    source: str,
+    dtype: str | None,
+    device: str | torch.device,
+    progress: Progress | None,
+) -> dict[str, Tensor]:
+    """Copies the stored parameters into the fused tensors of the decoder."""
+    parts = stored_parts(spec)
+    _check_names(parts, stored, tied=spec.tied, source=source)
+    kind = _torch_dtype(dtype or spec.dtype)
+    weights = {
+        name: torch.empty(shape, dtype=kind, device=device) for name, shape in target_shapes(spec).items()
+    }
+    total, done = sum(stored[name].num_bytes for name in parts), 0
+    for name, part in parts.items():
+        with torch.inference_mode():
+            weights[part.target][part.row : part.row + part.num_rows].copy_(stored[name].read())
+        done += stored[name].num_bytes
+        if progress:
+            progress(done, total)
+    return weights
+
+
+def _check_names(
+    parts: Mapping[str, Part], stored: Mapping[str, StoredTensor], *, tied: bool, source: str
+) -> None:
+    if missing := [name for name in parts if name not in stored]:
+        raise ModelError(f"{source} lacks {_list(missing)}: the file is incomplete or of another model.")
+    unexpected = [
+        name
+        for name in stored
+        if name not in parts and not _HARMLESS.search(name) and not (tied and name == "lm_head.weight")
+    ]
+    if unexpected:
+        raise ModelError(
+            f"{source} has unexpected parameters {_list(unexpected)}: its config describes another model."
+        )
+    for name, part in parts.items():
+        if stored[name].shape != part.shape:
+            raise ModelError(
+                f"{source} has {name} of shape {list(stored[name].shape)} where its config says "
+                f"{list(part.shape)}: config and weights are of different models."
+            )
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def random_weights(
+    spec: ModelSpec,
+    *,
+    seed: int = 0,
+    dtype: str | None = None,
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> dict[str, Tensor]:
+    """Random fused tensors whose activations keep their size through the layers and whose logits differ
+    visibly."""
+    kind = _torch_dtype(dtype or spec.dtype)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    shapes = target_shapes(spec)
+    total, done = sum(math.prod(shape) for shape in shapes.values()) * kind.itemsize, 0
+    weights = {}
+    for name, shape in shapes.items():
+        weight = torch.empty(shape, dtype=kind, device=device)
+        if name.endswith("norm"):
+            weight.fill_(
+                2.0 if name.endswith("qk_norm") else 1.0
+            )  # the same as the gain of qkv has without norm
+        else:
+            weight.normal_(0.0, _scale(spec, name, shape), generator=generator)
+        weights[name] = weight
+        done += weight.numel() * kind.itemsize
+        if progress:
+            progress(done, total)
+    return weights
+
+
+def _scale(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> float:
+    if name in ("embedding", "head"):
+        # Logits with a deviation of about 3: as peaked as a real model's, and no near-ties at the top
+        # that 16 bits would turn into real ones.
+        return 3.0 / math.sqrt(spec.hidden_size)
+    if len(shape) == 1:
+        return 0.1  # a bias
+    # What a layer adds must outweigh the embedding, or a tied model answers every token with itself; and
+    # queries must tell keys apart, or attention is a mean and every answer soon goes in a circle.
+    gain = 4.0 if name.endswith(("out", "down")) else 2.0 if name.endswith("qkv") else 1.0
+    return gain / math.sqrt(shape[-1])
+
+
+def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a folder's safetensors files: one file, or the shards its index names."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(f"{index} has no weight_map: fetch the file again.")
+        files = sorted({folder / str(name) for name in weight_map.values()})
+    elif single.is_file():
+        files = [single]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        hint = " (pytorch_model.bin runs code when opened)" if list(folder.glob("*.bin")) else ""
+        raise ModelError(
+            f"{folder} has no .safetensors files{hint}: convert the model to safetensors or GGUF."
+        )
+    stored: dict[str, StoredTensor] = {}
+    for file in files:
+        if not file.is_file():
+            raise ModelError(
+                f"{file} is missing, but model.safetensors.index.json names it: fetch the model again."
+            )
+        stored.update(_file_tensors(file))
+    return stored
+
+
+def _file_tensors(path: Path) -> dict[str, StoredTensor]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file: Any = safe_open(path, framework="pt")
+        views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{path} cannot be read ({error}): it is broken or truncated, fetch it again."
+        ) from None
+
+    def tensor(name: str) -> StoredTensor:
+        shape = tuple(views[name].get_shape())
+        return StoredTensor(shape, math.prod(shape) * _ITEM_BYTES.get(views[name].get_dtype(), 2),
+                            lambda: file.get_tensor(name))  # fmt: skip
+
+    return {name: tensor(name) for name in views}
+
+
+_ITEM_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "U8": 1,
+}
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ModelError(f"dtype is {name!r}: choose one of {', '.join(DTYPES)}.")
+    kind = getattr(torch, name)
+    assert isinstance(kind, torch.dtype), f"{name} is no torch dtype"
+    return kind
+
+
+def _read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    if default is not None and not path.is_file():
+        return default
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read ({error}): fetch it again.") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a {type(value).__name__} instead of an object: fetch it again.")
+    return value

@@ -1,0 +1,231 @@
+"""Chat templates: a conversation to the text a model was trained on.
+
+A template is a program out of a model file, so it runs in a sandbox, with a bound on its loops and on its
+output: one that fails or never ends is an error for its own request and for nobody else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from paceline.request import InvalidRequest
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_WIDE = re.compile(r"\d{4}|\*")  # a field of a thousand characters, or of a computed width
+
+MAX_STEPS = 1_000_000  # turns of all loops and calls of all macros in one rendering
+MAX_CHARACTERS = 64_000_000  # in the rendered text, or in any string made on the way
+
+
+class ChatTemplateError(InvalidRequest):
+    """A conversation that the model's template refuses, or a template that does not work."""
+
+
+class _TooMuch(Exception):
+    pass
+
+
+class _TemplateRefusal(Exception):
+    """Raised by a template's own raise_exception(...)."""
+
+
+class ChatTemplate:
+    """One model's template, compiled when it is first used: a broken one harms nobody who does not chat."""
+
+    def __init__(
+        self, source: str, *, bos_token: str = "", eos_token: str = "", now: Any = datetime.now
+    ) -> None:
+        self._source, self._now = source, now
+        self._template: jinja2.Template | None = None
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation; `variables` are handed to the template (such as enable_thinking)."""
+        checked = check_messages(messages)
+        budget = _Budget()
+        names = {
+            **variables, **self._tokens, "messages": checked, "tools": tools, "_step": budget.step,
+            "_join": _join, "add_generation_prompt": add_generation_prompt,
+        }  # fmt: skip
+        template = self._compile()
+        pieces, length = [], 0
+        try:
+            for piece in template.generate(names):
+                pieces.append(piece)
+                length += len(piece)
+                _check_length(length)
+        except _TemplateRefusal as error:
+            raise ChatTemplateError(f"messages do not fit the model's chat template: {error}") from None
+        except _TooMuch as error:
+            raise ChatTemplateError(f"chat_template {error}: choose another template.") from None
+        except Exception as error:  # a template can fail in every way a program can
+            raise ChatTemplateError(
+                f"chat_template failed with {type(error).__name__} ({error}): "
+                "check the messages, or choose another template."
+            ) from None
+        return "".join(pieces)
+
+    def _compile(self) -> jinja2.Template:
+        if self._template is None:
+            environment = _environment(self._now)
+            try:
+                self._template = environment.from_string(_Guard().visit(environment.parse(self._source)))
+            except (jinja2.TemplateError, RecursionError) as error:
+                raise ChatTemplateError(
+                    f"chat_template cannot be compiled ({error}): correct it or choose another."
+                ) from None
+        return self._template
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages as templates expect them, with content as one string; InvalidRequest for what makes no
+    sense."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+        raise InvalidRequest(f"messages is {_short(messages)}: give a list of at least one message.")
+    return [_check_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _check_message(where: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"{where} is {_short(message)}: give an object with role and content.")
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidRequest(f"{where}.role is {_short(role)}: choose one of {', '.join(ROLES)}.")
+    content = message.get("content")
+    if content is None:
+        if role == "assistant" and message.get("tool_calls"):
+            return {**message, "content": ""}
+        raise InvalidRequest(f"{where}.content is missing: give a string or a list of text parts.")
+    if isinstance(content, str):
+        return dict(message)
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise InvalidRequest(f"{where}.content is {_short(content)}: give a string or a list of text parts.")
+    texts = [_part_text(f"{where}.content[{index}]", part) for index, part in enumerate(content)]
+    return {**message, "content": "".join(texts)}
+
+
+def _part_text(where: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind != "text":
+        raise InvalidRequest(f"{where}.type is {_short(kind)}: only text parts are supported.")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{where}.text is {_short(text)}: give a string.")
+    return text
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+class _Budget:
+    def __init__(self) -> None:
+        self.left = MAX_STEPS
+
+    def step(self) -> str:
+        self.left -= 1
+        if self.left < 0:
+            raise _TooMuch(f"ran for more than {MAX_STEPS:,} steps")
+        return ""
+
+
+class _Guard(NodeTransformer):
+    """Adds a call of `_step` to every loop and macro, and puts `_join` in the place of `~`: the sandbox
+    bounds neither how often a template loops nor how large a string it builds."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        self.generic_visit(node)
+        node.body.insert(0, self._step(node))
+        return node
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
+        self.generic_visit(node)
+        node.body.insert(0, self._step(node))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        name = nodes.Name("_join", "load", lineno=node.lineno)
+        return nodes.Call(name, node.nodes, [], None, None, lineno=node.lineno)
+
+    @staticmethod
+    def _step(node: nodes.Node) -> nodes.Node:
+        name = nodes.Name("_step", "load", lineno=node.lineno)
+        return nodes.ExprStmt(nodes.Call(name, [], [], None, None, lineno=node.lineno), lineno=node.lineno)
+
+
+def _check_length(length: int) -> None:
+    if length > MAX_CHARACTERS:
+        raise _TooMuch(f"made a text of more than {MAX_CHARACTERS:,} characters")
+
+
+def _join(*parts: Any) -> str:
+    texts = [str(part) for part in parts]
+    _check_length(sum(map(len, texts)))
+    return "".join(texts)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        sizes = [len(side) for side in (left, right) if isinstance(side, str | list | tuple)]
+        counts = [side for side in (left, right) if isinstance(side, int)]
+        if operator == "+" and sizes:
+            _check_length(sum(sizes))
+        elif operator == "*" and sizes and counts:
+            _check_length(sizes[0] * counts[0])
+        elif operator == "**" or (operator == "%" and isinstance(left, str) and _WIDE.search(left)):
+            # Huge numbers and huge fields: a few characters that fill the memory, and no template needs them.
+            raise _TooMuch(f"uses {operator}, which is not allowed")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Generation(Extension):
+    """{% generation %} marks what to train on; for serving it is only a bracket."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja's own convention)
+
+    def parse(self, parser: Any) -> list[nodes.Node]:
+        next(parser.stream)
+        body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return body
+
+
+def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _Generation]
+    )
+
+    def raise_exception(message: str) -> NoReturn:
+        raise _TemplateRefusal(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None,
+               sort_keys: bool = False) -> str:  # fmt: skip
+        # Jinja's own escapes <, > and & for web pages, which would put other tokens before the model.
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
+    return environment

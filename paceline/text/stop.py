@@ -1,0 +1,155 @@
+"""Stop strings, wherever token borders fall.
+
+Text that could be the beginning of a stop string is held back until it is clear that it is none, so a
+client never sees half of one. The automaton (Aho-Corasick) looks at every character once, however many
+stop strings there are, and its state is exactly how much must be held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from paceline.request import InvalidRequest
+from paceline.text.detokenize import Detokenizer
+from paceline.text.tokenizer import Tokenizer
+
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 4096  # of all stop strings of a request together
+
+
+class _Automaton:
+    """All prefixes of the stop strings as states; state 0 is the empty one."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.next: list[dict[str, int]] = [{}]
+        self.depth = [0]
+        self.match: list[str | None] = [None]  # the longest stop string that ends in this state
+        self.fail = [0]
+        for stop in stops:
+            state = 0
+            for character in stop:
+                if character not in self.next[state]:
+                    self.next[state][character] = len(self.next)
+                    self.next.append({})
+                    self.depth.append(self.depth[state] + 1)
+                    self.match.append(None)
+                    self.fail.append(0)
+                state = self.next[state][character]
+            self.match[state] = stop
+        queue = list(self.next[0].values())
+        for state in queue:  # breadth first: a fail link leads to a shallower, finished state
+            for character, child in self.next[state].items():
+                self.fail[child] = self.step(self.fail[state], character)
+                self.match[child] = self.match[child] or self.match[self.fail[child]]
+                queue.append(child)
+
+    def step(self, state: int, character: str) -> int:
+        while character not in self.next[state]:
+            if state == 0:
+                return 0
+            state = self.fail[state]
+        return self.next[state][character]
+
+
+@lru_cache(maxsize=256)
+def _automaton(stops: tuple[str, ...]) -> _Automaton:
+    return _Automaton(stops)
+
+
+def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
+    """The stop strings of a request, or InvalidRequest."""
+    if isinstance(stops, str):
+        stops = (stops,)
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"stop has {len(stops)} strings: give at most {MAX_STOPS}.")
+    for stop in stops:
+        if not isinstance(stop, str) or not stop:
+            raise InvalidRequest(f"stop has {stop!r}: give strings of at least one character.")
+    if sum(map(len, stops)) > MAX_STOP_CHARACTERS:
+        raise InvalidRequest(f"stop has more than {MAX_STOP_CHARACTERS} characters: give shorter strings.")
+    return tuple(stops)
+
+
+class StopScanner:
+    """Lets text through up to the stop string that ends first (of several that end together, the longest)."""
+
+    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
+        self._automaton = _automaton(check_stops(stops))
+        self._include = include_stop
+        self._state = 0
+        self._held = ""
+        self.matched: str | None = None  # the stop string that was found
+        self.num_characters = 0  # of the text let through: where to cut it
+
+    def push(self, text: str) -> str:
+        """What can be shown now that `text` has come. Once `matched` is set, always nothing."""
+        if self.matched is not None:
+            return ""
+        automaton, state = self._automaton, self._state
+        step, first = automaton.step, automaton.next[0]
+        for index, character in enumerate(text):
+            if state == 0 and character not in first:
+                continue
+            state = step(state, character)
+            if (found := automaton.match[state]) is not None:
+                self.matched = found
+                whole = self._held + text[: index + 1]
+                return self._let_through(whole if self._include else whole[: -len(found)], held="")
+        self._state = state
+        whole = self._held + text
+        cut = len(whole) - automaton.depth[state]
+        return self._let_through(whole[:cut], held=whole[cut:])
+
+    def flush(self) -> str:
+        """What was held back and turned out to be no stop string: the text has ended."""
+        return self._let_through(self._held, held="")
+
+    def _let_through(self, text: str, *, held: str) -> str:
+        self._held = held
+        self.num_characters += len(text)
+        return text
+
+
+class TextStream:
+    """One request's output: ids in, text to show out, until a stop string or the end."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special)
+        self._scanner = StopScanner(stop, include_stop=include_stop) if stop else None
+        self.num_tokens = 0  # ids taken; after a stop string, up to and with the one that completed it
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return self._scanner.matched if self._scanner else None
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text these ids add. Ids after a completed stop string are ignored."""
+        if self._scanner is None:
+            ids = list(ids)
+            self.num_tokens += len(ids)
+            return self._detokenizer.push(ids)
+        pieces = []
+        for index in ids:
+            if self._scanner.matched is not None:
+                break
+            self.num_tokens += 1
+            pieces.append(self._scanner.push(self._detokenizer.push((index,))))
+        return "".join(pieces)
+
+    def close(self) -> str:
+        """The rest, when the request has finished; U+FFFD for a character that never got complete."""
+        rest = self._detokenizer.flush()
+        if self._scanner is None:
+            return rest
+        if self._scanner.matched is not None:
+            return ""
+        return self._scanner.push(rest) + self._scanner.flush()

@@ -1,0 +1,56 @@
+"""A tokenizer for random weights: any vocabulary size, any text, a chat template and an end token.
+
+Ids 0 to 2 are special, then come the 256 bytes, then strings of two, three and four letters. Bytes alone
+make every text round-trip; the strings make an answer of random ids readable and a prompt about as short
+as a real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice, product
+from string import ascii_lowercase
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from paceline.model.spec import ModelError
+from paceline.text.tokenizer import Tokenizer, byte_level_alphabet
+
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+SMALLEST = len(_SPECIAL) + 256
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def synthetic_tokenizer(vocab_size: int) -> Tokenizer:
+    """A tokenizer with exactly the ids 0 to vocab_size - 1."""
+    if vocab_size < SMALLEST:
+        raise ModelError(
+            f"vocab_size is {vocab_size}: a synthetic tokenizer needs {SMALLEST}, one for every byte."
+        )
+    tokens = [*_SPECIAL, *sorted(byte_level_alphabet(), key=byte_level_alphabet().__getitem__)]
+    merges = list(islice(_merges(), vocab_size - len(tokens)))
+    tokens += [left + right for left, right in merges]
+    # Beyond every string of four letters there are only names, which no text is encoded to.
+    tokens += [f"<|extra_{index}|>" for index in range(len(tokens), vocab_size)]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    core = tokenizers.Tokenizer(models.BPE(vocab, merges))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment, unused-ignore]
+    core.decoder = decoders.ByteLevel()  # type: ignore[assignment, unused-ignore]
+    core.add_special_tokens(list(_SPECIAL))
+    return Tokenizer(core, eos_ids=(2,), bos_id=1, chat_template=CHATML)
+
+
+def _merges() -> Iterator[tuple[str, str]]:
+    """Pairs to join, shortest results first: two letters, a space and two letters, three, four."""
+    pairs = ["".join(letters) for letters in product(ascii_lowercase, repeat=2)]
+    yield from product(ascii_lowercase, repeat=2)
+    yield from (("Ġ", letter) for letter in ascii_lowercase)
+    yield from (("Ġ", pair) for pair in pairs)
+    yield from ((pair, letter) for pair, letter in product(pairs, ascii_lowercase))
+    yield from product(pairs, repeat=2)

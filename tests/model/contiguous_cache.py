@@ -1,0 +1,53 @@
+"""The plainest KV cache there is, for testing the decoder alone: one request, keys and values in a list."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.model.decoder import Decoder
+from paceline.model.spec import ModelSpec
+
+
+class ContiguousCache:
+    """Runs one sequence through a decoder, any number of tokens at a time."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.keys: list[list[Tensor]] = [[] for _ in range(decoder.spec.num_layers)]
+        self.values: list[list[Tensor]] = [[] for _ in range(decoder.spec.num_layers)]
+        self.num_tokens = 0
+
+    def feed(self, tokens: list[int]) -> Tensor:
+        """Logits of every one of `tokens`."""
+        positions = torch.arange(self.num_tokens, self.num_tokens + len(tokens), device=self.decoder.device)
+        self.num_tokens += len(tokens)
+        ids = torch.tensor(tokens, device=self.decoder.device)
+        return self.decoder.logits(self.decoder.forward(ids, positions, self.attend))
+
+    def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
+        produced = [int(self.feed(prompt)[-1].argmax())]
+        while len(produced) < num_tokens:
+            produced.append(int(self.feed(produced[-1:])[-1].argmax()))
+        return produced
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.keys[layer].append(k)
+        self.values[layer].append(v)
+        keys, values = torch.cat(self.keys[layer]), torch.cat(self.values[layer])
+        return attention(self.decoder.spec, layer, q, keys, values)
+
+
+def attention(spec: ModelSpec, layer: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Causal attention of the last len(q) positions, written out."""
+    group = spec.num_heads // spec.num_kv_heads
+    keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * spec.head_dim**-0.5
+    at = torch.arange(len(keys), device=q.device)
+    query, key = at[-len(q) :, None], at[None, :]
+    visible = key <= query
+    window = spec.windows[layer]
+    if window is not None:
+        visible &= key > query - window
+    weights = scores.masked_fill(~visible, float("-inf")).float().softmax(-1).to(q.dtype)
+    return torch.einsum("hqk,khd->qhd", weights, values).reshape(len(q), -1)

