@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -137,3 +138,36 @@ def _check(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> Non
         raise ConfigError(f"{name} is {value!r}: give {low} or more.")
     if high is not None and value > high:
         raise ConfigError(f"{name} is {value!r}: give {high} or less.")
+
+
+OVERLAP = ("on", "off", "sync")
+DEVICES = ("cpu",)
+DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
+OVERLAP_VARIABLE = "PACELINE_OVERLAP"  # the environment's word, where the option is not given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the engine runs on."""
+
+    device: str = option("cpu", "where the model runs", choices=DEVICES)
+    dtype: str = option("auto", "of weights and KV memory; auto: float32 on a CPU", choices=DTYPE_NAMES)
+    threads: int | None = option(None, "CPU threads for computing; one for each core if not given", low=1, high=1024)
+    overlap: str | None = option(
+        None, "on: the next pass is planned while one runs; off: one after the other; sync: on, with a full "
+        f"synchronisation before each pass, to find races; ${OVERLAP_VARIABLE} or on if not given",
+        choices=OVERLAP,
+    )  # fmt: skip
+    kv_tokens: int | None = option(None, "tokens of KV memory; a share of the free memory if not given", low=1)
+    kv_memory_fraction: float = option(0.3, "share of the free memory that becomes KV memory", low=0.001, high=0.95)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    @property
+    def overlap_mode(self) -> str:
+        """on, off or sync: the option, else the environment, else on."""
+        mode = self.overlap or os.environ.get(OVERLAP_VARIABLE) or "on"
+        if mode not in OVERLAP:
+            raise ConfigError(f"{OVERLAP_VARIABLE} is {mode!r}: choose one of {', '.join(OVERLAP)}.")
+        return mode

@@ -66,20 +66,59 @@ _NEXT: dict[Phase, frozenset[Phase]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request's tokens are chosen and when it ends. `max_tokens` left open ends with the context."""
+    """How one request's tokens are chosen and when it ends. `max_tokens` left open ends with the context.
 
+    `temperature` 0 always takes the likeliest token. `top_k` keeps so many of the likeliest, `top_p` the smallest set
+    of them whose chances add up to it. With a `seed` the same request gives the same tokens, whatever runs beside
+    it. `stop` are strings that end the text and are not part of it; `stop_token_ids` and the model's own end tokens
+    (unless `ignore_eos`) end it too. Before `min_tokens` none of these can.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {self.max_tokens}: ask for at least 1 token.")
-        if self.min_tokens < 0:
-            raise InvalidRequest(f"min_tokens is {self.min_tokens}: give 0 or more.")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _number("temperature", self.temperature, 0, 1e4, "give 0 (always the likeliest token) to 10000")
+        _number("top_p", self.top_p, 0, 1, "give a number above 0 and up to 1 (all tokens)")
+        if self.top_p == 0:
+            raise InvalidRequest(f"top_p is {self.top_p!r}: give a number above 0 and up to 1 (all tokens).")
+        if self.top_k is not None:
+            _whole("top_k", self.top_k, 1, "give 1 or more, or leave it out to keep all tokens")
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), "give a whole number of 64 bits")
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, "ask for at least 1 token")
+        _whole("min_tokens", self.min_tokens, 0, "give 0 or more")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}: lower it.")
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidRequest(f"stop has {text!r}: give strings of at least one character.")
+        for token in self.stop_token_ids:
+            _whole("stop_token_ids", token, 0, "give token ids, from 0 up")
+
+
+def _whole(name: str, value: object, low: int, remedy: str) -> None:
+    right = isinstance(value, int) and not isinstance(value, bool) and low <= value < 2**63
+    if not right:
+        raise InvalidRequest(f"{name} is {value!r}: {remedy}.")
+
+
+def _number(name: str, value: object, low: float, high: float, remedy: str) -> None:
+    # A comparison with NaN is false: it fails here as it should.
+    right = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    if not right:
+        raise InvalidRequest(f"{name} is {value!r}: {remedy}.")
 
 
 @dataclass(slots=True, eq=False)

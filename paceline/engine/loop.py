@@ -1,28 +1,47 @@
 """The loop around scheduler and executor: serial, or overlapped.
 
 Serial: plan, launch, wait, commit. Overlapped: pass N+1 is planned and launched before N is waited for, so the
-device always has work queued while the host thinks. Nothing else differs; both give the same tokens.
+device always has work queued while the host thinks. Nothing else differs; both give the same tokens. `sync` plans as
+overlapped but lets the device come to rest before each launch: a fault that goes away under it is a race.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from paceline.engine.executor import Executor, Pending
+from paceline.engine.executor import Executor, Pending, Result
 from paceline.scheduler.plan import Plan, Updates
 from paceline.scheduler.scheduler import Scheduler
 
 
+@dataclass(slots=True, eq=False)
+class _Launched:
+    plan: Plan
+    pending: Pending
+    result: Result | None = None
+
+
 class Loop:
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, clock: Callable[[], float], *, overlap: bool = True
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Callable[[], float],
+        *,
+        overlap: bool = True,
+        sync: bool = False,
+        trace: Callable[[str, int, float], None] | None = None,
     ) -> None:
+        """`trace` is told of every "launch" and "commit", with the plan's step and the time."""
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
         self.overlap = overlap
-        self._launched: deque[tuple[Plan, Pending]] = deque()
+        self.sync = sync
+        self.trace = trace
+        self._launched: deque[_Launched] = deque()
 
     def step(self) -> Updates | None:
         """Launches what can be launched and commits the oldest pass. None if there was nothing to commit."""
@@ -32,12 +51,20 @@ class Loop:
             plan = self.scheduler.plan(self.clock())
             if plan is None:
                 break
-            self._launched.append((plan, self.executor.launch(plan)))
+            if self.sync:
+                for one in self._launched:
+                    one.result = one.result or one.pending.wait()
+            self._launched.append(_Launched(plan, self.executor.launch(plan)))
+            if self.trace is not None:
+                self.trace("launch", plan.step, self.clock())
         if not self._launched:
             return None
-        plan, pending = self._launched.popleft()
-        result = pending.wait()
-        return self.scheduler.commit(plan, result.tokens, self.clock(), result.device_s, result.counts)
+        one = self._launched.popleft()
+        result = one.result or one.pending.wait()
+        now = self.clock()
+        if self.trace is not None:
+            self.trace("commit", one.plan.step, now)
+        return self.scheduler.commit(one.plan, result.tokens, now, result.device_s, result.counts)
 
     def drain(self) -> int:
         """Steps until nothing is left to do. Returns how many passes were committed."""

@@ -1,0 +1,143 @@
+"""Putting an engine together: from a model's name and options to something that answers.
+
+Every option is a field of `EngineConfig` or `SchedulerConfig`; what is neither is an error. Where nothing is said,
+the pool is sized by the model and the memory that is free, and a step is kept short enough for a CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.config import ConfigError, EngineConfig, SchedulerConfig
+from paceline.engine.engine import Engine
+from paceline.engine.kv_cache import check_model_fits, num_kv_pages
+from paceline.engine.torch_executor import CpuDevice, TorchExecutor
+from paceline.model.decoder import Decoder
+from paceline.model.fetch import DEFAULT_MODEL, find_model
+from paceline.model.registry import shape as named_shape
+from paceline.model.spec import ModelSpec
+from paceline.model.weights import load_decoder, random_decoder, read_spec
+from paceline.scheduler import Scheduler
+from paceline.text.synthetic import synthetic_tokenizer
+from paceline.text.tokenizer import Tokenizer, load_tokenizer
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+# A pass of 8,192 prompt tokens keeps a GPU busy for milliseconds and a CPU for half a minute.
+_CPU_DEFAULTS: dict[str, Any] = {
+    "max_running": 64, "max_batch_tokens": 1024, "max_prefill_tokens": 1024, "chunk_tokens": 512,
+}  # fmt: skip
+_LOAD = ("weights", "random")
+
+
+def build_engine(
+    model: str | Path | None = None,
+    *,
+    load: str = "weights",
+    shape: str | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+    trace: Callable[[str, int, float], None] | None = None,
+    **options: Any,
+) -> Engine:
+    """The engine for a model: a folder, a .gguf file, a hub id, the default one if None; or, with `load="random"`,
+    random weights (of this seed) in a named shape."""
+    engine_options, scheduler_options = split_options(options)
+    config = EngineConfig(**engine_options)
+    dtype = "float32" if config.dtype == "auto" else config.dtype
+    if load not in _LOAD:
+        raise ConfigError(f"load is {load!r}: choose one of {', '.join(_LOAD)}.")
+    path: Path | None = None
+    if load == "random":
+        if model is not None:
+            raise ConfigError(f"model is {str(model)!r} and load is 'random': leave the model out and give a shape.")
+        if shape is None:
+            raise ConfigError("load is 'random' and no shape is given: name one, such as smollm2-135m.")
+        spec = named_shape(shape)
+    else:
+        if shape is not None:
+            raise ConfigError(f"shape is {shape!r}, which belongs to load='random': leave it out.")
+        path = find_model(DEFAULT_MODEL if model is None else model, progress=progress)
+        spec = read_spec(path)
+    context = _context(spec, scheduler_options)
+    check_model_fits(spec, _num_bytes(dtype))
+    if path is None:
+        tokenizer = synthetic_tokenizer(spec.vocab_size)
+        decoder = random_decoder(spec, seed=seed, dtype=dtype, max_positions=context, progress=progress)
+    else:
+        tokenizer = load_tokenizer(path)
+        tokenizer.check_fits(spec.vocab_size)
+        decoder = load_decoder(path, dtype=dtype, max_positions=context, progress=progress)
+    return assemble(decoder, tokenizer, config, scheduler_options, trace=trace)
+
+
+def assemble(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    config: EngineConfig,
+    scheduler_options: Mapping[str, Any],
+    *,
+    trace: Callable[[str, int, float], None] | None = None,
+) -> Engine:
+    """An engine around a decoder that is loaded already."""
+    options = {**_CPU_DEFAULTS, **scheduler_options}
+    # The decode of every running request must fit a step, whatever was asked for of the two.
+    if "max_batch_tokens" not in scheduler_options:
+        options["max_batch_tokens"] = max(options["max_batch_tokens"], options["max_running"])
+    if "max_running" not in scheduler_options:
+        options["max_running"] = min(options["max_running"], options["max_batch_tokens"])
+    options["context_tokens"] = _context(decoder.spec, scheduler_options)
+    page_size = options.get("page_size", SchedulerConfig().page_size)
+    if "num_pages" not in options:
+        options["num_pages"] = num_kv_pages(
+            config, decoder.spec, decoder.dtype.itemsize, page_size, options["context_tokens"]
+        )
+    elif config.kv_tokens is not None:
+        raise ConfigError(f"kv_tokens is {config.kv_tokens} and num_pages is {options['num_pages']}: give one of them.")
+    scheduler_config = SchedulerConfig(**options)
+    device = CpuDevice(
+        decoder,
+        num_pages=scheduler_config.num_pages,
+        page_size=page_size,
+        max_running=scheduler_config.max_running,
+        max_row_tokens=min(scheduler_config.context_tokens, scheduler_config.num_pages * page_size),
+    )
+    executor = TorchExecutor(device, num_threads=config.threads)
+    return Engine(
+        Scheduler(scheduler_config),
+        executor,
+        tokenizer,
+        vocab_size=decoder.spec.vocab_size,
+        overlap=config.overlap_mode,
+        trace=trace,
+        on_close=executor.close,
+    )
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of the engine and of the scheduler; one that is neither is an error that names its likely meaning."""
+    known = {item.name: kind for kind in (SchedulerConfig, EngineConfig) for item in dataclasses.fields(kind)}
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"these exist: {', '.join(sorted(known))}."
+            raise ConfigError(f"option {name!r} is not known: {hint}")
+    engine = {name: value for name, value in options.items() if known[name] is EngineConfig}
+    return engine, {name: value for name, value in options.items() if known[name] is SchedulerConfig}
+
+
+def _context(spec: ModelSpec, scheduler_options: Mapping[str, Any]) -> int:
+    context = scheduler_options.get("context_tokens", spec.context_tokens)
+    if isinstance(context, int) and context > spec.context_tokens:
+        raise ConfigError(
+            f"context_tokens is {context}, more than the model's {spec.context_tokens}: lower it or leave it out."
+        )
+    return context if isinstance(context, int) else spec.context_tokens
+
+
+def _num_bytes(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2

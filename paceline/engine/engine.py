@@ -1,0 +1,341 @@
+"""The engine: scheduler, loop and executor behind a thread, with text on both sides.
+
+Callers live on any thread or event loop; the scheduler lives on the engine's thread alone. They meet in an inbox:
+adds and aborts are put there in order, and the thread takes them before every step. With nothing to do it sleeps
+on a condition. Every accepted request ends in exactly one last piece, whatever happens: if the loop itself breaks,
+all of them end with reason `error` and new ones are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import random
+import threading
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.engine.executor import Executor
+from paceline.engine.loop import Loop
+from paceline.engine.output import OutputText, Piece, Timings, Usage
+from paceline.request import FinishReason, InvalidRequest, PacelineError, Request, SamplingParams, Tokens, as_tokens
+from paceline.scheduler.plan import Finished, Updates
+from paceline.scheduler.scheduler import Scheduler
+from paceline.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Tokens
+
+
+class EngineFailed(PacelineError):
+    """The engine cannot serve any more: a pass or the loop broke, or it was closed."""
+
+
+class Sink(Protocol):
+    """Where a request's pieces go. Called on the engine's thread; must not block."""
+
+    def put(self, piece: Piece) -> None: ...
+
+    def refuse(self, error: PacelineError) -> None:
+        """Instead of any piece: the request was not accepted."""
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    request: Request
+    text: OutputText
+    sink: Sink
+    num_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _AsyncSink:
+    """Pieces for a coroutine; those of one step cross over to its event loop together."""
+
+    loop: asyncio.AbstractEventLoop
+    queue: asyncio.Queue[Piece | PacelineError]
+    outbox: dict[asyncio.AbstractEventLoop, list[tuple[_AsyncSink, Piece | PacelineError]]]
+
+    def put(self, piece: Piece) -> None:
+        self.outbox[self.loop].append((self, piece))
+
+    def refuse(self, error: PacelineError) -> None:
+        self.outbox[self.loop].append((self, error))
+
+
+class Engine:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        overlap: str = "on",
+        clock: Callable[[], float] = time.monotonic,
+        trace: Callable[[str, int, float], None] | None = None,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.tokenizer = tokenizer
+        self.clock = clock
+        self.loop = Loop(scheduler, executor, clock, overlap=overlap != "off", sync=overlap == "sync", trace=trace)
+        self._vocab_size = vocab_size
+        self._on_close = on_close
+        self._numbers = itertools.count()
+        self._live: dict[str, _Live] = {}  # the engine's thread alone
+        self._wake = threading.Condition()
+        self._inbox: list[_Live | str] = []  # requests to add, ids to abort; in order, under `_wake`
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[_AsyncSink, Piece | PacelineError]]] = defaultdict(
+            list
+        )
+        self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ callers, on any thread
+
+    def encode(self, prompt: Prompt) -> Tokens:
+        """A prompt as checked token ids."""
+        tokens = as_tokens(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        if not len(tokens):
+            raise InvalidRequest("the prompt is empty: give at least one token.")
+        if int(tokens.max()) >= self._vocab_size:
+            raise InvalidRequest(
+                f"the prompt has token id {int(tokens.max())} and the model knows {self._vocab_size} tokens: "
+                f"give ids from 0 to {self._vocab_size - 1}."
+            )
+        return tokens
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        sink: Sink,
+        request_id: str | None = None,
+        tenant: str = "default",
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str = "",
+    ) -> str:
+        """Hands a request over and returns its id. `timeout`: seconds after which it ends with reason deadline.
+
+        Raises for what can be seen at once; a refusal by the scheduler goes to the sink.
+        """
+        live = self._prepare(prompt, params, sink, request_id, tenant, priority, timeout, cache_salt)
+        self._post([live])
+        return live.request.id
+
+    def submit_all(
+        self, prompts: Sequence[Tokens], params: Sequence[SamplingParams], sinks: Sequence[Sink]
+    ) -> list[str]:
+        """Many at once, so that the scheduler sees all of them before it plans: none is taken if one is wrong."""
+        lives = [
+            self._prepare(prompt, each, sink, None, "default", 0, None, "")
+            for prompt, each, sink in zip(prompts, params, sinks, strict=True)
+        ]
+        self._post(lives)
+        return [live.request.id for live in lives]
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request, in whatever state it is. One that has ended already is left alone."""
+        with self._wake:
+            if not self._closing and self._failure is None:
+                self._inbox.append(request_id)
+                self._wake.notify()
+
+    async def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None,
+                     tenant: str = "default", priority: int = 0, timeout: float | None = None,
+                     cache_salt: str = "") -> AsyncIterator[Piece]:  # fmt: skip
+        """The pieces of one request as they come. Leaving the iteration early aborts the request."""
+        queue: asyncio.Queue[Piece | PacelineError] = asyncio.Queue()
+        sink = _AsyncSink(asyncio.get_running_loop(), queue, self._outbox)
+        request_id = self.submit(prompt, params, sink=sink, request_id=request_id, tenant=tenant, priority=priority,
+                                 timeout=timeout, cache_salt=cache_salt)  # fmt: skip
+        ended = False
+        try:
+            while not ended:
+                item = await queue.get()
+                if isinstance(item, PacelineError):
+                    ended = True
+                    raise item
+                ended = item.finish_reason is not None
+                yield item
+        finally:
+            if not ended:
+                self.abort(request_id)
+
+    def close(self) -> None:
+        """Aborts what is running and ends the thread."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+        if self._on_close is not None:
+            on_close, self._on_close = self._on_close, None
+            on_close()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the engine serves no more, if that is so."""
+        return self._failure
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams | None, sink: Sink, request_id: str | None, tenant: str,
+                 priority: int, timeout: float | None, cache_salt: str) -> _Live:  # fmt: skip
+        params = params or SamplingParams()
+        if params.seed is None and params.temperature > 0:
+            # Drawn once: after a retraction the request goes on with the same noise.
+            params = dataclasses.replace(params, seed=random.getrandbits(63))
+        if timeout is not None and not timeout > 0:
+            raise InvalidRequest(f"timeout is {timeout!r}: give seconds, more than 0.")
+        tokens = self.encode(prompt)
+        request = Request(
+            id=request_id if request_id is not None else f"r{next(self._numbers)}",
+            prompt=tokens,
+            params=params,
+            tenant=tenant,
+            priority=priority,
+            deadline=None if timeout is None else self.clock() + timeout,
+            eos_token_ids=tuple(sorted(self.tokenizer.eos_ids)),
+            cache_salt=cache_salt,
+        )
+        return _Live(request, OutputText(self.tokenizer, params.stop, params.min_tokens), sink)
+
+    def _post(self, lives: Iterable[_Live]) -> None:
+        with self._wake:
+            if self._failure is not None or self._closing:
+                raise self._gone()
+            self._inbox.extend(lives)
+            self._wake.notify()
+
+    def _gone(self) -> EngineFailed:
+        if self._failure is None:
+            return EngineFailed("the engine was closed: start a new one.")
+        return EngineFailed(f"the engine has failed ({self._failure}): restart it.")
+
+    # ------------------------------------------------------------------ the engine's thread
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                updates = self.loop.step()
+                if updates is not None:
+                    self._take(updates)
+                else:
+                    ended = self.scheduler.take_ended()
+                    self._end_all(ended)
+                    assert ended or not self.scheduler.has_work, "requests are left and none of them can run"
+                self._send()
+        except BaseException as error:  # whoever waits must get an answer, whatever broke
+            self._fail(error)
+
+    def _wait_for_work(self) -> bool:
+        """Sleeps while there is nothing to do, then takes the inbox. False when the engine is to end."""
+        with self._wake:
+            while not (self._inbox or self._closing or self.scheduler.has_work):
+                self._wake.wait()
+            inbox, self._inbox = self._inbox, []
+            closing = self._closing
+        for item in inbox:
+            if isinstance(item, str):
+                self.scheduler.abort(item, self.clock())
+            else:
+                self._add(item)
+        if closing:
+            for request_id in list(self.scheduler.requests):
+                self.scheduler.abort(request_id, self.clock())
+        self._end_all(self.scheduler.take_ended())
+        self._send()
+        return not closing
+
+    def _add(self, live: _Live) -> None:
+        try:
+            self.scheduler.add(live.request, self.clock())
+        except PacelineError as error:
+            live.sink.refuse(error)
+        else:
+            self._live[live.request.id] = live
+
+    def _take(self, updates: Updates) -> None:
+        # A request that the scheduler ended with `stop` got its stop token in this very pass: that one is no text.
+        stopped = {id(item.request) for item in updates.finished if item.reason is FinishReason.STOP}
+        texts: dict[str, tuple[list[str], list[int]]] = {}
+        for request, token in zip(updates.requests, updates.tokens.tolist(), strict=True):
+            live = self._live.get(request.id)
+            if live is None or live.request is not request:
+                continue  # it ended by a stop string, and this token is one too many
+            live.num_tokens += 1
+            texts_of, tokens_of = texts.setdefault(request.id, ([], []))
+            tokens_of.append(token)
+            if id(request) in stopped and live.num_tokens == len(request.output):
+                continue
+            try:
+                texts_of.append(live.text.push(token))
+            except Exception as error:  # of this request's text: the others go on
+                self._end(live, FinishReason.ERROR, "".join(texts_of), tuple(tokens_of), repr(error))
+                self.scheduler.finish(request.id, FinishReason.ERROR, self.clock())
+                del texts[request.id]
+                continue
+            if live.text.stopped:
+                if not request.is_finished:
+                    self.scheduler.finish(request.id, FinishReason.STOP, self.clock())
+                self._end(live, FinishReason.STOP, "".join(texts_of), tuple(tokens_of))
+                del texts[request.id]
+        ended = {item.request.id: item for item in updates.finished}
+        for request_id, (texts_of, tokens_of) in texts.items():
+            live = self._live[request_id]
+            text = "".join(texts_of)
+            if request_id in ended:
+                self._end(live, ended[request_id].reason, text, tuple(tokens_of))
+            elif text or tokens_of:
+                live.sink.put(Piece(text, tuple(tokens_of)))
+        self._end_all(updates.finished)
+
+    def _end_all(self, finished: Iterable[Finished]) -> None:
+        for item in finished:
+            live = self._live.get(item.request.id)
+            if live is not None and live.request is item.request:
+                self._end(live, item.reason)
+
+    def _end(self, live: _Live, reason: FinishReason, text: str = "", tokens: tuple[int, ...] = (),
+             error: str | None = None) -> None:  # fmt: skip
+        request = live.request
+        del self._live[request.id]
+        if error is None:
+            text += live.text.close()
+        usage = Usage(len(request.prompt), request.num_cached, live.num_tokens)
+        live.sink.put(Piece(text, tokens, reason, usage, Timings.of(request), error))
+
+    def _send(self) -> None:
+        """Lets each event loop know, once, of all that this step has for it."""
+        for loop, items in list(self._outbox.items()):
+            del self._outbox[loop]
+            try:
+                loop.call_soon_threadsafe(_put_all, items)
+            except RuntimeError:  # that loop was closed: nobody is left to listen
+                for request_id, live in list(self._live.items()):
+                    if isinstance(live.sink, _AsyncSink) and live.sink.loop is loop:
+                        del self._live[request_id]
+                        self.scheduler.abort(request_id, self.clock())
+
+    def _fail(self, error: BaseException) -> None:
+        with self._wake:
+            self._failure = error
+            inbox, self._inbox = self._inbox, []
+        for item in inbox:
+            if isinstance(item, _Live):
+                item.sink.refuse(self._gone())
+        for live in list(self._live.values()):
+            self._end(live, FinishReason.ERROR, error=f"{type(error).__name__}: {error}")
+        self._send()
+
+
+def _put_all(items: list[tuple[_AsyncSink, Piece | PacelineError]]) -> None:
+    for sink, item in items:
+        sink.queue.put_nowait(item)

@@ -1,0 +1,195 @@
+"""`LLM`: a model to call from Python. Prompts in, outputs out, as many at once as there are."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from paceline.engine.build import build_engine
+from paceline.engine.engine import EngineFailed, Prompt
+from paceline.engine.output import Piece, Timings
+from paceline.request import FinishReason, InvalidRequest, PacelineError, SamplingParams
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What became of one prompt."""
+
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    num_cached_tokens: int  # of the prompt; they were computed for an earlier one
+    timings: Timings
+
+
+class LLM:
+    """A model, loaded and ready.
+
+    `model` is a folder, a .gguf file, a hub id, or None for the default model, fetched on first use. With
+    `load="random", shape=NAME` there are random weights instead. Further options are those of `EngineConfig` and
+    `SchedulerConfig`; `max_wait` is infinite unless given, since offline nobody waits for the first token.
+    """
+
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        self.engine = build_engine(model, **{"max_wait": math.inf, **options})
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """The outputs for one prompt or many, in their order; each is a text or a list of token ids.
+
+        `params` is one for all or one for each. If one prompt is refused, nothing is generated and its error raised.
+        """
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        listed: Any = [prompts] if one else prompts
+        each = self._each_params(len(listed), params)
+        encoded = []
+        for index, prompt in enumerate(listed):
+            try:
+                encoded.append(self.engine.encode(prompt))
+            except InvalidRequest as error:
+                raise InvalidRequest(f"prompts[{index}]: {error}") from None
+        with ExitStack() as stack:
+            advance = stack.enter_context(_Bar(len(encoded))).advance if progress else None
+            gathering = _Gathering(len(encoded), advance)
+            sinks = [_Collector(gathering) for _ in encoded]
+            request_ids = self.engine.submit_all(encoded, each, sinks)
+            try:
+                gathering.wait()
+            finally:
+                if gathering.num_left:  # a refusal, or the user's interrupt: nobody wants the others any more
+                    for request_id in request_ids:
+                        self.engine.abort(request_id)
+        outputs = []
+        for prompt, sink in zip(encoded, sinks, strict=True):
+            piece = sink.last
+            assert piece is not None and piece.finish_reason is not None, "the last piece says how it ended"
+            if piece.error is not None:
+                raise EngineFailed(f"generation failed: {piece.error}")
+            assert piece.usage is not None and piece.timings is not None, "the last piece says what it took"
+            outputs.append(
+                RequestOutput(prompt.tolist(), "".join(sink.texts), sink.token_ids, piece.finish_reason,
+                              piece.usage.cached_tokens, piece.timings)
+            )  # fmt: skip
+        return outputs
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """The next message of one conversation or of many; `template_options` go to the model's chat template."""
+        many = bool(messages) and isinstance(messages[0], Sequence) and not isinstance(messages[0], str | bytes)
+        conversations: Sequence[Any] = messages if many else [messages]
+        prompts = [self.engine.tokenizer.encode_chat(one, **template_options) for one in conversations]
+        return self.generate(prompts, params, progress)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @staticmethod
+    def _each_params(count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> Sequence[SamplingParams]:
+        if params is None:
+            params = SamplingParams()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise InvalidRequest(f"params has {len(params)} entries for {count} prompts: give one, or one for each.")
+        return params
+
+
+class _Gathering:
+    """Waits until every request of one call has ended."""
+
+    def __init__(self, count: int, advance: Callable[[int], None] | None) -> None:
+        self.num_left = count
+        self._advance = advance
+        self._changed = threading.Condition()
+        self._refusal: PacelineError | None = None
+
+    def one_ended(self, refusal: PacelineError | None = None) -> None:
+        with self._changed:
+            self.num_left -= 1
+            self._refusal = self._refusal or refusal
+            self._changed.notify()
+
+    def add_tokens(self, count: int) -> None:
+        if self._advance is not None:
+            self._advance(count)
+
+    def wait(self) -> None:
+        with self._changed:
+            while self.num_left and self._refusal is None:
+                self._changed.wait()
+            if self._refusal is not None:
+                raise self._refusal
+
+
+@dataclass(slots=True, eq=False)
+class _Collector:
+    """The sink of one request."""
+
+    gathering: _Gathering
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    last: Piece | None = None
+
+    def put(self, piece: Piece) -> None:
+        self.texts.append(piece.text)
+        self.token_ids.extend(piece.token_ids)
+        self.gathering.add_tokens(len(piece.token_ids))
+        if piece.finish_reason is not None:
+            self.last = piece
+            self.gathering.one_ended()
+
+    def refuse(self, error: PacelineError) -> None:
+        self.gathering.one_ended(error)
+
+
+class _Bar:
+    """A progress bar: requests that have ended, and tokens a second."""
+
+    def __init__(self, num_requests: int) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed} tokens"),
+            TextColumn("{task.speed:.1f} tokens/s"), TimeElapsedColumn(),
+        )  # fmt: skip
+        self._task = self._progress.add_task(f"{num_requests} prompts", total=None)
+
+    def advance(self, count: int) -> None:
+        self._progress.advance(self._task, count)
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
