@@ -12,7 +12,7 @@ from contiguous_cache import ContiguousCache
 
 from paceline.model.decoder import Decoder
 from paceline.model.layout import target_shapes
-from paceline.model.registry import SHAPES, shape
+from paceline.model.registry import SHAPES, shape, spec_from_config
 from paceline.model.weights import load_decoder
 
 SIZES: dict[str, Any] = {
@@ -178,3 +178,30 @@ def test_sixteen_bits_stay_near_float32(case: str, dtype: str, tmp_path: Path) -
     expected = ContiguousCache(exact).feed(PROMPT)
     error = (found.float() - expected).abs().max() / expected.std()
     assert error < (0.25 if dtype == "bfloat16" else 0.05)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "options"),
+    [
+        ("Qwen2", {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 1}),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+        ("Qwen3", {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0}),
+        ("SmolLM3", {}),
+        ("SmolLM3", {"no_rope_layer_interval": 2}),
+        ("SmolLM3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 6}),
+        ("Mistral", {}),
+        ("Mistral", {"sliding_window": None}),
+    ],
+)
+def test_short_configs_of_the_hub_mean_what_transformers_makes_of_them(prefix: str, options: Any) -> None:
+    # A config saved by transformers spells out what older ones leave to be derived.
+    raw = {**SIZES, "num_hidden_layers": 9, **options}
+    theirs = getattr(transformers, f"{prefix}Config")(**raw)
+    spec = spec_from_config({**raw, "architectures": [f"{prefix}ForCausalLM"]})
+    assert spec.rope_layers == tuple(map(bool, getattr(theirs, "no_rope_layers", [1] * 9)))
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 9
+    sizes = [theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    assert spec.windows == tuple(sizes)
+    assert spec.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert spec.tied == theirs.tie_word_embeddings
+    assert spec.rms_eps == theirs.rms_norm_eps
