@@ -27,6 +27,8 @@ TEMPLATES = {
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
     "blocks and whitespace": "{%- for m in messages %}\n    {%- if loop.first %}\nFIRST\n    {%- endif %}\n"
     "    {{ m.role ~ ': ' ~ m.content | trim }}\n{% endfor %}\n",
+    "indented blocks": "{% for m in messages %}\n    {% if m.role == 'user' %}\n"
+    "  {{ m.content }}\n    {% endif %}\n{% endfor %}\n",
     "tools": "{% if tools %}{{ tools | tojson }}|{{ tools | tojson(indent=2) }}{% endif %}"
     "{{ messages | tojson }}",
     "namespace, break, slices": "{% set ns = namespace(n=0) %}{% for m in messages[::-1] %}"

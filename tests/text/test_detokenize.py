@@ -110,6 +110,7 @@ def test_sentence_piece_keeps_the_space_of_a_continuation(sentence_piece: Tokeni
     ids = sentence_piece.encode("the world", add_special=False)
     assert "".join(pieces_of(ids, sentence_piece, at_start=True)) == "the world"
     assert "".join(pieces_of(ids, sentence_piece)) == " the world"
+    assert "".join(pieces_of([1, *ids], sentence_piece, at_start=True)) == "the world"  # a BOS shows nothing
     # The library agrees on what the text is.
     assert sentence_piece._core.decode(ids) == "the world"
 

@@ -220,6 +220,20 @@ def test_word_rules_of_gguf_files(pre: str, rules: list[str], tmp_path: Path) ->
         assert ours.decode(found) == text
 
 
+def test_qwen_composes_accents_and_others_leave_them(tmp_path: Path) -> None:
+    tokens, merges = trained_bpe()
+    for pre, composes in (("qwen2", True), ("llama-bpe", False)):
+        ours = load_tokenizer(write_gguf(tmp_path / f"{pre}.gguf", "gpt2", tokens, pre=pre, merges=merges))
+        assert (ours.encode("e\u0301") == ours.encode("\u00e9")) is composes
+
+
+def test_whole_word_of_the_vocabulary_skips_merging_where_the_model_does_so(tmp_path: Path) -> None:
+    tokens = ["a", "b", "c", "ab", "abc"]  # no merge leads to abc
+    for pre, expected in (("llama-bpe", [4]), ("gpt-2", [3, 2])):
+        path = write_gguf(tmp_path / f"{pre}.gguf", "gpt2", tokens, pre=pre, merges=["a b"])
+        assert load_tokenizer(path).encode("abc") == expected
+
+
 def test_unknown_word_rule_is_refused(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "t.gguf", "gpt2", ["a", "b"], pre="marvin", merges=["a b"])
     with pytest.raises(ModelError, match=r"tokenizer.ggml.pre is 'marvin'.*not supported.*smollm"):
