@@ -9,6 +9,8 @@ dead network: every connection has a timeout of seconds.
 from __future__ import annotations
 
 import hashlib
+import io
+import json
 import os
 import re
 import shutil
@@ -150,6 +152,16 @@ def _size_of(folder: Path) -> int:
 _PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model"]
 
 
+def is_complete(folder: Path) -> bool:
+    """Whether a folder has all the files of its model: an interrupted download leaves some of them."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    else:
+        names = {"model.safetensors"}
+    return all((folder / name).is_file() for name in (*names, "config.json", "tokenizer.json"))
+
+
 def _fetch_from_hub(name: str, progress: Progress | None) -> Path:
     """A snapshot of a repository, or one GGUF file of it, from the hub or its local cache."""
     import huggingface_hub
@@ -167,7 +179,7 @@ def _fetch_from_hub(name: str, progress: Progress | None) -> Path:
 
     try:
         cached = download(local_files_only=True)
-        if cached.is_file() or any(cached.glob("*.safetensors")):
+        if cached.is_file() or is_complete(cached):
             return cached
     except Exception:  # not in the cache, in whatever words this version of the hub client says so
         pass
@@ -193,7 +205,7 @@ def _bar_for(progress: Progress) -> Any:
     class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             self._bytes = options.get("unit") == "B"
-            super().__init__(*args, **{**options, "disable": False, "file": open(os.devnull, "w")})  # noqa: SIM115
+            super().__init__(*args, **{**options, "disable": False, "file": io.StringIO()})
 
         def update(self, n: float | None = 1) -> Any:
             shown = super().update(n)

@@ -227,25 +227,22 @@ def _file_tensors(path: Path) -> dict[str, StoredTensor]:
             f"{path} cannot be read ({error}): it is broken or truncated, fetch it again."
         ) from None
 
-    def tensor(name: str) -> StoredTensor:
+    for name, view in views.items():
+        if view.get_dtype() not in _ITEM_BYTES and not _HARMLESS.search(name):
+            # Numbers that mean something only together with scales we do not read.
+            raise ModelError(
+                f"{path} stores {name} as {view.get_dtype()}: use the unquantised model, or a GGUF file."
+            )
+
+    def stored(name: str) -> StoredTensor:
         shape = tuple(views[name].get_shape())
-        return StoredTensor(shape, math.prod(shape) * _ITEM_BYTES.get(views[name].get_dtype(), 2),
-                            lambda: file.get_tensor(name))  # fmt: skip
+        item_bytes = _ITEM_BYTES.get(views[name].get_dtype(), 1)
+        return StoredTensor(shape, math.prod(shape) * item_bytes, lambda: file.get_tensor(name))
 
-    return {name: tensor(name) for name in views}
+    return {name: stored(name) for name in views}
 
 
-_ITEM_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I64": 8,
-    "I32": 4,
-    "U8": 1,
-}
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -23,7 +23,7 @@ from paceline.request import InvalidRequest
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _WIDE = re.compile(r"\d{4}|\*")  # a field of a thousand characters, or of a computed width
 
-MAX_STEPS = 1_000_000  # turns of all loops and calls of all macros in one rendering
+MAX_STEPS = 200_000  # turns of all loops and calls of all macros in one rendering
 MAX_CHARACTERS = 64_000_000  # in the rendered text, or in any string made on the way
 
 

@@ -169,7 +169,8 @@ def _check_text(text: str) -> None:
 
 def _decoder_kind(core: tokenizers.Tokenizer) -> tuple[bool, bool]:
     """Whether the vocabulary is byte-level, and whether decoding drops a leading space."""
-    decoder = json.loads(core.to_str()).get("decoder") or {}
+    # Its pickled state is its JSON; `core.to_str()` would write out the whole vocabulary.
+    decoder = json.loads(core.decoder.__getstate__()) if core.decoder else {}
     steps = decoder.get("decoders", [decoder])
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:

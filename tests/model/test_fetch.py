@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
 import zipfile
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
 
 from paceline.model import fetch
-from paceline.model.fetch import check_sha256, fetch_default, find_model, models_dir
+from paceline.model.fetch import check_sha256, fetch_default, find_model, is_complete, models_dir
 from paceline.model.spec import ModelError
 
 
@@ -61,6 +64,36 @@ def test_hub_that_cannot_be_reached_is_a_quick_clear_error(tmp_path: Path) -> No
     )
     assert "check the name and the network" in found.stdout
     assert time.monotonic() - start < 30
+
+
+def test_hub_download_reports_its_progress(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def snapshot_download(repository: str, *, tqdm_class: Any = None, **options: Any) -> str:
+        if options.get("local_files_only"):
+            raise FileNotFoundError(repository)
+        assert (repository, options["etag_timeout"]) == ("some-org/some-model", 10)
+        with tqdm_class(total=100, unit="B") as bar:
+            bar.update(40)
+            bar.update(60)
+        with tqdm_class(total=3, unit="file") as bar:
+            bar.update(1)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **options: None)
+    seen: list[tuple[int, int]] = []
+    assert find_model("some-org/some-model", progress=lambda *step: seen.append(step)) == tmp_path
+    assert seen == [(40, 100), (100, 100)]
+
+
+def test_interrupted_download_is_not_taken_for_a_model(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "a.safetensors"):
+        assert not is_complete(tmp_path)
+        (tmp_path / name).write_text("{}")
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert not is_complete(tmp_path)
+    (tmp_path / "b.safetensors").write_text("")
+    assert is_complete(tmp_path)
 
 
 def test_failed_download_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

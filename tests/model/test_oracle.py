@@ -11,6 +11,8 @@ import transformers
 from contiguous_cache import ContiguousCache
 
 from paceline.model.decoder import Decoder
+from paceline.model.layout import target_shapes
+from paceline.model.registry import SHAPES, shape, spec_from_config
 from paceline.model.weights import load_decoder
 
 SIZES: dict[str, Any] = {
@@ -135,6 +137,36 @@ def test_sharded_folder_equals_single_file(tmp_path: Path) -> None:
     )
 
 
+def test_requests_in_one_ragged_batch_do_not_see_each_other(tmp_path: Path) -> None:
+    _, ours = make_pair(tmp_path, *CASES["qwen3"])
+    requests = [PROMPT[:5], PROMPT[10:11], PROMPT[20:37]]
+    caches = [ContiguousCache(ours) for _ in requests]
+    sizes = [len(request) for request in requests]
+
+    def attend(layer: int, *rows: torch.Tensor) -> torch.Tensor:
+        parts = zip(*(torch.split(tensor, sizes) for tensor in rows), strict=True)
+        return torch.cat([cache.attend(layer, *part) for cache, part in zip(caches, parts, strict=True)])
+
+    # 32-bit ids, as device tables hold them.
+    tokens = torch.tensor([token for request in requests for token in request], dtype=torch.int32)
+    positions = torch.cat([torch.arange(size, dtype=torch.int32) for size in sizes])
+    found = torch.split(ours.logits(ours.forward(tokens, positions, attend)), sizes)
+    for request, logits in zip(requests, found, strict=True):
+        torch.testing.assert_close(logits, ContiguousCache(ours).feed(request), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name.startswith("tiny-")])
+def test_step_never_looks_at_a_value(name: str) -> None:
+    # Tensors on the meta device have no values: whatever a CUDA graph could not record fails here too.
+    spec = shape(name)
+    weights = {name: torch.empty(size, device="meta") for name, size in target_shapes(spec).items()}
+    ids = torch.empty(7, dtype=torch.int32, device="meta")
+    decoder = Decoder(spec, weights)
+    hidden = decoder.forward(ids, ids, lambda layer, q, k, v: q.reshape(7, -1))
+    assert hidden.shape == (7, spec.hidden_size)
+    assert decoder.logits(hidden[:2]).shape == (2, spec.vocab_size)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", ["llama all biases", "qwen2", "qwen3", "mistral sliding window"])
 def test_sixteen_bits_stay_near_float32(case: str, dtype: str, tmp_path: Path) -> None:
@@ -146,3 +178,30 @@ def test_sixteen_bits_stay_near_float32(case: str, dtype: str, tmp_path: Path) -
     expected = ContiguousCache(exact).feed(PROMPT)
     error = (found.float() - expected).abs().max() / expected.std()
     assert error < (0.25 if dtype == "bfloat16" else 0.05)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "options"),
+    [
+        ("Qwen2", {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 1}),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+        ("Qwen3", {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0}),
+        ("SmolLM3", {}),
+        ("SmolLM3", {"no_rope_layer_interval": 2}),
+        ("SmolLM3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 6}),
+        ("Mistral", {}),
+        ("Mistral", {"sliding_window": None}),
+    ],
+)
+def test_short_configs_of_the_hub_mean_what_transformers_makes_of_them(prefix: str, options: Any) -> None:
+    # A config saved by transformers spells out what older ones leave to be derived.
+    raw = {**SIZES, "num_hidden_layers": 9, **options}
+    theirs = getattr(transformers, f"{prefix}Config")(**raw)
+    spec = spec_from_config({**raw, "architectures": [f"{prefix}ForCausalLM"]})
+    assert spec.rope_layers == tuple(map(bool, getattr(theirs, "no_rope_layers", [1] * 9)))
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 9
+    sizes = [theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    assert spec.windows == tuple(sizes)
+    assert spec.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert spec.tied == theirs.tie_word_embeddings
+    assert spec.rms_eps == theirs.rms_norm_eps

@@ -60,6 +60,13 @@ def test_wrong_shape_is_named(folder: Path) -> None:
         load_decoder(folder)
 
 
+def test_numbers_without_their_scales_are_refused(folder: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    change(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
+    with pytest.raises(ModelError, match=rf"stores {name} as F8_E4M3: use the unquantised model"):
+        load_decoder(folder)
+
+
 def test_harmless_extras_are_tolerated(folder: Path) -> None:
     change(
         folder,

@@ -1,0 +1,149 @@
+"""Chat templates: as transformers renders them, and harmless when they are not."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from paceline.request import InvalidRequest
+from paceline.text.chat import ChatTemplate, ChatTemplateError, check_messages
+
+MESSAGES = [
+    {"role": "system", "content": "Be <brief> & \"kind\"."},
+    {"role": "user", "content": "Zürich? 🎉"},
+    {"role": "assistant", "content": "  yes\n"},
+    {"role": "user", "content": "1 < 2"},
+]  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "description": "<é>", "parameters": {"a": [1, None]}}}
+]
+
+TEMPLATES = {
+    "chatml": "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "blocks and whitespace": "{%- for m in messages %}\n    {%- if loop.first %}\nFIRST\n    {%- endif %}\n"
+    "    {{ m.role ~ ': ' ~ m.content | trim }}\n{% endfor %}\n",
+    "indented blocks": "{% for m in messages %}\n    {% if m.role == 'user' %}\n"
+    "  {{ m.content }}\n    {% endif %}\n{% endfor %}\n",
+    "tools": "{% if tools %}{{ tools | tojson }}|{{ tools | tojson(indent=2) }}{% endif %}"
+    "{{ messages | tojson }}",
+    "namespace, break, slices": "{% set ns = namespace(n=0) %}{% for m in messages[::-1] %}"
+    "{% set ns.n = ns.n + 1 %}"
+    "{% if ns.n > 2 %}{% break %}{% endif %}{{ m.content }}{% endfor %}{{ ns.n }}",
+    "macro": "{% macro show(m, tag) %}<{{ tag }}>{{ m.content }}</{{ tag }}>{% endmacro %}"
+    "{% for m in messages %}{{ show(m, 'x' * 3) }}{% endfor %}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "undefined": "{% if enable_thinking is defined %}THINK{% endif %}{{ bos_token }}"
+    "{{ messages | length % 3 }}",
+    "string methods": "{% for m in messages %}{{ m.content.split(' ')[-1].strip('?').upper() }}{% endfor %}",
+    "filtered loop": "{% for m in messages if m.role == 'user' %}{{ loop.index }}{{ m.content }}"
+    "{% else %}-{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("prompt", [True, False])
+def test_renders_as_transformers_does(name: str, prompt: bool) -> None:
+    options: dict[str, Any] = {"tools": TOOLS, "add_generation_prompt": prompt}
+    expected, _ = render_jinja_template([MESSAGES], chat_template=TEMPLATES[name], bos_token="<s>", **options)
+    assert ChatTemplate(TEMPLATES[name], bos_token="<s>").render(MESSAGES, **options) == expected[0]
+    assert expected[0]
+
+
+def test_variables_reach_the_template() -> None:
+    template = ChatTemplate("{{ enable_thinking }}{{ eos_token }}", eos_token="</s>")
+    assert template.render(MESSAGES, enable_thinking=False) == "False</s>"
+
+
+def test_time_is_an_argument() -> None:
+    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", now=lambda: datetime(2024, 7, 26))
+    assert template.render(MESSAGES) == "26 Jul 2024"
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], r"messages is \[\]: give a list of at least one message"),
+        ("hello", "messages is 'hello': give a list"),
+        (None, "messages is None: give a list"),
+        (["hi"], r"messages\[0\] is 'hi': give an object with role and content"),
+        ([{"content": "x"}], r"messages\[0\].role is None: choose one of system, developer, user"),
+        ([MESSAGES[0], {"role": "wizard", "content": "x"}], r"messages\[1\].role is 'wizard': choose one of"),
+        ([{"role": ["user"], "content": "x"}], r"messages\[0\].role is \['user'\]"),
+        ([{"role": "user"}], r"messages\[0\].content is missing: give a string"),
+        ([{"role": "assistant", "content": None}], r"messages\[0\].content is missing"),
+        (
+            [{"role": "user", "content": 7}],
+            r"messages\[0\].content is 7: give a string or a list of text parts",
+        ),
+        ([{"role": "user", "content": {"a": 1}}], r"messages\[0\].content is \{'a': 1\}"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            r"content\[0\].type is 'image_url': only text",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\].text is None: give a string"),
+        ([{"role": "user", "content": ["x"]}], r"content\[0\].type is None"),
+        ([{"role": "user", "content": "x" * 9, "y": 1}, 5], r"messages\[1\] is 5"),
+    ],
+)
+def test_bad_messages_are_named(messages: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        ChatTemplate(TEMPLATES["chatml"]).render(messages)
+
+
+def test_text_parts_become_one_string() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert check_messages([{"role": "user", "content": parts}])[0]["content"] == "ab"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    assert check_messages([call])[0]["content"] == ""
+    assert call["content"] is None  # the caller's message is not touched
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{% for m in messages %}", "cannot be compiled"),
+        ("{% nonsense %}", "cannot be compiled"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "do not fit the model's chat template: roles must alternate",
+        ),
+        ("{{ messages[0].nothing.at_all }}", "failed with UndefinedError"),
+        ("{{ 1 / 0 }}", "failed with ZeroDivisionError"),
+        ("{{ ''.__class__.__mro__ }}", "failed with SecurityError"),
+        ("{% set _ = messages.append(1) %}", "failed with SecurityError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "failed with RecursionError|more than"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "more than 200,000 steps",
+        ),
+        ("{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}", "more than 64,000,000 characters"),
+        ("{{ 'x' * 999999999999 }}", "more than 64,000,000 characters"),
+        ("{{ 999999999999 * 'x' }}", "more than 64,000,000 characters"),
+        ("{{ 9 ** 9 ** 9 }}", r"uses \*\*, which is not allowed"),
+        ("{{ '%999999999d' % 1 }}", "uses %, which is not allowed"),
+        (
+            "{% set n = namespace(x='xx') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+            "more than 64",
+        ),
+        (
+            "{% set n = namespace(x='xx') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+            "more than 64",
+        ),
+        ("{{ range(9999999) | list }}", "failed with OverflowError"),
+    ],
+)  # fmt: skip
+def test_bad_templates_are_errors_of_one_request(source: str, words: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(ChatTemplateError, match=words):
+        ChatTemplate(source).render(MESSAGES)
+    assert time.monotonic() - start < 20
+
+
+def test_names_of_a_caller_cannot_replace_the_guards() -> None:
+    template = ChatTemplate("{% for a in range(3) %}{{ a ~ '' }}{% endfor %}{{ messages | length }}")
+    assert template.render(MESSAGES, _step=None, _join=None) == "0124"
