@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -87,7 +87,7 @@ class Request:
     """One prompt and what became of it. Compared by identity: two requests are never the same one."""
 
     id: str
-    prompt: Tokens
+    prompt: npt.NDArray[Any]  # token ids; int32 once it is here
     params: SamplingParams = field(default_factory=SamplingParams)
     tenant: str = "default"
     priority: int = 0  # larger goes first
@@ -157,7 +157,7 @@ class Request:
         self.phase = phase
 
 
-def as_tokens(ids: Sequence[int] | Tokens) -> Tokens:
+def as_tokens(ids: Sequence[int] | npt.NDArray[Any]) -> Tokens:
     """Token ids as the one-dimensional int32 array that every room uses."""
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):

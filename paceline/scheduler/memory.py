@@ -44,7 +44,7 @@ class Memory:
         self._journal = journal
         self.page_size = config.page_size
         self.pool = PagePool(config.num_pages)
-        self.tree = PrefixTree(config.page_size, config.eviction)
+        self.tree = PrefixTree(config.page_size, config.eviction, config.partial_eviction)
         longest = min(config.context_tokens + config.draft_tokens, config.num_pages * config.page_size)
         self.slots = Slots(config.max_running, self.pages_for(longest), config.page_size)
         self.pins: dict[str, Pin] = {}
@@ -79,9 +79,10 @@ class Memory:
     def allocate(self, count: int) -> Pages:
         short = count - self.pool.num_free
         if short > 0:
-            self.pool.free(self.tree.evict(short))
-            self._journal.counters.evicted_pages += short
-            self._journal.write(self.now, self.tree.step, Kind.EVICT, "", short)
+            evicted = self.tree.evict(short)
+            self.pool.free(evicted)
+            self._journal.counters.evicted_pages += len(evicted)
+            self._journal.write(self.now, self.tree.step, Kind.EVICT, "", len(evicted))
         return self.pool.allocate(count)
 
     def hold(self, request: Request, node: Node) -> None:
