@@ -131,6 +131,10 @@ class Request:
             raise InvalidRequest(f"request {self.id}: the prompt is empty: give at least one token.")
         if self.prompt.min() < 0:
             raise InvalidRequest(f"request {self.id}: the prompt has a negative token id: ids begin at 0.")
+        if self.expected_tokens is not None and self.expected_tokens < 1:
+            raise InvalidRequest(
+                f"request {self.id}: expected_tokens is {self.expected_tokens}: give at least 1, or leave it out."
+            )
         if self.compute_from is not None and not 0 <= self.compute_from < len(self.prompt):
             raise InvalidRequest(
                 f"request {self.id}: compute_from is {self.compute_from}: give a position of the prompt, "

@@ -25,7 +25,9 @@ def prompt(*parts: int | list[int] | range) -> np.ndarray:
 
 def request(tokens: Any = (1, 2, 3), max_tokens: int | None = 4, *, id: str = "", **fields: Any) -> Request:
     """A request that ends by length unless it is given EOS ids or stop ids."""
-    params = SamplingParams(max_tokens=max_tokens, **{k: fields.pop(k) for k in ("min_tokens", "stop_token_ids") if k in fields})
+    params = SamplingParams(
+        max_tokens=max_tokens, **{k: fields.pop(k) for k in ("min_tokens", "stop_token_ids") if k in fields}
+    )
     return Request(id or f"request-{next(_numbers)}", np.array(tokens), params, **fields)
 
 

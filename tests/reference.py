@@ -23,7 +23,9 @@ class ReferenceScheduler:
         tokens = request.prompt.tolist()
         values = self._cached(space, tokens)
         self.hit_tokens += len(values)
-        stops = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else set(request.eos_token_ids))
+        stops = set(request.params.stop_token_ids) | (
+            set() if request.params.ignore_eos else set(request.eos_token_ids)
+        )
         output: list[int] = []
         reason = FinishReason.LENGTH
         while True:

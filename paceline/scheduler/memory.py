@@ -101,6 +101,7 @@ class Memory:
         slot = self.slots.acquire(request)
         self.slots.append_pages(slot, self.tree.path_pages(request.held))
         self.slots.computed[slot] = request.held.depth
+        self.slots.held_pages[slot] = self.slots.num_pages[slot]
         return slot
 
     def skip_computed(self, request: Request) -> int:
@@ -115,7 +116,7 @@ class Memory:
             self.tree.lock(request, child, above=held)
             self.slots.append_pages(slot, child.pages)
             held = child
-        request.held = held
+        self._set_held(request, held)
         self.slots.computed[slot] = held.depth
         return held.depth - before
 
@@ -137,8 +138,9 @@ class Memory:
         assert slot is not None and held is not None, f"request {request.id} is not running"
         if self._config.prefix_cache:
             end = int(self.slots.computed[slot]) // self.page_size * self.page_size
-            request.held = self.tree.claim(request, held, request.key, end, self.slots.row(slot), self.tree.step)
-            if request.held.depth < end:
+            deepest = self.tree.claim(request, held, request.key, end, self.slots.row(slot), self.tree.step)
+            self._set_held(request, deepest)
+            if deepest.depth < end:
                 self._duplicates.append(request)
         return held
 
@@ -192,7 +194,11 @@ class Memory:
             self._journal.counters.duplicate_pages += len(copies)
             self._journal.write(self.now, self.tree.step, Kind.DUPLICATE, request.id, len(copies))
             held = child
-        request.held = held
+        self._set_held(request, held)
+
+    def _set_held(self, request: Request, node: Node) -> None:
+        request.held = node
+        self.slots.held_pages[request.slot] = node.depth // self.page_size
 
     # ------------------------------------------------------------------ pinning
 

@@ -89,8 +89,8 @@ class Run:
         number = len(self.harness.requests)
         try:
             self.harness.add(make_request(draw, number, self.harness.clock()))
-        except Refused as refusal:
-            assert str(refusal)
+        except Refused:
+            return
 
     def abort(self, which: int) -> None:
         scheduler = self.harness.scheduler
@@ -229,7 +229,7 @@ def test_pins_survive_random_runs() -> None:
         pinned: dict[str, int] = {}
         for step in range(150):
             if rng.random() < 0.4:
-                tokens = rng.choice(BEGINNINGS)[: rng.randrange(4, 20)] + [rng.randrange(4)]
+                tokens = [*rng.choice(BEGINNINGS)[: rng.randrange(4, 20)], rng.randrange(4)]
                 harness.add(Request(f"r{step}", np.array(tokens), SamplingParams(max_tokens=rng.choice([1, 6]))))
             harness.step()
             scheduler, now = harness.scheduler, harness.clock()
