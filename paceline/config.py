@@ -52,6 +52,7 @@ class SchedulerConfig:
     context_tokens: int = option(32768, "longest prompt plus output the model takes", low=2)
     prefix_cache: bool = option(True, "keep computed prefixes for later requests")
     eviction: str = option("lru", "which cached prefix goes first when memory is short", choices=EVICTION)
+    partial_eviction: bool = option(True, "take only the pages needed, from a cached prefix's tail; else all of it")
     pin_quota_pages: int = option(0, "pages that pinned prefixes may hold at most", low=0)
 
     # A step

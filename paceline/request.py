@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -126,7 +126,7 @@ class Request:
     """One prompt and what became of it. Compared by identity: two requests are never the same one."""
 
     id: str
-    prompt: Tokens
+    prompt: npt.NDArray[Any]  # token ids; int32 once it is here
     params: SamplingParams = field(default_factory=SamplingParams)
     tenant: str = "default"
     priority: int = 0  # larger goes first
@@ -170,6 +170,10 @@ class Request:
             raise InvalidRequest(f"request {self.id}: the prompt is empty: give at least one token.")
         if self.prompt.min() < 0:
             raise InvalidRequest(f"request {self.id}: the prompt has a negative token id: ids begin at 0.")
+        if self.expected_tokens is not None and self.expected_tokens < 1:
+            raise InvalidRequest(
+                f"request {self.id}: expected_tokens is {self.expected_tokens}: give at least 1, or leave it out."
+            )
         if self.compute_from is not None and not 0 <= self.compute_from < len(self.prompt):
             raise InvalidRequest(
                 f"request {self.id}: compute_from is {self.compute_from}: give a position of the prompt, "
@@ -196,7 +200,7 @@ class Request:
         self.phase = phase
 
 
-def as_tokens(ids: Sequence[int] | Tokens) -> Tokens:
+def as_tokens(ids: Sequence[int] | npt.NDArray[Any]) -> Tokens:
     """Token ids as the one-dimensional int32 array that every room uses."""
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):

@@ -238,7 +238,7 @@ class Admission:
         if self._outlook is None:
             self._outlook = self._look_out(running)
             self._shared_pages = self._num_shared_pages(request)
-        peak = self._outlook.peak_with(self._own_pages(request), self._expected_remaining(request))
+        peak = self._outlook.peak_with(self._own_tokens(request), self._expected_growth(request))
         missing = self._shared_pages + peak - limit
         if leaving:
             self._outlook = None
@@ -251,11 +251,10 @@ class Admission:
         accounted = sum(other.sole_pages for other in self.running) + request.sole_pages
         return self._memory.tree.num_locked_pages - accounted
 
-    def _own_pages(self, request: Request) -> int:
-        """Pages only `request` will hold when its prompt is computed; it holds its prefix."""
+    def _own_tokens(self, request: Request) -> int:
+        """Tokens in pages that only `request` will hold when its prompt is computed; it holds its prefix."""
         assert request.held is not None, f"request {request.id} holds nothing"
-        memory = self._memory
-        return memory.pages_for(request.num_tokens) - request.held.depth // memory.page_size + request.sole_pages
+        return request.num_tokens - request.held.depth + request.sole_pages * self._memory.page_size
 
     def _unused_pin_pages(self) -> int:
         """Pages that may still be pinned and must not be counted on."""
@@ -267,39 +266,47 @@ class Admission:
         full = self._memory.pages_for(len(request.prompt) + request.max_tokens)
         return full - request.held.depth // self._memory.page_size + request.sole_pages
 
-    def _expected_remaining(self, request: Request) -> int:
+    def _expected_growth(self, request: Request) -> int:
+        """Positions a waiting request is expected to write after its prompt. Its last token is never fed."""
         most = request.max_tokens - len(request.output)
-        if request.ends_by_length or is_protected(request):
-            return most
-        if request.expected_tokens is not None:
-            return max(1, min(most, request.expected_tokens - len(request.output)))
-        generated = np.array([len(request.output)])
-        return int(self._lengths.expected_remaining(generated, np.array([most]))[0])
+        expected = most
+        if not (request.ends_by_length or is_protected(request)):
+            if request.expected_tokens is not None:
+                expected = max(1, min(most, request.expected_tokens - len(request.output)))
+            else:
+                generated = np.array([len(request.output)])
+                expected = int(self._lengths.expected_remaining(generated, np.array([most]))[0])
+        return max(0, expected - 1) + self._config.draft_tokens
 
     def _look_out(self, running: list[Request]) -> Outlook:
-        """The predicted peak of everything running. Columns as far as there are columns: this is asked in every
-        step in which somebody could join."""
-        memory, slots = self._memory, self._memory.slots
+        """The predicted peak of everything running. In columns: this is asked in every step somebody could join."""
+        slots, size = self._memory.slots, self._memory.page_size
         rows = np.array([request.slot for request in running])
-        depths = np.array([request.held.depth for request in running if request.held is not None])
         sole_pages = np.array([request.sole_pages for request in running])
-        own = np.maximum(slots.num_pages[rows], slots.prompt_pages[rows]) - depths // memory.page_size + sole_pages
+        own = np.maximum(slots.computed[rows], slots.prompt_tokens[rows]) + (sole_pages - slots.held_pages[rows]) * size
         most = slots.remaining[rows].astype(np.int64)
-        generated = np.array([request.max_tokens for request in running]) - most
-        expected = self._lengths.expected_remaining(generated, most)
-        return Outlook(memory.page_size, own, np.where(slots.runs_full_length[rows], most, expected))
+        generated = slots.max_outputs[rows] - most
+        guessed = slots.expected[rows]
+        learned = self._lengths.expected_remaining(generated, most)
+        expected = np.where(guessed > 0, np.clip(guessed - generated, 1, most), learned)
+        growth = np.where(slots.runs_full_length[rows], most, expected)
+        # The prefill itself yields the first token, so a prompt grows by one position less than it has tokens to come.
+        is_prefill = np.array([request.phase is Phase.PREFILL for request in running])
+        return Outlook(size, own, np.maximum(growth - is_prefill, 0) + self._config.draft_tokens)
 
     def _admit(self, request: Request, to_compute: int, now: float) -> None:
         memory, counters = self._memory, self._journal.counters
         assert request.held is not None, "its prefix is held"
         if self._outlook is not None:
-            self._outlook.add(self._own_pages(request), self._expected_remaining(request))
+            self._outlook.add(self._own_tokens(request), self._expected_growth(request))
         self._order.admitted(request, to_compute, now)
         self.dequeue(request)
         slot = memory.start_row(request)
+        memory.slots.max_outputs[slot] = request.max_tokens
+        memory.slots.expected[slot] = request.expected_tokens or 0
         memory.slots.remaining[slot] = request.max_tokens - len(request.output)
         memory.slots.limits[slot] = len(request.prompt) + request.max_tokens
-        memory.slots.prompt_pages[slot] = memory.pages_for(request.num_tokens)
+        memory.slots.prompt_tokens[slot] = request.num_tokens
         memory.slots.runs_full_length[slot] = request.ends_by_length or is_protected(request)
         if request.first_admitted is None:
             self._admissions += 1

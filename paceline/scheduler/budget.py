@@ -60,11 +60,12 @@ class OutputLengths:
 
 
 class Outlook:
-    """The predicted peak of memory over all running requests.
+    """The predicted peak of memory over all running requests, in pages.
 
     Sorted by expected remaining output, descending: when the i-th request ends, the first i are still there and
-    have all grown by its remaining output. The peak is the largest of these moments. `own` are the pages only a
-    request itself holds, with those its prompt has yet to fill; what several share is counted once, by the caller.
+    have all grown by its remaining output. The peak is the largest of these moments. `own` are the tokens in pages
+    that only a request itself holds, with those its prompt has yet to fill; what several share is counted once, by
+    the caller. The count is exact: rounding every request up to a page on its own would cost a page each.
     """
 
     def __init__(self, page_size: int, own: Ints, remaining: Ints) -> None:
@@ -74,27 +75,37 @@ class Outlook:
         self._sort()
 
     def _sort(self) -> None:
+        size = self._page_size
         order = np.argsort(-self._remaining, kind="stable")
         self._own, self._remaining = self._own[order], self._remaining[order]
-        self._totals = np.cumsum(self._own)
-        self._growth = -(-self._remaining // self._page_size)
-        self._peaks = self._totals + self._growth * np.arange(1, len(self._own) + 1)
+        # peaks[i] = sum over j <= i of ceil((own[j] + remaining[i]) / size), without a loop over pairs: beyond
+        # its whole pages, request j needs one more page, two if its last page overflows, none if it has no rest.
+        count = len(order)
+        ranks = np.arange(1, count + 1)
+        rests = np.zeros((count, size), np.int32)
+        rests[ranks - 1, self._own % size] = 1
+        at_most = rests.cumsum(axis=0).cumsum(axis=1)  # [i, x]: how many of the first i have a rest of x or less
+        pages, rest = self._remaining // size, self._remaining % size
+        overflowing = np.where(rest > 0, ranks - at_most[ranks - 1, size - np.maximum(rest, 1)], -at_most[:, 0])
+        self._peaks = np.cumsum(self._own // size) + ranks * (pages + 1) + overflowing
         self._joined: list[tuple[int, int]] = []
 
     def peak_with(self, own: int, remaining: int) -> int:
-        """The peak if a request with that many own pages and expected tokens joined."""
+        """The peak if a request with that many own and expected tokens joined."""
         if self._joined:
             joined = np.array(self._joined, dtype=np.int64)
             self._own = np.concatenate([self._own, joined[:, 0]])
             self._remaining = np.concatenate([self._remaining, joined[:, 1]])
             self._sort()
-        growth = -(-remaining // self._page_size)
-        place = int(np.searchsorted(-self._growth, -growth, side="right"))
-        peak = own + growth * (place + 1)
+        size = self._page_size
+        place = int(np.searchsorted(-self._remaining, -remaining, side="right"))
+        peak = -(-(own + remaining) // size)
         if place:
-            peak = max(peak + int(self._totals[place - 1]), int(self._peaks[:place].max()))
+            grown = (self._own[:place] + (remaining + size - 1)) // size
+            peak = max(peak + int(grown.sum()), int(self._peaks[:place].max()))
         if place < len(self._peaks):
-            peak = max(peak, own + int((self._peaks[place:] + self._growth[place:]).max()))
+            also = (self._remaining[place:] + (own + size - 1)) // size
+            peak = max(peak, int((self._peaks[place:] + also).max()))
         return peak
 
     def add(self, own: int, remaining: int) -> None:

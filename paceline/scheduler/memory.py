@@ -44,7 +44,7 @@ class Memory:
         self._journal = journal
         self.page_size = config.page_size
         self.pool = PagePool(config.num_pages)
-        self.tree = PrefixTree(config.page_size, config.eviction)
+        self.tree = PrefixTree(config.page_size, config.eviction, config.partial_eviction)
         longest = min(config.context_tokens + config.draft_tokens, config.num_pages * config.page_size)
         self.slots = Slots(config.max_running, self.pages_for(longest), config.page_size)
         self.pins: dict[str, Pin] = {}
@@ -79,9 +79,10 @@ class Memory:
     def allocate(self, count: int) -> Pages:
         short = count - self.pool.num_free
         if short > 0:
-            self.pool.free(self.tree.evict(short))
-            self._journal.counters.evicted_pages += short
-            self._journal.write(self.now, self.tree.step, Kind.EVICT, "", short)
+            evicted = self.tree.evict(short)
+            self.pool.free(evicted)
+            self._journal.counters.evicted_pages += len(evicted)
+            self._journal.write(self.now, self.tree.step, Kind.EVICT, "", len(evicted))
         return self.pool.allocate(count)
 
     def hold(self, request: Request, node: Node) -> None:
@@ -100,6 +101,7 @@ class Memory:
         slot = self.slots.acquire(request)
         self.slots.append_pages(slot, self.tree.path_pages(request.held))
         self.slots.computed[slot] = request.held.depth
+        self.slots.held_pages[slot] = self.slots.num_pages[slot]
         return slot
 
     def skip_computed(self, request: Request) -> int:
@@ -114,7 +116,7 @@ class Memory:
             self.tree.lock(request, child, above=held)
             self.slots.append_pages(slot, child.pages)
             held = child
-        request.held = held
+        self._set_held(request, held)
         self.slots.computed[slot] = held.depth
         return held.depth - before
 
@@ -136,8 +138,9 @@ class Memory:
         assert slot is not None and held is not None, f"request {request.id} is not running"
         if self._config.prefix_cache:
             end = int(self.slots.computed[slot]) // self.page_size * self.page_size
-            request.held = self.tree.claim(request, held, request.key, end, self.slots.row(slot), self.tree.step)
-            if request.held.depth < end:
+            deepest = self.tree.claim(request, held, request.key, end, self.slots.row(slot), self.tree.step)
+            self._set_held(request, deepest)
+            if deepest.depth < end:
                 self._duplicates.append(request)
         return held
 
@@ -191,7 +194,11 @@ class Memory:
             self._journal.counters.duplicate_pages += len(copies)
             self._journal.write(self.now, self.tree.step, Kind.DUPLICATE, request.id, len(copies))
             held = child
-        request.held = held
+        self._set_held(request, held)
+
+    def _set_held(self, request: Request, node: Node) -> None:
+        request.held = node
+        self.slots.held_pages[request.slot] = node.depth // self.page_size
 
     # ------------------------------------------------------------------ pinning
 

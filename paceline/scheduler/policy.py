@@ -178,14 +178,14 @@ class ResponseRatio(_Order):
 class DepthFirst(_Order):
     """Depth-first over cached and waiting prompts: a cluster that shares a prefix runs together.
 
-    The cursor stays where the last request was found. Next is another one at that node, else one below the
+    The cursor stays where the last request was admitted. Next is another one at that node, else one below the
     nearest ancestor with waiters, through its best child: a resident one, else the one most wait below.
     """
 
     def __init__(self, tree: PrefixTree, top: Callable[[], Node | None]) -> None:
         self._tree = tree
         self._top = top
-        self.cursor: Node = tree.root
+        self._cursor: Node = tree.root
 
     def add(self, request: Request) -> None:
         pass
@@ -201,14 +201,19 @@ class DepthFirst(_Order):
         while True:
             request = self._tree.first_waiter(node)
             if request is not None:
-                self.cursor = node
                 return request
             child = self._tree.first_visible_child(node)
             assert child is not None, f"{node.num_waiting} requests wait below a node, and none is found"
             node = child
 
+    def admitted(self, request: Request, num_tokens: int, now: float) -> None:
+        # Only an admission moves the cursor. One that was tried and did not fit must not draw it away from the
+        # cluster that is being served.
+        assert request.node is not None, f"request {request.id} is admitted and does not wait"
+        self._cursor = request.node
+
     def _visible_cursor(self, top: Node) -> Node:
-        node = self.cursor
+        node = self._cursor
         while not node.is_alive:
             assert node.parent is not None, "the root is alive"
             node = node.parent
@@ -271,16 +276,13 @@ class Aging(_Order):
         self._inner.add(request)
 
     def next(self, now: float) -> Request | None:
-        overdue = self._lane.next(now)
-        if overdue is None:
-            return self._inner.next(now)
-        if isinstance(self._inner, DepthFirst) and overdue.node is not None:
-            # The whole cluster of the overdue request follows it: honouring age costs one prefix, not one a pick.
-            self._inner.cursor = overdue.node
-        return overdue
+        return self._lane.next(now) or self._inner.next(now)
 
     def admitted(self, request: Request, num_tokens: int, now: float) -> None:
         self._lane.admitted(request, num_tokens, now)
+        # Depth-first, the whole cluster of an overdue request follows it: honouring age costs one prefix, not one
+        # a pick. The resident cluster it left half-served is what it returns to.
+        self._inner.admitted(request, num_tokens, now)
 
     def restore(self) -> None:
         self._inner.restore()

@@ -98,7 +98,8 @@ class Node:
 
 
 class PrefixTree:
-    def __init__(self, page_size: int, eviction: str = "lru") -> None:
+    def __init__(self, page_size: int, eviction: str = "lru", partial_eviction: bool = True) -> None:
+        self._partial_eviction = partial_eviction
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
         self.step = 1  # the pass being planned, or the next one; nodes born in it are in flight
@@ -335,7 +336,10 @@ class PrefixTree:
     # ------------------------------------------------------------------ eviction
 
     def evict(self, count: int) -> Pages:
-        """Takes `count` pages from the tree, coldest leaf first and from its tail; never a locked one."""
+        """Takes `count` pages from the tree, coldest leaf first and from its tail; never a locked one.
+
+        Without partial eviction a node goes as a whole, and more than `count` pages may come.
+        """
         assert count <= self.num_evictable_pages, f"{count} pages to evict, {self.num_evictable_pages} evictable"
         freed: list[Pages] = []
         while count > 0:
@@ -346,7 +350,7 @@ class PrefixTree:
                 self._offer(node)
                 continue
             self._inflation = max(self._inflation, node.value)
-            if len(node.pages) > count:
+            if len(node.pages) > count and self._partial_eviction:
                 self._split(node, (len(node.pages) - count) * self.page_bytes)
             freed.append(node.pages)
             count -= len(node.pages)

@@ -22,8 +22,11 @@ class Slots:
         self.computed: Column = np.zeros(max_running, np.int32)  # positions with KV once all planned passes have run
         self.covered: Column = np.zeros(max_running, np.int32)  # positions its pages have room for
         self.remaining: Column = np.zeros(max_running, np.int32)  # tokens that no planned pass has sampled yet
+        self.max_outputs: Column = np.zeros(max_running, np.int32)
+        self.expected: Column = np.zeros(max_running, np.int32)  # the caller's guess of the output; 0: none was given
+        self.held_pages: Column = np.zeros(max_running, np.int32)  # pages at the row's beginning that are the tree's
         self.limits: Column = np.zeros(max_running, np.int32)  # prompt and output at full length
-        self.prompt_pages: Column = np.zeros(max_running, np.int32)  # pages its prompt fills, computed or not yet
+        self.prompt_tokens: Column = np.zeros(max_running, np.int32)  # to be prefilled, output before a retraction too
         self.runs_full_length: npt.NDArray[np.bool_] = np.zeros(max_running, np.bool_)  # is counted at full length
         self.num_pages: Column = np.zeros(max_running, np.int32)
         # calloc: rows that are never used cost address space, not memory

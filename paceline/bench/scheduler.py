@@ -1,0 +1,158 @@
+"""What the scheduler itself costs: plan + commit on one core, with nothing behind it.
+
+256 requests run and many more wait; one ends every few steps and another takes its place, as in a busy server. The
+executor is the virtual one, so every microsecond counted is the scheduler's. A step in which nobody comes or goes is
+the usual one and the median; what a join costs is shown beside it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import statistics
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from paceline.bench.workloads import gsp
+from paceline.config import POLICIES, SchedulerConfig
+from paceline.engine.loop import Loop
+from paceline.engine.virtual import VirtualClock, VirtualExecutor
+from paceline.request import FinishReason, Request, SamplingParams
+from paceline.scheduler import Scheduler
+
+RUNNING = 256
+WAITING = (0, 100, 10_000, 100_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    median_us: float
+    join_us: float  # median of steps in which somebody joined
+    p99_us: float
+    add_us: float  # one add
+    joins_per_step: float
+
+
+class _Stream:
+    """Requests without end: 64 system prompts in 4 tenants, own tokens, outputs of 500 to 1,500 tokens."""
+
+    def __init__(self) -> None:
+        self._tokens = np.random.default_rng(0)
+        self._systems = self._tokens.integers(0, 1000, (64, 64))
+        self._count = 0
+
+    def __next__(self) -> Request:
+        self._count += 1
+        own = self._tokens.integers(0, 1000, 64)
+        prompt = np.concatenate([self._systems[self._count % 64], own])
+        # The first ones are met somewhere in the middle of their life, so that from the first step on some end.
+        shortest = 500 if self._count > RUNNING else 2
+        params = SamplingParams(max_tokens=int(self._tokens.integers(shortest, 1500)), ignore_eos=True)
+        return Request(f"request-{self._count}", prompt, params, tenant=f"tenant-{self._count % 4}")
+
+
+def step_cost(policy: str, num_waiting: int, num_steps: int = 600) -> Cost:
+    """Plan + commit with RUNNING requests and `num_waiting` behind them, kept at that by an arrival for each end."""
+    scheduler = Scheduler(
+        SchedulerConfig(num_pages=40_000, max_running=RUNNING, policy=policy, max_waiting=max(WAITING) + RUNNING)
+    )
+    clock, stream = VirtualClock(), _Stream()
+    executor = VirtualExecutor(clock)
+    requests = [next(stream) for _ in range(RUNNING + num_waiting)]
+    started = time.perf_counter()
+    for request in requests:
+        scheduler.add(request, clock())
+    add_us = (time.perf_counter() - started) / len(requests) * 1e6
+    Loop(scheduler, executor, clock, overlap=False).step()
+    gc.collect()
+    gc.freeze()  # as a server does once it has started
+    everything: list[float] = []
+    joining: list[float] = []
+    while len(everything) < num_steps:
+        before = time.perf_counter()
+        plan = scheduler.plan(clock())
+        planned = time.perf_counter()
+        assert plan is not None, "there is always something to run"
+        result = executor.launch(plan).wait()
+        launched = time.perf_counter()
+        updates = scheduler.commit(plan, result.tokens, clock(), result.device_s)
+        spent = (planned - before + time.perf_counter() - launched) * 1e6
+        if scheduler.num_running + len(updates.finished) == RUNNING:
+            everything.append(spent)
+            if plan.joins:
+                joining.append(spent)
+        while len(scheduler.requests) < RUNNING + num_waiting:
+            scheduler.add(next(stream), clock())
+    gc.unfreeze()
+    p99 = float(np.percentile(everything, 99))
+    return Cost(statistics.median(everything), statistics.median(joining), p99, add_us, len(joining) / len(everything))
+
+
+def match_32k_us() -> float:
+    """Finding out that a 32k-token prompt is fully cached, at page size 16."""
+    tokens = np.random.default_rng(0).integers(0, 50_000, 32_768)
+    scheduler = Scheduler(SchedulerConfig(num_pages=4_096, context_tokens=40_000))
+    clock = VirtualClock()
+    scheduler.add(Request("first", tokens, SamplingParams(max_tokens=1)), clock())
+    Loop(scheduler, VirtualExecutor(clock), clock).drain()
+    times = []
+    for number in range(200):
+        probe = Request(f"probe-{number}", tokens)
+        before = time.perf_counter()
+        matched = scheduler.match(probe)
+        times.append((time.perf_counter() - before) * 1e6)
+        assert matched == 32_752, f"{matched} tokens of a cached prompt were found"
+    return statistics.median(times)
+
+
+def gsp_hit_rate(max_wait: float, num_tokens: int = 100_000) -> float:
+    """The share of prompt tokens that the shared-prefix workload finds in a cache of `num_tokens`."""
+    config = SchedulerConfig(num_pages=num_tokens // 16, page_size=16, max_wait=max_wait, context_tokens=4_096)
+    scheduler, clock = Scheduler(config), VirtualClock()
+    for request in gsp():
+        scheduler.add(request, clock())
+    Loop(scheduler, VirtualExecutor(clock), clock).drain()
+    assert scheduler.counters.finished[FinishReason.LENGTH] == 1024, "every request of gsp ends by length"
+    return scheduler.counters.hit_rate
+
+
+def run(console: Console) -> dict[str, float]:
+    """Prints the table, and returns what goes into the JSON line."""
+    table = Table(title=f"plan + commit, {RUNNING} running, journal on (µs)")
+    table.add_column("order")
+    for num_waiting in WAITING:
+        table.add_column(f"{num_waiting:,} waiting", justify="right")
+    for title in ("100,000 / 100", "with a join", "p99", "one add"):
+        table.add_column(title, justify="right")
+    figures: dict[str, float] = {}
+    for policy in POLICIES:
+        costs = {num_waiting: step_cost(policy, num_waiting) for num_waiting in WAITING}
+        most = costs[WAITING[-1]]
+        ratio = most.median_us / costs[100].median_us
+        cells = [*(cost.median_us for cost in costs.values()), most.join_us, most.p99_us, most.add_us]
+        texts = [f"{cell:.0f}" for cell in cells]
+        table.add_row(policy, *texts[: len(WAITING)], f"{ratio:.2f}", *texts[len(WAITING) :])
+        figures[f"ratio_{policy}"] = round(ratio, 2)
+        if policy == "fair":
+            figures |= {f"plan_us_{waiting}": round(cost.median_us, 1) for waiting, cost in costs.items()}
+            figures |= {f"join_us_{waiting}": round(cost.join_us, 1) for waiting, cost in costs.items()}
+    console.print(table)
+    figures["match_32k_us"] = round(match_32k_us(), 1)
+    figures["gsp_100k_hit_rate"] = round(gsp_hit_rate(math.inf), 4)
+    figures["gsp_100k_hit_rate_default_wait"] = round(gsp_hit_rate(0.2), 4)
+    console.print(f"a cached 32k-token prompt is matched in {figures['match_32k_us']} µs")
+    console.print(
+        f"gsp with 100,000 tokens of memory: hit rate {figures['gsp_100k_hit_rate']} "
+        f"(with the default max_wait {figures['gsp_100k_hit_rate_default_wait']}; 0.8824 is the most possible)"
+    )
+    return figures
+
+
+def main() -> None:
+    figures = run(Console())
+    print(json.dumps(figures))

@@ -1,0 +1,1 @@
+"""What the real scheduler would do: experiments on the virtual clock."""

@@ -1,0 +1,49 @@
+"""Short ways to say common things in tests."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+
+from paceline.config import SchedulerConfig
+from paceline.request import Request, SamplingParams
+from paceline.scheduler import Kind, Scheduler
+from paceline.testing import Harness
+
+EOS = 0
+_numbers = itertools.count()
+
+
+def prompt(*parts: int | list[int] | range) -> np.ndarray:
+    tokens: list[int] = []
+    for part in parts:
+        tokens += [part] if isinstance(part, int) else list(part)
+    return np.array(tokens)
+
+
+def request(tokens: Any = (1, 2, 3), max_tokens: int | None = 4, *, id: str = "", **fields: Any) -> Request:
+    """A request that ends by length unless it is given EOS ids or stop ids."""
+    params = SamplingParams(
+        max_tokens=max_tokens, **{k: fields.pop(k) for k in ("min_tokens", "stop_token_ids") if k in fields}
+    )
+    return Request(id or f"request-{next(_numbers)}", np.array(tokens), params, **fields)
+
+
+def scheduler(**options: Any) -> Scheduler:
+    settings: dict[str, Any] = {"num_pages": 64, "page_size": 4, "max_running": 8, "max_batch_tokens": 256}
+    return Scheduler(SchedulerConfig(**settings | options))
+
+
+def harness(*, overlap: bool = False, lazy: bool = False, vocab: int = 64, **options: Any) -> Harness:
+    return Harness(scheduler(**options), overlap=overlap, lazy=lazy, vocab=vocab)
+
+
+def admissions(subject: Scheduler) -> list[str]:
+    """Request ids in the order they were admitted."""
+    return [event.request_id for event in subject.journal.events if event.kind is Kind.ADMIT]
+
+
+def events(subject: Scheduler, kind: Kind, request_id: str | None = None) -> list[Any]:
+    return [e for e in subject.journal.events if e.kind is kind and request_id in (None, e.request_id)]

@@ -1,0 +1,225 @@
+"""Planted faults: each mutation of the real code must turn the suite red. Run by `make mutants`.
+
+Every mutation is applied to a copy of the package, alone, and the scheduler's tests run against it. One that
+survives shows a promise that no test keeps.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TESTS = ["tests/scheduler", "tests/simulator", "tests/test_request.py"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+MUTANTS = [
+    Mutant(
+        "pages are freed twice",
+        "scheduler/memory.py",
+        "        self.let_go(request)\n        assert request.sole_pages",
+        "        self.pool._is_free[:] = False\n        self.pool.free(self.slots.row(slot)"
+        "[request.held.depth // self.page_size :])\n        self.let_go(request)\n        assert request.sole_pages",
+    ),
+    Mutant(
+        "no count after locking",
+        "scheduler/admission.py",
+        "        memory.hold(request, hit)\n        missing = self._missing_pages(request)\n",
+        "        memory.hold(request, tree.root)\n        missing = self._missing_pages(request)\n"
+        "        memory.let_go(request)\n        memory.hold(request, hit)\n",
+    ),
+    Mutant(
+        "a slot is reused while it is taken",
+        "scheduler/slots.py",
+        "        slot = self._free.pop()\n        assert self.requests[slot] is None",
+        "        slot = self._free[-1] if len(self._free) == 1 else self._free.pop()\n"
+        "        assert True or self.requests[slot] is None",
+    ),
+    Mutant(
+        "a page is counted as a token",
+        "scheduler/memory.py",
+        "        return -(-num_tokens // self.page_size)",
+        "        return num_tokens // self.page_size",
+    ),
+    Mutant(
+        "a reservation outlives its owner",
+        "scheduler/admission.py",
+        "        if self.reserved is request:\n            self.reserved = None\n",
+        "",
+    ),
+    Mutant(
+        "a locked path is evicted",
+        "scheduler/prefix_tree.py",
+        "            and node.locks == 0\n            and node.num_resident_children == 0",
+        "            and node.num_resident_children == 0",
+    ),
+    Mutant(
+        "the duplicate's row is not remapped",
+        "scheduler/memory.py",
+        "            self.slots.write_pages(slot, start, child.pages)\n",
+        "",
+    ),
+    Mutant(
+        "a prefix is read in the pass that computes it",
+        "scheduler/prefix_tree.py",
+        "        while not node.resident or node.born == self.step:",
+        "        while not node.resident:",
+    ),
+    Mutant(
+        "the whole prompt may come from the cache",
+        "scheduler/memory.py",
+        "        end = request.num_tokens - 1\n",
+        "        end = request.num_tokens\n",
+    ),
+    Mutant(
+        "a discarded row is cached",
+        "scheduler/scheduler.py",
+        "            self._leave(request, request.num_tokens - 1)",
+        "            self._leave(request, request.num_tokens)",
+    ),
+    Mutant(
+        "a late token is shown",
+        "scheduler/scheduler.py",
+        "                if request.phase is Phase.FINISHED:  # while this pass was in flight, or earlier in this pass\n"
+        "                    discarded.add(row)\n                    continue\n",
+        "                if request.phase is Phase.FINISHED:\n                    continue\n",
+    ),
+    Mutant(
+        "departures are not noticed",
+        "scheduler/scheduler.py",
+        "        if self._departures == one.departures and counts is None:",
+        "        if counts is None:",
+    ),
+    Mutant(
+        "the token in flight of a retracted request is lost",
+        "scheduler/scheduler.py",
+        "        request.num_in_flight -= 1\n        request.output.append(token)\n",
+        "        request.num_in_flight -= 1\n",
+    ),
+    Mutant(
+        "a retracted request comes back before its token",
+        "scheduler/admission.py",
+        "        if request.num_in_flight:\n",
+        "        if request.num_in_flight > 5:\n",
+    ),
+    Mutant(
+        "retraction has no bound",
+        "scheduler/retraction.py",
+        "    return request.retractions >= MOST_RETRACTIONS",
+        "    return False",
+    ),
+    Mutant(
+        "retracted requests go to the tail",
+        "scheduler/admission.py",
+        '        if request.retractions and self._config.policy != "priority":',
+        "        if False:",
+    ),
+    Mutant(
+        "nothing ages",
+        "scheduler/policy.py",
+        "        return head if self.credit >= self._cost(head) else None",
+        "        return None",
+    ),
+    Mutant(
+        "idleness earns credit",
+        "scheduler/policy.py",
+        "            # Idleness earns nothing: whoever comes back starts level with the least served active tenant.\n"
+        "            tenant.service = max(tenant.service, self._least_active())\n",
+        "",
+    ),
+    Mutant(
+        "output is not charged",
+        "scheduler/scheduler.py",
+        "                self.order.charge(tenant, count * self.config.output_weight)",
+        "                self.order.charge(tenant, 0)",
+    ),
+    Mutant(
+        "overtaking is not counted",
+        "scheduler/admission.py",
+        "            request.overtaken += 1\n",
+        "",
+    ),
+    Mutant(
+        "namespaces are shared",
+        "scheduler/prefix_tree.py",
+        "        for name in (request.tenant, (request.cache_salt, request.adapter)):",
+        '        for name in (request.tenant, ("", "")):',
+    ),
+    Mutant(
+        "a shared prefix is charged to every sharer",
+        "scheduler/admission.py",
+        "        return request.num_tokens - request.held.depth + request.sole_pages * self._memory.page_size",
+        "        return request.num_tokens",
+    ),
+    Mutant(
+        "decodes stall behind prompts",
+        "scheduler/scheduler.py",
+        "        decode = bool(admission.decoding) and not (prefill_first and admission.chunks)",
+        "        decode = bool(admission.decoding) and not admission.chunks",
+    ),
+    Mutant(
+        "stop ids are ignored when nobody has left",
+        "scheduler/scheduler.py",
+        "            if self._stop_ids and not self._stop_ids.keys().isdisjoint(values):",
+        "            if False:",
+    ),
+    Mutant(
+        "a plan's arrays change after it is launched",
+        "scheduler/scheduler.py",
+        "        starts = slots.computed[rows]\n        slots.computed[rows] = starts + 1\n",
+        "        starts = slots.computed[rows]\n        slots.computed[rows] = starts + 1\n"
+        "        if self._passes:\n            self._passes[-1].plan.starts[:] = 0\n",
+    ),
+    Mutant(
+        "any phase may follow any other",
+        "request.py",
+        "        if phase not in _NEXT[self.phase]:",
+        "        if False:",
+    ),
+]
+
+
+def survives(mutant: Mutant) -> bool:
+    """Whether the tests stay green with the fault planted."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("paceline", "tests"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        target = copy / "paceline" / mutant.file
+        text = target.read_text()
+        assert text.count(mutant.old) == 1, f"{mutant.name}: the code to mutate stands {text.count(mutant.old)} times"
+        target.write_text(text.replace(mutant.old, mutant.new))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--timeout", "120", "-p", "no:cacheprovider", *TESTS]
+        environment = {**os.environ, "PYTHONPATH": str(copy)}
+        run = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+        red = next((line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
+        print(f"{'SURVIVES' if run.returncode == 0 else 'killed  '}  {mutant.name}  {red[:110]}", flush=True)
+        assert run.returncode in (0, 1), f"{mutant.name}: the tests could not run: {run.stdout[-500:]}"
+        return run.returncode == 0
+
+
+def main() -> int:
+    wanted = [mutant for mutant in MUTANTS if not sys.argv[1:] or any(word in mutant.name for word in sys.argv[1:])]
+    with ThreadPoolExecutor(os.cpu_count()) as workers:
+        alive = list(workers.map(survives, wanted))
+    print(f"{len(wanted)} planted faults, {sum(alive)} survive")
+    return 1 if any(alive) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Why: every decision can be read, and costs nothing when nobody reads."""
+
+from __future__ import annotations
+
+from paceline.scheduler import Event, Kind
+from tests.helpers import EOS, events, harness, prompt, request
+
+
+def test_every_decision_is_written_with_its_reason() -> None:
+    subject = harness(num_pages=14, page_size=2, max_running=4, vocab=4096, prefix_wait=False)
+    subject.add(*(request(prompt([1] * 4, n), 14, eos_token_ids=(EOS,), expected_tokens=1) for n in range(6)))
+    subject.run()
+    for kind in (Kind.ADD, Kind.ADMIT, Kind.WAIT, Kind.EVICT, Kind.RETRACT, Kind.DUPLICATE, Kind.FINISH):
+        assert events(subject.scheduler, kind), f"no {kind.value} was written"
+    assert {event.detail for event in events(subject.scheduler, Kind.WAIT)} == {("memory",)}
+
+
+def test_a_wait_is_written_when_its_reason_changes_and_not_every_step() -> None:
+    subject = harness(num_pages=8, page_size=4)
+    subject.add(request(prompt(range(12)), 16), request(prompt(range(20, 32)), 16, id="second"))
+    subject.run()
+    assert len(events(subject.scheduler, Kind.WAIT, "second")) == 1
+
+
+def test_a_steady_decode_step_writes_nothing() -> None:
+    subject = harness(page_size=64)
+    subject.add(*(request([n], 40) for n in range(4)))
+    for _ in range(3):
+        subject.step()
+    before = len(subject.scheduler.journal.events)
+    for _ in range(20):
+        subject.step()
+    assert len(subject.scheduler.journal.events) == before
+
+
+def test_the_ring_is_bounded_and_listeners_hear_everything() -> None:
+    heard: list[Event] = []
+    subject = harness(journal_events=5)
+    subject.scheduler.journal.listeners.append(heard.append)
+    subject.add(*(request([n], 2) for n in range(10)))
+    subject.run()
+    assert len(subject.scheduler.journal.events) == 5
+    assert sum(event.kind is Kind.FINISH for event in heard) == 10
+
+
+def test_counters_add_up() -> None:
+    subject = harness(page_size=1)
+    for _ in range(2):
+        subject.add(request(prompt(range(9)), 3))
+        subject.run()
+    counters = subject.scheduler.counters
+    assert (counters.prompt_tokens, counters.hit_tokens, counters.computed_tokens) == (18, 8, 10)
+    assert counters.hit_rate == 8 / 18
+    assert counters.decoded_tokens == 4, "the first token of each comes with its prefill"
+
+
+def test_explain_says_why_a_request_waits_and_what_has_to_happen() -> None:
+    subject = harness(num_pages=8, page_size=4, max_running=2)
+    subject.add(request(prompt(range(12)), 16, id="first"), request(prompt(range(20, 32)), 16, id="second"))
+    explain = subject.scheduler.explain
+    assert explain("second") == "Request second waits for its turn; 1 others wait, order fair."
+    subject.step()
+    assert explain("first") == "Request first is decoding: 1 of at most 16 tokens."
+    assert explain("second") == (
+        "Request second waits for 6 more pages of memory: running requests have to end first; "
+        "0 others wait, order fair."
+    )
+    subject.run()
+    assert explain("second") == "Request second is not here: it has finished or never came."
+
+
+def test_explain_names_slots_prompts_prefixes_and_reservations() -> None:
+    subject = harness(max_running=1)
+    subject.add(request([1], 9), request([2], 1, id="waiting"))
+    subject.step()
+    assert "one of 1 slots, all taken" in subject.scheduler.explain("waiting")
+    subject = harness(chunk_tokens=4)
+    subject.add(request(prompt(range(20)), 1, id="long"))
+    subject.step()
+    assert subject.scheduler.explain("long") == "Request long is computing its prompt: 4 of 20 tokens are planned."
+    subject = harness(prefix_wait_tokens=4, policy="fcfs")
+    subject.add(request(prompt(range(16), 1), 4), request(prompt(range(16), 2), 4, id="sharer"))
+    subject.scheduler.plan(0.0)
+    assert "waits for a prefix that is being computed" in subject.scheduler.explain("sharer")
+    subject = harness(num_pages=8, page_size=4, max_running=4, max_overtakes=0)
+    subject.add(
+        request(prompt(range(12)), 12),
+        request(prompt(range(20, 32)), 16, id="big"),
+        request(prompt(range(60, 66)), 2, id="small"),
+    )
+    subject.step()
+    assert subject.scheduler.explain("big").endswith("nothing passes it any more.")
+    assert subject.scheduler.explain("small").endswith("memory that comes free is kept for request big.")

@@ -1,0 +1,133 @@
+"""Planning ahead of what is known: one pass in flight, and nothing a client could notice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.request import FinishReason
+from tests.helpers import EOS, harness, prompt, request, scheduler
+
+
+def outputs(overlap: bool, lazy: bool, **options: object) -> dict[str, list[int]]:
+    subject = harness(overlap=overlap, lazy=lazy, vocab=16, **options)
+    tokens = np.random.default_rng(5)
+    for number in range(24):
+        subject.add(
+            request(tokens.integers(0, 4, int(tokens.integers(1, 30))), 20, eos_token_ids=(EOS,), id=f"r{number}")
+        )
+        subject.step()
+    subject.run()
+    subject.assert_reference()
+    return subject.outputs
+
+
+@pytest.mark.parametrize("options", [{}, {"num_pages": 20}, {"chunk_tokens": 3}, {"page_size": 1, "num_pages": 120}])
+def test_serial_and_overlapped_give_the_same_tokens(options: dict) -> None:
+    serial = outputs(False, False, **options)
+    assert outputs(True, False, **options) == serial
+    assert outputs(True, True, **options) == serial
+
+
+def test_a_pass_is_planned_and_launched_before_the_one_before_it_is_committed() -> None:
+    subject = harness(overlap=True)
+    subject.add(request(max_tokens=6))
+    subject.step()
+    assert subject.scheduler.num_in_flight == 1
+    assert len(subject.executor.plans) == 2
+
+
+def test_a_late_stop_token_costs_one_discarded_token_that_nobody_sees() -> None:
+    subject = harness(overlap=True, vocab=4)
+    subject.add(one := request(max_tokens=50, eos_token_ids=(EOS,)))
+    subject.run()
+    assert one.finish_reason is FinishReason.STOP
+    assert subject.outputs[one.id][-1] == EOS
+    assert subject.scheduler.counters.discarded_tokens == 1
+    subject.assert_reference()
+
+
+def test_what_a_discarded_row_wrote_is_never_cached() -> None:
+    """Page size 1: every position that stays cached is one whose token was known and computed."""
+    subject = harness(overlap=True, vocab=4, page_size=1)
+    subject.add(one := request(max_tokens=50, eos_token_ids=(EOS,)))
+    subject.run()
+    assert subject.scheduler.memory.tree.num_pages == one.num_tokens - 1
+
+
+def test_a_finish_by_length_is_known_in_advance_and_costs_no_extra_pass() -> None:
+    serial, overlapped = harness(), harness(overlap=True)
+    for subject in (serial, overlapped):
+        subject.add(request(max_tokens=7))
+    assert serial.run() == overlapped.run() == 7
+    assert overlapped.scheduler.counters.discarded_tokens == 0
+
+
+def test_a_seat_that_ends_by_length_is_taken_in_the_very_next_pass() -> None:
+    subject = harness(overlap=True, max_running=1)
+    subject.add(request([1], 3, id="a"), request([2], 3, id="b"))
+    assert subject.run() == 6
+    assert subject.reasons == {"a": FinishReason.LENGTH, "b": FinishReason.LENGTH}
+    subject.assert_reference()
+
+
+def test_slots_and_pages_reused_while_a_discarded_row_still_runs_do_no_harm() -> None:
+    """The smallest machine: one slot, pages for one request, everybody stops early and late."""
+    for lazy in (False, True):
+        subject = harness(overlap=True, lazy=lazy, max_running=1, num_pages=10, page_size=2, vocab=6)
+        subject.add(*(request(prompt(n, 1, 2), 12, eos_token_ids=(EOS,)) for n in range(30)))
+        subject.run()
+        assert subject.scheduler.counters.discarded_tokens > 0
+        subject.assert_reference()
+
+
+def test_commits_come_in_order_and_once() -> None:
+    core = scheduler()
+    core.add(request(max_tokens=5), 0.0)
+    first, second = core.plan(0.0), core.plan(0.0)
+    assert first is not None
+    assert second is not None
+    with pytest.raises(AssertionError, match="commit the older pass before planning another"):
+        core.plan(0.0)
+    with pytest.raises(AssertionError, match="in the order they were planned"):
+        core.commit(second, np.array([1], np.int32), 0.0)
+    fresh = scheduler()
+    with pytest.raises(AssertionError, match="there is no pass to commit"):
+        fresh.commit(first, np.array([1], np.int32), 0.0)
+
+
+def test_plan_says_none_while_only_the_pass_in_flight_can_bring_news() -> None:
+    core = scheduler(draft_tokens=2)
+    core.add(request(max_tokens=9), 0.0)
+    plan = core.plan(0.0)
+    assert plan is not None
+    assert core.plan(0.0) is None, "how far a drafting row got is known only at its commit"
+    core.commit(plan, np.array([5], np.int32), 0.0)
+    assert core.plan(0.0) is not None
+
+
+@pytest.mark.parametrize("draft", [1, 3, 5])
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+def test_several_tokens_a_row_are_the_same_tokens(draft: int, page_size: int) -> None:
+    subject = harness(
+        draft_tokens=draft, page_size=page_size, num_pages=400 // page_size, vocab=16, max_batch_tokens=256
+    )
+    subject.add(*(request(prompt(n, n), 5 + n, eos_token_ids=(EOS,)) for n in range(12)))
+    steps = subject.run()
+    subject.assert_reference()
+    assert steps < 17, "drafts save passes"
+
+
+def test_plans_do_not_change_after_they_are_launched() -> None:
+    subject = harness(overlap=True, max_running=4)
+    subject.add(*(request(prompt(n, n, n), 12) for n in range(8)))
+    copies = []
+    while subject.scheduler.has_work:
+        subject.step()
+        for plan in subject.executor.plans[len(copies) :]:
+            copies.append(
+                [getattr(plan, name).copy() for name in ("slots", "starts", "lengths", "samples", "page_ids")]
+            )
+    for plan, copy in zip(subject.executor.plans, copies, strict=True):
+        for name, values in zip(("slots", "starts", "lengths", "samples", "page_ids"), copy, strict=True):
+            assert np.array_equal(getattr(plan, name), values), name

@@ -1,0 +1,202 @@
+"""Who leaves, what it costs, and that it ends."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.request import FinishReason, Phase
+from paceline.scheduler import Kind
+from paceline.scheduler.retraction import MOST_RETRACTIONS, choose_victim
+from paceline.testing import Harness
+from tests.helpers import EOS, admissions, events, harness, prompt, request, scheduler
+
+
+def crowded(num_pages: int = 14, **options: Any) -> Harness:
+    """Requests that claim to be short and are not, in a pool that cannot hold them."""
+    settings: dict[str, Any] = {"num_pages": num_pages, "page_size": 2, "max_running": 6, "vocab": 4096}
+    return harness(**settings | options)
+
+
+def liar(*tokens: int, max_tokens: int = 14, **fields: Any) -> Any:
+    return request(prompt(*tokens), max_tokens, eos_token_ids=(EOS,), expected_tokens=1, **fields)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_pages", range(9, 20))
+def test_retraction_is_invisible_to_the_client(num_pages: int, overlap: bool) -> None:
+    subject = crowded(num_pages, overlap=overlap)
+    subject.add(*(liar(n, n + 1, n + 2) for n in range(6)))
+    subject.run()
+    if num_pages < 16:
+        assert subject.scheduler.counters.retractions > 0
+    assert set(subject.reasons.values()) <= {FinishReason.LENGTH, FinishReason.STOP}
+    subject.assert_reference()
+
+
+def test_what_a_retracted_request_computed_stays_in_the_tree() -> None:
+    subject = crowded(12)
+    subject.add(*(liar(n, n + 1, n + 2, n + 3, n + 4) for n in range(4)))
+    subject.run()
+    returns = [event for event in events(subject.scheduler, Kind.ADMIT) if event.detail[0] > 0]
+    assert subject.scheduler.counters.retractions > 0
+    assert returns, "coming back is a hit"
+
+
+def test_a_retracted_request_goes_before_new_ones() -> None:
+    subject = crowded(12)
+    subject.add(*(liar(n, n + 1, n + 2) for n in range(4)))
+    while not subject.scheduler.counters.retractions:
+        subject.step()
+    victim = events(subject.scheduler, Kind.RETRACT)[0].request_id
+    newcomers = [request([50 + n], 2, id=f"new-{n}") for n in range(4)]
+    subject.add(*newcomers)
+    subject.run()
+    ids = admissions(subject.scheduler)
+    again = len(ids) - 1 - ids[::-1].index(victim)
+    assert all(ids.index(one.id) > ids.index(victim, ids.index(victim) + 1) for one in newcomers), (ids, again)
+
+
+def test_the_lowest_priority_leaves_first() -> None:
+    subject = crowded(12, policy="fcfs")
+    subject.add(liar(1, 2, 3, priority=0, id="low"), liar(4, 5, 6, priority=5, id="high"), liar(7, 8, 9, priority=5))
+    subject.run()
+    assert events(subject.scheduler, Kind.RETRACT)[0].request_id == "low"
+    subject.assert_reference()
+
+
+def test_the_cheapest_to_recompute_leaves_first_and_the_most_senior_is_spared() -> None:
+    core = scheduler(num_pages=4096, page_size=16, context_tokens=20_000, max_batch_tokens=30_000,
+                     max_prefill_tokens=30_000, chunk_tokens=30_000)  # fmt: skip
+    for name, size in (("senior", 40), ("long", 9000), ("short", 64), ("middle", 3000)):
+        core.add(request(prompt([size] * size), 100, id=name), 0.0)
+    core.plan(0.0)
+    running = {one.id: one for one in core.admission.running}
+    slots = core.memory.slots
+    assert choose_victim(running.values(), slots, 16) is running["short"]
+    assert choose_victim([running["senior"], running["long"], running["middle"]], slots, 16) is running["middle"]
+    assert choose_victim([running["senior"]], slots, 16) is running["senior"]
+
+
+def test_the_newest_leaves_among_equals() -> None:
+    core = scheduler(num_pages=64)
+    for name in ("a", "b", "c"):
+        core.add(request(prompt([ord(name)] * 12), 10, id=name), 0.0)
+    core.plan(0.0)
+    victim = choose_victim(core.admission.running, core.memory.slots, 4)
+    assert victim is not None
+    assert victim.id == "c"
+
+
+def test_only_as_many_as_needed_are_retracted() -> None:
+    """A peer retracted its whole queue for lack of this."""
+    subject = harness(num_pages=42, page_size=2, max_running=8, vocab=4096)
+    subject.add(*(liar(n, n + 1, n + 2, n + 3, max_tokens=30) for n in range(8)))
+    most = 0
+    while subject.scheduler.has_work:
+        before = subject.scheduler.counters.retractions
+        subject.step()
+        most = max(most, subject.scheduler.counters.retractions - before)
+    assert 1 <= most <= 2, "of eight: the pages of one or two were enough"
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 100_000), overlap=st.booleans())
+def test_no_livelock_nobody_is_retracted_more_than_twice(seed: int, overlap: bool) -> None:
+    """A pool barely larger than one request, and requests that all lie about their length."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 2, 4])
+    smallest = -(-32 // page_size)
+    subject = harness(num_pages=smallest + rng.randrange(3), page_size=page_size, max_running=8, vocab=4096,
+                      overlap=overlap, policy=rng.choice(["fair", "fcfs", "lpm", "priority"]),
+                      retract_gap=rng.choice([1, 100]))  # fmt: skip
+    everyone = [
+        liar(*(rng.randrange(3) for _ in range(rng.randrange(1, 12))), max_tokens=20, priority=rng.randrange(3))
+        for _ in range(12)
+    ]
+    subject.add(*everyone)
+    # Each pass either gives somebody a token or a piece of prompt; twelve requests of at most 32 tokens, each
+    # computed at most three times, bound the number of passes.
+    assert subject.run(max_steps=12 * 32 * (1 + MOST_RETRACTIONS)) > 0
+    assert max(one.retractions for one in everyone) <= MOST_RETRACTIONS
+    subject.assert_reference()
+
+
+def late_tokens(subject: Harness) -> list[str]:
+    """Ids of requests that got a token while they waited; filled as the harness runs."""
+    late: list[str] = []
+    original = subject.scheduler._keep_late_token
+
+    def noted(one: Any, token: int) -> None:
+        assert one.phase is Phase.WAITING
+        original(one, token)
+        assert one.output[-1] == token
+        late.append(one.id)
+
+    subject.scheduler._keep_late_token = noted  # type: ignore[method-assign]
+    return late
+
+
+def test_a_request_retracted_with_its_token_in_flight_keeps_that_token() -> None:
+    subject = crowded(12, overlap=True)
+    late = late_tokens(subject)
+    subject.add(*(liar(n, n + 1, n + 2) for n in range(4)))
+    subject.run()
+    assert late
+    subject.assert_reference()
+
+
+def test_a_retracted_request_may_finish_while_it_waits() -> None:
+    """Found by search: some run in which the token in flight is the stop token."""
+    for seed in range(100):
+        rng = random.Random(seed)
+        subject = harness(num_pages=12, page_size=2, max_running=6, vocab=5, overlap=True)
+        late = late_tokens(subject)
+        subject.add(*(liar(*(rng.randrange(5) for _ in range(4))) for n in range(6)))
+        subject.run()
+        subject.assert_reference()
+        story = [(event.request_id, event.kind) for event in subject.scheduler.journal.events]
+        for one in set(late):
+            kinds = [kind for request_id, kind in story if request_id == one]
+            if kinds[-2:] == [Kind.RETRACT, Kind.FINISH]:
+                return
+    raise AssertionError("no such run was found: the test has lost its subject")
+
+
+def test_a_prompt_that_cannot_go_on_makes_room() -> None:
+    """Two long prompts admitted side by side on the strength of an optimistic guess, with no decode to wait for."""
+    subject = harness(num_pages=20, page_size=1, max_running=4, chunk_tokens=2, max_batch_tokens=8, vocab=4096)
+    subject.add(*(liar(n, *range(9), max_tokens=9) for n in range(4)))
+    subject.run()
+    subject.assert_reference()
+
+
+def test_priority_retracts_lower_ones_past_the_gap() -> None:
+    subject = harness(policy="priority", retract_gap=3, max_running=2)
+    subject.add(request([1], 40, priority=0, id="low"), request([2], 40, priority=1, id="mid"))
+    subject.step()
+    subject.add(request([3], 4, priority=3, id="high"))
+    subject.step()
+    assert [event.request_id for event in events(subject.scheduler, Kind.RETRACT)] == ["low"]
+    assert subject.requests["high"].phase is Phase.DECODING
+    subject.run()
+    subject.assert_reference()
+
+
+def test_priority_does_not_retract_within_the_gap_or_in_vain() -> None:
+    subject = harness(policy="priority", retract_gap=3, max_running=2)
+    subject.add(request([1], 20, priority=0), request([2], 20, priority=5))
+    subject.step()
+    subject.add(request([3], 4, priority=2))
+    subject.step()
+    assert subject.scheduler.counters.retractions == 0
+    small = harness(policy="priority", retract_gap=1, num_pages=16, max_running=4)
+    small.add(request(prompt([1] * 40), 16, priority=9), request(prompt([2] * 4), 2, priority=0))
+    small.step()
+    small.add(request(prompt([3] * 40), 8, priority=5))
+    small.step()
+    assert small.scheduler.counters.retractions == 0, "the low one's page would not have been enough"

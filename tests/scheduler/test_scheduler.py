@@ -1,0 +1,426 @@
+"""Each step: who runs, on which memory, within which budgets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.config import BATCHING
+from paceline.request import FinishReason, InvalidRequest, Phase, Refused
+from paceline.scheduler import Kind, PinError
+from tests.helpers import EOS, admissions, events, harness, prompt, request, scheduler
+
+
+def test_a_request_goes_through_its_life() -> None:
+    subject = harness()
+    one = request(prompt(range(1, 11)), max_tokens=3)
+    subject.add(one)
+    seen = [one.phase]
+    while subject.scheduler.has_work:
+        subject.step()
+        if seen[-1] is not one.phase:
+            seen.append(one.phase)
+    assert seen == [Phase.WAITING, Phase.DECODING, Phase.FINISHED]
+    assert one.finish_reason is FinishReason.LENGTH
+    subject.assert_reference()
+
+
+def test_a_long_prompt_is_prefilled_in_chunks() -> None:
+    subject = harness(chunk_tokens=4)
+    subject.add(request(prompt(range(10)), max_tokens=1))
+    subject.run()
+    assert [plan.lengths.tolist() for plan in subject.executor.plans] == [[4], [4], [2]]
+    assert [plan.samples.tolist() for plan in subject.executor.plans] == [[False], [False], [True]]
+
+
+def test_one_token_asked_for_is_one_pass() -> None:
+    subject = harness()
+    subject.add(request(max_tokens=1))
+    assert subject.run() == 1
+
+
+def test_a_prefill_only_request_samples_nothing_and_ends_with_its_prefill() -> None:
+    subject = harness(chunk_tokens=4)
+    one = request(prompt(range(6)), prefill_only=True)
+    subject.add(one)
+    assert subject.run() == 2
+    assert (one.finish_reason, one.output) == (FinishReason.LENGTH, [])
+
+
+def test_positions_that_must_be_computed_are_not_taken_from_the_cache() -> None:
+    subject = harness(page_size=1)
+    subject.add(request(prompt(range(8)), max_tokens=1))
+    subject.run()
+    again = request(prompt(range(8)), max_tokens=1, compute_from=3)
+    subject.add(again)
+    subject.run()
+    assert (again.num_cached, subject.executor.plans[-1].lengths.tolist()) == (3, [5])
+    subject.assert_reference()
+
+
+def test_the_last_prompt_token_is_always_fed() -> None:
+    subject = harness(page_size=1)
+    for _ in range(2):
+        subject.add(one := request(prompt(range(8)), max_tokens=2))
+        subject.run()
+    assert one.num_cached == 7
+    assert subject.executor.plans[-2].lengths.tolist() == [1]
+
+
+def test_output_is_cached_for_the_next_turn_of_a_chat() -> None:
+    subject = harness(page_size=1)
+    first = request(prompt(range(8)), max_tokens=6)
+    subject.add(first)
+    subject.run()
+    second = request(prompt(range(8), first.output, 9), max_tokens=2)
+    subject.add(second)
+    subject.run()
+    assert second.num_cached == 8 + 5, "all but the last token, whose KV was never computed"
+    subject.assert_reference()
+
+
+@pytest.mark.parametrize("batching", BATCHING)
+def test_budgets_hold_in_every_pass(batching: str) -> None:
+    subject = harness(
+        max_running=6, max_batch_tokens=24, max_prefill_tokens=16, chunk_tokens=5, batching=batching, num_pages=200
+    )
+    for size in (3, 30, 7, 22, 1, 16, 9, 12):
+        subject.add(request(prompt(size, range(size)), max_tokens=6))
+    subject.run()
+    for plan in subject.executor.plans:
+        assert plan.num_tokens <= 24
+        assert plan.num_prefill_tokens <= 16
+        assert all(length <= 5 for length in plan.lengths.tolist())
+        assert plan.num_rows <= 6
+    subject.assert_reference()
+
+
+def test_mixed_a_decode_is_never_stalled_by_a_prompt() -> None:
+    subject = harness(max_batch_tokens=16, chunk_tokens=8, num_pages=400)
+    subject.add(runner := request(max_tokens=60))
+    subject.step()
+    for number in range(4):
+        subject.add(request(prompt(number, range(100)), max_tokens=2))
+    while not runner.is_finished:
+        before = len(runner.output)
+        subject.step()
+        assert len(runner.output) == before + 1
+
+
+def test_prefill_first_runs_prompts_alone_and_before_decodes() -> None:
+    subject = harness(batching="prefill-first", chunk_tokens=4)
+    subject.add(request(max_tokens=8))
+    subject.step()
+    subject.add(request(prompt(range(8)), max_tokens=2))
+    subject.run()
+    kinds = ["prefill" if plan.num_decodes == 0 else "decode" for plan in subject.executor.plans[:5]]
+    assert kinds == ["prefill", "prefill", "prefill", "decode", "decode"]
+    assert all(plan.num_decodes in (0, plan.num_rows) for plan in subject.executor.plans)
+
+
+def test_static_nobody_joins_before_the_slowest_has_ended() -> None:
+    subject = harness(batching="static", max_running=2)
+    for length in (2, 9, 2):
+        subject.add(request(max_tokens=length))
+    subject.run()
+    joined = [len(plan.joins) for plan in subject.executor.plans]
+    assert joined[0] == 2
+    assert joined[1:9] == [0] * 8
+    assert joined[9] == 1
+
+
+def test_memory_of_what_has_finished_serves_the_very_next_pass() -> None:
+    subject = harness(num_pages=4, page_size=4, max_running=4)
+    subject.add(request(prompt(range(12)), max_tokens=2), request(prompt(range(20, 32)), max_tokens=2))
+    subject.run()
+    plans = subject.executor.plans
+    assert [len(plan.joins) for plan in plans] == [1, 0, 1, 0], "the second joins the pass after the first has ended"
+
+
+def test_short_prompts_do_not_wait_behind_long_ones() -> None:
+    subject = harness(chunk_tokens=8, max_batch_tokens=32, max_prefill_tokens=32, num_pages=2000)
+    for number in range(8):
+        subject.add(request(prompt(number, range(300)), max_tokens=1))
+    subject.step()
+    subject.add(short := request([7, 7, 7], max_tokens=1))
+    subject.step()
+    assert short.is_finished
+
+
+def test_several_prompts_are_prefilled_at_once() -> None:
+    subject = harness(chunk_tokens=8, max_batch_tokens=32, max_prefill_tokens=32, num_pages=2000)
+    subject.add(*(request(prompt(number, range(40)), max_tokens=1) for number in range(3)))
+    subject.step()
+    assert subject.executor.plans[0].lengths.tolist() == [8, 8, 8]
+
+
+def test_an_inter_token_target_bounds_the_prefill_beside_decodes() -> None:
+    limited = harness(itl_target=0.00125, chunk_tokens=200, num_pages=2000)
+    limited.add(request(max_tokens=200))
+    for _ in range(12):
+        limited.step()
+    for number in range(6):
+        limited.add(request(prompt(number, range(100)), max_tokens=1))
+        limited.step()
+    limited.run()
+    late = [plan for plan in limited.executor.plans[13:] if plan.num_prefill_tokens]
+    # The toy device takes 1 ms + 10 µs a token: about 24 prompt tokens stay within 1.25 ms.
+    assert late
+    assert max(plan.num_prefill_tokens for plan in late[3:]) <= 26
+
+
+# ---------------------------------------------------------------------- refusing
+
+
+def test_what_can_never_fit_is_refused_at_once() -> None:
+    subject = scheduler(num_pages=8, page_size=4)
+    with pytest.raises(
+        Refused, match="prompt and max_tokens are 30 \\+ 4 tokens, more than the memory for 32"
+    ) as caught:
+        subject.add(request(prompt(range(30)), max_tokens=4), 0.0)
+    assert not caught.value.retry
+    assert events(subject, Kind.REFUSE)
+    assert not subject.has_work
+
+
+def test_the_pinned_quota_is_not_promised_to_anybody() -> None:
+    subject = scheduler(num_pages=8, page_size=4, pin_quota_pages=2)
+    with pytest.raises(Refused, match="more than the memory for 24"):
+        subject.add(request(prompt(range(20)), max_tokens=8), 0.0)
+
+
+def test_a_prompt_longer_than_the_context_is_refused() -> None:
+    subject = scheduler(context_tokens=16)
+    with pytest.raises(Refused, match="17 tokens and leaves no room for output in a context of 16"):
+        subject.add(request(prompt(range(17)), max_tokens=None), 0.0)
+    with pytest.raises(Refused, match="more than the context of 16"):
+        subject.add(request(prompt(range(10)), max_tokens=10), 0.0)
+
+
+def test_open_max_tokens_are_cut_to_context_and_pool_and_end_in_length() -> None:
+    for options, expected in (({"context_tokens": 20}, 10), ({"num_pages": 4, "page_size": 4}, 6)):
+        subject = harness(**options)
+        subject.add(one := request(prompt(range(10)), max_tokens=None))
+        subject.run()
+        assert (len(one.output), one.finish_reason) == (expected, FinishReason.LENGTH)
+
+
+def test_a_full_queue_refuses_and_says_to_try_again() -> None:
+    subject = scheduler(max_waiting=2)
+    for _ in range(2):
+        subject.add(request(), 0.0)
+    with pytest.raises(Refused, match="2 requests wait already") as caught:
+        subject.add(request(), 0.0)
+    assert caught.value.retry
+    subject = scheduler(max_waiting_tokens=5)
+    subject.add(request([1, 2, 3]), 0.0)
+    with pytest.raises(Refused, match="3 prompt tokens wait already"):
+        subject.add(request([1, 2, 3]), 0.0)
+
+
+def test_retracted_requests_are_not_refused_by_a_full_queue() -> None:
+    subject = harness(num_pages=10, page_size=2, max_running=4, max_waiting=4, vocab=4096)
+    subject.add(*(request(prompt(n, n, n), max_tokens=12, eos_token_ids=(EOS,), expected_tokens=1) for n in range(4)))
+    subject.run()
+    assert subject.scheduler.counters.retractions
+    assert len(subject.reasons) == 4
+    subject.assert_reference()
+
+
+def test_an_id_that_is_in_use_cannot_be_added_again() -> None:
+    subject = scheduler()
+    one = request(id="same")
+    subject.add(one, 0.0)
+    with pytest.raises(InvalidRequest, match="'same' is taken"):
+        subject.add(request(id="same"), 0.0)
+    with pytest.raises(InvalidRequest, match="'same' is taken"):
+        subject.add(one, 0.0)
+    subject.abort("same", 0.0)
+    with pytest.raises(InvalidRequest, match="was added before"):
+        subject.add(one, 0.0)
+
+
+# ---------------------------------------------------------------------- ending
+
+
+def test_abort_matches_ids_exactly() -> None:
+    subject = harness()
+    subject.add(request(id="a-1"), request(id="a-10"))
+    assert not subject.scheduler.abort("a-", 0.0)
+    assert subject.scheduler.abort("a-1", 0.0)
+    subject.run()
+    assert subject.reasons == {"a-1": FinishReason.ABORT, "a-10": FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("steps", range(6))
+@pytest.mark.parametrize("overlap", [False, True])
+def test_abort_in_every_state_frees_everything_once(steps: int, overlap: bool) -> None:
+    subject = harness(chunk_tokens=4, overlap=overlap)
+    subject.add(request(prompt(range(9)), max_tokens=4, id="victim"), request(prompt(range(5)), max_tokens=4))
+    for _ in range(steps):
+        subject.step()
+    subject.scheduler.abort("victim", subject.clock())
+    subject.run()
+    memory = subject.scheduler.memory
+    assert memory.pool.num_free + memory.tree.num_evictable_pages == memory.pool.num_pages
+    subject.assert_reference()
+
+
+def test_a_deadline_ends_a_request_waiting_or_running() -> None:
+    subject = harness(max_running=1)
+    subject.add(
+        request(max_tokens=50, id="running", deadline=0.02), request(max_tokens=50, id="waiting", deadline=0.01)
+    )
+    subject.run()
+    assert set(subject.reasons.values()) == {FinishReason.DEADLINE}
+    assert subject.outputs["waiting"] == []
+    assert 0 < len(subject.outputs["running"]) < 50
+
+
+def test_a_stop_token_ends_a_request_and_is_part_of_its_output() -> None:
+    subject = harness(vocab=4)
+    subject.add(one := request(max_tokens=100, eos_token_ids=(EOS,)))
+    subject.run()
+    assert (one.finish_reason, one.output[-1]) == (FinishReason.STOP, EOS)
+    assert EOS not in one.output[:-1]
+
+
+def test_min_tokens_outlasts_a_stop_token() -> None:
+    subject = harness(vocab=4)
+    subject.add(one := request(max_tokens=100, eos_token_ids=(EOS,), min_tokens=30))
+    subject.run()
+    assert len(one.output) >= 30
+    assert EOS in one.output[:30]
+
+
+def test_finish_from_outside_ends_with_that_reason() -> None:
+    subject = harness(overlap=True)
+    subject.add(request(max_tokens=50, id="one"))
+    for _ in range(4):
+        subject.step()
+    assert subject.scheduler.finish("one", FinishReason.STOP, subject.clock())
+    subject.run()
+    assert subject.reasons == {"one": FinishReason.STOP}
+
+
+# ---------------------------------------------------------------------- cache
+
+
+def test_a_pinned_prefix_survives_pressure_until_it_expires() -> None:
+    subject = harness(num_pages=16, page_size=4, pin_quota_pages=4)
+    shared = prompt(range(100, 116))
+    subject.add(request(shared, max_tokens=1))
+    subject.run()
+    assert subject.scheduler.pin("system", shared, subject.clock(), expires=1.0) == 16
+    for number in range(6):
+        subject.add(request(prompt(number, range(40)), max_tokens=4))
+        subject.run()
+    probe = request(prompt(shared.tolist(), 5))
+    assert subject.scheduler.match(probe) == 16
+    subject.clock.advance(1.0)
+    for number in range(10, 16):
+        subject.add(request(prompt(number, range(43)), max_tokens=4))
+        subject.run()
+    assert subject.scheduler.match(probe) < 16
+    assert events(subject.scheduler, Kind.UNPIN)
+
+
+def test_pins_obey_their_quota_and_say_what_is_wrong() -> None:
+    subject = harness(num_pages=16, page_size=4, pin_quota_pages=2)
+    subject.add(request(prompt(range(16)), max_tokens=1))
+    subject.run()
+    core = subject.scheduler
+    with pytest.raises(PinError, match="takes 4 pages and 2 are left of pin_quota_pages"):
+        core.pin("big", range(16), 0.0)
+    core.pin("small", range(8), 0.0)
+    with pytest.raises(PinError, match="a pin named 'small' exists"):
+        core.pin("small", range(8), 0.0)
+    with pytest.raises(PinError, match="no pin named 'other': these exist: small"):
+        core.unpin("other", 0.0)
+    with pytest.raises(PinError, match=r"expires at 1\.0, and it is 2\.0 already"):
+        core.pin("late", range(4), 2.0, expires=1.0)
+    core.unpin("small", 0.0)
+    assert core.flush_cache() == 4
+
+
+def test_without_a_prefix_cache_nothing_is_kept_and_tokens_are_the_same() -> None:
+    subject = harness(prefix_cache=False)
+    subject.add(*(request(prompt(range(20)), max_tokens=5) for _ in range(4)))
+    subject.run()
+    assert subject.scheduler.counters.hit_tokens == 0
+    assert subject.scheduler.memory.pool.num_free == 64
+    subject.assert_reference()
+
+
+def test_requests_wait_one_step_for_a_prefix_that_is_being_computed() -> None:
+    subject = harness(prefix_wait_tokens=8)
+    sharers = [request(prompt(range(16), n), max_tokens=1) for n in range(4)]
+    subject.add(*sharers)
+    subject.step()
+    assert [one.is_finished for one in sharers] == [True, False, False, False]
+    subject.run()
+    assert [one.num_cached for one in sharers] == [0, 16, 16, 16]
+    assert subject.scheduler.counters.duplicate_pages == 0
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "hrrn", "random", "lpm", "dfs"])
+def test_every_order_waits_for_prefixes_in_flight(policy: str) -> None:
+    subject = harness(prefix_wait_tokens=8, policy=policy)
+    subject.add(*(request(prompt(range(16), n), max_tokens=1) for n in range(4)))
+    subject.run()
+    assert subject.scheduler.counters.computed_tokens == 16 + 4
+
+
+def test_a_saving_that_is_not_worth_it_is_not_waited_for() -> None:
+    subject = harness(prefix_wait_tokens=17)
+    subject.add(*(request(prompt(range(16), n), max_tokens=1) for n in range(2)))
+    subject.step()
+    assert len(subject.executor.plans[0].joins) == 2
+
+
+def test_a_waiter_is_woken_when_the_owner_of_its_prefix_is_aborted() -> None:
+    subject = harness(prefix_wait_tokens=8, chunk_tokens=8, overlap=True)
+    subject.add(request(prompt(range(32), 1), max_tokens=1, id="owner"))
+    subject.add(request(prompt(range(32), 2), max_tokens=1, id="waiter"))
+    subject.step()
+    subject.scheduler.abort("owner", subject.clock())
+    subject.run()
+    assert subject.reasons == {"owner": FinishReason.ABORT, "waiter": FinishReason.LENGTH}
+    subject.assert_reference()
+
+
+def test_a_shared_prefix_is_counted_once_not_once_per_sharer() -> None:
+    """16 sharers of a 40-page prefix, 2 own pages each: 72 pages hold all of them at once."""
+    subject = harness(num_pages=80, page_size=4, max_running=16, max_batch_tokens=1024)
+    subject.add(*(request(prompt(range(160), n), max_tokens=4) for n in range(16)))
+    most = 0
+    while subject.scheduler.has_work:
+        subject.step()
+        most = max(most, subject.scheduler.num_running)
+    assert most >= 15, "the first one computes the prefix, the rest runs together"
+    assert subject.scheduler.counters.retractions == 0
+
+
+# ---------------------------------------------------------------------- determinism
+
+
+def run_recorded(seed: int) -> tuple[str, list[str]]:
+    subject = harness(policy="random", seed=3, num_pages=24, overlap=True)
+    tokens = np.random.default_rng(seed)
+    for _ in range(30):
+        subject.add(
+            request(
+                tokens.integers(0, 3, 12),
+                max_tokens=8,
+                tenant=str(tokens.integers(2)),
+                id=f"r{tokens.integers(1 << 40)}",
+            )
+        )
+        subject.step()
+    subject.run()
+    return subject.scheduler.journal.digest(), admissions(subject.scheduler)
+
+
+def test_same_inputs_and_seed_give_the_same_journal() -> None:
+    assert run_recorded(1) == run_recorded(1)
+    assert run_recorded(1) != run_recorded(2)

@@ -1,0 +1,245 @@
+"""Everything at once: random requests, aborts, deadlines, pools down to the smallest, passes in flight.
+
+After every step the books are checked; at the end every accepted request has finished, with exactly the tokens of
+the dictionary-simple reference.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from paceline.config import BATCHING, EVICTION, POLICIES, SchedulerConfig
+from paceline.request import FinishReason, Refused, Request, SamplingParams
+from paceline.scheduler import PinError, Scheduler
+from paceline.scheduler.invariants import check
+from paceline.testing import Harness
+from tests.helpers import EOS
+from tests.reference import ReferenceScheduler
+
+# Few distinct tokens and a handful of beginnings: prefixes meet all the time.
+BEGINNINGS = [[1] * 20, [1, 2] * 10, [2, 2, 2, 1] * 5]
+TENANTS = ["a", "b", "c"]
+
+
+def options(draw: Any) -> dict[str, Any]:
+    """A configuration, mostly small enough to hurt."""
+    page_size = draw([1, 2, 3, 4, 7, 16, 64])
+    smallest = -(-40 // page_size)
+    return {
+        "page_size": page_size,
+        "num_pages": smallest + draw([0, 0, 1, 2, smallest, 4 * smallest]),
+        "context_tokens": 64,
+        "max_running": draw([1, 2, 4, 8]),
+        "max_batch_tokens": draw([16, 32, 64]),
+        "max_prefill_tokens": draw([4, 16, 64]),
+        "chunk_tokens": draw([1, 3, 8, 64]),
+        "policy": draw(list(POLICIES)),
+        "batching": draw(list(BATCHING)),
+        "eviction": draw(list(EVICTION)),
+        "partial_eviction": draw([True, True, False]),
+        "prefix_cache": draw([True, True, True, False]),
+        "prefix_wait": draw([True, True, False]),
+        "prefix_wait_tokens": draw([1, 4]),
+        "max_wait": draw([0.0, 0.005, 0.2, float("inf")]),
+        "look_ahead": draw([0, 2, 8]),
+        "max_overtakes": draw([0, 3, 64]),
+        "retract_gap": draw([1, float("inf")]),
+        "fair_quantum": draw([1, 64, 8192]),
+        "draft_tokens": draw([0, 0, 0, 1]),
+        "itl_target": draw([None, None, 0.002]),
+        "tenant_weights": draw([{}, {"a": 4.0}]),
+    }
+
+
+def make_request(draw: Any, number: int, now: float) -> Request:
+    tokens = draw(BEGINNINGS)[: draw(range(21))] + [draw([0, 1, 2, 3]) for _ in range(draw(range(6)))]
+    return Request(
+        f"request-{number}",
+        np.array(tokens or [1]),
+        SamplingParams(max_tokens=draw([None, 1, 2, 5, 20]), min_tokens=draw([0, 0, 1])),
+        tenant=draw(TENANTS),
+        priority=draw([0, 0, 1, 5]),
+        deadline=now + draw([0.0, 0.002, 0.02]) if draw(range(8)) == 0 else None,
+        eos_token_ids=(EOS,),
+        cache_salt=draw(["", "", "", "salt"]),
+        prefill_only=draw(range(8)) == 0,
+        compute_from=0 if draw(range(8)) == 0 else None,
+        expected_tokens=draw([None, None, 1]),
+    )
+
+
+class Run:
+    """A harness, and what to compare it with at the end."""
+
+    def __init__(self, draw: Any) -> None:
+        config = SchedulerConfig(**options(draw))
+        self.harness = Harness(
+            Scheduler(config), overlap=draw([False, True]), lazy=draw([False, True]), vocab=draw([8, 64])
+        )
+        self.aborted: set[str] = set()
+
+    def add(self, draw: Any) -> None:
+        number = len(self.harness.requests)
+        try:
+            self.harness.add(make_request(draw, number, self.harness.clock()))
+        except Refused:
+            return
+
+    def abort(self, which: int) -> None:
+        scheduler = self.harness.scheduler
+        if scheduler.requests:
+            request_id = list(scheduler.requests)[which % len(scheduler.requests)]
+            assert scheduler.abort(request_id, self.harness.clock())
+            assert not scheduler.abort(request_id, self.harness.clock())
+            self.aborted.add(request_id)
+            check(scheduler)
+
+    def finish_from_outside(self, which: int) -> None:
+        scheduler = self.harness.scheduler
+        if scheduler.requests:
+            request_id = list(scheduler.requests)[which % len(scheduler.requests)]
+            scheduler.finish(request_id, FinishReason.ERROR, self.harness.clock())
+            check(scheduler)
+
+    def end(self) -> None:
+        harness, scheduler = self.harness, self.harness.scheduler
+        harness.run(max_steps=20_000)
+        check(scheduler)
+        assert set(harness.reasons) == set(harness.requests), "every accepted request has finished"
+        memory = scheduler.memory
+        assert memory.tree.num_locked_pages == 0
+        assert memory.pool.num_free + memory.tree.num_pages == memory.pool.num_pages
+        assert not scheduler.requests
+        assert memory.tree.root.num_waiting == 0
+        for request_id in self.aborted:
+            assert harness.reasons[request_id] is FinishReason.ABORT
+        reference = ReferenceScheduler(scheduler.config.page_size, harness.executor.vocab)
+        for request in harness.requests.values():
+            tokens, reason = reference.run(request)
+            got, why = harness.outputs[request.id], harness.reasons[request.id]
+            assert request.output == got, "what the client saw is what the scheduler remembers"
+            if why in (FinishReason.STOP, FinishReason.LENGTH):
+                assert (got, why) == (tokens, reason), f"{request.id} differs from the reference"
+            else:
+                assert got == tokens[: len(got)], f"{request.id} differs from the reference"
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(seed=st.randoms(use_true_random=False))
+    def start(self, seed: random.Random) -> None:
+        self.draw = lambda choices: seed.choice(list(choices))
+        self.run = Run(self.draw)
+
+    @rule(count=st.integers(1, 4))
+    def add(self, count: int) -> None:
+        for _ in range(count):
+            self.run.add(self.draw)
+
+    @rule(count=st.integers(1, 8))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.run.harness.step()
+
+    @rule(which=st.integers(0, 50))
+    def abort(self, which: int) -> None:
+        self.run.abort(which)
+
+    @rule(which=st.integers(0, 50))
+    def finish_from_outside(self, which: int) -> None:
+        self.run.finish_from_outside(which)
+
+    @rule(seconds=st.sampled_from([0.001, 0.05, 1.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.run.harness.clock.advance(seconds)
+
+    @precondition(lambda self: self.run.harness.scheduler.num_in_flight == 0)
+    @rule()
+    def flush(self) -> None:
+        self.run.harness.scheduler.flush_cache()
+        check(self.run.harness.scheduler)
+
+    def teardown(self) -> None:
+        if hasattr(self, "run"):
+            self.run.end()
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=30)
+
+
+def random_run(seed: int, max_requests: int = 40, steps: int = 120) -> Run:
+    """The same, driven by one seed: quick enough to be repeated by the thousand."""
+    rng = random.Random(seed)
+
+    def draw(choices: Any) -> Any:
+        return rng.choice(choices)
+
+    run = Run(draw)
+    for _ in range(steps):
+        while rng.random() < 0.35 and len(run.harness.requests) < max_requests:
+            run.add(draw)
+        if rng.random() < 0.05:
+            run.abort(rng.randrange(50))
+        if rng.random() < 0.02:
+            run.finish_from_outside(rng.randrange(50))
+        run.harness.step()
+    run.end()
+    return run
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_random_runs_end_with_the_tokens_of_the_reference(block: int) -> None:
+    for seed in range(block * 25, (block + 1) * 25):
+        random_run(seed)
+
+
+def test_random_runs_reach_the_rare_paths() -> None:
+    """The runs above are worth something only if retractions, duplicates, evictions and late tokens happen."""
+    totals = dict.fromkeys(("retractions", "duplicate_pages", "evicted_pages", "discarded_tokens", "overtakes"), 0)
+    for seed in range(60):
+        counters = random_run(seed).harness.scheduler.counters
+        for name in totals:
+            totals[name] += getattr(counters, name)
+    assert all(count > 10 for count in totals.values()), totals
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_million_random_steps_break_no_invariant() -> None:
+    steps, seed = 0, 1_000_000
+    while steps < 1_000_000:
+        steps += random_run(seed, max_requests=60, steps=300).harness.scheduler.counters.steps
+        seed += 1
+
+
+def test_pins_survive_random_runs() -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        page_size = rng.choice([1, 2, 4])
+        config = SchedulerConfig(page_size=page_size, num_pages=160 // page_size, pin_quota_pages=24 // page_size,
+                                 context_tokens=64, max_running=4, max_batch_tokens=64)  # fmt: skip
+        harness = Harness(Scheduler(config), overlap=rng.random() < 0.5)
+        pinned: dict[str, int] = {}
+        for step in range(150):
+            if rng.random() < 0.4:
+                tokens = [*rng.choice(BEGINNINGS)[: rng.randrange(4, 20)], rng.randrange(4)]
+                harness.add(Request(f"r{step}", np.array(tokens), SamplingParams(max_tokens=rng.choice([1, 6]))))
+            harness.step()
+            scheduler, now = harness.scheduler, harness.clock()
+            if rng.random() < 0.2:
+                name, tokens = f"pin-{step}", rng.choice(BEGINNINGS)[: rng.randrange(4, 20)]
+                try:
+                    pinned[name] = scheduler.pin(name, tokens, now, expires=now + rng.choice([0.004, 1.0]))
+                    check(scheduler)
+                except PinError as error:
+                    assert "quota" in str(error)  # noqa: PT017
+            assert scheduler.memory.num_pinned_pages <= config.pin_quota_pages
+        harness.run()
+        harness.assert_reference()

@@ -1,0 +1,68 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from paceline.request import IllegalTransition, InvalidRequest, Phase, Request, SamplingParams, as_tokens
+
+LEGAL = {
+    (Phase.WAITING, Phase.PREFILL),
+    (Phase.WAITING, Phase.FINISHED),
+    (Phase.PREFILL, Phase.DECODING),
+    (Phase.PREFILL, Phase.WAITING),
+    (Phase.PREFILL, Phase.FINISHED),
+    (Phase.DECODING, Phase.WAITING),
+    (Phase.DECODING, Phase.FINISHED),
+}
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(Phase, Phase)))
+def test_only_legal_transitions_are_possible(before: Phase, after: Phase) -> None:
+    request = Request("r", np.array([1]), phase=before)
+    if (before, after) in LEGAL:
+        request.enter(after)
+        assert request.phase is after
+    else:
+        with pytest.raises(IllegalTransition, match=f"from {before.value} to {after.value}"):
+            request.enter(after)
+        assert request.phase is before
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0: ask for at least 1 token."),
+        ({"max_tokens": -5}, "max_tokens is -5: ask for at least 1 token."),
+        ({"min_tokens": -1}, "min_tokens is -1: give 0 or more."),
+        ({"min_tokens": 9, "max_tokens": 4}, "min_tokens is 9, more than max_tokens 4: lower it."),
+    ],
+)
+def test_bad_sampling_parameters_are_named(fields: dict, message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**fields)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([], "the prompt is empty"),
+        ([1, -2], "negative token id"),
+        ([[1, 2]], "a flat list of token ids"),
+        ([1.5], "a flat list of token ids"),
+        ([2**40], "is too large"),
+    ],
+)
+def test_a_bad_prompt_is_refused(tokens: list, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        Request("r", np.array(tokens))
+
+
+def test_a_position_outside_the_prompt_cannot_be_computed_from() -> None:
+    with pytest.raises(InvalidRequest, match="compute_from is 3"):
+        Request("r", np.array([1, 2, 3]), compute_from=3)
+
+
+def test_tokens_become_one_flat_int32_array() -> None:
+    tokens = as_tokens([3, 4])
+    assert (tokens.dtype, tokens.tolist()) == (np.int32, [3, 4])
