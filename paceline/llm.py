@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from paceline.engine.build import build_engine
-from paceline.engine.engine import EngineFailed, Prompt
+from paceline.engine.engine import Engine, EngineFailed, Prompt
 from paceline.engine.output import Piece, Timings
 from paceline.request import FinishReason, InvalidRequest, PacelineError, SamplingParams
 
@@ -41,6 +41,13 @@ class LLM:
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         self.engine = build_engine(model, **{"max_wait": math.inf, **options})
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> LLM:
+        """Around an engine that is there already; closing it closes the engine."""
+        llm = cls.__new__(cls)
+        llm.engine = engine
+        return llm
 
     @property
     def tokenizer(self) -> Any:

@@ -1,0 +1,124 @@
+"""Tiny random models of every family, by transformers and by us, and what transformers makes of some prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+import transformers
+
+from paceline.config import EngineConfig
+from paceline.engine.build import assemble
+from paceline.llm import LLM, RequestOutput
+from paceline.model.decoder import Decoder
+from paceline.model.weights import load_decoder
+from paceline.request import SamplingParams
+from paceline.text.synthetic import synthetic_tokenizer
+
+VOCAB = 300
+NUM_TOKENS = 10
+SIZES: dict[str, Any] = {
+    "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 80, "vocab_size": VOCAB, "max_position_embeddings": 256, "initializer_range": 0.3,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": LLAMA3, "attention_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": 7, "head_dim": 16}),
+    "smollm": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 20}),
+}
+
+
+def _prompts() -> list[list[int]]:
+    """From one token to some pages, four with a common beginning long enough to be read as one part."""
+    random = torch.Generator().manual_seed(7)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(3, VOCAB, (count,), generator=random).tolist()
+
+    shared = ids(67)
+    return [ids(1), ids(9), shared + ids(5), shared + ids(5), ids(33), shared[:66] + ids(3), shared + ids(11)]
+
+
+PROMPTS = _prompts()
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Pair:
+    theirs: Any
+    ours: Decoder
+    expected: list[list[int]]  # greedy tokens of PROMPTS
+
+
+@cache
+def pair(family: str) -> Pair:
+    prefix, options = FAMILIES[family]
+    torch.manual_seed(3)
+    theirs = getattr(transformers, f"{prefix}ForCausalLM")(
+        getattr(transformers, f"{prefix}Config")(**{**SIZES, **options})
+    ).eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            # Norms start at 1 and biases at 0, where forgetting one would not show.
+            if name.endswith(("norm.weight", "bias")):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    folder = Path(mkdtemp(prefix="paceline-oracle-"))
+    theirs.save_pretrained(folder)
+    ours = load_decoder(folder, dtype="float32")
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+    expected = [
+        theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0, len(prompt) :].tolist()
+        for prompt in PROMPTS
+    ]
+    return Pair(theirs, ours, expected)
+
+
+def make_llm(decoder: Decoder, *, overlap: str = "on", trace: Any = None, **options: Any) -> LLM:
+    options = {"num_pages": 4096 // options.get("page_size", 16), "prefix_wait_tokens": 8, **options}
+    config = EngineConfig(overlap=overlap, threads=1)
+    return LLM.from_engine(assemble(decoder, synthetic_tokenizer(VOCAB), config, options, trace=trace))
+
+
+def retract_often(llm: LLM, every: int, first: int = 0) -> None:
+    """From now on, before every so many plans a running request loses its memory, each time another one."""
+    scheduler = llm.engine.scheduler
+    plan, count = scheduler.plan, iter(range(10**9))
+
+    def planning(now: float) -> Any:
+        number = next(count) - first
+        running = [*scheduler.admission.decoding, *scheduler.admission.prefilling]
+        if running and number >= 0 and number % every == 0:
+            victim = running[number // every % len(running)]
+            if victim.retractions < 3:
+                scheduler._retract(victim, now, "a test")
+        # Whoever was retracted is not considered in the same step; if it was the only one, the next step takes it.
+        return plan(now) or plan(now)
+
+    scheduler.plan = planning  # type: ignore[method-assign]
+
+
+def greedy(family: str, *, retract_every: int | None = None, **options: Any) -> tuple[list[RequestOutput], Any]:
+    """All prompts at once through the whole engine, compared with transformers. Returns the scheduler's counters."""
+    both = pair(family)
+    with make_llm(both.ours, **options) as llm:
+        if retract_every is not None:
+            retract_often(llm, retract_every)
+        outputs = llm.generate(PROMPTS, GREEDY)
+        assert [output.token_ids for output in outputs] == both.expected
+        return outputs, llm.engine.scheduler.counters
