@@ -63,8 +63,9 @@ def test_draws_follow_the_exact_distribution(options: dict[str, Any], along: str
 def test_a_row_is_drawn_the_same_in_any_company() -> None:
     sampler = Sampler(VOCAB, 8)
     kinds = [SamplingParams(seed=5), SamplingParams(temperature=0), SamplingParams(top_k=3, seed=1),
-             SamplingParams(top_p=0.5, seed=2), SamplingParams(temperature=0), SamplingParams(top_k=9, top_p=0.9, seed=5),
-             SamplingParams(temperature=2, seed=3), SamplingParams(seed=5)]  # fmt: skip
+             SamplingParams(top_p=0.5, seed=2), SamplingParams(temperature=0),
+             SamplingParams(top_k=9, top_p=0.9, seed=5), SamplingParams(temperature=2, seed=3),
+             SamplingParams(seed=5)]  # fmt: skip
     for slot, params in enumerate(kinds):
         sampler.join(slot, params, 1, frozenset())
     logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(2))
@@ -81,7 +82,10 @@ def test_neighbouring_seeds_and_positions_are_unrelated() -> None:
     """Equal draws are as frequent as chance has it, so no request repeats another's noise."""
     params, same = SamplingParams(), float((exact(SamplingParams()) ** 2).sum())
     base = draw(params, np.full(DRAWS, 3), np.arange(DRAWS))
-    for other in (draw(params, np.full(DRAWS, 4), np.arange(DRAWS)), draw(params, np.full(DRAWS, 3), np.arange(DRAWS) + 1)):
+    for other in (
+        draw(params, np.full(DRAWS, 4), np.arange(DRAWS)),
+        draw(params, np.full(DRAWS, 3), np.arange(DRAWS) + 1),
+    ):
         assert abs(float((base == other).mean()) - same) < 5 * math.sqrt(same * (1 - same) / DRAWS)
 
 
