@@ -64,7 +64,7 @@ MUTANTS = [
     Mutant(
         "a locked path is evicted",
         "scheduler/eviction.py",
-        "        and node.locks == 0\n",
+        "and node.locks == 0 ",
         "",
     ),
     Mutant(

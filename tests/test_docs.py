@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.mutants import MUTANTS
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -44,3 +46,10 @@ def test_the_example_in_the_readme_does_what_it_says() -> None:
     assert expected, "the example does not say what it prints"
     run = subprocess.run([sys.executable, "-c", code[1]], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == expected[1]
+
+
+def test_every_planted_fault_still_finds_its_place() -> None:
+    """`make mutants` takes minutes; that its mutations still apply is checked here."""
+    for mutant in MUTANTS:
+        text = (ROOT / "paceline" / mutant.file).read_text()
+        assert text.count(mutant.old) == 1, f"{mutant.name}: the code to mutate stands {text.count(mutant.old)} times"
