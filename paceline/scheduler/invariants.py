@@ -98,7 +98,7 @@ def _tree(scheduler: Scheduler) -> list[str]:
             faults.append(f"{where} has {node.locks} locks and {locks[id(node)]} holders")
         if node.num_waiting != waiting[id(node)]:
             faults.append(f"{where} counts {node.num_waiting} waiting requests of {waiting[id(node)]}")
-        if node.hidden or node.num_aside:
+        if node.hidden:
             faults.append(f"{where} is still hidden after the step")
         num_pages += len(node.pages)
         num_locked += len(node.pages) if node.locks else 0
@@ -147,6 +147,8 @@ def _queues(scheduler: Scheduler) -> list[str]:
             faults.append(f"request {request.id} is {request.phase.value} and its place in the tree does not fit that")
         if (request.phase is Phase.WAITING) != (request.queued or request in admission.returning):
             faults.append(f"request {request.id} is {request.phase.value} and its place in the queue does not fit that")
+        if request.set_aside:
+            faults.append(f"request {request.id} is still set aside after the step")
         if request.retractions > 2:
             faults.append(f"request {request.id} was retracted {request.retractions} times")
     if len(waiting) != admission.num_waiting:

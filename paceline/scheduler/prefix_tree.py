@@ -140,6 +140,7 @@ class PrefixTree:
             node = child
         request.node = node
         request.set_aside = False
+        node.num_ending += 1
         heappush(node.waiters, (request.number, request))
         self._add_waiting(node, 1)
 
@@ -147,25 +148,25 @@ class PrefixTree:
         """Takes a request out of the tree, and the ghosts that nobody waits for any more."""
         node = request.node
         assert node is not None, f"request {request.id} does not wait in the tree"
-        if request.set_aside:
-            node.num_aside -= 1
-            request.set_aside = False
-        else:
+        if not request.set_aside:
             self._add_waiting(node, -1)
+        request.set_aside = False
         request.node = None
+        node.num_ending -= 1
+        if len(node.waiters) > 16 + 2 * node.num_ending or not node.num_ending:  # mostly stale
+            node.waiters = [entry for entry in node.waiters if entry[1].node is node]
+            heapify(node.waiters)
         self._prune(node)
 
     def set_aside(self, request: Request) -> None:
         """Makes one waiting request invisible for the rest of this step."""
         assert request.node is not None, f"request {request.id} does not wait in the tree"
         request.set_aside = True
-        request.node.num_aside += 1
         self._add_waiting(request.node, -1)
 
     def bring_back(self, request: Request) -> None:
         if request.set_aside and request.node is not None:
             request.set_aside = False
-            request.node.num_aside -= 1
             heappush(request.node.waiters, (request.number, request))
             self._add_waiting(request.node, 1)
 
@@ -397,7 +398,7 @@ class PrefixTree:
             and not node.locks
             and not len(node.pages)
             and not node.num_waiting
-            and not node.num_aside
+            and not node.num_ending
         ):
             parent = node.parent
             del parent.children[node.name]

@@ -13,7 +13,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
@@ -218,6 +218,9 @@ class Scheduler:
             request = heappop(deadlines)[2]
             if not request.is_finished:
                 self._finish(request, FinishReason.DEADLINE, now)
+        if len(deadlines) > 64 + 2 * len(self.requests):  # mostly of requests that ended long before
+            self._deadlines = [entry for entry in deadlines if not entry[2].is_finished]
+            heapify(self._deadlines)
         for pin in [pin for pin in self.memory.pins.values() if pin.expires <= now]:
             self.unpin(pin.name, now)
 
@@ -325,7 +328,7 @@ class Scheduler:
             samples=samples,
             num_decodes=num_decodes,
             requests=requests,
-            joins=tuple(self.admission.joins),
+            joins=self.admission.take_joins(),
             page_slots=page_slots,
             page_indices=page_indices,
             page_ids=page_ids,
