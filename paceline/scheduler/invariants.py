@@ -1,6 +1,6 @@
 """What must always hold. Slow and plain on purpose: everything is counted again from scratch.
 
-The tests call `check` after every step; a server may call it when idle and report what it finds.
+The tests call `check` after every step; a server asks `Scheduler.check_idle` now and then when nothing runs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ class BrokenInvariant(AssertionError):
     """The scheduler's books do not add up."""
 
 
+def find_faults(scheduler: Scheduler) -> list[str]:
+    """Everything that is wrong, a sentence each."""
+    return [*_pages(scheduler), *_rows(scheduler), *_tree(scheduler), *_queues(scheduler)]
+
+
 def check(scheduler: Scheduler) -> None:
     """Raises BrokenInvariant, naming everything that is wrong, if anything is."""
-    faults = [*_pages(scheduler), *_rows(scheduler), *_tree(scheduler), *_queues(scheduler)]
+    faults = find_faults(scheduler)
     if faults:
         raise BrokenInvariant("; ".join(faults))
 

@@ -24,6 +24,7 @@ from paceline.scheduler.acceptance import accept
 from paceline.scheduler.admission import Admission
 from paceline.scheduler.budget import OutputLengths
 from paceline.scheduler.explain import explain
+from paceline.scheduler.invariants import find_faults
 from paceline.scheduler.journal import Counters, Journal, Kind
 from paceline.scheduler.memory import Memory, PinError, token_key
 from paceline.scheduler.plan import NO_TOKENS, Column, Finished, Plan, Updates
@@ -50,10 +51,8 @@ class Scheduler:
         self.config = config
         self.journal = Journal(config.journal_events)
         self.step_time = StepTimeFit()
-        self.memory = Memory(config, self.journal)
-        self.order = make_order(self.memory.tree, config)
         self._lengths = OutputLengths()
-        self.admission = Admission(config, self.memory, self.order, self._lengths, self.journal)
+        self._open_books()
         self.requests: dict[str, Request] = {}  # accepted and not finished
         self._arrivals = 0
         self._departures = 0  # finished or retracted: rows in flight may belong to nobody any more
@@ -69,6 +68,13 @@ class Scheduler:
         self._trues: npt.NDArray[np.bool_] = np.ones(config.max_running, np.bool_)
         self._ones.flags.writeable = self._trues.flags.writeable = False
         self._decodes_of: Counter[str] = Counter()  # tenant -> rows
+
+    def _open_books(self, step: int = 1) -> None:
+        """Empty memory and queues. Passes go on being numbered from `step`."""
+        self.memory = Memory(self.config, self.journal)
+        self.memory.tree.step = step
+        self.order = make_order(self.memory.tree, self.config)
+        self.admission = Admission(self.config, self.memory, self.order, self._lengths, self.journal)
 
     # ------------------------------------------------------------------ asking
 
@@ -515,6 +521,20 @@ class Scheduler:
     def unpin(self, name: str, now: float) -> None:
         self.memory.unpin(name)
         self.journal.write(now, self.memory.tree.step, Kind.UNPIN, name)
+
+    def check_idle(self, now: float) -> list[str]:
+        """When nothing runs or waits: counts everything again. What does not add up is reported and repaired, at the
+        price of the cache; it never ends the process. Returns what was wrong."""
+        if self.has_work:
+            return []
+        faults = find_faults(self)
+        if faults:
+            self._open_books(self.memory.tree.step)
+            self._decode_slots = None
+            self._decodes_of.clear()
+            self.counters.repairs += 1
+            self.journal.write(now, self.memory.tree.step, Kind.REPAIR, "", *faults)
+        return faults
 
     def flush_cache(self) -> int:
         """Forgets every cached prefix that no running request uses. Returns the pages that came free."""
