@@ -17,7 +17,7 @@ from paceline.config import SchedulerConfig
 from paceline.request import Phase, Request
 from paceline.scheduler.budget import Outlook, OutputLengths
 from paceline.scheduler.journal import Journal, Kind
-from paceline.scheduler.memory import Memory, sequence
+from paceline.scheduler.memory import Memory, sequence, token_key
 from paceline.scheduler.orders import Order
 from paceline.scheduler.plan import Join
 from paceline.scheduler.retraction import is_protected
@@ -77,7 +77,7 @@ class Admission:
         """A new or retracted request begins to wait."""
         self.num_waiting += 1
         self.num_waiting_tokens += request.num_tokens
-        self._memory.tree.enqueue(request, self._memory.num_cacheable_pages(request))
+        self._memory.tree.enqueue(request, token_key(request), self._memory.num_cacheable_pages(request))
         if request.retractions and self._config.policy != "priority":
             insort(self.returning, request, key=lambda waiting: waiting.seniority)
         else:

@@ -26,7 +26,7 @@ from paceline.scheduler.budget import OutputLengths
 from paceline.scheduler.explain import explain
 from paceline.scheduler.invariants import find_faults
 from paceline.scheduler.journal import Counters, Journal, Kind
-from paceline.scheduler.memory import Memory, PinError, token_key
+from paceline.scheduler.memory import Memory, PinError
 from paceline.scheduler.plan import NO_TOKENS, Column, Finished, Plan, Updates
 from paceline.scheduler.policy import make_order
 from paceline.scheduler.retraction import choose_victim, is_protected
@@ -128,7 +128,6 @@ class Scheduler:
         request.stop_ids = frozenset(request.params.stop_token_ids)
         if not request.params.ignore_eos:
             request.stop_ids |= frozenset(request.eos_token_ids)
-        request.key = request.prompt.tobytes()
         self.requests[request.id] = request
         self._stop_ids.update(request.stop_ids)
         if request.deadline is not None:
@@ -467,7 +466,6 @@ class Scheduler:
         self.admission.dequeue(request)
         request.num_in_flight -= 1
         request.output.append(token)
-        request.key = token_key(request)
         self.admission.enqueue(request)
 
     def _advance_by(
@@ -513,7 +511,6 @@ class Scheduler:
         if expires <= now:
             raise PinError(f"pin {name!r} expires at {expires}, and it is {now} already: give a later time.")
         probe = Request(name, as_tokens(prompt), tenant=tenant, cache_salt=cache_salt, adapter=adapter)
-        probe.key = probe.prompt.tobytes()
         num_tokens = self.memory.pin(name, probe, expires)
         self.journal.write(now, self.memory.tree.step, Kind.PIN, name, num_tokens)
         return num_tokens
