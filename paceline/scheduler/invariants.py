@@ -1,6 +1,6 @@
 """What must always hold. Slow and plain on purpose: everything is counted again from scratch.
 
-The tests call `check` after every step; a server may call it when idle and report what it finds.
+The tests call `check` after every step; a server asks `Scheduler.check_idle` now and then when nothing runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.request import Phase
-from paceline.scheduler.prefix_tree import TOKEN_BYTES, Node
+from paceline.scheduler.eviction import is_evictable_leaf
+from paceline.scheduler.node import Node
+from paceline.scheduler.prefix_tree import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from paceline.scheduler.scheduler import Scheduler
@@ -21,9 +23,14 @@ class BrokenInvariant(AssertionError):
     """The scheduler's books do not add up."""
 
 
+def find_faults(scheduler: Scheduler) -> list[str]:
+    """Everything that is wrong, a sentence each."""
+    return [*_pages(scheduler), *_rows(scheduler), *_tree(scheduler), *_queues(scheduler)]
+
+
 def check(scheduler: Scheduler) -> None:
     """Raises BrokenInvariant, naming everything that is wrong, if anything is."""
-    faults = [*_pages(scheduler), *_rows(scheduler), *_tree(scheduler), *_queues(scheduler)]
+    faults = find_faults(scheduler)
     if faults:
         raise BrokenInvariant("; ".join(faults))
 
@@ -89,14 +96,14 @@ def _tree(scheduler: Scheduler) -> list[str]:
     locks = _count_up(holders)
     waiting = _count_up([request.node for request in scheduler.requests.values()])
     num_pages = num_locked = 0
-    leaves = {id(entry[2]) for entry in tree._leaves}
+    leaves = tree.leaves.nodes()
     for node in tree.nodes():
         where = f"the node ending at token {node.depth}"
         if node.locks != locks[id(node)]:
             faults.append(f"{where} has {node.locks} locks and {locks[id(node)]} holders")
         if node.num_waiting != waiting[id(node)]:
             faults.append(f"{where} counts {node.num_waiting} waiting requests of {waiting[id(node)]}")
-        if node.hidden or node.num_aside:
+        if node.hidden:
             faults.append(f"{where} is still hidden after the step")
         num_pages += len(node.pages)
         num_locked += len(node.pages) if node.locks else 0
@@ -114,7 +121,7 @@ def _tree(scheduler: Scheduler) -> list[str]:
                 faults.append(f"{where} has a child of the wrong depth")
         if len(node.pages) != (len(node.key) // tree.page_bytes if node.resident else 0):
             faults.append(f"{where} has {len(node.pages)} pages for {len(node.key) // tree.page_bytes}")
-        if tree._is_evictable_leaf(node) and id(node) not in leaves:
+        if is_evictable_leaf(node) and id(node) not in leaves:
             faults.append(f"{where} could be evicted and would never be found")
         if not node.resident and not node.num_waiting:
             faults.append(f"{where} is a ghost that nobody waits for")
@@ -145,6 +152,8 @@ def _queues(scheduler: Scheduler) -> list[str]:
             faults.append(f"request {request.id} is {request.phase.value} and its place in the tree does not fit that")
         if (request.phase is Phase.WAITING) != (request.queued or request in admission.returning):
             faults.append(f"request {request.id} is {request.phase.value} and its place in the queue does not fit that")
+        if request.set_aside:
+            faults.append(f"request {request.id} is still set aside after the step")
         if request.retractions > 2:
             faults.append(f"request {request.id} was retracted {request.retractions} times")
     if len(waiting) != admission.num_waiting:

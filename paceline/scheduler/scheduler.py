@@ -13,17 +13,20 @@ import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.config import SchedulerConfig
 from paceline.request import FinishReason, InvalidRequest, Phase, Refused, Request, as_tokens
+from paceline.scheduler.acceptance import accept
 from paceline.scheduler.admission import Admission
 from paceline.scheduler.budget import OutputLengths
+from paceline.scheduler.explain import explain
+from paceline.scheduler.invariants import find_faults
 from paceline.scheduler.journal import Counters, Journal, Kind
-from paceline.scheduler.memory import Memory, PinError, token_key
+from paceline.scheduler.memory import Memory, PinError
 from paceline.scheduler.plan import NO_TOKENS, Column, Finished, Plan, Updates
 from paceline.scheduler.policy import make_order
 from paceline.scheduler.retraction import choose_victim, is_protected
@@ -48,10 +51,8 @@ class Scheduler:
         self.config = config
         self.journal = Journal(config.journal_events)
         self.step_time = StepTimeFit()
-        self.memory = Memory(config, self.journal)
-        self.order = make_order(self.memory.tree, config)
         self._lengths = OutputLengths()
-        self.admission = Admission(config, self.memory, self.order, self._lengths, self.journal)
+        self._open_books()
         self.requests: dict[str, Request] = {}  # accepted and not finished
         self._arrivals = 0
         self._departures = 0  # finished or retracted: rows in flight may belong to nobody any more
@@ -67,6 +68,13 @@ class Scheduler:
         self._trues: npt.NDArray[np.bool_] = np.ones(config.max_running, np.bool_)
         self._ones.flags.writeable = self._trues.flags.writeable = False
         self._decodes_of: Counter[str] = Counter()  # tenant -> rows
+
+    def _open_books(self, step: int = 1) -> None:
+        """Empty memory and queues. Passes go on being numbered from `step`."""
+        self.memory = Memory(self.config, self.journal)
+        self.memory.tree.step = step
+        self.order = make_order(self.memory.tree, self.config)
+        self.admission = Admission(self.config, self.memory, self.order, self._lengths, self.journal)
 
     # ------------------------------------------------------------------ asking
 
@@ -98,37 +106,18 @@ class Scheduler:
 
     def explain(self, request_id: str) -> str:
         """In a sentence: what this request is doing, and what would have to happen for it to go on."""
-        request = self.requests.get(request_id)
-        if request is None:
-            return f"Request {request_id} is not here: it has finished or never came."
-        if request.phase is Phase.PREFILL:
-            assert request.slot is not None, "a prefilling request has a slot"
-            done = int(self.memory.slots.computed[request.slot])
-            return f"Request {request_id} is computing its prompt: {done} of {request.num_tokens} tokens are planned."
-        if request.phase is Phase.DECODING:
-            return f"Request {request_id} is decoding: {len(request.output)} of at most {request.max_tokens} tokens."
-        reason = request.waits_for
-        if not self.memory.slots.num_free:
-            reason = f"one of {self.config.max_running} slots, all taken: a running request has to end"
-        elif request.waits_for_pages:
-            reason = f"{request.waits_for_pages} more pages of memory: running requests have to end first"
-        if request.retractions:
-            reason += f"; it was retracted {request.retractions} times and goes before new requests"
-        reserved = self.admission.reserved
-        if reserved is request:
-            reason += "; nothing passes it any more"
-        elif reserved is not None:
-            reason += f"; memory that comes free is kept for request {reserved.id}"
-        else:
-            reason += f"; {self.num_waiting - 1} others wait, order {self.config.policy}"
-        return f"Request {request_id} waits for {reason}."
+        return explain(self, request_id)
 
     # ------------------------------------------------------------------ requests come and go
 
     def add(self, request: Request, now: float) -> None:
         """Takes a request. Raises Refused if it can never run or the queue is full; nothing else changes then."""
+        if request.id in self.requests:
+            raise InvalidRequest(f"request id {request.id!r} is taken by one that has not finished: choose another.")
+        if request.phase is not Phase.WAITING or request.number:
+            raise InvalidRequest(f"request {request.id!r} was added before: make a new Request.")
         try:
-            request.max_tokens = self._accept(request)
+            request.max_tokens = accept(request, self.config, self.memory, self.admission)
         except Refused as refusal:
             self.counters.refused += 1
             self.journal.write(now, self.memory.tree.step, Kind.REFUSE, request.id, str(refusal))
@@ -139,7 +128,6 @@ class Scheduler:
         request.stop_ids = frozenset(request.params.stop_token_ids)
         if not request.params.ignore_eos:
             request.stop_ids |= frozenset(request.eos_token_ids)
-        request.key = request.prompt.tobytes()
         self.requests[request.id] = request
         self._stop_ids.update(request.stop_ids)
         if request.deadline is not None:
@@ -159,45 +147,6 @@ class Scheduler:
             return False
         self._finish(request, reason, now)
         return True
-
-    def _accept(self, request: Request) -> int:
-        """The most tokens this request may produce, or Refused."""
-        if request.id in self.requests:
-            raise InvalidRequest(f"request id {request.id!r} is taken by one that has not finished: choose another.")
-        if request.phase is not Phase.WAITING or request.number:
-            raise InvalidRequest(f"request {request.id!r} was added before: make a new Request.")
-        config, prompt = self.config, len(request.prompt)
-        if self.num_waiting >= config.max_waiting:
-            raise Refused(f"{self.num_waiting} requests wait already (max_waiting): try again later.", retry=True)
-        if self.admission.num_waiting_tokens + prompt > config.max_waiting_tokens:
-            raise Refused(
-                f"{self.admission.num_waiting_tokens} prompt tokens wait already (max_waiting_tokens): "
-                "try again later.",
-                retry=True,
-            )
-        usable = self.memory.num_usable_pages * config.page_size
-        most = 0 if request.prefill_only else request.params.max_tokens
-        if most is None:
-            most = min(config.context_tokens, usable) - prompt
-            if most < 1:
-                raise Refused(
-                    f"the prompt has {prompt} tokens and leaves no room for output in a context of "
-                    f"{config.context_tokens} and a memory of {usable} tokens: shorten it.",
-                    retry=False,
-                )
-        if prompt + most > config.context_tokens:
-            raise Refused(
-                f"prompt and max_tokens are {prompt} + {most} tokens, more than the context of "
-                f"{config.context_tokens}: shorten the prompt or lower max_tokens.",
-                retry=False,
-            )
-        if self.memory.pages_for(prompt + most) > self.memory.num_usable_pages:
-            raise Refused(
-                f"prompt and max_tokens are {prompt} + {most} tokens, more than the memory for {usable} can ever "
-                "hold: shorten the prompt or lower max_tokens.",
-                retry=False,
-            )
-        return most
 
     def _finish(self, request: Request, reason: FinishReason, now: float) -> None:
         if request.phase is Phase.WAITING:
@@ -274,6 +223,9 @@ class Scheduler:
             request = heappop(deadlines)[2]
             if not request.is_finished:
                 self._finish(request, FinishReason.DEADLINE, now)
+        if len(deadlines) > 64 + 2 * len(self.requests):  # mostly of requests that ended long before
+            self._deadlines = [entry for entry in deadlines if not entry[2].is_finished]
+            heapify(self._deadlines)
         for pin in [pin for pin in self.memory.pins.values() if pin.expires <= now]:
             self.unpin(pin.name, now)
 
@@ -381,7 +333,7 @@ class Scheduler:
             samples=samples,
             num_decodes=num_decodes,
             requests=requests,
-            joins=tuple(self.admission.joins),
+            joins=self.admission.take_joins(),
             page_slots=page_slots,
             page_indices=page_indices,
             page_ids=page_ids,
@@ -514,7 +466,6 @@ class Scheduler:
         self.admission.dequeue(request)
         request.num_in_flight -= 1
         request.output.append(token)
-        request.key = token_key(request)
         self.admission.enqueue(request)
 
     def _advance_by(
@@ -560,7 +511,6 @@ class Scheduler:
         if expires <= now:
             raise PinError(f"pin {name!r} expires at {expires}, and it is {now} already: give a later time.")
         probe = Request(name, as_tokens(prompt), tenant=tenant, cache_salt=cache_salt, adapter=adapter)
-        probe.key = probe.prompt.tobytes()
         num_tokens = self.memory.pin(name, probe, expires)
         self.journal.write(now, self.memory.tree.step, Kind.PIN, name, num_tokens)
         return num_tokens
@@ -568,6 +518,20 @@ class Scheduler:
     def unpin(self, name: str, now: float) -> None:
         self.memory.unpin(name)
         self.journal.write(now, self.memory.tree.step, Kind.UNPIN, name)
+
+    def check_idle(self, now: float) -> list[str]:
+        """When nothing runs or waits: counts everything again. What does not add up is reported and repaired, at the
+        price of the cache; it never ends the process. Returns what was wrong."""
+        if self.has_work:
+            return []
+        faults = find_faults(self)
+        if faults:
+            self._open_books(self.memory.tree.step)
+            self._decode_slots = None
+            self._decodes_of.clear()
+            self.counters.repairs += 1
+            self.journal.write(now, self.memory.tree.step, Kind.REPAIR, "", *faults)
+        return faults
 
     def flush_cache(self) -> int:
         """Forgets every cached prefix that no running request uses. Returns the pages that came free."""
