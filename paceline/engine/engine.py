@@ -292,7 +292,7 @@ class Engine:
         for request, token in zip(updates.requests, updates.tokens.tolist(), strict=True):
             live = self._live.get(request.id)
             if live is None or live.request is not request:
-                continue  # it ended by a stop string, and this token is one too many
+                continue  # several tokens in one pass: those behind a stop string
             live.num_tokens += 1
             texts_of, tokens_of = texts.setdefault(request.id, ([], []))
             tokens_of.append(token)

@@ -68,9 +68,9 @@ def test_leaving_a_stream_aborts_the_request(engine: Engine) -> None:
         async for _ in stream:
             break
         await stream.aclose()  # type: ignore[attr-defined]
+        await asyncio.to_thread(wait_until, lambda: not engine.scheduler.has_work)  # while this loop still runs
 
     asyncio.run(leave())
-    wait_until(lambda: not engine.scheduler.has_work)
     assert engine.scheduler.counters.finished[FinishReason.ABORT] == 1
     assert len(asyncio.run(collect(engine, "hello", greedy(3)))) >= 1
 
@@ -83,9 +83,9 @@ def test_cancelling_a_task_aborts_the_request(engine: Engine) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        await asyncio.to_thread(wait_until, lambda: not engine.scheduler.has_work)
 
     asyncio.run(cancel())
-    wait_until(lambda: not engine.scheduler.has_work)
     assert engine.scheduler.counters.finished[FinishReason.ABORT] == 1
     assert not engine._live
 
