@@ -233,6 +233,9 @@ class Admission:
         running = [other for other in self.running if other not in leaving] if leaving else self.running
         if not running:
             return 0  # alone it fits, or it would have been refused
+        limit = self._config.num_pages - self._config.pin_quota_pages
+        if self._memory.num_promised_pages + self._memory.full_pages(request) <= limit:
+            return 0  # there is room for everything in full: nothing needs to be predicted
         limit = self._config.num_pages - self._unused_pin_pages()
         if leaving:
             self._outlook = None
@@ -267,8 +270,7 @@ class Admission:
     def _worst_pages(self, request: Request) -> int:
         """Pages only `request` holds if it runs to its full length."""
         assert request.held is not None, f"request {request.id} is not running"
-        full = self._memory.pages_for(len(request.prompt) + request.max_tokens)
-        return full - request.held.depth // self._memory.page_size + request.sole_pages
+        return self._memory.full_pages(request) - request.held.depth // self._memory.page_size + request.sole_pages
 
     def _expected_growth(self, request: Request) -> int:
         """Positions a waiting request is expected to write after its prompt. Its last token is never fed."""

@@ -74,6 +74,9 @@ def _rows(scheduler: Scheduler) -> list[str]:
     for request in running:
         if request.slot is None or memory.slots.requests[request.slot] is not request:
             faults.append(f"request {request.id} runs without a slot")
+    promised = sum(memory.full_pages(request) for request in memory.slots.requests if request is not None)
+    if promised != memory.num_promised_pages:
+        faults.append(f"{memory.num_promised_pages} pages are counted as promised, {promised} are")
     taken = sum(request is not None for request in memory.slots.requests)
     if taken + memory.slots.num_free != len(memory.slots.requests):
         faults.append(f"{taken} slots taken and {memory.slots.num_free} free do not make {len(memory.slots.requests)}")

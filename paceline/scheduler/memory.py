@@ -49,6 +49,7 @@ class Memory:
         longest = min(config.context_tokens + config.draft_tokens, config.num_pages * config.page_size)
         self.slots = Slots(config.max_running, self.pages_for(longest), config.page_size)
         self.pins: dict[str, Pin] = {}
+        self.num_promised_pages = 0  # of all running requests at full length, as if they shared nothing
         self.now = 0.0  # of the step being planned: what evictions are journaled under
         self._duplicates: list[Request] = []  # rows that computed what the tree already held
 
@@ -56,6 +57,10 @@ class Memory:
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
+
+    def full_pages(self, request: Request) -> int:
+        """Pages of a request that runs to its full length."""
+        return self.pages_for(len(request.prompt) + request.max_tokens)
 
     @property
     def num_usable_pages(self) -> int:
@@ -101,6 +106,7 @@ class Memory:
         assert request.held is not None, f"request {request.id} got a slot before it held its prefix"
         slot = self.slots.acquire(request)
         request.key = token_key(request)
+        self.num_promised_pages += self.full_pages(request)
         self.slots.append_pages(slot, self.tree.path_pages(request.held))
         self.slots.computed[slot] = request.held.depth
         self.slots.held_pages[slot] = self.slots.num_pages[slot]
@@ -173,6 +179,7 @@ class Memory:
         self.let_go(request)
         assert request.sole_pages == 0, f"request {request.id} left and still owns {request.sole_pages} pages"
         self.slots.release(request)
+        self.num_promised_pages -= self.full_pages(request)
         request.key = b""
         return self.num_available_pages - before
 
