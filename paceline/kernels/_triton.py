@@ -4,6 +4,9 @@ The CPU build of torch brings no Triton. `from __future__ import annotations` mu
 Triton reads the annotation, so the stand-in has to have it too.
 """
 
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
 from __future__ import annotations
 
 import importlib
@@ -22,7 +25,9 @@ class _NoTriton:
 
 class _Unlaunchable:
     def __getitem__(self, grid: object) -> Any:
-        raise RuntimeError("this operation was asked of a GPU, but triton is not installed: install triton, or use the CPU")
+        raise RuntimeError(
+            "this operation was asked of a GPU, but triton is not installed: install triton, or use the CPU"
+        )
 
 
 triton: Any
@@ -34,6 +39,14 @@ try:
 except ImportError:
     triton = tl = _NoTriton()
     HAS_TRITON = False
+
+
+@triton.jit
+def prefetch(pointer):
+    """In a kernel: asks the L2 for the cache lines of a block of addresses, without waiting."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 def next_power_of_2(n: int) -> int:

@@ -13,6 +13,9 @@ The token being decoded is not in the cache yet: the row's last unit, its tail, 
 tail may hold nothing else. Hence a shared chunk must end at or before the position being decoded.
 """
 
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -21,7 +24,10 @@ import torch
 
 from paceline.kernels._triton import cdiv, next_power_of_2, tl, triton
 
-UNIT_WORDS = 8  # row, slot, first query, number of queries, begin, end, index of the partial, whether it is the tail
+# row, slot, first query, number of queries, begin, end, index among the row's partials, whether it is the tail,
+# and of the row: position, number of chunks, first partial. All in one record, since every further look-up would
+# cost a round trip to memory in every layer.
+UNIT_WORDS = 16
 ROW_WORDS = 4  # position, number of chunks, first partial, slot
 
 
@@ -33,8 +39,8 @@ class Chunks:
     """
 
     min_tokens: int = 64
-    max_tokens: int = 512
-    target_units: int = 66  # times the KV heads: work items for 132 multiprocessors, several each
+    max_tokens: int = 1024
+    target_units: int = 16  # times the KV heads: about one work item per multiprocessor; more only adds folding
 
     def capacity(self, rows: int, max_length: int) -> int:
         """Most units, and most partials, that a pass of `rows` rows of up to `max_length` tokens can have."""
@@ -91,7 +97,7 @@ def decode_units_reference(
         while size > chunks.min_tokens and sum(counts(size)) < chunks.target_units:
             size //= 2
     units = [[row, row_slots[row], first, count, c * size, (c + 1) * size, c, 0] for row, c, first, count in shared]
-    rows = []
+    rows: list[list[int]] = []
     partial = 0
     for row, (slot, position, first, count) in enumerate(zip(row_slots, positions, firsts, counts(size), strict=True)):
         rows.append([position, count, partial, slot])
@@ -100,7 +106,7 @@ def decode_units_reference(
             chunk = first // size + index
             begin, end = max(chunk * size, first), min((chunk + 1) * size, position)
             units.append([row, slot, 0, 1, begin, end, index, int(index == count - 1)])
-    return units, rows
+    return [[*unit, *rows[unit[0]][:3]] for unit in units], rows
 
 
 @triton.jit
@@ -144,16 +150,17 @@ def _decode_units_kernel(
         tl.store(step, tl.load(step) + 1)
 
     info = rows + row * 4
+    partial = tl.cumsum(count, axis=0) - count
     tl.store(info, position, mask=live)
     tl.store(info + 1, count, mask=live)
-    tl.store(info + 2, tl.cumsum(count, axis=0) - count, mask=live)
+    tl.store(info + 2, partial, mask=live)
     tl.store(info + 3, slot, mask=live)
 
     for i in range(0, tl.max(own, axis=0)):
         index = covered + i
         chunk = first // size + index
         mine = live & (i < own)
-        record = units + (unit + i).to(tl.int64) * 8
+        record = units + (unit + i) * 16
         tl.store(record, row, mask=mine)
         tl.store(record + 1, slot, mask=mine)
         tl.store(record + 2, row * 0, mask=mine)
@@ -162,14 +169,18 @@ def _decode_units_kernel(
         tl.store(record + 5, tl.minimum((chunk + 1) * size, position), mask=mine)
         tl.store(record + 6, index, mask=mine)
         tl.store(record + 7, (index == count - 1).to(tl.int32), mask=mine)
+        tl.store(record + 8, position, mask=mine)
+        tl.store(record + 9, count, mask=mine)
+        tl.store(record + 10, partial, mask=mine)
 
+    tl.debug_barrier()  # rows, written above by other threads, are read below
     for start in range(0, shared_count, BLOCK_U):
         u = start + tl.arange(0, BLOCK_U)
         mine = u < shared_count
         source = shared_units + u * 4
         sharer = tl.load(source, mask=mine, other=0)
         chunk = tl.load(source + 1, mask=mine, other=0)
-        record = units + u * 8
+        record = units + u * 16
         tl.store(record, sharer, mask=mine)
         tl.store(record + 1, tl.load(row_slots + sharer, mask=mine, other=0), mask=mine)
         tl.store(record + 2, tl.load(source + 2, mask=mine, other=0), mask=mine)
@@ -178,6 +189,8 @@ def _decode_units_kernel(
         tl.store(record + 5, (chunk + 1) * size, mask=mine)
         tl.store(record + 6, chunk, mask=mine)
         tl.store(record + 7, u * 0, mask=mine)
+        for word in tl.static_range(3):
+            tl.store(record + 8 + word, tl.load(rows + sharer * 4 + word, mask=mine, other=0), mask=mine)
 
 
 def decode_units(

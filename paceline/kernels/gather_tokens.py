@@ -4,6 +4,9 @@ A token that the pass before has just sampled is read here from where the sample
 in between.
 """
 
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
 from __future__ import annotations
 
 import torch
@@ -41,8 +44,11 @@ def _gather_tokens_kernel(
     out,
     slots,
     positions,
+    squares,
     pool_stride,
+    squares_stride,
     hidden,
+    LEAVE_SQUARES: tl.constexpr,
     RAGGED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -63,6 +69,9 @@ def _gather_tokens_kernel(
     # A padding row gets zeros, so that nothing unbounded travels through the products.
     value = tl.load(embeddings + token_id * hidden + column, mask=inside & live, other=0.0)
     tl.store(out + token.to(tl.int64) * hidden + column, value.to(out.dtype.element_ty), mask=inside)
+    if LEAVE_SQUARES:
+        wide = value.to(tl.float32)
+        tl.store(squares + token * squares_stride, tl.sum(wide * wide, axis=0))
     tl.store(slots + token, slot)
     tl.store(positions + token, position)
 
@@ -75,11 +84,13 @@ def gather_tokens(
     positions: torch.Tensor,
     token_rows: torch.Tensor | None = None,
     query_starts: torch.Tensor | None = None,
+    squares: torch.Tensor | None = None,
 ) -> None:
     """out [T, H], slots [T] and positions [T] (int32) for the tokens of a pass; embeddings [V, H].
 
     Without token_rows, token i is row i's only one (a decode pass; rows from num_rows on get zeros). With them,
-    token i belongs to row token_rows[i] [T], whose tokens begin at query_starts[row] [R + 1].
+    token i belongs to row token_rows[i] [T], whose tokens begin at query_starts[row] [R + 1]. squares [T, 1], where
+    given, takes each row's sum of squares for the norm that follows (linear.py).
     """
     assert (token_rows is None) == (query_starts is None), "token_rows and query_starts come together"
     tokens, hidden = out.shape
@@ -95,8 +106,11 @@ def gather_tokens(
         out,
         slots,
         positions,
+        out if squares is None else squares,
         state.token_pool.stride(0),
+        0 if squares is None else squares.stride(0),
         hidden,
+        LEAVE_SQUARES=squares is not None,
         RAGGED=token_rows is not None,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 8),

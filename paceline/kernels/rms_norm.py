@@ -4,6 +4,9 @@ Decode steps fold this norm into the matrix product that follows (linear.py); th
 products are cuBLAS's, and the last norm before the logits.
 """
 
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
 from __future__ import annotations
 
 import torch
@@ -14,7 +17,7 @@ from paceline.kernels._triton import next_power_of_2, tl, triton
 def rms_norm_reference(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (normed, residual + x); the sum is rounded to the stream's type before it is normed, as the kernel does."""
+    """Returns (normed, residual + x); the sum is rounded to the stream's type before it is normed, as in the kernel."""
     total = x if residual is None else (x.float() + residual.float()).to(residual.dtype)
     wide = total.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
@@ -40,7 +43,8 @@ def _rms_norm_kernel(
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if PDL == 1:
+            tl.extra.cuda.gdc_launch_dependents()
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         stream = residual + row * hidden + column
@@ -57,7 +61,7 @@ def rms_norm(
     eps: float,
     out: torch.Tensor,
     residual: torch.Tensor | None = None,
-    pdl: bool = False,
+    pdl: int = 0,
 ) -> None:
     """out [T, H] = norm(x [T, H]) * weight [H]; with `residual` [T, H]: residual += x in place, out = norm(residual).
 
@@ -77,5 +81,5 @@ def rms_norm(
         BLOCK=block,
         PDL=pdl,
         num_warps=min(max(block // 512, 1), 8),
-        launch_pdl=pdl,
+        launch_pdl=pdl > 0,
     )

@@ -11,6 +11,9 @@ blocks below the bound; two or three rounds are typical. Rows without filters ne
 Order as elsewhere: temperature, then top-k, then top-p within what top-k kept, then min-p. Ties at a threshold stay.
 """
 
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -37,8 +40,10 @@ def gumbel_reference(seed: int, position: int, vocab: int) -> torch.Tensor:
 
     first = _mix_reference(word(seed) ^ _mix_reference(word(position + 0x9E3779B9)))
     second = _mix_reference((word(seed >> 32) + first * 0x9E3779B1) & _MASK)
-    h = _mix_reference((torch.arange(vocab) * 0x9E3779B1 + first) & _MASK)
-    h = _mix_reference(h ^ second)
+    h = (torch.arange(vocab) * 0x9E3779B1 + first) & _MASK
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK
+    h = ((h ^ (h >> 15) ^ second) * 0x846CA68B) & _MASK
+    h = h ^ (h >> 16)
     uniform = (h.double() + 0.5) / 2**32
     return -torch.log(-torch.log1p(-uniform))
 
@@ -81,13 +86,29 @@ def _noise_keys(params, position):
 
 
 @triton.jit
-def _gumbel(token, first, second):
-    h = _mix(_mix(token.to(tl.uint32) * 0x9E3779B1 + first) ^ second)
+def _log(x, APPROX: tl.constexpr):
+    """The hardware's logarithm where there is one: the exact one is twenty instructions, twice per token."""
+    if APPROX:
+        return 0.6931471805599453 * tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.log(x)
+
+
+@triton.jit
+def _gumbel(token, first, second, APPROX: tl.constexpr):
+    # One round, since the keys are mixed already: at 256 rows the hash is most of the sampling time.
+    h = token.to(tl.uint32) * 0x9E3779B1 + first
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (h ^ (h >> 15) ^ second) * 0x846CA68B
+    h = h ^ (h >> 16)
     uniform = (h.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     # -log1p(-u): near zero the logarithm would lose the very bits that decide who wins.
     small = uniform < 0.001
-    exponential = tl.where(small, uniform + 0.5 * uniform * uniform, -tl.log(1.0 - tl.minimum(uniform, 0.99999994)))
-    return -tl.log(exponential)
+    exponential = tl.where(
+        small, uniform + 0.5 * uniform * uniform, -_log(1.0 - tl.minimum(uniform, 0.99999994), APPROX)
+    )
+    return -_log(exponential, APPROX)
 
 
 @triton.jit
@@ -139,6 +160,7 @@ def _sample_kernel(
     depth,
     vocab,
     WORDS: tl.constexpr,
+    APPROX: tl.constexpr,
     HAS_INDEX: tl.constexpr,
     FILTERS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -168,7 +190,7 @@ def _sample_kernel(
         column = start + lane
         value = tl.load(line + column, mask=column < vocab, other=-float("inf")).to(tl.float32) * inverse
         if random:
-            value += _gumbel(column, first, second)
+            value += _gumbel(column, first, second, APPROX)
         better = value > best
         best = tl.where(better, value, best)
         token = tl.where(better, column, token)
@@ -213,20 +235,38 @@ def _order_key(value):
 
 @triton.jit
 def _kth_key(line, inverse, highest, k, vocab, BLOCK: tl.constexpr):
-    """The order key of the k-th largest scaled logit, by bisection: no more than 32 passes over a cached row."""
+    """A bound on order keys that keeps the k largest scaled logits and their ties, by four-way search.
+
+    Each pass over the (cached) row counts above three bounds and quarters the bracket. The search ends as soon as a
+    bound keeps exactly k, or when nothing is left between the bracket's ends.
+    """
     lane = tl.arange(0, BLOCK)
-    low = (_order_key(highest * 0.0) * 0).to(tl.int64) - 2147483648
     high = _order_key(highest).to(tl.int64)
+    low = high * 0 - 2147483648
     while low < high:
-        middle = low + (high - low + 1) // 2
-        count = tl.zeros([BLOCK], tl.int32)
+        quarter = (high - low + 3) // 4
+        one = low + quarter
+        two = tl.minimum(one + quarter, high)
+        three = tl.minimum(two + quarter, high)
+        ones = tl.zeros([BLOCK], tl.int32)
+        twos = tl.zeros([BLOCK], tl.int32)
+        threes = tl.zeros([BLOCK], tl.int32)
         for start in range(0, vocab, BLOCK):
             column = start + lane
             value = tl.load(line + column, mask=column < vocab, other=-float("inf")).to(tl.float32) * inverse
-            count += ((_order_key(value) >= middle) & (column < vocab)).to(tl.int32)
-        number = tl.sum(count, axis=0)
-        low = tl.where(number >= k, middle, low)
-        high = tl.where(number == k, middle, tl.where(number > k, high, middle - 1))
+            key = tl.where(column < vocab, _order_key(value), -2147483648)
+            ones += (key >= one).to(tl.int32)
+            twos += (key >= two).to(tl.int32)
+            threes += (key >= three).to(tl.int32)
+        num_one = tl.sum(ones, axis=0)
+        num_two = tl.sum(twos, axis=0)
+        num_three = tl.sum(threes, axis=0)
+        high = tl.where(
+            num_three >= k, high, tl.where(num_two >= k, three - 1, tl.where(num_one >= k, two - 1, one - 1))
+        )
+        low = tl.where(num_three >= k, three, tl.where(num_two >= k, two, tl.where(num_one >= k, one, low)))
+        kept = tl.where(num_three >= k, num_three, tl.where(num_two >= k, num_two, num_one))
+        high = tl.where(kept == k, low, high)
     return low
 
 
@@ -251,6 +291,7 @@ def _filter_kernel(
     depth,
     vocab,
     WORDS: tl.constexpr,
+    APPROX: tl.constexpr,
     HAS_INDEX: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -305,7 +346,7 @@ def _filter_kernel(
             if tl.max(value, axis=0) > bound:
                 count += over.to(tl.int32)
                 above += tl.where(over, tl.exp(value - highest), 0.0)
-                noisy = tl.where(over, value + _gumbel(column, first, second), -float("inf"))
+                noisy = tl.where(over, value + _gumbel(column, first, second, APPROX), -float("inf"))
                 better = noisy > best
                 best = tl.where(better, noisy, best)
                 token = tl.where(better, column, token)
@@ -365,7 +406,7 @@ def sample(
     """
     rows, vocab = logits.shape
     splits = 1
-    while splits < workspace.part_value.shape[1] and rows * splits < 512 and vocab > block * splits:
+    while splits < workspace.part_value.shape[1] and rows * splits < 4096 and vocab > block * splits:
         splits *= 2
     per_split = cdiv(cdiv(vocab, splits), block) * block
     common = (
@@ -395,6 +436,7 @@ def sample(
         workspace.winner,
         *common,
         WORDS=SAMPLING_WORDS,
+        APPROX=logits.is_cuda,  # the interpreter knows no assembly
         HAS_INDEX=index is not None,
         FILTERS=filters,
         SPLITS=splits,
@@ -415,6 +457,7 @@ def sample(
             workspace.winner,
             *common,
             WORDS=SAMPLING_WORDS,
+            APPROX=logits.is_cuda,
             HAS_INDEX=index is not None,
             SPLITS=splits,
             BLOCK=8 * block,

@@ -1,5 +1,8 @@
 """silu(gate) * up, from the one product that yields both side by side."""
 
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
 from __future__ import annotations
 
 import torch
@@ -19,17 +22,18 @@ def _silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr
     inside = column < width
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if PDL == 1:
+            tl.extra.cuda.gdc_launch_dependents()
     gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
     value = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: torch.Tensor, out: torch.Tensor, pdl: bool = False) -> None:
+def silu_mul(gate_up: torch.Tensor, out: torch.Tensor, pdl: int = 0) -> None:
     """out [T, F] = silu(gate_up[:, :F]) * gate_up[:, F:], for contiguous gate_up [T, 2F]."""
     tokens, width = out.shape
     block = 1024
     _silu_mul_kernel[(tokens, cdiv(width, block))](
-        gate_up, out, width, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
+        gate_up, out, width, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl > 0
     )

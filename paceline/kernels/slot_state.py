@@ -15,6 +15,9 @@ Nothing in one diff may be written twice: programs apply it in no order. A pass 
 num_rows 0 means no change.
 """
 
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -109,7 +112,9 @@ def apply_diff_reference(diff: Column, state: SlotState) -> None:
     state.page_table[slots, indices] = pages.int()
     slots, positions, rest = rest.split([num_starts] * 2 + [len(rest) - 2 * num_starts])
     state.num_computed[slots] = positions.int()
-    slots, words, rest = rest.split([num_joins, num_joins * SAMPLING_WORDS, len(rest) - num_joins * (1 + SAMPLING_WORDS)])
+    slots, words, rest = rest.split(
+        [num_joins, num_joins * SAMPLING_WORDS, len(rest) - num_joins * (1 + SAMPLING_WORDS)]
+    )
     state.sampling[slots] = words.view(SAMPLING_WORDS, num_joins).T.int()
     runs, tokens, rows = rest.split([4 * num_runs, num_tokens, num_rows])
     for slot, first, offset, count in runs.view(4, num_runs).T.tolist():

@@ -33,7 +33,7 @@ def random_cache(
     device: str = "cpu",
     shared_pages: list[tuple[int, int, int]] | None = None,
 ) -> Cache:
-    """A cache whose slots own pages in random order. shared_pages: (slot, other slot, n): its first n pages are the other's."""
+    """A cache whose slots own pages in random order; shared_pages: (slot, other, n) gives it the other's first n."""
     per_slot = -(-max_length // page_size)
     pages = torch.randperm(slots * per_slot, device=device).int().view(slots, per_slot)
     for slot, other, count in shared_pages or []:

@@ -33,7 +33,7 @@ def test_units_follow_from_lengths_on_the_device(window: int, target_units: int)
     decode_units(buffers, slots, ints([5]), ints(lengths), chunks, window)
     units, rows = decode_units_reference(row_slots, lengths, chunks, window)
     assert buffers.num_units.item() == len(units)
-    assert buffers.units[: len(units)].tolist() == units
+    assert buffers.units[: len(units), : len(units[0])].tolist() == units
     assert buffers.rows[:5].tolist() == rows
 
 
@@ -161,9 +161,7 @@ def test_random_sharing_covers_every_shared_chunk_once() -> None:
     for seed in range(50):
         sharing = random_sharing(random.Random(seed), rows=6, max_length=200, chunk=32, rows_per_unit=3)
         seen = [
-            (sharing.query_rows[first + i], chunk)
-            for _, chunk, first, count in sharing.units
-            for i in range(count)
+            (sharing.query_rows[first + i], chunk) for _, chunk, first, count in sharing.units for i in range(count)
         ]
         assert len(seen) == len(set(seen))
         expected = itertools.chain.from_iterable(((row, c) for c in range(n)) for row, n in enumerate(sharing.covered))

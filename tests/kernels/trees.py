@@ -1,4 +1,4 @@
-"""Random prefix trees for the shared-chunk tests: rows in depth-first order, with how much neighbours have in common."""
+"""Random prefix trees for the shared-chunk tests: rows in depth-first order and what neighbours have in common."""
 
 from __future__ import annotations
 
