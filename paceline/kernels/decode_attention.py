@@ -1,0 +1,371 @@
+"""Decode attention over the paged cache: one launch that also norms, rotates and writes the new key and value.
+
+A program takes (unit, KV head) pairs in turn, up to a count that lies on the device, so that one captured graph
+serves every batch. The row's tail unit starts its softmax from the new token, taken from the qkv product, and writes
+that token's key and value: nobody reads them from the cache in this pass, so nothing has to wait for the write.
+
+A row of several chunks leaves one float32 partial per chunk. Whoever finishes last (an atomic count per row and head)
+folds them, in the order of the chunks whoever that is: a second launch per layer would cost more than the fold.
+"""
+
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.kernels._triton import next_power_of_2, prefetch, tl, triton
+from paceline.kernels.decode_units import DecodeUnits
+from paceline.kernels.rope_kv import rope_kv_reference, rotate_row
+
+
+def decode_attention_reference(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    window: int = 0,
+) -> torch.Tensor:
+    """[R, Q D] in float64. Writes the new keys and values first, then attends row by row."""
+    page_size, kv_heads, head_dim = k_cache.shape[1:]
+    q = rope_kv_reference(qkv, k_cache, v_cache, page_table, slots, positions, cos_sin, q_norm, k_norm, eps)
+    out = []
+    for row, slot, position in zip(q.double(), slots.tolist(), positions.tolist(), strict=True):
+        first = max(position + 1 - window, 0) if window else 0
+        seen = torch.arange(first, position + 1, device=q.device)
+        pages = page_table[slot, seen // page_size].long()
+        k, v = (cache[pages, seen % page_size].double() for cache in (k_cache, v_cache))
+        scores = torch.einsum("kgd,nkd->kgn", row.view(kv_heads, -1, head_dim), k) * head_dim**-0.5
+        out.append(torch.einsum("kgn,nkd->kgd", scores.softmax(-1), v).reshape(-1))
+    return torch.stack(out)
+
+
+@triton.jit
+def _fold(
+    partials,
+    lse,
+    out,
+    row,
+    first_partial,
+    num_chunks,
+    kv_head,
+    Q: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out[row] for the heads of one KV head from their partials, BLOCK chunks at a time, ascending."""
+    column = tl.arange(0, COLUMNS)
+    inside_column = column < G * D
+    head = kv_head * G + column // D
+    block = tl.arange(0, BLOCK)
+    top = tl.full([COLUMNS], -1.0e30, tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
+    value = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, num_chunks, BLOCK):
+        inside = (start + block < num_chunks)[:, None] & inside_column[None, :]
+        place = ((first_partial + start + block).to(tl.int64) * Q)[:, None] + head[None, :]
+        # .cg: written by other multiprocessors in this launch, so the first-level cache must not answer. The weight
+        # of a head is loaded once per element: cheaper than moving it between threads.
+        weight = tl.load(lse + place, mask=inside, other=-float("inf"), cache_modifier=".cg")
+        piece = tl.load(partials + place * D + (column % D)[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(top, tl.max(weight, axis=0))
+        weight = tl.exp2(weight - higher[None, :])
+        keep = tl.exp2(top - higher)
+        value = value * keep + tl.sum(piece * weight, axis=0)
+        total = total * keep + tl.sum(weight, axis=0)
+        top = higher
+    target = out + (row * Q + kv_head * G) * D + column
+    tl.store(target, (value / tl.where(total > 0.0, total, 1.0)).to(out.dtype.element_ty), mask=inside_column)
+
+
+@triton.jit
+def _prefetch_unit(
+    unit, kv_head, k_cache, v_cache, page_table, table_stride, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr
+):
+    """Starts the unit's first keys and values towards the L2 while its queries are still being rotated."""
+    n = tl.load(unit + 4) + tl.arange(0, 64)
+    cached = n < tl.load(unit + 5)
+    slot = tl.load(unit + 1).to(tl.int64)
+    page = tl.load(page_table + slot * table_stride + n // P, mask=cached, other=0).to(tl.int64)
+    place = ((page * P + n % P) * K + kv_head) * D
+    line = tl.arange(0, D // 64) * 64
+    # Lanes beyond the end ask for page 0, which is as good as any other address.
+    prefetch(k_cache + place[:, None] + line[None, :])
+    prefetch(v_cache + place[:, None] + line[None, :])
+
+
+@triton.jit
+def _decode_attention_kernel(
+    qkv,
+    k_cache,
+    v_cache,
+    page_table,
+    cos_sin,
+    q_norm,
+    k_norm,
+    units,
+    num_units,
+    rows,
+    query_rows,
+    partials,
+    lse,
+    arrived,
+    out,
+    qkv_stride,
+    table_stride,
+    eps,
+    scale,
+    Q: tl.constexpr,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FOLD: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    d = tl.arange(0, D)
+    m = tl.arange(0, BLOCK_M)
+    num_work = tl.load(num_units) * K
+    if PDL:
+        # The units and all keys but the newest were there before the product that is still running: ask for the
+        # first of them now.
+        if PREFETCH and tl.program_id(0) < num_work:
+            _prefetch_unit(
+                units + tl.program_id(0) // K * 16,
+                tl.program_id(0) % K,
+                k_cache,
+                v_cache,
+                page_table,
+                table_stride,
+                K,
+                D,
+                P,
+            )
+        tl.extra.cuda.gdc_wait()
+        if PDL == 1:
+            tl.extra.cuda.gdc_launch_dependents()
+    for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
+        unit = units + work // K * 16
+        kv_head = work % K
+        row = tl.load(unit)
+        slot = tl.load(unit + 1).to(tl.int64)
+        first_query = tl.load(unit + 2)
+        num_queries = tl.load(unit + 3)
+        begin = tl.load(unit + 4)
+        end = tl.load(unit + 5)
+        index = tl.load(unit + 6)
+        is_tail = tl.load(unit + 7) != 0
+        num_chunks = tl.load(unit + 9)
+        table = page_table + slot * table_stride
+        if PREFETCH and (PDL == 0 or work != tl.program_id(0)):
+            _prefetch_unit(unit, kv_head, k_cache, v_cache, page_table, table_stride, K, D, P)
+
+        inside = m // G < num_queries
+        tile_rows = row + tl.zeros([BLOCK_M], tl.int32)
+        position = tl.load(unit + 8) + tl.zeros([BLOCK_M], tl.int32)
+        first_partial = tl.load(unit + 10) + tl.zeros([BLOCK_M], tl.int32)
+        if num_queries > 1:
+            tile_rows = tl.load(query_rows + first_query + m // G, mask=inside, other=0)
+            position = tl.load(rows + tile_rows * 4, mask=inside, other=0)
+            first_partial = tl.load(rows + tile_rows * 4 + 2, mask=inside, other=0)
+        head = kv_head * G + m % G
+        q = rotate_row(
+            qkv,
+            (tile_rows * qkv_stride + head * D)[:, None],
+            inside[:, None],
+            q_norm,
+            cos_sin + (position * D)[:, None],
+            eps,
+            D,
+            HAS_NORM,
+        ).to(qkv.dtype.element_ty)
+
+        # The tail's new token. Loaded in every unit and used in one: a branch would wait for memory once more.
+        # end is the position being decoded: the cache holds begin..end, this token makes it end + 1.
+        source = qkv + row * qkv_stride + (Q + kv_head) * D
+        tail = tl.full([1, 1], 1, tl.int1) & is_tail
+        new_k = rotate_row(source, tl.zeros([1, 1], tl.int32), tail, k_norm, cos_sin + end * D, eps, D, HAS_NORM).to(
+            k_cache.dtype.element_ty
+        )
+        new_v = tl.load(source + K * D + d[None, :], mask=tail, other=0.0).to(v_cache.dtype.element_ty)
+        tail_page = tl.load(table + end // P, mask=is_tail, other=0).to(tl.int64)
+        tail_place = ((tail_page * P + end % P) * K + kv_head) * D + d[None, :]
+        tl.store(k_cache + tail_place, new_k, mask=tail)
+        tl.store(v_cache + tail_place, new_v, mask=tail)
+        top = tl.where(is_tail, tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1) * scale, -1.0e30)
+        # Summed over the keys' axis only at the end: one exchange between warps less per tile.
+        totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        totals += tl.where((tl.arange(0, BLOCK_N) == 0) & is_tail, 1.0, 0.0)[None, :]
+        acc = tl.zeros([BLOCK_M, D], tl.float32) + new_v.to(tl.float32)
+
+        for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+            n = start + tl.arange(0, BLOCK_N)
+            cached = n < end
+            page = tl.load(table + n // P, mask=cached, other=0)
+            if WIDE:
+                page = page.to(tl.int64)
+            place = (((page * P + n % P) * K + kv_head) * D)[:, None] + d[None, :]
+            k = tl.load(k_cache + place, mask=cached[:, None], other=0.0)
+            scores = tl.dot(q, tl.trans(k)) * scale
+            if WINDOW:
+                scores = tl.where(cached[None, :] & (n[None, :] > position[:, None] - WINDOW), scores, -float("inf"))
+            else:
+                scores = tl.where(cached[None, :], scores, -float("inf"))
+            higher = tl.maximum(top, tl.max(scores, axis=1))
+            keep = tl.exp2(top - higher)
+            weight = tl.exp2(scores - higher[:, None])
+            v = tl.load(v_cache + place, mask=cached[:, None], other=0.0)
+            totals = totals * keep[:, None] + weight
+            acc = tl.dot(weight.to(v.dtype), v, acc * keep[:, None])
+            top = higher
+
+        total = tl.sum(totals, axis=1)
+        acc = acc / total[:, None]
+        if num_chunks == 1:
+            target = out + (tile_rows * Q + head)[:, None] * D + d[None, :]
+            tl.store(target, acc.to(out.dtype.element_ty), mask=inside[:, None])
+        else:
+            partial = (first_partial + index).to(tl.int64) * Q + head
+            tl.store(partials + partial[:, None] * D + d[None, :], acc, mask=inside[:, None])
+            tl.store(lse + partial, top + tl.log2(total), mask=inside)
+            tl.debug_barrier()  # every thread's partial before the one atomic that announces them
+            for query in range(0, num_queries):
+                owner = row
+                owner_chunks = num_chunks
+                owner_partial = tl.load(unit + 10)
+                if num_queries > 1:
+                    owner = tl.load(query_rows + first_query + query)
+                    owner_chunks = tl.load(rows + owner * 4 + 1)
+                    owner_partial = tl.load(rows + owner * 4 + 2)
+                count = arrived + owner * K + kv_head
+                if tl.atomic_add(count, 1, sem="acq_rel") == owner_chunks - 1:
+                    _fold(partials, lse, out, owner, owner_partial, owner_chunks, kv_head, Q, G, D, COLUMNS, FOLD)
+                    tl.store(count, 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeWorkspace:
+    """Partials of one layer at a time; layers reuse it since they run in order. Counts are zero between launches."""
+
+    partials: torch.Tensor  # [capacity, Q, D] float32
+    lse: torch.Tensor  # [capacity, Q] float32, base 2
+    arrived: torch.Tensor  # [R, K] int32
+
+    @classmethod
+    def empty(
+        cls, rows: int, capacity: int, q_heads: int, kv_heads: int, head_dim: int, device: torch.device | str
+    ) -> DecodeWorkspace:
+        return cls(
+            partials=torch.empty(capacity, q_heads, head_dim, device=device),
+            lse=torch.empty(capacity, q_heads, device=device),
+            arrived=torch.zeros(rows, kv_heads, dtype=torch.int32, device=device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTuning:
+    num_programs: int = 132 * 16
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    max_registers: int = 128  # per thread: a few spills cost less than a program fewer per multiprocessor
+    prefetch: bool = False
+    block_m: int = 16  # query heads per unit: a shared unit holds at most block_m // G rows
+
+
+def decode_attention_tuning(rows: int, group: int, sharing: bool) -> DecodeTuning:
+    """What was fastest on an H200 at 1 to 256 rows with 16 / 8 heads; see docs/log.md.
+
+    Without sharing the tile holds just the heads of one KV head: a tile of 16 spends a third of its instructions on
+    empty rows.
+    """
+    if sharing:
+        return DecodeTuning(block_n=32, num_warps=2, num_stages=5, max_registers=168, block_m=16)
+    return DecodeTuning(block_m=next_power_of_2(group), max_registers=168 if rows <= 16 else 128)
+
+
+def decode_attention(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    units: DecodeUnits,
+    workspace: DecodeWorkspace,
+    out: torch.Tensor,
+    window: int = 0,
+    tuning: DecodeTuning = DecodeTuning(),  # noqa: B008  (frozen)
+    pdl: int = 0,
+) -> None:
+    """out [R, Q D] = attention of the new tokens in qkv [R, (Q + 2K) D], whose keys and values enter the caches.
+
+    Caches [pages, P, K, D]; page_table [S, pages per slot] int32; cos_sin [positions, D] float32; q_norm and k_norm
+    [D] together or not at all. `units` was filled by `decode_units` with the same window in this pass. Rows beyond
+    num_rows are left as they were.
+    """
+    page_size, kv_heads, head_dim = k_cache.shape[1:]
+    q_heads = out.shape[1] // head_dim
+    group = q_heads // kv_heads
+    columns = next_power_of_2(group * head_dim)
+    assert group <= tuning.block_m, f"{group} query heads per KV head do not fit a tile of {tuning.block_m}"
+    _decode_attention_kernel[(tuning.num_programs,)](
+        qkv,
+        k_cache,
+        v_cache,
+        page_table,
+        cos_sin,
+        qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm,
+        units.units,
+        units.num_units,
+        units.rows,
+        units.query_rows,
+        workspace.partials,
+        workspace.lse,
+        workspace.arrived,
+        out,
+        qkv.stride(0),
+        page_table.stride(0),
+        eps,
+        head_dim**-0.5 * 1.4426950408889634,
+        Q=q_heads,
+        K=kv_heads,
+        G=group,
+        D=head_dim,
+        P=page_size,
+        HAS_NORM=q_norm is not None,
+        WINDOW=window,
+        WIDE=k_cache.numel() >= 1 << 31,
+        BLOCK_M=tuning.block_m,
+        BLOCK_N=tuning.block_n,
+        COLUMNS=columns,
+        FOLD=max(1024 // columns, 2),
+        STAGES=tuning.num_stages,
+        PREFETCH=tuning.prefetch and k_cache.is_cuda,  # the interpreter knows no assembly
+        PDL=pdl,
+        num_warps=tuning.num_warps,
+        maxnreg=tuning.max_registers,
+        launch_pdl=pdl > 0,
+    )

@@ -1,0 +1,233 @@
+"""Cuts the KV of a decode pass into work units, on the device, once per pass and not per layer.
+
+A row's KV is cut at multiples of a chunk. A unit is one chunk of one row, or a whole chunk that several rows share:
+the host only names the shared ones (they change with membership), everything else follows from the lengths, which
+change at every step. Each row has one partial result per chunk, shared or not, so sharing adds no merging.
+
+        chunk 0   chunk 1   chunk 2              units
+row 0   [ shared by 0, 1 ]  [ tail              (0,0..1) (1,0..1)  row 0: 2
+row 1   [ shared by 0, 1 ]  [   own   ][ tail                      row 1: 2, 3
+row 2   [  own   ][ tail                                           row 2: 0, 1
+
+The token being decoded is not in the cache yet: the row's last unit, its tail, adds it from the qkv product, and a
+tail may hold nothing else. Hence a shared chunk must end at or before the position being decoded.
+"""
+
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.kernels._triton import cdiv, next_power_of_2, tl, triton
+
+# row, slot, first query, number of queries, begin, end, index among the row's partials, whether it is the tail,
+# and of the row: position, number of chunks, first partial. All in one record, since every further look-up would
+# cost a round trip to memory in every layer.
+UNIT_WORDS = 16
+ROW_WORDS = 4  # position, number of chunks, first partial, slot
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """How the cut is chosen: the largest power of two in min..max that still leaves `target_units` units.
+
+    With min == max the result of a row does not depend on who else runs. Sharing always cuts at `max_tokens`.
+    """
+
+    min_tokens: int = 64
+    max_tokens: int = 1024
+    target_units: int = 16  # times the KV heads: about one work item per multiprocessor; more only adds folding
+
+    def capacity(self, rows: int, max_length: int) -> int:
+        """Most units, and most partials, that a pass of `rows` rows of up to `max_length` tokens can have."""
+        return max(rows * cdiv(max_length, self.max_tokens), 2 * self.target_units) + rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeUnits:
+    """Device buffers that the units of one pass live in. Rewritten by every pass, so one set per stream is enough."""
+
+    units: torch.Tensor  # [capacity, UNIT_WORDS] int32
+    num_units: torch.Tensor  # [1] int32
+    rows: torch.Tensor  # [R, ROW_WORDS] int32
+    shared_units: torch.Tensor  # [max_shared, 4] int32: row, chunk, first query, number of queries
+    num_shared: torch.Tensor  # [1] int32
+    shared_chunks: torch.Tensor  # [R] int32: how many leading chunks of a row are covered by shared units
+    query_rows: torch.Tensor  # [max_queries] int32: the rows of the shared units, one after the other
+
+    @classmethod
+    def empty(cls, rows: int, capacity: int, max_shared: int, device: torch.device | str) -> DecodeUnits:
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        return cls(
+            units=zeros(capacity, UNIT_WORDS),
+            num_units=zeros(1),
+            rows=zeros(rows, ROW_WORDS),
+            shared_units=zeros(max(max_shared, 1), 4),
+            num_shared=zeros(1),
+            shared_chunks=zeros(rows),
+            query_rows=zeros(max(capacity, 1)),
+        )
+
+
+def decode_units_reference(
+    row_slots: list[int],
+    num_computed: list[int],
+    chunks: Chunks,
+    window: int = 0,
+    shared_units: list[tuple[int, int, int, int]] | None = None,
+    shared_chunks: list[int] | None = None,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """(units, rows) as the kernel writes them."""
+    shared = shared_units or []
+    covered = shared_chunks or [0] * len(row_slots)
+    positions = [num_computed[slot] for slot in row_slots]
+    firsts = [max(position + 1 - window, 0) if window else 0 for position in positions]
+
+    def counts(size: int) -> list[int]:
+        return [p // size - f // size + 1 for p, f in zip(positions, firsts, strict=True)]
+
+    size = chunks.max_tokens
+    if not shared:
+        while size > chunks.min_tokens and sum(counts(size)) < chunks.target_units:
+            size //= 2
+    units = [[row, row_slots[row], first, count, c * size, (c + 1) * size, c, 0] for row, c, first, count in shared]
+    rows: list[list[int]] = []
+    partial = 0
+    for row, (slot, position, first, count) in enumerate(zip(row_slots, positions, firsts, counts(size), strict=True)):
+        rows.append([position, count, partial, slot])
+        partial += count
+        for index in range(covered[row], count):
+            chunk = first // size + index
+            begin, end = max(chunk * size, first), min((chunk + 1) * size, position)
+            units.append([row, slot, 0, 1, begin, end, index, int(index == count - 1)])
+    return [[*unit, *rows[unit[0]][:3]] for unit in units], rows
+
+
+@triton.jit
+def _decode_units_kernel(
+    row_slots,
+    num_rows,
+    num_computed,
+    shared_units,
+    num_shared,
+    shared_chunks,
+    units,
+    num_units,
+    rows,
+    step,
+    target_units,
+    WINDOW: tl.constexpr,
+    MIN_TOKENS: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_U: tl.constexpr,
+    COUNT_STEP: tl.constexpr,
+):
+    row = tl.arange(0, BLOCK_R)
+    live = row < tl.load(num_rows)
+    shared_count = tl.load(num_shared)
+    slot = tl.load(row_slots + row, mask=live, other=0)
+    position = tl.load(num_computed + slot, mask=live, other=0)
+    first = tl.maximum(position + 1 - WINDOW, 0) if WINDOW else position * 0
+
+    size = MIN_TOKENS
+    for doubling in tl.static_range(1, DOUBLINGS + 1):
+        larger = MIN_TOKENS << doubling
+        total = tl.sum(tl.where(live, position // larger - first // larger + 1, 0), axis=0)
+        size = tl.where((total >= target_units) | (shared_count > 0), larger, size)
+    count = tl.where(live, position // size - first // size + 1, 0)
+    covered = tl.load(shared_chunks + row, mask=live & (shared_count > 0), other=0)
+    own = count - covered
+    unit = shared_count + tl.cumsum(own, axis=0) - own
+    tl.store(num_units, shared_count + tl.sum(own, axis=0))
+    if COUNT_STEP:
+        tl.store(step, tl.load(step) + 1)
+
+    info = rows + row * 4
+    partial = tl.cumsum(count, axis=0) - count
+    tl.store(info, position, mask=live)
+    tl.store(info + 1, count, mask=live)
+    tl.store(info + 2, partial, mask=live)
+    tl.store(info + 3, slot, mask=live)
+
+    for i in range(0, tl.max(own, axis=0)):
+        index = covered + i
+        chunk = first // size + index
+        mine = live & (i < own)
+        record = units + (unit + i) * 16
+        tl.store(record, row, mask=mine)
+        tl.store(record + 1, slot, mask=mine)
+        tl.store(record + 2, row * 0, mask=mine)
+        tl.store(record + 3, row * 0 + 1, mask=mine)
+        tl.store(record + 4, tl.maximum(chunk * size, first), mask=mine)
+        tl.store(record + 5, tl.minimum((chunk + 1) * size, position), mask=mine)
+        tl.store(record + 6, index, mask=mine)
+        tl.store(record + 7, (index == count - 1).to(tl.int32), mask=mine)
+        tl.store(record + 8, position, mask=mine)
+        tl.store(record + 9, count, mask=mine)
+        tl.store(record + 10, partial, mask=mine)
+
+    tl.debug_barrier()  # rows, written above by other threads, are read below
+    for start in range(0, shared_count, BLOCK_U):
+        u = start + tl.arange(0, BLOCK_U)
+        mine = u < shared_count
+        source = shared_units + u * 4
+        sharer = tl.load(source, mask=mine, other=0)
+        chunk = tl.load(source + 1, mask=mine, other=0)
+        record = units + u * 16
+        tl.store(record, sharer, mask=mine)
+        tl.store(record + 1, tl.load(row_slots + sharer, mask=mine, other=0), mask=mine)
+        tl.store(record + 2, tl.load(source + 2, mask=mine, other=0), mask=mine)
+        tl.store(record + 3, tl.load(source + 3, mask=mine, other=0), mask=mine)
+        tl.store(record + 4, chunk * size, mask=mine)
+        tl.store(record + 5, (chunk + 1) * size, mask=mine)
+        tl.store(record + 6, chunk, mask=mine)
+        tl.store(record + 7, u * 0, mask=mine)
+        for word in tl.static_range(3):
+            tl.store(record + 8 + word, tl.load(rows + sharer * 4 + word, mask=mine, other=0), mask=mine)
+
+
+def decode_units(
+    buffers: DecodeUnits,
+    row_slots: torch.Tensor,
+    num_rows: torch.Tensor,
+    num_computed: torch.Tensor,
+    chunks: Chunks,
+    window: int = 0,
+    step: torch.Tensor | None = None,
+) -> None:
+    """Fills `buffers` for the rows row_slots[:num_rows]: slot s decodes the token at position num_computed[s].
+
+    row_slots [R], num_rows [1], num_computed [S] and step [1] are int32 on the device. `step`, where given, is raised
+    by one: this is the first kernel of a pass and has one program. Layers with a window need their own buffers, and
+    share nothing.
+    """
+    capacity = row_slots.shape[0]
+    doublings = (chunks.max_tokens // chunks.min_tokens).bit_length() - 1
+    assert chunks.min_tokens << doublings == chunks.max_tokens, f"chunk sizes must be powers of two apart: {chunks}"
+    _decode_units_kernel[(1,)](
+        row_slots,
+        num_rows,
+        num_computed,
+        buffers.shared_units,
+        buffers.num_shared,
+        buffers.shared_chunks,
+        buffers.units,
+        buffers.num_units,
+        buffers.rows,
+        num_rows if step is None else step,
+        chunks.target_units,
+        WINDOW=window,
+        MIN_TOKENS=chunks.min_tokens,
+        DOUBLINGS=doublings,
+        BLOCK_R=next_power_of_2(capacity),
+        BLOCK_U=256,
+        COUNT_STEP=step is not None,
+        num_warps=4,
+    )

@@ -1,0 +1,117 @@
+"""The pass's input: tokens from the token pool, by slot and position, straight to their embedding rows.
+
+A token that the pass before has just sampled is read here from where the sampler wrote it; the host never sees it
+in between.
+"""
+
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+
+from paceline.kernels._triton import next_power_of_2, tl, triton
+from paceline.kernels.slot_state import SlotState
+
+
+def gather_tokens_reference(
+    state: SlotState,
+    embeddings: torch.Tensor,
+    token_rows: torch.Tensor | None,
+    query_starts: torch.Tensor | None,
+    num_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(rows [T, H], slots [T], positions [T])."""
+    token = torch.arange(num_tokens, device=embeddings.device)
+    rows = token if token_rows is None else token_rows[:num_tokens].long()
+    slots = state.row_slots[rows].long()
+    offset = 0 if query_starts is None else token - query_starts[rows]
+    positions = state.num_computed[slots] + offset
+    ids = state.token_pool[slots, positions.long()].long()
+    return embeddings[ids], slots.int(), positions.int()
+
+
+@triton.jit
+def _gather_tokens_kernel(
+    token_pool,
+    num_computed,
+    row_slots,
+    num_rows,
+    token_rows,
+    query_starts,
+    embeddings,
+    out,
+    slots,
+    positions,
+    squares,
+    pool_stride,
+    squares_stride,
+    hidden,
+    LEAVE_SQUARES: tl.constexpr,
+    RAGGED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < hidden
+    live = True
+    row = token
+    offset = 0
+    if RAGGED:
+        row = tl.load(token_rows + token)
+        offset = token - tl.load(query_starts + row)
+    else:
+        live = token < tl.load(num_rows)
+    slot = tl.load(row_slots + row)
+    position = tl.load(num_computed + slot) + offset
+    token_id = tl.load(token_pool + slot.to(tl.int64) * pool_stride + position, mask=live, other=0).to(tl.int64)
+    # A padding row gets zeros, so that nothing unbounded travels through the products.
+    value = tl.load(embeddings + token_id * hidden + column, mask=inside & live, other=0.0)
+    tl.store(out + token.to(tl.int64) * hidden + column, value.to(out.dtype.element_ty), mask=inside)
+    if LEAVE_SQUARES:
+        wide = value.to(tl.float32)
+        tl.store(squares + token * squares_stride, tl.sum(wide * wide, axis=0))
+    tl.store(slots + token, slot)
+    tl.store(positions + token, position)
+
+
+def gather_tokens(
+    state: SlotState,
+    embeddings: torch.Tensor,
+    out: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    token_rows: torch.Tensor | None = None,
+    query_starts: torch.Tensor | None = None,
+    squares: torch.Tensor | None = None,
+) -> None:
+    """out [T, H], slots [T] and positions [T] (int32) for the tokens of a pass; embeddings [V, H].
+
+    Without token_rows, token i is row i's only one (a decode pass; rows from num_rows on get zeros). With them,
+    token i belongs to row token_rows[i] [T], whose tokens begin at query_starts[row] [R + 1]. squares [T, 1], where
+    given, takes each row's sum of squares for the norm that follows (linear.py).
+    """
+    assert (token_rows is None) == (query_starts is None), "token_rows and query_starts come together"
+    tokens, hidden = out.shape
+    block = next_power_of_2(hidden)
+    _gather_tokens_kernel[(tokens,)](
+        state.token_pool,
+        state.num_computed,
+        state.row_slots,
+        state.num_rows,
+        state.row_slots if token_rows is None else token_rows,
+        state.row_slots if query_starts is None else query_starts,
+        embeddings,
+        out,
+        slots,
+        positions,
+        out if squares is None else squares,
+        state.token_pool.stride(0),
+        0 if squares is None else squares.stride(0),
+        hidden,
+        LEAVE_SQUARES=squares is not None,
+        RAGGED=token_rows is not None,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 8),
+    )

@@ -1,0 +1,263 @@
+"""Matrix products at decode sizes, with what stands around them fused in.
+
+At up to 256 rows a product only reads its weight, in a few microseconds; a norm, an activation or a residual add as
+a launch of its own costs as much again. So one kernel does, by flags: multiply, scale each row by the norm of its
+input, add a bias, pair gate and up columns through silu, add to the residual stream.
+
+A norm costs nothing here: its weight is folded into the product's when weights are loaded, and the factor of a row
+is the same for the whole row, so it is applied to the sum. The squares it needs are left behind by whoever wrote the
+row (`squares_out`): summing them inside the loop was tried and doubled its time.
+
+Weights are [N, K] as torch.nn.Linear keeps them. With split_k, partial sums are folded in order by whoever arrives
+last, so results do not vary from run to run.
+"""
+
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.kernels._triton import cdiv, next_power_of_2, prefetch, tl, triton
+
+
+def linear_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    eps: float | None = None,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """In float64. With eps, x is normed first."""
+    wide = x.double()
+    out = wide @ weight.double().T
+    if eps is not None:
+        out *= torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if bias is not None:
+        out += bias.double()
+    if gated:
+        gate, up = out.chunk(2, dim=-1)
+        out = torch.nn.functional.silu(gate) * up
+    return out if residual is None else out + residual.double()
+
+
+@triton.jit(do_not_specialize=["M"])  # one binary for every batch of a tile size: start-up compiles less
+def _linear_kernel(
+    x,
+    weight,
+    bias,
+    squares,
+    residual,
+    out,
+    squares_out,
+    partials,
+    arrived,
+    M,
+    N,
+    x_stride,
+    squares_stride,
+    squares_out_stride,
+    eps,
+    K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    LEAVE_SQUARES: tl.constexpr,
+    NUM_SQUARES: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    GATED: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # Rows vary fastest: programs that read the same weights run at the same time and share them in the L2.
+    tile_m = tl.program_id(0)
+    tile_n = tl.program_id(1)
+    split = tl.program_id(2)
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    per_split: tl.constexpr = K // SPLIT_K
+    first = split * per_split
+    inside_m = m < M
+    inside_n = n < N
+    weight_rows = weight + (n.to(tl.int64) * K)[:, None]
+    if PREFETCH:
+        # Weights do not depend on the launch before: fetch them while it is still running.
+        line = tl.arange(0, per_split // 64)
+        prefetch(weight_rows + first + line[None, :] * 64)
+        if GATED:
+            prefetch(weight_rows + N * K + first + line[None, :] * 64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        if PDL == 1:
+            tl.extra.cuda.gdc_launch_dependents()
+
+    factor = tl.full([BLOCK_M], 1.0, tl.float32)
+    if HAS_NORM:
+        part = tl.arange(0, BLOCK_S)
+        inside_s = inside_m[:, None] & (part < NUM_SQUARES)[None, :]
+        square = tl.load(squares + m[:, None] * squares_stride + part[None, :], mask=inside_s, other=0.0)
+        factor = 1.0 / tl.sqrt(tl.sum(square, axis=1) / K + eps)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    x_rows = x + (m.to(tl.int64) * x_stride)[:, None]
+    for start in tl.range(first, first + per_split, BLOCK_K, num_stages=STAGES):
+        column = start + k
+        a = tl.load(x_rows + column[None, :], mask=inside_m[:, None], other=0.0)
+        w = tl.load(weight_rows + column[None, :], mask=inside_n[:, None], other=0.0)
+        acc = tl.dot(a, tl.trans(w), acc)
+        if GATED:
+            w_up = tl.load(weight_rows + N * K + column[None, :], mask=inside_n[:, None], other=0.0)
+            acc_up = tl.dot(a, tl.trans(w_up), acc_up)
+
+    place = m.to(tl.int64)[:, None] * N + n[None, :]
+    inside = inside_m[:, None] & inside_n[None, :]
+    if SPLIT_K > 1:
+        size = M.to(tl.int64) * N
+        tl.store(partials + split * size + place, acc, mask=inside)
+        tl.debug_barrier()
+        count = arrived + tile_n * tl.num_programs(0) + tile_m
+        is_last = tl.atomic_add(count, 1, sem="acq_rel") == SPLIT_K - 1
+        inside = inside & is_last
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for other in tl.static_range(SPLIT_K):
+            acc += tl.load(partials + other * size + place, mask=inside, other=0.0, cache_modifier=".cg")
+        if is_last:
+            tl.store(count, 0)
+    if HAS_NORM:
+        acc = acc * factor[:, None]
+        acc_up = acc_up * factor[:, None]
+    if HAS_BIAS:
+        acc += tl.load(bias + n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            acc_up += tl.load(bias + N + n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+    if HAS_RESIDUAL:
+        acc += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    rounded = acc.to(out.dtype.element_ty)
+    tl.store(out + place, rounded, mask=inside)
+    if LEAVE_SQUARES:
+        wide = tl.where(inside, rounded.to(tl.float32), 0.0)
+        target = squares_out + m * squares_out_stride + tile_n
+        if SPLIT_K > 1:
+            tl.store(target, tl.sum(wide * wide, axis=1), mask=inside_m & is_last)
+        else:
+            tl.store(target, tl.sum(wide * wide, axis=1), mask=inside_m)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTuning:
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    split_k: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearWorkspace:
+    """For split_k > 1. Products of one stream run in order, so they share one. Counts are zero between launches."""
+
+    partials: torch.Tensor  # float32, at least split_k * M * N elements
+    arrived: torch.Tensor  # int32, at least one per tile
+
+
+def decode_tuning(rows: int, columns: int, gated: bool) -> LinearTuning | None:
+    """What was fastest for the products of a Qwen3-0.6B layer on an H200; None where cuBLAS is at least as fast.
+
+    Narrow products are split along K, since their tiles alone would leave most multiprocessors idle.
+    """
+    narrow = not gated and columns <= 1024
+    if rows <= 16:
+        return LinearTuning(16, 32, 128, 4, 5, 4 if narrow else 1)
+    if rows <= 32:
+        return LinearTuning(32, 16, 128, 2, 5) if gated else LinearTuning(32, 32, 128, 4, 5, 4 if narrow else 1)
+    if rows <= 64:
+        return LinearTuning(64, 32, 128, 4, 4, 4 if narrow else 1)
+    if rows <= 128:
+        return LinearTuning(64, 64, 64, 4, 5) if gated else LinearTuning(64, 32, 128, 4, 4, 2 if narrow else 1)
+    return None
+
+
+def num_squares(columns: int, tuning: LinearTuning) -> int:
+    """How many columns of `squares_out` a product of `columns` columns fills."""
+    return cdiv(columns, tuning.block_n)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    tuning: LinearTuning,
+    bias: torch.Tensor | None = None,
+    squares: torch.Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+    squares_out: torch.Tensor | None = None,
+    workspace: LinearWorkspace | None = None,
+    pdl: int = 0,
+    prefetch_weight: bool = False,
+) -> None:
+    """out [M, N] = f(rms_norm(x [M, K]) @ weight [N, K]ᵀ + bias [N]) + residual [M, N].
+
+    squares [M, any]: float32 whose row sums are the sums of squares of x's rows; without it x is taken as it is, with
+    it weight must hold the norm's weight already. gated: weight is [2N, K] (and bias [2N]), gate rows first, and
+    f(gate, up) = silu(gate) * up. out may be residual: the stream is then updated in place. squares_out
+    [M, num_squares(N, tuning)] takes the sums of squares of what is written. K must be a multiple of
+    split_k * block_k; a gate needs split_k = 1.
+
+    pdl: 0 waits for the launch before; 1 starts early and lets the next one start early; 2 starts early only.
+    """
+    rows, width = x.shape
+    columns = out.shape[1]
+    t = tuning
+    assert width % (t.split_k * t.block_k) == 0, f"K = {width} is not a multiple of {t.split_k} x {t.block_k}"
+    assert t.split_k == 1 or not gated, "split_k excludes a gate"
+    assert t.split_k == 1 or workspace is not None, "split_k needs a workspace"
+    lines = width // t.split_k // 64
+    _linear_kernel[(cdiv(rows, t.block_m), cdiv(columns, t.block_n), t.split_k)](
+        x,
+        weight,
+        x if bias is None else bias,
+        x if squares is None else squares,
+        x if residual is None else residual,
+        out,
+        x if squares_out is None else squares_out,
+        x if workspace is None else workspace.partials,
+        x if workspace is None else workspace.arrived,
+        rows,
+        columns,
+        x.stride(0),
+        0 if squares is None else squares.stride(0),
+        0 if squares_out is None else squares_out.stride(0),
+        eps,
+        K=width,
+        HAS_BIAS=bias is not None,
+        HAS_NORM=squares is not None,
+        HAS_RESIDUAL=residual is not None,
+        LEAVE_SQUARES=squares_out is not None,
+        NUM_SQUARES=1 if squares is None else squares.shape[1],
+        BLOCK_S=1 if squares is None else next_power_of_2(squares.shape[1]),
+        GATED=gated,
+        SPLIT_K=t.split_k,
+        BLOCK_M=t.block_m,
+        BLOCK_N=t.block_n,
+        BLOCK_K=t.block_k,
+        STAGES=t.num_stages,
+        PREFETCH=prefetch_weight and lines & (lines - 1) == 0 and columns % t.block_n == 0,
+        PDL=pdl,
+        num_warps=t.num_warps,
+        launch_pdl=pdl > 0,
+    )

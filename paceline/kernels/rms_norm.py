@@ -1,0 +1,85 @@
+"""RMSNorm, alone or after adding to the residual stream.
+
+Decode steps fold this norm into the matrix product that follows (linear.py); this kernel serves prefill, where the
+products are cuBLAS's, and the last norm before the logits.
+"""
+
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+
+from paceline.kernels._triton import next_power_of_2, tl, triton
+
+
+def rms_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (normed, residual + x); the sum is rounded to the stream's type before it is normed, as in the kernel."""
+    total = x if residual is None else (x.float() + residual.float()).to(residual.dtype)
+    wide = total.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return normed.to(x.dtype), total
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    x_stride,
+    hidden,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < hidden
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        if PDL == 1:
+            tl.extra.cuda.gdc_launch_dependents()
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        stream = residual + row * hidden + column
+        total = (value + tl.load(stream, mask=inside, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
+        tl.store(stream, total, mask=inside)
+        value = total.to(tl.float32)
+    rstd = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / hidden + eps)
+    tl.store(out + row * hidden + column, (value * rstd * scale).to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    pdl: int = 0,
+) -> None:
+    """out [T, H] = norm(x [T, H]) * weight [H]; with `residual` [T, H]: residual += x in place, out = norm(residual).
+
+    Rows of x may be strided; out and residual are contiguous, and out may be x.
+    """
+    tokens, hidden = x.shape
+    block = next_power_of_2(hidden)
+    _rms_norm_kernel[(tokens,)](
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        x.stride(0),
+        hidden,
+        eps,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=min(max(block // 512, 1), 8),
+        launch_pdl=pdl > 0,
+    )

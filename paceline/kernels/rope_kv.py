@@ -1,0 +1,164 @@
+"""QK-norm (where the model has it), RoPE and the write into the paged cache, straight from the qkv product.
+
+For prefill and mixed passes. Decode rows do the same inside the attention kernel (decode_attention.py), which saves
+a launch per layer; `rotate_row` is shared so that both write the same bits.
+"""
+
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+
+from paceline.kernels._triton import next_power_of_2, tl, triton
+
+
+def rope_table(positions: int, head_dim: int, base: float, device: torch.device | str = "cpu") -> torch.Tensor:
+    """[positions, D] float32: cosines in the first half of a row, sines in the second."""
+    inverse = 1.0 / base ** (torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * inverse
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def rotate_reference(x: torch.Tensor, norm: torch.Tensor | None, cos_sin: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [T, heads, D], cos_sin [T, D] -> float32 of the same shape."""
+    wide = x.float()
+    if norm is not None:
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * norm.float()
+    cos, sin = (part[:, None] for part in cos_sin.float().chunk(2, dim=-1))
+    low, high = wide.chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+
+def rope_kv_reference(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """Writes the caches in place and returns q [T, Q, D]."""
+    _, page_size, kv_heads, head_dim = k_cache.shape
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    table = cos_sin[positions.long()]
+    pages = page_table[slots.long(), (positions // page_size).long()].long()
+    offsets = (positions % page_size).long()
+    k_cache[pages, offsets] = rotate_reference(k, k_norm, table, eps).to(k_cache.dtype)
+    v_cache[pages, offsets] = v.to(v_cache.dtype)
+    return rotate_reference(q, q_norm, table, eps).to(qkv.dtype)
+
+
+@triton.jit
+def rotate_row(x, offset, inside, norm, table, eps, D: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Normed and rotated heads: x + offset points at element 0 of each head [rows, 1]; table at its cos_sin row.
+
+    Each element is loaded with its partner half a head away instead of being shuffled: the second load is a cache hit.
+    """
+    d = tl.arange(0, D)[None, :]
+    half: tl.constexpr = D // 2
+    partner = (d + half) % D
+    mine = tl.load(x + offset + d, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(x + offset + partner, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        rstd = 1.0 / tl.sqrt(tl.sum(mine * mine, axis=1) / D + eps)
+        mine = mine * rstd[:, None] * tl.load(norm + d).to(tl.float32)
+        other = other * rstd[:, None] * tl.load(norm + partner).to(tl.float32)
+    cos = tl.load(table + d % half, mask=inside, other=0.0)
+    sin = tl.load(table + half + d % half, mask=inside, other=0.0)
+    return mine * cos + tl.where(d < half, -other, other) * sin
+
+
+@triton.jit
+def _rope_kv_kernel(
+    qkv,
+    q_out,
+    k_cache,
+    v_cache,
+    page_table,
+    slots,
+    positions,
+    cos_sin,
+    q_norm,
+    k_norm,
+    qkv_stride,
+    table_stride,
+    eps,
+    Q: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    position = tl.load(positions + token)
+    page = tl.load(page_table + slot * table_stride + position // P).to(tl.int64)
+    source = qkv + token * qkv_stride
+    table = cos_sin + position.to(tl.int64) * D
+    d = tl.arange(0, D)[None, :]
+
+    head = tl.arange(0, BLOCK_Q)[:, None]
+    q = rotate_row(source, head * D, head < Q, q_norm, table, eps, D, HAS_NORM)
+    tl.store(q_out + token * Q * D + head * D + d, q.to(q_out.dtype.element_ty), mask=head < Q)
+
+    head = tl.arange(0, BLOCK_K)[:, None]
+    k = rotate_row(source + Q * D, head * D, head < K, k_norm, table, eps, D, HAS_NORM)
+    v = tl.load(source + (Q + K) * D + head * D + d, mask=head < K, other=0.0)
+    place = (page * P + position % P) * K * D + head * D + d
+    tl.store(k_cache + place, k.to(k_cache.dtype.element_ty), mask=head < K)
+    tl.store(v_cache + place, v.to(v_cache.dtype.element_ty), mask=head < K)
+
+
+def rope_kv(
+    qkv: torch.Tensor,
+    q_out: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+) -> None:
+    """q_out [T, Q, D] and the caches [pages, P, K, D] from qkv [T, (Q + 2K) D].
+
+    page_table [S, pages per slot], slots [T] and positions [T] are int32, cos_sin [positions, D] float32. q_norm and
+    k_norm [D] are given together or not at all. All T tokens are live: a padded pass slices its tensors.
+    """
+    tokens = qkv.shape[0]
+    _, page_size, kv_heads, head_dim = k_cache.shape
+    q_heads = q_out.shape[1]
+    _rope_kv_kernel[(tokens,)](
+        qkv,
+        q_out,
+        k_cache,
+        v_cache,
+        page_table,
+        slots,
+        positions,
+        cos_sin,
+        qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm,
+        qkv.stride(0),
+        page_table.stride(0),
+        eps,
+        Q=q_heads,
+        K=kv_heads,
+        D=head_dim,
+        P=page_size,
+        HAS_NORM=q_norm is not None,
+        BLOCK_Q=next_power_of_2(q_heads),
+        BLOCK_K=next_power_of_2(kv_heads),
+        num_warps=4,
+    )

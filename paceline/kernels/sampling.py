@@ -1,0 +1,465 @@
+"""Sampling: greedy, temperature by Gumbel-max, top-k, top-p and min-p, without sorting the vocabulary.
+
+The noise of a token is a hash of (seed, position, token): the same request draws the same noise alone or in a batch,
+before and after a retraction. Sampling is then an argmax, which splits over programs and folds exactly.
+
+The filters keep an upper set of the logits, so they need no threshold beforehand: take the winner without them; if
+the filters would keep it, it is also the winner among what they keep, and we are done; if not, nothing at or below
+its logit is kept, so look for the winner above it. The first round is the ordinary argmax, later ones skip all
+blocks below the bound; two or three rounds are typical. Rows without filters never enter that kernel's loop.
+
+Order as elsewhere: temperature, then top-k, then top-p within what top-k kept, then min-p. Ties at a threshold stay.
+"""
+
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.kernels._triton import cdiv, tl, triton
+from paceline.kernels.slot_state import SAMPLING_WORDS, SlotState
+
+_MASK = 0xFFFFFFFF
+
+
+def _mix_reference(h: torch.Tensor) -> torch.Tensor:
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _MASK
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _MASK
+    return h ^ (h >> 16)
+
+
+def gumbel_reference(seed: int, position: int, vocab: int) -> torch.Tensor:
+    """[V] float64."""
+
+    def word(n: int) -> torch.Tensor:
+        return torch.tensor(n & _MASK)
+
+    first = _mix_reference(word(seed) ^ _mix_reference(word(position + 0x9E3779B9)))
+    second = _mix_reference((word(seed >> 32) + first * 0x9E3779B1) & _MASK)
+    h = (torch.arange(vocab) * 0x9E3779B1 + first) & _MASK
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK
+    h = ((h ^ (h >> 15) ^ second) * 0x846CA68B) & _MASK
+    h = h ^ (h >> 16)
+    uniform = (h.double() + 0.5) / 2**32
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def sample_reference(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int
+) -> int:
+    """One row. logits [V]."""
+    if temperature == 0:
+        return int(logits.double().argmax())
+    scaled = logits.double().cpu() / temperature
+    kept = torch.ones_like(scaled, dtype=torch.bool)
+    if 0 < top_k < len(scaled):
+        kept &= scaled >= scaled.topk(top_k).values[-1]
+    if top_p < 1:
+        probs = torch.where(kept, scaled, -torch.inf).softmax(-1)
+        ordered, order = probs.sort(descending=True)
+        above = ordered.cumsum(-1) - ordered
+        threshold = scaled[order[above < top_p]].min()
+        kept &= scaled >= threshold
+    if min_p > 0:
+        kept &= scaled >= scaled.max() + torch.tensor(min_p).double().log()
+    noisy = scaled + gumbel_reference(seed, position, len(scaled))
+    return int(torch.where(kept, noisy, -torch.inf).argmax())
+
+
+@triton.jit
+def _mix(h):
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _noise_keys(params, position):
+    low = tl.load(params + 4).to(tl.uint32, bitcast=True)
+    high = tl.load(params + 5).to(tl.uint32, bitcast=True)
+    first = _mix(low ^ _mix(position.to(tl.uint32) + 0x9E3779B9))
+    return first, _mix(high + first * 0x9E3779B1)
+
+
+@triton.jit
+def _log(x, APPROX: tl.constexpr):
+    """The hardware's logarithm where there is one: the exact one is twenty instructions, twice per token."""
+    if APPROX:
+        return 0.6931471805599453 * tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.log(x)
+
+
+@triton.jit
+def _gumbel(token, first, second, APPROX: tl.constexpr):
+    # One round, since the keys are mixed already: at 256 rows the hash is most of the sampling time.
+    h = token.to(tl.uint32) * 0x9E3779B1 + first
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (h ^ (h >> 15) ^ second) * 0x846CA68B
+    h = h ^ (h >> 16)
+    uniform = (h.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    # -log1p(-u): near zero the logarithm would lose the very bits that decide who wins.
+    small = uniform < 0.001
+    exponential = tl.where(
+        small, uniform + 0.5 * uniform * uniform, -_log(1.0 - tl.minimum(uniform, 0.99999994), APPROX)
+    )
+    return -_log(exponential, APPROX)
+
+
+@triton.jit
+def _float_param(params, word):
+    return tl.load(params + word).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _has_filters(params):
+    filtered = (tl.load(params + 1) > 0) | (_float_param(params, 2) < 1.0) | (_float_param(params, 3) > 0.0)
+    return filtered & (_float_param(params, 0) > 0.0)
+
+
+@triton.jit
+def _best_of(value, index):
+    """The largest value and, among equals, its smallest index."""
+    best = tl.max(value, axis=0)
+    return best, tl.min(tl.where(value == best, index, 0x7FFFFFFF), axis=0)
+
+
+@triton.jit
+def _finish(token, row, slot, position, token_pool, num_computed, results, step, pool_stride, max_rows, depth):
+    tl.store(token_pool + slot * pool_stride + position + 1, token)
+    tl.store(num_computed + slot, position + 1)
+    tl.store(results + (tl.load(step) % depth) * max_rows + row, token)
+
+
+@triton.jit
+def _sample_kernel(
+    logits,
+    index,
+    slots,
+    positions,
+    num_rows,
+    sampling,
+    part_value,
+    part_token,
+    part_top,
+    part_sum,
+    arrived,
+    winner,
+    token_pool,
+    num_computed,
+    results,
+    step,
+    logits_stride,
+    pool_stride,
+    max_rows,
+    depth,
+    vocab,
+    WORDS: tl.constexpr,
+    APPROX: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    FILTERS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PER_SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    split = tl.program_id(1)
+    if row >= tl.load(num_rows):
+        return
+    source = row
+    if HAS_INDEX:
+        source = tl.load(index + row)
+    slot = tl.load(slots + source).to(tl.int64)
+    position = tl.load(positions + source)
+    params = sampling + slot * WORDS
+    temperature = _float_param(params, 0)
+    line = logits + row.to(tl.int64) * logits_stride
+    lane = tl.arange(0, BLOCK)
+    first, second = _noise_keys(params, position + 1)
+    random = temperature > 0.0
+    inverse = tl.where(random, 1.0 / tl.where(random, temperature, 1.0), 1.0)
+
+    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    token = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+    for start in range(split * PER_SPLIT, tl.minimum((split + 1) * PER_SPLIT, vocab), BLOCK):
+        column = start + lane
+        value = tl.load(line + column, mask=column < vocab, other=-float("inf")).to(tl.float32) * inverse
+        if random:
+            value += _gumbel(column, first, second, APPROX)
+        better = value > best
+        best = tl.where(better, value, best)
+        token = tl.where(better, column, token)
+    top_value, top_token = _best_of(best, token)
+    place = row * SPLITS + split
+    tl.store(part_value + place, top_value)
+    tl.store(part_token + place, top_token)
+    filtered = False
+    if FILTERS:
+        filtered = _has_filters(params)
+        if filtered:
+            top = tl.full([BLOCK], -1.0e30, tl.float32)
+            total = tl.zeros([BLOCK], tl.float32)
+            for start in range(split * PER_SPLIT, tl.minimum((split + 1) * PER_SPLIT, vocab), BLOCK):
+                column = start + lane
+                value = tl.load(line + column, mask=column < vocab, other=-float("inf")).to(tl.float32) * inverse
+                higher = tl.maximum(top, value)
+                total = total * tl.exp(top - higher) + tl.exp(value - higher)
+                top = higher
+            highest = tl.max(top, axis=0)
+            tl.store(part_top + place, highest)
+            tl.store(part_sum + place, tl.sum(total * tl.exp(top - highest), axis=0))
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + row, 1, sem="acq_rel") == SPLITS - 1:
+        tl.store(arrived + row, 0)
+        part = row * SPLITS + tl.arange(0, SPLITS)
+        _, chosen = _best_of(
+            tl.load(part_value + part, cache_modifier=".cg"), tl.load(part_token + part, cache_modifier=".cg")
+        )
+        if filtered:
+            tl.store(winner + row, chosen)
+        else:
+            _finish(chosen, row, slot, position, token_pool, num_computed, results, step, pool_stride, max_rows, depth)
+
+
+@triton.jit
+def _order_key(value):
+    """Integers in the order of the floats."""
+    bits = value.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _kth_key(line, inverse, highest, k, vocab, BLOCK: tl.constexpr):
+    """A bound on order keys that keeps the k largest scaled logits and their ties, by four-way search.
+
+    Each pass over the (cached) row counts above three bounds and quarters the bracket. The search ends as soon as a
+    bound keeps exactly k, or when nothing is left between the bracket's ends.
+    """
+    lane = tl.arange(0, BLOCK)
+    high = _order_key(highest).to(tl.int64)
+    low = high * 0 - 2147483648
+    while low < high:
+        quarter = (high - low + 3) // 4
+        one = low + quarter
+        two = tl.minimum(one + quarter, high)
+        three = tl.minimum(two + quarter, high)
+        ones = tl.zeros([BLOCK], tl.int32)
+        twos = tl.zeros([BLOCK], tl.int32)
+        threes = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, vocab, BLOCK):
+            column = start + lane
+            value = tl.load(line + column, mask=column < vocab, other=-float("inf")).to(tl.float32) * inverse
+            key = tl.where(column < vocab, _order_key(value), -2147483648)
+            ones += (key >= one).to(tl.int32)
+            twos += (key >= two).to(tl.int32)
+            threes += (key >= three).to(tl.int32)
+        num_one = tl.sum(ones, axis=0)
+        num_two = tl.sum(twos, axis=0)
+        num_three = tl.sum(threes, axis=0)
+        high = tl.where(
+            num_three >= k, high, tl.where(num_two >= k, three - 1, tl.where(num_one >= k, two - 1, one - 1))
+        )
+        low = tl.where(num_three >= k, three, tl.where(num_two >= k, two, tl.where(num_one >= k, one, low)))
+        kept = tl.where(num_three >= k, num_three, tl.where(num_two >= k, num_two, num_one))
+        high = tl.where(kept == k, low, high)
+    return low
+
+
+@triton.jit
+def _filter_kernel(
+    logits,
+    index,
+    slots,
+    positions,
+    num_rows,
+    sampling,
+    part_top,
+    part_sum,
+    winner,
+    token_pool,
+    num_computed,
+    results,
+    step,
+    logits_stride,
+    pool_stride,
+    max_rows,
+    depth,
+    vocab,
+    WORDS: tl.constexpr,
+    APPROX: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if row >= tl.load(num_rows):
+        return
+    source = row
+    if HAS_INDEX:
+        source = tl.load(index + row)
+    slot = tl.load(slots + source).to(tl.int64)
+    params = sampling + slot * WORDS
+    if not _has_filters(params):
+        return
+    position = tl.load(positions + source)
+    inverse = 1.0 / _float_param(params, 0)
+    top_k = tl.load(params + 1)
+    top_k = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab)
+    top_p = _float_param(params, 2)
+    min_p = _float_param(params, 3)
+    first, second = _noise_keys(params, position + 1)
+    line = logits + row.to(tl.int64) * logits_stride
+    lane = tl.arange(0, BLOCK)
+
+    part = row * SPLITS + tl.arange(0, SPLITS)
+    tops = tl.load(part_top + part)
+    highest = tl.max(tops, axis=0)
+    mass = tl.sum(tl.load(part_sum + part) * tl.exp(tops - highest), axis=0)
+    if (top_k < vocab) & (top_p < 1.0):
+        bound_key = _kth_key(line, inverse, highest, top_k, vocab, BLOCK)
+        kept = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, vocab, BLOCK):
+            column = start + lane
+            value = tl.load(line + column, mask=column < vocab, other=-float("inf")).to(tl.float32) * inverse
+            kept += tl.where(_order_key(value) >= bound_key, tl.exp(value - highest), 0.0)
+        mass = tl.sum(kept, axis=0)
+    allowed_mass = tl.where(top_p < 1.0, top_p * mass, float("inf"))
+    least = tl.where(min_p > 0.0, highest + tl.log(tl.where(min_p > 0.0, min_p, 1.0)), -float("inf"))
+
+    chosen = tl.load(winner + row)
+    done = False
+    while not done:
+        bound = tl.load(line + chosen).to(tl.float32) * inverse
+        count = tl.zeros([BLOCK], tl.int32)
+        above = tl.zeros([BLOCK], tl.float32)
+        best = tl.full([BLOCK], -float("inf"), tl.float32)
+        token = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+        for start in range(0, vocab, BLOCK):
+            column = start + lane
+            value = tl.load(line + column, mask=column < vocab, other=-float("inf")).to(tl.float32) * inverse
+            over = value > bound
+            if tl.max(value, axis=0) > bound:
+                count += over.to(tl.int32)
+                above += tl.where(over, tl.exp(value - highest), 0.0)
+                noisy = tl.where(over, value + _gumbel(column, first, second, APPROX), -float("inf"))
+                better = noisy > best
+                best = tl.where(better, noisy, best)
+                token = tl.where(better, column, token)
+        number = tl.sum(count, axis=0)
+        done = (number < top_k) & (tl.sum(above, axis=0) < allowed_mass) & (bound >= least)
+        # Nothing above the row's largest logit: rounding must not loop for ever.
+        done = done | (number == 0)
+        _, next_token = _best_of(best, token)
+        chosen = tl.where(done, chosen, next_token)
+    _finish(chosen, row, slot, position, token_pool, num_computed, results, step, pool_stride, max_rows, depth)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleWorkspace:
+    """Counts are zero between launches."""
+
+    part_value: torch.Tensor  # [R, splits] float32, likewise part_top and part_sum
+    part_token: torch.Tensor  # [R, splits] int32
+    part_top: torch.Tensor
+    part_sum: torch.Tensor
+    arrived: torch.Tensor  # [R] int32
+    winner: torch.Tensor  # [R] int32
+
+    @classmethod
+    def empty(cls, rows: int, device: torch.device | str, splits: int = 128) -> SampleWorkspace:
+        def floats() -> torch.Tensor:
+            return torch.empty(rows, splits, device=device)
+
+        return cls(
+            part_value=floats(),
+            part_token=torch.empty(rows, splits, dtype=torch.int32, device=device),
+            part_top=floats(),
+            part_sum=floats(),
+            arrived=torch.zeros(rows, dtype=torch.int32, device=device),
+            winner=torch.zeros(rows, dtype=torch.int32, device=device),
+        )
+
+
+def sample(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    num_rows: torch.Tensor,
+    state: SlotState,
+    results: torch.Tensor,
+    step: torch.Tensor,
+    workspace: SampleWorkspace,
+    index: torch.Tensor | None = None,
+    filters: bool = True,
+    block: int = 1024,
+) -> None:
+    """One token per row of logits [R, V] (strided rows, any float type), for the first num_rows [1] rows.
+
+    Row i belongs to token j = index[i] (or i) of the pass: it is stored at token_pool[slots[j], positions[j] + 1],
+    num_computed[slots[j]] becomes positions[j] + 1, and results[step % depth, i] [depth, max_rows] gets a copy for
+    the host. `filters=False` leaves out the launch that top-k, top-p and min-p need; no row may then ask for them.
+    """
+    rows, vocab = logits.shape
+    splits = 1
+    while splits < workspace.part_value.shape[1] and rows * splits < 4096 and vocab > block * splits:
+        splits *= 2
+    per_split = cdiv(cdiv(vocab, splits), block) * block
+    common = (
+        state.token_pool,
+        state.num_computed,
+        results,
+        step,
+        logits.stride(0),
+        state.token_pool.stride(0),
+        results.shape[1],
+        results.shape[0],
+        vocab,
+    )
+    which = slots if index is None else index
+    _sample_kernel[(rows, splits)](
+        logits,
+        which,
+        slots,
+        positions,
+        num_rows,
+        state.sampling,
+        workspace.part_value,
+        workspace.part_token,
+        workspace.part_top,
+        workspace.part_sum,
+        workspace.arrived,
+        workspace.winner,
+        *common,
+        WORDS=SAMPLING_WORDS,
+        APPROX=logits.is_cuda,  # the interpreter knows no assembly
+        HAS_INDEX=index is not None,
+        FILTERS=filters,
+        SPLITS=splits,
+        PER_SPLIT=per_split,
+        BLOCK=block,
+        num_warps=4,
+    )
+    if filters:
+        _filter_kernel[(rows,)](
+            logits,
+            which,
+            slots,
+            positions,
+            num_rows,
+            state.sampling,
+            workspace.part_top,
+            workspace.part_sum,
+            workspace.winner,
+            *common,
+            WORDS=SAMPLING_WORDS,
+            APPROX=logits.is_cuda,
+            HAS_INDEX=index is not None,
+            SPLITS=splits,
+            BLOCK=8 * block,
+            num_warps=16,
+        )

@@ -1,0 +1,191 @@
+"""Every kernel at real shapes in bfloat16, against its reference: `pytest -m gpu tests/gpu`."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.kernels.decode_attention import (
+    DecodeTuning,
+    DecodeWorkspace,
+    decode_attention,
+    decode_attention_reference,
+)
+from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_units
+from paceline.kernels.extend_attention import (
+    ExtendTuning,
+    extend_attention,
+    extend_attention_reference,
+    extend_tiles,
+    tokens_per_tile,
+)
+from paceline.kernels.linear import LinearTuning, LinearWorkspace, linear, linear_reference, num_squares
+from paceline.kernels.rms_norm import rms_norm, rms_norm_reference
+from paceline.kernels.rope_kv import rope_kv, rope_kv_reference, rope_table
+from paceline.kernels.sampling import SampleWorkspace, sample, sample_reference
+from paceline.kernels.silu_mul import silu_mul, silu_mul_reference
+from paceline.kernels.slot_state import SlotState, sampling_words
+from tests.kernels.cases import poisoned, random_cache, relative_error
+from tests.kernels.trees import random_sharing
+
+BF16 = torch.bfloat16
+EPS = 1e-6
+
+
+def ints(values: object) -> torch.Tensor:
+    return torch.as_tensor(np.asarray(values, np.int32)).cuda()
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda").to(BF16)
+
+
+@pytest.mark.parametrize(("pdl", "block_m"), [(0, 16), (1, 16), (2, 8)])
+@pytest.mark.parametrize(
+    ("lengths", "page_size", "q_heads", "kv_heads", "head_dim", "window"),
+    [
+        ([264] * 64, 16, 16, 8, 128, 0),
+        ([264], 16, 16, 8, 128, 0),
+        ([5, 700, 1023, 1024, 1025, 0, 3000], 1, 40, 8, 128, 0),
+        ([511, 512, 513, 1536], 64, 9, 3, 64, 0),
+        ([30000], 16, 16, 8, 128, 0),
+        ([700, 5, 2000], 16, 16, 2, 128, 500),
+    ],
+)
+def test_decode_attention_at_size(
+    lengths: list[int], page_size: int, q_heads: int, kv_heads: int, head_dim: int, window: int, pdl: int, block_m: int
+) -> None:
+    check_decode(lengths, page_size, q_heads, kv_heads, head_dim, window, pdl, DecodeTuning(block_m=block_m))
+
+
+@pytest.mark.parametrize("block_m", [16, 32])
+@pytest.mark.parametrize("seed", range(3))
+def test_decode_attention_with_shared_chunks(seed: int, block_m: int) -> None:
+    rng = random.Random(seed)
+    group = rng.choice([1, 2, 5])
+    sharing = random_sharing(rng, rows=96, max_length=2600, chunk=512, rows_per_unit=block_m // group)
+    shared = (sharing.units, sharing.covered, sharing.query_rows)
+    check_decode(
+        sharing.lengths, 16, 4 * group, 4, 128, 0, 0, DecodeTuning(block_m=block_m), sharing.shared_pages(16), shared
+    )
+
+
+def check_decode(
+    lengths: list[int],
+    page_size: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int,
+    pdl: int,
+    tuning: DecodeTuning = DecodeTuning(),  # noqa: B008
+    shared_pages: list[tuple[int, int, int]] | None = None,
+    shared: tuple[list[tuple[int, int, int, int]], list[int], list[int]] | None = None,
+) -> None:
+    rows, longest = len(lengths), max(lengths) + 64
+    cache = random_cache(rows, longest, page_size, kv_heads, head_dim, BF16, "cuda", shared_pages)
+    chunks = Chunks(512, 512, 1) if shared else Chunks()
+    capacity = chunks.capacity(rows, longest)
+    buffers = DecodeUnits.empty(rows, capacity, capacity, "cuda")
+    if shared is not None:
+        units, covered, query_rows = shared
+        buffers.shared_units[: len(units)] = ints(units)
+        buffers.num_shared.fill_(len(units))
+        buffers.shared_chunks.copy_(ints(covered))
+        buffers.query_rows[: len(query_rows)] = ints(query_rows)
+    workspace = DecodeWorkspace.empty(rows, capacity, q_heads, kv_heads, head_dim, "cuda")
+    table = rope_table(longest, head_dim, 1e6, "cuda")
+    norms = (torch.rand(head_dim, device="cuda").to(BF16) + 0.5, torch.rand(head_dim, device="cuda").to(BF16) + 0.5)
+    slots, positions = torch.arange(rows, device="cuda").int(), ints(lengths)
+    for _ in range(3):
+        qkv = randn(rows, (q_heads + 2 * kv_heads) * head_dim)
+        k, v = cache.k.clone(), cache.v.clone()
+        expected = decode_attention_reference(qkv, k, v, cache.page_table, slots, positions, table, *norms, EPS, window)
+        out = poisoned(rows, q_heads * head_dim, dtype=BF16, device="cuda")
+        decode_units(buffers, slots, ints([rows]), positions, chunks, window)
+        decode_attention(
+            qkv, cache.k, cache.v, cache.page_table, table, *norms, EPS, buffers, workspace, out, window, tuning, pdl
+        )
+        by_row = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert float(by_row.max()) < 1.5e-2, f"row {int(by_row.argmax())} is off by {float(by_row.max())}"
+        assert relative_error(cache.k, k) < 1e-3
+        assert torch.equal(cache.v, v)
+        assert not workspace.arrived.any()
+
+
+@pytest.mark.parametrize("rows", [1, 16, 100])
+@pytest.mark.parametrize("split_k", [1, 4])
+def test_linear_at_size(rows: int, split_k: int) -> None:
+    tuning = LinearTuning(16 if rows <= 16 else 64, 32, 128, 4, 4, split_k)
+    workspace = LinearWorkspace(torch.empty(4 * rows * 4096, device="cuda"), ints(np.zeros(4096)))
+    x, weight = randn(rows, 1024), randn(4096, 1024) / 32
+    squares = x.float().square().sum(-1, keepdim=True)
+    out = poisoned(rows, 4096, dtype=BF16, device="cuda")
+    linear(x, weight, out, tuning, squares=squares, eps=EPS, workspace=workspace)
+    assert relative_error(out, linear_reference(x, weight, eps=EPS)) < 1e-2
+    x, weight, stream = randn(rows, 2048), randn(1024, 2048) / 45, randn(rows, 1024)
+    expected = linear_reference(x, weight, residual=stream)
+    left = poisoned(rows, num_squares(1024, tuning), dtype=torch.float32, device="cuda")
+    linear(x, weight, stream, tuning, residual=stream, squares_out=left, workspace=workspace)
+    assert relative_error(stream, expected) < 1e-2
+    assert relative_error(left.sum(-1), stream.double().square().sum(-1)) < 1e-4
+    if split_k == 1:
+        x, weight = randn(rows, 1024), randn(6144, 1024) / 32
+        squares = x.float().square().sum(-1, keepdim=True)
+        out = poisoned(rows, 3072, dtype=BF16, device="cuda")
+        linear(x, weight, out, tuning, squares=squares, eps=EPS, gated=True)
+        assert relative_error(out, linear_reference(x, weight, eps=EPS, gated=True)) < 1e-2
+
+
+def test_elementwise_at_size() -> None:
+    x, weight, stream = randn(300, 1024), randn(1024), randn(300, 1024)
+    expected, total = rms_norm_reference(x, weight, EPS, stream)
+    out = torch.full_like(x, torch.nan)
+    rms_norm(x, weight, EPS, out, stream)
+    assert relative_error(out, expected) < 5e-3
+    assert torch.equal(stream, total)
+    both = randn(300, 6144)
+    act = poisoned(300, 3072, dtype=BF16, device="cuda")
+    silu_mul(both, act)
+    assert relative_error(act, silu_mul_reference(both)) < 5e-3
+
+
+@pytest.mark.parametrize("window", [0, 700])
+def test_extend_at_size(window: int) -> None:
+    starts, lengths = [0, 1000, 17, 4000], [900, 65, 1, 300]
+    cache = random_cache(4, 4400, 16, 8, 128, BF16, "cuda")
+    query_starts = [0, *np.cumsum(lengths).tolist()]
+    positions = ints(np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]))
+    slots = torch.arange(4, device="cuda").int().repeat_interleave(torch.tensor(lengths, device="cuda"))
+    qkv, table, norm = randn(sum(lengths), 4096), rope_table(4400, 128, 1e6, "cuda"), randn(128).abs()
+    q = poisoned(sum(lengths), 16, 128, dtype=BF16, device="cuda")
+    k, v = cache.k.clone(), cache.v.clone()
+    expected_q = rope_kv_reference(qkv, k, v, cache.page_table, slots, positions, table, norm, norm, EPS)
+    rope_kv(qkv, q, cache.k, cache.v, cache.page_table, slots, positions, table, norm, norm, EPS)
+    assert relative_error(q, expected_q) < 1e-3
+    assert relative_error(cache.k, k) < 1e-3
+    tuning = ExtendTuning()
+    tiles = ints(extend_tiles(np.array(starts, np.int32), np.array(lengths, np.int32), tokens_per_tile(tuning, 2)))
+    out = torch.full_like(q, torch.nan)
+    extend_attention(
+        q, cache.k, cache.v, cache.page_table, tiles, ints(range(4)), positions, ints(query_starts), out, window, tuning
+    )
+    expected = extend_attention_reference(
+        q, cache.k, cache.v, cache.page_table, list(range(4)), starts, query_starts, window
+    )
+    assert relative_error(out, expected) < 1e-2
+
+
+def test_sampling_at_size() -> None:
+    params = [(0.0, 0, 1.0, 0.0), (0.6, 0, 1.0, 0.0), (0.6, 20, 0.95, 0.0), (1.0, 0, 0.9, 0.0), (1.2, 50, 1.0, 0.1)] * 8
+    rows = len(params)
+    state = SlotState.empty(rows, 64, 16, rows, "cuda")
+    for row, p in enumerate(params):
+        state.sampling[row] = torch.from_numpy(sampling_words(*p, 1000 + row)).cuda()
+    logits = torch.randn(rows, 151_936, device="cuda") * 4
+    results = ints(np.full((2, rows), -1))
+    slots, positions = torch.arange(rows, device="cuda").int(), ints([7] * rows)
+    sample(logits, slots, positions, ints([rows]), state, results, ints([2]), SampleWorkspace.empty(rows, "cuda"))
+    expected = [sample_reference(logits[row].cpu(), *p, 1000 + row, 8) for row, p in enumerate(params)]
+    assert results[0].tolist() == expected

@@ -1,0 +1,43 @@
+"""Random inputs for kernel tests, the same in the interpreter (small) and on a GPU (at size)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    assert torch.isfinite(got).all(), "the kernel left an output unwritten, or not finite"
+    return float((got.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+
+
+def poisoned(*shape: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class Cache:
+    k: torch.Tensor
+    v: torch.Tensor
+    page_table: torch.Tensor
+
+
+def random_cache(
+    slots: int,
+    max_length: int,
+    page_size: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    shared_pages: list[tuple[int, int, int]] | None = None,
+) -> Cache:
+    """A cache whose slots own pages in random order; shared_pages: (slot, other, n) gives it the other's first n."""
+    per_slot = -(-max_length // page_size)
+    pages = torch.randperm(slots * per_slot, device=device).int().view(slots, per_slot)
+    for slot, other, count in shared_pages or []:
+        pages[slot, :count] = pages[other, :count]
+    shape = (slots * per_slot, page_size, kv_heads, head_dim)
+    k, v = (torch.randn(shape, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
+    return Cache(k, v, pages.contiguous())

@@ -1,0 +1,168 @@
+import itertools
+import random
+
+import pytest
+import torch
+
+from paceline.kernels.decode_attention import (
+    DecodeTuning,
+    DecodeWorkspace,
+    decode_attention,
+    decode_attention_reference,
+)
+from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_units, decode_units_reference
+from paceline.kernels.rope_kv import rope_table
+from tests.kernels.cases import poisoned, random_cache, relative_error
+from tests.kernels.trees import random_sharing
+
+MAX_LENGTH = 96
+
+
+def ints(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("target_units", [1, 6, 1000])
+def test_units_follow_from_lengths_on_the_device(window: int, target_units: int) -> None:
+    chunks = Chunks(min_tokens=8, max_tokens=32, target_units=target_units)
+    lengths = [0, 31, 32, 33, 90, 7]
+    row_slots = [5, 4, 3, 2, 1]
+    buffers = DecodeUnits.empty(8, chunks.capacity(8, 96) + 1000, 0, "cpu")
+    slots = ints([*row_slots, 0, 0, 0])
+    decode_units(buffers, slots, ints([5]), ints(lengths), chunks, window)
+    units, rows = decode_units_reference(row_slots, lengths, chunks, window)
+    assert buffers.num_units.item() == len(units)
+    assert buffers.units[: len(units), : len(units[0])].tolist() == units
+    assert buffers.rows[:5].tolist() == rows
+
+
+@pytest.mark.parametrize(
+    ("page_size", "q_heads", "kv_heads", "head_dim", "window", "with_norm"),
+    [
+        (1, 2, 2, 64, 0, True),
+        (16, 4, 2, 64, 0, False),
+        (64, 6, 2, 64, 0, True),
+        (16, 8, 1, 64, 0, True),
+        (16, 2, 1, 128, 0, True),
+        (16, 4, 2, 64, 20, True),
+    ],
+)
+def test_decode_attention_matches_its_reference(
+    page_size: int, q_heads: int, kv_heads: int, head_dim: int, window: int, with_norm: bool
+) -> None:
+    lengths = [0, 31, 32, 90]
+    row_slots = [3, 1, 0, 2]
+    chunks = Chunks(min_tokens=16, max_tokens=32, target_units=1)
+    check(page_size, q_heads, kv_heads, head_dim, lengths, row_slots, chunks, window=window, with_norm=with_norm)
+
+
+def test_small_batch_is_cut_finer_and_still_right() -> None:
+    check(16, 2, 1, 64, [90], [0], Chunks(min_tokens=16, max_tokens=64, target_units=6))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_shared_chunks_give_the_same_result_as_own_ones(seed: int) -> None:
+    rng = random.Random(seed)
+    q_heads, kv_heads = rng.choice([(2, 2), (4, 2), (6, 2), (8, 1)])
+    group = q_heads // kv_heads
+    page_size = rng.choice([1, 16])
+    chunks = Chunks(min_tokens=32, max_tokens=32, target_units=1)
+    sharing = random_sharing(rng, rows=6, max_length=MAX_LENGTH, chunk=32, rows_per_unit=16 // group)
+    outs = [
+        check(
+            page_size,
+            q_heads,
+            kv_heads,
+            64,
+            sharing.lengths,
+            list(range(6)),
+            chunks,
+            shared_pages=sharing.shared_pages(page_size),
+            shared=(sharing.units, sharing.covered, sharing.query_rows) if share else None,
+            seed=seed,
+        )
+        for share in (False, True)
+    ]
+    assert sharing.units, "this case shares nothing and tests nothing"
+    assert relative_error(outs[1], outs[0]) < 1e-5
+
+
+def check(
+    page_size: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    lengths: list[int],
+    row_slots: list[int],
+    chunks: Chunks,
+    window: int = 0,
+    with_norm: bool = True,
+    shared_pages: list[tuple[int, int, int]] | None = None,
+    shared: tuple[list[tuple[int, int, int, int]], list[int], list[int]] | None = None,
+    seed: int = 0,
+) -> torch.Tensor:
+    """Runs the kernel twice (counts must come back to zero) with one padding row, and compares with the reference."""
+    torch.manual_seed(seed)
+    rows = len(row_slots)
+    cache = random_cache(len(lengths), MAX_LENGTH, page_size, kv_heads, head_dim, torch.float32, "cpu", shared_pages)
+    table = rope_table(MAX_LENGTH, head_dim, 1e4)
+    norms = (torch.rand(head_dim) + 0.5, torch.rand(head_dim) + 0.5) if with_norm else (None, None)
+    capacity = chunks.capacity(rows + 1, MAX_LENGTH) + 100
+    buffers = DecodeUnits.empty(rows + 1, capacity, 64, "cpu")
+    if shared is not None:
+        units, covered, query_rows = shared
+        buffers.shared_units[: len(units)] = torch.tensor(units, dtype=torch.int32)
+        buffers.num_shared.fill_(len(units))
+        buffers.shared_chunks[:rows] = ints(covered)
+        buffers.query_rows[: len(query_rows)] = ints(query_rows)
+    workspace = DecodeWorkspace.empty(rows + 1, capacity, q_heads, kv_heads, head_dim, "cpu")
+    out = torch.empty(0)
+    for _ in range(2):
+        qkv = torch.randn(rows + 1, (q_heads + 2 * kv_heads) * head_dim)
+        k, v = cache.k.clone(), cache.v.clone()
+        expected = decode_attention_reference(
+            qkv[:rows],
+            k,
+            v,
+            cache.page_table,
+            ints(row_slots),
+            ints([lengths[slot] for slot in row_slots]),
+            table,
+            *norms,
+            1e-6,
+            window,
+        )
+        out = poisoned(rows + 1, q_heads * head_dim, dtype=torch.float32)
+        decode_units(buffers, ints([*row_slots, 0]), ints([rows]), ints(lengths), chunks, window)
+        decode_attention(
+            qkv,
+            cache.k,
+            cache.v,
+            cache.page_table,
+            table,
+            *norms,
+            1e-6,
+            buffers,
+            workspace,
+            out,
+            window,
+            DecodeTuning(num_programs=3, block_n=16),
+        )
+        assert relative_error(out[:rows], expected) < 1e-5
+        assert torch.isnan(out[rows:]).all(), "a padding row was written"
+        assert relative_error(cache.k, k) < 1e-6
+        assert torch.equal(cache.v, v)
+        assert not workspace.arrived.any()
+    return out[:rows]
+
+
+def test_random_sharing_covers_every_shared_chunk_once() -> None:
+    for seed in range(50):
+        sharing = random_sharing(random.Random(seed), rows=6, max_length=200, chunk=32, rows_per_unit=3)
+        seen = [
+            (sharing.query_rows[first + i], chunk) for _, chunk, first, count in sharing.units for i in range(count)
+        ]
+        assert len(seen) == len(set(seen))
+        expected = itertools.chain.from_iterable(((row, c) for c in range(n)) for row, n in enumerate(sharing.covered))
+        assert set(seen) == set(expected)

@@ -1,0 +1,67 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from paceline.kernels.rms_norm import rms_norm, rms_norm_reference
+from paceline.kernels.rope_kv import rope_kv, rope_kv_reference, rope_table
+from paceline.kernels.silu_mul import silu_mul, silu_mul_reference
+from tests.kernels.cases import poisoned, random_cache, relative_error
+
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def test_kernel_files_import_without_triton() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None
+import pkgutil, importlib, paceline.kernels as kernels
+for module in pkgutil.iter_modules(kernels.__path__):
+    importlib.import_module(f"paceline.kernels.{module.name}")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("hidden", [64, 96])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_rms_norm_matches_its_reference(dtype: torch.dtype, hidden: int, with_residual: bool) -> None:
+    x = torch.randn(3, hidden).to(dtype)
+    weight = torch.rand(hidden).to(dtype) + 0.5
+    residual = torch.randn(3, hidden).to(dtype) if with_residual else None
+    expected, total = rms_norm_reference(x, weight, 1e-6, residual)
+    out = poisoned(3, hidden, dtype=dtype)
+    rms_norm(x, weight, 1e-6, out, residual)
+    assert relative_error(out, expected) < TOLERANCE[dtype]
+    if residual is not None:
+        # The interpreter cuts bfloat16 off where the hardware rounds.
+        assert relative_error(residual, total) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_silu_mul_matches_its_reference(dtype: torch.dtype) -> None:
+    gate_up = torch.randn(3, 2 * 1100).to(dtype)
+    out = poisoned(3, 1100, dtype=dtype)
+    silu_mul(gate_up, out)
+    assert relative_error(out, silu_mul_reference(gate_up)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(4, 4), (6, 2)])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_rope_kv_rotates_and_writes_the_cache(page_size: int, q_heads: int, kv_heads: int, with_norm: bool) -> None:
+    head_dim, tokens = 64, 5
+    cache = random_cache(3, 40, page_size, kv_heads, head_dim, torch.float32)
+    k, v = cache.k.clone(), cache.v.clone()
+    qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * head_dim)
+    slots = torch.tensor([2, 2, 2, 0, 1], dtype=torch.int32)
+    positions = torch.tensor([15, 16, 17, 0, 39], dtype=torch.int32)
+    table = rope_table(40, head_dim, 1e4)
+    norms = (torch.rand(head_dim) + 0.5, torch.rand(head_dim) + 0.5) if with_norm else (None, None)
+    expected = rope_kv_reference(qkv, k, v, cache.page_table, slots, positions, table, *norms, 1e-6)
+    q = poisoned(tokens, q_heads, head_dim, dtype=torch.float32)
+    rope_kv(qkv, q, cache.k, cache.v, cache.page_table, slots, positions, table, *norms, 1e-6)
+    assert relative_error(q, expected) < 1e-6
+    assert relative_error(cache.k, k) < 1e-6
+    assert torch.equal(cache.v, v)

@@ -1,0 +1,77 @@
+import numpy as np
+import pytest
+import torch
+
+from paceline.kernels.sampling import SampleWorkspace, gumbel_reference, sample, sample_reference
+from paceline.kernels.slot_state import SlotState, sampling_words
+
+VOCAB = 3000
+PARAMS = [
+    (0.0, 0, 1.0, 0.0),
+    (0.0, 5, 0.5, 0.1),
+    (0.7, 0, 1.0, 0.0),
+    (1.0, 1, 1.0, 0.0),
+    (1.0, 20, 1.0, 0.0),
+    (1.3, 0, 0.3, 0.0),
+    (1.0, 0, 0.9, 0.0),
+    (1.0, 0, 1.0, 0.2),
+    (0.8, 50, 0.8, 0.0),
+    (1.5, 40, 0.95, 0.05),
+]
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_every_row_samples_by_its_own_parameters(splits: int) -> None:
+    torch.manual_seed(splits)
+    rows = len(PARAMS)
+    state = SlotState.empty(slots=rows, max_length=32, page_size=16, rows=rows + 1, device="cpu")
+    slots = torch.randperm(rows).int()
+    positions = torch.randint(0, 30, (rows,)).int()
+    seeds = [(7 << 33) + i for i in range(rows)]
+    for row, params in enumerate(PARAMS):
+        state.sampling[slots[row]] = torch.from_numpy(sampling_words(*params, seeds[row]))
+    logits = torch.randn(rows + 1, VOCAB) * 3
+    results = torch.full((2, rows + 1), -1, dtype=torch.int32)
+    workspace = SampleWorkspace.empty(rows + 1, "cpu", splits)
+    padded = torch.zeros(1, dtype=torch.int32)
+    sample(
+        logits,
+        torch.cat([slots, padded]),
+        torch.cat([positions, padded]),
+        torch.tensor([rows], dtype=torch.int32),
+        state,
+        results,
+        torch.tensor([5], dtype=torch.int32),
+        workspace,
+        block=128,
+    )
+    expected = [
+        sample_reference(logits[row], *params, seeds[row], int(positions[row]) + 1) for row, params in enumerate(PARAMS)
+    ]
+    assert results[1, :rows].tolist() == expected
+    assert (results[0] == -1).all()
+    assert results[1, rows] == -1
+    for row, token in enumerate(expected):
+        slot, position = int(slots[row]), int(positions[row])
+        assert state.token_pool[slot, position + 1] == token
+        assert state.num_computed[slot] == position + 1
+    assert not workspace.arrived.any()
+
+
+def test_ties_go_to_the_smaller_token_and_filters_may_be_left_out() -> None:
+    state = SlotState.empty(slots=1, max_length=8, page_size=1, rows=1, device="cpu")
+    state.sampling[0] = torch.from_numpy(sampling_words(0, 0, 1, 0, 0))
+    logits = torch.zeros(1, 1000)
+    logits[0, [300, 700]] = 1.0
+    results = torch.zeros(1, 1, dtype=torch.int32)
+    zero, one = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    sample(logits, zero, zero, one, state, results, zero, SampleWorkspace.empty(1, "cpu"), filters=False, block=128)
+    assert results.item() == 300
+
+
+def test_noise_is_gumbel_and_depends_on_seed_position_and_token() -> None:
+    noise = torch.stack([gumbel_reference(seed, position, 4000) for seed in (1, 1 << 35) for position in (3, 4)])
+    assert abs(float(noise.mean()) - 0.5772) < 0.03
+    assert abs(float(noise.var()) - np.pi**2 / 6) < 0.06
+    correlation = torch.corrcoef(noise) - torch.eye(4)
+    assert float(correlation.abs().max()) < 0.06

@@ -1,0 +1,94 @@
+import numpy as np
+import torch
+
+from paceline.kernels.gather_tokens import gather_tokens, gather_tokens_reference
+from paceline.kernels.slot_state import (
+    SAMPLING_WORDS,
+    SlotState,
+    apply_diff,
+    apply_diff_reference,
+    pack_diff,
+    sampling_words,
+)
+from tests.kernels.cases import poisoned
+
+
+def column(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def random_state() -> SlotState:
+    state = SlotState.empty(slots=5, max_length=600, page_size=16, rows=4, device="cpu")
+    state.token_pool.random_(0, 50)
+    state.page_table.random_(0, 1000)
+    state.num_computed.random_(0, 20)
+    return state
+
+
+def copied(state: SlotState) -> SlotState:
+    return SlotState(*(getattr(state, name).clone() for name in SlotState.__dataclass_fields__))
+
+
+def same(a: SlotState, b: SlotState) -> bool:
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in SlotState.__dataclass_fields__)
+
+
+def test_a_packed_diff_changes_what_it_names_and_nothing_else() -> None:
+    tokens = np.random.default_rng(0).integers(0, 50, 530).astype(np.int32)
+    diff = pack_diff(
+        page_slots=column(0, 0, 3),
+        page_indices=column(2, 3, 37),
+        page_ids=column(77, 78, 79),
+        start_slots=column(3, 1),
+        start_positions=column(11, 12),
+        join_slots=column(3, 4),
+        join_sampling=np.stack([sampling_words(0.6, 20, 0.9, 0.1, 1 << 40 | 7), sampling_words(0, 0, 1, 0, 2)]),
+        token_runs=[(3, 5, tokens), (4, 0, column(1, 2, 3))],
+        row_slots=column(3, 4),
+    )
+    state = random_state()
+    expected = copied(state)
+    apply_diff_reference(diff, expected)
+    assert not same(state, expected)
+    apply_diff(torch.from_numpy(np.concatenate([diff, column(9, 9, 9)])), state, num_programs=3)
+    assert same(state, expected)
+    assert state.token_pool[3, 5:535].tolist() == tokens.tolist()
+
+
+def test_an_empty_diff_changes_nothing() -> None:
+    state = random_state()
+    expected = copied(state)
+    apply_diff(torch.from_numpy(pack_diff()), state, num_programs=2)
+    assert same(state, expected)
+    assert pack_diff(join_slots=column(1), join_sampling=np.ones((1, SAMPLING_WORDS), np.int32)).size == 8 + 7
+
+
+def test_decode_rows_gather_their_last_token_and_padding_gets_zeros() -> None:
+    state = random_state()
+    state.row_slots.copy_(torch.tensor([4, 0, 2, 0]))
+    state.num_rows.fill_(3)
+    embeddings = torch.randn(50, 24)
+    out = poisoned(4, 24, dtype=torch.float32)
+    slots, positions = torch.empty(4, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
+    squares = poisoned(4, 1, dtype=torch.float32)
+    gather_tokens(state, embeddings, out, slots, positions, squares=squares)
+    assert torch.allclose(squares[:, 0], out.square().sum(-1))
+    expected, expected_slots, expected_positions = gather_tokens_reference(state, embeddings, None, None, 3)
+    assert torch.equal(out[:3], expected)
+    assert not out[3].any()
+    assert torch.equal(slots[:3], expected_slots)
+    assert torch.equal(positions[:3], expected_positions)
+
+
+def test_ragged_rows_gather_consecutive_tokens() -> None:
+    state = random_state()
+    state.row_slots[:3] = torch.tensor([4, 0, 2])
+    embeddings = torch.randn(50, 24)
+    token_rows = torch.tensor([0, 1, 1, 1, 2, 2], dtype=torch.int32)
+    query_starts = torch.tensor([0, 1, 4, 6], dtype=torch.int32)
+    out = poisoned(6, 24, dtype=torch.float32)
+    slots, positions = torch.empty(6, dtype=torch.int32), torch.empty(6, dtype=torch.int32)
+    gather_tokens(state, embeddings, out, slots, positions, token_rows, query_starts)
+    expected = gather_tokens_reference(state, embeddings, token_rows, query_starts, 6)
+    for got, want in zip((out, slots, positions), expected, strict=True):
+        assert torch.equal(got, want)
