@@ -142,7 +142,7 @@ def _check(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> Non
 
 
 OVERLAP = ("on", "off", "sync")
-DEVICES = ("cpu",)
+DEVICES = ("auto", "cpu", "cuda")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 OVERLAP_VARIABLE = "PACELINE_OVERLAP"  # the environment's word, where the option is not given
 
@@ -151,8 +151,10 @@ OVERLAP_VARIABLE = "PACELINE_OVERLAP"  # the environment's word, where the optio
 class EngineConfig:
     """What the engine runs on."""
 
-    device: str = option("cpu", "where the model runs", choices=DEVICES)
-    dtype: str = option("auto", "of weights and KV memory; auto: float32 on a CPU", choices=DTYPE_NAMES)
+    device: str = option("auto", "where the model runs; auto: on a GPU if there is one", choices=DEVICES)
+    dtype: str = option(
+        "auto", "of weights and KV memory; auto: float32 on a CPU, bfloat16 on a GPU", choices=DTYPE_NAMES
+    )
     threads: int | None = option(None, "CPU threads for computing; one for each core if not given", low=1, high=1024)
     overlap: str | None = option(
         None, "on: the next pass is planned while one runs; off: one after the other; sync: on, with a full "
@@ -160,7 +162,10 @@ class EngineConfig:
         choices=OVERLAP,
     )  # fmt: skip
     kv_tokens: int | None = option(None, "tokens of KV memory; a share of the free memory if not given", low=1)
-    kv_memory_fraction: float = option(0.3, "share of the free memory that becomes KV memory", low=0.001, high=0.95)
+    kv_memory_fraction: float | None = option(
+        None, "share of the free memory that becomes KV memory; 0.3 on a CPU and 0.9 on a GPU if not given",
+        low=0.001, high=0.95,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -1,7 +1,7 @@
 """Putting an engine together: from a model's name and options to something that answers.
 
 Every option is a field of `EngineConfig` or `SchedulerConfig`; what is neither is an error. Where nothing is said,
-the pool is sized by the model and the memory that is free, and a step is kept short enough for a CPU.
+the pool is sized by the model and the memory that is free, and on a CPU a step is kept short.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from typing import Any
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.engine.cpu_decoder import CpuDecoder
+from paceline.engine.cuda_build import build_cuda, check_cuda, free_cuda_memory, has_cuda
+from paceline.engine.cuda_device import CudaDevice
 from paceline.engine.engine import Engine
 from paceline.engine.kv_cache import check_model_fits, num_kv_pages
 from paceline.engine.torch_executor import CpuDevice, Model, TorchExecutor
+from paceline.model.decoder import Decoder
 from paceline.model.fetch import DEFAULT_MODEL, find_model
 from paceline.model.registry import shape as named_shape
 from paceline.model.spec import ModelSpec
@@ -31,6 +34,9 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 _CPU_DEFAULTS: dict[str, Any] = {
     "max_running": 64, "max_batch_tokens": 1024, "max_prefill_tokens": 1024, "chunk_tokens": 512,
 }  # fmt: skip
+_GPU_DEFAULTS: dict[str, Any] = {
+    name: SchedulerConfig.__dataclass_fields__[name].default for name in ("max_running", "max_batch_tokens")
+}
 _LOAD = ("weights", "random")
 
 
@@ -48,7 +54,8 @@ def build_engine(
     random weights (of this seed) in a named shape."""
     engine_options, scheduler_options = split_options(options)
     config = EngineConfig(**engine_options)
-    dtype = "float32" if config.dtype == "auto" else config.dtype
+    device = _device(config)
+    dtype = ("bfloat16" if device == "cuda" else "float32") if config.dtype == "auto" else config.dtype
     if load not in _LOAD:
         raise ConfigError(f"load is {load!r}: choose one of {', '.join(_LOAD)}.")
     path: Path | None = None
@@ -63,17 +70,18 @@ def build_engine(
             raise ConfigError(f"shape is {shape!r}, which belongs to load='random': leave it out.")
         path = find_model(DEFAULT_MODEL if model is None else model, progress=progress)
         spec = read_spec(path)
-    context = _scheduler_config(spec, scheduler_options).context_tokens  # a wrong option shows before the long load
-    check_model_fits(spec, _num_bytes(dtype))
+    # A wrong option shows before the long load.
+    context = _scheduler_config(spec, scheduler_options, device).context_tokens
+    check_model_fits(spec, _num_bytes(dtype), free=free_cuda_memory() if device == "cuda" else None)
     if path is None:
         tokenizer = synthetic_tokenizer(spec.vocab_size)
-        decoder = random_decoder(spec, seed=seed, dtype=dtype, max_positions=context, progress=progress)
+        decoder = random_decoder(spec, seed=seed, dtype=dtype, device=device, max_positions=context, progress=progress)
     else:
         tokenizer = load_tokenizer(path)
         tokenizer.check_fits(spec.vocab_size)
-        decoder = load_decoder(path, dtype=dtype, max_positions=context, progress=progress)
+        decoder = load_decoder(path, dtype=dtype, device=device, max_positions=context, progress=progress)
     # 16-bit matrices have good kernels as they are stored; for float32 a better arrangement pays.
-    fast = CpuDecoder(decoder) if dtype == "float32" else decoder
+    fast = CpuDecoder(decoder) if dtype == "float32" and device == "cpu" else decoder
     del decoder
     return assemble(fast, tokenizer, config, scheduler_options, trace=trace)
 
@@ -87,17 +95,31 @@ def assemble(
     trace: Callable[[str, int, float], None] | None = None,
 ) -> Engine:
     """An engine around a decoder that is loaded already."""
-    scheduler_config = _scheduler_config(decoder.spec, scheduler_options)
+    on_gpu = isinstance(decoder, Decoder) and decoder.device.type == "cuda"
+    scheduler_config = _scheduler_config(decoder.spec, scheduler_options, "cuda" if on_gpu else "cpu")
     page_size = scheduler_config.page_size
+    if "num_pages" in scheduler_options and config.kv_tokens is not None:
+        raise ConfigError(
+            f"kv_tokens is {config.kv_tokens} and num_pages is {scheduler_config.num_pages}: give one of them."
+        )
+    executor: CudaDevice | TorchExecutor
+    if on_gpu:
+        assert isinstance(decoder, Decoder), "a GPU takes the plain decoder over"
+        executor, scheduler_config = build_cuda(
+            decoder,
+            config,
+            scheduler_config,
+            None
+            if "num_pages" in scheduler_options
+            else lambda count: _scheduler_config(decoder.spec, {**scheduler_options, "num_pages": count}, "cuda"),
+        )
+        executor.warm_up()
+        return _engine(executor, scheduler_config, decoder.spec, tokenizer, config, trace)
     if "num_pages" not in scheduler_options:
         num_pages = num_kv_pages(
             config, decoder.spec, decoder.dtype.itemsize, page_size, scheduler_config.context_tokens
         )
-        scheduler_config = _scheduler_config(decoder.spec, {**scheduler_options, "num_pages": num_pages})
-    elif config.kv_tokens is not None:
-        raise ConfigError(
-            f"kv_tokens is {config.kv_tokens} and num_pages is {scheduler_config.num_pages}: give one of them."
-        )
+        scheduler_config = _scheduler_config(decoder.spec, {**scheduler_options, "num_pages": num_pages}, "cpu")
     device = CpuDevice(
         decoder,
         num_pages=scheduler_config.num_pages,
@@ -106,11 +128,22 @@ def assemble(
         max_row_tokens=min(scheduler_config.context_tokens, scheduler_config.num_pages * page_size),
     )
     executor = TorchExecutor(device, num_threads=config.threads)
+    return _engine(executor, scheduler_config, decoder.spec, tokenizer, config, trace)
+
+
+def _engine(
+    executor: CudaDevice | TorchExecutor,
+    scheduler_config: SchedulerConfig,
+    spec: ModelSpec,
+    tokenizer: Tokenizer,
+    config: EngineConfig,
+    trace: Callable[[str, int, float], None] | None,
+) -> Engine:
     return Engine(
         Scheduler(scheduler_config),
         executor,
         tokenizer,
-        vocab_size=decoder.spec.vocab_size,
+        vocab_size=spec.vocab_size,
         overlap=config.overlap_mode,
         trace=trace,
         on_close=executor.close,
@@ -129,9 +162,18 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     return engine, {name: value for name, value in options.items() if known[name] is SchedulerConfig}
 
 
-def _scheduler_config(spec: ModelSpec, given: Mapping[str, Any]) -> SchedulerConfig:
-    """What was asked for, on top of what suits a CPU and this model."""
-    options = {**_CPU_DEFAULTS, "context_tokens": spec.context_tokens, **given}
+def _device(config: EngineConfig) -> str:
+    if config.device == "auto":
+        return "cuda" if has_cuda() else "cpu"
+    if config.device == "cuda":
+        check_cuda()
+    return config.device
+
+
+def _scheduler_config(spec: ModelSpec, given: Mapping[str, Any], device: str) -> SchedulerConfig:
+    """What was asked for, on top of what suits the device and this model."""
+    defaults = _CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS
+    options = {**defaults, "context_tokens": spec.context_tokens, **given}
     # The decode of every running request must fit a step: whichever of the two was not asked for gives way.
     if "max_batch_tokens" not in given and isinstance(options["max_running"], int):
         options["max_batch_tokens"] = max(options["max_batch_tokens"], options["max_running"])

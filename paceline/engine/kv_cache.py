@@ -53,14 +53,28 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.zeros(shape, whole)).view(dtype)
 
 
-def num_kv_pages(config: EngineConfig, spec: ModelSpec, dtype_bytes: int, page_size: int, context_tokens: int) -> int:
+def num_kv_pages(
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype_bytes: int,
+    page_size: int,
+    context_tokens: int,
+    *,
+    free: int | None = None,
+    default_fraction: float = 0.3,
+    max_contexts: int = 64,
+) -> int:
     """How many pages of KV memory the engine takes: `kv_tokens` if given, else a share of the memory that is free.
 
     pages = floor(min(free memory * kv_memory_fraction / (2 * layers * KV heads * head_dim * bytes),
-                      max_running contexts) / page_size)
+                      max_contexts contexts) / page_size)
+
+    Free is main memory unless given. More than 64 contexts at full length are never used by the requests that run on
+    a CPU.
     """
     per_token = spec.kv_bytes_per_token(dtype_bytes)
-    free = free_memory()
+    free = free_memory() if free is None else free
+    fraction = default_fraction if config.kv_memory_fraction is None else config.kv_memory_fraction
     if config.kv_tokens is not None:
         num_tokens = config.kv_tokens
         if num_tokens * per_token > free:
@@ -69,22 +83,21 @@ def num_kv_pages(config: EngineConfig, spec: ModelSpec, dtype_bytes: int, page_s
                 f"are free: lower it to {free // per_token} or less."
             )
     else:
-        num_tokens = int(free * config.kv_memory_fraction) // per_token
-        # More than this many contexts at full length are never used by the requests that run on a CPU.
-        num_tokens = min(num_tokens, 64 * context_tokens)
+        num_tokens = min(int(free * fraction) // per_token, max_contexts * context_tokens)
     num_pages = num_tokens // page_size
     if num_pages < 1 or (num_tokens < min(_LEAST_TOKENS, context_tokens) and config.kv_tokens is None):
         raise ConfigError(
             f"the model leaves room for {num_tokens} tokens of KV memory ({_gib(free)} free, {per_token} bytes a "
             f"token, pages of {page_size}): choose a smaller model, free some memory, or raise kv_memory_fraction "
-            f"(now {config.kv_memory_fraction})."
+            f"(now {fraction})."
         )
     return num_pages
 
 
-def check_model_fits(spec: ModelSpec, dtype_bytes: int) -> None:
-    """Raises before the first byte is read if the weights alone are more than the memory that is free."""
-    need, free = spec.num_parameters * dtype_bytes, free_memory()
+def check_model_fits(spec: ModelSpec, dtype_bytes: int, *, free: int | None = None) -> None:
+    """Raises before the first byte is read if the weights alone are more than the memory that is free: main memory,
+    unless given."""
+    need, free = spec.num_parameters * dtype_bytes, free_memory() if free is None else free
     if need > free:
         raise ConfigError(
             f"the model's {spec.num_parameters:,} parameters take {_gib(need)} and {_gib(free)} of memory are free: "

@@ -1,0 +1,74 @@
+"""A CUDA executor for a decoder that is loaded: buffers first, then as much KV memory as is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from paceline.config import ConfigError, EngineConfig, SchedulerConfig
+from paceline.engine.cuda_device import CudaDevice
+from paceline.engine.cuda_model import GpuModel, Tuning
+from paceline.engine.cuda_streams import streams_of
+from paceline.engine.kv_cache import num_kv_pages
+from paceline.kernels._triton import HAS_TRITON
+from paceline.kernels.decode_units import Chunks
+from paceline.kernels.linear import decode_tuning
+from paceline.model.decoder import Decoder
+
+_KV_FRACTION = 0.9  # the rest is left to the CUDA context's modules, graphs and cuBLAS
+
+
+def has_cuda() -> bool:
+    return HAS_TRITON and torch.cuda.is_available()
+
+
+def check_cuda() -> None:
+    if not has_cuda():
+        missing = "there is no CUDA device" if HAS_TRITON else "triton is not installed"
+        raise ConfigError(f"device is 'cuda' and {missing}: choose device cpu, or install what is missing.")
+
+
+def free_cuda_memory() -> int:
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def build_cuda(
+    decoder: Decoder,
+    config: EngineConfig,
+    scheduler: SchedulerConfig,
+    with_pages: Callable[[int], SchedulerConfig] | None,
+    *,
+    tuning: Tuning = decode_tuning,
+    chunks: Chunks = Chunks(),  # noqa: B008  (frozen)
+) -> tuple[CudaDevice, SchedulerConfig]:
+    """The executor, and the scheduler's options with the pool's size in them: `with_pages` makes them, unless the
+    pool's size was asked for. The decoder is taken over."""
+    streams = streams_of(decoder.device)
+    model = GpuModel(decoder, max_tokens=scheduler.max_batch_tokens, max_rows=scheduler.max_running, tuning=tuning)
+    page_size, context = scheduler.page_size, scheduler.context_tokens
+    if with_pages is not None:
+        free = streams.free_memory() - _workspace_bytes(model, scheduler, chunks)
+        num_pages = num_kv_pages(
+            config, model.spec, model.dtype.itemsize, page_size, context, free=max(free, 0),
+            default_fraction=_KV_FRACTION, max_contexts=scheduler.max_running,
+        )  # fmt: skip
+        scheduler = with_pages(num_pages)
+    device = CudaDevice(
+        model,
+        streams,
+        num_pages=scheduler.num_pages,
+        page_size=page_size,
+        max_running=scheduler.max_running,
+        max_row_tokens=min(context, scheduler.num_pages * page_size),
+        chunks=chunks,
+    )
+    return device, scheduler
+
+
+def _workspace_bytes(model: GpuModel, scheduler: SchedulerConfig, chunks: Chunks) -> int:
+    """What the device allocates beside weights, activations and KV: partial results, token and page tables."""
+    rows, context, spec = scheduler.max_running, scheduler.context_tokens, model.spec
+    partials = chunks.capacity(rows, context + 1) * (spec.q_size + spec.num_heads + 32)
+    tables = rows * context * 2
+    return 4 * (partials + tables) + scheduler.max_batch_tokens * spec.q_size * model.dtype.itemsize

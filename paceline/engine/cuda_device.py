@@ -1,0 +1,296 @@
+"""The executor for CUDA: launches passes and never waits for one.
+
+    host    pack N+1 ─▶ pinned buffer            wait for the event of N ─▶ tokens of N
+    copy            └─▶ staging N+1 (event) ┐              ┌─▶ pinned results of N (event)
+    engine  ── pass N ──────────────────────┴─ pass N+1 ───┴─ …
+
+The engine stream runs passes and applies every change of device state; the copy stream brings each pass's packed
+upload into a staging buffer and its results out. A pass uses one of a few `_Flight`s, whose buffers are not touched
+again before its results have been read. Tokens chain on the device: sampling writes them into `token_pool`, where the
+next pass finds them. What a pass does follows from its plan alone.
+
+A decode pass is one small kernel that applies the upload, and one graph. A pass with prompts is launched kernel by
+kernel, which takes the host a few milliseconds; they are hidden behind the pass before.
+
+Noise is keyed by seed, position and token, as on the CPU, but by another hash (kernels/sampling.py): a seed gives the
+same tokens on every run of one kind of device, not across kinds.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from paceline.engine.cuda_graphs import DecodeGraphs
+from paceline.engine.cuda_inputs import Packed, PlanPacker, Span
+from paceline.engine.cuda_model import GpuModel
+from paceline.engine.cuda_streams import Event, Streams
+from paceline.engine.executor import Result
+from paceline.kernels.decode_attention import DecodeWorkspace, decode_attention, decode_attention_tuning
+from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_units
+from paceline.kernels.extend_attention import ExtendTuning, extend_attention, tokens_per_tile
+from paceline.kernels.gather_tokens import gather_tokens
+from paceline.kernels.rope_kv import rope_kv
+from paceline.kernels.sampling import SampleWorkspace, sample
+from paceline.kernels.slot_state import SlotState, apply_diff
+from paceline.scheduler.plan import NO_TOKENS, Plan
+
+_DEPTH = 4  # passes whose buffers exist; two are in flight at most
+_FIRST_WORDS = 1 << 18  # of an upload buffer; it grows when a pass brings more
+
+
+@dataclass(slots=True, eq=False)
+class Stats:
+    """Since the last reset. Idle: from the end of a pass to the beginning of the next, as the device's clock has it."""
+
+    passes: int = 0
+    graphs: int = 0
+    rows: int = 0
+    tokens: int = 0
+    device_s: float = 0.0
+    idle_s: float = 0.0
+    prompt_device_s: float = 0.0  # of device_s: passes that were not graphs
+    launch_s: float = 0.0  # the host, launching
+    wait_s: float = 0.0  # the host, waiting for results
+
+
+class _Flight:
+    """The buffers and events of one pass at a time."""
+
+    def __init__(self, streams: Streams, max_rows: int, device: torch.device) -> None:
+        self._streams, self._device = streams, device
+        self.uploaded, self.began, self.ended, self.copied = (streams.event() for _ in range(4))
+        self.results = streams.pinned(max_rows)
+        self.pending: _Pending | None = None
+        self._grow(_FIRST_WORDS)
+
+    def _grow(self, num_words: int) -> None:
+        self._upload = self._streams.pinned(num_words)
+        self._words = self._upload.numpy()
+        self._staging = torch.empty(num_words, dtype=torch.int32, device=self._device)
+
+    def send(self, packed: Packed) -> None:
+        """Puts the upload on its way to the staging buffer. The pass before last that used this flight is over."""
+        if packed.num_words > len(self._words):
+            self._grow(1 << (packed.num_words - 1).bit_length())
+        packed.write(self._words)
+        with self._streams.use(self._streams.copy):
+            self._staging[: packed.num_words].copy_(self._upload[: packed.num_words], non_blocking=True)
+        self.uploaded.record(self._streams.copy)
+
+    def part(self, span: Span) -> Tensor:
+        return self._staging[span.first : span.first + span.count]
+
+    @property
+    def diff(self) -> Tensor:
+        return self._staging
+
+
+class _Pending:
+    __slots__ = ("_before", "_device", "_flight", "_num_tokens", "_result", "is_graph")
+
+    def __init__(
+        self, device: CudaDevice, flight: _Flight, before: Event | None, num_tokens: int, is_graph: bool
+    ) -> None:
+        self._device, self._flight, self._before = device, flight, before
+        self._num_tokens, self.is_graph = num_tokens, is_graph
+        self._result: Result | None = None
+
+    def wait(self) -> Result:
+        if self._result is None:
+            began = time.perf_counter()
+            flight, stats = self._flight, self._device.stats
+            flight.copied.synchronize()
+            device_s = flight.began.elapsed_time(flight.ended) / 1e3
+            stats.wait_s += time.perf_counter() - began
+            stats.device_s += device_s
+            stats.prompt_device_s += 0.0 if self.is_graph else device_s
+            if self._before is not None:
+                stats.idle_s += self._before.elapsed_time(flight.began) / 1e3
+            # A copy: the flight's buffer belongs to a later pass soon.
+            tokens = flight.results[: self._num_tokens].numpy().copy() if self._num_tokens else NO_TOKENS
+            self._result = Result(tokens, device_s)
+        return self._result
+
+
+class CudaDevice:
+    """An executor. On a CPU device it runs in Triton's interpreter: for tests only."""
+
+    def __init__(
+        self,
+        model: GpuModel,
+        streams: Streams,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_running: int,
+        max_row_tokens: int,
+        chunks: Chunks = Chunks(),  # noqa: B008  (frozen)
+    ) -> None:
+        spec, device = model.spec, model.device
+        self.model = model
+        self.stats = Stats()
+        self._streams = streams
+        self._chunks = chunks
+        # The interpreter runs programs one after the other, and idle ones cost it as much as others.
+        self._few_programs = None if device.type == "cuda" else 2
+        self._extend_tuning = ExtendTuning()
+        group = spec.num_heads // spec.num_kv_heads
+        self._packer = PlanPacker(max_running, spec.vocab_size, tokens_per_tile(self._extend_tuning, group))
+        # One more than a row can have, since the last sampled token is stored and never fed.
+        self.state = SlotState.empty(max_running, max_row_tokens + 1, page_size, max_running, device)
+        shape = (2, num_pages, page_size, spec.num_kv_heads, spec.head_dim)
+        self.caches = [
+            tuple(torch.zeros(shape, dtype=model.dtype, device=device).unbind(0)) for _ in range(spec.num_layers)
+        ]
+
+        capacity = chunks.capacity(max_running, max_row_tokens + 1)
+        self._units = {layer.window: DecodeUnits.empty(max_running, capacity, 0, device) for layer in model.layers}
+        self._attention = DecodeWorkspace.empty(
+            max_running, capacity, spec.num_heads, spec.num_kv_heads, spec.head_dim, device
+        )
+        self._sampling = SampleWorkspace.empty(max_running, device)
+        tokens = len(model._x)
+        self._slots, self._positions = (torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(2))
+        self._q = torch.zeros(tokens, spec.num_heads, spec.head_dim, dtype=model.dtype, device=device)
+        self._results = torch.zeros(_DEPTH, max_running, dtype=torch.int32, device=device)
+        self._step = torch.zeros(1, dtype=torch.int32, device=device)
+        self._num_steps = 0  # what the device's counter will stand at when all that was launched has run
+
+        self._ring = [_Flight(streams, max_running, device) for _ in range(_DEPTH)]
+        self._count = 0
+        self._last_end: Event | None = None
+        self.graphs = DecodeGraphs(streams, max_running, self._decode, self._decode_nothing)
+        streams.synchronize()  # what was filled on the default stream is there before the engine stream begins
+
+    @property
+    def num_buffer_tokens(self) -> int:
+        return len(self._slots)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Captures every graph, so that no request waits for it."""
+        with self._streams.use(self._streams.engine):
+            self.graphs.capture_all()
+
+    def reset_stats(self) -> None:
+        self.stats = Stats()
+        self._last_end = None
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> _Pending:
+        """Starts a pass and returns at once. Passes run in launch order."""
+        began = time.perf_counter()
+        streams, stats = self._streams, self.stats
+        flight = self._ring[self._count % _DEPTH]
+        self._count += 1
+        if flight.pending is not None:
+            flight.pending.wait()  # long over; only a caller that launches and does not wait finds it unread
+        packed = self._packer.pack(plan)
+        flight.send(packed)
+        with streams.use(streams.engine):
+            flight.uploaded.wait(streams.engine)
+            flight.began.record(streams.engine)
+            if packed.is_decode:
+                # Before the diff: a graph that is captured now must not see its rows.
+                graph = self.graphs.for_rows(packed.num_rows, packed.has_filters)
+                self._apply(flight)
+                graph.replay()
+            else:
+                self._apply(flight)
+                self._extend(packed, flight)
+            flight.ended.record(streams.engine)
+        with streams.use(streams.copy):
+            if packed.num_sampled:
+                self._num_steps += 1
+                flight.ended.wait(streams.copy)
+                row = self._results[self._num_steps % _DEPTH, : packed.num_sampled]
+                flight.results[: packed.num_sampled].copy_(row, non_blocking=True)
+            else:
+                flight.ended.wait(streams.copy)
+            flight.copied.record(streams.copy)
+        pending = _Pending(self, flight, self._last_end, packed.num_sampled, packed.is_decode)
+        flight.pending, self._last_end = pending, flight.ended
+        stats.passes += 1
+        stats.graphs += packed.is_decode
+        stats.rows += packed.num_rows
+        stats.tokens += packed.num_tokens
+        stats.launch_s += time.perf_counter() - began
+        return pending
+
+    def close(self) -> None:
+        self._streams.synchronize()
+
+    def _apply(self, flight: _Flight) -> None:
+        apply_diff(flight.diff, self.state, num_programs=self._few_programs or 64)
+
+    # ------------------------------------------------------------------ a pass of decodes: what a graph holds
+
+    def _decode(self, rows: int, filters: bool) -> None:
+        model, state, spec = self.model, self.state, self.model.spec
+        row_slots, slots, positions = state.row_slots[:rows], self._slots[:rows], self._positions[:rows]
+        step: Tensor | None = self._step  # counted once, by whichever cut comes first
+        for window, units in self._units.items():
+            decode_units(units, row_slots, state.num_rows, state.num_computed, self._chunks, window, step)
+            step = None
+        gather_tokens(state, model.embedding, model.input(rows), slots, positions, squares=model.squares(rows))
+        pdl = model.early_start(rows)
+        tuning = decode_attention_tuning(rows, spec.num_heads // spec.num_kv_heads, sharing=False)
+        if self._few_programs is not None:
+            tuning = replace(tuning, num_programs=self._few_programs)
+
+        def attend(index: int, qkv: Tensor, out: Tensor) -> None:
+            layer, cache = model.layers[index], self.caches[index]
+            decode_attention(
+                qkv, cache[0], cache[1], state.page_table, layer.cos_sin, layer.q_norm, layer.k_norm, spec.rms_eps,
+                self._units[layer.window], self._attention, out, window=layer.window, tuning=tuning, pdl=pdl,
+            )  # fmt: skip
+
+        logits = model.logits(model.forward(rows, attend, fused=True))
+        sample(
+            logits, slots, positions, state.num_rows, state, self._results, self._step, self._sampling, filters=filters
+        )
+
+    def _decode_nothing(self, rows: int, filters: bool) -> None:
+        """A decode pass without live rows: compiles what there is to compile and leaves no trace."""
+        self.state.num_rows.zero_()
+        self._decode(rows, filters)
+        self._step.sub_(1)
+        self.state.num_rows.fill_(self._packer.num_rows)
+
+    # ------------------------------------------------------------------ a pass with prompts
+
+    def _extend(self, packed: Packed, flight: _Flight) -> None:
+        model, state, spec = self.model, self.state, self.model.spec
+        count = packed.num_tokens
+        slots, positions, q = self._slots[:count], self._positions[:count], self._q[:count]
+        token_rows, query_starts = flight.part(packed.token_rows), flight.part(packed.query_starts)
+        tiles = flight.part(packed.tiles).view(-1, 2)
+        gather_tokens(state, model.embedding, model.input(count), slots, positions, token_rows, query_starts)
+
+        def attend(index: int, qkv: Tensor, out: Tensor) -> None:
+            layer, cache = model.layers[index], self.caches[index]
+            rope_kv(
+                qkv, q, cache[0], cache[1], state.page_table, slots, positions, layer.cos_sin, layer.q_norm,
+                layer.k_norm, spec.rms_eps,
+            )  # fmt: skip
+            extend_attention(
+                q, cache[0], cache[1], state.page_table, tiles, state.row_slots, positions, query_starts,
+                out.view(-1, spec.num_heads, spec.head_dim), window=layer.window, tuning=self._extend_tuning,
+            )  # fmt: skip
+
+        hidden = model.forward(count, attend, fused=False)
+        if not packed.num_sampled:
+            return
+        sampled = flight.part(packed.sampled)
+        logits = model.logits(model.pick(hidden, sampled))
+        if packed.forbidden.count:
+            logits.view(-1).index_fill_(0, flight.part(packed.forbidden).view(torch.int64), -torch.inf)
+        self._step.add_(1)
+        sample(
+            logits, slots, positions, state.num_rows, state, self._results, self._step, self._sampling, index=sampled,
+            filters=packed.has_filters,
+        )  # fmt: skip

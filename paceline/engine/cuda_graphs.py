@@ -1,0 +1,52 @@
+"""Decode passes as CUDA graphs: one for each batch bucket, from the gathered tokens to the sampled ones.
+
+A graph is captured from the very function that would run otherwise, after that has run once with no live row, which
+compiles its kernels and changes nothing. Rows beyond the real ones are padding: attention and sampling skip them, and
+the products compute zeros, so a bucket costs little more than the batch in it.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+
+from paceline.engine.cuda_streams import Graph, Streams
+
+
+def buckets(max_rows: int) -> list[int]:
+    """Batch sizes to capture, ascending. Products are computed in tiles of 16 to 64 rows, so closer ones gain nothing
+    but memory traffic of a few padding rows."""
+    sizes = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128]
+    sizes += range(160, max_rows + 32, 32)
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+class DecodeGraphs:
+    def __init__(
+        self,
+        streams: Streams,
+        max_rows: int,
+        run: Callable[[int, bool], None],
+        run_empty: Callable[[int, bool], None],
+    ) -> None:
+        """`run(rows, filters)` is a pass of so many rows; `run_empty` is the same with none of them live."""
+        self.sizes = buckets(max_rows)
+        self._streams, self._run, self._run_empty = streams, run, run_empty
+        self._graphs: dict[tuple[int, bool], Graph] = {}
+
+    def for_rows(self, num_rows: int, filters: bool) -> Graph:
+        """The graph of the smallest bucket that holds so many rows."""
+        return self.graph(self.sizes[bisect.bisect_left(self.sizes, num_rows)], filters)
+
+    def graph(self, size: int, filters: bool) -> Graph:
+        """The graph of a bucket, captured now if it was never used."""
+        graph = self._graphs.get((size, filters))
+        if graph is None:
+            self._run_empty(size, filters)
+            graph = self._graphs[size, filters] = self._streams.capture(lambda: self._run(size, filters))
+        return graph
+
+    def capture_all(self) -> None:
+        """All buckets without filters, the largest first, so that the smaller ones find their memory there."""
+        for size in reversed(self.sizes):
+            self.graph(size, False)

@@ -1,0 +1,153 @@
+"""From a plan to one packed upload: what changes on the device, and for prompts which token belongs to whom.
+
+The device keeps its own state by slot; the host only keeps what it needs to know what it must not send again: how many
+tokens each slot's device counter stands at, and which rows the device has. Sampling advances the counter of its row,
+so a row of a steady decode is never mentioned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.kernels._triton import cdiv
+from paceline.kernels.extend_attention import extend_tiles
+from paceline.kernels.slot_state import pack_diff, sampling_words
+from paceline.request import Request
+from paceline.scheduler.plan import Plan
+
+Column = npt.NDArray[np.int32]
+
+ALIGN = 32  # words: parts begin on borders that Triton's pointer specialisation does not tell apart
+_NONE: Column = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """A part of the upload, in words."""
+
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """One pass's upload: the parts, each padded, and where they lie."""
+
+    parts: tuple[Column, ...]
+    num_words: int
+    is_decode: bool  # one token a row, all of them sample, none is masked: a graph can run it
+    has_filters: bool  # some row samples with top-k or top-p
+    num_rows: int
+    num_tokens: int
+    num_sampled: int
+    token_rows: Span
+    query_starts: Span
+    tiles: Span
+    sampled: Span  # the last token of each sampling row
+    forbidden: Span  # pairs of words: row of the logits * vocabulary + token, as int64
+
+    def write(self, target: Column) -> None:
+        """Copies all parts into the upload buffer."""
+        at = 0
+        for part in self.parts:
+            target[at : at + len(part)] = part
+            at += cdiv(len(part), ALIGN) * ALIGN
+
+
+class PlanPacker:
+    def __init__(self, max_running: int, vocab_size: int, tokens_per_tile: int) -> None:
+        self._vocab_size = vocab_size
+        self._tokens_per_tile = tokens_per_tile
+        self._computed = np.zeros(max_running, np.int32)  # the device's num_computed
+        self._rows = _NONE  # the device's row_slots
+        self._filtered = np.zeros(max_running, np.bool_)
+        self._may_stop_at = np.zeros(max_running, np.int64)  # the first position where a stop id may stand
+        self._stop_ids: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)] * max_running
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows the device believes it has."""
+        return len(self._rows)
+
+    def pack(self, plan: Plan) -> Packed:
+        diff = self._diff(plan)
+        slots, samples, lengths = plan.slots, plan.samples, plan.lengths
+        forbidden = self._forbidden(plan)
+        num_sampled = int(np.count_nonzero(samples))
+        is_decode = plan.num_tokens == plan.num_rows == num_sampled and not len(forbidden)
+        parts, at = [diff], cdiv(len(diff), ALIGN) * ALIGN
+        spans = [Span(0, 0)] * 5
+        if not is_decode:
+            ends = np.cumsum(lengths, dtype=np.int32)
+            columns = (
+                np.repeat(np.arange(len(slots), dtype=np.int32), lengths),
+                np.concatenate([np.zeros(1, np.int32), ends]),
+                extend_tiles(plan.starts, lengths, self._tokens_per_tile).reshape(-1),
+                (ends - 1)[samples],
+                forbidden.view(np.int32),
+            )
+            for number, column in enumerate(columns):
+                parts.append(column)
+                spans[number] = Span(at, len(column))
+                at += cdiv(len(column), ALIGN) * ALIGN
+        # A row that samples is advanced by the device itself; another one stays where the diff has put it.
+        self._computed[slots] = plan.starts + np.where(samples, lengths, 0)
+        filtered = bool(self._filtered[slots].any())
+        return Packed(tuple(parts), at, is_decode, filtered, len(slots), plan.num_tokens, num_sampled, *spans)
+
+    def _diff(self, plan: Plan) -> Column:
+        joins = plan.joins
+        words = np.stack([self._join(join.slot, join.request) for join in joins]) if joins else None
+        stale = self._computed[plan.slots] != plan.starts
+        rows = plan.slots
+        if np.array_equal(rows, self._rows):
+            rows = _NONE
+        else:
+            self._rows = plan.slots
+        return pack_diff(
+            *_last_written(plan.page_slots, plan.page_indices, plan.page_ids),
+            start_slots=plan.slots[stale],
+            start_positions=plan.starts[stale],
+            join_slots=np.array([join.slot for join in joins], np.int32),
+            join_sampling=words,
+            token_runs=[(join.slot, 0, join.tokens) for join in joins],
+            row_slots=rows,
+        )
+
+    def _join(self, slot: int, request: Request) -> Column:
+        """Remembers what the host must know of the slot's new owner. Returns what the device must."""
+        params = request.params
+        top_k = params.top_k if params.top_k is not None and params.top_k < self._vocab_size else 0
+        self._filtered[slot] = params.temperature > 0 and (top_k > 0 or params.top_p < 1)
+        # With min_tokens = n, the n-th output token is the first that may end the request.
+        self._may_stop_at[slot] = len(request.prompt) + params.min_tokens - 1
+        self._stop_ids[slot] = np.array(sorted(i for i in request.stop_ids if i < self._vocab_size), np.int64)
+        return sampling_words(params.temperature, top_k, params.top_p, 0.0, params.seed or 0)
+
+    def _forbidden(self, plan: Plan) -> npt.NDArray[np.int64]:
+        """Places in the logits [sampling rows, V], flat, that no row may choose: stop ids before `min_tokens`."""
+        slots = plan.slots[plan.samples]
+        early = (plan.starts + plan.lengths)[plan.samples] < self._may_stop_at[slots]
+        if not early.any():
+            return np.empty(0, np.int64)
+        found = [np.empty(0, np.int64)]
+        for row in np.flatnonzero(early).tolist():
+            ids = self._stop_ids[slots[row]]
+            if len(ids) < self._vocab_size:  # with nothing left to choose, a stop id it must be
+                found.append(row * self._vocab_size + ids)
+        return np.concatenate(found)
+
+
+def _last_written(slots: Column, indices: Column, pages: Column) -> tuple[Column, Column, Column]:
+    """Page changes without those that a later one of the same plan overrules: the device applies them in no order."""
+    if len(slots) < 2:
+        return slots, indices, pages
+    keys = slots.astype(np.int64) << 32 | indices
+    _, last = np.unique(keys[::-1], return_index=True)
+    if len(last) == len(keys):
+        return slots, indices, pages
+    kept = len(keys) - 1 - last
+    return slots[kept], indices[kept], pages[kept]

@@ -1,0 +1,213 @@
+"""The decoder as GPU kernels: one body for decode passes, which graphs capture, and for passes with prompts.
+
+All activations live in buffers made once, so that a graph's addresses stay valid and a pass allocates nothing. What
+passes share, they share in stream order.
+
+    a layer:  [norm] qkv [bias] -> attention -> out [+ x] -> [norm] gate,up silu -> down [+ x]
+
+With few rows each of the four products is one fused kernel that also norms its input and adds to the stream
+(kernels/linear.py); with many, cuBLAS is faster and what stands around it are kernels of their own. The fused ones
+need the norm's weight inside the matrix, so it is folded in when the model is taken over, for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.config import ConfigError
+from paceline.kernels._triton import cdiv
+from paceline.kernels.linear import LinearTuning, LinearWorkspace, decode_tuning, linear, num_squares
+from paceline.kernels.rms_norm import rms_norm
+from paceline.kernels.silu_mul import silu_mul
+from paceline.model.decoder import Decoder
+
+Tuning = Callable[[int, int, bool], LinearTuning | None]  # rows, columns, gated
+AttendKernel = Callable[[int, Tensor, Tensor], None]  # layer, qkv [T, (Q + 2K) D], out [T, Q D]
+
+_MAX_FUSED_ROWS = 128
+_MAX_SPLIT = 4  # along K
+_EARLY_START = 2  # programmatic dependent launch between the fused kernels of a decode: 2 to 4% (docs/log.md)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Product:
+    weight: Tensor
+    bias: Tensor | None
+    gated: bool = False
+
+    @property
+    def columns(self) -> int:
+        return self.weight.shape[0] // (2 if self.gated else 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GpuLayer:
+    qkv: _Product
+    out: _Product
+    gate_up: _Product
+    down: _Product
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    cos_sin: Tensor
+    window: int  # 0: none
+
+
+class GpuModel:
+    """Takes a decoder over: its matrices are changed in place, so the decoder itself must not be run any more."""
+
+    def __init__(self, decoder: Decoder, *, max_tokens: int, max_rows: int, tuning: Tuning = decode_tuning) -> None:
+        spec = decoder.spec
+        if spec.head_dim & (spec.head_dim - 1) or spec.head_dim < 16:
+            raise ConfigError(
+                f"head_dim is {spec.head_dim}: on a GPU it must be a power of two from 16 up; choose device cpu."
+            )
+        self.spec, self.device, self.dtype = spec, decoder.device, decoder.dtype
+        self.embedding, self.head, self.norm = decoder.embedding, decoder.head, decoder.norm
+        self._tuning = tuning
+        self._ones = torch.ones_like(decoder.norm)
+        still = torch.zeros_like(decoder.cos_sin)  # layers without positions turn by nothing
+        still[:, : spec.head_dim // 2] = 1
+        self.layers = [self._take_over(decoder, index, still) for index in range(spec.num_layers)]
+
+        def empty(rows: int, columns: int) -> Tensor:
+            # Zeros: padding rows of a graph are computed like any other, and must not become infinite.
+            return torch.zeros(rows, columns, dtype=self.dtype, device=self.device)
+
+        self._x, self._normed, self._delta = (empty(max_tokens, spec.hidden_size) for _ in range(3))
+        self._qkv = empty(max_tokens, spec.q_size + 2 * spec.kv_size)
+        self._attended = empty(max_tokens, spec.q_size)
+        self._both, self._act = empty(max_tokens, 2 * spec.ffn_size), empty(max_tokens, spec.ffn_size)
+        self._last, self._logits = empty(max_rows, spec.hidden_size), empty(max_rows, spec.vocab_size)
+        self._squares = torch.zeros(max_rows, cdiv(spec.hidden_size, 16), device=self.device)
+        fused_rows = min(max_rows, _MAX_FUSED_ROWS)
+        widest = max(spec.hidden_size, spec.q_size + 2 * spec.kv_size)
+        self._workspace = LinearWorkspace(
+            torch.empty(_MAX_SPLIT * fused_rows * widest, device=self.device),
+            torch.zeros(cdiv(fused_rows, 16) * cdiv(widest, 16), dtype=torch.int32, device=self.device),
+        )
+
+    def _take_over(self, decoder: Decoder, index: int, still: Tensor) -> GpuLayer:
+        layer, spec = decoder.layers[index], self.spec
+        with torch.no_grad():
+            for weight, norm in ((layer.qkv, layer.attention_norm), (layer.gate_up, layer.mlp_norm)):
+                weight.mul_(norm)
+                norm.fill_(1)  # taken over twice, it would be folded twice
+        return GpuLayer(
+            qkv=_Product(layer.qkv, layer.qkv_bias),
+            out=_Product(layer.out, layer.out_bias),
+            gate_up=_Product(layer.gate_up, layer.gate_up_bias, gated=True),
+            down=_Product(layer.down, layer.down_bias),
+            q_norm=None if layer.qk_norm is None else layer.qk_norm[0],
+            k_norm=None if layer.qk_norm is None else layer.qk_norm[spec.num_heads],
+            cos_sin=decoder.cos_sin if spec.rope_layers[index] else still,
+            window=spec.windows[index] or 0,
+        )
+
+    def input(self, num_tokens: int) -> Tensor:
+        """Where the embeddings [T, H] of a pass go."""
+        return self._x[:num_tokens]
+
+    def squares(self, num_tokens: int) -> Tensor | None:
+        """Where the sums of squares of the embeddings go, [T, 1]; a pass of many tokens needs none."""
+        return self._squares[:num_tokens, :1] if num_tokens <= len(self._squares) else None
+
+    def forward(self, num_tokens: int, attend: AttendKernel, *, fused: bool) -> Tensor:
+        """Hidden states [T, H] after the last norm, of the embeddings in `input`."""
+        return _Forward(self, num_tokens, fused).run(attend)
+
+    def early_start(self, num_tokens: int) -> int:
+        """The `pdl` of a decode's kernels."""
+        fused = self._choose(self.layers[0].qkv, num_tokens) is not None
+        return _EARLY_START if fused and self.device.type == "cuda" else 0
+
+    def pick(self, hidden: Tensor, index: Tensor) -> Tensor:
+        """Rows of `hidden` by `index` [N] int32."""
+        return torch.index_select(hidden, 0, index, out=self._last[: len(index)])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, V]; overwritten by the next pass."""
+        return torch.mm(hidden, self.head.T, out=self._logits[: len(hidden)])
+
+    def _choose(self, product: _Product, rows: int) -> LinearTuning | None:
+        """The fused kernel for a product of so many rows; None for cuBLAS."""
+        tuning = self._tuning(rows, product.columns, product.gated) if rows <= _MAX_FUSED_ROWS else None
+        if tuning is None or product.weight.shape[1] % (tuning.split_k * tuning.block_k):
+            return None
+        return tuning
+
+
+class _Forward:
+    """One pass being put together. `added`: whether delta is part of the stream x already. `known`: how many columns
+    of squares hold the sums of squares of x's rows; 0: nobody left them."""
+
+    def __init__(self, model: GpuModel, num_tokens: int, fused: bool) -> None:
+        self.model = model
+        self.fused = fused
+        self.pdl = model.early_start(num_tokens) if fused else 0
+        self.x, self.normed, self.delta = (b[:num_tokens] for b in (model._x, model._normed, model._delta))
+        self.qkv, self.attended = model._qkv[:num_tokens], model._attended[:num_tokens]
+        self.both, self.act = model._both[:num_tokens], model._act[:num_tokens]
+        self.added, self.known = True, 1
+        self.eps = model.spec.rms_eps
+
+    def run(self, attend: AttendKernel) -> Tensor:
+        model = self.model
+        for index, layer in enumerate(model.layers):
+            self._inward(layer.qkv, self.qkv)
+            attend(index, self.qkv, self.attended)
+            self._outward(layer.out, self.attended)
+            self._inward(layer.gate_up, self.act)
+            self._outward(layer.down, self.act)
+        self._norm(model.norm)
+        return self.normed
+
+    def _choose(self, product: _Product) -> LinearTuning | None:
+        return self.model._choose(product, len(self.x)) if self.fused else None
+
+    def _norm(self, weight: Tensor) -> None:
+        if self.added:
+            rms_norm(self.x, weight, self.eps, self.normed, pdl=self.pdl)
+        else:
+            rms_norm(self.delta, weight, self.eps, self.normed, residual=self.x, pdl=self.pdl)
+        self.added = True
+
+    def _inward(self, product: _Product, out: Tensor) -> None:
+        """A product of the normed stream."""
+        tuning = self._choose(product)
+        if tuning is not None and self.known and self.added:
+            linear(self.x, product.weight, out, tuning, bias=product.bias, squares=self._squares(), eps=self.eps,
+                   gated=product.gated, workspace=self.model._workspace if tuning.split_k > 1 else None,
+                   pdl=self.pdl)  # fmt: skip
+            return
+        self._norm(self.model._ones)
+        if product.gated:
+            self._plain(self.normed, product, self.both)
+            silu_mul(self.both, out, pdl=self.pdl)
+        else:
+            self._plain(self.normed, product, out)
+
+    def _outward(self, product: _Product, source: Tensor) -> None:
+        """A product that is added to the stream."""
+        tuning = self._choose(product)
+        if tuning is not None:
+            self.known = num_squares(product.columns, tuning)
+            linear(source, product.weight, self.x, tuning, bias=product.bias, residual=self.x,
+                   squares_out=self._squares(), workspace=self.model._workspace, pdl=self.pdl)  # fmt: skip
+            return
+        self._plain(source, product, self.delta)
+        self.added, self.known = False, 0
+
+    def _squares(self) -> Tensor:
+        return self.model._squares[: len(self.x), : self.known]
+
+    def _plain(self, source: Tensor, product: _Product, out: Tensor) -> None:
+        weight: Any = product.weight.T
+        if product.bias is None:
+            torch.mm(source, weight, out=out)
+        else:
+            torch.addmm(product.bias, source, weight, out=out)

@@ -1,0 +1,134 @@
+"""Streams, events and pinned memory: the only things a CUDA device has that a CPU has not.
+
+`CudaStreams` are the real ones. `HostStreams` do nothing, in order: with them the whole device runs on the CPU, in
+Triton's interpreter, which is how it is tested where there is no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_cuda: Any = torch.cuda  # much of it has no types
+
+
+class Event(Protocol):
+    def record(self, stream: Any) -> None: ...
+
+    def wait(self, stream: Any) -> None:
+        """What is launched on `stream` from now on runs after this event."""
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from this event to `end`; both have passed."""
+
+
+class Graph(Protocol):
+    def replay(self) -> None: ...
+
+
+class Streams(Protocol):
+    engine: Any  # runs passes and applies every change of device state
+    copy: Any  # brings uploads into staging buffers, and results out
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]: ...
+
+    def event(self) -> Event: ...
+
+    def pinned(self, size: int) -> Tensor:
+        """int32 on the host, where copies need not wait for each other."""
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """`work`, to be run again and again. It must have run before, so that nothing is compiled while capturing."""
+
+    def free_memory(self) -> int: ...
+
+    def synchronize(self) -> None: ...
+
+
+class CudaStreams:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.engine: Any = _cuda.Stream(device)
+        self.copy: Any = _cuda.Stream(device)
+        self._pool: Any = None
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = _cuda.stream(stream)
+        return context
+
+    def event(self) -> Any:
+        return _cuda.Event(enable_timing=True)
+
+    def pinned(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32, pin_memory=True)
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        graph = torch.cuda.CUDAGraph()
+        # All graphs run on one stream, one after the other, so they may share their memory. Thread-local: what other
+        # threads do meanwhile is none of this capture's business.
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(self.engine):
+            self.engine.synchronize()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        return graph
+
+    def free_memory(self) -> int:
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+class _HostEvent:
+    def record(self, stream: Any) -> None: ...
+
+    def wait(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: Any) -> float:
+        return 0.0
+
+
+class _HostGraph:
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.replay = work
+
+
+class HostStreams:
+    engine = copy = None
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def event(self) -> Event:
+        return _HostEvent()
+
+    def pinned(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32)
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        return _HostGraph(work)
+
+    def free_memory(self) -> int:
+        from paceline.engine.kv_cache import free_memory
+
+        return free_memory()
+
+    def synchronize(self) -> None: ...
+
+
+def streams_of(device: torch.device) -> Streams:
+    return CudaStreams(device) if device.type == "cuda" else HostStreams()

@@ -1,0 +1,182 @@
+"""The CUDA device on the CPU, in Triton's interpreter: the same tokens as the CPU executor, whatever happens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.config import EngineConfig, SchedulerConfig
+from paceline.engine.build import assemble
+from paceline.engine.cuda_build import build_cuda
+from paceline.engine.cuda_device import CudaDevice
+from paceline.engine.cuda_graphs import buckets
+from paceline.engine.cuda_inputs import PlanPacker
+from paceline.engine.engine import Engine
+from paceline.kernels._triton import HAS_TRITON
+from paceline.kernels.decode_units import Chunks
+from paceline.kernels.linear import LinearTuning
+from paceline.kernels.slot_state import SlotState, apply_diff_reference
+from paceline.llm import LLM
+from paceline.model.decoder import Decoder
+from paceline.model.registry import shape
+from paceline.model.weights import random_weights
+from paceline.request import Request, SamplingParams
+from paceline.scheduler import Scheduler
+from paceline.scheduler.plan import Join, Plan
+from paceline.text.synthetic import synthetic_tokenizer
+
+pytestmark = [
+    pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+CONTEXT = 192
+RNG = np.random.default_rng(5)
+SHARED = RNG.integers(3, 512, 37).tolist()
+PROMPTS = [[*SHARED, 7, 8, 9], RNG.integers(3, 512, 1).tolist(), [*SHARED, 9, 9], RNG.integers(3, 512, 21).tolist()]
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+BASE: dict[str, Any] = {
+    "num_pages": 64, "page_size": 4, "max_running": 4, "context_tokens": CONTEXT, "prefix_wait_tokens": 8,
+    "max_batch_tokens": 64, "max_prefill_tokens": 64, "chunk_tokens": 16,
+}  # fmt: skip
+
+
+def decoder(name: str) -> Decoder:
+    """Two layers of a family, with norms and biases that would be missed."""
+    from dataclasses import replace
+
+    spec = shape(name)
+    spec = replace(spec, num_layers=2, windows=spec.windows[1:3], rope_layers=spec.rope_layers[-2:])
+    weights = random_weights(spec, dtype="float32")
+    generator = torch.Generator().manual_seed(1)
+    for key, weight in weights.items():
+        if key.endswith("norm"):
+            weight.mul_(1 + 0.3 * torch.randn(weight.shape[-1], generator=generator))
+            if key.endswith("qk_norm"):  # one for all query heads, another for all key heads
+                weight[: spec.num_heads] = weight[0] * 1.1
+    return Decoder(spec, weights, max_positions=CONTEXT)
+
+
+def small_tiles(rows: int, columns: int, gated: bool) -> LinearTuning | None:
+    """Fused products for a tiny model: some split, and none from three rows on, so that both kinds meet in a run."""
+    if rows > 2:
+        return None
+    return LinearTuning(16, 16, 16, 1, 1, 1 if gated or columns > 64 else 2)
+
+
+def on_kernels(name: str, **options: Any) -> tuple[LLM, CudaDevice]:
+    overlap = options.pop("overlap", "on")
+    config = SchedulerConfig(**{**BASE, **options})
+    device, config = build_cuda(
+        decoder(name), EngineConfig(), config, None, tuning=small_tiles, chunks=Chunks(16, 64, 4)
+    )
+    tokenizer = synthetic_tokenizer(device.model.spec.vocab_size)
+    engine = Engine(Scheduler(config), device, tokenizer, vocab_size=device.model.spec.vocab_size, overlap=overlap)
+    return LLM.from_engine(engine), device
+
+
+def expected(name: str, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    plain = decoder(name)
+    tokenizer = synthetic_tokenizer(plain.spec.vocab_size)
+    engine = assemble(plain, tokenizer, EngineConfig(device="cpu", threads=1, overlap="off"), BASE)
+    with LLM.from_engine(engine) as llm:
+        return [output.token_ids for output in llm.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen2", "tiny-smollm3"])
+def test_kernels_and_the_cpu_say_the_same(name: str) -> None:
+    """Chunked prompts, mixed passes, decodes by graph, then hits: biases, windows, layers without rotation."""
+    wanted = expected(name, PROMPTS, GREEDY)
+    llm, device = on_kernels(name)
+    with llm:
+        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == wanted
+        assert 0 < device.stats.graphs < device.stats.passes
+        again = llm.generate(PROMPTS, GREEDY)
+        assert [output.token_ids for output in again] == wanted
+        assert sum(output.num_cached_tokens for output in again) > 60
+
+
+@pytest.mark.parametrize(
+    "options", [{"overlap": "off", "chunk_tokens": 5}, {"page_size": 1, "num_pages": 256}], ids=["serial", "page-1"]
+)
+def test_options_change_nothing(options: dict[str, Any]) -> None:
+    llm, _ = on_kernels("tiny-qwen3", **options)
+    with llm:
+        found = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+    assert found == expected("tiny-qwen3", PROMPTS, GREEDY)
+
+
+def test_retracted_requests_say_the_same() -> None:
+    llm, _ = on_kernels("tiny-qwen3")
+    scheduler = llm.engine.scheduler
+    plan, steps = scheduler.plan, iter(range(10**6))
+
+    def planning(now: float) -> Any:
+        running = [*scheduler.admission.decoding, *scheduler.admission.prefilling]
+        if next(steps) % 2 and running and running[0].retractions < 2:
+            scheduler._retract(running[0], now, "a test")
+        return plan(now) or plan(now)
+
+    scheduler.plan = planning  # type: ignore[method-assign]
+    with llm:
+        found = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+        assert scheduler.counters.retractions > 2
+    assert found == expected("tiny-qwen3", PROMPTS, GREEDY)
+
+
+def test_sampling_obeys_seeds_filters_and_the_least_length() -> None:
+    ends = expected("tiny-qwen3", PROMPTS[3:], GREEDY)[0][0]
+    params = [
+        SamplingParams(max_tokens=5, seed=1, ignore_eos=True),
+        SamplingParams(max_tokens=5, seed=2, top_k=1, ignore_eos=True),  # that is greedy
+        SamplingParams(max_tokens=5, seed=-3, top_p=0.5, temperature=0.7, ignore_eos=True),
+        SamplingParams(max_tokens=5, temperature=0, min_tokens=3, stop_token_ids=(ends,), ignore_eos=True),
+    ]
+    llm, _ = on_kernels("tiny-qwen3", max_running=4)
+    with llm:
+        together = [output.token_ids for output in llm.generate(PROMPTS, params)]
+        alone = [llm.generate([prompt], each)[0].token_ids for prompt, each in zip(PROMPTS, params, strict=True)]
+    assert together == alone
+    assert together[1] == expected("tiny-qwen3", PROMPTS[1:2], GREEDY)[0][:5]
+    assert ends not in together[3][:2] and len(together[3]) >= 3
+
+
+def test_buckets_reach_every_batch() -> None:
+    assert buckets(1) == [1]
+    assert buckets(5) == [1, 2, 4, 5]
+    assert buckets(256)[-4:] == [160, 192, 224, 256]
+
+
+def plan_of(slots: list[int], starts: list[int], lengths: list[int], **fields: Any) -> Plan:
+    def column(values: Any) -> Any:
+        return np.array(values, np.int32)
+
+    none = column([])
+    given = {"joins": (), "page_slots": none, "page_indices": none, "page_ids": none, **fields}
+    return Plan(
+        step=0, slots=column(slots), starts=column(starts), lengths=column(lengths),
+        samples=np.ones(len(slots), np.bool_), num_decodes=len(slots), requests=(), num_tokens=sum(lengths),
+        num_context_tokens=0, **given,
+    )  # fmt: skip
+
+
+def test_a_steady_decode_sends_nothing() -> None:
+    packer = PlanPacker(4, 100, 8)
+    join = Join(2, Request("a", np.arange(5)), np.arange(5, dtype=np.int32))
+    first = packer.pack(plan_of([2], [0], [5], joins=(join,)))
+    assert not first.is_decode and first.parts[0][:6].tolist() == [0, 0, 1, 1, 5, 1]
+    second = packer.pack(plan_of([2], [5], [1]))
+    assert second.is_decode and not second.parts[0].any()
+
+
+def test_of_two_writes_to_one_page_entry_the_later_counts() -> None:
+    packer = PlanPacker(4, 100, 8)
+    state = SlotState.empty(4, 8, 2, 4, "cpu")
+    pages = {name: np.array(values, np.int32) for name, values in
+             {"page_slots": [1, 0, 1], "page_indices": [2, 2, 2], "page_ids": [7, 8, 9]}.items()}  # fmt: skip
+    apply_diff_reference(packer.pack(plan_of([1], [0], [1], **pages)).parts[0], state)
+    assert state.page_table[:2, 2].tolist() == [8, 9]
