@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,3 +22,41 @@ def gsp(
     random.Random(0).shuffle(prompts)
     params = SamplingParams(max_tokens=output, ignore_eos=True)
     return [Request(f"gsp-{number}", prompt, params) for number, prompt in enumerate(prompts)]
+
+
+class Offline(NamedTuple):
+    """Prompts to generate from, all at once."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(each.max_tokens or 0 for each in self.params)
+
+    def shifted(self, by: int) -> Offline:
+        """The same with other token ids, so that a repeat finds nothing in the cache."""
+        return Offline([[token + by for token in prompt] for prompt in self.prompts], self.params)
+
+
+def nano(num_requests: int = 256) -> Offline:
+    """The offline benchmark of the small engines: 256 prompts of 100 to 1,024 tokens, as many tokens out."""
+    rng = random.Random(0)
+    prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))] for _ in range(num_requests)]
+    params = [
+        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=rng.randint(100, 1024)) for _ in range(num_requests)
+    ]
+    return Offline(prompts, params)
+
+
+def sweep(batch: int, output: int, seed: int = 0) -> Offline:
+    """`batch` prompts of 128 tokens."""
+    rng = random.Random(seed)
+    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=output)
+    return Offline([[rng.randint(0, 10_000) for _ in range(128)] for _ in range(batch)], [params] * batch)
+
+
+def gsp_offline() -> Offline:
+    requests = gsp()
+    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=requests[0].params.max_tokens)
+    return Offline([request.prompt.tolist() for request in requests], [params] * len(requests))

@@ -19,7 +19,7 @@ same tokens on every run of one kind of device, not across kinds.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -43,18 +43,29 @@ _FIRST_WORDS = 1 << 18  # of an upload buffer; it grows when a pass brings more
 
 
 @dataclass(slots=True, eq=False)
+class BucketStats:
+    passes: int = 0
+    device_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
 class Stats:
     """Since the last reset. Idle: from the end of a pass to the beginning of the next, as the device's clock has it."""
 
     passes: int = 0
     graphs: int = 0
-    rows: int = 0
-    tokens: int = 0
+    decode_context_tokens: int = 0  # KV positions read by decode passes
     device_s: float = 0.0
     idle_s: float = 0.0
-    prompt_device_s: float = 0.0  # of device_s: passes that were not graphs
+    by_bucket: dict[int, BucketStats] = field(default_factory=dict)  # rows of the graph; 0: passes with prompts
     launch_s: float = 0.0  # the host, launching
     wait_s: float = 0.0  # the host, waiting for results
+
+    def note(self, bucket: int, device_s: float) -> None:
+        self.device_s += device_s
+        of = self.by_bucket.setdefault(bucket, BucketStats())
+        of.passes += 1
+        of.device_s += device_s
 
 
 class _Flight:
@@ -90,13 +101,11 @@ class _Flight:
 
 
 class _Pending:
-    __slots__ = ("_before", "_device", "_flight", "_num_tokens", "_result", "is_graph")
+    __slots__ = ("_before", "_bucket", "_device", "_flight", "_num_tokens", "_result")
 
-    def __init__(
-        self, device: CudaDevice, flight: _Flight, before: Event | None, num_tokens: int, is_graph: bool
-    ) -> None:
+    def __init__(self, device: CudaDevice, flight: _Flight, before: Event | None, num_tokens: int, bucket: int) -> None:
         self._device, self._flight, self._before = device, flight, before
-        self._num_tokens, self.is_graph = num_tokens, is_graph
+        self._num_tokens, self._bucket = num_tokens, bucket
         self._result: Result | None = None
 
     def wait(self) -> Result:
@@ -106,8 +115,7 @@ class _Pending:
             flight.copied.synchronize()
             device_s = flight.began.elapsed_time(flight.ended) / 1e3
             stats.wait_s += time.perf_counter() - began
-            stats.device_s += device_s
-            stats.prompt_device_s += 0.0 if self.is_graph else device_s
+            stats.note(self._bucket, device_s)
             if self._before is not None:
                 stats.idle_s += self._before.elapsed_time(flight.began) / 1e3
             # A copy: the flight's buffer belongs to a later pass soon.
@@ -196,10 +204,12 @@ class CudaDevice:
             flight.began.record(streams.engine)
             if packed.is_decode:
                 # Before the diff: a graph that is captured now must not see its rows.
-                graph = self.graphs.for_rows(packed.num_rows, packed.has_filters)
+                bucket = self.graphs.bucket(packed.num_rows)
+                graph = self.graphs.graph(bucket, packed.has_filters)
                 self._apply(flight)
                 graph.replay()
             else:
+                bucket = 0
                 self._apply(flight)
                 self._extend(packed, flight)
             flight.ended.record(streams.engine)
@@ -212,12 +222,11 @@ class CudaDevice:
             else:
                 flight.ended.wait(streams.copy)
             flight.copied.record(streams.copy)
-        pending = _Pending(self, flight, self._last_end, packed.num_sampled, packed.is_decode)
+        pending = _Pending(self, flight, self._last_end, packed.num_sampled, bucket)
         flight.pending, self._last_end = pending, flight.ended
         stats.passes += 1
         stats.graphs += packed.is_decode
-        stats.rows += packed.num_rows
-        stats.tokens += packed.num_tokens
+        stats.decode_context_tokens += plan.num_context_tokens if packed.is_decode else 0
         stats.launch_s += time.perf_counter() - began
         return pending
 

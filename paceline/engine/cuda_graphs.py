@@ -34,9 +34,9 @@ class DecodeGraphs:
         self._streams, self._run, self._run_empty = streams, run, run_empty
         self._graphs: dict[tuple[int, bool], Graph] = {}
 
-    def for_rows(self, num_rows: int, filters: bool) -> Graph:
-        """The graph of the smallest bucket that holds so many rows."""
-        return self.graph(self.sizes[bisect.bisect_left(self.sizes, num_rows)], filters)
+    def bucket(self, num_rows: int) -> int:
+        """The smallest bucket that holds so many rows."""
+        return self.sizes[bisect.bisect_left(self.sizes, num_rows)]
 
     def graph(self, size: int, filters: bool) -> Graph:
         """The graph of a bucket, captured now if it was never used."""
