@@ -7,11 +7,12 @@ from collections.abc import Callable
 import torch
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
-from paceline.engine.cuda_device import CudaDevice
+from paceline.engine.cuda_device import AttentionTuning, CudaDevice
 from paceline.engine.cuda_model import GpuModel, Tuning
 from paceline.engine.cuda_streams import streams_of
 from paceline.engine.kv_cache import num_kv_pages
 from paceline.kernels._triton import HAS_TRITON
+from paceline.kernels.decode_attention import decode_attention_tuning
 from paceline.kernels.decode_units import Chunks
 from paceline.kernels.linear import decode_tuning
 from paceline.model.decoder import Decoder
@@ -41,6 +42,7 @@ def build_cuda(
     *,
     tuning: Tuning = decode_tuning,
     chunks: Chunks = Chunks(),  # noqa: B008  (frozen)
+    attention_tuning: AttentionTuning = decode_attention_tuning,
 ) -> tuple[CudaDevice, SchedulerConfig]:
     """The executor, and the scheduler's options with the pool's size in them: `with_pages` makes them, unless the
     pool's size was asked for. The decoder is taken over."""
@@ -62,6 +64,7 @@ def build_cuda(
         max_running=scheduler.max_running,
         max_row_tokens=min(context, scheduler.num_pages * page_size),
         chunks=chunks,
+        attention_tuning=attention_tuning,
     )
     return device, scheduler
 

@@ -19,6 +19,7 @@ same tokens on every run of one kind of device, not across kinds.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -29,7 +30,7 @@ from paceline.engine.cuda_inputs import Packed, PlanPacker, Span
 from paceline.engine.cuda_model import GpuModel
 from paceline.engine.cuda_streams import Event, Streams
 from paceline.engine.executor import Result
-from paceline.kernels.decode_attention import DecodeWorkspace, decode_attention, decode_attention_tuning
+from paceline.kernels.decode_attention import DecodeTuning, DecodeWorkspace, decode_attention, decode_attention_tuning
 from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_units
 from paceline.kernels.extend_attention import ExtendTuning, extend_attention, tokens_per_tile
 from paceline.kernels.gather_tokens import gather_tokens
@@ -37,6 +38,8 @@ from paceline.kernels.rope_kv import rope_kv
 from paceline.kernels.sampling import SampleWorkspace, sample
 from paceline.kernels.slot_state import SlotState, apply_diff
 from paceline.scheduler.plan import NO_TOKENS, Plan
+
+AttentionTuning = Callable[[int, int, bool], DecodeTuning]  # rows, query heads per KV head, whether rows share
 
 _DEPTH = 4  # passes whose buffers exist; two are in flight at most
 _FIRST_WORDS = 1 << 18  # of an upload buffer; it grows when a pass brings more
@@ -137,12 +140,13 @@ class CudaDevice:
         max_running: int,
         max_row_tokens: int,
         chunks: Chunks = Chunks(),  # noqa: B008  (frozen)
+        attention_tuning: AttentionTuning = decode_attention_tuning,
     ) -> None:
         spec, device = model.spec, model.device
         self.model = model
         self.stats = Stats()
         self._streams = streams
-        self._chunks = chunks
+        self._chunks, self._attention_tuning = chunks, attention_tuning
         # The interpreter runs programs one after the other, and idle ones cost it as much as others.
         self._few_programs = None if device.type == "cuda" else 2
         self._extend_tuning = ExtendTuning()
@@ -247,7 +251,7 @@ class CudaDevice:
             step = None
         gather_tokens(state, model.embedding, model.input(rows), slots, positions, squares=model.squares(rows))
         pdl = model.early_start(rows)
-        tuning = decode_attention_tuning(rows, spec.num_heads // spec.num_kv_heads, sharing=False)
+        tuning = self._attention_tuning(rows, spec.num_heads // spec.num_kv_heads, False)
         if self._few_programs is not None:
             tuning = replace(tuning, num_programs=self._few_programs)
 

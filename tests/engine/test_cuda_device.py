@@ -36,12 +36,12 @@ pytestmark = [
 
 CONTEXT = 192
 RNG = np.random.default_rng(5)
-SHARED = RNG.integers(3, 512, 37).tolist()
-PROMPTS = [[*SHARED, 7, 8, 9], RNG.integers(3, 512, 1).tolist(), [*SHARED, 9, 9], RNG.integers(3, 512, 21).tolist()]
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+SHARED = RNG.integers(3, 512, 21).tolist()
+PROMPTS = [[*SHARED, 7, 8, 9], RNG.integers(3, 512, 1).tolist(), [*SHARED, 9, 9], RNG.integers(3, 512, 11).tolist()]
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 BASE: dict[str, Any] = {
     "num_pages": 64, "page_size": 4, "max_running": 4, "context_tokens": CONTEXT, "prefix_wait_tokens": 8,
-    "max_batch_tokens": 64, "max_prefill_tokens": 64, "chunk_tokens": 16,
+    "max_batch_tokens": 32, "max_prefill_tokens": 32, "chunk_tokens": 16,
 }  # fmt: skip
 
 
@@ -95,9 +95,8 @@ def test_kernels_and_the_cpu_say_the_same(name: str) -> None:
     with llm:
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == wanted
         assert 0 < device.stats.graphs < device.stats.passes
-        again = llm.generate(PROMPTS, GREEDY)
-        assert [output.token_ids for output in again] == wanted
-        assert sum(output.num_cached_tokens for output in again) > 60
+        again = llm.generate(PROMPTS[:1], GREEDY)[0]
+        assert again.token_ids == wanted[0] and again.num_cached_tokens == 20
 
 
 @pytest.mark.parametrize(
@@ -131,17 +130,17 @@ def test_retracted_requests_say_the_same() -> None:
 def test_sampling_obeys_seeds_filters_and_the_least_length() -> None:
     ends = expected("tiny-qwen3", PROMPTS[3:], GREEDY)[0][0]
     params = [
-        SamplingParams(max_tokens=5, seed=1, ignore_eos=True),
-        SamplingParams(max_tokens=5, seed=2, top_k=1, ignore_eos=True),  # that is greedy
-        SamplingParams(max_tokens=5, seed=-3, top_p=0.5, temperature=0.7, ignore_eos=True),
-        SamplingParams(max_tokens=5, temperature=0, min_tokens=3, stop_token_ids=(ends,), ignore_eos=True),
+        SamplingParams(max_tokens=3, seed=1, ignore_eos=True),
+        SamplingParams(max_tokens=3, seed=2, top_k=1, ignore_eos=True),  # that is greedy
+        SamplingParams(max_tokens=3, seed=-3, top_p=0.5, temperature=0.7, ignore_eos=True),
+        SamplingParams(max_tokens=4, temperature=0, min_tokens=3, stop_token_ids=(ends,), ignore_eos=True),
     ]
     llm, _ = on_kernels("tiny-qwen3", max_running=4)
     with llm:
         together = [output.token_ids for output in llm.generate(PROMPTS, params)]
-        alone = [llm.generate([prompt], each)[0].token_ids for prompt, each in zip(PROMPTS, params, strict=True)]
-    assert together == alone
-    assert together[1] == expected("tiny-qwen3", PROMPTS[1:2], GREEDY)[0][:5]
+        alone = llm.generate(PROMPTS[2], params[2])[0].token_ids
+    assert together[2] == alone
+    assert together[1] == expected("tiny-qwen3", PROMPTS[1:2], GREEDY)[0][:3]
     assert ends not in together[3][:2] and len(together[3]) >= 3
 
 

@@ -1,0 +1,109 @@
+"""nano and sweep under different settings of the CUDA device, in one process: `python bench/cuda_variants.py`.
+
+Each variant is a whole engine with the same random weights. Shows what a choice is worth in a real run, where a kernel
+alone may say something else.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from paceline.bench.offline import describe, device_of
+from paceline.bench.workloads import Offline, nano, sweep
+from paceline.config import EngineConfig, SchedulerConfig
+from paceline.engine.cuda_build import build_cuda
+from paceline.engine.engine import Engine
+from paceline.kernels.decode_attention import DecodeTuning, decode_attention_tuning
+from paceline.kernels.decode_units import Chunks
+from paceline.kernels.linear import decode_tuning
+from paceline.llm import LLM
+from paceline.model.registry import shape
+from paceline.model.weights import random_decoder
+from paceline.scheduler import Scheduler
+from paceline.text.synthetic import synthetic_tokenizer
+
+SHAPE, TOKENS = "qwen3-0.6b", 1_000_000
+TWICE = ("as shipped", "8,192 tokens a pass")  # the first prompts of a process wait for cuBLAS to load its kernels
+
+
+def narrow(rows: int, group: int, sharing: bool) -> DecodeTuning:
+    """32 keys and 2 warps from 33 rows on."""
+    found = decode_attention_tuning(rows, group, sharing)
+    return replace(found, block_n=32, num_warps=2, num_stages=4) if rows > 32 else found
+
+
+def more_registers(rows: int, group: int, sharing: bool) -> DecodeTuning:
+    return replace(decode_attention_tuning(rows, group, sharing), max_registers=168)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as shipped": {},
+    "8,192 tokens a pass": {"step_tokens": 8192},
+    "chunks up to 2,048": {"chunks": Chunks(64, 2048, 16)},
+    "chunks up to 2,048, 32 units": {"chunks": Chunks(64, 2048, 32)},
+    "32 keys, 2 warps": {"attention_tuning": narrow},
+    "168 registers": {"attention_tuning": more_registers},
+    "fused up to 64 rows": {"tuning": lambda m, n, g: decode_tuning(m, n, g) if m <= 64 else None},
+}
+
+
+def run(name: str, step_tokens: int = 16_384, **choices: Any) -> None:
+    spec = shape(SHAPE)
+    config = SchedulerConfig(
+        context_tokens=spec.context_tokens, max_wait=math.inf, num_pages=TOKENS // 16, max_batch_tokens=step_tokens,
+        max_prefill_tokens=step_tokens,
+    )  # fmt: skip
+    decoder = random_decoder(spec, dtype="bfloat16", device="cuda", max_positions=spec.context_tokens)
+    device, config = build_cuda(decoder, EngineConfig(), config, None, **choices)
+    device.warm_up()
+    tokenizer = synthetic_tokenizer(spec.vocab_size)
+    with LLM.from_engine(Engine(Scheduler(config), device, tokenizer, vocab_size=spec.vocab_size)) as llm:
+
+        def timed(work: Offline) -> float:
+            device_of(llm).reset_stats()
+            began = time.perf_counter()
+            llm.generate(work.prompts, work.params)
+            return time.perf_counter() - began
+
+        work = nano().shifted(40_000)
+        llm.generate(work.prompts, [replace(each, max_tokens=4) for each in work.params])
+        seconds = [timed(nano().shifted(repeat)) for repeat in range(2 if name in TWICE else 1)]
+        stats = device.stats
+        buckets = "  ".join(f"{b}: {of.device_s / of.passes * 1e3:.2f}" for b, of in sorted(stats.by_bucket.items()))
+        print(f"{name:28} nano {min(seconds):.3f} s (other {max(seconds):.3f}); {describe(llm, seconds[-1], stats)}")
+        print(f"    ms a pass: {buckets}")
+        each = []
+        for batch in (64, 256):
+            times = [timed(sweep(batch, count, count)) for count in (16, 272)]
+            each.append(f"b{batch} {(times[1] - times[0]) / 256 * 1e3:.3f}")
+        print(f"    sweep ms: {'  '.join(each)}", flush=True)
+
+
+def main() -> int:
+    failed = 0
+    for name in sys.argv[1:] or VARIANTS:
+        began = time.perf_counter()
+        try:
+            run(name, **VARIANTS[name])
+        except Exception:  # the other variants still have something to say
+            traceback.print_exc()
+            failed = 1
+        gc.collect()
+        torch.cuda.empty_cache()
+        print(f"    [{time.perf_counter() - began:.1f} s]", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
