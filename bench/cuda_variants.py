@@ -34,31 +34,32 @@ from paceline.scheduler import Scheduler
 from paceline.text.synthetic import synthetic_tokenizer
 
 SHAPE, TOKENS = "qwen3-0.6b", 1_000_000
-TWICE = ("as shipped", "8,192 tokens a pass")  # the first prompts of a process wait for cuBLAS to load its kernels
+TWICE = ("as shipped", "16,384 tokens a pass")  # the first prompts of a process wait for cuBLAS to load its kernels
 
 
-def narrow(rows: int, group: int, sharing: bool) -> DecodeTuning:
+def narrow(rows: int, group: int, sharing: bool, short: bool) -> DecodeTuning:
     """32 keys and 2 warps from 33 rows on."""
     found = decode_attention_tuning(rows, group, sharing)
     return replace(found, block_n=32, num_warps=2, num_stages=4) if rows > 32 else found
 
 
-def more_registers(rows: int, group: int, sharing: bool) -> DecodeTuning:
+def more_registers(rows: int, group: int, sharing: bool, short: bool) -> DecodeTuning:
     return replace(decode_attention_tuning(rows, group, sharing), max_registers=168)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "as shipped": {},
-    "8,192 tokens a pass": {"step_tokens": 8192},
-    "chunks up to 2,048": {"chunks": Chunks(64, 2048, 16)},
-    "chunks up to 2,048, 32 units": {"chunks": Chunks(64, 2048, 32)},
+    "16,384 tokens a pass": {"step_tokens": 16_384},
+    "chunks up to 1,024": {"chunks": lambda rows: Chunks()},
+    "chunks up to 2,048": {"chunks": lambda rows: Chunks(64, 2048, 16)},
+    "chunks up to 2,048, 32 units": {"chunks": lambda rows: Chunks(64, 2048, 32)},
     "32 keys, 2 warps": {"attention_tuning": narrow},
     "168 registers": {"attention_tuning": more_registers},
     "fused up to 64 rows": {"tuning": lambda m, n, g: decode_tuning(m, n, g) if m <= 64 else None},
 }
 
 
-def run(name: str, step_tokens: int = 16_384, **choices: Any) -> None:
+def run(name: str, step_tokens: int = 8192, **choices: Any) -> None:
     spec = shape(SHAPE)
     config = SchedulerConfig(
         context_tokens=spec.context_tokens, max_wait=math.inf, num_pages=TOKENS // 16, max_batch_tokens=step_tokens,

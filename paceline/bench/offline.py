@@ -110,8 +110,8 @@ class Bench:
         for batch in self.batches:
             best, last = math.inf, None
             for repeat in range(2):
-                short, _, _ = self.timed(sweep(batch, 16, 2 * repeat))
-                long, stats, hit_rate = self.timed(sweep(batch, 272, 2 * repeat + 1))
+                short, _, _ = self.timed(sweep(batch, 16, 1000 * batch + 2 * repeat))
+                long, stats, hit_rate = self.timed(sweep(batch, 272, 1000 * batch + 2 * repeat + 1))
                 if (long - short) / 256 < best:
                     best, last = (long - short) / 256, (long, stats, hit_rate)
             assert last is not None, "there are repeats"

@@ -34,9 +34,7 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 _CPU_DEFAULTS: dict[str, Any] = {
     "max_running": 64, "max_batch_tokens": 1024, "max_prefill_tokens": 1024, "chunk_tokens": 512,
 }  # fmt: skip
-# Launching a pass with prompts takes the host some 16 ms whatever its size: at 8,192 tokens of a small model the GPU
-# would wait for it (docs/log.md).
-_GPU_DEFAULTS: dict[str, Any] = {"max_running": 256, "max_batch_tokens": 16_384, "max_prefill_tokens": 16_384}
+_GPU_DEFAULTS: dict[str, Any] = {name: getattr(SchedulerConfig(), name) for name in ("max_running", "max_batch_tokens")}
 _LOAD = ("weights", "random")
 
 

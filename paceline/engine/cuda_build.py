@@ -7,13 +7,14 @@ from collections.abc import Callable
 import torch
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
-from paceline.engine.cuda_device import AttentionTuning, CudaDevice
+from paceline.engine.cuda_device import AttentionTuning, ChunkChoice, CudaDevice, max_units
+from paceline.engine.cuda_graphs import buckets
 from paceline.engine.cuda_model import GpuModel, Tuning
 from paceline.engine.cuda_streams import streams_of
 from paceline.engine.kv_cache import num_kv_pages
 from paceline.kernels._triton import HAS_TRITON
 from paceline.kernels.decode_attention import decode_attention_tuning
-from paceline.kernels.decode_units import Chunks
+from paceline.kernels.decode_units import decode_chunks
 from paceline.kernels.linear import decode_tuning
 from paceline.model.decoder import Decoder
 
@@ -41,7 +42,7 @@ def build_cuda(
     with_pages: Callable[[int], SchedulerConfig] | None,
     *,
     tuning: Tuning = decode_tuning,
-    chunks: Chunks = Chunks(),  # noqa: B008  (frozen)
+    chunks: ChunkChoice = decode_chunks,
     attention_tuning: AttentionTuning = decode_attention_tuning,
 ) -> tuple[CudaDevice, SchedulerConfig]:
     """The executor, and the scheduler's options with the pool's size in them: `with_pages` makes them, unless the
@@ -69,9 +70,9 @@ def build_cuda(
     return device, scheduler
 
 
-def _workspace_bytes(model: GpuModel, scheduler: SchedulerConfig, chunks: Chunks) -> int:
+def _workspace_bytes(model: GpuModel, scheduler: SchedulerConfig, chunks: ChunkChoice) -> int:
     """What the device allocates beside weights, activations and KV: partial results, token and page tables."""
     rows, context, spec = scheduler.max_running, scheduler.context_tokens, model.spec
-    partials = chunks.capacity(rows, context + 1) * (spec.q_size + spec.num_heads + 32)
+    partials = max_units(buckets(rows), context + 1, chunks) * (spec.q_size + spec.num_heads + 32)
     tables = rows * context * 2
     return 4 * (partials + tables) + scheduler.max_batch_tokens * spec.q_size * model.dtype.itemsize

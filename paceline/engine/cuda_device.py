@@ -19,19 +19,19 @@ same tokens on every run of one kind of device, not across kinds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from paceline.engine.cuda_graphs import DecodeGraphs
+from paceline.engine.cuda_graphs import DecodeGraphs, Kind, kind_of
 from paceline.engine.cuda_inputs import Packed, PlanPacker, Span
 from paceline.engine.cuda_model import GpuModel
 from paceline.engine.cuda_streams import Event, Streams
 from paceline.engine.executor import Result
 from paceline.kernels.decode_attention import DecodeTuning, DecodeWorkspace, decode_attention, decode_attention_tuning
-from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_units
+from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_chunks, decode_units
 from paceline.kernels.extend_attention import ExtendTuning, extend_attention, tokens_per_tile
 from paceline.kernels.gather_tokens import gather_tokens
 from paceline.kernels.rope_kv import rope_kv
@@ -39,7 +39,9 @@ from paceline.kernels.sampling import SampleWorkspace, sample
 from paceline.kernels.slot_state import SlotState, apply_diff
 from paceline.scheduler.plan import NO_TOKENS, Plan
 
-AttentionTuning = Callable[[int, int, bool], DecodeTuning]  # rows, query heads per KV head, whether rows share
+# rows, query heads per KV head, whether rows share, whether contexts are short
+AttentionTuning = Callable[[int, int, bool, bool], DecodeTuning]
+ChunkChoice = Callable[[int], Chunks]  # rows
 
 _DEPTH = 4  # passes whose buffers exist; two are in flight at most
 _FIRST_WORDS = 1 << 18  # of an upload buffer; it grows when a pass brings more
@@ -103,6 +105,11 @@ class _Flight:
         return self._staging
 
 
+def max_units(sizes: Sequence[int], max_length: int, chunks: ChunkChoice) -> int:
+    """Most work units that a decode pass of any bucket can have."""
+    return max(chunks(size).capacity(size, max_length) for size in sizes)
+
+
 class _Pending:
     __slots__ = ("_before", "_bucket", "_device", "_flight", "_num_tokens", "_result")
 
@@ -139,7 +146,7 @@ class CudaDevice:
         page_size: int,
         max_running: int,
         max_row_tokens: int,
-        chunks: Chunks = Chunks(),  # noqa: B008  (frozen)
+        chunks: ChunkChoice = decode_chunks,
         attention_tuning: AttentionTuning = decode_attention_tuning,
     ) -> None:
         spec, device = model.spec, model.device
@@ -159,7 +166,8 @@ class CudaDevice:
             tuple(torch.zeros(shape, dtype=model.dtype, device=device).unbind(0)) for _ in range(spec.num_layers)
         ]
 
-        capacity = chunks.capacity(max_running, max_row_tokens + 1)
+        self.graphs = DecodeGraphs(streams, max_running, self._decode, self._decode_nothing)
+        capacity = max_units(self.graphs.sizes, max_row_tokens + 1, chunks)
         self._units = {layer.window: DecodeUnits.empty(max_running, capacity, 0, device) for layer in model.layers}
         self._attention = DecodeWorkspace.empty(
             max_running, capacity, spec.num_heads, spec.num_kv_heads, spec.head_dim, device
@@ -175,7 +183,6 @@ class CudaDevice:
         self._ring = [_Flight(streams, max_running, device) for _ in range(_DEPTH)]
         self._count = 0
         self._last_end: Event | None = None
-        self.graphs = DecodeGraphs(streams, max_running, self._decode, self._decode_nothing)
         streams.synchronize()  # what was filled on the default stream is there before the engine stream begins
 
     @property
@@ -209,7 +216,8 @@ class CudaDevice:
             if packed.is_decode:
                 # Before the diff: a graph that is captured now must not see its rows.
                 bucket = self.graphs.bucket(packed.num_rows)
-                graph = self.graphs.graph(bucket, packed.has_filters)
+                kind = kind_of(packed.num_rows, plan.num_context_tokens, packed.has_filters)
+                graph = self.graphs.graph(bucket, kind)
                 self._apply(flight)
                 graph.replay()
             else:
@@ -242,16 +250,16 @@ class CudaDevice:
 
     # ------------------------------------------------------------------ a pass of decodes: what a graph holds
 
-    def _decode(self, rows: int, filters: bool) -> None:
+    def _decode(self, rows: int, kind: Kind) -> None:
         model, state, spec = self.model, self.state, self.model.spec
         row_slots, slots, positions = state.row_slots[:rows], self._slots[:rows], self._positions[:rows]
         step: Tensor | None = self._step  # counted once, by whichever cut comes first
         for window, units in self._units.items():
-            decode_units(units, row_slots, state.num_rows, state.num_computed, self._chunks, window, step)
+            decode_units(units, row_slots, state.num_rows, state.num_computed, self._chunks(rows), window, step)
             step = None
         gather_tokens(state, model.embedding, model.input(rows), slots, positions, squares=model.squares(rows))
         pdl = model.early_start(rows)
-        tuning = self._attention_tuning(rows, spec.num_heads // spec.num_kv_heads, False)
+        tuning = self._attention_tuning(rows, spec.num_heads // spec.num_kv_heads, False, kind.short)
         if self._few_programs is not None:
             tuning = replace(tuning, num_programs=self._few_programs)
 
@@ -264,13 +272,21 @@ class CudaDevice:
 
         logits = model.logits(model.forward(rows, attend, fused=True))
         sample(
-            logits, slots, positions, state.num_rows, state, self._results, self._step, self._sampling, filters=filters
+            logits,
+            slots,
+            positions,
+            state.num_rows,
+            state,
+            self._results,
+            self._step,
+            self._sampling,
+            filters=kind.filters,
         )
 
-    def _decode_nothing(self, rows: int, filters: bool) -> None:
+    def _decode_nothing(self, rows: int, kind: Kind) -> None:
         """A decode pass without live rows: compiles what there is to compile and leaves no trace."""
         self.state.num_rows.zero_()
-        self._decode(rows, filters)
+        self._decode(rows, kind)
         self._step.sub_(1)
         self.state.num_rows.fill_(self._packer.num_rows)
 

@@ -9,8 +9,23 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from typing import NamedTuple
 
 from paceline.engine.cuda_streams import Graph, Streams
+
+SHORT_ROWS = 128  # with more rows than this, short contexts have a graph of their own
+_SHORT_TOKENS = 512  # of context per row on average; both sides were measured, not where they meet (docs/log.md)
+
+
+class Kind(NamedTuple):
+    """What is fixed when a graph is captured, beside its bucket."""
+
+    filters: bool  # some row samples with top-k or top-p
+    short: bool  # contexts of few hundred tokens
+
+
+def kind_of(num_rows: int, num_context_tokens: int, filters: bool) -> Kind:
+    return Kind(filters, num_rows > SHORT_ROWS and num_context_tokens < _SHORT_TOKENS * num_rows)
 
 
 def buckets(max_rows: int) -> list[int]:
@@ -26,27 +41,28 @@ class DecodeGraphs:
         self,
         streams: Streams,
         max_rows: int,
-        run: Callable[[int, bool], None],
-        run_empty: Callable[[int, bool], None],
+        run: Callable[[int, Kind], None],
+        run_empty: Callable[[int, Kind], None],
     ) -> None:
-        """`run(rows, filters)` is a pass of so many rows; `run_empty` is the same with none of them live."""
+        """`run(rows, kind)` is a pass of so many rows; `run_empty` is the same with none of them live."""
         self.sizes = buckets(max_rows)
         self._streams, self._run, self._run_empty = streams, run, run_empty
-        self._graphs: dict[tuple[int, bool], Graph] = {}
+        self._graphs: dict[tuple[int, Kind], Graph] = {}
 
     def bucket(self, num_rows: int) -> int:
         """The smallest bucket that holds so many rows."""
         return self.sizes[bisect.bisect_left(self.sizes, num_rows)]
 
-    def graph(self, size: int, filters: bool) -> Graph:
+    def graph(self, size: int, kind: Kind) -> Graph:
         """The graph of a bucket, captured now if it was never used."""
-        graph = self._graphs.get((size, filters))
+        graph = self._graphs.get((size, kind))
         if graph is None:
-            self._run_empty(size, filters)
-            graph = self._graphs[size, filters] = self._streams.capture(lambda: self._run(size, filters))
+            self._run_empty(size, kind)
+            graph = self._graphs[size, kind] = self._streams.capture(lambda: self._run(size, kind))
         return graph
 
     def capture_all(self) -> None:
         """All buckets without filters, the largest first, so that the smaller ones find their memory there."""
         for size in reversed(self.sizes):
-            self.graph(size, False)
+            for short in (True, False) if size > SHORT_ROWS else (False,):
+                self.graph(size, Kind(filters=False, short=short))

@@ -30,6 +30,10 @@ Tuning = Callable[[int, int, bool], LinearTuning | None]  # rows, columns, gated
 AttendKernel = Callable[[int, Tensor, Tensor], None]  # layer, qkv [T, (Q + 2K) D], out [T, Q D]
 
 _MAX_FUSED_ROWS = 128
+# The fused kernels were fitted to Qwen3-0.6B. In a whole run of the 14B shape their passes of 96 rows took longer than
+# cuBLAS's of 160 (docs/log.md).
+_LARGE_WEIGHT = 1 << 23
+_MAX_FUSED_ROWS_LARGE = 32
 _MAX_SPLIT = 4  # along K
 _EARLY_START = 2  # programmatic dependent launch between the fused kernels of a decode: 2 to 4% (docs/log.md)
 
@@ -135,7 +139,8 @@ class GpuModel:
 
     def _choose(self, product: _Product, rows: int) -> LinearTuning | None:
         """The fused kernel for a product of so many rows; None for cuBLAS."""
-        tuning = self._tuning(rows, product.columns, product.gated) if rows <= _MAX_FUSED_ROWS else None
+        most = _MAX_FUSED_ROWS if product.weight.numel() < _LARGE_WEIGHT else _MAX_FUSED_ROWS_LARGE
+        tuning = self._tuning(rows, product.columns, product.gated) if rows <= most else None
         if tuning is None or product.weight.shape[1] % (tuning.split_k * tuning.block_k):
             return None
         return tuning

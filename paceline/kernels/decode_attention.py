@@ -292,14 +292,16 @@ class DecodeTuning:
     block_m: int = 16  # query heads per unit: a shared unit holds at most block_m // G rows
 
 
-def decode_attention_tuning(rows: int, group: int, sharing: bool) -> DecodeTuning:
+def decode_attention_tuning(rows: int, group: int, sharing: bool, short: bool = False) -> DecodeTuning:
     """What was fastest on an H200 at 1 to 256 rows with 16 / 8 heads; see docs/log.md.
 
-    Without sharing the tile holds just the heads of one KV head: a tile of 16 spends a third of its instructions on
-    empty rows.
+    `short`: the rows have a few hundred tokens each, so that many small programs win. Without sharing the tile holds
+    just the heads of one KV head: a tile of 16 spends a third of its instructions on empty rows.
     """
     if sharing:
         return DecodeTuning(block_n=32, num_warps=2, num_stages=5, max_registers=168, block_m=16)
+    if short and rows > 128:
+        return DecodeTuning(block_m=next_power_of_2(group), block_n=32, num_warps=2, num_stages=4)
     return DecodeTuning(block_m=next_power_of_2(group), max_registers=168 if rows <= 16 else 128)
 
 

@@ -47,6 +47,19 @@ class Chunks:
         return max(rows * cdiv(max_length, self.max_tokens), 2 * self.target_units) + rows
 
 
+def decode_chunks(rows: int) -> Chunks:
+    """What was fastest for a batch of so many rows in whole runs of `nano` on an H200; see docs/log.md.
+
+    Some 528 programs of decode attention run at the same time there, one for each unit and KV head (8): 48 to 64 rows
+    fill them once without being cut, 96 would fill them once and a half, from 128 on the tail matters less.
+    """
+    if rows <= 4:
+        return Chunks()
+    if rows <= 16:
+        return Chunks(target_units=32)
+    return Chunks() if rows <= 32 or 64 < rows < 128 else Chunks(max_tokens=2048)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeUnits:
     """Device buffers that the units of one pass live in. Rewritten by every pass, so one set per stream is enough."""

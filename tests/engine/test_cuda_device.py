@@ -72,7 +72,7 @@ def on_kernels(name: str, **options: Any) -> tuple[LLM, CudaDevice]:
     overlap = options.pop("overlap", "on")
     config = SchedulerConfig(**{**BASE, **options})
     device, config = build_cuda(
-        decoder(name), EngineConfig(), config, None, tuning=small_tiles, chunks=Chunks(16, 64, 4)
+        decoder(name), EngineConfig(), config, None, tuning=small_tiles, chunks=lambda rows: Chunks(16, 64, 4)
     )
     tokenizer = synthetic_tokenizer(device.model.spec.vocab_size)
     engine = Engine(Scheduler(config), device, tokenizer, vocab_size=device.model.spec.vocab_size, overlap=overlap)
