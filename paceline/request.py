@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from paceline.scheduler.prefix_tree import Node
+    from paceline.scheduler.node import Node
 
 Tokens = npt.NDArray[np.int32]
 

@@ -63,9 +63,9 @@ MUTANTS = [
     ),
     Mutant(
         "a locked path is evicted",
-        "scheduler/prefix_tree.py",
-        "            and node.locks == 0\n            and node.num_resident_children == 0",
-        "            and node.num_resident_children == 0",
+        "scheduler/eviction.py",
+        "and node.locks == 0 ",
+        "",
     ),
     Mutant(
         "the duplicate's row is not remapped",
@@ -94,9 +94,8 @@ MUTANTS = [
     Mutant(
         "a late token is shown",
         "scheduler/scheduler.py",
-        "                if request.phase is Phase.FINISHED:  # while this pass was in flight, or earlier in this pass\n"
         "                    discarded.add(row)\n                    continue\n",
-        "                if request.phase is Phase.FINISHED:\n                    continue\n",
+        "                    continue\n",
     ),
     Mutant(
         "departures are not noticed",
@@ -130,13 +129,13 @@ MUTANTS = [
     ),
     Mutant(
         "nothing ages",
-        "scheduler/policy.py",
+        "scheduler/aging.py",
         "        return head if self.credit >= self._cost(head) else None",
         "        return None",
     ),
     Mutant(
         "idleness earns credit",
-        "scheduler/policy.py",
+        "scheduler/fair.py",
         "            # Idleness earns nothing: whoever comes back starts level with the least served active tenant.\n"
         "            tenant.service = max(tenant.service, self._least_active())\n",
         "",

@@ -18,8 +18,8 @@ from paceline.request import Phase, Request
 from paceline.scheduler.budget import Outlook, OutputLengths
 from paceline.scheduler.journal import Journal, Kind
 from paceline.scheduler.memory import Memory, sequence
+from paceline.scheduler.orders import Order
 from paceline.scheduler.plan import Join
-from paceline.scheduler.policy import Order
 from paceline.scheduler.retraction import is_protected
 
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.request import Phase
-from paceline.scheduler.prefix_tree import TOKEN_BYTES, Node
+from paceline.scheduler.eviction import is_evictable_leaf
+from paceline.scheduler.node import Node
+from paceline.scheduler.prefix_tree import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from paceline.scheduler.scheduler import Scheduler
@@ -89,7 +91,7 @@ def _tree(scheduler: Scheduler) -> list[str]:
     locks = _count_up(holders)
     waiting = _count_up([request.node for request in scheduler.requests.values()])
     num_pages = num_locked = 0
-    leaves = {id(entry[2]) for entry in tree._leaves}
+    leaves = tree.leaves.nodes()
     for node in tree.nodes():
         where = f"the node ending at token {node.depth}"
         if node.locks != locks[id(node)]:
@@ -114,7 +116,7 @@ def _tree(scheduler: Scheduler) -> list[str]:
                 faults.append(f"{where} has a child of the wrong depth")
         if len(node.pages) != (len(node.key) // tree.page_bytes if node.resident else 0):
             faults.append(f"{where} has {len(node.pages)} pages for {len(node.key) // tree.page_bytes}")
-        if tree._is_evictable_leaf(node) and id(node) not in leaves:
+        if is_evictable_leaf(node) and id(node) not in leaves:
             faults.append(f"{where} could be evicted and would never be found")
         if not node.resident and not node.num_waiting:
             faults.append(f"{where} is a ghost that nobody waits for")

@@ -20,9 +20,10 @@ import numpy as np
 from paceline.config import SchedulerConfig
 from paceline.request import PacelineError, Request, Tokens
 from paceline.scheduler.journal import Journal, Kind
+from paceline.scheduler.node import Node
 from paceline.scheduler.page_pool import NO_PAGES, PagePool, Pages
 from paceline.scheduler.plan import Column
-from paceline.scheduler.prefix_tree import Node, PrefixTree
+from paceline.scheduler.prefix_tree import PrefixTree
 from paceline.scheduler.slots import Slots
 
 

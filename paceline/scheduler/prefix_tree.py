@@ -17,84 +17,18 @@ always be evicted leaf by leaf.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any
 
 import numpy as np
 
 from paceline.request import Request
+from paceline.scheduler.eviction import EvictableLeaves
+from paceline.scheduler.node import Node
 from paceline.scheduler.page_pool import NO_PAGES, Pages
 
 TOKEN_BYTES = 4
-_GHOST_RANK = 1 << 40  # a ghost ranks behind every resident sibling, however many wait below it
-_COST_DEPTH = 4096.0  # tokens of context after which recomputing a token costs twice as much
-
-
-class Node:
-    """A run of pages below its parent. `depth` counts tokens from the root to this node's end."""
-
-    __slots__ = (
-        "born",
-        "children",
-        "depth",
-        "hidden",
-        "holder",
-        "key",
-        "last_used",
-        "locks",
-        "name",
-        "num_aside",
-        "num_resident_children",
-        "num_waiting",
-        "num_waiting_resident",
-        "order",
-        "pages",
-        "parent",
-        "queue",
-        "resident",
-        "seq",
-        "uses",
-        "value",
-        "waiters",
-    )
-
-    def __init__(self, parent: Node | None, name: Any, key: bytes, depth: int, seq: int) -> None:
-        self.parent = parent
-        self.name = name  # under which the parent knows it: the first page of the key, or the namespace
-        self.key = key
-        self.depth = depth
-        self.seq = seq  # unique: keeps heaps from ever comparing nodes
-        self.order = seq  # breaks ties between siblings; the older one first, also after a split
-        self.pages: Pages = NO_PAGES
-        self.children: dict[Any, Node] = {}
-        self.resident = False
-        self.born = 0  # the step that computes it; in flight while that step is being planned
-        self.locks = 0
-        self.holder: Request | None = None  # who locked it first, as long as nobody else has
-        self.last_used = 0
-        self.uses = 0
-        self.value = 0.0  # what eviction by cost weighs
-        self.num_resident_children = 0
-        self.num_waiting = 0  # requests waiting at or below this node and visible in this step
-        self.num_waiting_resident = 0  # of these, below resident children
-        self.waiters: list[tuple[int, Request]] = []  # a heap by arrival; entries may be stale
-        self.queue: list[tuple[int, int, int, Node]] = []  # a heap of children by rank; entries may be stale
-        self.hidden = False  # for this step, because a pass being planned computes it
-        self.num_aside = 0  # requests that end here and are set aside for this step
-
-    @property
-    def rank(self) -> int:
-        """Which sibling is served first: resident ones, then the one most requests wait below."""
-        return -self.num_waiting if self.resident else _GHOST_RANK - self.num_waiting
-
-    @property
-    def is_root(self) -> bool:
-        return self.parent is None
-
-    @property
-    def is_alive(self) -> bool:
-        return self.parent is None or self.parent.children.get(self.name) is self
 
 
 class PrefixTree:
@@ -108,14 +42,8 @@ class PrefixTree:
         self.frontier: list[tuple[int, int, Node]] = []  # a heap by depth of resident nodes that may have waiters
         self._ticks = 0
         self._nodes = 0
-        self._inflation = 0.0
-        self._leaves: list[tuple[tuple[float, ...], int, Node]] = []  # a heap by eviction order; may be stale
+        self.leaves = EvictableLeaves(eviction)
         self._hidden: list[Node] = []
-        self._eviction_key: Callable[[Node], tuple[float, ...]] = {
-            "lru": lambda node: (node.num_waiting > 0, node.last_used),
-            "lfu": lambda node: (node.num_waiting > 0, node.uses, node.last_used),
-            "cost": lambda node: (node.num_waiting > 0, node.value, node.last_used),
-        }[eviction]
         self.root = self._new(None, None, b"", 0)
         self.root.resident = True
 
@@ -292,8 +220,8 @@ class PrefixTree:
                 if current.holder is not None:
                     current.holder.sole_pages -= len(current.pages)
                     current.holder = None
-                self._touch_value(current)
-                self._offer(current)
+                self.leaves.used(current)
+                self.leaves.offer(current)
             parent = current.parent
             if current.locks == 0 and not current.pages.size:
                 self._prune(current)
@@ -343,43 +271,13 @@ class PrefixTree:
         assert count <= self.num_evictable_pages, f"{count} pages to evict, {self.num_evictable_pages} evictable"
         freed: list[Pages] = []
         while count > 0:
-            _, _, node = key_entry = heappop(self._leaves)
-            if not self._is_evictable_leaf(node):
-                continue
-            if key_entry[0] != self._eviction_key(node):
-                self._offer(node)
-                continue
-            self._inflation = max(self._inflation, node.value)
+            node = self.leaves.pop()
             if len(node.pages) > count and self._partial_eviction:
                 self._split(node, (len(node.pages) - count) * self.page_bytes)
             freed.append(node.pages)
             count -= len(node.pages)
             self._make_ghost(node)
         return np.concatenate(freed) if freed else NO_PAGES
-
-    def _is_evictable_leaf(self, node: Node) -> bool:
-        return (
-            node.resident
-            and node.locks == 0
-            and node.num_resident_children == 0
-            and len(node.pages) > 0
-            and node.is_alive
-        )
-
-    def _offer(self, node: Node) -> None:
-        """Puts a node among the leaves that can be evicted, if it is one."""
-        if self._is_evictable_leaf(node):
-            heappush(self._leaves, (self._eviction_key(node), node.seq, node))
-            if len(self._leaves) > 64 + 4 * self._nodes:  # mostly stale: rebuild
-                live = {id(entry[2]): entry[2] for entry in self._leaves if self._is_evictable_leaf(entry[2])}
-                self._leaves = [(self._eviction_key(leaf), leaf.seq, leaf) for leaf in live.values()]
-                heapify(self._leaves)
-
-    def _touch_value(self, node: Node) -> None:
-        # Greedy-dual: a node is worth its recomputation per page times its uses, on top of what the last
-        # evicted one was worth; so what is not used again sinks below what is.
-        self_cost = 1.0 + node.depth / _COST_DEPTH
-        node.value = self._inflation + self_cost * max(1, node.uses)
 
     # ------------------------------------------------------------------ structure
 
@@ -488,7 +386,7 @@ class PrefixTree:
                 parent.num_waiting_resident -= node.num_waiting
             self._note_frontier(parent)
         self._prune(node)
-        self._offer(parent)
+        self.leaves.offer(parent)
 
     def _prune(self, node: Node) -> None:
         """Removes `node` and what is above it, as far up as nothing hangs below, lies in or waits at it."""
@@ -525,7 +423,7 @@ class PrefixTree:
             if count > 0:
                 self._push(current)
             elif not current.num_waiting:
-                self._offer(current)  # nobody waits for it any more: it may go earlier
+                self.leaves.offer(current)  # nobody waits for it any more: it may go earlier
             from_resident = current.resident
             current = current.parent
 

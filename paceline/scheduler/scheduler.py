@@ -20,8 +20,10 @@ import numpy.typing as npt
 
 from paceline.config import SchedulerConfig
 from paceline.request import FinishReason, InvalidRequest, Phase, Refused, Request, as_tokens
+from paceline.scheduler.acceptance import accept
 from paceline.scheduler.admission import Admission
 from paceline.scheduler.budget import OutputLengths
+from paceline.scheduler.explain import explain
 from paceline.scheduler.journal import Counters, Journal, Kind
 from paceline.scheduler.memory import Memory, PinError, token_key
 from paceline.scheduler.plan import NO_TOKENS, Column, Finished, Plan, Updates
@@ -98,37 +100,18 @@ class Scheduler:
 
     def explain(self, request_id: str) -> str:
         """In a sentence: what this request is doing, and what would have to happen for it to go on."""
-        request = self.requests.get(request_id)
-        if request is None:
-            return f"Request {request_id} is not here: it has finished or never came."
-        if request.phase is Phase.PREFILL:
-            assert request.slot is not None, "a prefilling request has a slot"
-            done = int(self.memory.slots.computed[request.slot])
-            return f"Request {request_id} is computing its prompt: {done} of {request.num_tokens} tokens are planned."
-        if request.phase is Phase.DECODING:
-            return f"Request {request_id} is decoding: {len(request.output)} of at most {request.max_tokens} tokens."
-        reason = request.waits_for
-        if not self.memory.slots.num_free:
-            reason = f"one of {self.config.max_running} slots, all taken: a running request has to end"
-        elif request.waits_for_pages:
-            reason = f"{request.waits_for_pages} more pages of memory: running requests have to end first"
-        if request.retractions:
-            reason += f"; it was retracted {request.retractions} times and goes before new requests"
-        reserved = self.admission.reserved
-        if reserved is request:
-            reason += "; nothing passes it any more"
-        elif reserved is not None:
-            reason += f"; memory that comes free is kept for request {reserved.id}"
-        else:
-            reason += f"; {self.num_waiting - 1} others wait, order {self.config.policy}"
-        return f"Request {request_id} waits for {reason}."
+        return explain(self, request_id)
 
     # ------------------------------------------------------------------ requests come and go
 
     def add(self, request: Request, now: float) -> None:
         """Takes a request. Raises Refused if it can never run or the queue is full; nothing else changes then."""
+        if request.id in self.requests:
+            raise InvalidRequest(f"request id {request.id!r} is taken by one that has not finished: choose another.")
+        if request.phase is not Phase.WAITING or request.number:
+            raise InvalidRequest(f"request {request.id!r} was added before: make a new Request.")
         try:
-            request.max_tokens = self._accept(request)
+            request.max_tokens = accept(request, self.config, self.memory, self.admission)
         except Refused as refusal:
             self.counters.refused += 1
             self.journal.write(now, self.memory.tree.step, Kind.REFUSE, request.id, str(refusal))
@@ -159,45 +142,6 @@ class Scheduler:
             return False
         self._finish(request, reason, now)
         return True
-
-    def _accept(self, request: Request) -> int:
-        """The most tokens this request may produce, or Refused."""
-        if request.id in self.requests:
-            raise InvalidRequest(f"request id {request.id!r} is taken by one that has not finished: choose another.")
-        if request.phase is not Phase.WAITING or request.number:
-            raise InvalidRequest(f"request {request.id!r} was added before: make a new Request.")
-        config, prompt = self.config, len(request.prompt)
-        if self.num_waiting >= config.max_waiting:
-            raise Refused(f"{self.num_waiting} requests wait already (max_waiting): try again later.", retry=True)
-        if self.admission.num_waiting_tokens + prompt > config.max_waiting_tokens:
-            raise Refused(
-                f"{self.admission.num_waiting_tokens} prompt tokens wait already (max_waiting_tokens): "
-                "try again later.",
-                retry=True,
-            )
-        usable = self.memory.num_usable_pages * config.page_size
-        most = 0 if request.prefill_only else request.params.max_tokens
-        if most is None:
-            most = min(config.context_tokens, usable) - prompt
-            if most < 1:
-                raise Refused(
-                    f"the prompt has {prompt} tokens and leaves no room for output in a context of "
-                    f"{config.context_tokens} and a memory of {usable} tokens: shorten it.",
-                    retry=False,
-                )
-        if prompt + most > config.context_tokens:
-            raise Refused(
-                f"prompt and max_tokens are {prompt} + {most} tokens, more than the context of "
-                f"{config.context_tokens}: shorten the prompt or lower max_tokens.",
-                retry=False,
-            )
-        if self.memory.pages_for(prompt + most) > self.memory.num_usable_pages:
-            raise Refused(
-                f"prompt and max_tokens are {prompt} + {most} tokens, more than the memory for {usable} can ever "
-                "hold: shorten the prompt or lower max_tokens.",
-                retry=False,
-            )
-        return most
 
     def _finish(self, request: Request, reason: FinishReason, now: float) -> None:
         if request.phase is Phase.WAITING:

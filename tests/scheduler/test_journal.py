@@ -58,7 +58,7 @@ def test_explain_says_why_a_request_waits_and_what_has_to_happen() -> None:
     subject = harness(num_pages=8, page_size=4, max_running=2)
     subject.add(request(prompt(range(12)), 16, id="first"), request(prompt(range(20, 32)), 16, id="second"))
     explain = subject.scheduler.explain
-    assert explain("second") == "Request second waits for its turn; 1 others wait, order fair."
+    assert explain("second") == "Request second waits for its turn; 1 other waits, order fair."
     subject.step()
     assert explain("first") == "Request first is decoding: 1 of at most 16 tokens."
     assert explain("second") == (

@@ -195,3 +195,21 @@ def test_an_unfinished_request_always_has_a_next_pass() -> None:
         updates = subject.step()
         assert updates is not None or not subject.scheduler.has_work
     assert len(subject.reasons) == 5
+
+
+def test_tenants_never_see_each_others_cache_not_even_by_waiting_for_it() -> None:
+    subject = harness(prefix_wait_tokens=4)
+    same = prompt(range(20))
+    subject.add(
+        request(same, 1, tenant="a", id="first"),
+        request(same, 1, tenant="b", id="other tenant"),
+        request(same, 1, tenant="a", cache_salt="x", id="other salt"),
+        request(same, 1, tenant="a", adapter="x", id="other adapter"),
+    )
+    subject.step()
+    assert all(one.is_finished for one in subject.requests.values()), "nobody waited for another one's prefix"
+    assert all(one.num_cached == 0 for one in subject.requests.values())
+    subject.add(request(same, 1, tenant="b", id="again"))
+    subject.run()
+    assert subject.requests["again"].num_cached == 16
+    subject.assert_reference()

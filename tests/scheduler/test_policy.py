@@ -340,3 +340,21 @@ def test_the_queue_is_not_walked_when_somebody_is_admitted(policy: str) -> None:
         return count
 
     assert looked_at(20_000) <= 3 * looked_at(40) + 20
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_lane_costs_at_most_its_share_of_the_hit_rate(seed: int) -> None:
+    """Honouring age moves the whole cluster, so `fair` stays within its lane's share of pure depth-first order."""
+
+    def hit_rate(policy: str, max_wait: float) -> float:
+        subject = harness(policy=policy, max_wait=max_wait, lane_share=0.125, num_pages=120, page_size=4, max_running=4,
+                          max_batch_tokens=512)  # fmt: skip
+        rng = random.Random(seed)
+        everyone = [request(prompt([group] * 64, n, group), 4) for group in range(12) for n in range(8)]
+        rng.shuffle(everyone)
+        subject.add(*everyone)
+        subject.run()
+        return subject.scheduler.counters.hit_rate
+
+    assert hit_rate("fair", 0.001) >= hit_rate("dfs", math.inf) - 0.125
+    assert hit_rate("fcfs", 0.0) < hit_rate("dfs", math.inf) - 0.125, "the workload can tell a bad order"

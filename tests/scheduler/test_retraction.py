@@ -200,3 +200,14 @@ def test_priority_does_not_retract_within_the_gap_or_in_vain() -> None:
     small.add(request(prompt([3] * 40), 8, priority=5))
     small.step()
     assert small.scheduler.counters.retractions == 0, "the low one's page would not have been enough"
+
+
+def test_a_request_is_not_readmitted_while_a_token_of_it_is_in_flight() -> None:
+    """With two passes in flight at most, its commit comes before the next plan; whoever plans deeper relies on this."""
+    core = scheduler()
+    core.add(one := request(id="back"), 0.0)
+    one.num_in_flight = 1
+    assert core.plan(0.0) is None
+    assert "the token it was computing when it was retracted" in core.explain("back")
+    one.num_in_flight = 0
+    assert core.plan(0.0) is not None
