@@ -7,9 +7,9 @@ the best run of each counts, since a busy machine only ever makes a run slower. 
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,12 +21,14 @@ import torch
 
 from paceline.config import OVERLAP, EngineConfig
 from paceline.engine.build import assemble
+from paceline.engine.cpu_decoder import CpuDecoder
 from paceline.llm import LLM
-from paceline.model.decoder import Decoder
 from paceline.model.fetch import DEFAULT_MODEL, find_model
 from paceline.model.weights import load_decoder
 from paceline.request import SamplingParams
 from paceline.text.tokenizer import Tokenizer, load_tokenizer
+
+WORKLOADS = ("single", "batch", "prefix")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ def workloads(vocab_size: int, *, scale: float = 1.0) -> list[Workload]:
     rng = np.random.default_rng(0)
 
     def ids(count: int) -> list[int]:
-        return rng.integers(100, vocab_size, count).tolist()
+        return [int(token) for token in rng.integers(100, vocab_size, count)]
 
     def some(count: int) -> int:
         return max(2, int(count * scale))
@@ -66,13 +68,13 @@ def compare_with_transformers(
     *,
     threads: int = 1,
     scale: float = 1.0,
-    only: Sequence[str] = ("single", "batch", "prefix"),
+    only: Sequence[str] = WORKLOADS,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Runs the comparison, says what it finds, and returns (and says last, as one JSON object) the ratios."""
     torch.set_num_threads(threads)
     path = find_model(DEFAULT_MODEL if model is None else model)
-    decoder, tokenizer = load_decoder(path, dtype="float32"), load_tokenizer(path)
+    decoder, tokenizer = CpuDecoder(load_decoder(path, dtype="float32")), load_tokenizer(path)
     theirs = _load_theirs(path)
     say(f"{path.name}, float32, {threads} thread{'s' if threads > 1 else ''}, torch {torch.__version__}")
     found: dict[str, Any] = {}
@@ -102,7 +104,7 @@ def compare_with_transformers(
 
 
 def _run_ours(
-    decoder: Decoder, tokenizer: Tokenizer, threads: int, overlap: str, work: Workload
+    decoder: CpuDecoder, tokenizer: Tokenizer, threads: int, overlap: str, work: Workload
 ) -> tuple[float, list[list[int]]]:
     config = EngineConfig(threads=threads, overlap=overlap, kv_tokens=65_536)
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in work.output_lengths]
@@ -117,8 +119,9 @@ def _run_ours(
 def _load_theirs(path: Path) -> Any:
     import transformers
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    logging: Any = transformers.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     if path.is_file():
         return transformers.AutoModelForCausalLM.from_pretrained(
             str(path.parent), gguf_file=path.name, dtype=torch.float32
@@ -145,7 +148,15 @@ def _run_theirs(model: Any, work: Workload) -> tuple[float, list[list[int]]]:
     return seconds, outputs
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Our engine against transformers, float32 on the CPU.")
+    parser.add_argument("--model", help="folder, .gguf file or name; the default model if not given")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads for both sides")
+    parser.add_argument("--scale", type=float, default=1.0, help="below 1: fewer requests and shorter outputs")
+    parser.add_argument("--only", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    given = parser.parse_args()
+    compare_with_transformers(given.model, threads=given.threads, scale=given.scale, only=given.only)
+
+
 if __name__ == "__main__":
-    compare_with_transformers(threads=int(sys.argv[1]) if len(sys.argv) > 1 else 1,
-                              scale=float(sys.argv[2]) if len(sys.argv) > 2 else 1.0,
-                              only=sys.argv[3].split(",") if len(sys.argv) > 3 else ("single", "batch", "prefix"))  # fmt: skip
+    main()

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
+from paceline.engine.cpu_decoder import CpuDecoder
 from paceline.engine.engine import Engine
 from paceline.engine.kv_cache import check_model_fits, num_kv_pages
-from paceline.engine.torch_executor import CpuDevice, TorchExecutor
-from paceline.model.decoder import Decoder
+from paceline.engine.torch_executor import CpuDevice, Model, TorchExecutor
 from paceline.model.fetch import DEFAULT_MODEL, find_model
 from paceline.model.registry import shape as named_shape
 from paceline.model.spec import ModelSpec
@@ -72,11 +72,14 @@ def build_engine(
         tokenizer = load_tokenizer(path)
         tokenizer.check_fits(spec.vocab_size)
         decoder = load_decoder(path, dtype=dtype, max_positions=context, progress=progress)
-    return assemble(decoder, tokenizer, config, scheduler_options, trace=trace)
+    # 16-bit matrices have good kernels as they are stored; for float32 a better arrangement pays.
+    fast = CpuDecoder(decoder) if dtype == "float32" else decoder
+    del decoder
+    return assemble(fast, tokenizer, config, scheduler_options, trace=trace)
 
 
 def assemble(
-    decoder: Decoder,
+    decoder: Model,
     tokenizer: Tokenizer,
     config: EngineConfig,
     scheduler_options: Mapping[str, Any],

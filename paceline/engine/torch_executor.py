@@ -15,12 +15,14 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from paceline.engine.attention import CpuAttention
 from paceline.engine.executor import Result
 from paceline.engine.inputs import SlotTables
 from paceline.engine.kv_cache import KVCache
-from paceline.model.decoder import Decoder
+from paceline.model.decoder import Attend
+from paceline.model.spec import ModelSpec
 from paceline.sampling.sampler import Sampler
 from paceline.scheduler.plan import NO_TOKENS, Plan
 
@@ -34,11 +36,25 @@ class Device(Protocol):
         """Carries one plan out and returns the sampled tokens (int32), on the host."""
 
 
+class Model(Protocol):
+    """A decoder with its weights: `model.decoder.Decoder`, or its rearranged twin."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
 class CpuDevice:
     """Torch on the CPU: its memory is the host's, so nothing is uploaded and nothing comes back late."""
 
     def __init__(
-        self, decoder: Decoder, *, num_pages: int, page_size: int, max_running: int, max_row_tokens: int
+        self, decoder: Model, *, num_pages: int, page_size: int, max_running: int, max_row_tokens: int
     ) -> None:
         spec = decoder.spec
         self.decoder = decoder
@@ -64,7 +80,7 @@ class CpuDevice:
         self.tables.store(inputs, tokens)
         return tokens.astype(np.int32)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden)
 
 

@@ -152,3 +152,10 @@ def test_ends_at_eos_like_transformers(family: str) -> None:
             while llm.engine.scheduler.has_work:  # the pass behind the last one
                 pass
             assert (llm.engine.scheduler.counters.discarded_tokens > 0) == (overlap != "off")
+
+
+@every_family
+def test_the_plain_decoder_says_the_same(family: str) -> None:
+    both = pair(family)
+    with make_llm(both.plain) as llm:
+        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == both.expected
