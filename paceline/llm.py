@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from paceline.engine.build import build_engine
@@ -73,8 +73,8 @@ class LLM:
             except InvalidRequest as error:
                 raise InvalidRequest(f"prompts[{index}]: {error}") from None
         with ExitStack() as stack:
-            advance = stack.enter_context(_Bar(len(encoded))).advance if progress else None
-            gathering = _Gathering(len(encoded), advance)
+            bar = stack.enter_context(_Bar(len(encoded))) if progress else None
+            gathering = _Gathering(len(encoded), bar)
             sinks = [_Collector(gathering) for _ in encoded]
             request_ids = self.engine.submit_all(encoded, each, sinks)
             try:
@@ -132,9 +132,9 @@ class LLM:
 class _Gathering:
     """Waits until every request of one call has ended."""
 
-    def __init__(self, count: int, advance: Callable[[int], None] | None) -> None:
+    def __init__(self, count: int, bar: _Bar | None) -> None:
         self.num_left = count
-        self._advance = advance
+        self._bar = bar
         self._changed = threading.Condition()
         self._refusal: PacelineError | None = None
 
@@ -144,9 +144,9 @@ class _Gathering:
             self._refusal = self._refusal or refusal
             self._changed.notify()
 
-    def add_tokens(self, count: int) -> None:
-        if self._advance is not None:
-            self._advance(count)
+    def note(self, piece: Piece) -> None:
+        if self._bar is not None:
+            self._bar.note(piece)
 
     def wait(self) -> None:
         with self._changed:
@@ -168,7 +168,7 @@ class _Collector:
     def put(self, piece: Piece) -> None:
         self.texts.append(piece.text)
         self.token_ids.extend(piece.token_ids)
-        self.gathering.add_tokens(len(piece.token_ids))
+        self.gathering.note(piece)
         if piece.finish_reason is not None:
             self.last = piece
             self.gathering.one_ended()
@@ -178,25 +178,28 @@ class _Collector:
 
 
 class _Bar:
-    """A progress bar: requests that have ended, and tokens a second."""
+    """A progress bar: requests that have ended, tokens so far, tokens a second."""
 
     def __init__(self, num_requests: int) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed} tokens"),
-            TextColumn("{task.speed:.1f} tokens/s"), TimeElapsedColumn(),
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]}"),
+            TimeElapsedColumn(),
         )  # fmt: skip
-        self._task = self._progress.add_task(f"{num_requests} prompts", total=None)
+        self._task = self._progress.add_task("prompts", total=num_requests, tokens="")
+        self._num_tokens = 0
+        self._began = time.monotonic()
 
-    def advance(self, count: int) -> None:
-        self._progress.advance(self._task, count)
+    def note(self, piece: Piece) -> None:
+        self._num_tokens += len(piece.token_ids)
+        rate = self._num_tokens / max(time.monotonic() - self._began, 1e-9)
+        ended = 0 if piece.finish_reason is None else 1
+        self._progress.update(self._task, advance=ended, tokens=f"{self._num_tokens} tokens, {rate:.1f} a second")
 
     def __enter__(self) -> _Bar:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()

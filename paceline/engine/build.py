@@ -63,7 +63,7 @@ def build_engine(
             raise ConfigError(f"shape is {shape!r}, which belongs to load='random': leave it out.")
         path = find_model(DEFAULT_MODEL if model is None else model, progress=progress)
         spec = read_spec(path)
-    context = _context(spec, scheduler_options)
+    context = _scheduler_config(spec, scheduler_options).context_tokens  # a wrong option shows before the long load
     check_model_fits(spec, _num_bytes(dtype))
     if path is None:
         tokenizer = synthetic_tokenizer(spec.vocab_size)
@@ -87,21 +87,17 @@ def assemble(
     trace: Callable[[str, int, float], None] | None = None,
 ) -> Engine:
     """An engine around a decoder that is loaded already."""
-    options = {**_CPU_DEFAULTS, **scheduler_options}
-    # The decode of every running request must fit a step, whatever was asked for of the two.
-    if "max_batch_tokens" not in scheduler_options:
-        options["max_batch_tokens"] = max(options["max_batch_tokens"], options["max_running"])
-    if "max_running" not in scheduler_options:
-        options["max_running"] = min(options["max_running"], options["max_batch_tokens"])
-    options["context_tokens"] = _context(decoder.spec, scheduler_options)
-    page_size = options.get("page_size", SchedulerConfig().page_size)
-    if "num_pages" not in options:
-        options["num_pages"] = num_kv_pages(
-            config, decoder.spec, decoder.dtype.itemsize, page_size, options["context_tokens"]
+    scheduler_config = _scheduler_config(decoder.spec, scheduler_options)
+    page_size = scheduler_config.page_size
+    if "num_pages" not in scheduler_options:
+        num_pages = num_kv_pages(
+            config, decoder.spec, decoder.dtype.itemsize, page_size, scheduler_config.context_tokens
         )
+        scheduler_config = _scheduler_config(decoder.spec, {**scheduler_options, "num_pages": num_pages})
     elif config.kv_tokens is not None:
-        raise ConfigError(f"kv_tokens is {config.kv_tokens} and num_pages is {options['num_pages']}: give one of them.")
-    scheduler_config = SchedulerConfig(**options)
+        raise ConfigError(
+            f"kv_tokens is {config.kv_tokens} and num_pages is {scheduler_config.num_pages}: give one of them."
+        )
     device = CpuDevice(
         decoder,
         num_pages=scheduler_config.num_pages,
@@ -133,13 +129,21 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     return engine, {name: value for name, value in options.items() if known[name] is SchedulerConfig}
 
 
-def _context(spec: ModelSpec, scheduler_options: Mapping[str, Any]) -> int:
-    context = scheduler_options.get("context_tokens", spec.context_tokens)
-    if isinstance(context, int) and context > spec.context_tokens:
+def _scheduler_config(spec: ModelSpec, given: Mapping[str, Any]) -> SchedulerConfig:
+    """What was asked for, on top of what suits a CPU and this model."""
+    options = {**_CPU_DEFAULTS, "context_tokens": spec.context_tokens, **given}
+    # The decode of every running request must fit a step: whichever of the two was not asked for gives way.
+    if "max_batch_tokens" not in given and isinstance(options["max_running"], int):
+        options["max_batch_tokens"] = max(options["max_batch_tokens"], options["max_running"])
+    elif "max_running" not in given and isinstance(options["max_batch_tokens"], int):
+        options["max_running"] = max(1, min(options["max_running"], options["max_batch_tokens"]))
+    config = SchedulerConfig(**options)
+    if config.context_tokens > spec.context_tokens:
         raise ConfigError(
-            f"context_tokens is {context}, more than the model's {spec.context_tokens}: lower it or leave it out."
+            f"context_tokens is {config.context_tokens}, more than the model's {spec.context_tokens}: lower it or "
+            "leave it out."
         )
-    return context if isinstance(context, int) else spec.context_tokens
+    return config
 
 
 def _num_bytes(dtype: str) -> int:

@@ -64,7 +64,7 @@ class CpuDecoder:
         self._eps = torch.full((1, 1), plain.spec.rms_eps)
         cos, sin = plain.cos_sin.chunk(2, dim=-1)
         self._cos_sin = torch.cat((cos, cos, -sin, sin), dim=-1)  # rotated = x * cos + swapped halves of x * sin
-        packed = torch.backends.mkldnn.is_available() and (
+        packed = bool(torch.backends.mkldnn.is_available()) and (  # type: ignore[no-untyped-call, unused-ignore]
             plain.spec.num_parameters * 4 <= _SECOND_COPY * free_memory()
         )
         self._head = _Matrix(plain.head * plain.norm, None, packed=packed)

@@ -41,6 +41,7 @@ def gumbel(rows: Tensor, tokens: Tensor) -> Tensor:
     mixed = (rows ^ tokens).mul_(int(_MIX_1.view(np.int64)))
     mixed ^= (mixed >> 32) & 0xFFFFFFFF
     mixed.mul_(int(_MIX_2.view(np.int64)))
-    # 24 bits fill a float32; the half keeps both 0 and 1 out of the logarithms.
-    uniform = ((mixed >> 40) & 0xFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-24)
+    # The half keeps 0 and 1 out of the logarithms. 23 bits: with one more, the largest value and the half would no
+    # longer fit a float32 and round up to 1, whose noise is infinite and beats even a token that is ruled out.
+    uniform = ((mixed >> 41) & 0x7FFFFF).to(torch.float32).add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()

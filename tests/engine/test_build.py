@@ -1,0 +1,81 @@
+"""Options and memory: what is asked for is done or refused, never ignored."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.config import ConfigError, EngineConfig
+from paceline.engine import kv_cache
+from paceline.engine.build import build_engine
+from paceline.engine.kv_cache import check_model_fits, num_kv_pages
+from paceline.llm import LLM
+from paceline.model.registry import shape
+from paceline.model.spec import ModelError
+from paceline.request import SamplingParams
+
+RANDOM: dict[str, Any] = {"load": "random", "shape": "tiny-llama", "threads": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({**RANDOM, "max_runing": 3}, "option 'max_runing' is not known: did you mean max_running or max_waiting?"),
+        ({**RANDOM, "zzz": 3}, "option 'zzz' is not known: these exist: batching,"),
+        ({**RANDOM, "overlap": "yes"}, "overlap is 'yes': choose one of on, off, sync."),
+        ({**RANDOM, "dtype": "int4"}, "dtype is 'int4': choose one of auto, float32, bfloat16, float16."),
+        ({**RANDOM, "threads": 0}, "threads is 0: give 1 or more."),
+        ({**RANDOM, "context_tokens": 9999}, "context_tokens is 9999, more than the model's 2048"),
+        ({**RANDOM, "context_tokens": "many"}, "context_tokens is 'many': give a whole number."),
+        ({**RANDOM, "kv_tokens": 64, "num_pages": 4}, "kv_tokens is 64 and num_pages is 4: give one of them."),
+        ({**RANDOM, "kv_tokens": 10**12}, "kv_tokens is 1000000000000, which takes"),
+        ({**RANDOM, "kv_tokens": 3}, "the model leaves room for 3 tokens of KV memory"),
+        ({"load": "random"}, "load is 'random' and no shape is given"),
+        ({"load": "magic"}, "load is 'magic': choose one of weights, random."),
+        ({"shape": "tiny-llama"}, "shape is 'tiny-llama', which belongs to load='random'"),
+        ({**RANDOM, "model": "x"}, "model is 'x' and load is 'random'"),
+        ({**RANDOM, "shape": "huge"}, "shape is 'huge', which is not known"),
+        ({"model": "/nowhere/at/all"}, "model is '/nowhere/at/all', which does not exist"),
+    ],
+)
+def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, ModelError), match=re.escape(message)):
+        build_engine(**options)
+
+
+def test_kv_memory_follows_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = shape("smollm2-135m")
+    monkeypatch.setattr(kv_cache, "free_memory", lambda: 2**30)
+    per_token = 2 * 30 * 3 * 64 * 4
+    pages = num_kv_pages(EngineConfig(kv_memory_fraction=0.5), spec, 4, 16, 8192)
+    assert pages == 2**29 // per_token // 16
+    assert num_kv_pages(EngineConfig(kv_tokens=1000), spec, 4, 16, 8192) == 62
+    monkeypatch.setattr(kv_cache, "free_memory", lambda: 2**20)
+    with pytest.raises(ConfigError, match="choose a smaller model, free some memory, or raise kv_memory_fraction"):
+        num_kv_pages(EngineConfig(), spec, 4, 16, 8192)
+    with pytest.raises(ConfigError, match=r"parameters take .* and .* of memory are free"):
+        check_model_fits(spec, 4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits_run_too(dtype: str) -> None:
+    with LLM(**RANDOM, dtype=dtype, kv_tokens=1024) as llm:
+        outputs = llm.generate([[5, 6, 7], [8] * 40, [9, 10]], SamplingParams(temperature=0, max_tokens=5))
+        assert all(output.token_ids for output in outputs)
+        assert llm.engine.executor.device.cache.keys[0].dtype == getattr(torch, dtype)  # type: ignore[attr-defined]
+
+
+def test_a_model_that_never_fits_twice_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short of memory there is no packed copy, and the tokens are the same."""
+    prompts, params = [[5, 6, 7], [8] * 40, [9, 10]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(**RANDOM, kv_tokens=1024) as llm:
+        expected = llm.generate(prompts, params)
+    monkeypatch.setattr("paceline.engine.cpu_decoder.free_memory", lambda: 0)
+    with LLM(**RANDOM, kv_tokens=1024) as llm:
+        decoder = llm.engine.executor.device.decoder  # type: ignore[attr-defined]
+        assert decoder._head._packed is None
+        found = llm.generate(prompts, params)
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]

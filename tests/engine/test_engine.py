@@ -1,0 +1,295 @@
+"""The engine as its callers see it: streams, cancellation, deadlines, stop strings, errors that stay in their place."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from paceline.engine.build import build_engine
+from paceline.engine.engine import Engine, EngineFailed
+from paceline.engine.output import OutputText, Piece
+from paceline.llm import LLM
+from paceline.request import FinishReason, InvalidRequest, Refused, SamplingParams
+
+LONG = SamplingParams(temperature=0, max_tokens=600, ignore_eos=True)
+
+
+def greedy(count: int, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **options)
+
+
+async def collect(engine: Engine, prompt: Any, params: SamplingParams, **options: Any) -> list[Piece]:
+    return [piece async for piece in engine.stream(prompt, params, **options)]
+
+
+def wait_until(condition: Any, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.002)
+
+
+def test_a_stream_says_what_generate_says(engine: Engine) -> None:
+    prompts = ["hello there", "abc", "some longer prompt with words", "x"] * 4
+    expected = LLM.from_engine(engine).generate(prompts, greedy(12))
+
+    async def all_at_once() -> list[list[Piece]]:
+        return await asyncio.gather(*(collect(engine, prompt, greedy(12)) for prompt in prompts))
+
+    for pieces, output in zip(asyncio.run(all_at_once()), expected, strict=True):
+        assert [token for piece in pieces for token in piece.token_ids] == output.token_ids
+        assert "".join(piece.text for piece in pieces) == output.text == engine.tokenizer.decode(
+            output.token_ids, at_start=False)  # fmt: skip
+        assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+        last = pieces[-1]
+        assert last.finish_reason is FinishReason.LENGTH
+        assert last.usage is not None and last.timings is not None
+        assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (len(output.prompt_token_ids), 12)
+        assert (
+            0 <= (last.timings.admitted_s or 0) <= (last.timings.first_token_s or 0) <= (last.timings.finished_s or 0)
+        )
+
+
+def test_cached_tokens_are_reported(engine: Engine) -> None:
+    prompt = list(range(10, 60))
+    asyncio.run(collect(engine, prompt, greedy(2)))
+    last = asyncio.run(collect(engine, prompt, greedy(2)))[-1]
+    assert last.usage is not None
+    assert last.usage.cached_tokens == 48
+
+
+def test_leaving_a_stream_aborts_the_request(engine: Engine) -> None:
+    async def leave() -> None:
+        stream = engine.stream("hello", LONG)
+        async for _ in stream:
+            break
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(leave())
+    wait_until(lambda: not engine.scheduler.has_work)
+    assert engine.scheduler.counters.finished[FinishReason.ABORT] == 1
+    assert len(asyncio.run(collect(engine, "hello", greedy(3)))) >= 1
+
+
+def test_cancelling_a_task_aborts_the_request(engine: Engine) -> None:
+    async def cancel() -> None:
+        task = asyncio.create_task(collect(engine, "hello", LONG))
+        while not engine.scheduler.requests:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    wait_until(lambda: not engine.scheduler.has_work)
+    assert engine.scheduler.counters.finished[FinishReason.ABORT] == 1
+    assert not engine._live
+
+
+def test_a_deadline_ends_a_request_and_keeps_what_it_has(engine: Engine) -> None:
+    pieces = asyncio.run(collect(engine, "hello", SamplingParams(temperature=0, ignore_eos=True), timeout=0.15))
+    assert pieces[-1].finish_reason is FinishReason.DEADLINE
+    whole = LLM.from_engine(engine).generate("hello", LONG)[0].token_ids
+    found = [token for piece in pieces for token in piece.token_ids]
+    assert found == whole[: len(found)]
+
+
+@pytest.mark.parametrize("overlap", ["off", "on", "sync"])
+def test_a_stop_string_ends_the_text_before_it(overlap: str) -> None:
+    engine = build_engine(load="random", shape="tiny-llama", threads=1, kv_tokens=4096, overlap=overlap)
+    llm = LLM.from_engine(engine)
+    with llm:
+        whole = llm.generate("hello there", greedy(40))[0]
+        middle = len(whole.text) // 2
+        stop = whole.text[middle : middle + 5]
+        cut = whole.text.index(stop)
+        output = llm.generate("hello there", greedy(40, stop=["never seen", stop]))[0]
+        assert (output.text, output.finish_reason) == (whole.text[:cut], FinishReason.STOP)
+        assert output.token_ids == whole.token_ids[: len(output.token_ids)]
+        assert len(output.token_ids) < 40
+        pieces = asyncio.run(collect(engine, "hello there", greedy(40, stop=stop)))
+        assert "".join(piece.text for piece in pieces) == whole.text[:cut]
+        wait_until(lambda: not engine.scheduler.has_work)
+        assert engine.scheduler.counters.finished[FinishReason.STOP] == 2
+        # Not before min_tokens: the same string does not end it then.
+        late = llm.generate("hello there", greedy(40, stop=stop, min_tokens=len(output.token_ids) + 1))[0]
+        assert len(late.token_ids) > len(output.token_ids)
+
+
+def test_a_stop_token_is_no_text(engine: Engine) -> None:
+    llm = LLM.from_engine(engine)
+    whole = llm.generate("hello there", greedy(20))[0]
+    token = whole.token_ids[7]
+    first = whole.token_ids.index(token)
+    output = llm.generate("hello there", greedy(20, stop_token_ids=(token,)))[0]
+    assert (output.token_ids, output.finish_reason) == (whole.token_ids[: first + 1], FinishReason.STOP)
+    assert output.text == engine.tokenizer.decode(whole.token_ids[:first], at_start=False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "message"),
+    [
+        ("", greedy(1), InvalidRequest, "the prompt is empty: give at least one token."),
+        ([], greedy(1), InvalidRequest, "the prompt is empty: give at least one token."),
+        ([512], greedy(1), InvalidRequest, "token id 512 and the model knows 512 tokens: give ids from 0 to 511."),
+        ([-1], greedy(1), InvalidRequest, "negative token id"),
+        ([0.5], greedy(1), InvalidRequest, "flat list of token ids"),
+        ([1] * 2049, SamplingParams(), Refused, "leaves no room for output in a context of 2048"),
+        ([1] * 5, greedy(10**9), Refused, "more than the context of 2048"),
+        ("a\ud800", greedy(1), InvalidRequest, "lone surrogate"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_an_error_and_the_next_request_is_served(
+    engine: Engine, prompt: Any, params: SamplingParams, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message.replace("[", "\\[")):
+        asyncio.run(collect(engine, prompt, params))
+    with pytest.raises(error):
+        LLM.from_engine(engine).generate([[5, 6], prompt], params)
+    assert len(LLM.from_engine(engine).generate([[5, 6]], greedy(4))[0].token_ids) == 4
+    wait_until(lambda: not engine.scheduler.has_work and not engine._live)
+
+
+def test_an_id_may_not_be_taken_twice(engine: Engine) -> None:
+    async def twice() -> None:
+        stream = engine.stream("hello", LONG, request_id="a")
+        await anext(stream)
+        with pytest.raises(InvalidRequest, match="request id 'a' is taken"):
+            await collect(engine, "hello", greedy(2), request_id="a")
+        await anext(stream)  # the first one goes on
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(twice())
+
+
+def test_an_error_in_one_requests_text_harms_no_other(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    push, seen = OutputText.push, []
+
+    def breaking(self: OutputText, token: int) -> str:
+        seen.append(self)
+        if self is seen[0] and len(seen) > 6:
+            raise ValueError("a broken text")
+        return push(self, token)
+
+    expected = [output.token_ids for output in LLM.from_engine(engine).generate(["one", "two", "three"], greedy(9))]
+    monkeypatch.setattr(OutputText, "push", breaking)
+
+    async def three() -> list[list[Piece]]:
+        return await asyncio.gather(*(collect(engine, text, greedy(9)) for text in ("one", "two", "three")))
+
+    found = asyncio.run(three())
+    reasons = [pieces[-1].finish_reason for pieces in found]
+    assert reasons.count(FinishReason.ERROR) == 1
+    assert reasons.count(FinishReason.LENGTH) == 2
+    for pieces, tokens in zip(found, expected, strict=True):
+        if pieces[-1].finish_reason is FinishReason.LENGTH:
+            assert [token for piece in pieces for token in piece.token_ids] == tokens
+        else:
+            assert pieces[-1].error == "ValueError('a broken text')"
+
+
+def test_a_broken_pass_ends_everything_with_an_answer(engine: Engine) -> None:
+    device = engine.executor.device  # type: ignore[attr-defined]
+    run, passes = device.run, []
+
+    def breaking(plan: Any) -> Any:
+        passes.append(plan)
+        if len(passes) == 5:
+            raise RuntimeError("the device is on fire")
+        return run(plan)
+
+    device.run = breaking
+
+    async def two() -> list[list[Piece]]:
+        return await asyncio.gather(*(collect(engine, text, LONG) for text in ("one", "two")))
+
+    for pieces in asyncio.run(two()):
+        assert pieces[-1].finish_reason is FinishReason.ERROR
+        assert "the device is on fire" in (pieces[-1].error or "")
+    assert len(passes) == 5  # the pass behind it was not run on memory that cannot be trusted
+    with pytest.raises(EngineFailed, match="the device is on fire"):
+        asyncio.run(collect(engine, "three", LONG))
+
+
+def test_closing_ends_what_runs_and_refuses_what_comes(engine: Engine) -> None:
+    async def closed() -> list[Piece]:
+        task = asyncio.create_task(collect(engine, "hello", LONG))
+        while not engine.scheduler.requests:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(engine.close)
+        return await task
+
+    assert asyncio.run(closed())[-1].finish_reason is FinishReason.ABORT
+    with pytest.raises(EngineFailed, match="was closed"):
+        asyncio.run(collect(engine, "hello", LONG))
+
+
+def test_a_closed_event_loop_leaves_no_request_behind(engine: Engine) -> None:
+    loop = asyncio.new_event_loop()
+
+    async def begin() -> Any:
+        stream = engine.stream("hello", LONG)
+        await anext(stream)
+        return stream
+
+    kept = loop.run_until_complete(begin())
+    loop.close()
+    wait_until(lambda: not engine.scheduler.has_work)
+    assert not engine._live
+    assert len(LLM.from_engine(engine).generate("hello", greedy(3))[0].token_ids) == 3
+    del kept
+
+
+def test_an_idle_engine_uses_no_cpu(engine: Engine) -> None:
+    LLM.from_engine(engine).generate("hello", greedy(3))
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(0.4)
+    assert time.process_time() - before < 0.05
+
+
+def test_requests_may_come_from_many_threads(engine: Engine) -> None:
+    llm = LLM.from_engine(engine)
+    expected = [llm.generate(f"prompt {index}", greedy(6))[0].token_ids for index in range(8)]
+    found: dict[int, list[int]] = {}
+
+    def ask(index: int) -> None:
+        found[index] = llm.generate(f"prompt {index}", greedy(6))[0].token_ids
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[index] for index in range(8)] == expected
+
+
+@pytest.mark.parametrize("overlap", ["off", "on", "sync"])
+def test_the_next_pass_is_launched_before_the_last_is_committed(overlap: str) -> None:
+    events: list[tuple[str, int]] = []
+    engine = build_engine(load="random", shape="tiny-llama", threads=1, kv_tokens=1024, overlap=overlap,
+                          trace=lambda event, step, _: events.append((event, step)))  # fmt: skip
+    with LLM.from_engine(engine) as llm:
+        llm.generate("hello", greedy(12))
+    launched_ahead = [
+        step for event, step in events
+        if event == "commit" and ("launch", step + 1) in events[: events.index(("commit", step))]
+    ]  # fmt: skip
+    assert len(launched_ahead) == (0 if overlap == "off" else 11)
+
+
+def test_the_environment_chooses_the_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_OVERLAP", "off")
+    engine = build_engine(load="random", shape="tiny-llama", threads=1, kv_tokens=1024)
+    assert not engine.loop.overlap
+    engine.close()
+    engine = build_engine(load="random", shape="tiny-llama", threads=1, kv_tokens=1024, overlap="sync")
+    assert engine.loop.overlap and engine.loop.sync
+    engine.close()
+    monkeypatch.setenv("PACELINE_OVERLAP", "maybe")
+    with pytest.raises(ValueError, match="PACELINE_OVERLAP is 'maybe': choose one of on, off, sync"):
+        build_engine(load="random", shape="tiny-llama", threads=1, kv_tokens=1024)

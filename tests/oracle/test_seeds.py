@@ -1,0 +1,46 @@
+"""A seed gives the same tokens alone, batched, overlapped and retracted, at every page and chunk size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tiny import NUM_TOKENS, PROMPTS, make_llm, pair, retract_often
+
+from paceline.request import SamplingParams
+
+PARAMS = [
+    SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=seed, **options)
+    for seed, options in enumerate(
+        [{}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 0.4}, {"temperature": 0}, {"top_k": 9, "top_p": 0.5}, {}]
+    )
+]
+
+
+def alone() -> list[list[int]]:
+    with make_llm(pair("qwen2").ours, overlap="off", prefix_cache=False) as llm:
+        return [llm.generate([p], each)[0].token_ids for p, each in zip(PROMPTS, PARAMS, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"overlap": "off"}, {"overlap": "sync"}, {"retract_every": 1}, {"retract_every": 2, "overlap": "off"},
+     {"page_size": 3, "chunk_tokens": 5}, {"max_running": 2, "policy": "lof"}],
+    ids=str,
+)  # fmt: skip
+def test_a_seed_gives_the_same_tokens(options: dict[str, Any]) -> None:
+    every = options.pop("retract_every", None)
+    with make_llm(pair("qwen2").ours, **options) as llm:
+        if every is not None:
+            retract_often(llm, every)
+        found = [output.token_ids for output in llm.generate(PROMPTS, PARAMS)]
+    assert found == alone()
+
+
+def test_seeds_differ_and_no_seed_is_a_new_one_each_time() -> None:
+    with make_llm(pair("qwen2").ours) as llm:
+        hot = {"temperature": 2.0, "max_tokens": 20, "ignore_eos": True}
+        seeded = llm.generate([PROMPTS[1]] * 20, [SamplingParams(seed=seed, **hot) for seed in range(20)])
+        assert len({tuple(output.token_ids) for output in seeded}) == 20
+        unseeded = llm.generate([PROMPTS[1]] * 20, SamplingParams(**hot))
+        assert len({tuple(output.token_ids) for output in unseeded}) == 20

@@ -1,0 +1,117 @@
+"""The library as a user has it, with the real default model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import LLM, RequestOutput, SamplingParams
+from paceline.config import ConfigError
+from paceline.model.fetch import fetch_default
+from paceline.request import FinishReason, InvalidRequest, Refused
+
+KNOWN = [7042, 30, 198, 198, 504, 2988, 314, 42]  # what follows "The capital of France is", by hand and by others
+GREEDY_8 = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+TEXTS = [
+    "The capital of France is", "def fibonacci(n):", "Once upon a time", "1 2 3 4 5", "Liberté, égalité,", "你好，世界",
+    "Water boils at", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "A", "SELECT * FROM", "\n\n", "🙂🙃",
+    "The quick brown fox jumps over the lazy dog. " * 6, "Dear Sir or Madam,", "import numpy as np\n", "E = mc",
+    "In 1492,", "To be, or not to be", "Roses are red", "{\"name\": ", "Der Himmel ist", "Q: 2+2?\nA:", "Paris", "Thus",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    torch.set_num_threads(1)
+    with LLM(threads=1, kv_tokens=8192) as made:
+        yield made
+
+
+def test_the_known_continuation(llm: LLM) -> None:
+    output = llm.generate([[504, 3575, 282, 4649, 314]], GREEDY_8)[0]
+    assert output.token_ids == KNOWN
+    assert output.text == " Paris.\n\nThe answer is:"
+    assert (output.finish_reason, output.prompt_token_ids) == (FinishReason.LENGTH, [504, 3575, 282, 4649, 314])
+    assert isinstance(output, RequestOutput)
+
+
+def test_a_path_and_every_overlap_say_the_same() -> None:
+    for overlap in ("off", "sync"):
+        with LLM(fetch_default(), threads=1, kv_tokens=2048, overlap=overlap) as llm:
+            assert llm.generate("The capital of France is", GREEDY_8)[0].token_ids == KNOWN
+
+
+def test_a_chat_answer_names_paris(llm: LLM) -> None:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    params = SamplingParams(temperature=0, max_tokens=40)
+    one = llm.chat(question, params)
+    assert "Paris" in one[0].text
+    assert one[0].finish_reason is FinishReason.STOP
+    assert "<|im_end|>" not in one[0].text
+    two = llm.chat([question, [{"role": "user", "content": "Name a colour."}]], params)
+    assert two[0].text == one[0].text
+    assert len(two) == 2
+    assert two[0].num_cached_tokens > 0
+
+
+def test_mixed_prompts_equal_transformers(llm: LLM) -> None:
+    import transformers
+
+    path = fetch_default()
+    logging: Any = transformers.logging
+    logging.disable_progress_bar()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        str(path.parent), gguf_file=path.name, dtype=torch.float32
+    )
+    outputs = llm.generate(TEXTS, GREEDY_8)
+    for text, output in zip(TEXTS, outputs, strict=True):
+        ids = torch.tensor([llm.tokenizer.encode(text)])
+        expected = theirs.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert output.token_ids == expected[0, ids.shape[1] :].tolist(), text
+
+
+@pytest.mark.parametrize("bad", ["", [], [1] * 9000, [49_152], ["a"]])
+def test_a_bad_prompt_is_an_error_and_the_next_is_served(llm: LLM, bad: Any) -> None:
+    with pytest.raises((InvalidRequest, Refused)):
+        llm.generate(["fine", bad], GREEDY_8)
+    assert llm.generate("The capital of France is", GREEDY_8)[0].token_ids == KNOWN
+
+
+def test_params_are_one_for_all_or_one_for_each(llm: LLM) -> None:
+    each = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (1, 3)]
+    assert [len(output.token_ids) for output in llm.generate(["a", "b"], each)] == [1, 3]
+    with pytest.raises(InvalidRequest, match="params has 2 entries for 3 prompts: give one, or one for each"):
+        llm.generate(["a", "b", "c"], each)
+    assert llm.generate([], GREEDY_8) == []
+
+
+def test_bad_messages_are_an_error(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].role is 'wizard'"):
+        llm.chat([{"role": "wizard", "content": "hi"}])
+
+
+def test_progress_is_shown(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a", "b"], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), progress=True)
+    shown = capsys.readouterr().out
+    assert "2/2" in shown
+    assert "8 tokens" in shown
+
+
+def test_unknown_options_are_named() -> None:
+    with pytest.raises(ConfigError, match="did you mean page_size"):
+        LLM(load="random", shape="tiny-llama", pagesize=3)
+
+
+def test_importing_paceline_is_quick_and_needs_no_torch() -> None:
+    code = (
+        "import sys, paceline; from paceline import SamplingParams; assert 'torch' not in sys.modules; "
+        "import paceline.engine.loop; assert 'torch' not in sys.modules; "
+        "from paceline import LLM; assert 'torch' in sys.modules; "
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
