@@ -19,6 +19,10 @@ class Answer(Protocol):
     """How one request is answered; bytes are JSON objects, without what HTTP puts around them."""
 
     @property
+    def prompt_field(self) -> str:
+        """Where in the request the prompt is, for errors."""
+
+    @property
     def request(self) -> GenerationRequest: ...
 
     @property

@@ -49,10 +49,12 @@ class App:
     """An ASGI app that serves one model."""
 
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer, config: ServerConfig, *, name: str, context_tokens: int
+        self, client: EngineClient, tokenizer: Tokenizer, config: ServerConfig, *, name: str, max_tokens: int
     ) -> None:
+        """`max_tokens`: of a prompt and its output together, by the model's context and the engine's memory."""
         self._client, self._tokenizer, self._config, self._name = client, tokenizer, config, name
-        self._model = Model(name, int(time.time()), context_tokens)
+        self._max_tokens = max_tokens
+        self._model = Model(name, int(time.time()), max_tokens)
         self._generating: dict[str, Callable[[bytes], Answer]] = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._completion,
@@ -82,6 +84,7 @@ class App:
                 raise _wrong_method(scope["method"], "POST")
             body = await read_body(receive, self._config.max_body_bytes)
             answer = await asyncio.to_thread(read, body) if len(body) > _LONG_BODY else read(body)
+            self._check_fits(answer)
             respond = self._stream if answer.request.stream else self._whole
             await unless_gone(receive, respond(answer, send))
         except ClientGone:
@@ -102,6 +105,19 @@ class App:
     def _check_model(self, request: GenerationRequest) -> None:
         if request.model != self._name:
             raise unknown_model(request.model, self._name)
+
+    def _check_fits(self, answer: Answer) -> None:
+        # The engine would refuse it too. But of several prompts the first may be streaming by then, and the error
+        # would come too late to be a status.
+        for index, job in enumerate(answer.jobs):
+            most = job.params.max_tokens or 1
+            if len(job.prompt) + most > self._max_tokens:
+                which = "the prompt" if len(answer.jobs) == 1 else f"prompt[{index}]"
+                raise ApiError(
+                    f"{which} has {len(job.prompt)} tokens and max_tokens is {job.params.max_tokens or 'not given'}: "
+                    f"together they may be {self._max_tokens}; shorten the prompt or lower max_tokens.",
+                    param=answer.prompt_field, code="context_length_exceeded",
+                )  # fmt: skip
 
     async def _whole(self, answer: Answer, send: Send) -> None:
         texts: list[list[str]] = [[] for _ in answer.jobs]

@@ -25,6 +25,8 @@ from paceline.text.tokenizer import Tokenizer
 
 
 class ChatAnswer:
+    prompt_field = "messages"
+
     def __init__(self, request: ChatRequest, tokenizer: Tokenizer) -> None:
         self.request = request
         self.id, self._created = new_id("chatcmpl"), now()

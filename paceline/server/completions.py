@@ -20,6 +20,8 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this route alone
 
 
 class CompletionAnswer:
+    prompt_field = "prompt"
+
     def __init__(self, request: CompletionRequest, tokenizer: Tokenizer, max_prompts: int) -> None:
         self.request = request
         self.id, self._created = new_id("cmpl"), now()
