@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,13 @@ class LLM:
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         self.engine = build_engine(model, **{"max_wait": math.inf, **options})
+        self._is_owner = True
 
     @classmethod
     def from_engine(cls, engine: Engine) -> LLM:
-        """Around an engine that is there already; closing it closes the engine."""
+        """Around an engine that is there already and may outlive it."""
         llm = cls.__new__(cls)
-        llm.engine = engine
+        llm.engine, llm._is_owner = engine, False
         return llm
 
     @property
@@ -63,7 +65,7 @@ class LLM:
 
         `params` is one for all or one for each. If one prompt is refused, nothing is generated and its error raised.
         """
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         listed: Any = [prompts] if one else prompts
         each = self._each_params(len(listed), params)
         encoded = []
@@ -111,6 +113,11 @@ class LLM:
 
     def close(self) -> None:
         self.engine.close()
+
+    def __del__(self) -> None:
+        # The engine's thread keeps the engine, and so the model, alive: dropping the last LLM must end it.
+        if getattr(self, "_is_owner", False):
+            self.engine.close()
 
     def __enter__(self) -> LLM:
         return self

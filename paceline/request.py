@@ -155,7 +155,7 @@ class Request:
     num_cached: int = 0  # prompt tokens found in the tree at first admission
     num_in_flight: int = 0  # tokens still to come for a request that holds no slot any more
     slot: int | None = None
-    key: bytes = b""  # the tokens of prompt and known output, four bytes each: what the tree compares
+    key: bytes = b""  # running: the tokens it was admitted with, four bytes each: what the tree compares
     node: Node | None = None  # waiting: where its path ends in the tree
     held: Node | None = None  # running: the deepest node it has locked; its own pages begin below
     sole_pages: int = 0  # pages of locked nodes that it alone holds

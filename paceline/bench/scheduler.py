@@ -32,7 +32,7 @@ WAITING = (0, 100, 10_000, 100_000)
 @dataclass(frozen=True, slots=True)
 class Cost:
     median_us: float
-    join_us: float  # median of steps in which somebody joined
+    join_us: float  # median of steps in which somebody joined; nan if nobody did
     p99_us: float
     add_us: float  # one add
     joins_per_step: float
@@ -68,7 +68,15 @@ def step_cost(policy: str, num_waiting: int, num_steps: int = 600) -> Cost:
     for request in requests:
         scheduler.add(request, clock())
     add_us = (time.perf_counter() - started) / len(requests) * 1e6
-    Loop(scheduler, executor, clock, overlap=False).step()
+    loop = Loop(scheduler, executor, clock, overlap=False)
+
+    def refill() -> None:
+        while len(scheduler.requests) < RUNNING + num_waiting:
+            scheduler.add(next(stream), clock())
+
+    while scheduler.num_running < RUNNING:
+        loop.step()
+        refill()
     gc.collect()
     gc.freeze()  # as a server does once it has started
     everything: list[float] = []
@@ -80,17 +88,21 @@ def step_cost(policy: str, num_waiting: int, num_steps: int = 600) -> Cost:
         assert plan is not None, "there is always something to run"
         result = executor.launch(plan).wait()
         launched = time.perf_counter()
-        updates = scheduler.commit(plan, result.tokens, clock(), result.device_s)
+        scheduler.commit(plan, result.tokens, clock(), result.device_s)
         spent = (planned - before + time.perf_counter() - launched) * 1e6
-        if scheduler.num_running + len(updates.finished) == RUNNING:
-            everything.append(spent)
-            if plan.joins:
-                joining.append(spent)
-        while len(scheduler.requests) < RUNNING + num_waiting:
-            scheduler.add(next(stream), clock())
+        everything.append(spent)
+        if plan.joins:
+            joining.append(spent)
+        refill()
     gc.unfreeze()
     p99 = float(np.percentile(everything, 99))
-    return Cost(statistics.median(everything), statistics.median(joining), p99, add_us, len(joining) / len(everything))
+    return Cost(
+        statistics.median(everything),
+        float(np.median(joining)) if joining else math.nan,
+        p99,
+        add_us,
+        len(joining) / len(everything),
+    )
 
 
 def match_32k_us() -> float:
@@ -123,11 +135,11 @@ def gsp_hit_rate(max_wait: float, num_tokens: int = 100_000) -> float:
 
 def run(console: Console) -> dict[str, float]:
     """Prints the table, and returns what goes into the JSON line."""
-    table = Table(title=f"plan + commit, {RUNNING} running, journal on (µs)")
+    table = Table(title=f"plan + commit in µs, {RUNNING} running, journal on; by how many wait")
     table.add_column("order")
     for num_waiting in WAITING:
-        table.add_column(f"{num_waiting:,} waiting", justify="right")
-    for title in ("100,000 / 100", "with a join", "p99", "one add"):
+        table.add_column(f"{num_waiting:,}", justify="right")
+    for title in ("ratio", "a join", "p99", "an add"):
         table.add_column(title, justify="right")
     figures: dict[str, float] = {}
     for policy in POLICIES:
@@ -135,13 +147,14 @@ def run(console: Console) -> dict[str, float]:
         most = costs[WAITING[-1]]
         ratio = most.median_us / costs[100].median_us
         cells = [*(cost.median_us for cost in costs.values()), most.join_us, most.p99_us, most.add_us]
-        texts = [f"{cell:.0f}" for cell in cells]
+        texts = ["-" if math.isnan(cell) else f"{cell:.0f}" for cell in cells]
         table.add_row(policy, *texts[: len(WAITING)], f"{ratio:.2f}", *texts[len(WAITING) :])
         figures[f"ratio_{policy}"] = round(ratio, 2)
         if policy == "fair":
             figures |= {f"plan_us_{waiting}": round(cost.median_us, 1) for waiting, cost in costs.items()}
             figures |= {f"join_us_{waiting}": round(cost.join_us, 1) for waiting, cost in costs.items()}
     console.print(table)
+    console.print("ratio: 100,000 waiting against 100; a join, p99, an add: with 100,000 waiting")
     figures["match_32k_us"] = round(match_32k_us(), 1)
     figures["gsp_100k_hit_rate"] = round(gsp_hit_rate(math.inf), 4)
     figures["gsp_100k_hit_rate_default_wait"] = round(gsp_hit_rate(0.2), 4)

@@ -9,15 +9,18 @@ all of them end with reason `error` and new ones are refused.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import dataclasses
 import itertools
 import random
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from paceline.engine.executor import Executor
 from paceline.engine.loop import Loop
@@ -27,6 +30,7 @@ from paceline.scheduler.plan import Finished, Updates
 from paceline.scheduler.scheduler import Scheduler
 from paceline.text.tokenizer import Tokenizer
 
+T = TypeVar("T")
 Prompt = str | Sequence[int] | Tokens
 
 
@@ -89,7 +93,7 @@ class Engine:
         self._numbers = itertools.count()
         self._live: dict[str, _Live] = {}  # the engine's thread alone
         self._wake = threading.Condition()
-        self._inbox: list[_Live | str] = []  # requests to add, ids to abort; in order, under `_wake`
+        self._inbox: list[_Live | str | Callable[[], None]] = []  # to add, ids to abort, questions; under `_wake`
         self._closing = False
         self._failure: BaseException | None = None
         self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[_AsyncSink, Piece | PacelineError]]] = defaultdict(
@@ -97,6 +101,8 @@ class Engine:
         )
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
         self._thread.start()
+        # A thread inside torch when the interpreter goes away can bring the process down; so it ends before.
+        atexit.register(_close_if_alive, weakref.ref(self))
 
     # ------------------------------------------------------------------ callers, on any thread
 
@@ -150,6 +156,19 @@ class Engine:
                 self._inbox.append(request_id)
                 self._wake.notify()
 
+    def ask(self, question: Callable[[Scheduler], T]) -> Future[T]:
+        """Has `question` answered on the engine's thread, between two steps: the only safe place to look around."""
+        answer: Future[T] = Future()
+
+        def reply() -> None:
+            try:
+                answer.set_result(question(self.scheduler))
+            except Exception as error:  # the asker's own
+                answer.set_exception(error)
+
+        self._post([reply])
+        return answer
+
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None,
                      tenant: str = "default", priority: int = 0, timeout: float | None = None,
                      cache_salt: str = "") -> AsyncIterator[Piece]:  # fmt: skip
@@ -188,7 +207,9 @@ class Engine:
 
     def _prepare(self, prompt: Prompt, params: SamplingParams | None, sink: Sink, request_id: str | None, tenant: str,
                  priority: int, timeout: float | None, cache_salt: str) -> _Live:  # fmt: skip
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"params is {params!r}: give SamplingParams.")
         if params.seed is None and params.temperature > 0:
             # Drawn once: after a retraction the request goes on with the same noise.
             params = dataclasses.replace(params, seed=random.getrandbits(63))
@@ -207,11 +228,11 @@ class Engine:
         )
         return _Live(request, OutputText(self.tokenizer, params.stop, params.min_tokens), sink)
 
-    def _post(self, lives: Iterable[_Live]) -> None:
+    def _post(self, items: Iterable[_Live | Callable[[], None]]) -> None:
         with self._wake:
             if self._failure is not None or self._closing:
                 raise self._gone()
-            self._inbox.extend(lives)
+            self._inbox.extend(items)
             self._wake.notify()
 
     def _gone(self) -> EngineFailed:
@@ -245,8 +266,10 @@ class Engine:
         for item in inbox:
             if isinstance(item, str):
                 self.scheduler.abort(item, self.clock())
-            else:
+            elif isinstance(item, _Live):
                 self._add(item)
+            else:
+                item()
         if closing:
             for request_id in list(self.scheduler.requests):
                 self.scheduler.abort(request_id, self.clock())
@@ -269,7 +292,7 @@ class Engine:
         for request, token in zip(updates.requests, updates.tokens.tolist(), strict=True):
             live = self._live.get(request.id)
             if live is None or live.request is not request:
-                continue  # it ended by a stop string, and this token is one too many
+                continue  # several tokens in one pass: those behind a stop string
             live.num_tokens += 1
             texts_of, tokens_of = texts.setdefault(request.id, ([], []))
             tokens_of.append(token)
@@ -287,14 +310,14 @@ class Engine:
                     self.scheduler.finish(request.id, FinishReason.STOP, self.clock())
                 self._end(live, FinishReason.STOP, "".join(texts_of), tuple(tokens_of))
                 del texts[request.id]
-        ended = {item.request.id: item for item in updates.finished}
+        ended = {id(item.request): item.reason for item in updates.finished}
         for request_id, (texts_of, tokens_of) in texts.items():
             live = self._live[request_id]
-            text = "".join(texts_of)
-            if request_id in ended:
-                self._end(live, ended[request_id].reason, text, tuple(tokens_of))
-            elif text or tokens_of:
-                live.sink.put(Piece(text, tuple(tokens_of)))
+            text, reason = "".join(texts_of), ended.get(id(live.request))
+            if reason is not None:
+                self._end(live, reason, text, tuple(tokens_of))
+            else:
+                self._put(live, Piece(text, tuple(tokens_of)))
         self._end_all(updates.finished)
 
     def _end_all(self, finished: Iterable[Finished]) -> None:
@@ -310,7 +333,15 @@ class Engine:
         if error is None:
             text += live.text.close()
         usage = Usage(len(request.prompt), request.num_cached, live.num_tokens)
-        live.sink.put(Piece(text, tokens, reason, usage, Timings.of(request), error))
+        self._put(live, Piece(text, tokens, reason, usage, Timings.of(request), error))
+
+    def _put(self, live: _Live, piece: Piece) -> None:
+        try:
+            live.sink.put(piece)
+        except Exception as error:  # whoever listens is broken; the others are not
+            self._live.pop(live.request.id, None)
+            self.scheduler.finish(live.request.id, FinishReason.ERROR, self.clock())
+            live.sink.refuse(EngineFailed(f"request {live.request.id} has nobody to take its output ({error!r})."))
 
     def _send(self) -> None:
         """Lets each event loop know, once, of all that this step has for it."""
@@ -331,9 +362,17 @@ class Engine:
         for item in inbox:
             if isinstance(item, _Live):
                 item.sink.refuse(self._gone())
+            elif not isinstance(item, str):
+                item()
         for live in list(self._live.values()):
             self._end(live, FinishReason.ERROR, error=f"{type(error).__name__}: {error}")
         self._send()
+
+
+def _close_if_alive(reference: weakref.ref[Engine]) -> None:
+    engine = reference()
+    if engine is not None:
+        engine.close()
 
 
 def _put_all(items: list[tuple[_AsyncSink, Piece | PacelineError]]) -> None:

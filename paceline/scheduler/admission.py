@@ -17,7 +17,7 @@ from paceline.config import SchedulerConfig
 from paceline.request import Phase, Request
 from paceline.scheduler.budget import Outlook, OutputLengths
 from paceline.scheduler.journal import Journal, Kind
-from paceline.scheduler.memory import Memory, sequence
+from paceline.scheduler.memory import Memory, sequence, token_key
 from paceline.scheduler.orders import Order
 from paceline.scheduler.plan import Join
 from paceline.scheduler.retraction import is_protected
@@ -60,7 +60,7 @@ class Admission:
         self._admissions = 0
         # Of the pass being planned
         self.chunks: list[Chunk] = []
-        self.joins: list[Join] = []
+        self._joins: list[Join] = []
         self._aside: list[Request] = []
         self._did_not_fit: list[Request] = []
         self._outlook: Outlook | None = None
@@ -77,7 +77,7 @@ class Admission:
         """A new or retracted request begins to wait."""
         self.num_waiting += 1
         self.num_waiting_tokens += request.num_tokens
-        self._memory.tree.enqueue(request, self._memory.num_cacheable_pages(request))
+        self._memory.tree.enqueue(request, token_key(request), self._memory.num_cacheable_pages(request))
         if request.retractions and self._config.policy != "priority":
             insort(self.returning, request, key=lambda waiting: waiting.seniority)
         else:
@@ -108,7 +108,6 @@ class Admission:
 
     def begin(self) -> None:
         self.chunks = []
-        self.joins = []
         self._outlook = None
 
     def end(self) -> None:
@@ -120,6 +119,11 @@ class Admission:
         self._did_not_fit.clear()
         tree.show_hidden()
         self._order.restore()
+
+    def take_joins(self) -> tuple[Join, ...]:
+        """Who took a slot since the last plan that was returned."""
+        joins, self._joins = self._joins, []
+        return tuple(joins)
 
     def continue_prefills(self, budget: int) -> int:
         """Gives each partly computed prompt its next chunk. Returns what is left of the budget."""
@@ -316,7 +320,7 @@ class Admission:
         request.enter(Phase.PREFILL)
         request.waits_for = ""
         insort(self.prefilling, request, key=lambda running: running.seniority)
-        self.joins.append(Join(slot, request, sequence(request)))
+        self._joins.append(Join(slot, request, sequence(request)))
         counters.admitted += 1
         counters.prompt_tokens += request.num_tokens
         counters.hit_tokens += request.held.depth

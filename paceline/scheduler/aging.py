@@ -75,6 +75,9 @@ class Aging(BaseOrder):
         self._lane.add(request)
         self._inner.add(request)
 
+    def remove(self, request: Request) -> None:
+        self._inner.remove(request)
+
     def next(self, now: float) -> Request | None:
         return self._lane.next(now) or self._inner.next(now)
 

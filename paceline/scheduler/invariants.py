@@ -1,6 +1,6 @@
 """What must always hold. Slow and plain on purpose: everything is counted again from scratch.
 
-The tests call `check` after every step; a server may call it when idle and report what it finds.
+The tests call `check` after every step; a server asks `Scheduler.check_idle` now and then when nothing runs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ class BrokenInvariant(AssertionError):
     """The scheduler's books do not add up."""
 
 
+def find_faults(scheduler: Scheduler) -> list[str]:
+    """Everything that is wrong, a sentence each."""
+    return [*_pages(scheduler), *_rows(scheduler), *_tree(scheduler), *_queues(scheduler)]
+
+
 def check(scheduler: Scheduler) -> None:
     """Raises BrokenInvariant, naming everything that is wrong, if anything is."""
-    faults = [*_pages(scheduler), *_rows(scheduler), *_tree(scheduler), *_queues(scheduler)]
+    faults = find_faults(scheduler)
     if faults:
         raise BrokenInvariant("; ".join(faults))
 
@@ -98,7 +103,7 @@ def _tree(scheduler: Scheduler) -> list[str]:
             faults.append(f"{where} has {node.locks} locks and {locks[id(node)]} holders")
         if node.num_waiting != waiting[id(node)]:
             faults.append(f"{where} counts {node.num_waiting} waiting requests of {waiting[id(node)]}")
-        if node.hidden or node.num_aside:
+        if node.hidden:
             faults.append(f"{where} is still hidden after the step")
         num_pages += len(node.pages)
         num_locked += len(node.pages) if node.locks else 0
@@ -147,6 +152,8 @@ def _queues(scheduler: Scheduler) -> list[str]:
             faults.append(f"request {request.id} is {request.phase.value} and its place in the tree does not fit that")
         if (request.phase is Phase.WAITING) != (request.queued or request in admission.returning):
             faults.append(f"request {request.id} is {request.phase.value} and its place in the queue does not fit that")
+        if request.set_aside:
+            faults.append(f"request {request.id} is still set aside after the step")
         if request.retractions > 2:
             faults.append(f"request {request.id} was retracted {request.retractions} times")
     if len(waiting) != admission.num_waiting:

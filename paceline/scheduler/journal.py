@@ -27,6 +27,7 @@ class Kind(StrEnum):
     RESERVE = "reserve"  # memory that comes free is kept for this request
     PIN = "pin"
     UNPIN = "unpin"
+    REPAIR = "repair"  # detail: what was wrong
     FINISH = "finish"  # detail: reason, output tokens
 
 
@@ -55,6 +56,7 @@ class Counters:
     evicted_pages: int = 0
     duplicate_pages: int = 0
     overtakes: int = 0
+    repairs: int = 0  # times the books did not add up and were opened anew
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 
     @property

@@ -100,6 +100,7 @@ class Memory:
         """Gives `request` a slot whose row begins with the pages it holds."""
         assert request.held is not None, f"request {request.id} got a slot before it held its prefix"
         slot = self.slots.acquire(request)
+        request.key = token_key(request)
         self.slots.append_pages(slot, self.tree.path_pages(request.held))
         self.slots.computed[slot] = request.held.depth
         self.slots.held_pages[slot] = self.slots.num_pages[slot]
@@ -172,6 +173,7 @@ class Memory:
         self.let_go(request)
         assert request.sole_pages == 0, f"request {request.id} left and still owns {request.sole_pages} pages"
         self.slots.release(request)
+        request.key = b""
         return self.num_available_pages - before
 
     def _give_to_tree(self, request: Request, end: int) -> None:
@@ -207,13 +209,17 @@ class Memory:
     def num_pinned_pages(self) -> int:
         return sum(pin.num_pages for pin in self.pins.values())
 
-    def pin(self, name: str, namespace: Request, expires: float) -> int:
-        """Keeps the resident prefix of `namespace.prompt` from eviction until `expires`. Returns its tokens."""
+    def pin(self, name: str, probe: Request, expires: float) -> int:
+        """Keeps the resident prefix of `probe.prompt` from eviction until `expires`. Returns its tokens."""
         if name in self.pins:
             raise PinError(f"a pin named {name!r} exists: unpin it first or choose another name.")
-        node, end = self.tree.namespace(namespace), len(namespace.prompt) // self.page_size * self.page_size
-        while (child := self.tree.follow(node, namespace.key, end)) is not None:
+        node, key = self.tree.namespace(probe), token_key(probe)
+        end = len(probe.prompt) // self.page_size * self.page_size
+        while (child := self.tree.follow(node, key, end)) is not None:
             node = child
+        if not node.depth:
+            self.tree.prune(node)
+            raise PinError(f"nothing of the prompt of pin {name!r} is cached: run it once, then pin it.")
         # A page under two pins counts twice: simple, and it errs on the side of the requests.
         num_pages = node.depth // self.page_size
         room = self._config.pin_quota_pages - self.num_pinned_pages

@@ -23,7 +23,7 @@ class Node:
         "last_used",
         "locks",
         "name",
-        "num_aside",
+        "num_ending",
         "num_resident_children",
         "num_waiting",
         "num_waiting_resident",
@@ -60,7 +60,7 @@ class Node:
         self.waiters: list[tuple[int, Request]] = []  # a heap by arrival; entries may be stale
         self.queue: list[tuple[int, int, int, Node]] = []  # a heap of children by rank; entries may be stale
         self.hidden = False  # for this step, because a pass being planned computes it
-        self.num_aside = 0  # requests that end here and are set aside for this step
+        self.num_ending = 0  # requests that wait exactly here, visible or not
 
     @property
     def rank(self) -> int:

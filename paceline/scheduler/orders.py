@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from paceline.request import Request
@@ -65,9 +65,17 @@ class KeyOrder(BaseOrder):
         self._key = key
         self._heap: list[tuple[float, int, Request]] = []
         self._skipped: list[tuple[float, int, Request]] = []
+        self._num_queued = 0
 
     def add(self, request: Request) -> None:
+        self._num_queued += 1
         heappush(self._heap, (self._key(request), request.number, request))
+
+    def remove(self, request: Request) -> None:
+        self._num_queued -= 1
+        if len(self._heap) > 64 + 2 * self._num_queued:  # mostly aborted ones that never came to the top
+            self._heap = [entry for entry in self._heap if entry[2].queued]
+            heapify(self._heap)
 
     def next(self, now: float) -> Request | None:
         heap = self._heap
@@ -99,10 +107,16 @@ class ResponseRatio(BaseOrder):
         self._classes: dict[int, KeyOrder] = {}
 
     def add(self, request: Request) -> None:
-        number = round(2 * math.log2(max(1.0, self._service(request))))
+        number = self._class_of(request)
         if number not in self._classes:
             self._classes[number] = KeyOrder(lambda request: request.number)
         self._classes[number].add(request)
+
+    def remove(self, request: Request) -> None:
+        self._classes[self._class_of(request)].remove(request)
+
+    def _class_of(self, request: Request) -> int:
+        return round(2 * math.log2(max(1.0, self._service(request))))
 
     def next(self, now: float) -> Request | None:
         best: tuple[float, int] | None = None

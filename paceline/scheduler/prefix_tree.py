@@ -123,10 +123,10 @@ class PrefixTree:
 
     # ------------------------------------------------------------------ waiting requests
 
-    def enqueue(self, request: Request, num_pages: int) -> None:
-        """Lays the first `num_pages` pages of the request into the tree, as ghosts where nothing is resident."""
+    def enqueue(self, request: Request, key: bytes, num_pages: int) -> None:
+        """Lays the first `num_pages` pages of `key` into the tree, as ghosts where nothing is resident."""
         node = self.namespace(request)
-        key, end = request.key, num_pages * self.page_bytes
+        end = num_pages * self.page_bytes
         while (start := node.depth * TOKEN_BYTES) < end:
             child = self._child(node, key)
             if child is None:
@@ -140,6 +140,7 @@ class PrefixTree:
             node = child
         request.node = node
         request.set_aside = False
+        node.num_ending += 1
         heappush(node.waiters, (request.number, request))
         self._add_waiting(node, 1)
 
@@ -147,25 +148,25 @@ class PrefixTree:
         """Takes a request out of the tree, and the ghosts that nobody waits for any more."""
         node = request.node
         assert node is not None, f"request {request.id} does not wait in the tree"
-        if request.set_aside:
-            node.num_aside -= 1
-            request.set_aside = False
-        else:
+        if not request.set_aside:
             self._add_waiting(node, -1)
+        request.set_aside = False
         request.node = None
-        self._prune(node)
+        node.num_ending -= 1
+        if len(node.waiters) > 16 + 2 * node.num_ending or not node.num_ending:  # mostly stale
+            node.waiters = [entry for entry in node.waiters if entry[1].node is node]
+            heapify(node.waiters)
+        self.prune(node)
 
     def set_aside(self, request: Request) -> None:
         """Makes one waiting request invisible for the rest of this step."""
         assert request.node is not None, f"request {request.id} does not wait in the tree"
         request.set_aside = True
-        request.node.num_aside += 1
         self._add_waiting(request.node, -1)
 
     def bring_back(self, request: Request) -> None:
         if request.set_aside and request.node is not None:
             request.set_aside = False
-            request.node.num_aside -= 1
             heappush(request.node.waiters, (request.number, request))
             self._add_waiting(request.node, 1)
 
@@ -224,7 +225,7 @@ class PrefixTree:
                 self.leaves.offer(current)
             parent = current.parent
             if current.locks == 0 and not current.pages.size:
-                self._prune(current)
+                self.prune(current)
             current = parent
 
     def follow(self, node: Node, key: bytes, end: int) -> Node | None:
@@ -385,10 +386,10 @@ class PrefixTree:
             if not node.hidden:
                 parent.num_waiting_resident -= node.num_waiting
             self._note_frontier(parent)
-        self._prune(node)
+        self.prune(node)
         self.leaves.offer(parent)
 
-    def _prune(self, node: Node) -> None:
+    def prune(self, node: Node) -> None:
         """Removes `node` and what is above it, as far up as nothing hangs below, lies in or waits at it."""
         while (
             node.parent is not None
@@ -397,7 +398,7 @@ class PrefixTree:
             and not node.locks
             and not len(node.pages)
             and not node.num_waiting
-            and not node.num_aside
+            and not node.num_ending
         ):
             parent = node.parent
             del parent.children[node.name]

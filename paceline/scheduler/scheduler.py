@@ -13,7 +13,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,9 @@ from paceline.scheduler.acceptance import accept
 from paceline.scheduler.admission import Admission
 from paceline.scheduler.budget import OutputLengths
 from paceline.scheduler.explain import explain
+from paceline.scheduler.invariants import find_faults
 from paceline.scheduler.journal import Counters, Journal, Kind
-from paceline.scheduler.memory import Memory, PinError, token_key
+from paceline.scheduler.memory import Memory, PinError
 from paceline.scheduler.plan import NO_TOKENS, Column, Finished, Plan, Updates
 from paceline.scheduler.policy import make_order
 from paceline.scheduler.retraction import choose_victim, is_protected
@@ -50,10 +51,8 @@ class Scheduler:
         self.config = config
         self.journal = Journal(config.journal_events)
         self.step_time = StepTimeFit()
-        self.memory = Memory(config, self.journal)
-        self.order = make_order(self.memory.tree, config)
         self._lengths = OutputLengths()
-        self.admission = Admission(config, self.memory, self.order, self._lengths, self.journal)
+        self._open_books()
         self.requests: dict[str, Request] = {}  # accepted and not finished
         self._arrivals = 0
         self._departures = 0  # finished or retracted: rows in flight may belong to nobody any more
@@ -69,6 +68,13 @@ class Scheduler:
         self._trues: npt.NDArray[np.bool_] = np.ones(config.max_running, np.bool_)
         self._ones.flags.writeable = self._trues.flags.writeable = False
         self._decodes_of: Counter[str] = Counter()  # tenant -> rows
+
+    def _open_books(self, step: int = 1) -> None:
+        """Empty memory and queues. Passes go on being numbered from `step`."""
+        self.memory = Memory(self.config, self.journal)
+        self.memory.tree.step = step
+        self.order = make_order(self.memory.tree, self.config)
+        self.admission = Admission(self.config, self.memory, self.order, self._lengths, self.journal)
 
     # ------------------------------------------------------------------ asking
 
@@ -122,7 +128,6 @@ class Scheduler:
         request.stop_ids = frozenset(request.params.stop_token_ids)
         if not request.params.ignore_eos:
             request.stop_ids |= frozenset(request.eos_token_ids)
-        request.key = request.prompt.tobytes()
         self.requests[request.id] = request
         self._stop_ids.update(request.stop_ids)
         if request.deadline is not None:
@@ -218,6 +223,9 @@ class Scheduler:
             request = heappop(deadlines)[2]
             if not request.is_finished:
                 self._finish(request, FinishReason.DEADLINE, now)
+        if len(deadlines) > 64 + 2 * len(self.requests):  # mostly of requests that ended long before
+            self._deadlines = [entry for entry in deadlines if not entry[2].is_finished]
+            heapify(self._deadlines)
         for pin in [pin for pin in self.memory.pins.values() if pin.expires <= now]:
             self.unpin(pin.name, now)
 
@@ -325,7 +333,7 @@ class Scheduler:
             samples=samples,
             num_decodes=num_decodes,
             requests=requests,
-            joins=tuple(self.admission.joins),
+            joins=self.admission.take_joins(),
             page_slots=page_slots,
             page_indices=page_indices,
             page_ids=page_ids,
@@ -458,7 +466,6 @@ class Scheduler:
         self.admission.dequeue(request)
         request.num_in_flight -= 1
         request.output.append(token)
-        request.key = token_key(request)
         self.admission.enqueue(request)
 
     def _advance_by(
@@ -504,7 +511,6 @@ class Scheduler:
         if expires <= now:
             raise PinError(f"pin {name!r} expires at {expires}, and it is {now} already: give a later time.")
         probe = Request(name, as_tokens(prompt), tenant=tenant, cache_salt=cache_salt, adapter=adapter)
-        probe.key = probe.prompt.tobytes()
         num_tokens = self.memory.pin(name, probe, expires)
         self.journal.write(now, self.memory.tree.step, Kind.PIN, name, num_tokens)
         return num_tokens
@@ -512,6 +518,20 @@ class Scheduler:
     def unpin(self, name: str, now: float) -> None:
         self.memory.unpin(name)
         self.journal.write(now, self.memory.tree.step, Kind.UNPIN, name)
+
+    def check_idle(self, now: float) -> list[str]:
+        """When nothing runs or waits: counts everything again. What does not add up is reported and repaired, at the
+        price of the cache; it never ends the process. Returns what was wrong."""
+        if self.has_work:
+            return []
+        faults = find_faults(self)
+        if faults:
+            self._open_books(self.memory.tree.step)
+            self._decode_slots = None
+            self._decodes_of.clear()
+            self.counters.repairs += 1
+            self.journal.write(now, self.memory.tree.step, Kind.REPAIR, "", *faults)
+        return faults
 
     def flush_cache(self) -> int:
         """Forgets every cached prefix that no running request uses. Returns the pages that came free."""

@@ -68,9 +68,9 @@ def test_leaving_a_stream_aborts_the_request(engine: Engine) -> None:
         async for _ in stream:
             break
         await stream.aclose()  # type: ignore[attr-defined]
+        await asyncio.to_thread(wait_until, lambda: not engine.scheduler.has_work)  # while this loop still runs
 
     asyncio.run(leave())
-    wait_until(lambda: not engine.scheduler.has_work)
     assert engine.scheduler.counters.finished[FinishReason.ABORT] == 1
     assert len(asyncio.run(collect(engine, "hello", greedy(3)))) >= 1
 
@@ -83,9 +83,9 @@ def test_cancelling_a_task_aborts_the_request(engine: Engine) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        await asyncio.to_thread(wait_until, lambda: not engine.scheduler.has_work)
 
     asyncio.run(cancel())
-    wait_until(lambda: not engine.scheduler.has_work)
     assert engine.scheduler.counters.finished[FinishReason.ABORT] == 1
     assert not engine._live
 
@@ -293,3 +293,39 @@ def test_the_environment_chooses_the_overlap(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PACELINE_OVERLAP", "maybe")
     with pytest.raises(ValueError, match="PACELINE_OVERLAP is 'maybe': choose one of on, off, sync"):
         build_engine(load="random", shape="tiny-llama", threads=1, kv_tokens=1024)
+
+
+def test_a_broken_listener_harms_no_other(engine: Engine) -> None:
+    class Broken:
+        errors: list[Exception] = []  # noqa: RUF012
+
+        def put(self, piece: Piece) -> None:
+            raise OSError("nobody home")
+
+        def refuse(self, error: Exception) -> None:
+            self.errors.append(error)
+
+    engine.submit("hello", LONG, sink=Broken())
+    assert len(LLM.from_engine(engine).generate("hello", greedy(5))[0].token_ids) == 5
+    assert "nobody home" in str(Broken.errors[0])
+    assert not engine._live
+
+
+def test_questions_are_answered_between_steps(engine: Engine) -> None:
+    async def ask() -> None:
+        stream = engine.stream("hello", LONG, request_id="a")
+        await anext(stream)
+        assert "is decoding" in engine.ask(lambda scheduler: scheduler.explain("a")).result(5)
+        with pytest.raises(ZeroDivisionError):
+            engine.ask(lambda _: 1 // 0).result(5)
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(ask())
+
+
+def test_dropping_the_llm_ends_its_threads() -> None:
+    llm = LLM(load="random", shape="tiny-llama", threads=1, kv_tokens=1024)
+    llm.generate("hello", greedy(3))
+    thread = llm.engine._thread
+    del llm
+    assert not thread.is_alive()

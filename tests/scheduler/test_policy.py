@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -358,3 +360,24 @@ def test_the_lane_costs_at_most_its_share_of_the_hit_rate(seed: int) -> None:
 
     assert hit_rate("fair", 0.001) >= hit_rate("dfs", math.inf) - 0.125
     assert hit_rate("fcfs", 0.0) < hit_rate("dfs", math.inf) - 0.125, "the workload can tell a bad order"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_has_gone_is_forgotten(policy: str) -> None:
+    """Requests that are aborted while they wait leave nothing behind, though they never came to the top."""
+    core = scheduler(policy=policy, max_running=1, max_wait=math.inf)
+    core.add(request([1], 60, priority=9, id="runner"), 0.0)
+    core.plan(0.0)
+    gone = [request(prompt([2] * 8, n), 50, deadline=1e9) for n in range(400)]
+    for one in gone:
+        core.add(one, 0.0)
+    for one in gone:
+        core.abort(one.id, 0.0)
+    core.take_ended()
+    core.commit(core._passes[0].plan, np.array([1], np.int32), 0.0)
+    core.plan(0.0)
+    core.journal.events.clear()
+    watched = [weakref.ref(one.prompt) for one in gone]
+    del gone, one
+    gc.collect()
+    assert sum(ref() is not None for ref in watched) <= 64, "somebody holds requests that have gone"

@@ -52,10 +52,9 @@ class Tree:
 
     def wait(self, tokens: list[int], **fields: str) -> Request:
         waiter = request(tokens, **fields)
-        waiter.key = waiter.prompt.tobytes()
         self.arrivals += 1
         waiter.number = self.arrivals
-        self.tree.enqueue(waiter, (len(tokens) - 1) // self.page_size)
+        self.tree.enqueue(waiter, waiter.prompt.tobytes(), (len(tokens) - 1) // self.page_size)
         return waiter
 
 

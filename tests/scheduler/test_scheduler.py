@@ -339,6 +339,9 @@ def test_pins_obey_their_quota_and_say_what_is_wrong() -> None:
         core.unpin("other", 0.0)
     with pytest.raises(PinError, match=r"expires at 1\.0, and it is 2\.0 already"):
         core.pin("late", range(4), 2.0, expires=1.0)
+    with pytest.raises(PinError, match="nothing of the prompt of pin 'cold' is cached"):
+        core.pin("cold", range(70, 90), 0.0, tenant="nobody")
+    assert "nobody" not in core.memory.tree.root.children
     core.unpin("small", 0.0)
     assert core.flush_cache() == 4
 

@@ -6,6 +6,7 @@ the dictionary-simple reference.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
 
@@ -226,7 +227,6 @@ def test_pins_survive_random_runs() -> None:
         config = SchedulerConfig(page_size=page_size, num_pages=160 // page_size, pin_quota_pages=24 // page_size,
                                  context_tokens=64, max_running=4, max_batch_tokens=64)  # fmt: skip
         harness = Harness(Scheduler(config), overlap=rng.random() < 0.5)
-        pinned: dict[str, int] = {}
         for step in range(150):
             if rng.random() < 0.4:
                 tokens = [*rng.choice(BEGINNINGS)[: rng.randrange(4, 20)], rng.randrange(4)]
@@ -235,11 +235,9 @@ def test_pins_survive_random_runs() -> None:
             scheduler, now = harness.scheduler, harness.clock()
             if rng.random() < 0.2:
                 name, tokens = f"pin-{step}", rng.choice(BEGINNINGS)[: rng.randrange(4, 20)]
-                try:
-                    pinned[name] = scheduler.pin(name, tokens, now, expires=now + rng.choice([0.004, 1.0]))
-                    check(scheduler)
-                except PinError as error:
-                    assert "quota" in str(error)  # noqa: PT017
+                with contextlib.suppress(PinError):  # over the quota
+                    scheduler.pin(name, tokens, now, expires=now + rng.choice([0.004, 1.0]))
+                check(scheduler)
             assert scheduler.memory.num_pinned_pages <= config.pin_quota_pages
         harness.run()
         harness.assert_reference()
