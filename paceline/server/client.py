@@ -7,14 +7,15 @@ it could be sent through a socket, so the engine may move into a process of its 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from paceline.engine.engine import Engine
 from paceline.engine.output import Piece
 from paceline.request import SamplingParams
+from paceline.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,12 @@ class Job:
 class Stats:
     """What the engine is doing now, and what it has done since it started."""
 
-    failure: str | None  # why it serves no more, if that is so
-    num_running: int
-    num_waiting: int
-    num_finished: dict[str, int]  # by reason
-    kv_tokens: int
-    kv_tokens_free: int  # empty, or a cached prefix that nobody is using
+    failure: str | None = None  # why it serves no more, if that is so; then nothing else is known
+    num_running: int = 0
+    num_waiting: int = 0
+    num_finished: Mapping[str, int] = field(default_factory=dict)  # by reason
+    kv_tokens: int = 0
+    kv_tokens_free: int = 0  # empty, or a cached prefix that nobody is using
 
 
 class EngineClient(Protocol):
@@ -77,17 +78,10 @@ class LocalClient:
             await asyncio.gather(*tasks, return_exceptions=True)  # what they had to say is in the queue
 
     async def stats(self) -> Stats:
-        engine = self._engine
-        scheduler = engine.scheduler
-        page_size = scheduler.config.page_size
-        return Stats(
-            failure=None if engine.failure is None else f"{type(engine.failure).__name__}: {engine.failure}",
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_finished={reason.value: count for reason, count in scheduler.counters.finished.items()},
-            kv_tokens=scheduler.config.num_pages * page_size,
-            kv_tokens_free=scheduler.memory.num_available_pages * page_size,
-        )
+        failure = self._engine.failure
+        if failure is not None:
+            return Stats(failure=f"{type(failure).__name__}: {failure}")
+        return await asyncio.wrap_future(self._engine.ask(_stats))
 
     async def close(self) -> None:
         await asyncio.to_thread(self._engine.close)
@@ -103,3 +97,14 @@ class LocalClient:
                     queue.put_nowait((index, piece))
         except Exception as error:
             queue.put_nowait((index, error))
+
+
+def _stats(scheduler: Scheduler) -> Stats:
+    page_size = scheduler.config.page_size
+    return Stats(
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_finished={reason.value: count for reason, count in scheduler.counters.finished.items()},
+        kv_tokens=scheduler.config.num_pages * page_size,
+        kv_tokens_free=scheduler.memory.num_available_pages * page_size,
+    )
