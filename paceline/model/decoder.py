@@ -48,9 +48,7 @@ class _Layer:
 class Decoder:
     """A model with its weights, on one device, for inference."""
 
-    def __init__(
-        self, spec: ModelSpec, weights: Mapping[str, Tensor], *, max_positions: int | None = None
-    ) -> None:
+    def __init__(self, spec: ModelSpec, weights: Mapping[str, Tensor], *, max_positions: int | None = None) -> None:
         """`weights` are the fused tensors of `layout.target_shapes(spec)`; positions up to
         `max_positions` (the model's context if not given) can be used."""
         self.spec = spec
@@ -103,6 +101,4 @@ class Decoder:
 
 
 def _layer(weights: Mapping[str, Tensor], at: str) -> _Layer:
-    return _Layer(
-        **{name.removeprefix(at): tensor for name, tensor in weights.items() if name.startswith(at)}
-    )
+    return _Layer(**{name.removeprefix(at): tensor for name, tensor in weights.items() if name.startswith(at)})

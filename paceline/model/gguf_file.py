@@ -57,9 +57,7 @@ class GGUFFile:
 
     def get(self, key: str) -> Any:
         if key not in self.metadata:
-            raise ModelError(
-                f"{self.path} lacks the metadata {key!r}: the file is incomplete, fetch another one."
-            )
+            raise ModelError(f"{self.path} lacks the metadata {key!r}: the file is incomplete, fetch another one.")
         return self.metadata[key]
 
 
@@ -107,9 +105,7 @@ class _Header:
         self.at = 4
         version = self.scalar("<I")
         if version not in (2, 3):
-            raise ModelError(
-                f"{self.path} has GGUF version {version}: supported are 2 and 3 (little-endian)."
-            )
+            raise ModelError(f"{self.path} has GGUF version {version}: supported are 2 and 3 (little-endian).")
         num_tensors, num_keys = self.scalar("<Q"), self.scalar("<Q")
         metadata = {}
         for _ in range(num_keys):
@@ -122,9 +118,7 @@ class _Header:
         for name, shape, type_id, offset in found:
             info = TensorInfo(name, shape, type_id, start + offset)
             if info.offset + num_stored_bytes(info) > len(self.data):
-                raise ModelError(
-                    f"{self.path} ends before the data of {name}: it is truncated, fetch it again."
-                )
+                raise ModelError(f"{self.path} ends before the data of {name}: it is truncated, fetch it again.")
             tensors[name] = info
         return GGUFFile(self.path, metadata, tensors, self.data)
 
@@ -174,8 +168,7 @@ def num_stored_bytes(info: TensorInfo) -> int:
         block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(info.type_id)]
     except (ValueError, KeyError):
         raise ModelError(
-            f"{info.name} has the unknown quantisation type {info.type_id}: "
-            "use a file in a common one such as Q8_0."
+            f"{info.name} has the unknown quantisation type {info.type_id}: use a file in a common one such as Q8_0."
         ) from None
     if info.shape and info.shape[-1] % block:
         raise ModelError(

@@ -24,9 +24,7 @@ class Family:
     mlp_bias_key: str | None = None
     qkv_bias: bool = False  # q, k, v always have a bias
     qk_norm: bool = False
-    windowed: str = (
-        "never"  # sliding windows: never, always (when a size is given) or switched (use_sliding_window)
-    )
+    windowed: str = "never"  # sliding windows: never, always (when a size is given) or switched (use_sliding_window)
     nope_interval: int = 0  # every n-th layer has no rotary positions, unless the config lists them
     gguf_permuted: bool = False  # llama.cpp interleaves the halves of q and k heads
     # Where the file says nothing:
@@ -65,9 +63,7 @@ def gguf_family_of(architecture: str) -> Family:
         if family.gguf == architecture:
             return family
     known = ", ".join(dict.fromkeys(family.gguf for family in FAMILIES))
-    raise ModelError(
-        f"general.architecture is {architecture!r}, which is not supported: supported are {known}."
-    )
+    raise ModelError(f"general.architecture is {architecture!r}, which is not supported: supported are {known}.")
 
 
 def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
@@ -77,9 +73,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
     family = family_of(architectures[0])
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
-        raise ModelError(
-            f"quantization_config is {method!r}: use the unquantised model, or a GGUF file of it."
-        )
+        raise ModelError(f"quantization_config is {method!r}: use the unquantised model, or a GGUF file of it.")
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"hidden_act is {activation!r}: only silu is supported.")
@@ -162,11 +156,7 @@ def _windows(
     family: Family, config: Mapping[str, Any], num_layers: int, rope_layers: tuple[bool, ...]
 ) -> tuple[int | None, ...]:
     size = config.get("sliding_window", family.window)
-    if (
-        family.windowed == "never"
-        or size is None
-        or (family.windowed == "switched" and not _switched_on(config))
-    ):
+    if family.windowed == "never" or size is None or (family.windowed == "switched" and not _switched_on(config)):
         return (None,) * num_layers
     if config.get("layer_types") and family.windowed == "switched":
         return tuple(int(size) if kind == "sliding_attention" else None for kind in config["layer_types"])

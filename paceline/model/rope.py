@@ -33,9 +33,7 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
 def _llama3(rope: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
     """Waves longer than the old context are stretched, short ones are kept, those between are blended."""
     wavelength = 2 * math.pi / plain
-    blend = (rope.original_context / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
+    blend = (rope.original_context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - blend) * plain / rope.factor + blend * plain
     long = wavelength > rope.original_context / rope.low_freq_factor
     short = wavelength < rope.original_context / rope.high_freq_factor

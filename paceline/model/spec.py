@@ -64,9 +64,7 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()  # per layer: keys a query sees, itself included; None sees all
-    rope_layers: tuple[
-        bool, ...
-    ] = ()  # per layer: whether positions are rotated in (SmolLM3 leaves some out)
+    rope_layers: tuple[bool, ...] = ()  # per layer: whether positions are rotated in (SmolLM3 leaves some out)
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # of the stored weights, and the one to compute in where the device is good at it
@@ -106,13 +104,10 @@ class ModelSpec:
         for name in ("windows", "rope_layers"):
             if len(getattr(self, name)) != self.num_layers:
                 raise ModelError(
-                    f"{name} has {len(getattr(self, name))} entries for "
-                    f"{self.num_layers} layers: give one per layer."
+                    f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers: give one per layer."
                 )
         if any(window is not None and window < 1 for window in self.windows):
-            raise ModelError(
-                f"sliding window is {min(w for w in self.windows if w is not None)}: give at least 1."
-            )
+            raise ModelError(f"sliding window is {min(w for w in self.windows if w is not None)}: give at least 1.")
 
     @property
     def q_size(self) -> int:
@@ -152,9 +147,7 @@ def read_rope(config: Mapping[str, Any], default_theta: float) -> RopeSpec:
     theta = float(scaling.get("rope_theta") or config.get("rope_theta") or default_theta)
     partial = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
-        raise ModelError(
-            f"partial_rotary_factor is {partial}: only models that rotate whole heads are supported."
-        )
+        raise ModelError(f"partial_rotary_factor is {partial}: only models that rotate whole heads are supported.")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     try:
         if kind in ("default", "dynamic"):
@@ -176,9 +169,7 @@ def read_rope(config: Mapping[str, Any], default_theta: float) -> RopeSpec:
         if kind == "yarn":
             return _read_yarn(theta, scaling, int(config["max_position_embeddings"]))
     except KeyError as error:
-        raise ModelError(
-            f"rope scaling {kind!r} lacks {error.args[0]!r}: the config.json is incomplete."
-        ) from None
+        raise ModelError(f"rope scaling {kind!r} lacks {error.args[0]!r}: the config.json is incomplete.") from None
     raise ModelError(f"rope scaling is {kind!r}: supported are default, linear, dynamic, llama3 and yarn.")
 
 

@@ -86,9 +86,7 @@ def read_spec(path: str | Path) -> ModelSpec:
 
         return gguf_spec(open_gguf(path))
     if not path.is_dir():
-        raise ModelError(
-            f"model is {str(path)!r}, no folder and no .gguf file: give the path of one, or a hub id."
-        )
+        raise ModelError(f"model is {str(path)!r}, no folder and no .gguf file: give the path of one, or a hub id.")
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} has no config.json: give the folder that holds the model, or a .gguf file.")
     return spec_from_config(_read_json(path / "config.json"), _read_json(path / "generation_config.json", {}))
@@ -107,9 +105,7 @@ def place(
     parts = stored_parts(spec)
     _check_names(parts, stored, tied=spec.tied, source=source)
     kind = _torch_dtype(dtype or spec.dtype)
-    weights = {
-        name: torch.empty(shape, dtype=kind, device=device) for name, shape in target_shapes(spec).items()
-    }
+    weights = {name: torch.empty(shape, dtype=kind, device=device) for name, shape in target_shapes(spec).items()}
     total, done = sum(stored[name].num_bytes for name in parts), 0
     for name, part in parts.items():
         with torch.inference_mode():
@@ -120,9 +116,7 @@ def place(
     return weights
 
 
-def _check_names(
-    parts: Mapping[str, Part], stored: Mapping[str, StoredTensor], *, tied: bool, source: str
-) -> None:
+def _check_names(parts: Mapping[str, Part], stored: Mapping[str, StoredTensor], *, tied: bool, source: str) -> None:
     if missing := [name for name in parts if name not in stored]:
         raise ModelError(f"{source} lacks {_list(missing)}: the file is incomplete or of another model.")
     unexpected = [
@@ -131,9 +125,7 @@ def _check_names(
         if name not in parts and not _HARMLESS.search(name) and not (tied and name == "lm_head.weight")
     ]
     if unexpected:
-        raise ModelError(
-            f"{source} has unexpected parameters {_list(unexpected)}: its config describes another model."
-        )
+        raise ModelError(f"{source} has unexpected parameters {_list(unexpected)}: its config describes another model.")
     for name, part in parts.items():
         if stored[name].shape != part.shape:
             raise ModelError(
@@ -164,9 +156,7 @@ def random_weights(
     for name, shape in shapes.items():
         weight = torch.empty(shape, dtype=kind, device=device)
         if name.endswith("norm"):
-            weight.fill_(
-                2.0 if name.endswith("qk_norm") else 1.0
-            )  # the same as the gain of qkv has without norm
+            weight.fill_(2.0 if name.endswith("qk_norm") else 1.0)  # the same as the gain of qkv has without norm
         else:
             weight.normal_(0.0, _scale(spec, name, shape), generator=generator)
         weights[name] = weight
@@ -203,15 +193,11 @@ def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         hint = " (pytorch_model.bin runs code when opened)" if list(folder.glob("*.bin")) else ""
-        raise ModelError(
-            f"{folder} has no .safetensors files{hint}: convert the model to safetensors or GGUF."
-        )
+        raise ModelError(f"{folder} has no .safetensors files{hint}: convert the model to safetensors or GGUF.")
     stored: dict[str, StoredTensor] = {}
     for file in files:
         if not file.is_file():
-            raise ModelError(
-                f"{file} is missing, but model.safetensors.index.json names it: fetch the model again."
-            )
+            raise ModelError(f"{file} is missing, but model.safetensors.index.json names it: fetch the model again.")
         stored.update(_file_tensors(file))
     return stored
 
@@ -223,16 +209,12 @@ def _file_tensors(path: Path) -> dict[str, StoredTensor]:
         file: Any = safe_open(path, framework="pt")
         views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError) as error:
-        raise ModelError(
-            f"{path} cannot be read ({error}): it is broken or truncated, fetch it again."
-        ) from None
+        raise ModelError(f"{path} cannot be read ({error}): it is broken or truncated, fetch it again.") from None
 
     for name, view in views.items():
         if view.get_dtype() not in _ITEM_BYTES and not _HARMLESS.search(name):
             # Numbers that mean something only together with scales we do not read.
-            raise ModelError(
-                f"{path} stores {name} as {view.get_dtype()}: use the unquantised model, or a GGUF file."
-            )
+            raise ModelError(f"{path} stores {name} as {view.get_dtype()}: use the unquantised model, or a GGUF file.")
 
     def stored(name: str) -> StoredTensor:
         shape = tuple(views[name].get_shape())

@@ -42,9 +42,7 @@ class _TemplateRefusal(Exception):
 class ChatTemplate:
     """One model's template, compiled when it is first used: a broken one harms nobody who does not chat."""
 
-    def __init__(
-        self, source: str, *, bos_token: str = "", eos_token: str = "", now: Any = datetime.now
-    ) -> None:
+    def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "", now: Any = datetime.now) -> None:
         self._source, self._now = source, now
         self._template: jinja2.Template | None = None
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
@@ -211,9 +209,7 @@ class _Generation(Extension):
 
 
 def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
-    environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _Generation]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _Generation])
 
     def raise_exception(message: str) -> NoReturn:
         raise _TemplateRefusal(message)
@@ -221,9 +217,7 @@ def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
     def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None,
                sort_keys: bool = False) -> str:  # fmt: skip
         # Jinja's own escapes <, > and & for web pages, which would put other tokens before the model.
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception

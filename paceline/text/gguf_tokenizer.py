@@ -64,23 +64,17 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     tokens: list[str] = file.get("tokenizer.ggml.tokens")
     types: list[int] = file.metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
-        raise ModelError(
-            f"{file.path} has {len(tokens)} tokens and {len(types)} token types: fetch it again."
-        )
+        raise ModelError(f"{file.path} has {len(tokens)} tokens and {len(types)} token types: fetch it again.")
     if kind == "gpt2":
         core, default_bos = _byte_level(file, tokens)
     elif kind == "llama":
         core, default_bos = _sentence_piece(file, tokens, types), True
     else:
-        raise ModelError(
-            f"tokenizer.ggml.model is {kind!r} in {file.path}: supported are gpt2 (BPE) and llama (SPM)."
-        )
+        raise ModelError(f"tokenizer.ggml.model is {kind!r} in {file.path}: supported are gpt2 (BPE) and llama (SPM).")
     core.add_special_tokens(_added(tokens, types, _CONTROL, special=True))
     core.add_tokens(_added(tokens, types, _USER_DEFINED, special=False))
     ends = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    by_name = [
-        index for index, token in enumerate(tokens) if types[index] == _CONTROL and token in _END_TOKENS
-    ]
+    by_name = [index for index, token in enumerate(tokens) if types[index] == _CONTROL and token in _END_TOKENS]
     return Tokenizer(
         core,
         eos_ids={index for index in (*ends, *by_name) if index is not None},
@@ -136,11 +130,7 @@ def _sentence_piece(file: GGUFFile, tokens: list[str], types: list[int]) -> toke
     scores: list[float] = file.get("tokenizer.ggml.scores")
     if len(scores) != len(tokens):
         raise ModelError(f"{file.path} has {len(tokens)} tokens and {len(scores)} scores: fetch it again.")
-    pieces = {
-        token: index
-        for index, token in enumerate(tokens)
-        if types[index] in (_NORMAL, _USER_DEFINED, _UNUSED)
-    }
+    pieces = {token: index for index, token in enumerate(tokens) if types[index] in (_NORMAL, _USER_DEFINED, _UNUSED)}
     merges: list[tuple[float, tuple[str, str]]] = []
     for piece, index in pieces.items():
         halves = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]

@@ -30,9 +30,7 @@ CHATML = (
 def synthetic_tokenizer(vocab_size: int) -> Tokenizer:
     """A tokenizer with exactly the ids 0 to vocab_size - 1."""
     if vocab_size < SMALLEST:
-        raise ModelError(
-            f"vocab_size is {vocab_size}: a synthetic tokenizer needs {SMALLEST}, one for every byte."
-        )
+        raise ModelError(f"vocab_size is {vocab_size}: a synthetic tokenizer needs {SMALLEST}, one for every byte.")
     tokens = [*_SPECIAL, *sorted(byte_level_alphabet(), key=byte_level_alphabet().__getitem__)]
     merges = list(islice(_merges(), vocab_size - len(tokens)))
     tokens += [left + right for left, right in merges]

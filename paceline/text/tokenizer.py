@@ -99,9 +99,7 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         if self.chat is None:
-            raise InvalidRequest(
-                "messages were given, but this model has no chat template: send a plain prompt."
-            )
+            raise InvalidRequest("messages were given, but this model has no chat template: send a plain prompt.")
         return self.chat.render(messages, **options)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True, at_start: bool = True) -> str:
@@ -179,9 +177,7 @@ def _decoder_kind(core: tokenizers.Tokenizer) -> tuple[bool, bool]:
         return False, steps[kinds.index("Metaspace")].get("prepend_scheme", "always") != "never"
     if "ByteFallback" in kinds:
         return False, any(step.get("type") == "Strip" and step.get("start") for step in steps)
-    raise ModelError(
-        f"tokenizer.json has the decoder {kinds}: supported are byte-level BPE and SentencePiece BPE."
-    )
+    raise ModelError(f"tokenizer.json has the decoder {kinds}: supported are byte-level BPE and SentencePiece BPE.")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -197,9 +193,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def _folder_tokenizer(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise ModelError(
-            f"{folder} has no tokenizer.json: save the model's fast tokenizer there, or use a GGUF file."
-        )
+        raise ModelError(f"{folder} has no tokenizer.json: save the model's fast tokenizer there, or use a GGUF file.")
     try:
         core = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception

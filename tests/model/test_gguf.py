@@ -128,9 +128,7 @@ KINDS = [Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q4_K, Q
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_dequantised_values_are_those_of_the_gguf_package(
-    kind: gguf.GGMLQuantizationType, tmp_path: Path
-) -> None:
+def test_dequantised_values_are_those_of_the_gguf_package(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     if kind.name.endswith("_K"):
         # The package cannot quantise to these; any bytes are valid blocks, apart from NaN scales.

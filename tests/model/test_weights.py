@@ -94,9 +94,7 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
     make_pair(tmp_path, "Llama", {}, max_shard_size="20KB")
     victim = sorted(tmp_path.glob("*.safetensors"))[1]
     victim.unlink()
-    with pytest.raises(
-        ModelError, match=rf"{victim.name} is missing, but model.safetensors.index.json names it"
-    ):
+    with pytest.raises(ModelError, match=rf"{victim.name} is missing, but model.safetensors.index.json names it"):
         load_decoder(tmp_path)
 
 

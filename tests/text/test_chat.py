@@ -18,9 +18,7 @@ MESSAGES = [
     {"role": "assistant", "content": "  yes\n"},
     {"role": "user", "content": "1 < 2"},
 ]  # fmt: skip
-TOOLS = [
-    {"type": "function", "function": {"name": "f", "description": "<é>", "parameters": {"a": [1, None]}}}
-]
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "<é>", "parameters": {"a": [1, None]}}}]
 
 TEMPLATES = {
     "chatml": "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -29,16 +27,14 @@ TEMPLATES = {
     "    {{ m.role ~ ': ' ~ m.content | trim }}\n{% endfor %}\n",
     "indented blocks": "{% for m in messages %}\n    {% if m.role == 'user' %}\n"
     "  {{ m.content }}\n    {% endif %}\n{% endfor %}\n",
-    "tools": "{% if tools %}{{ tools | tojson }}|{{ tools | tojson(indent=2) }}{% endif %}"
-    "{{ messages | tojson }}",
+    "tools": "{% if tools %}{{ tools | tojson }}|{{ tools | tojson(indent=2) }}{% endif %}{{ messages | tojson }}",
     "namespace, break, slices": "{% set ns = namespace(n=0) %}{% for m in messages[::-1] %}"
     "{% set ns.n = ns.n + 1 %}"
     "{% if ns.n > 2 %}{% break %}{% endif %}{{ m.content }}{% endfor %}{{ ns.n }}",
     "macro": "{% macro show(m, tag) %}<{{ tag }}>{{ m.content }}</{{ tag }}>{% endmacro %}"
     "{% for m in messages %}{{ show(m, 'x' * 3) }}{% endfor %}",
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
-    "undefined": "{% if enable_thinking is defined %}THINK{% endif %}{{ bos_token }}"
-    "{{ messages | length % 3 }}",
+    "undefined": "{% if enable_thinking is defined %}THINK{% endif %}{{ bos_token }}{{ messages | length % 3 }}",
     "string methods": "{% for m in messages %}{{ m.content.split(' ')[-1].strip('?').upper() }}{% endfor %}",
     "filtered loop": "{% for m in messages if m.role == 'user' %}{{ loop.index }}{{ m.content }}"
     "{% else %}-{% endfor %}",

@@ -99,9 +99,7 @@ def sentence_piece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @given(ids=st.lists(st.integers(0, 310), max_size=30), at_start=st.booleans())
 @settings(max_examples=300, deadline=None)
-def test_sentence_piece_streams_the_whole_text(
-    sentence_piece: Tokenizer, ids: list[int], at_start: bool
-) -> None:
+def test_sentence_piece_streams_the_whole_text(sentence_piece: Tokenizer, ids: list[int], at_start: bool) -> None:
     pieces = pieces_of(ids, sentence_piece, at_start=at_start)
     assert "".join(pieces) == sentence_piece.decode(ids, at_start=at_start)
 

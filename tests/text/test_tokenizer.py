@@ -123,12 +123,8 @@ def test_ids_beyond_the_vocabulary_decode_to_nothing(smollm2: Tokenizer) -> None
 
 
 def test_smollm2_chat(smollm2: Tokenizer) -> None:
-    text = smollm2.render_chat(
-        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    )
-    assert text == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )
+    text = smollm2.render_chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
+    assert text == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     ids = smollm2.encode_chat([{"role": "user", "content": "Hi"}])
     assert ids[0] == 1
     assert ids.count(2) == 2
@@ -307,9 +303,7 @@ def naive_sentence_piece(text: str, scores: dict[str, float], prefix: bool) -> l
     text = ("▁" if prefix and text else "") + text.replace(" ", "▁")
     pieces = list(text)
     while True:
-        joined = [
-            (scores[a + b], -at) for at, (a, b) in enumerate(itertools.pairwise(pieces)) if a + b in scores
-        ]
+        joined = [(scores[a + b], -at) for at, (a, b) in enumerate(itertools.pairwise(pieces)) if a + b in scores]
         if not joined:
             break
         at = -max(joined)[1]
@@ -389,9 +383,7 @@ def test_add_bos_of_folders_is_honoured(
 
 
 def test_folder_tokenizer_equals_transformers(tmp_path: Path) -> None:
-    template = (
-        "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
-    )
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
     folder = saved_folder(
         tmp_path, template_adds_bos=True, chat_template=template, tokenizer_class="PreTrainedTokenizerFast"
     )
@@ -440,18 +432,14 @@ def test_synthetic_tokenizer_round_trips_any_text(text: str, size: int) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_synthetic_tokenizer_fits_every_named_shape(name: str) -> None:
     spec = SHAPES[name]
-    ours = SYNTHETIC.get(spec.vocab_size) or SYNTHETIC.setdefault(
-        spec.vocab_size, synthetic_tokenizer(spec.vocab_size)
-    )
+    ours = SYNTHETIC.get(spec.vocab_size) or SYNTHETIC.setdefault(spec.vocab_size, synthetic_tokenizer(spec.vocab_size))
     assert ours.vocab_size == spec.vocab_size
     assert (ours.bos_id, ours.eos_ids) == (spec.bos_id, set(spec.eos_ids))
     ours.check_fits(spec.vocab_size)
     with pytest.raises(ModelError, match=r"tokens and the model only 300"):
         ours.check_fits(300)
     assert all(ours.token_bytes(index) for index in range(0, spec.vocab_size, 997))
-    assert ours.render_chat([{"role": "user", "content": "Hi"}]).endswith(
-        "Hi<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert ours.render_chat([{"role": "user", "content": "Hi"}]).endswith("Hi<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_synthetic_tokenizer_needs_room_for_every_byte() -> None:
