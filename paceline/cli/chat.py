@@ -58,6 +58,8 @@ class _Conversation:
             try:
                 said = input("> " if interactive else "").strip()
             except (EOFError, KeyboardInterrupt):
+                if interactive:
+                    typer.echo()
                 return
             if said in ("/exit", "/quit"):
                 return
