@@ -17,9 +17,9 @@ $(READY): pyproject.toml constraints.txt
 
 $(RUNTIME): pyproject.toml constraints.txt
 	@echo "Setting up .venv: a minute or two, once."
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) -e .
-	touch $@
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) -e .
+	@touch $@
 
 # Options: make serve ARGS="--port 9000"
 serve: $(RUNTIME)
