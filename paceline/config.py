@@ -87,7 +87,7 @@ class SchedulerConfig:
     max_waiting_tokens: int = option(2_000_000_000, "prompt tokens that may wait; more are refused", low=1)
 
     # The rest
-    seed: int = option(0, "seed of policy random", low=0)
+    order_seed: int = option(0, "seed of policy random", low=0)
     journal_events: int = option(65_536, "decisions the journal remembers", low=0)
 
     def __post_init__(self) -> None:

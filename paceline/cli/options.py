@@ -22,7 +22,7 @@ _SCHEDULER_GROUPS = {
     "max_running": "A forward pass",
     "policy": "Order of requests",
     "max_waiting": "Limits",
-    "journal_events": "Other",
+    "order_seed": "Other",
 }
 _GROUPS: dict[type, str] = {ServerConfig: "Server", EngineConfig: "Engine"}
 
@@ -30,9 +30,6 @@ _GROUPS: dict[type, str] = {ServerConfig: "Server", EngineConfig: "Engine"}
 COMPUTED = frozenset(
     {"num_pages", "context_tokens", "max_running", "max_batch_tokens", "max_prefill_tokens", "chunk_tokens"}
 )
-
-# Not to be had from here yet: the engine's builder takes a seed to mean that of random weights.
-_ELSEWHERE = frozenset({"seed"})
 
 Model = Annotated[
     str | None,
@@ -74,8 +71,6 @@ def _parameters(config: type) -> list[inspect.Parameter]:
     for item in dataclasses.fields(config):
         if config is SchedulerConfig:
             group = _SCHEDULER_GROUPS.get(item.name, group)
-        if config is SchedulerConfig and item.name in _ELSEWHERE:
-            continue
         choices = item.metadata["choices"]
         kind = Literal[choices] if choices else _kind(hints[item.name])
         found.append(
