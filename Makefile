@@ -2,15 +2,28 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# What serving needs and no more: a first `make serve` downloads no test tools.
+RUNTIME := .venv/.runtime
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install test test-slow lint format bench mutants clean
+.PHONY: install serve test test-slow lint format bench mutants clean
 
 install: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $@
+	$(PIP) -e '.[dev]'
+	touch $@ $(RUNTIME)
+
+$(RUNTIME): pyproject.toml constraints.txt
+	@echo "Setting up .venv: a minute or two, once."
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) -e .
+	@touch $@
+
+# Options: make serve ARGS="--port 9000"
+serve: $(RUNTIME)
+	@$(BIN)/paceline serve $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -87,7 +87,7 @@ class SchedulerConfig:
     max_waiting_tokens: int = option(2_000_000_000, "prompt tokens that may wait; more are refused", low=1)
 
     # The rest
-    seed: int = option(0, "seed of policy random", low=0)
+    order_seed: int = option(0, "seed of policy random", low=0)
     journal_events: int = option(65_536, "decisions the journal remembers", low=0)
 
     def __post_init__(self) -> None:
@@ -177,3 +177,18 @@ class EngineConfig:
         if mode not in OVERLAP:
             raise ConfigError(f"{OVERLAP_VARIABLE} is {mode!r}: choose one of {', '.join(OVERLAP)}.")
         return mode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Where the server listens and what it takes."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's")
+    port: int = option(8000, "port to listen on; 0: any free one", low=0, high=65535)
+    served_name: str | None = option(None, "name that requests call the model by; the model's own if not given")
+    max_body_bytes: int = option(16_777_216, "longest request body", low=1024)
+    max_prompts: int = option(128, "prompts in one completions request", low=1)
+    shutdown_s: float = option(3.0, "seconds that running requests get to finish after a signal to end", low=0.0)
+
+    def __post_init__(self) -> None:
+        check_options(self)

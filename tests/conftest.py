@@ -3,7 +3,11 @@
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+# Tiny models gain nothing by a second thread, and wait for it. It must be said before torch is first imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Without a GPU, kernels run in Triton's interpreter. It must be asked for before Triton is first imported.
 if not Path("/dev/nvidia0").exists():
@@ -16,3 +20,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("paceline")
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The default model's file: fetched once per machine, then found in the cache."""
+    from paceline.model.fetch import fetch_default
+
+    return fetch_default()

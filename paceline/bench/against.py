@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -117,6 +118,7 @@ def _run_ours(
 
 
 def _load_theirs(path: Path) -> Any:
+    os.environ.setdefault("TQDM_DISABLE", "1")  # its bar for GGUF files listens to nothing else
     import transformers
 
     logging: Any = transformers.logging

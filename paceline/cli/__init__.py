@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
 import typer
+from typer.core import TyperGroup
 
+from paceline import __version__
 from paceline.cli import bench
+from paceline.cli.chat import chat
+from paceline.cli.generate import generate
+from paceline.cli.models import models
+from paceline.cli.pull import pull
+from paceline.cli.serve import serve
+from paceline.request import PacelineError
 
-app = typer.Typer(name="paceline", help="Serves large language models.", no_args_is_help=True, add_completion=False)
+
+class _Group(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """A mistake of the user's is one line and exit code 2; a traceback is for mistakes of ours."""
+        try:
+            return super().invoke(ctx)
+        except PacelineError as error:
+            typer.echo(f"paceline: {error}", err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(name="paceline", cls=_Group, no_args_is_help=True, add_completion=False)
 app.add_typer(bench.app, name="bench")
+for _command in (serve, chat, generate, pull, models):
+    app.command()(_command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def _callback() -> None:
+def _callback(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and end.")
+    ] = False,
+) -> None:
     """Serves large language models."""
 
 

@@ -31,10 +31,6 @@ def check_cuda() -> None:
         raise ConfigError(f"device is 'cuda' and {missing}: choose device cpu, or install what is missing.")
 
 
-def free_cuda_memory() -> int:
-    return int(torch.cuda.mem_get_info()[0])
-
-
 def build_cuda(
     decoder: Decoder,
     config: EngineConfig,

@@ -24,10 +24,11 @@ from typing import Protocol, TypeVar
 
 from paceline.engine.executor import Executor
 from paceline.engine.loop import Loop
-from paceline.engine.output import OutputText, Piece, Timings, Usage
+from paceline.engine.output import Piece, Timings, Usage
 from paceline.request import FinishReason, InvalidRequest, PacelineError, Request, SamplingParams, Tokens, as_tokens
 from paceline.scheduler.plan import Finished, Updates
 from paceline.scheduler.scheduler import Scheduler
+from paceline.text.stop import TextStream
 from paceline.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -50,7 +51,7 @@ class Sink(Protocol):
 @dataclass(slots=True, eq=False)
 class _Live:
     request: Request
-    text: OutputText
+    text: TextStream
     sink: Sink
     num_tokens: int = 0
 
@@ -226,7 +227,8 @@ class Engine:
             eos_token_ids=tuple(sorted(self.tokenizer.eos_ids)),
             cache_salt=cache_salt,
         )
-        return _Live(request, OutputText(self.tokenizer, params.stop, params.min_tokens), sink)
+        text = TextStream(self.tokenizer, stop=params.stop, min_tokens=params.min_tokens)
+        return _Live(request, text, sink)
 
     def _post(self, items: Iterable[_Live | Callable[[], None]]) -> None:
         with self._wake:
@@ -299,13 +301,13 @@ class Engine:
             if id(request) in stopped and live.num_tokens == len(request.output):
                 continue
             try:
-                texts_of.append(live.text.push(token))
+                texts_of.append(live.text.push((token,)))
             except Exception as error:  # of this request's text: the others go on
                 self._end(live, FinishReason.ERROR, "".join(texts_of), tuple(tokens_of), repr(error))
                 self.scheduler.finish(request.id, FinishReason.ERROR, self.clock())
                 del texts[request.id]
                 continue
-            if live.text.stopped:
+            if live.text.matched is not None:
                 if not request.is_finished:
                     self.scheduler.finish(request.id, FinishReason.STOP, self.clock())
                 self._end(live, FinishReason.STOP, "".join(texts_of), tuple(tokens_of))

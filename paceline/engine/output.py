@@ -1,17 +1,10 @@
-"""What a caller gets: pieces while a request runs, and how its tokens become text.
-
-Text is made on the engine's thread, one request at a time: an error here ends its own request and no other.
-"""
+"""What a caller gets: pieces while a request runs, and with the last one what it took."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.request import FinishReason, Request
-from paceline.text.detokenize import Detokenizer
-from paceline.text.stop import StopScanner
-from paceline.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,34 +45,3 @@ class Piece:
     usage: Usage | None = None
     timings: Timings | None = None
     error: str | None = None  # with reason error: what happened
-
-
-class OutputText:
-    """One request's text: incomplete characters and possible beginnings of stop strings are held back."""
-
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], min_tokens: int) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
-        self._scanner = StopScanner(stop) if stop else None
-        self._unscanned = max(0, min_tokens - 1)  # tokens that no stop string may end at
-
-    @property
-    def stopped(self) -> bool:
-        return self._scanner is not None and self._scanner.matched is not None
-
-    def push(self, token: int) -> str:
-        text = self._detokenizer.push((token,))
-        if self._scanner is None:
-            return text
-        if self._unscanned:
-            self._unscanned -= 1
-            return text
-        return self._scanner.push(text)
-
-    def close(self) -> str:
-        """What was held back, when the request has ended."""
-        rest = self._detokenizer.flush()
-        if self._scanner is None:
-            return rest
-        if self._scanner.matched is not None:
-            return ""
-        return self._scanner.push(rest) + self._scanner.flush()

@@ -15,7 +15,7 @@ from paceline.scheduler.prefix_tree import PrefixTree
 def make_order(tree: PrefixTree, config: SchedulerConfig) -> Order:
     """The order `config.policy` names. Aging applies where requests could otherwise be overtaken for ever; under
     `priority` that is what the caller asked for, and `fcfs` and `hrrn` age by themselves."""
-    shuffle = random.Random(config.seed)
+    shuffle = random.Random(config.order_seed)
 
     def expected(request: Request) -> float:
         return request.expected_tokens if request.expected_tokens is not None else request.max_tokens

@@ -121,8 +121,10 @@ class TextStream:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special: bool = True,
+        min_tokens: int = 0,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special)
+        self._min_tokens = min_tokens  # no stop string ends at an earlier one
         self._scanner = StopScanner(stop, include_stop=include_stop) if stop else None
         self.num_tokens = 0  # ids taken; after a stop string, up to and with the one that completed it
 
@@ -142,7 +144,8 @@ class TextStream:
             if self._scanner.matched is not None:
                 break
             self.num_tokens += 1
-            pieces.append(self._scanner.push(self._detokenizer.push((index,))))
+            text = self._detokenizer.push((index,))
+            pieces.append(text if self.num_tokens < self._min_tokens else self._scanner.push(text))
         return "".join(pieces)
 
     def close(self) -> str:

@@ -79,3 +79,9 @@ def test_a_model_that_never_fits_twice_is_kept_once(monkeypatch: pytest.MonkeyPa
         assert decoder._head._packed is None
         found = llm.generate(prompts, params)
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"device is 'cuda' and .*: choose device cpu, or install what is missing"):
+        build_engine(**{**RANDOM, "device": "cuda"})

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine, EngineFailed
-from paceline.engine.output import OutputText, Piece
+from paceline.engine.output import Piece
 from paceline.llm import LLM
 from paceline.request import FinishReason, InvalidRequest, Refused, SamplingParams
+from paceline.text.stop import TextStream
 
 LONG = SamplingParams(temperature=0, max_tokens=600, ignore_eos=True)
 
@@ -167,16 +169,16 @@ def test_an_id_may_not_be_taken_twice(engine: Engine) -> None:
 
 
 def test_an_error_in_one_requests_text_harms_no_other(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    push, seen = OutputText.push, []
+    push, seen = TextStream.push, []
 
-    def breaking(self: OutputText, token: int) -> str:
+    def breaking(self: TextStream, ids: Iterable[int]) -> str:
         seen.append(self)
         if self is seen[0] and len(seen) > 6:
             raise ValueError("a broken text")
-        return push(self, token)
+        return push(self, ids)
 
     expected = [output.token_ids for output in LLM.from_engine(engine).generate(["one", "two", "three"], greedy(9))]
-    monkeypatch.setattr(OutputText, "push", breaking)
+    monkeypatch.setattr(TextStream, "push", breaking)
 
     async def three() -> list[list[Piece]]:
         return await asyncio.gather(*(collect(engine, text, greedy(9)) for text in ("one", "two", "three")))

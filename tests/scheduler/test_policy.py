@@ -58,7 +58,7 @@ def test_priority_then_arrival() -> None:
 def test_random_is_seeded() -> None:
     def shuffled(seed: int) -> list[str]:
         return order_of(
-            in_turn(policy="random", seed=seed, max_wait=math.inf), *(request([n], id=str(n)) for n in range(12))
+            in_turn(policy="random", order_seed=seed, max_wait=math.inf), *(request([n], id=str(n)) for n in range(12))
         )
 
     assert shuffled(1) == shuffled(1)

@@ -408,7 +408,7 @@ def test_a_shared_prefix_is_counted_once_not_once_per_sharer() -> None:
 
 
 def run_recorded(seed: int) -> tuple[str, list[str]]:
-    subject = harness(policy="random", seed=3, num_pages=24, overlap=True)
+    subject = harness(policy="random", order_seed=3, num_pages=24, overlap=True)
     tokens = np.random.default_rng(seed)
     for _ in range(30):
         subject.add(

@@ -1,0 +1,68 @@
+"""`paceline generate`: prompts in, answers out, and back to the shell."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from paceline.cli.options import Load, Model, Shape, takes
+from paceline.cli.sampling import MaxTokens, Seed, Stop, System, Temperature, TopK, TopP
+from paceline.config import EngineConfig
+from paceline.request import SamplingParams
+
+Prompts = Annotated[list[str], typer.Argument(help="One or more prompts, answered side by side.", show_default=False)]
+Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the model's chat template.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on to the last token asked for.",
+                                         rich_help_panel="Sampling")]  # fmt: skip
+
+
+@takes(EngineConfig)
+def generate(
+    options: dict[str, Any],
+    prompts: Prompts,
+    model: Model = None,
+    system: System = None,
+    raw: Raw = False,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    ignore_eos: IgnoreEos = False,
+    load: Load = "weights",
+    shape: Shape = None,
+) -> None:
+    """Answer prompts and end. One answer is shown as it is made, several when all are there."""
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens,
+        stop=tuple(stop or ()), ignore_eos=ignore_eos,
+    )  # fmt: skip
+    if raw and system is not None:
+        raise typer.BadParameter("--system belongs to the chat template, which --raw leaves out.")
+    if any(not prompt for prompt in prompts):
+        raise typer.BadParameter("a prompt is empty: give some text.", param_hint="PROMPTS")
+    from paceline.cli.loading import load_engine
+    from paceline.cli.streaming import stream
+    from paceline.llm import LLM
+
+    loaded = load_engine(model, load, shape, options)
+    before = [{"role": "system", "content": system}] if system is not None else []
+    with LLM.from_engine(loaded.engine) as llm:
+        encoded = [
+            llm.tokenizer.encode(prompt) if raw
+            else llm.tokenizer.encode_chat([*before, {"role": "user", "content": prompt}])
+            for prompt in prompts
+        ]  # fmt: skip
+        if len(prompts) > 1:
+            outputs = llm.generate(encoded, params, progress=sys.stderr.isatty())
+            for prompt, output in zip(prompts, outputs, strict=True):
+                typer.secho(f"> {prompt}", bold=True)
+                typer.echo(f"{output.text}\n")
+            return
+        with stream(llm.engine, encoded[0], params) as pieces:
+            for piece in pieces:
+                typer.echo(piece.text, nl=False)
+        typer.echo()

@@ -1,0 +1,142 @@
+"""From a model's name to an engine, with bars on the error stream so that the output is only output."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from paceline.config import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An engine and what to say about it."""
+
+    engine: Engine
+    name: str
+    family: str
+    num_parameters: int
+    dtype: str
+    device: str
+    num_threads: int
+    kv_tokens: int
+    kv_bytes: int
+    context_tokens: int
+    max_tokens: int  # of one request, by context and memory
+    seconds: float
+
+
+@contextmanager
+def bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar of bytes that appears with the first of them and leaves no trace."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        task: Any = None
+
+        def advance(done: int, total: int) -> None:
+            nonlocal task
+            if task is None:
+                task = progress.add_task(title, total=total)
+            progress.update(task, completed=done, total=total)
+
+        yield advance
+
+
+def fetch(model: str | None) -> Path:
+    """Where the model is, after fetching it if it is not here yet."""
+    from paceline.model.fetch import DEFAULT_MODEL, find_model
+
+    name = model or DEFAULT_MODEL
+    fetched = False
+
+    with bar(f"fetching {name}") as advance:
+
+        def note(done: int, total: int) -> None:
+            nonlocal fetched
+            fetched = True
+            advance(done, total)
+
+        path = find_model(name, progress=note)
+    if fetched:
+        checked = ", its checksum is right" if model in (None, DEFAULT_MODEL) else ""
+        errors.print(f"Fetched {name} to {path}{checked}.", markup=False)
+    return path
+
+
+def name_of(model: str | None, path: Path | None, shape: str | None) -> str:
+    """What to call a model: its id, or its file's or folder's name."""
+    from paceline.model.fetch import DEFAULT_MODEL
+
+    if path is None:
+        return shape or "random"
+    if model is None:
+        return DEFAULT_MODEL
+    if not Path(model).expanduser().exists():
+        return model  # a hub id, or the default model's name
+    return path.stem if path.is_file() else path.resolve().name
+
+
+def load_engine(model: str | None, load: str, shape: str | None, options: dict[str, Any]) -> Loaded:
+    if load == "random" and model is not None:
+        raise ConfigError(f"model is {model!r} and load is 'random': leave the model out and give a shape.")
+    began = time.perf_counter()
+    path = None if load == "random" else fetch(model)
+    name = name_of(model, path, shape)
+    with errors.status("importing torch"):  # a sign of life: it takes a second or two
+        import torch
+
+        from paceline.engine.build import build_engine
+        from paceline.engine.torch_executor import CpuDevice, TorchExecutor
+    with bar(f"loading {name}") as advance:
+        engine = build_engine(path, load=load, shape=shape, progress=advance, **options)
+    executor, config = engine.executor, engine.scheduler.config
+    assert isinstance(executor, TorchExecutor) and isinstance(executor.device, CpuDevice), "the only ones there are"
+    decoder = executor.device.decoder
+    kv_tokens = config.num_pages * config.page_size
+    return Loaded(
+        engine=engine,
+        name=name,
+        family=decoder.spec.family,
+        num_parameters=decoder.spec.num_parameters,
+        dtype=str(decoder.dtype).removeprefix("torch."),
+        device="cpu",
+        num_threads=options.get("threads") or torch.get_num_threads(),
+        kv_tokens=kv_tokens,
+        kv_bytes=kv_tokens * decoder.spec.kv_bytes_per_token(decoder.dtype.itemsize),
+        context_tokens=config.context_tokens,
+        max_tokens=max_request_tokens(engine),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def max_request_tokens(engine: Engine) -> int:
+    """What a prompt and its output may have together at the very most."""
+    config = engine.scheduler.config
+    return min(config.context_tokens, (config.num_pages - config.pin_quota_pages) * config.page_size)
+
+
+def size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} GB"
+
+
+def count(number: int) -> str:
+    """Parameters, as people say them."""
+    if number < 1_000_000:
+        return f"{number:,}"
+    return f"{number / 1e6:.1f} M" if number < 1_000_000_000 else f"{number / 1e9:.1f} G"

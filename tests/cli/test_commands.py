@@ -1,0 +1,188 @@
+"""The commands as a user types them, with the tiny random model where a model is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config import ConfigError, EngineConfig, SchedulerConfig, ServerConfig
+from paceline.model.fetch import DEFAULT_MODEL
+from tests.cli.conftest import RANDOM
+
+Run = Callable[..., Any]
+
+
+def test_generate_prints_the_answer_and_nothing_else(run: Run) -> None:
+    result = run("generate", "Hello", "--max-tokens", "8", *RANDOM)
+    assert result.exit_code == 0, result.output
+    again = run("generate", "Hello", "--max-tokens", "8", *RANDOM)
+    assert result.stdout == again.stdout and result.stdout.strip()
+    assert result.stderr == ""
+
+
+def test_generate_answers_several_prompts_in_their_order(run: Run) -> None:
+    asked = ("--max-tokens", "8", *RANDOM)
+    result = run("generate", "one", "two", *asked)
+    assert result.exit_code == 0, result.output
+    one, two = (run("generate", prompt, *asked).stdout.rstrip("\n") for prompt in ("one", "two"))
+    assert result.stdout == f"> one\n{one}\n\n> two\n{two}\n\n"
+
+
+def test_generate_raw_continues_the_text_without_a_template(run: Run) -> None:
+    raw, chat = (run("generate", "one", "--max-tokens", "8", *raw, *RANDOM).stdout for raw in (["--raw"], []))
+    assert raw != chat
+
+
+def test_sampling_options_reach_the_model(run: Run) -> None:
+    hot = [run("generate", "one", "--max-tokens", "8", "--temperature", "9", "--seed", seed, *RANDOM).stdout
+           for seed in ("1", "1", "2")]  # fmt: skip
+    assert hot[0] == hot[1] != hot[2]
+    greedy = run("generate", "one", "--max-tokens", "8", *RANDOM).stdout
+    assert run("generate", "one", "--max-tokens", "8", "--stop", greedy[2:4], *RANDOM).stdout == f"{greedy[:2]}\n"
+
+
+def test_chat_answers_every_line_of_a_pipe(run: Run) -> None:
+    asked = ("chat", "--temperature", "0", "--max-tokens", "6", *RANDOM)
+    result = run(*asked, said="hello\n\nand you?\n/reset\nhello\n/exit\nnever read\n")
+    assert result.exit_code == 0, result.output
+    answers = result.stdout.split("\n\n")
+    assert len(answers) == 4 and answers[3] == ""
+    first, second, third = answers[:3]
+    assert first == third, "after /reset the conversation begins anew"
+    alone = run(*asked, said="and you?\n").stdout
+    assert second != alone.split("\n\n")[0], "the history is part of the prompt"
+
+
+def test_chat_goes_on_after_a_message_that_does_not_fit(run: Run) -> None:
+    result = run("chat", "--temperature", "0", "--max-tokens", "6", *RANDOM, said=f"{'word ' * 3000}\nhello\n")
+    assert result.exit_code == 0, result.output
+    assert "/reset begins anew." in result.stderr
+    assert result.stdout == run("chat", "--temperature", "0", "--max-tokens", "6", *RANDOM, said="hello\n").stdout
+
+
+def test_a_system_message_changes_the_answer(run: Run) -> None:
+    asked = ("--max-tokens", "8", *RANDOM)
+    assert run("generate", "hi", *asked).stdout != run("generate", "hi", "--system", "be brief", *asked).stdout
+
+
+def test_models_lists_what_is_here_and_which_shapes_exist(run: Run, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    result = run("models")
+    assert result.exit_code == 0, result.output
+    assert f"`paceline pull` fetches {DEFAULT_MODEL}" in result.stdout
+    assert "tiny-qwen3" in result.stdout and "qwen3-0.6b" in result.stdout and "mistral" in result.stdout
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"x" * 2000)
+    listed = run("models").stdout
+    assert DEFAULT_MODEL in listed and "2 kB" in listed and str(tmp_path / "models") in listed
+
+
+def test_pull_says_where_a_model_is_that_is_here_already(run: Run) -> None:
+    result = run("pull")
+    assert result.exit_code == 0, result.output
+    assert Path(result.stdout.strip()).is_file()
+    assert run("pull", DEFAULT_MODEL).stdout == result.stdout
+
+
+def test_pull_shows_that_it_fetches_and_checks(run: Run, tmp_path: Path, monkeypatch: Any) -> None:
+    def fetch(name: str, *, progress: Any) -> Path:
+        progress(50, 100)
+        progress(100, 100)
+        return tmp_path / "model.gguf"
+
+    monkeypatch.setattr("paceline.model.fetch.find_model", fetch)
+    result = run("pull")
+    assert result.stdout == f"{tmp_path / 'model.gguf'}\n"
+    assert result.stderr == f"Fetched {DEFAULT_MODEL} to {tmp_path / 'model.gguf'}, its checksum is right.\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("generate", "hi", "--model", "no/such/model/here"), "model is 'no/such/model/here', which does not exist"),
+        (
+            ("generate", "hi", "--temperature", "-1"),
+            "temperature is -1.0: give 0 (always the likeliest token) to 10000.",
+        ),
+        (("generate", "hi", "--max-tokens", "0"), "max_tokens is 0: ask for at least 1 token."),
+        (("generate", "hi", "--load", "random"), "load is 'random' and no shape is given"),
+        (("generate", "hi", "--load", "random", "--shape", "huge"), "shape is 'huge', which is not known"),
+        (("generate", "hi", "--load", "random", "--model", "x"), "leave the model out and give a shape."),
+        (("generate", "hi", *RANDOM[:4], "--kv-tokens", "0"), "kv_tokens is 0: give 1 or more."),
+        (("serve", *RANDOM, "--port", "0", "--page-size", "0"), "page_size is 0: give 1 or more."),
+        (("serve", "--port", "70000"), "port is 70000: give 65535 or less."),
+        (("serve", "--host", "not an address"), "host is 'not an address'"),
+        (("serve", "--tenant-weights", "alice"), "tenant_weights has 'alice': give pairs such as alice=2,bob=1."),
+        (("bench", "offline", "--against", "transformers", "--only", "all"), "only is 'all': choose of single"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("paceline: ") and result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("serve", "--polcy", "fair"), "No such option"),
+        (("serve", "--policy", "best"), "'best' is not one of 'fair', 'fcfs'"),
+        (("serve", "--port", "web"), "--port"),
+        (("generate",), "Missing argument"),
+        (("generate", "--raw", "--system", "x", "hi"), "--system belongs to the chat template"),
+        (("bench", "offline", "--against", "llama.cpp"), "is not one of 'transformers'"),
+        (("fly",), "No such command"),
+    ],
+)
+def test_a_wrong_option_is_named(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    flat = " ".join(result.stderr.replace("│", " ").split())
+    assert message in flat and "Traceback" not in flat
+
+
+def test_serve_offers_every_option_there_is() -> None:
+    text = subprocess.run(
+        [sys.executable, "-m", "paceline.cli", "serve", "--help"],
+        check=True, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"},
+    ).stdout  # fmt: skip
+    for config in (ServerConfig, EngineConfig, SchedulerConfig):
+        for item in dataclasses.fields(config):
+            assert f"--{item.name.replace('_', '-')} " in text, item.name
+    for group in ("Server", "Engine", "Memory", "A forward pass", "Order of requests", "Limits", "Other"):
+        assert f"─ {group} ─" in text
+
+
+def test_options_that_the_engine_computes_are_not_given_a_default_that_is_not_theirs() -> None:
+    from paceline.cli.options import COMPUTED
+    from paceline.engine.build import _CPU_DEFAULTS
+
+    assert {*_CPU_DEFAULTS, "num_pages", "context_tokens"} == COMPUTED
+
+
+def test_weights_are_pairs() -> None:
+    from paceline.cli.options import parse_weights
+
+    assert parse_weights("alice=2, bob=0.5") == {"alice": 2.0, "bob": 0.5}
+    with pytest.raises(ConfigError, match="tenant_weights has 'bob=x'"):
+        parse_weights("bob=x")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["bench", "--help"], ["--version"]])
+def test_help_needs_no_torch(arguments: list[str]) -> None:
+    code = (
+        f"import sys\nsys.argv = ['paceline', *{arguments}]\nfrom paceline.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print([name for name in ('torch', 'tokenizers', 'starlette', 'uvicorn') if name in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert run.stdout.splitlines()[-1] == "[]"

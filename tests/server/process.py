@@ -1,0 +1,68 @@
+"""`paceline serve` as a process of its own, as a user starts it."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+_START_S = 120  # loading, on a machine that does other things too
+
+
+@dataclass
+class Served:
+    process: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return next(match[0] for line in self.lines if (match := re.search(r"http://[\d.]+:\d+", line)))
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def signal(self, number: int) -> float:
+        """Sends a signal and waits for the end. Returns the seconds it took."""
+        began = time.monotonic()
+        self.process.send_signal(number)
+        self.process.wait(30)
+        return time.monotonic() - began
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[Served]:
+    """A server on a free port, ready for requests; killed at the end if it still lives."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline.cli", "serve", "--port", "0", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    served = Served(process)
+    reader = threading.Thread(target=_read, args=(served,), daemon=True)
+    reader.start()
+    try:
+        deadline = time.monotonic() + _START_S
+        while not any("Ctrl-C" in line for line in served.lines):
+            assert process.poll() is None, f"it ended with {process.returncode}: {served.output}"
+            assert time.monotonic() < deadline, f"it did not start: {served.output}"
+            time.sleep(0.02)
+        yield served
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        reader.join()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _read(served: Served) -> None:
+    assert served.process.stdout is not None
+    for line in served.process.stdout:
+        served.lines.append(line)

@@ -1,0 +1,168 @@
+"""A bad request gets one clear sentence, harms nobody, and the next one is served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.engine.engine import Engine
+from paceline.server.fields import NOT_YET
+from tests.server.serving import CHAT, COMPLETIONS, HELLO, TEXT, Caller, app_of
+
+
+def refused(caller: Caller, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+    response = caller.post(path, body)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and "\n" not in error["message"]
+    caller.ok(CHAT, HELLO)
+    return error
+
+
+def messages(*said: Any) -> dict[str, Any]:
+    return {"messages": list(said)}
+
+
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "message"),
+    [
+        ({"messages": []}, "messages", "messages is []: give a list of at least one message."),
+        ({"messages": "hi"}, "messages", "messages is 'hi': give a list."),
+        ({"messages": None}, "messages", "messages is None: give a list."),
+        (messages(3), "messages", "messages[0] has the wrong type: give an object."),
+        (messages({"role": "king", "content": "x"}), "messages",
+         "messages[0].role is 'king': choose one of system, developer, user, assistant."),
+        (messages({"role": "tool", "content": "x"}), "messages",
+         "messages[0].role is 'tool': choose one of system, developer, user, assistant."),
+        (messages({"content": "x"}), "messages",
+         "messages[0].role is None: choose one of system, developer, user, assistant."),
+        (messages(USER, {"role": "user"}), "messages",
+         "messages[1].content is missing: give a string or a list of text parts."),
+        (messages({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}), "messages",
+         "messages[0].content[0].type is 'image_url': only text parts are supported."),
+        (messages({"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}), "messages",
+         "messages[0].tool_calls is [{'id': '1'}], which is not supported yet: leave it out."),
+        (messages({**USER, "colour": "red"}), "messages",
+         "messages[0].colour is not a field of a message: leave it out."),
+        ({"max_tokens": -5}, "max_tokens", "max_tokens is -5: ask for at least 1 token."),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0: ask for at least 1 token."),
+        ({"max_tokens": 1.5}, "max_tokens", "max_tokens is 1.5: give a whole number."),
+        ({"max_tokens": "many"}, "max_tokens", "max_tokens is 'many': give a whole number."),
+        ({"max_tokens": True}, "max_tokens", "max_tokens is True: give a whole number."),
+        ({"max_completion_tokens": 3}, "max_completion_tokens",
+         "max_completion_tokens is 3 and max_tokens, its older name, is 6: give one of them."),
+        ({"temperature": -1}, "temperature", "temperature is -1.0: give 0 (always the likeliest token) to 10000."),
+        ({"temperature": "hot"}, "temperature", "temperature is 'hot': give a number."),
+        ({"top_p": 0}, "top_p", "top_p is 0.0: give a number above 0 and up to 1 (all tokens)."),
+        ({"top_k": 0}, "top_k", "top_k is 0: give 1 or more, or leave it out to keep all tokens."),
+        ({"seed": 10**30}, "seed", f"seed is {10**30}: give a whole number of 64 bits."),
+        ({"stop": [""]}, "stop", "stop has '': give strings of at least one character."),
+        ({"stop": ["a"] * 17}, "stop", "stop has 17 strings: give at most 16."),
+        ({"stop": [1]}, "stop", "stop[0] has the wrong type: give a string."),
+        ({"min_tokens": 9}, "min_tokens", "min_tokens is 9, more than max_tokens 6: lower it."),
+        ({"stream": "yes"}, "stream", "stream is 'yes': give true or false."),
+        ({"stream_options": {"include_usage": True}}, "stream_options",
+         "stream_options is given and stream is not true: leave it out, or stream."),
+        ({"temprature": 1}, "temprature",
+         "temprature is not a parameter of this request: did you mean temperature?"),
+        ({"n": 2}, "n", "n is 2, which is not supported yet: leave it out."),
+        ({"n": True}, "n", "n is True, which is not supported yet: leave it out."),
+        ({"response_format": {"type": "json_object"}}, "response_format",
+         "response_format is {'type': 'json_object'}, which is not supported yet: leave it out."),
+    ],
+)  # fmt: skip
+def test_a_bad_chat_request_is_told_what_is_wrong(caller: Caller, changes: Any, param: str, message: str) -> None:
+    error = refused(caller, CHAT, {**HELLO, **changes})
+    assert (error["message"], error["param"], error["type"]) == (message, param, "invalid_request_error")
+
+
+@pytest.mark.parametrize("name", sorted(NOT_YET))
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_supported_is_refused_and_never_ignored(caller: Caller, name: str, stream: bool) -> None:
+    error = refused(caller, CHAT, {**HELLO, "stream": stream, name: {"something": "else"}})
+    assert error["param"] == name and error["code"] == "unsupported_parameter" and name in error["message"]
+
+
+@pytest.mark.parametrize("missing", ["model", "messages"])
+def test_a_missing_field_is_named(caller: Caller, missing: str) -> None:
+    error = refused(caller, CHAT, {name: value for name, value in HELLO.items() if name != missing})
+    assert error["param"] == missing and error["message"] == f"{missing} is missing: give it."
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "prompt is empty: give at least one token."),
+        ([], "prompt is []: give a string, a list of token ids, or a list of either."),
+        (["a", ""], "prompt[1] is empty: give at least one token."),
+        ([[1], []], "prompt[1] is empty: give at least one token."),
+        (["a", 1], "prompt is ['a', 1]: give a string, a list of token ids, or a list of either."),
+        ([1.5], "prompt is [1.5]: give a string, a list of token ids, or a list of either."),
+        ({"text": "a"}, "prompt is {'text': 'a'}: give a string, a list of token ids, or a list of either."),
+        ([1, -2], "prompt has token id -2: give ids from 0 to 511."),
+        ([1, 512], "prompt has token id 512: give ids from 0 to 511."),
+        ([1, 2**70], f"prompt has token id {2**70}: give ids from 0 to 511."),
+        (["a"] * 129, "prompt has 129 entries: give at most 128."),
+    ],
+)
+def test_a_bad_prompt_is_told_what_is_wrong(caller: Caller, prompt: Any, message: str) -> None:
+    error = refused(caller, COMPLETIONS, {**TEXT, "prompt": prompt})
+    assert (error["message"], error["param"]) == (message, "prompt")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("changes", [{"max_tokens": 10**9}, {"prompt": [5] * 3000}, {"prompt": ["a", "b " * 3000]}])
+def test_what_can_never_fit_is_refused_with_a_status_also_in_a_stream(
+    caller: Caller, changes: Any, stream: bool
+) -> None:
+    error = refused(caller, COMPLETIONS, {**TEXT, "stream": stream, **changes})
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    assert "together they may be 2048; shorten the prompt or lower max_tokens." in error["message"]
+
+
+def test_an_unknown_model_is_404_and_says_which_are_known(caller: Caller) -> None:
+    error = refused(caller, CHAT, {**HELLO, "model": "gpt-9"}, status=404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert error["message"] == "model is 'gpt-9', which is not served here: use 'tiny'."
+    assert caller.request("GET", "/v1/models/gpt-9").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b"[" * 100_000, b'{"model": NaN}',
+             b'{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}'],
+)  # fmt: skip
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_body_that_is_no_json_object_is_400(caller: Caller, path: str, body: bytes) -> None:
+    response = caller.request("POST", path, content=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "invalid_json"
+
+
+def test_a_body_too_large_is_413(engine: Engine) -> None:
+    caller = Caller(app_of(engine, max_body_bytes=2000))
+    error = refused(caller, CHAT, {**HELLO, "metadata": {"padding": "x" * 2000}}, status=413)
+    assert error["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", CHAT, 405, "method_not_allowed"),
+        ("DELETE", COMPLETIONS, 405, "method_not_allowed"),
+        ("POST", "/health", 405, "method_not_allowed"),
+        ("GET", "/v1/nothing", 404, "not_found"),
+        ("POST", "/v1/embeddings", 404, "not_found"),
+    ],
+)
+def test_a_wrong_route_or_method_has_the_shape_of_every_error(
+    caller: Caller, method: str, path: str, status: int, code: str
+) -> None:
+    response = caller.request(method, path)
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
+    assert ("allow" in response.headers) == (status == 405)
