@@ -167,6 +167,10 @@ class EngineConfig:
         low=0.001, high=0.95,
     )  # fmt: skip
 
+    record: str | None = option(
+        None, "file to write every request (as hashes of its tokens, no text) and every pass to, for `paceline sim`"
+    )
+
     def __post_init__(self) -> None:
         check_options(self)
 
