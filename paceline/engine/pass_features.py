@@ -34,6 +34,15 @@ class PassFeatures(msgspec.Struct, frozen=True, gc=False):
     join_tokens: int
     num_page_changes: int
 
+    @property
+    def own_tokens(self) -> int:
+        """KV positions that decode rows read, each counted once however many rows read it."""
+        return self.context_tokens - self.repeated_tokens
+
+    @property
+    def has_prompts(self) -> bool:
+        return self.num_prompts > 0
+
 
 class PlanReader:
     """Reads the features off plans. `buckets`: rows of the graphs there are, ascending."""

@@ -66,6 +66,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, tag="request", tag_field="lin
     finished_s: float | None
     cached_tokens: int
     retractions: int
+    known_length: bool = True  # nothing but its length could end it, and the scheduler knew
 
 
 class RecordedPass(msgspec.Struct, frozen=True, tag="pass", tag_field="line"):
@@ -173,6 +174,7 @@ class Recorder:
             finished_s=since(request.finished),
             cached_tokens=request.num_cached,
             retractions=request.retractions,
+            known_length=request.ends_by_length,
         )
 
     def _blocks(self, request: Request) -> list[int]:
@@ -242,7 +244,11 @@ class _RecordedPending:
 def read_recording(path: Path) -> Iterator[Line]:
     """The lines of a recording. One that is cut off at the end, as by a crash, is left out."""
     decoder = msgspec.json.Decoder(Line)
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"recording {str(path)!r} cannot be read: {error.strerror}.") from None
+    with file:
         for number, text in enumerate(file, 1):
             if not text.endswith(b"\n"):
                 return
