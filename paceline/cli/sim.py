@@ -243,6 +243,17 @@ def _replayed(
     return [dataclasses.asdict(item) for item in found]
 
 
+@app.command()
+def ui(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 8001,
+) -> None:
+    """A page that plays runs step by step: queue, pages, prefix tree, and the reason for every decision."""
+    from paceline.simulator.ui import serve
+
+    serve(host, port, lambda url: Console().print(f"The simulator is at {url} · Ctrl-C ends it.", highlight=False))
+
+
 def _speed_of(*runs: Run) -> str:
     virtual, wall = sum(run.seconds for run in runs), sum(run.wall_s for run in runs)
     passes, factor = sum(run.passes for run in runs), virtual / max(wall, 1e-9)
