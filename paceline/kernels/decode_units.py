@@ -9,6 +9,9 @@ row 0   [ shared by 0, 1 ]  [ tail              (0,0..1) (1,0..1)  row 0: 2
 row 1   [ shared by 0, 1 ]  [   own   ][ tail                      row 1: 2, 3
 row 2   [  own   ][ tail                                           row 2: 0, 1
 
+Units come in the order shared, whole chunks, tails by falling length: programs take them in that order, and what is
+taken last should be short, or one multiprocessor is busy while all others wait.
+
 The token being decoded is not in the cache yet: the row's last unit, its tail, adds it from the qkv product, and a
 tail may hold nothing else. Hence a shared chunk must end at or before the position being decoded.
 """
@@ -112,13 +115,16 @@ def decode_units_reference(
     units = [[row, row_slots[row], first, count, c * size, (c + 1) * size, c, 0] for row, c, first, count in shared]
     rows: list[list[int]] = []
     partial = 0
+    whole, tails = [], []
     for row, (slot, position, first, count) in enumerate(zip(row_slots, positions, firsts, counts(size), strict=True)):
         rows.append([position, count, partial, slot])
         partial += count
         for index in range(covered[row], count):
             chunk = first // size + index
             begin, end = max(chunk * size, first), min((chunk + 1) * size, position)
-            units.append([row, slot, 0, 1, begin, end, index, int(index == count - 1)])
+            is_tail = index == count - 1
+            (tails if is_tail else whole).append([row, slot, 0, 1, begin, end, index, int(is_tail)])
+    units += whole + sorted(tails, key=lambda unit: (unit[4] - unit[5], unit[0]))
     return [[*unit, *rows[unit[0]][:3]] for unit in units], rows
 
 
@@ -139,6 +145,7 @@ def _decode_units_kernel(
     MIN_TOKENS: tl.constexpr,
     DOUBLINGS: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     BLOCK_U: tl.constexpr,
     COUNT_STEP: tl.constexpr,
 ):
@@ -156,9 +163,20 @@ def _decode_units_kernel(
         size = tl.where((total >= target_units) | (shared_count > 0), larger, size)
     count = tl.where(live, position // size - first // size + 1, 0)
     covered = tl.load(shared_chunks + row, mask=live & (shared_count > 0), other=0)
-    own = count - covered
-    unit = shared_count + tl.cumsum(own, axis=0) - own
-    tl.store(num_units, shared_count + tl.sum(own, axis=0))
+    whole = tl.where(live, count - covered - 1, 0)
+    unit = shared_count + tl.cumsum(whole, axis=0) - whole
+    num_whole = shared_count + tl.sum(whole, axis=0)
+    tl.store(num_units, num_whole + tl.sum(live.to(tl.int32), axis=0))
+    tail_begin = tl.maximum(position // size * size, first)
+    rank = tl.zeros([BLOCK_R], tl.int32)
+    for start in range(0, BLOCK_R, BLOCK_C):
+        other = start + tl.arange(0, BLOCK_C)
+        alive = other < tl.load(num_rows)
+        its = tl.load(num_computed + tl.load(row_slots + other, mask=alive, other=0), mask=alive, other=0)
+        its_first = tl.maximum(its + 1 - WINDOW, 0) if WINDOW else its * 0
+        longer = (its - tl.maximum(its // size * size, its_first))[None, :] - (position - tail_begin)[:, None]
+        before = alive[None, :] & ((longer > 0) | ((longer == 0) & (other[None, :] < row[:, None])))
+        rank += tl.sum(before.to(tl.int32), axis=1)
     if COUNT_STEP:
         tl.store(step, tl.load(step) + 1)
 
@@ -169,11 +187,12 @@ def _decode_units_kernel(
     tl.store(info + 2, partial, mask=live)
     tl.store(info + 3, slot, mask=live)
 
-    for i in range(0, tl.max(own, axis=0)):
+    for i in range(0, tl.max(whole, axis=0) + 1):
+        is_tail = i == whole
         index = covered + i
         chunk = first // size + index
-        mine = live & (i < own)
-        record = units + (unit + i) * 16
+        mine = live & (i <= whole)
+        record = units + tl.where(is_tail, num_whole + rank, unit + i) * 16
         tl.store(record, row, mask=mine)
         tl.store(record + 1, slot, mask=mine)
         tl.store(record + 2, row * 0, mask=mine)
@@ -181,7 +200,7 @@ def _decode_units_kernel(
         tl.store(record + 4, tl.maximum(chunk * size, first), mask=mine)
         tl.store(record + 5, tl.minimum((chunk + 1) * size, position), mask=mine)
         tl.store(record + 6, index, mask=mine)
-        tl.store(record + 7, (index == count - 1).to(tl.int32), mask=mine)
+        tl.store(record + 7, is_tail.to(tl.int32), mask=mine)
         tl.store(record + 8, position, mask=mine)
         tl.store(record + 9, count, mask=mine)
         tl.store(record + 10, partial, mask=mine)
@@ -240,7 +259,8 @@ def decode_units(
         MIN_TOKENS=chunks.min_tokens,
         DOUBLINGS=doublings,
         BLOCK_R=next_power_of_2(capacity),
+        BLOCK_C=min(next_power_of_2(capacity), 16),
         BLOCK_U=256,
         COUNT_STEP=step is not None,
-        num_warps=4,
+        num_warps=8,
     )
