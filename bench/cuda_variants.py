@@ -39,14 +39,14 @@ SHAPE, TOKENS = "qwen3-0.6b", 1_000_000
 TWICE = ("as shipped", "16,384 tokens a pass")  # the first prompts of a process wait for cuBLAS to load its kernels
 
 
-def narrow(rows: int, group: int, sharing: bool, short: bool) -> DecodeTuning:
+def narrow(rows: int, group: int, tile: int, short: bool) -> DecodeTuning:
     """32 keys and 2 warps from 33 rows on."""
-    found = decode_attention_tuning(rows, group, sharing)
+    found = decode_attention_tuning(rows, group, tile)
     return replace(found, block_n=32, num_warps=2, num_stages=4) if rows > 32 else found
 
 
-def more_registers(rows: int, group: int, sharing: bool, short: bool) -> DecodeTuning:
-    return replace(decode_attention_tuning(rows, group, sharing), max_registers=168)
+def more_registers(rows: int, group: int, tile: int, short: bool) -> DecodeTuning:
+    return replace(decode_attention_tuning(rows, group, tile), max_registers=168)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -23,9 +23,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from paceline.kernels._triton import cdiv, next_power_of_2, tl, triton
+
+Words = npt.NDArray[np.int32]
 
 # row, slot, first query, number of queries, begin, end, index among the row's partials, whether it is the tail,
 # and of the row: position, number of chunks, first partial. All in one record, since every further look-up would
@@ -64,6 +68,64 @@ def decode_chunks(rows: int) -> Chunks:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SharedUnits:
+    """The units that several rows share, as the host names them. Valid as long as the batch is made up the same way."""
+
+    units: Words  # [n, 4]: a row whose pages are read, chunk, first query, number of queries
+    query_rows: Words  # the rows of the units; units of the same rows name the same queries
+    covered: Words  # [rows]: how many leading chunks of each row are in shared units
+
+    @property
+    def num_saved_chunks(self) -> int:
+        """Chunks that nobody reads because another row of the same unit does."""
+        return int(self.units[:, 3].sum()) - len(self.units)
+
+
+NOTHING_SHARED = SharedUnits(np.empty((0, 4), np.int32), np.empty(0, np.int32), np.empty(0, np.int32))
+
+
+def shared_units(rows: Words, common: Words, num_rows: int, chunk: int, rows_per_unit: int) -> SharedUnits | None:
+    """Rows in depth-first order, of which rows[i] and rows[i + 1] begin with the same common[i] positions.
+
+    Chunk by chunk, rows that have it in common form a run, and a run is cut into units of nearly equal size. What
+    the runs are changes only at the depths where some rows part, so all chunks between two such depths are made at
+    once. None: no whole chunk is shared.
+    """
+    depth = common // chunk
+    if not depth.any():
+        return None
+    padded = np.concatenate([[0], depth, [0]])
+    covered = np.zeros(num_rows, np.int32)
+    covered[rows] = np.maximum(padded[:-1], padded[1:])
+    units, queries, num_queries, above = [], [], 0, 0
+    for below in np.unique(depth[depth > 0]).tolist():
+        ends = np.flatnonzero(padded < below)  # between rows end - 1 and end, nobody shares so deep
+        firsts, sizes = ends[:-1], np.diff(ends)
+        runs = sizes > 1
+        firsts, sizes = firsts[runs], sizes[runs]
+        tiles = -(-sizes // rows_per_unit)
+        run = np.repeat(np.arange(len(sizes)), tiles)
+        index = np.arange(len(run)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+        begins = sizes[run] * index // tiles[run]
+        counts = sizes[run] * (index + 1) // tiles[run] - begins
+        first_query = num_queries + np.cumsum(counts) - counts
+        members = (
+            np.repeat(firsts[run] + begins, counts)
+            + np.arange(counts.sum())
+            - np.repeat(np.cumsum(counts) - counts, counts)
+        )
+        queries.append(rows[members])
+        num_queries += len(members)
+        chunks = np.arange(above, below)
+        unit = np.stack([rows[firsts[run] + begins], run, first_query, counts], axis=1)
+        unit = np.tile(unit, (len(chunks), 1))
+        unit[:, 1] = np.repeat(chunks, len(run))
+        units.append(unit)
+        above = below
+    return SharedUnits(np.concatenate(units).astype(np.int32), np.concatenate(queries).astype(np.int32), covered)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class DecodeUnits:
     """Device buffers that the units of one pass live in. Rewritten by every pass, so one set per stream is enough."""
 
@@ -77,6 +139,8 @@ class DecodeUnits:
 
     @classmethod
     def empty(cls, rows: int, capacity: int, max_shared: int, device: torch.device | str) -> DecodeUnits:
+        """For `rows` rows and up to `capacity` units, of which `max_shared` are shared, with as many queries."""
+
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
@@ -87,7 +151,7 @@ class DecodeUnits:
             shared_units=zeros(max(max_shared, 1), 4),
             num_shared=zeros(1),
             shared_chunks=zeros(rows),
-            query_rows=zeros(max(capacity, 1)),
+            query_rows=zeros(max(max_shared, 1)),
         )
 
 
@@ -115,7 +179,8 @@ def decode_units_reference(
     units = [[row, row_slots[row], first, count, c * size, (c + 1) * size, c, 0] for row, c, first, count in shared]
     rows: list[list[int]] = []
     partial = 0
-    whole, tails = [], []
+    whole: list[list[int]] = []
+    tails: list[list[int]] = []
     for row, (slot, position, first, count) in enumerate(zip(row_slots, positions, firsts, counts(size), strict=True)):
         rows.append([position, count, partial, slot])
         partial += count
