@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.engine.cpu_decoder import CpuDecoder
 from paceline.engine.engine import Engine
 from paceline.engine.kv_cache import check_model_fits, num_kv_pages
+from paceline.engine.recording import Recorder
 from paceline.engine.torch_executor import CpuDevice, Model, TorchExecutor
 from paceline.model.decoder import Decoder
 from paceline.model.fetch import DEFAULT_MODEL, find_model
@@ -158,14 +160,30 @@ def _engine(
     config: EngineConfig,
     trace: Callable[[str, int, float], None] | None,
 ) -> Engine:
+    scheduler = Scheduler(scheduler_config)
     return Engine(
-        Scheduler(scheduler_config),
+        scheduler,
         executor,
         tokenizer,
         vocab_size=spec.vocab_size,
         overlap=config.overlap_mode,
         trace=trace,
         on_close=executor.close,
+        recorder=None if config.record is None else _recorder(config, scheduler, executor, spec),
+    )
+
+
+def _recorder(
+    config: EngineConfig, scheduler: Scheduler, executor: CudaDevice | TorchExecutor, spec: ModelSpec
+) -> Recorder:
+    return Recorder(
+        Path(str(config.record)),
+        scheduler,
+        time.monotonic,
+        device="cpu" if isinstance(executor, TorchExecutor) else torch.cuda.get_device_name(),
+        model=f"{spec.family}-{spec.num_parameters / 1e9:.2f}b",
+        overlap=config.overlap_mode,
+        buckets=[] if isinstance(executor, TorchExecutor) else list(executor.graphs.sizes),
     )
 
 

@@ -148,11 +148,11 @@ class _Pending:
             device_s = flight.began.elapsed_time(flight.ended) / 1e3
             stats.wait_s += time.perf_counter() - began
             stats.note(self._bucket, device_s)
-            if self._before is not None:
-                stats.idle_s += self._before.elapsed_time(flight.began) / 1e3
+            idle_s = self._before.elapsed_time(flight.began) / 1e3 if self._before is not None else 0.0
+            stats.idle_s += idle_s
             # A copy: the flight's buffer belongs to a later pass soon.
             tokens = flight.results[: self._num_tokens].numpy().copy() if self._num_tokens else NO_TOKENS
-            self._result = Result(tokens, device_s)
+            self._result = Result(tokens, device_s, idle_s=idle_s)
         return self._result
 
 

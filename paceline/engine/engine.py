@@ -25,6 +25,7 @@ from typing import Protocol, TypeVar
 from paceline.engine.executor import Executor
 from paceline.engine.loop import Loop
 from paceline.engine.output import Piece, Timings, Usage
+from paceline.engine.recording import Recorder
 from paceline.request import FinishReason, InvalidRequest, PacelineError, Request, SamplingParams, Tokens, as_tokens
 from paceline.scheduler.plan import Finished, Updates
 from paceline.scheduler.scheduler import Scheduler
@@ -83,12 +84,15 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         trace: Callable[[str, int, float], None] | None = None,
         on_close: Callable[[], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.tokenizer = tokenizer
         self.clock = clock
-        self.loop = Loop(scheduler, executor, clock, overlap=overlap != "off", sync=overlap == "sync", trace=trace)
+        self.recorder = recorder
+        watched = executor if recorder is None else recorder.watch(executor)
+        self.loop = Loop(scheduler, watched, clock, overlap=overlap != "off", sync=overlap == "sync", trace=trace)
         self._vocab_size = vocab_size
         self._on_close = on_close
         self._numbers = itertools.count()
@@ -200,6 +204,8 @@ class Engine:
         if self._on_close is not None:
             on_close, self._on_close = self._on_close, None
             on_close()
+            if self.recorder is not None:
+                self.recorder.close()
 
     @property
     def failure(self) -> BaseException | None:
