@@ -51,6 +51,7 @@ class SchedulerConfig:
     page_size: int = option(16, "KV positions in a page; 1 matches prefixes token by token", low=1)
     context_tokens: int = option(32768, "longest prompt plus output the model takes", low=2)
     prefix_cache: bool = option(True, "keep computed prefixes for later requests")
+    shared_reads: bool = option(True, "rows below the same cached prefix read its KV together, once")
     eviction: str = option("lru", "which cached prefix goes first when memory is short", choices=EVICTION)
     partial_eviction: bool = option(True, "take only the pages needed, from a cached prefix's tail; else all of it")
     pin_quota_pages: int = option(0, "pages that pinned prefixes may hold at most", low=0)

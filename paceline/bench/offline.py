@@ -248,7 +248,8 @@ def describe(llm: LLM, seconds: float, stats: Stats) -> str:
     return (
         f"{stats.passes} passes, {stats.graphs} graphs; device {stats.device_s:.3f} s, decoding {decoding:.3f}, "
         f"idle {stats.idle_s * 1e3:.1f} ms, host launching {stats.launch_s:.3f} s, waiting {stats.wait_s:.3f} s; "
-        f"KV read at {kv / max(decoding, 1e-9) / 1e12:.2f} TB/s of decoding time"
+        f"KV addressed at {kv / max(decoding, 1e-9) / 1e12:.2f} TB/s of decoding time, "
+        f"{stats.saved_tokens / max(stats.decode_context_tokens, 1):.1%} of it not read again"
     )
 
 

@@ -20,7 +20,6 @@ from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.engine.cpu_decoder import CpuDecoder
 from paceline.engine.engine import Engine
 from paceline.engine.kv_cache import check_model_fits, num_kv_pages
-from paceline.engine.recording import Recorder
 from paceline.engine.torch_executor import CpuDevice, Model, TorchExecutor
 from paceline.model.decoder import Decoder
 from paceline.model.fetch import DEFAULT_MODEL, find_model
@@ -33,6 +32,7 @@ from paceline.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from paceline.engine.cuda_device import CudaDevice
+    from paceline.engine.recording import Recorder
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -176,6 +176,8 @@ def _engine(
 def _recorder(
     config: EngineConfig, scheduler: Scheduler, executor: CudaDevice | TorchExecutor, spec: ModelSpec
 ) -> Recorder:
+    from paceline.engine.recording import Recorder  # its lines need msgspec, which a bare GPU host may lack
+
     return Recorder(
         Path(str(config.record)),
         scheduler,
