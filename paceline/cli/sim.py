@@ -222,7 +222,10 @@ def _replayed(
     found = [item for path, one in zip(paths, read, strict=True) for item in replay(path, one, profile)]
     if not found:
         return []
-    table = Table(title="Recorded runs, simulated from their requests alone")
+    table = Table(
+        title="Recorded runs, simulated from their requests alone",
+        caption="Seconds from the first arrival to the last token. A process's first run also loads and compiles.",
+    )
     for title in (
         "run",
         "measured s",

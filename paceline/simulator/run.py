@@ -197,7 +197,7 @@ def simulate(
     """Runs `arrivals` to their end, or to the end of so many passes."""
     began = time.perf_counter()
     clock = VirtualClock()
-    charged = Charged(profile, clock, config.page_size)
+    charged = Charged(profile, clock)
     executor = VirtualExecutor(clock, charged, _Script(arrivals))
     scheduler = Scheduler(config)
     watched = executor if observer is None else _Watched(executor, clock, observer)

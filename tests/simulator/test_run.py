@@ -78,12 +78,9 @@ def test_without_overlap_host_and_device_add_up() -> None:
 @pytest.mark.parametrize("name", profile_names())
 def test_no_profile_gets_faster_with_more_to_do(name: str) -> None:
     profile = load_profile(name)
-    assert profile.bucket_s == sorted(profile.bucket_s)
-    assert all(
-        value >= 0
-        for part in (profile.decode, profile.prompt, profile.host)
-        for value in (part.base, *part.per.values())
-    )
+    assert min(profile.bucket_s) > 0
+    parts = [part for part in (profile.decode, profile.shared, profile.prompt, profile.host) if part is not None]
+    assert all(value >= 0 for part in parts for value in (part.base, *part.per.values()))
 
 
 def test_runs_in_processes_are_the_runs_here() -> None:
@@ -116,7 +113,7 @@ def test_the_simulator_plans_what_the_cpu_runs(overlap: bool) -> None:
     try:
         config = engine.scheduler.config
         clock = VirtualClock()
-        virtual = VirtualExecutor(clock, Charged(H200, clock, config.page_size))
+        virtual = VirtualExecutor(clock, Charged(H200, clock))
         plans = [_plans(config, executor, overlap) for executor in (engine.executor, virtual)]
     finally:
         engine.close()
