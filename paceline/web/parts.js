@@ -187,7 +187,7 @@ export function Tree({ snapshot }) {
   const x = tokens => (tokens / deepest) * (width - 2) + 1;
   const label = node => [node.sharers > 1 && `×${node.sharers}`, node.waiting && `${node.waiting} wait`].filter(Boolean).join(" · ");
   return html`<section class="card wide"><h2><b>Prefix tree</b> ${drawn.length} prefixes, up to ${whole(deepest)} tokens deep${leftOut ? `, ${leftOut} more not drawn` : ""}</h2>
-    <div ref=${box}>${drawn.length
+    <div ref=${box} class="tree">${drawn.length
       ? html`<svg width=${width} height=${rows * high + 2} role="img" aria-label="prefix tree">
         ${drawn.map(node => {
           const wide = Math.max(2, x(node.start + node.tokens) - x(node.start) - 1.5), tall = node.leaves * high - 1.5;
@@ -285,7 +285,7 @@ export function Lanes({ lanes, time, overlap }) {
 // ------------------------------------------------------------------ charts
 
 /** Lines over time. `series`: [{name, values, colour, dash, format}], all on `times`; `mark`: a moment to point at. */
-export function Chart({ title, times, series, height = 120, mark = null, format = whole }) {
+export function Chart({ title, times, series, height = 120, mark = null, format = whole, xFormat = ticks => ticks.map(seconds) }) {
   const ref = useRef(null), chart = useRef(null), at = useRef(mark);
   const theme = useTheme();
   at.current = mark;
@@ -294,7 +294,7 @@ export function Chart({ title, times, series, height = 120, mark = null, format 
     const options = {
       width: ref.current.clientWidth || 300, height, cursor: { show: false }, legend: { show: false }, padding: [8, 8, 0, 0],
       scales: { x: { time: false }, y: { range: (_, low, high) => [0, Math.max(high || 0, 1e-9) * 1.08] } },
-      axes: [{ ...axis, size: 24, values: (_, ticks) => ticks.map(seconds), space: 70 }, { ...axis, size: 54, values: (_, ticks) => ticks.map(format), space: 28 }],
+      axes: [{ ...axis, size: 24, values: (_, ticks) => xFormat(ticks), space: 70 }, { ...axis, size: 54, values: (_, ticks) => ticks.map(format), space: 28 }],
       series: [{}, ...series.map(({ colour, dash }) => ({ stroke: css(colour) || colour, width: 1.6, dash, points: { show: false } }))],
       hooks: { draw: [plot => {
         if (at.current == null) return;

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import uvicorn
 from playwright.sync_api import Page, expect
 from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.simulator.ui import DEFAULTS, App
+from tests.pages.serving import served
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(App(), port=0, log_level="error", lifespan="off"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive(), "the page's server did not start"
-    port = server.servers[0].sockets[0].getsockname()[1]
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    thread.join()
+    with served(App()) as address:
+        yield address
 
 
 def from_the_command_line(path: Path, **changed: object) -> dict[str, float]:
