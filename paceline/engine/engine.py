@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from paceline.engine.executor import Executor
 from paceline.engine.loop import Loop
@@ -45,6 +45,10 @@ class EngineFailed(PacelineError):
 class Sink(Protocol):
     """Where a request's pieces go. Called on the engine's thread; must not block."""
 
+    @property
+    def wants_all_at_once(self) -> bool:
+        """Nothing before the end: text that nobody reads yet is not made."""
+
     def put(self, piece: Piece) -> None: ...
 
     def refuse(self, error: PacelineError) -> None:
@@ -56,12 +60,15 @@ class _Live:
     request: Request
     text: TextStream
     sink: Sink
+    is_quiet: bool  # one piece, at the end; a stop string must be looked for all the time
     num_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _AsyncSink:
     """Pieces for a coroutine; those of one step cross over to its event loop together."""
+
+    wants_all_at_once: ClassVar[bool] = False
 
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue[Piece | PacelineError]
@@ -236,7 +243,7 @@ class Engine:
             cache_salt=cache_salt,
         )
         text = TextStream(self.tokenizer, stop=params.stop, min_tokens=params.min_tokens)
-        return _Live(request, text, sink)
+        return _Live(request, text, sink, is_quiet=sink.wants_all_at_once and not params.stop)
 
     def _post(self, items: Iterable[_Live | Callable[[], None]]) -> None:
         with self._wake:
@@ -301,7 +308,7 @@ class Engine:
         texts: dict[str, tuple[list[str], list[int]]] = {}
         for request, token in zip(updates.requests, updates.tokens.tolist(), strict=True):
             live = self._live.get(request.id)
-            if live is None or live.request is not request:
+            if live is None or live.is_quiet or live.request is not request:
                 continue  # several tokens in one pass: those behind a stop string
             live.num_tokens += 1
             texts_of, tokens_of = texts.setdefault(request.id, ([], []))
@@ -340,6 +347,13 @@ class Engine:
              error: str | None = None) -> None:  # fmt: skip
         request = live.request
         del self._live[request.id]
+        if live.is_quiet and error is None:
+            tokens, live.num_tokens = tuple(request.output), len(request.output)
+            try:
+                # The scheduler ended it with `stop` at its stop token: that one is no text.
+                text = live.text.push(tokens[:-1] if reason is FinishReason.STOP else tokens)
+            except Exception as failure:  # of this request's text: the others go on
+                reason, error = FinishReason.ERROR, repr(failure)
         if error is None:
             text += live.text.close()
         usage = Usage(len(request.prompt), request.num_cached, live.num_tokens)
