@@ -110,15 +110,14 @@ def compare(
     limit: Limit = None,
     queue: Annotated[
         float | None,
-        typer.Option(help="Speed arrivals up by tenths until fcfs has so many requests waiting on average."),
+        typer.Option(help="Speed arrivals up by quarters until fcfs has so many requests waiting on average."),
     ] = None,
     overlap: Overlap = True,
     json_file: Json = None,
     plot: PlotFile = None,
 ) -> None:
     """The same arrivals under several policies: hit rate, first token, waiting, side by side."""
-    from paceline.simulator.compare import compare as compare_all
-    from paceline.simulator.compare import faster, scheduler_config, speed_up_until
+    from paceline.simulator.compare import Comparison, scheduler_config
     from paceline.simulator.profile import load_profile
 
     names = [name.strip() for name in policies.split(",") if name.strip()]
@@ -131,14 +130,14 @@ def compare(
     profile = load_profile(gpu)
     arrivals = load_arrivals(workload, options, speed=speed, limit=limit)
     config = scheduler_config(arrivals, profile, scheduler_options(options))
-    if queue is not None:
-        factor = speed_up_until(
-            arrivals, queue, config, profile, overlap=overlap,
-            note=lambda at, waiting: console.print(f"arrivals x{at:.2f}: {waiting:.1f} wait under fcfs"),
-        )  # fmt: skip
-        arrivals = faster(arrivals, factor)
     configs = {name: dataclasses.replace(config, policy=name) for name in names}
-    runs = dict(compare_all(arrivals, configs, profile, overlap=overlap))
+    with Comparison(arrivals, profile, overlap=overlap) as comparison:
+        faster = 1.0
+        if queue is not None:
+            faster = comparison.speed_for(
+                queue, config, lambda at, waiting: console.print(f"arrivals x{at:.2f}: {waiting:.1f} wait under fcfs")
+            )
+        runs = dict(comparison.runs(configs, faster))
     table = Table(
         title=f"{workload}, {len(arrivals):,} requests on {gpu}, {config.num_pages:,} pages of {config.page_size}"
     )
@@ -170,12 +169,14 @@ def experiment(
     console, written = Console(), {}
     for name in chosen:
         report = EXPERIMENTS[name].run()
-        table = Table(title=f"{name}: {EXPERIMENTS[name].title}", caption=report.note)
+        console.print(f"\n[bold]{name}[/bold]: {EXPERIMENTS[name].title}")
+        table = Table()
         for index, column in enumerate(report.columns):
             table.add_column(column, justify="right" if index else "left")
         for row in report.rows:
             table.add_row(*(f"{cell:,}" if isinstance(cell, int | float) else cell for cell in row))
         console.print(table)
+        console.print(report.note, style="dim")
         written[name] = {"columns": report.columns, "rows": report.rows}
         if plots is not None:
             from paceline.simulator.plots import plot_experiment

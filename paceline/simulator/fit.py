@@ -104,10 +104,13 @@ def non_negative(features: Matrix, target: Matrix) -> Matrix:
     return found
 
 
-def _linear(passes: Sequence[RecordedPass], seconds: Matrix, terms: Sequence[str]) -> Linear:
+def _linear(passes: Sequence[RecordedPass], seconds: Matrix, terms: Sequence[str], rounds: int = 1) -> Linear:
+    """With more `rounds` the fit goes from the mean to the median: a host is now and then busy with something else."""
     rows = np.array([[1.0, *(float(getattr(one.features, term)) for term in terms)] for one in passes])
     weights = 1 / np.sqrt(np.maximum(seconds, 1e-9))
-    found = non_negative(rows * weights[:, None], seconds * weights)
+    for _ in range(rounds):
+        found = non_negative(rows * weights[:, None], seconds * weights)
+        weights = 1 / np.sqrt(np.maximum(np.abs(rows @ found - seconds), 1e-5))
     return Linear(float(found[0]), {term: float(value) for term, value in zip(terms, found[1:], strict=True) if value})
 
 
@@ -151,7 +154,7 @@ def _fit(passes: Sequence[RecordedPass], header: Header, source: str) -> Profile
         decode=decode,
         shared=_linear(shared, _seconds(shared), SHARED_TERMS) if len(shared) >= 20 else None,
         prompt=_linear(prompts, _seconds(prompts), PROMPT_TERMS),
-        host=_linear(busy, np.array([one.host_s + one.launch_s for one in busy]), HOST_TERMS),
+        host=_linear(busy, np.array([one.host_s + one.launch_s for one in busy]), HOST_TERMS, rounds=20),
     )
 
 

@@ -59,8 +59,9 @@ def plot_experiment(title: str, plot: Plot, path: Path) -> None:
     else:
         for index, values in enumerate(plot.y):
             axes.plot(plot.x, values, marker="o", color=COLOURS[index], label=plot.labels[index])
-            for x, y, name in zip(plot.x, values, plot.points or (), strict=False):
-                axes.annotate(name, (x, y), textcoords="offset points", xytext=(4, 6), fontsize=8)
+            for place, (x, y, name) in enumerate(zip(plot.x, values, plot.points or (), strict=False)):
+                # By turns above and below, so that neighbours do not cover each other
+                axes.annotate(name, (x, y), textcoords="offset points", xytext=(5, -13 if place % 2 else 6), fontsize=8)
         axes.margins(0.08, 0.15)
     axes.set(xlabel=plot.x_title, ylabel=plot.y_title, title=title)
     if len(plot.labels) > 1:

@@ -31,8 +31,8 @@ MOST_REQUESTS = 500
 MOST_PAGES = 4096
 # What is looked at rather than measured: few enough requests and pages to see each of them
 DEFAULTS: dict[str, Any] = {
-    "workload": "prefixes", "gpu": "h200-qwen3-0.6b", "overlap": True, "requests": 64, "rate": 500.0,
-    "prompt_tokens": 384, "output_tokens": 16, "groups": 10, "shared": 0.8, "num_pages": 144, "max_running": 6,
+    "workload": "prefixes", "gpu": "h200-qwen3-0.6b", "overlap": True, "requests": 64, "rate": 80.0,
+    "prompt_tokens": 384, "output_tokens": 24, "groups": 10, "shared": 0.8, "num_pages": 144, "max_running": 8,
     "policy": "fair", "max_wait": 0.2, "page_size": 16, "chunk_tokens": 256,
 }  # fmt: skip
 

@@ -137,7 +137,7 @@ def test_the_journal_says_why(page: Page, url: str) -> None:
     text = page.get_by_label("journal").inner_text()
     assert "is admitted:" in text and "tokens found in the cache" in text
     waiting = page.get_by_label("waiting requests").inner_text()
-    assert "for one of 6 slots" in waiting or "more pages of memory" in waiting
+    assert "for one of 8 slots" in waiting or "more pages of memory" in waiting
 
 
 def test_what_cannot_run_is_said_in_a_sentence(page: Page, url: str) -> None:

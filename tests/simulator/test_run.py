@@ -15,7 +15,7 @@ from paceline.engine.loop import Loop
 from paceline.engine.virtual import VirtualClock, VirtualExecutor
 from paceline.request import Request, SamplingParams
 from paceline.scheduler import Plan, Scheduler
-from paceline.simulator.compare import compare, scheduler_config
+from paceline.simulator.compare import Comparison, scheduler_config
 from paceline.simulator.profile import Charged, load_profile, profile_names
 from paceline.simulator.run import Run, simulate
 from paceline.simulator.workloads import EOS, Arrival, make_workload
@@ -84,12 +84,16 @@ def test_no_profile_gets_faster_with_more_to_do(name: str) -> None:
 
 
 def test_runs_in_processes_are_the_runs_here() -> None:
-    arrivals = make_workload("prefixes", WorkloadConfig(requests=20, prompt_tokens=100, output_tokens=5))
-    config = scheduler_config(arrivals, H200, {"num_pages": 200})
+    arrivals = make_workload("prefixes", WorkloadConfig(requests=40, prompt_tokens=100, output_tokens=5, rate=5))
+    config = scheduler_config(arrivals, H200, {"num_pages": 200, "max_running": 4})
     configs = {name: dataclasses.replace(config, policy=name) for name in ("fcfs", "fair")}
-    apart = dict(compare(arrivals, configs, H200, processes=2))
-    here = dict(compare(arrivals, configs, H200, processes=1))
+    with Comparison(arrivals, H200, processes=2) as comparison:
+        apart = dict(comparison.runs(configs))
+        speed = comparison.speed_for(4, config)
+        queue = dict(comparison.runs({"fcfs": configs["fcfs"]}, speed))["fcfs"].mean_waiting
+    here = {name: simulate(arrivals, one, H200) for name, one in configs.items()}
     assert {name: one.journal for name, one in apart.items()} == {name: one.journal for name, one in here.items()}
+    assert here["fcfs"].mean_waiting < 4 <= queue
 
 
 @dataclasses.dataclass
