@@ -24,7 +24,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _RECENT = 200  # requests that ended, of which percentiles are taken
 _SHOWN = 40  # of these, in the table
 _HISTORY = 300  # samples, about a second apart while anything happens
-_FRESH_S = 0.5  # however many look, the engine is asked this often at most
+_FRESH_S = 0.9  # however many look, the engine is asked once in so many seconds
 
 
 class Live:
@@ -65,7 +65,7 @@ class Live:
                 self._sample(event.time)
 
     def _sample(self, now: float) -> None:
-        if self._samples and now - self._samples[-1][0] < _FRESH_S:
+        if self._samples and now - self._samples[-1][0] < _FRESH_S / 2:
             return
         counters = self._scheduler.counters
         ttft = [one["ttft"] for one in self._recent if one["ttft"] is not None and now - one["at"] <= 30]

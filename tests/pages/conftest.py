@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page, Route, sync_playwright
 from tests.pages.browser import NoBrowser, find_browser
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # not longer: Playwright keeps an event loop running, which others would trip over
 def browser() -> Iterator[Browser]:
     try:
         path = find_browser()

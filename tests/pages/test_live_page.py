@@ -23,6 +23,8 @@ from tests.pages.serving import served
 class Sink:
     """Waits for the end of one request."""
 
+    wants_all_at_once = False
+
     def __init__(self) -> None:
         self.ended: Future[Piece] = Future()
 
