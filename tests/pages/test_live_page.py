@@ -14,9 +14,10 @@ from playwright.sync_api import Page, expect
 
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine
+from paceline.engine.live import Live
 from paceline.engine.output import Piece
 from paceline.request import PacelineError, SamplingParams
-from paceline.server.live import Live, LivePage
+from paceline.server.live import LivePage
 from tests.pages.serving import served
 
 
