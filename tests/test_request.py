@@ -31,8 +31,8 @@ def test_only_legal_transitions_are_possible(before: Phase, after: Phase) -> Non
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens is 0: ask for at least 1 token."),
-        ({"max_tokens": -5}, "max_tokens is -5: ask for at least 1 token."),
+        ({"max_tokens": 1.5}, "max_tokens is 1.5: give 0 (compute the prompt alone) or more."),
+        ({"max_tokens": -5}, "max_tokens is -5: give 0 (compute the prompt alone) or more."),
         ({"min_tokens": -1}, "min_tokens is -1: give 0 or more."),
         ({"min_tokens": 9, "max_tokens": 4}, "min_tokens is 9, more than max_tokens 4: lower it."),
     ],

@@ -259,11 +259,7 @@ class Engine:
             compute_from=None if params.prompt_logprobs is None else 0,
             bad_word_ids=self._bad_word_ids(params.bad_words),
         )
-        text = TextStream(
-            self.tokenizer, stop=params.stop, include_stop=params.include_stop,
-            skip_special=params.skip_special_tokens, min_tokens=params.min_tokens,
-        )  # fmt: skip
-        live = _Live(request, text, sink)
+        live = _Live(request, TextStream.of(self.tokenizer, params), sink)
         if params.grammar is not None:
             live.compiling = self.grammars.compile(params.grammar)
             if live.compiling.done():

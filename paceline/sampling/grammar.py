@@ -31,6 +31,9 @@ _NUM_COMPILERS = 2
 _LIMITS = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 200_000, "max_grammar_size": 500_000,
            "max_items_in_row": 2000, "step_max_items": 50_000, "max_lexer_states": 50_000}  # fmt: skip
 
+# Without a bound a weak model writes blanks for ever; a schema may say otherwise (its "x-guidance").
+_JSON = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
+
 Compiled = Any  # llguidance's matcher, in its first state
 
 
@@ -73,15 +76,24 @@ class Grammars:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: Grammar) -> Compiled:
+        try:
+            return self._compile_checked(grammar)
+        except InvalidRequest:
+            raise
+        except BaseException as error:  # a panic of llguidance is one; whatever it was, it is about this grammar
+            raise InvalidRequest(f"grammar cannot be compiled ({type(error).__name__}: {error}): change it.") from error
+
+    def _compile_checked(self, grammar: Grammar) -> Compiled:
         llguidance = _llguidance()
         self._set_up(llguidance)
+        source = _source(llguidance.LLMatcher, grammar)
         for pattern in _patterns(grammar):
             if (count := num_repeats(pattern)) > MAX_REPEATS:
                 raise InvalidRequest(
                     f"grammar has the pattern {pattern[:40]!r}, which repeats {count:,} times: allow {MAX_REPEATS:,}."
                 )
         matcher = llguidance.LLMatcher(
-            self._ll_tokenizer, _source(llguidance.LLMatcher, grammar), log_level=0,
+            self._ll_tokenizer, source, log_level=0,
             limits=llguidance.LLParserLimits(**_LIMITS, verbose_errors=False),
         )  # fmt: skip
         # Work is put off until a mask needs it, and copies share what was done: one that is too much fails here.
@@ -181,7 +193,7 @@ def _source(matcher: Any, grammar: Grammar) -> str:
     """In llguidance's own notation."""
     found: str
     if grammar.kind == "json_object":
-        found = matcher.grammar_from_json_schema({"type": "object"})
+        found = matcher.grammar_from_json_schema({"type": "object"}, _JSON)
     elif grammar.kind == "json_schema":
         try:
             schema = json.loads(grammar.source)
@@ -189,7 +201,7 @@ def _source(matcher: Any, grammar: Grammar) -> str:
             raise InvalidRequest(f"grammar is not a JSON schema: {error}.") from None
         if not isinstance(schema, dict | bool):
             raise InvalidRequest(f"grammar is {grammar.source[:60]!r}: a JSON schema is an object.")
-        found = matcher.grammar_from_json_schema(grammar.source)
+        found = matcher.grammar_from_json_schema(grammar.source, _JSON)
     elif grammar.kind == "regex":
         found = matcher.grammar_from_regex(grammar.source)
     elif grammar.kind == "lark":
