@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from paceline.config import ConfigError, EngineConfig, SchedulerConfig, ServerConfig
+from paceline.config import ConfigError, EngineConfig, SchedulerConfig, ServerConfig, WorkloadConfig
 
 # Each group of the scheduler's options begins with this one, in the order they are declared.
 _SCHEDULER_GROUPS = {
@@ -24,7 +24,7 @@ _SCHEDULER_GROUPS = {
     "max_waiting": "Limits",
     "order_seed": "Other",
 }
-_GROUPS: dict[type, str] = {ServerConfig: "Server", EngineConfig: "Engine"}
+_GROUPS: dict[type, str] = {ServerConfig: "Server", EngineConfig: "Engine", WorkloadConfig: "Workload"}
 
 # Chosen by the engine from the model, the device and the memory; what the dataclass says is not what happens.
 COMPUTED = frozenset(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ from paceline.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from paceline.engine.cuda_device import CudaDevice
+    from paceline.engine.recording import Recorder
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -158,14 +160,32 @@ def _engine(
     config: EngineConfig,
     trace: Callable[[str, int, float], None] | None,
 ) -> Engine:
+    scheduler = Scheduler(scheduler_config)
     return Engine(
-        Scheduler(scheduler_config),
+        scheduler,
         executor,
         tokenizer,
         vocab_size=spec.vocab_size,
         overlap=config.overlap_mode,
         trace=trace,
         on_close=executor.close,
+        recorder=None if config.record is None else _recorder(config, scheduler, executor, spec),
+    )
+
+
+def _recorder(
+    config: EngineConfig, scheduler: Scheduler, executor: CudaDevice | TorchExecutor, spec: ModelSpec
+) -> Recorder:
+    from paceline.engine.recording import Recorder  # its lines need msgspec, which a bare GPU host may lack
+
+    return Recorder(
+        Path(str(config.record)),
+        scheduler,
+        time.monotonic,
+        device="cpu" if isinstance(executor, TorchExecutor) else torch.cuda.get_device_name(),
+        model=f"{spec.family}-{spec.num_parameters / 1e9:.2f}b",
+        overlap=config.overlap_mode,
+        buckets=[] if isinstance(executor, TorchExecutor) else list(executor.graphs.sizes),
     )
 
 

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from paceline.engine.executor import Executor
 from paceline.engine.loop import Loop
@@ -33,6 +33,9 @@ from paceline.scheduler.plan import Finished, Updates
 from paceline.scheduler.scheduler import Scheduler
 from paceline.text.stop import TextStream
 from paceline.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from paceline.engine.recording import Recorder
 
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Tokens
@@ -96,14 +99,17 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         trace: Callable[[str, int, float], None] | None = None,
         on_close: Callable[[], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.tokenizer = tokenizer
         self.clock = clock
+        self.recorder = recorder
+        watched = executor if recorder is None else recorder.watch(executor)
         self.grammars = Grammars(tokenizer, vocab_size)
         self.loop = Loop(
-            scheduler, executor, clock, overlap=overlap != "off", sync=overlap == "sync", trace=trace,
+            scheduler, watched, clock, overlap=overlap != "off", sync=overlap == "sync", trace=trace,
             constraints=self.grammars,
         )  # fmt: skip
         self._vocab_size = vocab_size
@@ -222,6 +228,8 @@ class Engine:
         if self._on_close is not None:
             on_close, self._on_close = self._on_close, None
             on_close()
+            if self.recorder is not None:
+                self.recorder.close()
 
     @property
     def failure(self) -> BaseException | None:

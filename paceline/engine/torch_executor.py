@@ -207,5 +207,5 @@ class TorchExecutor:
                 self._error.__cause__ = error
                 pending.settle(None, self._error)
             else:
-                pending.settle(Result(tokens, time.perf_counter() - began, None, logprobs), None)
+                pending.settle(Result(tokens, time.perf_counter() - began, logprobs=logprobs), None)
             del pending  # a plan keeps its requests alive; nothing may while the thread is idle

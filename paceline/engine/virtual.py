@@ -6,6 +6,7 @@ The scheduler behind it is the real one, so a run shows what the real one would 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
@@ -17,6 +18,12 @@ from paceline.scheduler.step_time import StepTime
 SMALL_MODEL_H200 = StepTime(
     base=0.9e-3, per_prefill_token=3.0e-6, per_decode=2.0e-6, per_context_token=114_688 / 4.2e12
 )
+
+
+class PassTime(Protocol):
+    """How long passes take; asked once for each, in order."""
+
+    def of(self, plan: Plan) -> float: ...
 
 
 class VirtualClock:
@@ -53,7 +60,7 @@ class VirtualExecutor:
     def __init__(
         self,
         clock: VirtualClock,
-        step_time: StepTime = SMALL_MODEL_H200,
+        step_time: PassTime = SMALL_MODEL_H200,
         tokens: Callable[[Plan], np.ndarray] | None = None,
     ) -> None:
         self._clock = clock
@@ -61,12 +68,15 @@ class VirtualExecutor:
         self._tokens = tokens
         self._idle_from = 0.0
         self.busy_s = 0.0
+        self.span = (0.0, 0.0)  # from when to when the last launched pass runs
 
     def launch(self, plan: Plan) -> _VirtualPending:
         seconds = self._step_time.of(plan)
         starts = max(self._idle_from, self._clock.now)
+        idle_s = starts - self._idle_from
         self._idle_from = starts + seconds
         self.busy_s += seconds
+        self.span = (starts, self._idle_from)
         count = int(np.count_nonzero(plan.samples))
         tokens = np.zeros(count, np.int32) if self._tokens is None else self._tokens(plan)
-        return _VirtualPending(self._clock, self._idle_from, Result(tokens, seconds))
+        return _VirtualPending(self._clock, self._idle_from, Result(tokens, seconds, idle_s=idle_s))

@@ -17,10 +17,11 @@ from paceline.text.tools import HERMES, LLAMA, CallBegins, CallParser, Content, 
 ARGUMENTS = '{"a": "}\\"{", "b": [1, {"c": 2}]}'
 CASES = [
     (HERMES, "just <b>text</b>\n", "just <b>text</b>\n", []),
-    (HERMES, f'Sure.\n<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>', "Sure.", [("f", ARGUMENTS)]),
+    (HERMES, f'Sure.\n<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>', "Sure.",
+     [("f", ARGUMENTS)]),
     (HERMES, '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"arguments": {"x": 1}, "name": "g"}'
      "</tool_call>", "", [("f", "{}"), ("g", '{"x": 1}')]),
-    (HERMES, 'a <tool_call>{"name": "f", "arguments": {}}</tool_call> b', "a  b", [("f", "{}")]),
+    (HERMES, 'a <tool_call>{"name": "f", "arguments": {}}</tool_call> b', "a b", [("f", "{}")]),
     (HERMES, "no <tool_call> {bad} </tool_call> end <tool", "no <tool_call> {bad} </tool_call> end <tool", []),
     (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
     (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
