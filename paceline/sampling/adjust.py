@@ -57,6 +57,13 @@ def adjustments_of(request: Request, vocab_size: int) -> Adjustments | None:
     return found if found.penalises or bias or banned else None
 
 
+def seen_tokens(tokens: Tokens, num_prompt_tokens: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Every token of a request once, and how often each stands in the output."""
+    ids, where = np.unique(tokens, return_inverse=True)
+    counts = np.bincount(where[num_prompt_tokens:], minlength=len(ids))
+    return ids.astype(np.int32), counts.astype(np.int32)
+
+
 def adjust_row(logits: npt.NDArray[np.float32], tokens: Tokens, by: Adjustments) -> None:
     """Changes one row's logits [V]; `tokens` are all that stand before the one to be chosen."""
     if by.penalises:

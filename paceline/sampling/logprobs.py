@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.request import Request
 from paceline.scheduler.plan import Plan
 
-_MOST_ROWS = 256  # of logits at a time
+MOST_ROWS = 256  # of logits at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,10 @@ class LogprobAsks:
         return found
 
 
-def split(ask: Ask) -> Iterator[Ask]:
+def split(ask: Ask, most: int = MOST_ROWS) -> Iterator[Ask]:
     """The same in parts of which the logits are not too many at a time."""
-    for at in range(0, ask.count, _MOST_ROWS):
-        count = min(_MOST_ROWS, ask.count - at)
+    for at in range(0, ask.count, most):
+        count = min(most, ask.count - at)
         yield replace(ask, index=ask.index + at, count=count, first=ask.first + at)
 
 
