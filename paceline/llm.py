@@ -118,7 +118,7 @@ class LLM:
         with ExitStack() as stack:
             bar = stack.enter_context(_Bar(len(flat))) if progress else None
             gathering = _Gathering(len(flat), bar)
-            sinks = [_Collector(gathering) for _ in flat]
+            sinks = [_Collector(gathering, wants_all_at_once=bar is None) for _ in flat]
             request_ids = self.engine.submit_all([prompt for prompt, _ in flat], [one for _, one in flat], sinks)
             try:
                 gathering.wait()
@@ -128,8 +128,8 @@ class LLM:
                         self.engine.abort(request_id)
         left = iter(sinks)
         return [
-            _output(prompt.tolist(), one, [next(left) for _ in ones])
-            for prompt, one, ones in zip(encoded, each, variants, strict=True)
+            _output(given if isinstance(given, list) else prompt.tolist(), one, [next(left) for _ in ones])
+            for given, prompt, one, ones in zip(listed, encoded, each, variants, strict=True)
         ]
 
     def chat(
@@ -202,6 +202,7 @@ class _Collector:
     """The sink of one request."""
 
     gathering: _Gathering
+    wants_all_at_once: bool  # a progress bar counts tokens as they come
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from paceline.engine.executor import Executor
 from paceline.engine.loop import Loop
@@ -48,6 +48,10 @@ class EngineFailed(PacelineError):
 class Sink(Protocol):
     """Where a request's pieces go. Called on the engine's thread; must not block."""
 
+    @property
+    def wants_all_at_once(self) -> bool:
+        """Nothing before the end: text that nobody reads yet is not made."""
+
     def put(self, piece: Piece) -> None: ...
 
     def refuse(self, error: PacelineError) -> None:
@@ -59,6 +63,7 @@ class _Live:
     request: Request
     text: TextStream
     sink: Sink
+    is_quiet: bool  # one piece, at the end; a stop string must be looked for all the time
     num_tokens: int = 0
     is_new: bool = True  # no piece has gone out
     logprobs: list[TokenLogprob] = field(default_factory=list)  # since the last piece
@@ -75,6 +80,8 @@ class _Live:
 @dataclass(slots=True, eq=False)
 class _AsyncSink:
     """Pieces for a coroutine; those of one step cross over to its event loop together."""
+
+    wants_all_at_once: ClassVar[bool] = False
 
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue[Piece | PacelineError]
@@ -267,7 +274,8 @@ class Engine:
             compute_from=None if params.prompt_logprobs is None else 0,
             bad_word_ids=self._bad_word_ids(params.bad_words),
         )
-        live = _Live(request, TextStream.of(self.tokenizer, params), sink)
+        is_quiet = sink.wants_all_at_once and not params.stop and params.logprobs is None
+        live = _Live(request, TextStream.of(self.tokenizer, params), sink, is_quiet)
         if params.grammar is not None:
             live.compiling = self.grammars.compile(params.grammar)
             if live.compiling.done():
@@ -387,7 +395,7 @@ class Engine:
         texts: dict[str, tuple[list[str], list[int]]] = {}
         for request, token in zip(updates.requests, updates.tokens.tolist(), strict=True):
             live = self._live.get(request.id)
-            if live is None or live.request is not request:
+            if live is None or live.is_quiet or live.request is not request:
                 continue  # several tokens in one pass: those behind a stop string
             live.num_tokens += 1
             texts_of, tokens_of = texts.setdefault(request.id, ([], []))
@@ -433,6 +441,13 @@ class Engine:
         if self._live.get(request.id) is live:
             del self._live[request.id]
         self.grammars.detach(request)
+        if live.is_quiet and error is None:
+            tokens, live.num_tokens = tuple(request.output), len(request.output)
+            try:
+                # The scheduler ended it with `stop` at its stop token: that one is no text.
+                text = live.text.push(tokens[:-1] if reason is FinishReason.STOP else tokens)
+            except Exception as failure:  # of this request's text: the others go on
+                reason, error = FinishReason.ERROR, repr(failure)
         if error is None:
             text += live.text.close()
         usage = Usage(len(request.prompt), request.num_cached, live.num_tokens)

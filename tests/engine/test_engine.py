@@ -300,6 +300,7 @@ def test_the_environment_chooses_the_overlap(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_broken_listener_harms_no_other(engine: Engine) -> None:
     class Broken:
         errors: list[Exception] = []  # noqa: RUF012
+        wants_all_at_once = False
 
         def put(self, piece: Piece) -> None:
             raise OSError("nobody home")

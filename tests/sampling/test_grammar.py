@@ -198,6 +198,8 @@ def test_what_cannot_be_obeyed_is_refused(llm: LLM, grammar: Grammar) -> None:
 
 
 class Sink:
+    wants_all_at_once = False
+
     def __init__(self) -> None:
         self.ended = threading.Event()
         self.last: Any = None
