@@ -118,8 +118,8 @@ class Bench:
                 "plain_device_ms_per_pass": round(passes[1], 4)}  # fmt: skip
         self.result(name, slow[0], full(0).num_output_tokens, slow[1], slow[2], **more)
         self.table.append(
-            f"{name:12} {slow[0]:8.3f} s, plain {fast[0]:.3f} s: {ratio:.3f}x; the device {passes[0]:.3f} ms a pass, plain "
-            f"{passes[1]:.3f}; idle {idle_share(slow[1]):.2%}; host {host_us(slow[0], slow[1]):.0f} µs/step"
+            f"{name:12} {slow[0]:8.3f} s, plain {fast[0]:.3f} s: {ratio:.3f}x; the device {passes[0]:.3f} ms a pass, "
+            f"plain {passes[1]:.3f}; idle {idle_share(slow[1]):.2%}; host {host_us(slow[0], slow[1]):.0f} µs/step"
         )
 
     def _throughput(self, name: str, work: Offline) -> None:

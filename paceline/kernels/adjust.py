@@ -207,7 +207,7 @@ def _adjust_kernel(
         token = tl.load(history + position)
         ids = mine + HEADER + 2 * BIASES + 4 * FORBIDS + PREFIXES
         counts = ids + max_length
-        found = 0
+        found = position * 0
         # One place more than there are: the last of them takes a token that is not in the list yet.
         for i in range(0, num_seen + 1, BLOCK):
             place = i + lane
