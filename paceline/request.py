@@ -67,7 +67,10 @@ _NEXT: dict[Phase, frozenset[Phase]] = {
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
-MAX_BIASES = 1024  # tokens that one request may bias, and forbidden words it may have
+MAX_BIASES = 1024  # tokens that one request may bias
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 4096
+MAX_STOP_IDS = 256
 GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "lark", "choice")
 
 
@@ -233,9 +236,9 @@ class SamplingParams:
         for word in self.bad_words:
             if not isinstance(word, str) or not word:
                 raise InvalidRequest(f"bad_words has {word!r}: give strings of at least one character.")
-        for name in ("logit_bias", "bad_words"):
-            if len(getattr(self, name)) > MAX_BIASES:
-                raise InvalidRequest(f"{name} has {len(getattr(self, name))} entries: give at most {MAX_BIASES}.")
+        for name, most in (("logit_bias", MAX_BIASES), ("bad_words", MAX_BAD_WORDS), ("stop_token_ids", MAX_STOP_IDS)):
+            if len(getattr(self, name)) > most:
+                raise InvalidRequest(f"{name} has {len(getattr(self, name))} entries: give at most {most}.")
         for token in self.logprob_token_ids:
             _whole("logprob_token_ids", token, 0, "give token ids, from 0 up")
         if len(self.logprob_token_ids) > MAX_LOGPROBS:

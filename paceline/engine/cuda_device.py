@@ -141,6 +141,7 @@ class _Pending:
         finish(masks)
 
     def wait(self) -> Result:
+        assert self.delayed is None, "a delayed pass was waited for before its masks came"
         if self._result is None:
             began = time.perf_counter()
             flight, stats = self._flight, self._device.stats

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.engine.cuda_inputs import ALIGN
 from paceline.engine.cuda_streams import Event, Streams
+from paceline.kernels._triton import cdiv
 from paceline.kernels.adjust import AdjustState, adjust_logits, mask_logits
 from paceline.kernels.sampling import SampleWorkspace, sample
 from paceline.kernels.slot_state import SlotState
@@ -63,18 +65,18 @@ class MaskBuffer:
     def send(self, masks: Masks) -> tuple[Tensor, Tensor]:
         """Puts masks on their way. Returns rows [N] and bits [N, words], there once `arrived` has passed."""
         num_rows, num_words = masks.bits.shape
-        size = num_rows * (1 + num_words)
+        first = cdiv(num_rows, ALIGN) * ALIGN  # bits begin where Triton always finds the same alignment
+        size = first + num_rows * num_words
         if size > len(self._host):
             self._host = self._streams.pinned(2 * size)
             self._staging = torch.empty(2 * size, dtype=torch.int32, device=self._device)
         words = self._host.numpy()
-        words[: num_rows * num_words] = masks.bits.reshape(-1)
-        words[num_rows * num_words : size] = masks.rows
+        words[:num_rows] = masks.rows
+        words[first:size] = masks.bits.reshape(-1)
         with self._streams.use(self._streams.copy):
             self._staging[:size].copy_(self._host[:size], non_blocking=True)
         self.arrived.record(self._streams.copy)
-        bits = self._staging[: num_rows * num_words].view(num_rows, num_words)
-        return self._staging[num_rows * num_words : size], bits
+        return self._staging[:num_rows], self._staging[first:size].view(num_rows, num_words)
 
 
 class CudaSampling:

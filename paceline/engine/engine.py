@@ -26,7 +26,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from paceline.engine.executor import Executor
 from paceline.engine.loop import Loop
 from paceline.engine.output import Piece, Timings, TokenLogprob, Usage
-from paceline.request import FinishReason, InvalidRequest, PacelineError, Request, SamplingParams, Tokens, as_tokens
+from paceline.request import (
+    MAX_BAD_WORD_TOKENS,
+    FinishReason,
+    InvalidRequest,
+    PacelineError,
+    Request,
+    SamplingParams,
+    Tokens,
+    as_tokens,
+)
 from paceline.sampling.grammar import Compiled, Grammars
 from paceline.sampling.values import LogprobRun
 from paceline.scheduler.plan import Finished, Updates
@@ -289,6 +298,8 @@ class Engine:
             for word in words
             for text in (word, f" {word.lstrip()}")
         }
+        if (count := sum(map(len, found))) > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(f"bad_words has {count} tokens: give at most {MAX_BAD_WORD_TOKENS}.")
         return tuple(sorted(ids for ids in found if ids))
 
     def _post(self, items: Iterable[_Live | Callable[[], None]]) -> None:
@@ -345,11 +356,15 @@ class Engine:
 
     def _add(self, live: _Live) -> None:
         request = live.request
-        if live.compiling is not None and not live.compiling.done() and request.id not in self._compiling:
-            self._compiling[request.id] = live
-            live.compiling.add_done_callback(lambda _: self._compiled(live))
-            return
         try:
+            if request.id in self._compiling:
+                raise InvalidRequest(
+                    f"request id {request.id!r} is taken by one that has not finished: choose another."
+                )
+            if live.compiling is not None and not live.compiling.done():
+                self._compiling[request.id] = live
+                live.compiling.add_done_callback(lambda _: self._compiled(live))
+                return
             compiled = None if live.compiling is None else live.compiling.result()
             self.scheduler.add(request, self.clock())
         except PacelineError as error:

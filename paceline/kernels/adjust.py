@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.kernels._triton import tl, triton
+from paceline.kernels._triton import cdiv, tl, triton
 
 Column = npt.NDArray[np.int32]
 
@@ -69,6 +69,9 @@ def adjust_runs(
     """
     ids, until, prefixes = forbidden
     counts = np.array([len(prefix) for prefix in prefixes], np.int32)
+    assert len(bias[0]) <= MAX_BIASES and len(ids) <= MAX_FORBIDDEN and counts.sum() <= MAX_PREFIX_TOKENS, (
+        f"{len(bias[0])} biases, {len(ids)} forbidden tokens and {counts.sum()} before them do not fit"
+    )
     flags = (PENALISED if penalties != (1.0, 0.0, 0.0) else 0) | (LISTED if len(ids) or len(bias[0]) else 0)
     floats = np.array(penalties, np.float32).view(np.int32)
     header = np.array([flags, *floats, len(bias[0]), len(ids), len(seen[0]), num_counted], np.int32)
@@ -310,6 +313,6 @@ def _mask_kernel(logits, rows, bits, logits_stride, bits_stride, vocab, BLOCK: t
 def mask_logits(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor, block: int = 2048) -> None:
     """logits[rows[i], t] becomes minus infinity where bit t % 32 of bits[i, t // 32] [N, ceil(V / 32)] is not set."""
     vocab = logits.shape[1]
-    _mask_kernel[(len(rows), triton.cdiv(vocab, block))](
+    _mask_kernel[(len(rows), cdiv(vocab, block))](
         logits, rows, bits, logits.stride(0), bits.stride(0), vocab, BLOCK=block, num_warps=4
     )
