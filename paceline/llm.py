@@ -119,7 +119,13 @@ class LLM:
             bar = stack.enter_context(_Bar(len(flat))) if progress else None
             gathering = _Gathering(len(flat), bar)
             sinks = [_Collector(gathering, wants_all_at_once=bar is None) for _ in flat]
-            request_ids = self.engine.submit_all([prompt for prompt, _ in flat], [one for _, one in flat], sinks)
+            # Who may run longest comes first: one that begins last would run on alone when all others have ended.
+            longest = [math.inf if one.max_tokens is None else one.max_tokens for _, one in flat]
+            order = sorted(range(len(flat)), key=lambda index: -longest[index])
+            request_ids = self.engine.submit_all(
+                [flat[index][0] for index in order], [flat[index][1] for index in order],
+                [sinks[index] for index in order],
+            )  # fmt: skip
             try:
                 gathering.wait()
             finally:

@@ -50,6 +50,8 @@ class LogprobAsks:
 
     def of_output(self, plan: Plan) -> list[Ask]:
         """One for each sampling row that asks; `index` counts sampling rows."""
+        if not (self._output[plan.slots] >= 0).any():
+            return []
         rows = np.flatnonzero(plan.samples)
         slots = plan.slots[rows]
         return [
