@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -19,13 +20,24 @@ import weakref
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from paceline.engine.executor import Executor
 from paceline.engine.loop import Loop
-from paceline.engine.output import Piece, Timings, Usage
-from paceline.request import FinishReason, InvalidRequest, PacelineError, Request, SamplingParams, Tokens, as_tokens
+from paceline.engine.output import Piece, Timings, TokenLogprob, Usage
+from paceline.request import (
+    MAX_BAD_WORD_TOKENS,
+    FinishReason,
+    InvalidRequest,
+    PacelineError,
+    Request,
+    SamplingParams,
+    Tokens,
+    as_tokens,
+)
+from paceline.sampling.grammar import Compiled, Grammars
+from paceline.sampling.values import LogprobRun
 from paceline.scheduler.plan import Finished, Updates
 from paceline.scheduler.scheduler import Scheduler
 from paceline.text.stop import TextStream
@@ -62,6 +74,16 @@ class _Live:
     sink: Sink
     is_quiet: bool  # one piece, at the end; a stop string must be looked for all the time
     num_tokens: int = 0
+    is_new: bool = True  # no piece has gone out
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # since the last piece
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # told with the first piece
+    compiling: Future[Compiled] | None = None  # its grammar
+
+    def take_logprobs(self) -> dict[str, Any]:
+        """What a piece has to say of chances."""
+        prompt = tuple(self.prompt_logprobs) if self.is_new else ()
+        logprobs, self.logprobs, self.is_new = tuple(self.logprobs), [], False
+        return {"logprobs": logprobs, "prompt_logprobs": prompt} if logprobs or prompt else {}
 
 
 @dataclass(slots=True, eq=False)
@@ -101,11 +123,16 @@ class Engine:
         self.clock = clock
         self.recorder = recorder
         watched = executor if recorder is None else recorder.watch(executor)
-        self.loop = Loop(scheduler, watched, clock, overlap=overlap != "off", sync=overlap == "sync", trace=trace)
+        self.grammars = Grammars(tokenizer, vocab_size)
+        self.loop = Loop(
+            scheduler, watched, clock, overlap=overlap != "off", sync=overlap == "sync", trace=trace,
+            constraints=self.grammars,
+        )  # fmt: skip
         self._vocab_size = vocab_size
         self._on_close = on_close
         self._numbers = itertools.count()
         self._live: dict[str, _Live] = {}  # the engine's thread alone
+        self._compiling: dict[str, _Live] = {}  # likewise: they wait for their grammar, and no one waits for them
         self._wake = threading.Condition()
         self._inbox: list[_Live | str | Callable[[], None]] = []  # to add, ids to abort, questions; under `_wake`
         self._closing = False
@@ -160,6 +187,9 @@ class Engine:
             self._prepare(prompt, each, sink, None, "default", 0, None, "")
             for prompt, each, sink in zip(prompts, params, sinks, strict=True)
         ]
+        for live in lives:
+            if live.compiling is not None:
+                live.compiling.result()
         self._post(lives)
         return [live.request.id for live in lives]
 
@@ -210,6 +240,7 @@ class Engine:
             self._closing = True
             self._wake.notify()
         self._thread.join()
+        self.grammars.close()
         if self._on_close is not None:
             on_close, self._on_close = self._on_close, None
             on_close()
@@ -226,12 +257,23 @@ class Engine:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params is {params!r}: give SamplingParams.")
-        if params.seed is None and params.temperature > 0:
+        if params.n != 1 or params.best_of is not None:
+            raise InvalidRequest(f"n is {params.n} and best_of {params.best_of}: submit each of params.each_choice().")
+        for name in ("grammar", "logprobs", "prompt_logprobs"):
+            if getattr(params, name) is not None and not hasattr(self.executor, "launch_delayed"):
+                raise InvalidRequest(f"{name} is given, and this device computes no logits: leave it out.")
+        if params.seed is None and not params.is_greedy:
             # Drawn once: after a retraction the request goes on with the same noise.
             params = dataclasses.replace(params, seed=random.getrandbits(63))
         if timeout is not None and not timeout > 0:
             raise InvalidRequest(f"timeout is {timeout!r}: give seconds, more than 0.")
         tokens = self.encode(prompt)
+        for name, ids in (("logprob_token_ids", params.logprob_token_ids), ("logit_bias", dict(params.biases))):
+            for token in ids:
+                if token >= self._vocab_size:
+                    raise InvalidRequest(
+                        f"{name} has token {token}: the model knows the ids 0 to {self._vocab_size - 1}."
+                    )
         request = Request(
             id=request_id if request_id is not None else f"r{next(self._numbers)}",
             prompt=tokens,
@@ -241,9 +283,27 @@ class Engine:
             deadline=None if timeout is None else self.clock() + timeout,
             eos_token_ids=tuple(sorted(self.tokenizer.eos_ids)),
             cache_salt=cache_salt,
+            compute_from=None if params.prompt_logprobs is None else 0,
+            bad_word_ids=self._bad_word_ids(params.bad_words),
         )
-        text = TextStream(self.tokenizer, stop=params.stop, min_tokens=params.min_tokens)
-        return _Live(request, text, sink, is_quiet=sink.wants_all_at_once and not params.stop)
+        is_quiet = sink.wants_all_at_once and not params.stop and params.logprobs is None
+        live = _Live(request, TextStream.of(self.tokenizer, params), sink, is_quiet)
+        if params.grammar is not None:
+            live.compiling = self.grammars.compile(params.grammar)
+            if live.compiling.done():
+                live.compiling.result()  # a wrong one is seen at once
+        return live
+
+    def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as tokens, at the beginning of a text and within one, where a space comes before it."""
+        found = {
+            tuple(self.tokenizer.encode(text, add_special=False, allow_special=False))
+            for word in words
+            for text in (word, f" {word.lstrip()}")
+        }
+        if (count := sum(map(len, found))) > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(f"bad_words has {count} tokens: give at most {MAX_BAD_WORD_TOKENS}.")
+        return tuple(sorted(ids for ids in found if ids))
 
     def _post(self, items: Iterable[_Live | Callable[[], None]]) -> None:
         with self._wake:
@@ -282,7 +342,8 @@ class Engine:
             closing = self._closing
         for item in inbox:
             if isinstance(item, str):
-                self.scheduler.abort(item, self.clock())
+                if not self.scheduler.abort(item, self.clock()) and item in self._compiling:
+                    self._end(self._compiling.pop(item), FinishReason.ABORT)
             elif isinstance(item, _Live):
                 self._add(item)
             else:
@@ -290,19 +351,63 @@ class Engine:
         if closing:
             for request_id in list(self.scheduler.requests):
                 self.scheduler.abort(request_id, self.clock())
+            for request_id in list(self._compiling):
+                self._end(self._compiling.pop(request_id), FinishReason.ABORT)
         self._end_all(self.scheduler.take_ended())
         self._send()
         return not closing
 
     def _add(self, live: _Live) -> None:
+        request = live.request
         try:
-            self.scheduler.add(live.request, self.clock())
+            if request.id in self._compiling:
+                raise InvalidRequest(
+                    f"request id {request.id!r} is taken by one that has not finished: choose another."
+                )
+            if live.compiling is not None and not live.compiling.done():
+                self._compiling[request.id] = live
+                live.compiling.add_done_callback(lambda _: self._compiled(live))
+                return
+            compiled = None if live.compiling is None else live.compiling.result()
+            self.scheduler.add(request, self.clock())
         except PacelineError as error:
             live.sink.refuse(error)
         else:
-            self._live[live.request.id] = live
+            self._live[request.id] = live
+            if compiled is not None:
+                self.grammars.attach(request, compiled)
+
+    def _compiled(self, live: _Live) -> None:
+        """On the compiler's thread: the request goes on where it was left."""
+
+        def go_on() -> None:
+            if self._compiling.pop(live.request.id, None) is live:
+                self._add(live)
+
+        with contextlib.suppress(EngineFailed):  # it has answered already
+            self._post([go_on])
+
+    def _take_logprobs(self) -> dict[int, LogprobRun]:
+        """What the last pass told: of prompts, kept until their first piece; of outputs, by request."""
+        told, self.loop.logprobs = self.loop.logprobs, ()
+        outputs = {}
+        for request, run in told:
+            if run.first >= len(request.prompt):
+                outputs[id(request)] = run
+                continue
+            live, prompt = self._live.get(request.id), request.prompt
+            if live is None or live.request is not request:
+                continue
+            for index in range(len(run.chosen)):
+                # After a retraction the same positions are computed and told again.
+                if run.first + index == len(live.prompt_logprobs) + 1 and run.first + index < len(prompt):
+                    live.prompt_logprobs.append(
+                        TokenLogprob.of(int(prompt[run.first + index]), run, index, run.ids.shape[1])
+                    )
+        return outputs
 
     def _take(self, updates: Updates) -> None:
+        told = self._take_logprobs() if self.loop.logprobs else {}
         # A request that the scheduler ended with `stop` got its stop token in this very pass: that one is no text.
         stopped = {id(item.request) for item in updates.finished if item.reason is FinishReason.STOP}
         texts: dict[str, tuple[list[str], list[int]]] = {}
@@ -313,6 +418,8 @@ class Engine:
             live.num_tokens += 1
             texts_of, tokens_of = texts.setdefault(request.id, ([], []))
             tokens_of.append(token)
+            if (run := told.get(id(request))) is not None:
+                live.logprobs.append(TokenLogprob.of(token, run, 0, run.ids.shape[1]))
             if id(request) in stopped and live.num_tokens == len(request.output):
                 continue
             try:
@@ -334,8 +441,11 @@ class Engine:
             if reason is not None:
                 self._end(live, reason, text, tuple(tokens_of))
             else:
-                self._put(live, Piece(text, tuple(tokens_of)))
+                self._put(live, Piece(text, tuple(tokens_of), **live.take_logprobs()))
         self._end_all(updates.finished)
+        for request, why in self.grammars.take_failures():
+            self.scheduler.finish(request.id, FinishReason.ERROR, self.clock())
+            self._end(self._live[request.id], FinishReason.ERROR, error=why)
 
     def _end_all(self, finished: Iterable[Finished]) -> None:
         for item in finished:
@@ -346,7 +456,9 @@ class Engine:
     def _end(self, live: _Live, reason: FinishReason, text: str = "", tokens: tuple[int, ...] = (),
              error: str | None = None) -> None:  # fmt: skip
         request = live.request
-        del self._live[request.id]
+        if self._live.get(request.id) is live:
+            del self._live[request.id]
+        self.grammars.detach(request)
         if live.is_quiet and error is None:
             tokens, live.num_tokens = tuple(request.output), len(request.output)
             try:
@@ -357,7 +469,8 @@ class Engine:
         if error is None:
             text += live.text.close()
         usage = Usage(len(request.prompt), request.num_cached, live.num_tokens)
-        self._put(live, Piece(text, tokens, reason, usage, Timings.of(request), error))
+        told = live.take_logprobs()
+        self._put(live, Piece(text, tokens, reason, usage, Timings.of(request), error, **told))
 
     def _put(self, live: _Live, piece: Piece) -> None:
         try:
@@ -388,8 +501,9 @@ class Engine:
                 item.sink.refuse(self._gone())
             elif not isinstance(item, str):
                 item()
-        for live in list(self._live.values()):
+        for live in [*self._live.values(), *self._compiling.values()]:
             self._end(live, FinishReason.ERROR, error=f"{type(error).__name__}: {error}")
+        self._compiling.clear()
         self._send()
 
 

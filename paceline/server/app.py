@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from paceline import __version__
 from paceline.config import ServerConfig
-from paceline.engine.output import Usage
+from paceline.engine.output import Piece, Usage
 from paceline.server.answer import Answer, finish_reason_of, total_usage
 from paceline.server.asgi import (
     ClientGone,
@@ -110,9 +110,11 @@ class App:
         # The engine would refuse it too. But of several prompts the first may be streaming by then, and the error
         # would come too late to be a status.
         for index, job in enumerate(answer.jobs):
-            most = job.params.max_tokens or 1
+            most = 1 if job.params.max_tokens is None else job.params.max_tokens
             if len(job.prompt) + most > self._max_tokens:
-                which = "the prompt" if len(answer.jobs) == 1 else f"prompt[{index}]"
+                which = f"prompt[{index // answer.jobs_per_prompt}]"
+                if len(answer.jobs) == answer.jobs_per_prompt:
+                    which = "the prompt"
                 raise ApiError(
                     f"{which} has {len(job.prompt)} tokens and max_tokens is {job.params.max_tokens or 'not given'}: "
                     f"together they may be {self._max_tokens}; shorten the prompt or lower max_tokens.",
@@ -120,21 +122,19 @@ class App:
                 )  # fmt: skip
 
     async def _whole(self, answer: Answer, send: Send) -> None:
-        texts: list[list[str]] = [[] for _ in answer.jobs]
-        reasons = [""] * len(answer.jobs)
-        usages: list[Usage] = []
+        parts: list[list[Piece]] = [[] for _ in answer.jobs]
+        usages: dict[int, Usage] = {}
         async with aclosing(self._client.stream(answer.jobs)) as pieces:
             async for index, piece in pieces:
-                texts[index].append(piece.text)
-                if (reason := finish_reason_of(piece)) is not None:
-                    reasons[index] = reason
-                    usages += [piece.usage] if piece.usage else []
-        body = answer.whole(["".join(parts) for parts in texts], reasons, total_usage(usages))
+                parts[index].append(piece)
+                if finish_reason_of(piece) is not None and piece.usage is not None:
+                    usages[index] = piece.usage
+        body = answer.whole(parts, total_usage(usages, answer.jobs_per_prompt))
         await send_json(send, 200, body)
 
     async def _stream(self, answer: Answer, send: Send) -> None:
         stream = EventStream(send)
-        usages: list[Usage] = []
+        usages: dict[int, Usage] = {}
         try:
             async with aclosing(self._client.stream(answer.jobs)) as pieces:
                 async for index, piece in pieces:
@@ -142,16 +142,17 @@ class App:
                     if not stream.started:
                         for chunk in answer.opening():
                             await stream.event(chunk)
-                    if piece.text or reason is not None:  # a token may add no text: half a character, a stop string
-                        await stream.event(answer.chunk(index, piece.text, reason))
-                    usages += [piece.usage] if piece.usage else []
+                    for chunk in answer.chunks(index, piece, reason):
+                        await stream.event(chunk)
+                    if reason is not None and piece.usage is not None:
+                        usages[index] = piece.usage
         except Exception as error:
             if not stream.started:
                 raise
             await stream.event(_answer_to(error).body())
         else:
             if answer.request.include_usage:
-                await stream.event(answer.usage_chunk(total_usage(usages)))
+                await stream.event(answer.usage_chunk(total_usage(usages, answer.jobs_per_prompt)))
             await stream.event(b"[DONE]")
         await stream.end()
 

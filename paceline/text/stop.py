@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from paceline.request import InvalidRequest
+from paceline.request import InvalidRequest, SamplingParams
 from paceline.text.detokenize import Detokenizer
 from paceline.text.tokenizer import Tokenizer
 
@@ -127,6 +127,12 @@ class TextStream:
         self._min_tokens = min_tokens  # no stop string ends at an earlier one
         self._scanner = StopScanner(stop, include_stop=include_stop) if stop else None
         self.num_tokens = 0  # ids taken; after a stop string, up to and with the one that completed it
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, params: SamplingParams) -> TextStream:
+        """The one these parameters ask for."""
+        return cls(tokenizer, stop=params.stop, include_stop=params.include_stop,
+                   skip_special=params.skip_special_tokens, min_tokens=params.min_tokens)  # fmt: skip
 
     @property
     def matched(self) -> str | None:

@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 
+from paceline.config import SchedulerConfig
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine, EngineFailed
 from paceline.engine.output import Piece
+from paceline.engine.virtual import VirtualClock, VirtualExecutor
 from paceline.llm import LLM
-from paceline.request import FinishReason, InvalidRequest, Refused, SamplingParams
+from paceline.request import FinishReason, Grammar, InvalidRequest, Refused, SamplingParams
+from paceline.scheduler import Scheduler
 from paceline.text.stop import TextStream
+from paceline.text.synthetic import synthetic_tokenizer
 
 LONG = SamplingParams(temperature=0, max_tokens=600, ignore_eos=True)
 
@@ -198,11 +202,11 @@ def test_a_broken_pass_ends_everything_with_an_answer(engine: Engine) -> None:
     device = engine.executor.device  # type: ignore[attr-defined]
     run, passes = device.run, []
 
-    def breaking(plan: Any) -> Any:
+    def breaking(plan: Any, masks: Any) -> Any:
         passes.append(plan)
         if len(passes) == 5:
             raise RuntimeError("the device is on fire")
-        return run(plan)
+        return run(plan, masks)
 
     device.run = breaking
 
@@ -332,3 +336,13 @@ def test_dropping_the_llm_ends_its_threads() -> None:
     thread = llm.engine._thread
     del llm
     assert not thread.is_alive()
+
+
+def test_a_device_without_logits_refuses_what_needs_them() -> None:
+    scheduler = Scheduler(SchedulerConfig(num_pages=64))
+    executor = VirtualExecutor(VirtualClock())
+    engine = Engine(scheduler, executor, synthetic_tokenizer(512), vocab_size=512)
+    for params in (SamplingParams(logprobs=1), SamplingParams(grammar=Grammar.regex("a"))):
+        with pytest.raises(InvalidRequest, match="this device computes no logits"):
+            asyncio.run(collect(engine, "hello", params))
+    engine.close()
