@@ -7,6 +7,7 @@ so a bound is never written twice.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import os
 import types
@@ -128,6 +129,9 @@ def _check(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> Non
         right, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
     elif str in kinds:
         right, wanted = isinstance(value, str), "a word"
+    elif typing.get_origin(hint) is tuple:
+        right = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+        wanted = "a list of words"
     else:
         right, wanted = isinstance(value, Mapping), "a mapping"
     if not right:
@@ -142,6 +146,8 @@ def _check(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> Non
 
 
 OVERLAP = ("on", "off", "sync")
+EXECUTORS = ("torch", "virtual")
+VIRTUAL_TOKENS = ("prompt", "clock")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 OVERLAP_VARIABLE = "PACELINE_OVERLAP"  # the environment's word, where the option is not given
@@ -151,6 +157,10 @@ OVERLAP_VARIABLE = "PACELINE_OVERLAP"  # the environment's word, where the optio
 class EngineConfig:
     """What the engine runs on."""
 
+    executor: str = option(
+        "torch", "torch: the model runs; virtual: nothing runs, passes only take as long as on a GPU, and answers are "
+        "made up", choices=EXECUTORS,
+    )  # fmt: skip
     device: str = option("auto", "where the model runs; auto: on a GPU if there is one", choices=DEVICES)
     dtype: str = option(
         "auto", "of weights and KV memory; auto: float32 on a CPU, bfloat16 on a GPU", choices=DTYPE_NAMES
@@ -167,6 +177,14 @@ class EngineConfig:
         low=0.001, high=0.95,
     )  # fmt: skip
 
+    virtual_slowdown: float = option(
+        1.0, "executor virtual: how many times slower than an H200 with a model of 0.6B", low=1e-6
+    )
+    virtual_tokens: str = option(
+        "prompt", "executor virtual: prompt: tokens depend on the prompt alone; clock: they tell when they were made",
+        choices=VIRTUAL_TOKENS,
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
         check_options(self)
 
@@ -180,15 +198,65 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """Where the server listens and what it takes."""
+class Tenant:
+    """One of those who share a server: a `[[tenants]]` table of the configuration file."""
 
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's")
-    port: int = option(8000, "port to listen on; 0: any free one", low=0, high=65535)
-    served_name: str | None = option(None, "name that requests call the model by; the model's own if not given")
-    max_body_bytes: int = option(16_777_216, "longest request body", low=1024)
-    max_prompts: int = option(128, "prompts in one completions request", low=1)
-    shutdown_s: float = option(3.0, "seconds that running requests get to finish after a signal to end", low=0.0)
+    name: str = option("", "by which metrics and logs call it; tenants share no cached prefixes")
+    keys: tuple[str, ...] = option((), "API keys that speak for it")
+    weight: float = option(1.0, "its share against the others under policy fair", low=1e-6)
+    max_requests: int | None = option(None, "requests at once, running or waiting", low=1)
+    tokens_per_minute: int | None = option(None, "prompt and output tokens in a minute", low=1)
+    max_priority: int = option(0, "highest priority that its requests may ask for", low=0)
 
     def __post_init__(self) -> None:
         check_options(self)
+        if not self.name:
+            raise ConfigError("a tenant has no name: give it one.")
+
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Where the server listens, what it takes and what it tells."""
+
+    # Server
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's")
+    port: int = option(8000, "port to listen on; 0: any free one", low=0, high=65535)
+    served_name: str | None = option(None, "name that requests call the model by; the model's own if not given")
+    workers: int = option(1, "processes that speak HTTP; one carries some 20,000 tokens a second", low=1, high=64)
+    admin_key: str | None = option(None, "key of the /admin routes; without one nobody may use them")
+    shutdown_s: float = option(3.0, "seconds that running requests get to finish after a signal to end", low=0.0)
+    stall_s: float = option(60.0, "seconds without progress after which /health fails", low=0.1)
+
+    # Limits
+    max_body_bytes: int = option(16_777_216, "longest request body", low=1024)
+    max_header_bytes: int = option(32_768, "longest request line and headers", low=1024)
+    max_connections: int = option(4096, "connections at once, for each worker; more are answered 503", low=1)
+    max_prompts: int = option(128, "prompts in one completions request", low=1)
+    header_s: float = option(10.0, "seconds for a request's headers to arrive", low=0.01)
+    body_s: float = option(60.0, "seconds for a request's body to arrive", low=0.01)
+    keep_alive_s: float = option(30.0, "seconds that a connection may stay open between requests", low=0.01)
+    slow_reader_s: float = option(30.0, "seconds that a client may leave its answer unread", low=0.01)
+
+    # Logs
+    log_level: str = option("info", "what is worth a line", choices=LOG_LEVELS)
+    log_format: str = option("text", "json: one object a line", choices=LOG_FORMATS)
+    log_prompts: bool = option(False, "write the text of prompts into the log, too")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of the engine and of the scheduler; one that is neither is an error that names its likely meaning."""
+    known = {item.name: kind for kind in (SchedulerConfig, EngineConfig) for item in dataclasses.fields(kind)}
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"these exist: {', '.join(sorted(known))}."
+            raise ConfigError(f"option {name!r} is not known: {hint}")
+    engine = {name: value for name, value in options.items() if known[name] is EngineConfig}
+    return engine, {name: value for name, value in options.items() if known[name] is SchedulerConfig}

@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import atexit
 import dataclasses
+import gc
 import itertools
+import logging
 import random
 import threading
 import time
@@ -31,12 +33,47 @@ from paceline.scheduler.scheduler import Scheduler
 from paceline.text.stop import TextStream
 from paceline.text.tokenizer import Tokenizer
 
+log = logging.getLogger("paceline.engine")
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Tokens
+_IDLE_S = 1.0  # without work, after which the books are checked and garbage is collected, once
+_YOUNG_GARBAGE_S = 60.0  # how often young garbage is collected in an engine that is never idle
 
 
 class EngineFailed(PacelineError):
     """The engine cannot serve any more: a pass or the loop broke, or it was closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is said of a model and of what it runs on."""
+
+    family: str = "unknown"
+    num_parameters: int = 0
+    dtype: str = "unknown"
+    device: str = "unknown"
+    kv_bytes_per_token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the engine has come, to be read from any thread: whoever looks twice sees whether it goes on."""
+
+    num_passes: int
+    has_work: bool
+    since: float  # the last pass, or the arrival of work after a rest; in the engine's clock
+    doing: str  # in words: what it is waiting for if nothing changes any more
+
+
+class Text(Protocol):
+    """Token ids to what a piece calls its text: `TextStream`, or `TokenText`."""
+
+    @property
+    def matched(self) -> str | None: ...
+
+    def push(self, ids: Iterable[int]) -> str: ...
+
+    def close(self) -> str: ...
 
 
 class Sink(Protocol):
@@ -51,7 +88,7 @@ class Sink(Protocol):
 @dataclass(slots=True, eq=False)
 class _Live:
     request: Request
-    text: TextStream
+    text: Text
     sink: Sink
     num_tokens: int = 0
 
@@ -79,6 +116,7 @@ class Engine:
         tokenizer: Tokenizer,
         *,
         vocab_size: int,
+        facts: Facts | None = None,
         overlap: str = "on",
         clock: Callable[[], float] = time.monotonic,
         trace: Callable[[str, int, float], None] | None = None,
@@ -89,12 +127,22 @@ class Engine:
         self.tokenizer = tokenizer
         self.clock = clock
         self.loop = Loop(scheduler, executor, clock, overlap=overlap != "off", sync=overlap == "sync", trace=trace)
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
+        self.facts = facts or Facts()
+        # How ids become text, and what to do when all of a step's pieces are with their sinks. An engine in a process
+        # of its own sets both before the first request: text is made where it is read.
+        self.text_of: Callable[[SamplingParams], Text] = lambda params: TextStream.of(self.tokenizer, params)
+        self.after_step: Callable[[], None] = lambda: None
+        self.work_s = 0.0  # time in which there was something to do
+        self._progress = Progress(0, False, clock(), "nothing")
+        self._checked = True  # whether it was looked after since it was last busy
+        self._collected = clock()
         self._on_close = on_close
         self._numbers = itertools.count()
         self._live: dict[str, _Live] = {}  # the engine's thread alone
         self._wake = threading.Condition()
-        self._inbox: list[_Live | str | Callable[[], None]] = []  # to add, ids to abort, questions; under `_wake`
+        # to add, to end, questions; under `_wake`
+        self._inbox: list[_Live | tuple[str, FinishReason] | Callable[[], None]] = []
         self._closing = False
         self._failure: BaseException | None = None
         self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[_AsyncSink, Piece | PacelineError]]] = defaultdict(
@@ -112,10 +160,10 @@ class Engine:
         tokens = as_tokens(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         if not len(tokens):
             raise InvalidRequest("the prompt is empty: give at least one token.")
-        if int(tokens.max()) >= self._vocab_size:
+        if int(tokens.max()) >= self.vocab_size:
             raise InvalidRequest(
-                f"the prompt has token id {int(tokens.max())} and the model knows {self._vocab_size} tokens: "
-                f"give ids from 0 to {self._vocab_size - 1}."
+                f"the prompt has token id {int(tokens.max())} and the model knows {self.vocab_size} tokens: "
+                f"give ids from 0 to {self.vocab_size - 1}."
             )
         return tokens
 
@@ -152,9 +200,13 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Ends a request, in whatever state it is. One that has ended already is left alone."""
+        self.finish(request_id, FinishReason.ABORT)
+
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        """As `abort`, for another reason: whoever reads the text has seen its end."""
         with self._wake:
             if not self._closing and self._failure is None:
-                self._inbox.append(request_id)
+                self._inbox.append((request_id, reason))
                 self._wake.notify()
 
     def ask(self, question: Callable[[Scheduler], T]) -> Future[T]:
@@ -202,6 +254,10 @@ class Engine:
             on_close()
 
     @property
+    def progress(self) -> Progress:
+        return self._progress
+
+    @property
     def failure(self) -> BaseException | None:
         """Why the engine serves no more, if that is so."""
         return self._failure
@@ -227,8 +283,7 @@ class Engine:
             eos_token_ids=tuple(sorted(self.tokenizer.eos_ids)),
             cache_salt=cache_salt,
         )
-        text = TextStream(self.tokenizer, stop=params.stop, min_tokens=params.min_tokens)
-        return _Live(request, text, sink)
+        return _Live(request, self.text_of(params), sink)
 
     def _post(self, items: Iterable[_Live | Callable[[], None]]) -> None:
         with self._wake:
@@ -249,6 +304,7 @@ class Engine:
             while self._wait_for_work():
                 updates = self.loop.step()
                 if updates is not None:
+                    self._note_pass()
                     self._take(updates)
                 else:
                     ended = self.scheduler.take_ended()
@@ -261,13 +317,13 @@ class Engine:
     def _wait_for_work(self) -> bool:
         """Sleeps while there is nothing to do, then takes the inbox. False when the engine is to end."""
         with self._wake:
-            while not (self._inbox or self._closing or self.scheduler.has_work):
-                self._wake.wait()
+            if not self.scheduler.has_work:
+                self._rest()
             inbox, self._inbox = self._inbox, []
             closing = self._closing
         for item in inbox:
-            if isinstance(item, str):
-                self.scheduler.abort(item, self.clock())
+            if isinstance(item, tuple):
+                self.scheduler.finish(*item, self.clock())
             elif isinstance(item, _Live):
                 self._add(item)
             else:
@@ -278,6 +334,31 @@ class Engine:
         self._end_all(self.scheduler.take_ended())
         self._send()
         return not closing
+
+    def _rest(self) -> None:
+        """Sleeps until something comes, and once in between, when all is quiet, looks after itself."""
+        if self._progress.has_work:
+            self._progress = dataclasses.replace(self._progress, has_work=False, doing="nothing")
+        while not (self._inbox or self._closing):
+            woken = self._wake.wait(None if self._checked else _IDLE_S)
+            if not woken and not self._checked and not (self._inbox or self._closing):
+                self._checked = True
+                for fault in self.scheduler.check_idle(self.clock()):
+                    log.error("the books did not add up and were opened anew: %s", fault)
+                gc.collect()
+                self._collected = self.clock()
+        self._progress = Progress(self._progress.num_passes, True, self.clock(), "taking what has arrived")
+
+    def _note_pass(self) -> None:
+        now, before = self.clock(), self._progress
+        self.work_s += now - before.since
+        self._checked = False
+        running, waiting = self.scheduler.num_running, self.scheduler.num_waiting
+        doing = f"the pass after {before.num_passes + 1}, with {running} requests running and {waiting} waiting"
+        self._progress = Progress(before.num_passes + 1, True, now, doing)
+        if now - self._collected > _YOUNG_GARBAGE_S and not gc.isenabled():
+            self._collected = now
+            gc.collect(1)
 
     def _add(self, live: _Live) -> None:
         try:
@@ -326,7 +407,7 @@ class Engine:
         for item in finished:
             live = self._live.get(item.request.id)
             if live is not None and live.request is item.request:
-                self._end(live, item.reason)
+                self._end(live, item.reason, error="the engine was closed" if self._closing else None)
 
     def _end(self, live: _Live, reason: FinishReason, text: str = "", tokens: tuple[int, ...] = (),
              error: str | None = None) -> None:  # fmt: skip
@@ -356,6 +437,7 @@ class Engine:
                     if isinstance(live.sink, _AsyncSink) and live.sink.loop is loop:
                         del self._live[request_id]
                         self.scheduler.abort(request_id, self.clock())
+        self.after_step()
 
     def _fail(self, error: BaseException) -> None:
         with self._wake:
@@ -364,7 +446,7 @@ class Engine:
         for item in inbox:
             if isinstance(item, _Live):
                 item.sink.refuse(self._gone())
-            elif not isinstance(item, str):
+            elif not isinstance(item, tuple):
                 item()
         for live in list(self._live.values()):
             self._end(live, FinishReason.ERROR, error=f"{type(error).__name__}: {error}")

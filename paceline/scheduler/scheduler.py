@@ -420,6 +420,7 @@ class Scheduler:
         one = self._passes.popleft()
         assert one.plan is plan, "passes are committed in the order they were planned"
         if device_s is not None:
+            self.counters.device_s += device_s
             self.step_time.observe(plan, device_s)
         sampled = one.sampled
         if counts is not None:
