@@ -10,10 +10,12 @@ import dataclasses
 import difflib
 import math
 import os
+import tomllib
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from paceline.request import PacelineError
@@ -212,6 +214,61 @@ class Tenant:
         check_options(self)
         if not self.name:
             raise ConfigError("a tenant has no name: give it one.")
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A configuration file: `[server]`, `[engine]`, `[scheduler]` with their options, `[[tenants]]`, and the model."""
+
+    model: str | None
+    load: str | None
+    shape: str | None
+    options: dict[str, Any]
+    tenants: tuple[Tenant, ...]
+
+
+def read_file(path: Path) -> File:
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"config is {str(path)!r}, which cannot be read ({error}): correct it.") from None
+    options: dict[str, Any] = {}
+    for table, kind in (("server", ServerConfig), ("engine", EngineConfig), ("scheduler", SchedulerConfig)):
+        given = _table(found.pop(table, {}), table, path)
+        _check_names(given, [item.name for item in dataclasses.fields(kind)], f"{path.name}: [{table}]")
+        options |= given
+    rows = found.pop("tenants", [])
+    if not isinstance(rows, list):
+        raise ConfigError(f"{path.name}: tenants is {rows!r}: write [[tenants]] tables.")
+    tenants = []
+    for row in rows:
+        given = _table(row, "tenants", path)
+        _check_names(given, [item.name for item in dataclasses.fields(Tenant)], f"{path.name}: [[tenants]]")
+        keys = given.get("keys", [])
+        tenants.append(Tenant(**{**given, "keys": tuple(keys) if isinstance(keys, list) else keys}))
+    if len({tenant.name for tenant in tenants}) < len(tenants):
+        raise ConfigError(f"{path.name}: two tenants have the same name: give each its own.")
+    if len({key for tenant in tenants for key in tenant.keys}) < sum(len(tenant.keys) for tenant in tenants):
+        raise ConfigError(f"{path.name}: two tenants have the same key: give each its own.")
+    _check_names(found, ["model", "load", "shape", "server", "engine", "scheduler", "tenants"], path.name)
+    for name, value in found.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{path.name}: {name} is {value!r}: give a word.")
+    return File(found.get("model"), found.get("load"), found.get("shape"), options, tuple(tenants))
+
+
+def _table(value: Any, name: str, path: Path) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path.name}: {name} is {value!r}: write a table.")
+    return dict(value)
+
+
+def _check_names(given: Mapping[str, Any], known: list[str], where: str) -> None:
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"these exist: {', '.join(known)}."
+            raise ConfigError(f"{where} has {name!r}, which is not known: {hint}")
 
 
 LOG_LEVELS = ("debug", "info", "warning", "error")

@@ -6,26 +6,56 @@ import dataclasses
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
-from paceline.cli.options import Load, Model, Shape, takes
-from paceline.config import ConfigError, EngineConfig, SchedulerConfig, ServerConfig, split_options
+from paceline.cli.options import Model, Shape, takes
+from paceline.config import (
+    ConfigError,
+    EngineConfig,
+    SchedulerConfig,
+    ServerConfig,
+    Tenant,
+    read_file,
+    split_options,
+)
 
 if TYPE_CHECKING:
     from paceline.server.client import Served
 
 
 @takes(ServerConfig, EngineConfig, SchedulerConfig)
-def serve(options: dict[str, Any], model: Model = None, load: Load = "weights", shape: Shape = None) -> None:
-    """Serve a model over HTTP, as OpenAI does: chat and completions, streaming or not."""
+def serve(
+    options: dict[str, Any],
+    model: Model = None,
+    load: Annotated[
+        Literal["weights", "random"] | None,
+        typer.Option(help="weights: of the model, the default; random: of no model, for measuring."),
+    ] = None,
+    shape: Shape = None,
+    config_file: Annotated[
+        Path | None,
+        typer.Option("--config", help="A TOML file with tables of options, and the tenants; see docs/serving.md."),
+    ] = None,
+) -> None:
+    """Serve a model over HTTP, as OpenAI does: chat and completions, streaming or not.
+
+    Every option below can also be set by the environment, PORT as PACELINE_PORT, and in the file that --config names.
+    What is given here goes before the environment, and that before the file.
+    """
     from paceline.cli.loading import bar, fetch, name_of
     from paceline.server.run import bind, run, url_of
     from paceline.server.supervisor import Plan
 
     began = time.perf_counter()
+    tenants: tuple[Tenant, ...] = ()
+    if config_file is not None:
+        file = read_file(config_file)
+        options, tenants = {**file.options, **options}, file.tenants
+        model, load, shape = model or file.model, load or file.load, shape or file.shape  # type: ignore[assignment]
+    load = load or "weights"
     server_names = {item.name for item in dataclasses.fields(ServerConfig)}
     config = ServerConfig(**{name: value for name, value in options.items() if name in server_names})
     rest = {name: value for name, value in options.items() if name not in server_names}
@@ -54,7 +84,7 @@ def serve(options: dict[str, Any], model: Model = None, load: Load = "weights", 
             path = str(fetch(model))
             tokenizer, own_name = path, name_of(model, Path(path), None)
         name = config.served_name or own_name
-        plan = Plan(config, name, tokenizer, {"model": path, "load": load, "shape": shape, "options": rest})
+        plan = Plan(config, name, tokenizer, {"model": path, "load": load, "shape": shape, "options": rest}, tenants)
         with bar(f"loading {name}") as advance:
             status = run(
                 plan, taken, advance, lambda served: _say_hello(served, url_of(taken), time.perf_counter() - began)

@@ -22,12 +22,23 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Protocol, TypeVar
 
 from paceline.engine.executor import Executor
 from paceline.engine.loop import Loop
 from paceline.engine.output import Piece, Timings, Usage
-from paceline.request import FinishReason, InvalidRequest, PacelineError, Request, SamplingParams, Tokens, as_tokens
+from paceline.request import (
+    FinishReason,
+    InvalidRequest,
+    PacelineError,
+    Refused,
+    Request,
+    SamplingParams,
+    Tokens,
+    as_tokens,
+)
+from paceline.scheduler.forecast import seconds_until_admitted
 from paceline.scheduler.plan import Finished, Updates
 from paceline.scheduler.scheduler import Scheduler
 from paceline.text.stop import TextStream
@@ -37,6 +48,7 @@ log = logging.getLogger("paceline.engine")
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Tokens
 _IDLE_S = 1.0  # without work, after which the books are checked and garbage is collected, once
+_MOST_PROMISES = 10_000
 _YOUNG_GARBAGE_S = 60.0  # how often young garbage is collected in an engine that is never idle
 
 
@@ -135,6 +147,7 @@ class Engine:
         self.after_step: Callable[[], None] = lambda: None
         self.work_s = 0.0  # time in which there was something to do
         self._progress = Progress(0, False, clock(), "nothing")
+        self._promised: list[float] = []  # times at which refused requests were asked to come again
         self._checked = True  # whether it was looked after since it was last busy
         self._collected = clock()
         self._on_close = on_close
@@ -364,9 +377,22 @@ class Engine:
         try:
             self.scheduler.add(live.request, self.clock())
         except PacelineError as error:
+            if isinstance(error, Refused) and error.retry:
+                error.retry_after_s = self._retry_after()
             live.sink.refuse(error)
         else:
             self._live[live.request.id] = live
+
+    def _retry_after(self) -> float | None:
+        """When there is likely room for one more. Whoever was told a time before and has not come back goes first:
+        else all that are refused would come at once, and all but one in vain."""
+        now = self.clock()
+        while self._promised and self._promised[0] <= now:
+            heappop(self._promised)
+        seconds = seconds_until_admitted(self.scheduler, 1 + len(self._promised))
+        if seconds is not None and len(self._promised) < _MOST_PROMISES:
+            heappush(self._promised, now + seconds)
+        return seconds
 
     def _take(self, updates: Updates) -> None:
         # A request that the scheduler ended with `stop` got its stop token in this very pass: that one is no text.

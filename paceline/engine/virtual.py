@@ -107,6 +107,9 @@ def slowed(step_time: StepTime, factor: float) -> StepTime:
     return StepTime(*(value * factor for value in dataclasses.astuple(step_time)))
 
 
+_NEVER = 1 << 40
+
+
 class VirtualTokens:
     """What a virtual model says: after the same prompt always the same, whatever runs beside it or was retracted.
 
@@ -124,14 +127,13 @@ class VirtualTokens:
         for join in plan.joins:
             prompt = join.request.prompt
             self._base[join.slot] = zlib.crc32(prompt.tobytes())
-            self._ends[join.slot] = len(prompt) + self.length(prompt)
+            ends = _NEVER if join.request.params.ignore_eos else self.length(prompt)
+            self._ends[join.slot] = len(prompt) + ends
         rows = np.flatnonzero(plan.samples)
         slots = plan.slots[rows]
         positions = plan.starts[rows].astype(np.int64) + plan.lengths[rows]
         tokens = self._first + (self._base[slots] + 7919 * positions) % self._count
-        # One in 64, so that an answer whose end was ignored goes on as before.
-        ending = (positions >= self._ends[slots]) & ((positions - self._ends[slots]) % 64 == 0)
-        tokens[ending] = self._end
+        tokens[positions >= self._ends[slots]] = self._end
         return tokens.astype(np.int32)
 
     @staticmethod
@@ -140,13 +142,12 @@ class VirtualTokens:
         return 16 + zlib.crc32(prompt.tobytes(), 1) % 240
 
     def answer(self, prompt: np.ndarray, num_tokens: int) -> list[int]:
-        """The first tokens after `prompt`, one by one: the plain twin of the above."""
-        base, ends = zlib.crc32(prompt.tobytes()), self.length(prompt)
+        """The first tokens after `prompt` if its end is ignored, one by one: the plain twin of the above."""
+        base = zlib.crc32(prompt.tobytes())
         return [
-            self._end if index >= ends and (index - ends) % 64 == 0
-            else self._first + (base + 7919 * (len(prompt) + index)) % self._count
-            for index in range(num_tokens)
-        ]  # fmt: skip
+            self._first + (base + 7919 * position) % self._count
+            for position in range(len(prompt), len(prompt) + num_tokens)
+        ]
 
 
 class ClockTokens:
