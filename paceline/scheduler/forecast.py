@@ -29,9 +29,10 @@ def seconds_until_admitted(scheduler: Scheduler, count: int) -> float | None:
     most = np.array([request.max_tokens for request in running], np.int64) - generated
     expected = scheduler.expected_remaining(generated, most)
     known = np.array([request.ends_by_length for request in running])
-    remaining = np.sort(np.where(known, most, expected))
-    # Beyond those that run now, whoever moved up has to end as well: a round takes as long as an answer.
-    rounds, place = divmod(max(count, 1) - 1, len(running))
-    passes = float(remaining[place]) + rounds * float(np.mean(generated + np.where(known, most, expected)))
+    remaining = np.where(known, most, expected)
+    # Whoever moved up ends too, an answer later, and makes room again.
+    rounds = np.arange((count - 1) // len(running) + 2)
+    ends = remaining[:, None] + rounds * float(np.mean(generated + remaining))
+    passes = float(np.partition(ends, count - 1, axis=None)[count - 1])
     context = sum(request.num_tokens for request in running)
     return seconds + passes * model.seconds(0, len(running), context)
