@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.engine.engine import Engine
@@ -24,6 +25,7 @@ class EngineMetrics:
     output_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     refused: Counter[str] = field(default_factory=Counter)  # by tenant
     num_tokens: int = 0
+    num_open: Callable[[], int] = lambda: 0  # requests that a front end waits for
 
     def took(self, piece: Piece) -> None:
         """A request's last piece."""
@@ -57,6 +59,7 @@ class EngineMetrics:
         return [
             gauge("num_requests_running", "Requests that hold a slot.", scheduler.num_running),
             gauge("num_requests_waiting", "Requests that wait for one.", scheduler.num_waiting),
+            gauge("num_requests_open", "Requests that a front end waits for.", self.num_open()),
             gauge("num_waiting_tokens", "Prompt tokens that wait.", scheduler.admission.num_waiting_tokens),
             gauge("kv_cache_usage_ratio", "KV memory in use by running requests and pins, 0 to 1.", used),
             gauge("kv_cache_tokens", "KV memory, in tokens.", config.num_pages * config.page_size),

@@ -90,6 +90,7 @@ class EngineProcess:
         self._sinks: dict[str, dict[str, _Sink]] = {}  # front end -> request id -> sink
         engine.text_of = _no_text
         engine.after_step = self._send_pieces
+        self.side.metrics.num_open = lambda: self.num_open
 
     # ------------------------------------------------------------------ what comes
 
@@ -158,6 +159,12 @@ class EngineProcess:
             self.side.ask(message.question).add_done_callback(reply)
         except PacelineError as error:
             self.send(message.front_end, Refusal.of(message.number, error))
+
+    @property
+    def num_open(self) -> int:
+        """Requests that somebody waits for."""
+        with self._lock:
+            return sum(map(len, self._sinks.values()))
 
     def lose(self, front_end: str) -> None:
         """A front end is gone: nobody reads what it asked for."""
