@@ -54,6 +54,7 @@ class SchedulerConfig:
     page_size: int = option(16, "KV positions in a page; 1 matches prefixes token by token", low=1)
     context_tokens: int = option(32768, "longest prompt plus output the model takes", low=2)
     prefix_cache: bool = option(True, "keep computed prefixes for later requests")
+    shared_reads: bool = option(True, "rows below the same cached prefix read its KV together, once")
     eviction: str = option("lru", "which cached prefix goes first when memory is short", choices=EVICTION)
     partial_eviction: bool = option(True, "take only the pages needed, from a cached prefix's tail; else all of it")
     pin_quota_pages: int = option(0, "pages that pinned prefixes may hold at most", low=0)
@@ -179,6 +180,9 @@ class EngineConfig:
         low=0.001, high=0.95,
     )  # fmt: skip
 
+    record: str | None = option(
+        None, "file to write every request (as hashes of its tokens, no text) and every pass to, for `paceline sim`"
+    )
     virtual_slowdown: float = option(
         1.0, "executor virtual: how many times slower than an H200 with a model of 0.6B", low=1e-6
     )
@@ -317,3 +321,31 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
             raise ConfigError(f"option {name!r} is not known: {hint}")
     engine = {name: value for name, value in options.items() if known[name] is EngineConfig}
     return engine, {name: value for name, value in options.items() if known[name] is SchedulerConfig}
+
+
+ARRIVALS = ("once", "poisson", "gamma", "onoff")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadConfig:
+    """What arrives at a simulated server, how often, and how much of it is alike."""
+
+    requests: int = option(200, "requests in all", low=1, high=1_000_000)
+    arrivals: str = option(
+        "poisson",
+        "once: all at the beginning; poisson: independent of each other; gamma: in clumps; onoff: floods, then quiet",
+        choices=ARRIVALS,
+    )
+    rate: float = option(20.0, "requests a second, on average", low=1e-6)
+    burstiness: float = option(
+        4.0, "gamma: variance of the time between two, 1 is poisson; onoff: flood over mean", low=1
+    )
+    prompt_tokens: int = option(512, "tokens of a prompt, on average", low=2)
+    output_tokens: int = option(128, "tokens of an answer, on average", low=1)
+    shared: float = option(0.6, "share of a prompt that it has in common with its group", low=0.0, high=0.99)
+    groups: int = option(8, "groups of requests with a common beginning", low=1)
+    tenants: int = option(1, "tenants that send them", low=1, high=1024)
+    seed: int = option(0, "of everything random here", low=0)
+
+    def __post_init__(self) -> None:
+        check_options(self)

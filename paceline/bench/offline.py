@@ -68,15 +68,19 @@ class Bench:
             self._llm.close()
             self._llm = None
 
-    def timed(self, work: Offline) -> tuple[float, Stats, float]:
+    def timed(self, work: Offline, name: str) -> tuple[float, Stats, float]:
         """Seconds of one generate, what the device did meanwhile, and the hit rate of these prompts."""
         llm = self.llm
         device = device_of(llm)
         device.reset_stats()
+        if (recorder := llm.engine.recorder) is not None:
+            llm.engine.ask(lambda _: recorder.mark(name)).result()
         began = time.perf_counter()
         outputs = llm.generate(work.prompts, work.params)
         seconds = time.perf_counter() - began
         found = sum(len(output.token_ids) for output in outputs)
+        if recorder is not None:
+            llm.engine.ask(lambda _: recorder.mark(f"end of {name}")).result()
         assert found == work.num_output_tokens, f"{found} tokens came out, {work.num_output_tokens} were asked for"
         cached = sum(output.num_cached_tokens for output in outputs)
         return seconds, device.stats, cached / sum(map(len, work.prompts))
@@ -90,7 +94,7 @@ class Bench:
     def _throughput(self, name: str, work: Offline) -> None:
         best: tuple[float, Stats, float] | None = None
         for repeat in range(self.repeats):
-            run = self.timed(work.shifted(repeat))
+            run = self.timed(work.shifted(repeat), f"{name} {repeat}")
             seconds, stats, hit_rate = run
             print(f"{name} run {repeat}: {seconds:.3f} s; {describe(self.llm, seconds, stats)}", flush=True)
             best = run if best is None or seconds < best[0] else best
@@ -110,8 +114,9 @@ class Bench:
         for batch in self.batches:
             best, last = math.inf, None
             for repeat in range(2):
-                short, _, _ = self.timed(sweep(batch, 16, 1000 * batch + 2 * repeat))
-                long, stats, hit_rate = self.timed(sweep(batch, 272, 1000 * batch + 2 * repeat + 1))
+                name = f"sweep {batch} {repeat}"
+                short, _, _ = self.timed(sweep(batch, 16, 1000 * batch + 2 * repeat), f"{name} short")
+                long, stats, hit_rate = self.timed(sweep(batch, 272, 1000 * batch + 2 * repeat + 1), name)
                 if (long - short) / 256 < best:
                     best, last = (long - short) / 256, (long, stats, hit_rate)
             assert last is not None, "there are repeats"
@@ -243,7 +248,8 @@ def describe(llm: LLM, seconds: float, stats: Stats) -> str:
     return (
         f"{stats.passes} passes, {stats.graphs} graphs; device {stats.device_s:.3f} s, decoding {decoding:.3f}, "
         f"idle {stats.idle_s * 1e3:.1f} ms, host launching {stats.launch_s:.3f} s, waiting {stats.wait_s:.3f} s; "
-        f"KV read at {kv / max(decoding, 1e-9) / 1e12:.2f} TB/s of decoding time"
+        f"KV addressed at {kv / max(decoding, 1e-9) / 1e12:.2f} TB/s of decoding time, "
+        f"{stats.saved_tokens / max(stats.decode_context_tokens, 1):.1%} of it not read again"
     )
 
 
@@ -262,8 +268,9 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=list(SWEEP), help="batch sizes of sweep")
     parser.add_argument("--overlap", choices=("on", "off", "sync"), default="on")
     parser.add_argument("--kv-tokens", type=int, default=None)
+    parser.add_argument("--record", default=None, help="file to write every request and pass to, for `paceline sim`")
     given = parser.parse_args()
-    options = {"device": "cuda", "overlap": given.overlap, "kv_tokens": given.kv_tokens}
+    options = {"device": "cuda", "overlap": given.overlap, "kv_tokens": given.kv_tokens, "record": given.record}
     bench = Bench(given.shape, given.repeats, given.batches, options)
     failed = []
     for name in given.parts:

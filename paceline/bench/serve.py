@@ -112,7 +112,7 @@ class _ClockReader:
 
         tokenizer = synthetic_tokenizer(VOCAB_SIZE)
         self._ids = {tokenizer.token_bytes(index): index for index in range(SMALLEST, VOCAB_SIZE)}
-        self._clock = ClockTokens(SMALLEST, VOCAB_SIZE)
+        self._clock = ClockTokens(SMALLEST, VOCAB_SIZE, time.monotonic)
 
     def ages(self, data: bytes, now: float) -> list[float]:
         texts = re.findall(rb'"text":"([^"]+)"', data)

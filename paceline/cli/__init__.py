@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from paceline import __version__
-from paceline.cli import bench
+from paceline.cli import bench, sim
 from paceline.cli.chat import chat
 from paceline.cli.generate import generate
 from paceline.cli.models import models
@@ -29,6 +29,7 @@ class _Group(TyperGroup):
 
 app = typer.Typer(name="paceline", cls=_Group, no_args_is_help=True, add_completion=False)
 app.add_typer(bench.app, name="bench")
+app.add_typer(sim.app, name="sim")
 for _command in (serve, chat, generate, pull, models):
     app.command()(_command)
 

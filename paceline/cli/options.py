@@ -28,6 +28,7 @@ _GROUPS = {
     "policy": "Order of requests",
     "max_waiting": "Limits of the queue",
     "order_seed": "Other",
+    "requests": "Workload",
 }
 ENVIRONMENT = "PACELINE_"
 

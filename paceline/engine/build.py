@@ -6,6 +6,7 @@ the pool is sized by the model and the memory that is free, and on a CPU a step 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ from paceline.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from paceline.engine.cuda_device import CudaDevice
+    from paceline.engine.recording import Recorder
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -142,7 +144,7 @@ def assemble(
             else lambda count: _scheduler_config(decoder.spec, {**scheduler_options, "num_pages": count}, "cuda"),
         )
         executor.warm_up()
-        return _engine(executor, scheduler_config, spec.vocab_size, facts, tokenizer, config, trace)
+        return _engine(executor, scheduler_config, spec, facts, tokenizer, config, trace)
     if "num_pages" not in scheduler_options:
         num_pages = num_kv_pages(
             config, decoder.spec, decoder.dtype.itemsize, page_size, scheduler_config.context_tokens
@@ -156,27 +158,45 @@ def assemble(
         max_row_tokens=min(scheduler_config.context_tokens, scheduler_config.num_pages * page_size),
     )
     executor = TorchExecutor(device, num_threads=config.threads)
-    return _engine(executor, scheduler_config, spec.vocab_size, facts, tokenizer, config, trace)
+    return _engine(executor, scheduler_config, spec, facts, tokenizer, config, trace)
 
 
 def _engine(
     executor: CudaDevice | TorchExecutor,
     scheduler_config: SchedulerConfig,
-    vocab_size: int,
+    spec: ModelSpec,
     facts: Facts,
     tokenizer: Tokenizer,
     config: EngineConfig,
     trace: Callable[[str, int, float], None] | None,
 ) -> Engine:
+    scheduler = Scheduler(scheduler_config)
     return Engine(
-        Scheduler(scheduler_config),
+        scheduler,
         executor,
         tokenizer,
-        vocab_size=vocab_size,
+        vocab_size=spec.vocab_size,
         facts=facts,
         overlap=config.overlap_mode,
         trace=trace,
         on_close=executor.close,
+        recorder=None if config.record is None else _recorder(config, scheduler, executor, spec),
+    )
+
+
+def _recorder(
+    config: EngineConfig, scheduler: Scheduler, executor: CudaDevice | TorchExecutor, spec: ModelSpec
+) -> Recorder:
+    from paceline.engine.recording import Recorder  # its lines need msgspec, which a bare GPU host may lack
+
+    return Recorder(
+        Path(str(config.record)),
+        scheduler,
+        time.monotonic,
+        device="cpu" if isinstance(executor, TorchExecutor) else torch.cuda.get_device_name(),
+        model=f"{spec.family}-{spec.num_parameters / 1e9:.2f}b",
+        overlap=config.overlap_mode,
+        buckets=[] if isinstance(executor, TorchExecutor) else list(executor.graphs.sizes),
     )
 
 

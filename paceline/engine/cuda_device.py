@@ -26,11 +26,20 @@ import torch
 from torch import Tensor
 
 from paceline.engine.cuda_graphs import DecodeGraphs, Kind, kind_of
-from paceline.engine.cuda_inputs import Packed, PlanPacker, Span
-from paceline.engine.cuda_model import GpuModel
+from paceline.engine.cuda_inputs import Packed, PlanPacker, ShareRule, Span
+from paceline.engine.cuda_model import AttendKernel, GpuModel
 from paceline.engine.cuda_streams import Event, Streams
 from paceline.engine.executor import Result
-from paceline.kernels.decode_attention import DecodeTuning, DecodeWorkspace, decode_attention, decode_attention_tuning
+from paceline.kernels._triton import cdiv
+from paceline.kernels.decode_attention import (
+    ALL_UNITS,
+    OWN_UNITS,
+    SHARED_UNITS,
+    DecodeTuning,
+    DecodeWorkspace,
+    decode_attention,
+    decode_attention_tuning,
+)
 from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_chunks, decode_units
 from paceline.kernels.extend_attention import ExtendTuning, extend_attention, tokens_per_tile
 from paceline.kernels.gather_tokens import gather_tokens
@@ -39,12 +48,14 @@ from paceline.kernels.sampling import SampleWorkspace, sample
 from paceline.kernels.slot_state import SlotState, apply_diff
 from paceline.scheduler.plan import NO_TOKENS, Plan
 
-# rows, query heads per KV head, whether rows share, whether contexts are short
-AttentionTuning = Callable[[int, int, bool, bool], DecodeTuning]
+# rows, query heads per KV head, query heads in a unit that rows share or 0, whether contexts are short
+AttentionTuning = Callable[[int, int, int, bool], DecodeTuning]
 ChunkChoice = Callable[[int], Chunks]  # rows
 
 _DEPTH = 4  # passes whose buffers exist; two are in flight at most
 _FIRST_WORDS = 1 << 18  # of an upload buffer; it grows when a pass brings more
+_SHARED_CHUNK = 512  # KV positions that rows share or not as a whole, in batches where some do
+_MAX_SHARED_CHUNKS = 1 << 15  # of all rows together; longer contexts are cut into longer chunks
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +70,8 @@ class Stats:
 
     passes: int = 0
     graphs: int = 0
-    decode_context_tokens: int = 0  # KV positions read by decode passes
+    decode_context_tokens: int = 0  # KV positions that decode passes address
+    saved_tokens: int = 0  # of these, not read because another row's reading serves this one too
     device_s: float = 0.0
     idle_s: float = 0.0
     by_bucket: dict[int, BucketStats] = field(default_factory=dict)  # rows of the graph; 0: passes with prompts
@@ -105,9 +117,19 @@ class _Flight:
         return self._staging
 
 
+def shared_chunk(max_rows: int, max_length: int) -> int:
+    """KV positions that rows share or not as a whole."""
+    size = _SHARED_CHUNK
+    while max_rows * cdiv(max_length, size) > _MAX_SHARED_CHUNKS:
+        size *= 2
+    return size
+
+
 def max_units(sizes: Sequence[int], max_length: int, chunks: ChunkChoice) -> int:
-    """Most work units that a decode pass of any bucket can have."""
-    return max(chunks(size).capacity(size, max_length) for size in sizes)
+    """Most work units that a decode pass of any bucket can have, whether rows share or not."""
+    own = max(chunks(size).capacity(size, max_length) for size in sizes)
+    size = shared_chunk(sizes[-1], max_length)
+    return max(own, Chunks(size, size, 1).capacity(sizes[-1], max_length))
 
 
 class _Pending:
@@ -126,11 +148,11 @@ class _Pending:
             device_s = flight.began.elapsed_time(flight.ended) / 1e3
             stats.wait_s += time.perf_counter() - began
             stats.note(self._bucket, device_s)
-            if self._before is not None:
-                stats.idle_s += self._before.elapsed_time(flight.began) / 1e3
+            idle_s = self._before.elapsed_time(flight.began) / 1e3 if self._before is not None else 0.0
+            stats.idle_s += idle_s
             # A copy: the flight's buffer belongs to a later pass soon.
             tokens = flight.results[: self._num_tokens].numpy().copy() if self._num_tokens else NO_TOKENS
-            self._result = Result(tokens, device_s)
+            self._result = Result(tokens, device_s, idle_s=idle_s)
         return self._result
 
 
@@ -158,7 +180,6 @@ class CudaDevice:
         self._few_programs = None if device.type == "cuda" else 2
         self._extend_tuning = ExtendTuning()
         group = spec.num_heads // spec.num_kv_heads
-        self._packer = PlanPacker(max_running, spec.vocab_size, tokens_per_tile(self._extend_tuning, group))
         # One more than a row can have, since the last sampled token is stored and never fed.
         self.state = SlotState.empty(max_running, max_row_tokens + 1, page_size, max_running, device)
         shape = (2, num_pages, page_size, spec.num_kv_heads, spec.head_dim)
@@ -168,7 +189,16 @@ class CudaDevice:
 
         self.graphs = DecodeGraphs(streams, max_running, self._decode, self._decode_nothing)
         capacity = max_units(self.graphs.sizes, max_row_tokens + 1, chunks)
-        self._units = {layer.window: DecodeUnits.empty(max_running, capacity, 0, device) for layer in model.layers}
+        # Layers with a window share nothing: the others' units are the only ones with room for it.
+        self._units = {
+            layer.window: DecodeUnits.empty(max_running, capacity, 0 if layer.window else capacity, device)
+            for layer in model.layers
+        }
+        self._share_rule = ShareRule(shared_chunk(max_running, max_row_tokens + 1), group, capacity)
+        self._packer = PlanPacker(
+            max_running, spec.vocab_size, tokens_per_tile(self._extend_tuning, group),
+            self._share_rule if 0 in self._units else None,
+        )  # fmt: skip
         self._attention = DecodeWorkspace.empty(
             max_running, capacity, spec.num_heads, spec.num_kv_heads, spec.head_dim, device
         )
@@ -215,8 +245,8 @@ class CudaDevice:
             flight.began.record(streams.engine)
             if packed.is_decode:
                 # Before the diff: a graph that is captured now must not see its rows.
-                bucket = self.graphs.bucket(packed.num_rows)
-                kind = kind_of(packed.num_rows, plan.num_context_tokens, packed.has_filters)
+                kind = kind_of(packed.num_rows, plan.num_context_tokens, packed.has_filters, packed.tile)
+                bucket = self.graphs.bucket(packed.num_rows, kind)
                 graph = self.graphs.graph(bucket, kind)
                 self._apply(flight)
                 graph.replay()
@@ -238,7 +268,9 @@ class CudaDevice:
         flight.pending, self._last_end = pending, flight.ended
         stats.passes += 1
         stats.graphs += packed.is_decode
-        stats.decode_context_tokens += plan.num_context_tokens if packed.is_decode else 0
+        if packed.is_decode:
+            stats.decode_context_tokens += plan.num_context_tokens
+            stats.saved_tokens += packed.num_saved_tokens
         stats.launch_s += time.perf_counter() - began
         return pending
 
@@ -246,42 +278,57 @@ class CudaDevice:
         self._streams.synchronize()
 
     def _apply(self, flight: _Flight) -> None:
-        apply_diff(flight.diff, self.state, num_programs=self._few_programs or 64)
+        apply_diff(flight.diff, self.state, self._units.get(0), num_programs=self._few_programs or 64)
 
     # ------------------------------------------------------------------ a pass of decodes: what a graph holds
 
     def _decode(self, rows: int, kind: Kind) -> None:
-        model, state, spec = self.model, self.state, self.model.spec
-        row_slots, slots, positions = state.row_slots[:rows], self._slots[:rows], self._positions[:rows]
-        step: Tensor | None = self._step  # counted once, by whichever cut comes first
-        for window, units in self._units.items():
-            decode_units(units, row_slots, state.num_rows, state.num_computed, self._chunks(rows), window, step)
-            step = None
+        model, state = self.model, self.state
+        slots, positions = self._slots[:rows], self._positions[:rows]
+        pdl = 0 if kind.tile else model.early_start(rows)
+        attend = self._decode_attention(rows, state.num_rows, kind, pdl, self._step)
         gather_tokens(state, model.embedding, model.input(rows), slots, positions, squares=model.squares(rows))
-        pdl = model.early_start(rows)
-        tuning = self._attention_tuning(rows, spec.num_heads // spec.num_kv_heads, False, kind.short)
-        if self._few_programs is not None:
-            tuning = replace(tuning, num_programs=self._few_programs)
+        logits = model.logits(model.forward(rows, attend, fused=True, pdl=pdl))
+        sample(
+            logits, slots, positions, state.num_rows, state, self._results, self._step, self._sampling,
+            filters=kind.filters,
+        )  # fmt: skip
 
-        def attend(index: int, qkv: Tensor, out: Tensor) -> None:
+    def _decode_attention(self, rows: int, num_rows: Tensor, kind: Kind, pdl: int, step: Tensor | None) -> AttendKernel:
+        """Cuts the KV of the first `num_rows` rows, of `rows` at most, into units; what is returned reads them.
+
+        Where rows share, what they share and what each has of its own are two launches side by side: their tiles
+        differ in size.
+        """
+        model, state, spec, streams = self.model, self.state, self.model.spec, self._streams
+        chunks = Chunks(self._share_rule.chunk, self._share_rule.chunk, 1) if kind.tile else self._chunks(rows)
+        for window, units in self._units.items():
+            decode_units(units, state.row_slots[:rows], num_rows, state.num_computed, chunks, window, step)
+            step = None  # counted once, by whichever cut comes first
+        group = spec.num_heads // spec.num_kv_heads
+        own = self._attention_tuning(rows, group, 0, kind.short)
+        shared = self._attention_tuning(rows, group, kind.tile, kind.short)
+        if self._few_programs is not None:
+            own, shared = (replace(one, num_programs=self._few_programs) for one in (own, shared))
+
+        def launch(index: int, qkv: Tensor, out: Tensor, tuning: DecodeTuning, part: int) -> None:
             layer, cache = model.layers[index], self.caches[index]
             decode_attention(
                 qkv, cache[0], cache[1], state.page_table, layer.cos_sin, layer.q_norm, layer.k_norm, spec.rms_eps,
-                self._units[layer.window], self._attention, out, window=layer.window, tuning=tuning, pdl=pdl,
+                self._units[layer.window], self._attention, out, window=layer.window, tuning=tuning, pdl=pdl, part=part,
             )  # fmt: skip
 
-        logits = model.logits(model.forward(rows, attend, fused=True))
-        sample(
-            logits,
-            slots,
-            positions,
-            state.num_rows,
-            state,
-            self._results,
-            self._step,
-            self._sampling,
-            filters=kind.filters,
-        )
+        def attend(index: int, qkv: Tensor, out: Tensor) -> None:
+            if not kind.tile or model.layers[index].window:
+                launch(index, qkv, out, own, ALL_UNITS)
+                return
+            streams.follow(streams.side, streams.engine)
+            with streams.use(streams.side):
+                launch(index, qkv, out, shared, SHARED_UNITS)
+            launch(index, qkv, out, own, OWN_UNITS)
+            streams.follow(streams.engine, streams.side)
+
+        return attend
 
     def _decode_nothing(self, rows: int, kind: Kind) -> None:
         """A decode pass without live rows: compiles what there is to compile and leaves no trace."""
@@ -300,16 +347,27 @@ class CudaDevice:
         tiles = flight.part(packed.tiles).view(-1, 2)
         gather_tokens(state, model.embedding, model.input(count), slots, positions, token_rows, query_starts)
 
+        decodes = packed.num_decodes
+        kind = Kind(tile=packed.tile)
+        read = None
+        if decodes:
+            rows = self.graphs.bucket(decodes, kind)  # a graph's size: what it runs is compiled already
+            pdl = 0 if kind.tile else model.early_start(rows)
+            read = self._decode_attention(rows, flight.part(packed.decodes), kind, pdl, None)
+
         def attend(index: int, qkv: Tensor, out: Tensor) -> None:
             layer, cache = model.layers[index], self.caches[index]
-            rope_kv(
-                qkv, q, cache[0], cache[1], state.page_table, slots, positions, layer.cos_sin, layer.q_norm,
-                layer.k_norm, spec.rms_eps,
-            )  # fmt: skip
-            extend_attention(
-                q, cache[0], cache[1], state.page_table, tiles, state.row_slots, positions, query_starts,
-                out.view(-1, spec.num_heads, spec.head_dim), window=layer.window, tuning=self._extend_tuning,
-            )  # fmt: skip
+            if read is not None:
+                read(index, qkv[:decodes], out[:decodes])
+            if len(tiles):
+                rope_kv(
+                    qkv[decodes:], q[decodes:], cache[0], cache[1], state.page_table, slots[decodes:],
+                    positions[decodes:], layer.cos_sin, layer.q_norm, layer.k_norm, spec.rms_eps,
+                )  # fmt: skip
+                extend_attention(
+                    q, cache[0], cache[1], state.page_table, tiles, state.row_slots, positions, query_starts,
+                    out.view(-1, spec.num_heads, spec.head_dim), window=layer.window, tuning=self._extend_tuning,
+                )  # fmt: skip
 
         hidden = model.forward(count, attend, fused=False)
         if not packed.num_sampled:

@@ -20,12 +20,14 @@ _SHORT_TOKENS = 512  # of context per row on average; both sides were measured, 
 class Kind(NamedTuple):
     """What is fixed when a graph is captured, beside its bucket."""
 
-    filters: bool  # some row samples with top-k or top-p
-    short: bool  # contexts of few hundred tokens
+    filters: bool = False  # some row samples with top-k or top-p
+    short: bool = False  # contexts of few hundred tokens
+    tile: int = 0  # query heads in a unit that several rows share; 0: nobody shares
 
 
-def kind_of(num_rows: int, num_context_tokens: int, filters: bool) -> Kind:
-    return Kind(filters, num_rows > SHORT_ROWS and num_context_tokens < _SHORT_TOKENS * num_rows)
+def kind_of(num_rows: int, num_context_tokens: int, filters: bool, tile: int) -> Kind:
+    short = not tile and num_rows > SHORT_ROWS and num_context_tokens < _SHORT_TOKENS * num_rows
+    return Kind(filters, short, tile)
 
 
 def buckets(max_rows: int) -> list[int]:
@@ -49,9 +51,11 @@ class DecodeGraphs:
         self._streams, self._run, self._run_empty = streams, run, run_empty
         self._graphs: dict[tuple[int, Kind], Graph] = {}
 
-    def bucket(self, num_rows: int) -> int:
-        """The smallest bucket that holds so many rows."""
-        return self.sizes[bisect.bisect_left(self.sizes, num_rows)]
+    def bucket(self, num_rows: int, kind: Kind) -> int:
+        """The smallest bucket that holds so many rows. Where rows share, every second one is left out: those graphs
+        are captured when they are first needed."""
+        at = bisect.bisect_left(self.sizes, num_rows)
+        return self.sizes[-1 - (len(self.sizes) - 1 - at) // 2 * 2] if kind.tile else self.sizes[at]
 
     def graph(self, size: int, kind: Kind) -> Graph:
         """The graph of a bucket, captured now if it was never used."""
@@ -65,4 +69,4 @@ class DecodeGraphs:
         """All buckets without filters, the largest first, so that the smaller ones find their memory there."""
         for size in reversed(self.sizes):
             for short in (True, False) if size > SHORT_ROWS else (False,):
-                self.graph(size, Kind(filters=False, short=short))
+                self.graph(size, Kind(short=short))

@@ -13,14 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.kernels._triton import cdiv
+from paceline.kernels.decode_units import NOTHING_SHARED, SharedUnits, shared_units
 from paceline.kernels.extend_attention import extend_tiles
 from paceline.kernels.slot_state import pack_diff, sampling_words
 from paceline.request import Request
-from paceline.scheduler.plan import Plan
+from paceline.scheduler.plan import Plan, Sharing
 
 Column = npt.NDArray[np.int32]
 
 ALIGN = 32  # words: parts begin on borders that Triton's pointer specialisation does not tell apart
+TILES = (16, 32, 64)  # query heads in a unit that several rows share
 _NONE: Column = np.empty(0, np.int32)
 
 
@@ -40,6 +42,9 @@ class Packed:
     num_words: int
     is_decode: bool  # one token a row, all of them sample, none is masked: a graph can run it
     has_filters: bool  # some row samples with top-k or top-p
+    tile: int  # query heads in a unit of decode attention that several rows share; 0: nobody shares
+    num_saved_tokens: int  # KV positions that decodes do not read because another row of their unit does
+    num_decodes: int
     num_rows: int
     num_tokens: int
     num_sampled: int
@@ -48,6 +53,7 @@ class Packed:
     tiles: Span
     sampled: Span  # the last token of each sampling row
     forbidden: Span  # pairs of words: row of the logits * vocabulary + token, as int64
+    decodes: Span  # one word: num_decodes
 
     def write(self, target: Column) -> None:
         """Copies all parts into the upload buffer."""
@@ -57,8 +63,50 @@ class Packed:
             at += cdiv(len(part), ALIGN) * ALIGN
 
 
+@dataclass(frozen=True, slots=True)
+class ShareRule:
+    """When and how decodes share what they read."""
+
+    chunk: int  # KV positions that are shared or not as a whole
+    group: int  # query heads of a KV head
+    max_units: int  # room on the device, for units and for their queries
+    least_saving: float = 0.1  # of the KV positions: less is not worth cutting everything at chunks
+
+    def choose(self, plan: Plan) -> tuple[SharedUnits | None, int]:
+        """What the decodes of `plan` share, and how many query heads a tile of them has."""
+        rows, common = _decodes_of(plan)
+        if not len(common) or int(common.max()) < self.chunk:
+            return None, 0
+        borders = np.flatnonzero(np.concatenate([[0], common // self.chunk, [0]]) == 0)
+        heads = int(np.diff(borders).max()) * self.group  # of the rows that stand together at most
+        tile = next((tile for tile in TILES if heads <= tile), TILES[-1])
+        if tile < 2 * self.group:
+            return None, 0
+        shared = shared_units(rows, common, plan.num_decodes, self.chunk, tile // self.group)
+        if shared is None or max(len(shared.units), len(shared.query_rows)) > self.max_units:
+            return None, 0
+        saved = shared.num_saved_chunks * self.chunk
+        return (shared, tile) if saved >= self.least_saving * int(plan.starts[: plan.num_decodes].sum()) else (None, 0)
+
+
+def _decodes_of(plan: Plan) -> tuple[Column, Column]:
+    """The plan's sharing without rows that have a prompt."""
+    if plan.sharing is None:
+        return _NONE, _NONE
+    kept = np.flatnonzero(plan.sharing.rows < plan.num_decodes)
+    if len(kept) < 2:
+        return _NONE, _NONE
+    return plan.sharing.rows[kept], np.minimum.reduceat(plan.sharing.common[: kept[-1]], kept[:-1])
+
+
 class PlanPacker:
-    def __init__(self, max_running: int, vocab_size: int, tokens_per_tile: int) -> None:
+    def __init__(
+        self, max_running: int, vocab_size: int, tokens_per_tile: int, share_rule: ShareRule | None = None
+    ) -> None:
+        self._share_rule = share_rule
+        self._sharing: Sharing | None = None  # what `_shared` was made of
+        self._shared: SharedUnits | None = None  # as the device has it
+        self._tile = 0
         self._vocab_size = vocab_size
         self._tokens_per_tile = tokens_per_tile
         self._computed = np.zeros(max_running, np.int32)  # the device's num_computed
@@ -79,15 +127,16 @@ class PlanPacker:
         num_sampled = int(np.count_nonzero(samples))
         is_decode = plan.num_tokens == plan.num_rows == num_sampled and not len(forbidden)
         parts, at = [diff], cdiv(len(diff), ALIGN) * ALIGN
-        spans = [Span(0, 0)] * 5
+        spans = [Span(0, 0)] * 6
         if not is_decode:
             ends = np.cumsum(lengths, dtype=np.int32)
             columns = (
                 np.repeat(np.arange(len(slots), dtype=np.int32), lengths),
                 np.concatenate([np.zeros(1, np.int32), ends]),
-                extend_tiles(plan.starts, lengths, self._tokens_per_tile).reshape(-1),
+                extend_tiles(plan.starts, lengths, self._tokens_per_tile, plan.num_decodes).reshape(-1),
                 (ends - 1)[samples],
                 forbidden.view(np.int32),
+                np.array([plan.num_decodes], np.int32),
             )
             for number, column in enumerate(columns):
                 parts.append(column)
@@ -96,7 +145,19 @@ class PlanPacker:
         # A row that samples is advanced by the device itself; another one stays where the diff has put it.
         self._computed[slots] = plan.starts + np.where(samples, lengths, 0)
         filtered = bool(self._filtered[slots].any())
-        return Packed(tuple(parts), at, is_decode, filtered, len(slots), plan.num_tokens, num_sampled, *spans)
+        saved = self._shared.num_saved_chunks * self._share_rule.chunk if self._shared and self._share_rule else 0
+        return Packed(
+            tuple(parts), at, is_decode, filtered, self._tile, saved, plan.num_decodes, len(slots), plan.num_tokens,
+            num_sampled, *spans,
+        )  # fmt: skip
+
+    def _share(self, plan: Plan) -> bool:
+        """Sees to it that `_shared` is what this plan's decodes share. Whether that is news to the device."""
+        if self._share_rule is None or plan.sharing is self._sharing:
+            return False
+        self._sharing, before = plan.sharing, self._shared
+        self._shared, self._tile = self._share_rule.choose(plan)
+        return self._shared is not None or before is not None
 
     def _diff(self, plan: Plan) -> Column:
         joins = plan.joins
@@ -115,6 +176,7 @@ class PlanPacker:
             join_sampling=words,
             token_runs=[(join.slot, 0, join.tokens) for join in joins],
             row_slots=rows,
+            shared=(self._shared or NOTHING_SHARED) if self._share(plan) else None,
         )
 
     def _join(self, slot: int, request: Request) -> Column:

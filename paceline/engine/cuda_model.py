@@ -120,9 +120,9 @@ class GpuModel:
         """Where the sums of squares of the embeddings go, [T, 1]; a pass of many tokens needs none."""
         return self._squares[:num_tokens, :1] if num_tokens <= len(self._squares) else None
 
-    def forward(self, num_tokens: int, attend: AttendKernel, *, fused: bool) -> Tensor:
+    def forward(self, num_tokens: int, attend: AttendKernel, *, fused: bool, pdl: int = 0) -> Tensor:
         """Hidden states [T, H] after the last norm, of the embeddings in `input`."""
-        return _Forward(self, num_tokens, fused).run(attend)
+        return _Forward(self, num_tokens, fused, pdl).run(attend)
 
     def early_start(self, num_tokens: int) -> int:
         """The `pdl` of a decode's kernels."""
@@ -150,10 +150,9 @@ class _Forward:
     """One pass being put together. `added`: whether delta is part of the stream x already. `known`: how many columns
     of squares hold the sums of squares of x's rows; 0: nobody left them."""
 
-    def __init__(self, model: GpuModel, num_tokens: int, fused: bool) -> None:
+    def __init__(self, model: GpuModel, num_tokens: int, fused: bool, pdl: int) -> None:
         self.model = model
-        self.fused = fused
-        self.pdl = model.early_start(num_tokens) if fused else 0
+        self.fused, self.pdl = fused, pdl
         self.x, self.normed, self.delta = (b[:num_tokens] for b in (model._x, model._normed, model._delta))
         self.qkv, self.attended = model._qkv[:num_tokens], model._attended[:num_tokens]
         self.both, self.act = model._both[:num_tokens], model._act[:num_tokens]

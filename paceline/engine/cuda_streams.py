@@ -35,6 +35,10 @@ class Graph(Protocol):
 class Streams(Protocol):
     engine: Any  # runs passes and applies every change of device state
     copy: Any  # brings uploads into staging buffers, and results out
+    side: Any  # for what can run beside the engine stream's own launches
+
+    def follow(self, later: Any, earlier: Any) -> None:
+        """What is launched on `later` from now on runs after what was launched on `earlier`."""
 
     def use(self, stream: Any) -> AbstractContextManager[Any]: ...
 
@@ -56,7 +60,11 @@ class CudaStreams:
         self.device = device
         self.engine: Any = _cuda.Stream(device)
         self.copy: Any = _cuda.Stream(device)
+        self.side: Any = _cuda.Stream(device)
         self._pool: Any = None
+
+    def follow(self, later: Any, earlier: Any) -> None:
+        later.wait_stream(earlier)
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = _cuda.stream(stream)
@@ -108,7 +116,9 @@ class _HostGraph:
 
 
 class HostStreams:
-    engine = copy = None
+    engine = copy = side = None
+
+    def follow(self, later: Any, earlier: Any) -> None: ...
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext()

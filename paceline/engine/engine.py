@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from paceline.engine.executor import Executor
 from paceline.engine.loop import Loop
@@ -43,6 +43,9 @@ from paceline.scheduler.plan import Finished, Updates
 from paceline.scheduler.scheduler import Scheduler
 from paceline.text.stop import TextStream
 from paceline.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from paceline.engine.recording import Recorder
 
 log = logging.getLogger("paceline.engine")
 T = TypeVar("T")
@@ -133,12 +136,15 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         trace: Callable[[str, int, float], None] | None = None,
         on_close: Callable[[], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.tokenizer = tokenizer
         self.clock = clock
-        self.loop = Loop(scheduler, executor, clock, overlap=overlap != "off", sync=overlap == "sync", trace=trace)
+        self.recorder = recorder
+        watched = executor if recorder is None else recorder.watch(executor)
+        self.loop = Loop(scheduler, watched, clock, overlap=overlap != "off", sync=overlap == "sync", trace=trace)
         self.vocab_size = vocab_size
         self.facts = facts or Facts()
         # How ids become text, and what to do when all of a step's pieces are with their sinks. An engine in a process
@@ -265,6 +271,8 @@ class Engine:
         if self._on_close is not None:
             on_close, self._on_close = self._on_close, None
             on_close()
+            if self.recorder is not None:
+                self.recorder.close()
 
     @property
     def progress(self) -> Progress:

@@ -16,6 +16,7 @@ class Result(NamedTuple):
     tokens: npt.NDArray[np.int32]  # one for each sampling row, in row order; or counts[i] of row i, end to end
     device_s: float | None = None  # how long the device took, where that is measured
     counts: npt.NDArray[np.int32] | None = None
+    idle_s: float | None = None  # how long the device had nothing to do before, where that is measured
 
 
 class Pending(Protocol):

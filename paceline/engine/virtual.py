@@ -33,6 +33,12 @@ class Clock(Protocol):
         """Lets time pass until then; nothing if it is later already."""
 
 
+class PassTime(Protocol):
+    """How long passes take; asked once for each, in order."""
+
+    def of(self, plan: Plan) -> float: ...
+
+
 class VirtualClock:
     """Time that passes only when somebody says so."""
 
@@ -80,24 +86,27 @@ class VirtualExecutor:
     def __init__(
         self,
         clock: Clock,
-        step_time: StepTime = SMALL_MODEL_H200,
-        tokens: Callable[[Plan, float], np.ndarray] | None = None,
+        step_time: PassTime = SMALL_MODEL_H200,
+        tokens: Callable[[Plan], np.ndarray] | None = None,
     ) -> None:
-        """`tokens`: what a plan's sampling rows yield, given the plan and when it ends; zeros if not given."""
+        """`tokens`: what a plan's sampling rows yield; zeros if not given."""
         self._clock = clock
         self._step_time = step_time
         self._tokens = tokens
         self._idle_from = 0.0
         self.busy_s = 0.0
+        self.span = (0.0, 0.0)  # from when to when the last launched pass runs
 
     def launch(self, plan: Plan) -> _VirtualPending:
         seconds = self._step_time.of(plan)
         starts = max(self._idle_from, self._clock.now)
+        idle_s = starts - self._idle_from
         self._idle_from = starts + seconds
         self.busy_s += seconds
+        self.span = (starts, self._idle_from)
         count = int(np.count_nonzero(plan.samples))
-        tokens = np.zeros(count, np.int32) if self._tokens is None else self._tokens(plan, self._idle_from)
-        return _VirtualPending(self._clock, self._idle_from, Result(tokens, seconds))
+        tokens = np.zeros(count, np.int32) if self._tokens is None else self._tokens(plan)
+        return _VirtualPending(self._clock, self._idle_from, Result(tokens, seconds, idle_s=idle_s))
 
     def close(self) -> None:
         """It holds nothing."""
@@ -123,7 +132,7 @@ class VirtualTokens:
         self._base = np.zeros(max_running, np.int64)
         self._ends = np.zeros(max_running, np.int64)  # position at which the answer of this slot ends
 
-    def __call__(self, plan: Plan, _: float) -> np.ndarray:
+    def __call__(self, plan: Plan) -> np.ndarray:
         for join in plan.joins:
             prompt = join.request.prompt
             self._base[join.slot] = zlib.crc32(prompt.tobytes())
@@ -155,11 +164,12 @@ class ClockTokens:
 
     TICK_S = 0.0005
 
-    def __init__(self, first: int, vocab_size: int) -> None:
-        self._first, self._count = first, vocab_size - first
+    def __init__(self, first: int, vocab_size: int, ends: Callable[[], float]) -> None:
+        """`ends`: when the pass being launched will end."""
+        self._first, self._count, self._ends = first, vocab_size - first, ends
 
-    def __call__(self, plan: Plan, ends: float) -> np.ndarray:
-        token = self._first + int(ends / self.TICK_S) % self._count
+    def __call__(self, plan: Plan) -> np.ndarray:
+        token = self._first + int(self._ends() / self.TICK_S) % self._count
         return np.full(int(np.count_nonzero(plan.samples)), token, np.int32)
 
     def age(self, token: int, now: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
@@ -34,12 +35,19 @@ def build_virtual(
     tokenizer = synthetic_tokenizer(VOCAB_SIZE)
     tokens: VirtualTokens | ClockTokens
     if config.virtual_tokens == "clock":
-        tokens = ClockTokens(SMALLEST, VOCAB_SIZE)
+        tokens = ClockTokens(SMALLEST, VOCAB_SIZE, lambda: executor.span[1])
     else:
         tokens = virtual_tokens(scheduler_config.max_running)
     executor = VirtualExecutor(WallClock(), slowed(SMALL_MODEL_H200, config.virtual_slowdown), tokens)
+    scheduler = Scheduler(scheduler_config)
+    recorder = None
+    if config.record is not None:
+        from paceline.engine.recording import Recorder
+
+        recorder = Recorder(Path(config.record), scheduler, time.monotonic, device=NAME, model=NAME,
+                            overlap=config.overlap_mode, buckets=[])  # fmt: skip
     return Engine(
-        Scheduler(scheduler_config),
+        scheduler,
         executor,
         tokenizer,
         vocab_size=VOCAB_SIZE,
@@ -48,6 +56,7 @@ def build_virtual(
         clock=time.monotonic,
         trace=trace,
         on_close=executor.close,
+        recorder=recorder,
     )
 
 

@@ -116,6 +116,7 @@ def _decode_attention_kernel(
     k_norm,
     units,
     num_units,
+    num_shared,
     rows,
     query_rows,
     partials,
@@ -141,10 +142,16 @@ def _decode_attention_kernel(
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
+    PART: tl.constexpr,
 ):
     d = tl.arange(0, D)
     m = tl.arange(0, BLOCK_M)
     num_work = tl.load(num_units) * K
+    if PART == 1:
+        num_work = tl.load(num_shared) * K
+    if PART == 2:
+        units += tl.load(num_shared) * 16
+        num_work -= tl.load(num_shared) * K
     if PDL:
         # The units and all keys but the newest were there before the product that is still running: ask for the
         # first of them now.
@@ -183,7 +190,7 @@ def _decode_attention_kernel(
         tile_rows = row + tl.zeros([BLOCK_M], tl.int32)
         position = tl.load(unit + 8) + tl.zeros([BLOCK_M], tl.int32)
         first_partial = tl.load(unit + 10) + tl.zeros([BLOCK_M], tl.int32)
-        if num_queries > 1:
+        if PART != 2 and num_queries > 1:
             tile_rows = tl.load(query_rows + first_query + m // G, mask=inside, other=0)
             position = tl.load(rows + tile_rows * 4, mask=inside, other=0)
             first_partial = tl.load(rows + tile_rows * 4 + 2, mask=inside, other=0)
@@ -199,23 +206,26 @@ def _decode_attention_kernel(
             HAS_NORM,
         ).to(qkv.dtype.element_ty)
 
-        # The tail's new token. Loaded in every unit and used in one: a branch would wait for memory once more.
-        # end is the position being decoded: the cache holds begin..end, this token makes it end + 1.
-        source = qkv + row * qkv_stride + (Q + kv_head) * D
-        tail = tl.full([1, 1], 1, tl.int1) & is_tail
-        new_k = rotate_row(source, tl.zeros([1, 1], tl.int32), tail, k_norm, cos_sin + end * D, eps, D, HAS_NORM).to(
-            k_cache.dtype.element_ty
-        )
-        new_v = tl.load(source + K * D + d[None, :], mask=tail, other=0.0).to(v_cache.dtype.element_ty)
-        tail_page = tl.load(table + end // P, mask=is_tail, other=0).to(tl.int64)
-        tail_place = ((tail_page * P + end % P) * K + kv_head) * D + d[None, :]
-        tl.store(k_cache + tail_place, new_k, mask=tail)
-        tl.store(v_cache + tail_place, new_v, mask=tail)
-        top = tl.where(is_tail, tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1) * scale, -1.0e30)
         # Summed over the keys' axis only at the end: one exchange between warps less per tile.
         totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        totals += tl.where((tl.arange(0, BLOCK_N) == 0) & is_tail, 1.0, 0.0)[None, :]
-        acc = tl.zeros([BLOCK_M, D], tl.float32) + new_v.to(tl.float32)
+        acc = tl.zeros([BLOCK_M, D], tl.float32)
+        top = tl.full([BLOCK_M], -1.0e30, tl.float32)
+        if PART != 1:
+            # The tail's new token. Loaded in every unit and used in one: a branch would wait for memory once more.
+            # end is the position being decoded: the cache holds begin..end, this token makes it end + 1.
+            source = qkv + row * qkv_stride + (Q + kv_head) * D
+            tail = tl.full([1, 1], 1, tl.int1) & is_tail
+            new_k = rotate_row(
+                source, tl.zeros([1, 1], tl.int32), tail, k_norm, cos_sin + end * D, eps, D, HAS_NORM
+            ).to(k_cache.dtype.element_ty)
+            new_v = tl.load(source + K * D + d[None, :], mask=tail, other=0.0).to(v_cache.dtype.element_ty)
+            tail_page = tl.load(table + end // P, mask=is_tail, other=0).to(tl.int64)
+            tail_place = ((tail_page * P + end % P) * K + kv_head) * D + d[None, :]
+            tl.store(k_cache + tail_place, new_k, mask=tail)
+            tl.store(v_cache + tail_place, new_v, mask=tail)
+            top = tl.where(is_tail, tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1) * scale, -1.0e30)
+            totals += tl.where((tl.arange(0, BLOCK_N) == 0) & is_tail, 1.0, 0.0)[None, :]
+            acc += new_v.to(tl.float32)
 
         for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
             n = start + tl.arange(0, BLOCK_N)
@@ -248,18 +258,28 @@ def _decode_attention_kernel(
             tl.store(partials + partial[:, None] * D + d[None, :], acc, mask=inside[:, None])
             tl.store(lse + partial, top + tl.log2(total), mask=inside)
             tl.debug_barrier()  # every thread's partial before the one atomic that announces them
-            for query in range(0, num_queries):
-                owner = row
-                owner_chunks = num_chunks
-                owner_partial = tl.load(unit + 10)
-                if num_queries > 1:
-                    owner = tl.load(query_rows + first_query + query)
-                    owner_chunks = tl.load(rows + owner * 4 + 1)
-                    owner_partial = tl.load(rows + owner * 4 + 2)
-                count = arrived + owner * K + kv_head
-                if tl.atomic_add(count, 1, sem="acq_rel") == owner_chunks - 1:
-                    _fold(partials, lse, out, owner, owner_partial, owner_chunks, kv_head, Q, G, D, COLUMNS, FOLD)
+            if PART == 2 or num_queries == 1:
+                count = arrived + row * K + kv_head
+                if tl.atomic_add(count, 1, sem="acq_rel") == num_chunks - 1:
+                    _fold(partials, lse, out, row, tl.load(unit + 10), num_chunks, kv_head, Q, G, D, COLUMNS, FOLD)
                     tl.store(count, 0)
+            else:
+                # All rows are announced at once: one after the other, each would wait for the memory.
+                query = tl.arange(0, BLOCK_M)
+                owners = tl.load(query_rows + first_query + query, mask=query < num_queries, other=0)
+                counts = arrived + owners * K + kv_head
+                before = tl.atomic_add(counts, 1, mask=query < num_queries, sem="acq_rel")
+                chunks = tl.load(rows + owners * 4 + 1, mask=query < num_queries, other=0)
+                is_last = (query < num_queries) & (before == chunks - 1)
+                if tl.max(is_last.to(tl.int32), axis=0) > 0:
+                    for one in range(0, num_queries):
+                        if tl.max((is_last & (query == one)).to(tl.int32), axis=0) > 0:
+                            owner = tl.load(query_rows + first_query + one)
+                            _fold(
+                                partials, lse, out, owner, tl.load(rows + owner * 4 + 2), tl.load(rows + owner * 4 + 1),
+                                kv_head, Q, G, D, COLUMNS, FOLD,
+                            )  # fmt: skip
+                            tl.store(arrived + owner * K + kv_head, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -281,6 +301,9 @@ class DecodeWorkspace:
         )
 
 
+ALL_UNITS, SHARED_UNITS, OWN_UNITS = 0, 1, 2  # what one launch takes
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
     num_programs: int = 132 * 16
@@ -292,14 +315,14 @@ class DecodeTuning:
     block_m: int = 16  # query heads per unit: a shared unit holds at most block_m // G rows
 
 
-def decode_attention_tuning(rows: int, group: int, sharing: bool, short: bool = False) -> DecodeTuning:
+def decode_attention_tuning(rows: int, group: int, tile: int, short: bool = False) -> DecodeTuning:
     """What was fastest on an H200 at 1 to 256 rows with 16 / 8 heads; see docs/log.md.
 
     `short`: the rows have a few hundred tokens each, so that many small programs win. Without sharing the tile holds
     just the heads of one KV head: a tile of 16 spends a third of its instructions on empty rows.
     """
-    if sharing:
-        return DecodeTuning(block_n=32, num_warps=2, num_stages=5, max_registers=168, block_m=16)
+    if tile:
+        return DecodeTuning(block_m=tile, max_registers=168)
     if short and rows > 128:
         return DecodeTuning(block_m=next_power_of_2(group), block_n=32, num_warps=2, num_stages=4)
     return DecodeTuning(block_m=next_power_of_2(group), max_registers=168 if rows <= 16 else 128)
@@ -320,12 +343,14 @@ def decode_attention(
     window: int = 0,
     tuning: DecodeTuning = DecodeTuning(),  # noqa: B008  (frozen)
     pdl: int = 0,
+    part: int = ALL_UNITS,
 ) -> None:
     """out [R, Q D] = attention of the new tokens in qkv [R, (Q + 2K) D], whose keys and values enter the caches.
 
     Caches [pages, P, K, D]; page_table [S, pages per slot] int32; cos_sin [positions, D] float32; q_norm and k_norm
     [D] together or not at all. `units` was filled by `decode_units` with the same window in this pass. Rows beyond
-    num_rows are left as they were.
+    num_rows are left as they were. `part`: a second launch takes the units that this one does not, at the same time or
+    in any order.
     """
     page_size, kv_heads, head_dim = k_cache.shape[1:]
     q_heads = out.shape[1] // head_dim
@@ -342,6 +367,7 @@ def decode_attention(
         qkv if k_norm is None else k_norm,
         units.units,
         units.num_units,
+        units.num_shared,
         units.rows,
         units.query_rows,
         workspace.partials,
@@ -367,6 +393,7 @@ def decode_attention(
         STAGES=tuning.num_stages,
         PREFETCH=tuning.prefetch and k_cache.is_cuda,  # the interpreter knows no assembly
         PDL=pdl,
+        PART=part,
         num_warps=tuning.num_warps,
         maxnreg=tuning.max_registers,
         launch_pdl=pdl > 0,

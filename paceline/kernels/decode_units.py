@@ -9,6 +9,9 @@ row 0   [ shared by 0, 1 ]  [ tail              (0,0..1) (1,0..1)  row 0: 2
 row 1   [ shared by 0, 1 ]  [   own   ][ tail                      row 1: 2, 3
 row 2   [  own   ][ tail                                           row 2: 0, 1
 
+Units come in the order shared, whole chunks, tails by falling length: programs take them in that order, and what is
+taken last should be short, or one multiprocessor is busy while all others wait.
+
 The token being decoded is not in the cache yet: the row's last unit, its tail, adds it from the qkv product, and a
 tail may hold nothing else. Hence a shared chunk must end at or before the position being decoded.
 """
@@ -20,9 +23,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from paceline.kernels._triton import cdiv, next_power_of_2, tl, triton
+
+Words = npt.NDArray[np.int32]
 
 # row, slot, first query, number of queries, begin, end, index among the row's partials, whether it is the tail,
 # and of the row: position, number of chunks, first partial. All in one record, since every further look-up would
@@ -61,6 +68,64 @@ def decode_chunks(rows: int) -> Chunks:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SharedUnits:
+    """The units that several rows share, as the host names them. Valid as long as the batch is made up the same way."""
+
+    units: Words  # [n, 4]: a row whose pages are read, chunk, first query, number of queries
+    query_rows: Words  # the rows of the units; units of the same rows name the same queries
+    covered: Words  # [rows]: how many leading chunks of each row are in shared units
+
+    @property
+    def num_saved_chunks(self) -> int:
+        """Chunks that nobody reads because another row of the same unit does."""
+        return int(self.units[:, 3].sum()) - len(self.units)
+
+
+NOTHING_SHARED = SharedUnits(np.empty((0, 4), np.int32), np.empty(0, np.int32), np.empty(0, np.int32))
+
+
+def shared_units(rows: Words, common: Words, num_rows: int, chunk: int, rows_per_unit: int) -> SharedUnits | None:
+    """Rows in depth-first order, of which rows[i] and rows[i + 1] begin with the same common[i] positions.
+
+    Chunk by chunk, rows that have it in common form a run, and a run is cut into units of nearly equal size. What
+    the runs are changes only at the depths where some rows part, so all chunks between two such depths are made at
+    once. None: no whole chunk is shared.
+    """
+    depth = common // chunk
+    if not depth.any():
+        return None
+    padded = np.concatenate([[0], depth, [0]])
+    covered = np.zeros(num_rows, np.int32)
+    covered[rows] = np.maximum(padded[:-1], padded[1:])
+    units, queries, num_queries, above = [], [], 0, 0
+    for below in np.unique(depth[depth > 0]).tolist():
+        ends = np.flatnonzero(padded < below)  # between rows end - 1 and end, nobody shares so deep
+        firsts, sizes = ends[:-1], np.diff(ends)
+        runs = sizes > 1
+        firsts, sizes = firsts[runs], sizes[runs]
+        tiles = -(-sizes // rows_per_unit)
+        run = np.repeat(np.arange(len(sizes)), tiles)
+        index = np.arange(len(run)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+        begins = sizes[run] * index // tiles[run]
+        counts = sizes[run] * (index + 1) // tiles[run] - begins
+        first_query = num_queries + np.cumsum(counts) - counts
+        members = (
+            np.repeat(firsts[run] + begins, counts)
+            + np.arange(counts.sum())
+            - np.repeat(np.cumsum(counts) - counts, counts)
+        )
+        queries.append(rows[members])
+        num_queries += len(members)
+        chunks = np.arange(above, below)
+        unit = np.stack([rows[firsts[run] + begins], run, first_query, counts], axis=1)
+        unit = np.tile(unit, (len(chunks), 1))
+        unit[:, 1] = np.repeat(chunks, len(run))
+        units.append(unit)
+        above = below
+    return SharedUnits(np.concatenate(units).astype(np.int32), np.concatenate(queries).astype(np.int32), covered)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class DecodeUnits:
     """Device buffers that the units of one pass live in. Rewritten by every pass, so one set per stream is enough."""
 
@@ -74,6 +139,8 @@ class DecodeUnits:
 
     @classmethod
     def empty(cls, rows: int, capacity: int, max_shared: int, device: torch.device | str) -> DecodeUnits:
+        """For `rows` rows and up to `capacity` units, of which `max_shared` are shared, with as many queries."""
+
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
@@ -84,7 +151,7 @@ class DecodeUnits:
             shared_units=zeros(max(max_shared, 1), 4),
             num_shared=zeros(1),
             shared_chunks=zeros(rows),
-            query_rows=zeros(max(capacity, 1)),
+            query_rows=zeros(max(max_shared, 1)),
         )
 
 
@@ -112,13 +179,17 @@ def decode_units_reference(
     units = [[row, row_slots[row], first, count, c * size, (c + 1) * size, c, 0] for row, c, first, count in shared]
     rows: list[list[int]] = []
     partial = 0
+    whole: list[list[int]] = []
+    tails: list[list[int]] = []
     for row, (slot, position, first, count) in enumerate(zip(row_slots, positions, firsts, counts(size), strict=True)):
         rows.append([position, count, partial, slot])
         partial += count
         for index in range(covered[row], count):
             chunk = first // size + index
             begin, end = max(chunk * size, first), min((chunk + 1) * size, position)
-            units.append([row, slot, 0, 1, begin, end, index, int(index == count - 1)])
+            is_tail = index == count - 1
+            (tails if is_tail else whole).append([row, slot, 0, 1, begin, end, index, int(is_tail)])
+    units += whole + sorted(tails, key=lambda unit: (unit[4] - unit[5], unit[0]))
     return [[*unit, *rows[unit[0]][:3]] for unit in units], rows
 
 
@@ -139,6 +210,7 @@ def _decode_units_kernel(
     MIN_TOKENS: tl.constexpr,
     DOUBLINGS: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     BLOCK_U: tl.constexpr,
     COUNT_STEP: tl.constexpr,
 ):
@@ -156,9 +228,20 @@ def _decode_units_kernel(
         size = tl.where((total >= target_units) | (shared_count > 0), larger, size)
     count = tl.where(live, position // size - first // size + 1, 0)
     covered = tl.load(shared_chunks + row, mask=live & (shared_count > 0), other=0)
-    own = count - covered
-    unit = shared_count + tl.cumsum(own, axis=0) - own
-    tl.store(num_units, shared_count + tl.sum(own, axis=0))
+    whole = tl.where(live, count - covered - 1, 0)
+    unit = shared_count + tl.cumsum(whole, axis=0) - whole
+    num_whole = shared_count + tl.sum(whole, axis=0)
+    tl.store(num_units, num_whole + tl.sum(live.to(tl.int32), axis=0))
+    tail_begin = tl.maximum(position // size * size, first)
+    rank = tl.zeros([BLOCK_R], tl.int32)
+    for start in range(0, BLOCK_R, BLOCK_C):
+        other = start + tl.arange(0, BLOCK_C)
+        alive = other < tl.load(num_rows)
+        its = tl.load(num_computed + tl.load(row_slots + other, mask=alive, other=0), mask=alive, other=0)
+        its_first = tl.maximum(its + 1 - WINDOW, 0) if WINDOW else its * 0
+        longer = (its - tl.maximum(its // size * size, its_first))[None, :] - (position - tail_begin)[:, None]
+        before = alive[None, :] & ((longer > 0) | ((longer == 0) & (other[None, :] < row[:, None])))
+        rank += tl.sum(before.to(tl.int32), axis=1)
     if COUNT_STEP:
         tl.store(step, tl.load(step) + 1)
 
@@ -169,11 +252,12 @@ def _decode_units_kernel(
     tl.store(info + 2, partial, mask=live)
     tl.store(info + 3, slot, mask=live)
 
-    for i in range(0, tl.max(own, axis=0)):
+    for i in range(0, tl.max(whole, axis=0) + 1):
+        is_tail = i == whole
         index = covered + i
         chunk = first // size + index
-        mine = live & (i < own)
-        record = units + (unit + i) * 16
+        mine = live & (i <= whole)
+        record = units + tl.where(is_tail, num_whole + rank, unit + i) * 16
         tl.store(record, row, mask=mine)
         tl.store(record + 1, slot, mask=mine)
         tl.store(record + 2, row * 0, mask=mine)
@@ -181,7 +265,7 @@ def _decode_units_kernel(
         tl.store(record + 4, tl.maximum(chunk * size, first), mask=mine)
         tl.store(record + 5, tl.minimum((chunk + 1) * size, position), mask=mine)
         tl.store(record + 6, index, mask=mine)
-        tl.store(record + 7, (index == count - 1).to(tl.int32), mask=mine)
+        tl.store(record + 7, is_tail.to(tl.int32), mask=mine)
         tl.store(record + 8, position, mask=mine)
         tl.store(record + 9, count, mask=mine)
         tl.store(record + 10, partial, mask=mine)
@@ -240,7 +324,8 @@ def decode_units(
         MIN_TOKENS=chunks.min_tokens,
         DOUBLINGS=doublings,
         BLOCK_R=next_power_of_2(capacity),
+        BLOCK_C=min(next_power_of_2(capacity), 16),
         BLOCK_U=256,
         COUNT_STEP=step is not None,
-        num_warps=4,
+        num_warps=8,
     )

@@ -30,9 +30,13 @@ def tokens_per_tile(tuning: ExtendTuning, group: int) -> int:
     return tuning.block_m // next_power_of_2(group)
 
 
-def extend_tiles(starts: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32], tokens: int) -> npt.NDArray[np.int32]:
-    """[tiles, 2]: (row, first token within the row's queries), the tile with most keys first so none starts late."""
+def extend_tiles(
+    starts: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32], tokens: int, first_row: int = 0
+) -> npt.NDArray[np.int32]:
+    """[tiles, 2]: (row, first token within the row's queries) of the rows from `first_row` on, the tile with most keys
+    first so none starts late."""
     counts = -(-lengths // tokens)
+    counts[:first_row] = 0
     rows = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
     begins = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
     offsets = (begins * tokens).astype(np.int32)

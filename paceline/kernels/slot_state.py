@@ -3,16 +3,18 @@
 The host sends a fresh packed buffer per pass and never reads this state back: lengths follow from the plans, and
 tokens come out of the results. Layout of a packed diff, int32, columns one after the other:
 
-    header [8]           num_pages, num_starts, num_joins, num_runs, num_tokens, num_rows, 0, 0
+    header [16]          num_pages, num_starts, num_joins, num_runs, num_tokens, num_rows,
+                         num_shared + 1, num_queries, num_covered
     pages                slot[], index[], page[]               page_table[slot, index] = page
     starts               slot[], position[]                    num_computed[slot] = position
     joins                slot[], then SAMPLING_WORDS columns   sampling[slot] = words
     runs                 slot[], first[], offset[], count[]    token_pool[slot, first:first+count] = tokens[offset:...]
     tokens               token[]
     rows                 slot[]                                row_slots[:num_rows] = slots
+    shared               unit[4 each], row[], count[]          the units that several rows share (decode_units.py)
 
 Nothing in one diff may be written twice: programs apply it in no order. A pass whose rows did not change keeps them:
-num_rows 0 means no change.
+num_rows 0 means no change, and so does 0 for num_shared + 1.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -28,10 +30,11 @@ import numpy.typing as npt
 import torch
 
 from paceline.kernels._triton import tl, triton
+from paceline.kernels.decode_units import DecodeUnits, SharedUnits
 
 Column = npt.NDArray[np.int32]
 
-HEADER_WORDS = 8
+HEADER_WORDS = 16
 SAMPLING_WORDS = 6  # temperature, top_k, top_p, min_p, seed low, seed high; floats as their bits
 _EMPTY: Column = np.empty(0, np.int32)
 
@@ -77,13 +80,19 @@ def pack_diff(
     join_sampling: npt.NDArray[np.int32] | None = None,
     token_runs: Sequence[tuple[int, int, Column]] = (),
     row_slots: Column = _EMPTY,
+    shared: SharedUnits | None = None,
 ) -> Column:
-    """The packed buffer; join_sampling is [joins, SAMPLING_WORDS], token_runs are (slot, first position, tokens)."""
+    """The packed buffer; join_sampling is [joins, SAMPLING_WORDS], token_runs are (slot, first position, tokens).
+    shared: what is shared from now on; None: what was shared before."""
     counts = np.array([len(tokens) for _, _, tokens in token_runs], np.int32)
     header = np.zeros(HEADER_WORDS, np.int32)
     num_joins = len(join_slots)
     header[:6] = len(page_slots), len(start_slots), num_joins, len(token_runs), counts.sum(), len(row_slots)
     words = np.empty((0, SAMPLING_WORDS), np.int32) if join_sampling is None else join_sampling
+    sharing: tuple[Column, ...] = ()
+    if shared is not None:
+        header[6:9] = len(shared.units) + 1, len(shared.query_rows), len(shared.covered)
+        sharing = (shared.units.reshape(-1), shared.query_rows, shared.covered)
     return np.concatenate(
         [
             header,
@@ -100,13 +109,14 @@ def pack_diff(
             counts,
             *[tokens for _, _, tokens in token_runs],
             row_slots,
+            *sharing,
         ],
         dtype=np.int32,
     )
 
 
-def apply_diff_reference(diff: Column, state: SlotState) -> None:
-    num_pages, num_starts, num_joins, num_runs, num_tokens, num_rows = diff[:6].tolist()
+def apply_diff_reference(diff: Column, state: SlotState, units: DecodeUnits | None = None) -> None:
+    num_pages, num_starts, num_joins, num_runs, num_tokens, num_rows, shared, queries, covered = diff[:9].tolist()
     rest = torch.from_numpy(diff[HEADER_WORDS:].copy()).long()
     slots, indices, pages, rest = rest.split([num_pages] * 3 + [len(rest) - 3 * num_pages])
     state.page_table[slots, indices] = pages.int()
@@ -116,12 +126,23 @@ def apply_diff_reference(diff: Column, state: SlotState) -> None:
         [num_joins, num_joins * SAMPLING_WORDS, len(rest) - num_joins * (1 + SAMPLING_WORDS)]
     )
     state.sampling[slots] = words.view(SAMPLING_WORDS, num_joins).T.int()
-    runs, tokens, rows = rest.split([4 * num_runs, num_tokens, num_rows])
+    runs, tokens, rows, rest = rest.split(
+        [4 * num_runs, num_tokens, num_rows, len(rest) - 4 * num_runs - num_tokens - num_rows]
+    )
     for slot, first, offset, count in runs.view(4, num_runs).T.tolist():
         state.token_pool[slot, first : first + count] = tokens[offset : offset + count].int()
     if num_rows:
         state.row_slots[:num_rows] = rows.int()
         state.num_rows.fill_(num_rows)
+    if shared:
+        assert units is not None, "somebody shares, and there are no units to note it in"
+        unit, query_rows, counts = rest[: 4 * (shared - 1) + queries + covered].split(
+            [4 * (shared - 1), queries, covered]
+        )
+        units.num_shared.fill_(shared - 1)
+        units.shared_units[: shared - 1] = unit.view(-1, 4).int()
+        units.query_rows[:queries] = query_rows.int()
+        units.shared_chunks[:covered] = counts.int()
 
 
 @triton.jit
@@ -133,6 +154,10 @@ def _apply_diff_kernel(
     sampling,
     row_slots,
     num_rows,
+    shared_units,
+    num_shared,
+    query_rows,
+    shared_chunks,
     pool_stride,
     table_stride,
     WORDS: tl.constexpr,
@@ -148,8 +173,9 @@ def _apply_diff_kernel(
     runs = tl.load(diff + 3)
     tokens = tl.load(diff + 4)
     rows = tl.load(diff + 5)
+    shared = tl.load(diff + 6)
 
-    part = diff + 8
+    part = diff + 16
     for i in range(first, pages, stride):
         item = i + lane
         mine = item < pages
@@ -185,10 +211,29 @@ def _apply_diff_kernel(
         mine = item < rows
         tl.store(row_slots + item, tl.load(part + item, mask=mine), mask=mine)
         tl.store(num_rows + item * 0, rows + item * 0, mask=mine & (item == 0))
+    if shared > 0:
+        part += rows
+        words = (shared - 1) * 4
+        queries = tl.load(diff + 7)
+        covered = tl.load(diff + 8)
+        if program == 0:
+            tl.store(num_shared, shared - 1)
+        for i in range(first, words, stride):
+            mine = i + lane < words
+            tl.store(shared_units + i + lane, tl.load(part + i + lane, mask=mine), mask=mine)
+        part += words
+        for i in range(first, queries, stride):
+            mine = i + lane < queries
+            tl.store(query_rows + i + lane, tl.load(part + i + lane, mask=mine), mask=mine)
+        part += queries
+        for i in range(first, covered, stride):
+            mine = i + lane < covered
+            tl.store(shared_chunks + i + lane, tl.load(part + i + lane, mask=mine), mask=mine)
 
 
-def apply_diff(diff: torch.Tensor, state: SlotState, num_programs: int = 64) -> None:
-    """Applies a packed diff, int32 on the device, to `state`. The buffer may be longer than the diff in it."""
+def apply_diff(diff: torch.Tensor, state: SlotState, units: DecodeUnits | None = None, num_programs: int = 64) -> None:
+    """Applies a packed diff, int32 on the device, to `state`, and to `units` what is shared: without them the diff
+    must not speak of it. The buffer may be longer than the diff in it."""
     _apply_diff_kernel[(num_programs,)](
         diff,
         state.token_pool,
@@ -197,6 +242,10 @@ def apply_diff(diff: torch.Tensor, state: SlotState, num_programs: int = 64) -> 
         state.sampling,
         state.row_slots,
         state.num_rows,
+        diff if units is None else units.shared_units,
+        diff if units is None else units.num_shared,
+        diff if units is None else units.query_rows,
+        diff if units is None else units.shared_chunks,
         state.token_pool.stride(0),
         state.page_table.stride(0),
         WORDS=SAMPLING_WORDS,

@@ -152,8 +152,9 @@ class Memory:
                 self._duplicates.append(request)
         return held
 
-    def settle_duplicates(self) -> None:
+    def settle_duplicates(self) -> bool:
         """After the pass that computed the same prefix twice: the tree's copy survives, the other's row is remapped.
+        Whether there was any.
 
         The change of the row is part of the plan in which the freed pages can first be used again.
         """
@@ -163,6 +164,7 @@ class Memory:
                 end = int(self.slots.computed[request.slot])
                 end = min(end, len(request.prompt)) // self.page_size * self.page_size
                 self._give_to_tree(request, end)
+        return bool(duplicates)
 
     def release(self, request: Request, num_valid: int) -> int:
         """Takes the row away. Whole pages of its first `num_valid` positions stay in the tree, evictable.

@@ -26,6 +26,14 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Sharing:
+    """Rows that read some of the same pages, in depth-first order of the prefix tree; see scheduler/sharing.py."""
+
+    rows: Column
+    common: Column  # common[i]: KV positions, all of them in memory, that rows[i] and rows[i + 1] both begin with
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """Rows are decodes first, then prefill chunks. The order of application is: joins, page changes, the pass.
 
@@ -47,6 +55,7 @@ class Plan:
     page_ids: Column
     num_tokens: int
     num_context_tokens: int  # KV positions read, summed over rows
+    sharing: Sharing | None = None  # the same object as long as nothing has changed
 
     @property
     def num_rows(self) -> int:

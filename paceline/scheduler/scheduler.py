@@ -27,9 +27,10 @@ from paceline.scheduler.explain import explain
 from paceline.scheduler.invariants import find_faults
 from paceline.scheduler.journal import Counters, Journal, Kind
 from paceline.scheduler.memory import Memory, PinError
-from paceline.scheduler.plan import NO_TOKENS, Column, Finished, Plan, Updates
+from paceline.scheduler.plan import NO_TOKENS, Column, Finished, Plan, Sharing, Updates
 from paceline.scheduler.policy import make_order
 from paceline.scheduler.retraction import choose_victim, is_protected
+from paceline.scheduler.sharing import find_sharing
 from paceline.scheduler.step_time import StepTimeFit
 
 MAX_IN_FLIGHT = 2  # passes planned and not committed
@@ -64,6 +65,8 @@ class Scheduler:
         self._ended: list[Finished] = []  # outside of a commit: reported with the next one
         # What a steady decode step would otherwise build again each time
         self._decode_slots: Column | None = None
+        self._sharing: Sharing | None = None  # of the decodes alone
+        self._sharing_is_known = False
         self._ones: Column = np.ones(config.max_running, np.int32)
         self._trues: npt.NDArray[np.bool_] = np.ones(config.max_running, np.bool_)
         self._ones.flags.writeable = self._trues.flags.writeable = False
@@ -198,7 +201,8 @@ class Scheduler:
         memory.now = now
         self._expire(now)
         self._release_ending()
-        memory.settle_duplicates()
+        if memory.settle_duplicates():
+            self._sharing_is_known = False
         admission.begin()
         may_admit = self.config.batching != "static" or not self.num_running
         prefill_first = self.config.batching == "prefill-first"
@@ -290,14 +294,14 @@ class Scheduler:
         request.enter(Phase.DECODING)
         self.admission.decoding.append(request)
         self._decodes_of[request.tenant] += 1
-        self._decode_slots = None
+        self._decode_slots, self._sharing_is_known = None, False
 
     def _stop_decoding(self, request: Request) -> None:
         self.admission.decoding.remove(request)
         self._decodes_of[request.tenant] -= 1
         if not self._decodes_of[request.tenant]:
             del self._decodes_of[request.tenant]
-        self._decode_slots = None
+        self._decode_slots, self._sharing_is_known = None, False
 
     def _build(self, decode: bool) -> Plan:
         slots, chunks = self.memory.slots, self.admission.chunks
@@ -325,6 +329,7 @@ class Scheduler:
             requests += tuple(chunk.request for chunk in chunks)
             sampled += tuple(chunk.request for chunk, one in zip(chunks, yields, strict=True) if one)
             ending += self._finish_prefills()
+        sharing = self._find_sharing(requests, starts, bool(chunks))
         for request in ending:
             if request.phase is Phase.DECODING:
                 self._stop_decoding(request)
@@ -343,9 +348,19 @@ class Scheduler:
             page_ids=page_ids,
             num_tokens=num_decodes + sum(chunk.length for chunk in chunks),
             num_context_tokens=num_context,
+            sharing=sharing,
         )
         self._passes.append(_Pass(plan, sampled, tuple(ending), self._departures))
         return plan
+
+    def _find_sharing(self, requests: tuple[Request, ...], starts: Column, with_prompts: bool) -> Sharing | None:
+        if not self.config.shared_reads:
+            return None
+        if with_prompts:
+            return find_sharing(requests, starts)
+        if not self._sharing_is_known:
+            self._sharing, self._sharing_is_known = find_sharing(requests, starts), True
+        return self._sharing
 
     def _finish_prefills(self) -> list[Request]:
         """Requests whose prompt is all planned go on to decode, or end here. Returns those that end."""
@@ -532,7 +547,7 @@ class Scheduler:
         faults = find_faults(self)
         if faults:
             self._open_books(self.memory.tree.step)
-            self._decode_slots = None
+            self._decode_slots, self._sharing_is_known = None, False
             self._decodes_of.clear()
             self.counters.repairs += 1
             self.journal.write(now, self.memory.tree.step, Kind.REPAIR, "", *faults)

@@ -1,20 +1,28 @@
-"""Experiments that show what scheduling is worth, on the real scheduler with no device behind it."""
+"""Experiments that show what scheduling is worth, on the real scheduler with a virtual device behind it.
+
+Each is a function of its parameters, and a named one prints as a table and a plot: `paceline sim experiment`.
+"""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from paceline.config import SchedulerConfig
+from paceline.config import SchedulerConfig, WorkloadConfig
 from paceline.engine.virtual import VirtualClock, VirtualExecutor
 from paceline.request import Request, SamplingParams
 from paceline.scheduler import Scheduler
+from paceline.simulator.profile import load_profile
+from paceline.simulator.run import Run, simulate
+from paceline.simulator.workloads import Arrival, make_workload
 from paceline.testing import Harness
+
+GPU = "h200-qwen3-0.6b"
 
 
 def seats_used(batching: str, steps: int = 500) -> float:
@@ -127,3 +135,162 @@ def small_pool(num_pages: int, **options: Any) -> SmallPool:
     harness.run()
     harness.assert_reference()
     return SmallPool(scheduler.counters.retractions, harness.outputs)
+
+
+MAX_WAITS = (0.0, 0.05, 0.2, 1.0, 5.0, math.inf)
+LANE_SHARES = (1.0, 0.5, 0.25)
+
+
+def waiting_curve(max_wait: float, requests: int = 400, **options: Any) -> Run:
+    """More than the GPU can do, and 40 system prompts of 1,500 tokens in a pool that holds ten of them."""
+    work = WorkloadConfig(
+        requests=requests, rate=120, prompt_tokens=2000, shared=0.75, groups=40, output_tokens=64, seed=1
+    )
+    config = SchedulerConfig(num_pages=1000, max_running=8, max_wait=max_wait, context_tokens=16_384, **options)
+    return simulate(make_workload("prefixes", work), config, load_profile(GPU))
+
+
+def overlap(rows: int, enabled: bool, gpu: str = GPU) -> Run:
+    """`rows` prompts of 128 tokens, 256 out: long enough that nearly all passes decode."""
+    tokens = np.random.default_rng(0)
+    arrivals = [
+        Arrival(0.0, f"request-{number}", tokens.integers(0, 50_000, 128, dtype=np.int32), np.zeros(256, np.int32))
+        for number in range(rows)
+    ]
+    config = SchedulerConfig(num_pages=rows * 26, max_running=max(rows, 1))
+    return simulate(arrivals, config, load_profile(gpu), overlap=enabled)
+
+
+# ---------------------------------------------------------------------- by name
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """Bars, or one line for each of `labels`: y[i][j] belongs to labels[i] and x[j]."""
+
+    kind: Literal["bars", "lines"]
+    x: list[str] | list[float]
+    y: list[list[float]]
+    labels: list[str]
+    x_title: str
+    y_title: str
+    points: list[str] | None = None  # a name for each point of a line
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    columns: list[str]
+    rows: list[list[str | float]]
+    note: str
+    plot: Plot
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    title: str
+    run: Callable[[], Report]
+
+
+def _seats() -> Report:
+    shares = {mode: seats_used(mode) for mode in ("static", "mixed")}
+    names = {"static": "static", "mixed": "continuous"}
+    return Report(
+        ["batching", "seats in use"],
+        [[names[mode], round(share, 4)] for mode, share in shares.items()],
+        "8 seats for 500 steps; one request of 500 tokens, seven of 10, and 343 more of 10 waiting.",
+        Plot("bars", [names[mode] for mode in shares], [list(shares.values())], ["seats in use"], "", "share of seats"),
+    )
+
+
+def _system_prompt() -> Report:
+    cases = [("lpm", 1), ("fair", 1), ("dfs", 1), ("fcfs", 1), ("fcfs", 16)]
+    rates = [shared_system_prompt(policy, seats=seats) for policy, seats in cases]
+    names = [f"{policy}, {seats} seat{'s' if seats > 1 else ''}" for policy, seats in cases]
+    return Report(
+        ["order", "seats", "hit rate"],
+        [[policy, seats, round(rate, 4)] for (policy, seats), rate in zip(cases, rates, strict=True)],
+        "24 requests share 2,000 tokens, 8 do not; mean of 100 shuffled arrivals. With 16 seats there is ample memory, "
+        "and nobody waits for a prefix that another one is computing. 23/24 is 0.9583.",
+        Plot("bars", names, [rates], ["hit rate"], "", "hit rate of shared tokens"),
+    )
+
+
+def _two_prefixes() -> Report:
+    pools, policies = (8_000, 2_600), ("fcfs", "lpm", "dfs", "fair")
+    whole = {policy: [two_prefixes(policy, pool, partial_eviction=False) for pool in pools] for policy in policies}
+    partial = {policy: [two_prefixes(policy, pool) for pool in pools] for policy in policies}
+    return Report(
+        ["order", "pool 8,000", "pool 2,600", "pool 2,600, only the pages needed evicted"],
+        [[policy, *whole[policy], partial[policy][1]] for policy in policies],
+        "Prefix tokens computed for A, B, A, B, A, B; each prefix once would be 3,500.",
+        Plot("bars", list(policies), [[float(whole[policy][at]) for policy in policies] for at in (0, 1)],
+             ["pool of 8,000", "pool of 2,600"], "", "prefix tokens computed"),
+    )  # fmt: skip
+
+
+def _max_wait() -> Report:
+    names = ["∞" if math.isinf(max_wait) else f"{max_wait:g} s" for max_wait in MAX_WAITS]
+    waits = [waiting_curve(max_wait).summary() for max_wait in MAX_WAITS]
+    lanes = [waiting_curve(0.05, lane_share=share).summary() for share in LANE_SHARES]
+    rows: list[list[str | float]] = [
+        [name, share, round(found["hit_rate"], 4), round(found["wait_p50_ms"] / 1e3, 3),
+         round(found["wait_p99_ms"] / 1e3, 3), round(found["tokens_per_s"])]
+        for name, share, found in [
+            *zip(names, ["1/8"] * len(names), waits, strict=True),
+            *zip(["0.05 s"] * len(lanes), ["1", "1/2", "1/4"], lanes, strict=True),
+        ]
+    ]  # fmt: skip
+    points = sorted(zip(waits, names, strict=True), key=lambda pair: MAX_WAITS[names.index(pair[1])])
+    return Report(
+        ["max_wait", "lane_share", "hit rate", "p50 wait s", "p99 wait s", "tokens a second"],
+        rows,
+        "400 requests of 40 groups, policy fair, a pool of 16,000 tokens. max_wait says from when on a request is "
+        "overdue, lane_share how much of the work goes to overdue ones first.",
+        Plot("lines", [found["wait_p99_ms"] / 1e3 for found, _ in points], [[found["hit_rate"] for found, _ in points]],
+             ["max_wait"], "p99 wait, s", "hit rate", [name for _, name in points]),
+    )  # fmt: skip
+
+
+def _overlap() -> Report:
+    sizes = (1, 16, 64, 256)
+    rows: list[list[str | float]] = []
+    shares: dict[bool, list[float]] = {False: [], True: []}
+    for size in sizes:
+        found = {enabled: overlap(size, enabled) for enabled in (False, True)}
+        for enabled, run in found.items():
+            shares[enabled].append(1 - run.busy_s / run.seconds)
+        speeds = [found[enabled].summary()["tokens_per_s"] for enabled in (False, True)]
+        rows.append([size, *(round(shares[enabled][-1], 4) for enabled in (False, True)), *map(round, speeds),
+                     round(speeds[1] / speeds[0], 3)])  # fmt: skip
+    return Report(
+        ["requests", "GPU idle, off", "GPU idle, on", "tokens/s, off", "tokens/s, on", "ratio"],
+        rows,
+        f"Prompts of 128 tokens, 256 out, {GPU}, overlap off and on.",
+        Plot("bars", [str(size) for size in sizes], [shares[False], shares[True]], ["overlap off", "overlap on"],
+             "requests at once", "share of time the GPU is idle"),
+    )  # fmt: skip
+
+
+def _small_pool() -> Report:
+    large = small_pool(4_000)
+    pools = (45, 60, 90, 150, 4_000)
+    found = {pool: small_pool(pool) for pool in pools}
+    same = {pool: run.outputs == large.outputs for pool, run in found.items()}
+    return Report(
+        ["pages", "retractions", "output as with ample memory"],
+        [[pool, run.retractions, "identical" if same[pool] else "DIFFERENT"] for pool, run in found.items()],
+        "40 requests that expect 2 tokens and produce up to 48, on the toy model, whose every token depends on all KV "
+        "before it.",
+        Plot("bars", [f"{pool:,}" for pool in pools], [[float(run.retractions) for run in found.values()]],
+             ["retractions"], "pages in the pool", "retractions"),
+    )  # fmt: skip
+
+
+EXPERIMENTS: dict[str, Experiment] = {
+    "seats": Experiment("Seats in use, static and continuous batching", _seats),
+    "system-prompt": Experiment("A shared system prompt: hit rate by order", _system_prompt),
+    "two-prefixes": Experiment("Two prefixes in a pool for one", _two_prefixes),
+    "max-wait": Experiment("Hit rate against waiting, as max_wait goes from 0 to infinity", _max_wait),
+    "overlap": Experiment("GPU idle time and throughput, with and without overlap", _overlap),
+    "small-pool": Experiment("A pool too small for its load", _small_pool),
+}

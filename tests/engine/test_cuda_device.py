@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig, SchedulerConfig
+from paceline.engine import cuda_device
 from paceline.engine.build import assemble
 from paceline.engine.cuda_build import build_cuda
 from paceline.engine.cuda_device import CudaDevice
@@ -47,8 +49,6 @@ BASE: dict[str, Any] = {
 
 def decoder(name: str) -> Decoder:
     """Two layers of a family, with norms and biases that would be missed."""
-    from dataclasses import replace
-
     spec = shape(name)
     spec = replace(spec, num_layers=2, windows=spec.windows[1:3], rope_layers=spec.rope_layers[-2:])
     weights = random_weights(spec, dtype="float32")
@@ -97,6 +97,25 @@ def test_kernels_and_the_cpu_say_the_same(name: str) -> None:
         assert 0 < device.stats.graphs < device.stats.passes
         again = llm.generate(PROMPTS[:1], GREEDY)[0]
         assert again.token_ids == wanted[0] and again.num_cached_tokens == 20
+
+
+def test_shared_reads_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows below two prefixes of 40 tokens, one of them below another, in units of up to 16 tokens."""
+    monkeypatch.setattr(cuda_device, "_SHARED_CHUNK", 16)
+    rng = np.random.default_rng(7)
+    long, other = rng.integers(3, 512, 40).tolist(), rng.integers(3, 512, 33).tolist()
+    prompts = [[*long, 7], [*other, 4, 5], [*long, 9, 9], [*long[:20], 5], [*other, 6], [*long, *range(20, 30)]]
+    params = [replace(GREEDY, max_tokens=count) for count in (6, 3, 5, 6, 4, 6)]
+    options = {"num_pages": 96, "max_running": 6, "max_batch_tokens": 64, "max_prefill_tokens": 64}
+    found = []
+    for shared in (True, False):
+        llm, device = on_kernels("tiny-qwen3", shared_reads=shared, **options)
+        with llm:
+            llm.generate([long, other], replace(GREEDY, max_tokens=1))
+            found.append([output.token_ids for output in llm.generate(prompts, params)])
+        assert (device.stats.saved_tokens > 0) == shared
+        assert any(kind.tile for _, kind in device.graphs._graphs) == shared
+    assert found[0] == found[1] == [expected("tiny-qwen3", [p], q)[0] for p, q in zip(prompts, params, strict=True)]
 
 
 def test_serial_small_chunks_and_pages_change_nothing() -> None:

@@ -1,16 +1,20 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from paceline.kernels.decode_attention import (
+    ALL_UNITS,
+    OWN_UNITS,
+    SHARED_UNITS,
     DecodeTuning,
     DecodeWorkspace,
     decode_attention,
     decode_attention_reference,
 )
-from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_units, decode_units_reference
+from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_units, decode_units_reference, shared_units
 from paceline.kernels.rope_kv import rope_table
 from tests.kernels.cases import poisoned, random_cache, relative_error
 from tests.kernels.trees import random_sharing
@@ -80,12 +84,52 @@ def test_shared_chunks_give_the_same_result_as_own_ones(seed: int) -> None:
             chunks,
             shared_pages=sharing.shared_pages(page_size),
             shared=(sharing.units, sharing.covered, sharing.query_rows) if share else None,
+            parts=parts,
             seed=seed,
         )
         for share in (False, True)
+        for parts in ([(ALL_UNITS,), (SHARED_UNITS, OWN_UNITS), (OWN_UNITS, SHARED_UNITS)] if share else [(ALL_UNITS,)])
     ]
     assert sharing.units, "this case shares nothing and tests nothing"
     assert relative_error(outs[1], outs[0]) < 1e-5
+    assert torch.equal(outs[1], outs[2]) and torch.equal(outs[1], outs[3])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_shared_chunk_is_in_exactly_one_unit(seed: int) -> None:
+    """Against the plain way: chunk by chunk, row by row."""
+    rng = random.Random(seed)
+    num_rows, chunk = rng.randint(2, 40), rng.choice([1, 8])
+    rows = rng.sample(range(num_rows + 5), num_rows)
+    common = [rng.choice([0, rng.randint(0, 5 * chunk), 7 * chunk]) for _ in rows[1:]]
+    most = rng.randint(2, 9)
+    found = shared_units(np.array(rows, np.int32), np.array(common, np.int32), num_rows + 5, chunk, most)
+    depth = [tokens // chunk for tokens in common]
+    wanted = {}  # (row, chunk) -> the rows it is shared with
+    for row in range(num_rows):
+        for c in range(max(depth[row - 1] if row else 0, depth[row] if row < num_rows - 1 else 0)):
+            first = last = row
+            while first and depth[first - 1] > c:
+                first -= 1
+            while last < num_rows - 1 and depth[last] > c:
+                last += 1
+            wanted[rows[row], c] = set(rows[first : last + 1])
+    if found is None:
+        assert not wanted
+        return
+    seen = []
+    for source, c, first, count in found.units.tolist():
+        members = found.query_rows[first : first + count].tolist()
+        assert 1 <= count <= most and source in members
+        assert all(set(members) <= wanted[member, c] for member in members)
+        seen += [(member, c) for member in members]
+    assert sorted(seen) == sorted(wanted)
+    assert found.covered.tolist() == [sum((row, c) in wanted for c in range(8)) for row in range(num_rows + 5)]
+    assert found.num_saved_chunks == len(wanted) - len(found.units)
+    fewest = sum(
+        -(-len(run) // most) for run in {(c, frozenset(run)) for (_, c), run in wanted.items()} for run in [run[1]]
+    )
+    assert len(found.units) == fewest
 
 
 def check(
@@ -100,6 +144,7 @@ def check(
     with_norm: bool = True,
     shared_pages: list[tuple[int, int, int]] | None = None,
     shared: tuple[list[tuple[int, int, int, int]], list[int], list[int]] | None = None,
+    parts: tuple[int, ...] = (ALL_UNITS,),
     seed: int = 0,
 ) -> torch.Tensor:
     """Runs the kernel twice (counts must come back to zero) with one padding row, and compares with the reference."""
@@ -135,20 +180,11 @@ def check(
         )
         out = poisoned(rows + 1, q_heads * head_dim, dtype=torch.float32)
         decode_units(buffers, ints([*row_slots, 0]), ints([rows]), ints(lengths), chunks, window)
-        decode_attention(
-            qkv,
-            cache.k,
-            cache.v,
-            cache.page_table,
-            table,
-            *norms,
-            1e-6,
-            buffers,
-            workspace,
-            out,
-            window,
-            DecodeTuning(num_programs=3, block_n=16),
-        )
+        for part in parts:
+            decode_attention(
+                qkv, cache.k, cache.v, cache.page_table, table, *norms, 1e-6, buffers, workspace, out, window,
+                DecodeTuning(num_programs=3, block_n=16), part=part,
+            )  # fmt: skip
         assert relative_error(out[:rows], expected) < 1e-5
         assert torch.isnan(out[rows:]).all(), "a padding row was written"
         assert relative_error(cache.k, k) < 1e-6

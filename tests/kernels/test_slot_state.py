@@ -1,6 +1,7 @@
 import numpy as np
 import torch
 
+from paceline.kernels.decode_units import NOTHING_SHARED, DecodeUnits, SharedUnits
 from paceline.kernels.gather_tokens import gather_tokens, gather_tokens_reference
 from paceline.kernels.slot_state import (
     SAMPLING_WORDS,
@@ -55,12 +56,29 @@ def test_a_packed_diff_changes_what_it_names_and_nothing_else() -> None:
     assert state.token_pool[3, 5:535].tolist() == tokens.tolist()
 
 
+def test_what_is_shared_travels_with_the_diff() -> None:
+    rng = np.random.default_rng(1)
+    shared = SharedUnits(
+        rng.integers(0, 9, (700, 4)).astype(np.int32), rng.integers(0, 9, 3).astype(np.int32), column(5, 0, 2)
+    )
+    for given in (shared, NOTHING_SHARED):
+        diff = pack_diff(page_slots=column(1), page_indices=column(2), page_ids=column(3), shared=given)
+        state, found, expected = random_state(), *(DecodeUnits.empty(4, 900, 900, "cpu") for _ in range(2))
+        found.num_shared.fill_(77)
+        apply_diff_reference(diff, copied(state), expected)
+        apply_diff(torch.from_numpy(diff), state, found, num_programs=2)
+        assert state.page_table[1, 2] == 3
+        for name in ("num_shared", "shared_units", "query_rows", "shared_chunks"):
+            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert found.num_shared.item() == 0
+
+
 def test_an_empty_diff_changes_nothing() -> None:
     state = random_state()
     expected = copied(state)
     apply_diff(torch.from_numpy(pack_diff()), state, num_programs=2)
     assert same(state, expected)
-    assert pack_diff(join_slots=column(1), join_sampling=np.ones((1, SAMPLING_WORDS), np.int32)).size == 8 + 7
+    assert pack_diff(join_slots=column(1), join_sampling=np.ones((1, SAMPLING_WORDS), np.int32)).size == 16 + 7
 
 
 def test_decode_rows_gather_their_last_token_and_padding_gets_zeros() -> None:

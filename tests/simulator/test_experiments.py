@@ -7,7 +7,14 @@ import math
 import pytest
 
 from paceline.bench.scheduler import gsp_hit_rate
-from paceline.simulator.experiments import seats_used, shared_system_prompt, small_pool, two_prefixes
+from paceline.simulator.experiments import (
+    overlap,
+    seats_used,
+    shared_system_prompt,
+    small_pool,
+    two_prefixes,
+    waiting_curve,
+)
 
 
 def test_continuous_batching_fills_the_seats_that_static_batching_leaves_empty() -> None:
@@ -44,3 +51,21 @@ def test_a_pool_too_small_retracts_and_yields_the_same_tokens() -> None:
 def test_gsp_with_100k_tokens_of_memory_hits_almost_all_that_can_be_hit() -> None:
     assert gsp_hit_rate(math.inf) >= 0.86
     assert gsp_hit_rate(0.2) >= 0.80
+
+
+def test_waiting_longer_buys_hits_and_the_ends_of_the_curve_are_in_order() -> None:
+    first_come, cache_first = waiting_curve(0.0).summary(), waiting_curve(math.inf).summary()
+    assert first_come["hit_rate"] < 0.8 * cache_first["hit_rate"]
+    assert first_come["wait_p99_ms"] < cache_first["wait_p99_ms"]
+    between = waiting_curve(0.2).summary()
+    assert first_come["hit_rate"] < between["hit_rate"]
+    assert between["wait_p99_ms"] <= cache_first["wait_p99_ms"]
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_overlap_keeps_the_gpu_busy(rows: int) -> None:
+    on, off = overlap(rows, True), overlap(rows, False)
+    assert 1 - on.busy_s / on.seconds < 0.03
+    assert 1 - off.busy_s / off.seconds > 0.2
+    assert on.seconds < off.seconds
+    assert on.counters.decoded_tokens == off.counters.decoded_tokens

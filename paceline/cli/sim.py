@@ -1,0 +1,263 @@
+"""`paceline sim …`: the real scheduler on a virtual GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from paceline.cli.options import takes
+from paceline.config import POLICIES, ConfigError, SchedulerConfig, WorkloadConfig
+
+if TYPE_CHECKING:
+    from paceline.simulator.fit import Recording
+    from paceline.simulator.profile import Profile
+    from paceline.simulator.run import Run
+    from paceline.simulator.workloads import Arrival
+
+app = typer.Typer(help="Try policies, pools and loads on a virtual GPU.", no_args_is_help=True)
+
+_SHOWN = {
+    "hit rate": ("hit_rate", 1, 4), "first token, p50 s": ("ttft_p50_ms", 1e-3, 3),
+    "first token, p99 s": ("ttft_p99_ms", 1e-3, 3), "waiting, p50 s": ("wait_p50_ms", 1e-3, 3),
+    "waiting, p99 s": ("wait_p99_ms", 1e-3, 3), "a token, p50 ms": ("tpot_p50_ms", 1, 2),
+    "a token, p99 ms": ("tpot_p99_ms", 1, 2), "tokens a second": ("tokens_per_s", 1, 0), "GPU busy": ("busy", 1, 3),
+    "requests waiting, mean": ("mean_waiting", 1, 1), "retractions": ("retractions", 1, 0),
+    "fairness": ("fairness", 1, 3), "seconds in all": ("seconds", 1, 1),
+}  # fmt: skip
+
+Workload = Annotated[str, typer.Argument(help="prefixes, chat, agents, tenants, nano, gsp, or a trace: Azure's CSV, "
+                                              "Mooncake's JSON lines, a recording made with --record.")]  # fmt: skip
+Gpu = Annotated[str, typer.Option(help="The virtual GPU: a shipped profile, or a file that `sim fit` wrote.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw it, as .png or .svg; needs matplotlib.")]
+Speed = Annotated[float, typer.Option(help="Traces: how many times faster than recorded requests arrive.")]
+Limit = Annotated[int | None, typer.Option(help="Traces: only the first so many requests.", min=1)]
+Overlap = Annotated[bool, typer.Option("--overlap/--no-overlap", help="Plan the next pass while one runs.")]
+_H200 = "h200-qwen3-0.6b"
+
+
+def load_arrivals(
+    workload: str, options: Mapping[str, Any], *, speed: float = 1.0, limit: int | None = None
+) -> list[Arrival]:
+    from paceline.simulator.traces import read_trace
+    from paceline.simulator.workloads import SIZES, WORKLOADS, make_workload
+
+    given = {name: value for name, value in options.items() if name in WorkloadConfig.__dataclass_fields__}
+    if workload in WORKLOADS:
+        if limit is not None or speed != 1.0:
+            raise ConfigError(f"speed and limit are for traces: give --rate and --requests to workload {workload!r}.")
+        if workload in SIZES and set(given) - {"requests"}:
+            raise ConfigError(f"workload {workload!r} is given exactly: it takes no {', '.join(sorted(given))}.")
+        return make_workload(workload, WorkloadConfig(**{"requests": SIZES.get(workload, 200), **given}))
+    if given:
+        raise ConfigError(f"{', '.join(sorted(given))}: not for a trace, which says itself what comes when.")
+    path = Path(workload).expanduser()
+    if not path.exists():
+        raise ConfigError(f"workload is {workload!r}: choose one of {', '.join(WORKLOADS)}, or give a trace file.")
+    return read_trace(path, limit=limit, speed=speed)
+
+
+def scheduler_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name in SchedulerConfig.__dataclass_fields__}
+
+
+@app.command()
+@takes(WorkloadConfig, SchedulerConfig)
+def run(
+    options: dict[str, Any],
+    workload: Workload = "prefixes",
+    gpu: Gpu = _H200,
+    speed: Speed = 1.0,
+    limit: Limit = None,
+    overlap: Overlap = True,
+    json_file: Json = None,
+    plot: PlotFile = None,
+) -> None:
+    """Run a workload or a trace, and say what became of it."""
+    from paceline.simulator.compare import scheduler_config
+    from paceline.simulator.profile import load_profile
+    from paceline.simulator.run import simulate
+
+    profile = load_profile(gpu)
+    arrivals = load_arrivals(workload, options, speed=speed, limit=limit)
+    config = scheduler_config(arrivals, profile, scheduler_options(options))
+    found = simulate(arrivals, config, profile, overlap=overlap)
+    title = f"{workload} on {gpu}, policy {config.policy}, {config.num_pages:,} pages of {config.page_size}"
+    table = Table(title=title, show_header=False)
+    for name, value in found.summary().items():
+        table.add_row(name, f"{value:,.4f}".rstrip("0").rstrip("."))
+    console = Console()
+    console.print(table)
+    console.print(_speed_of(found))
+    _write(json_file, plot, workload, profile, {config.policy: found})
+
+
+@app.command()
+@takes(WorkloadConfig, SchedulerConfig)
+def compare(
+    options: dict[str, Any],
+    workload: Workload = "prefixes",
+    policies: Annotated[str, typer.Option(help="Policies to compare, with commas.")] = "fcfs,lpm,dfs,fair",
+    gpu: Gpu = _H200,
+    speed: Speed = 1.0,
+    limit: Limit = None,
+    queue: Annotated[
+        float | None,
+        typer.Option(help="Speed arrivals up by tenths until fcfs has so many requests waiting on average."),
+    ] = None,
+    overlap: Overlap = True,
+    json_file: Json = None,
+    plot: PlotFile = None,
+) -> None:
+    """The same arrivals under several policies: hit rate, first token, waiting, side by side."""
+    from paceline.simulator.compare import compare as compare_all
+    from paceline.simulator.compare import faster, scheduler_config, speed_up_until
+    from paceline.simulator.profile import load_profile
+
+    names = [name.strip() for name in policies.split(",") if name.strip()]
+    for name in names:
+        if name not in POLICIES:
+            raise ConfigError(f"policies has {name!r}: choose of {', '.join(POLICIES)}.")
+    if "policy" in options:
+        raise ConfigError("policy is for `sim run`: here give --policies.")
+    console = Console()
+    profile = load_profile(gpu)
+    arrivals = load_arrivals(workload, options, speed=speed, limit=limit)
+    config = scheduler_config(arrivals, profile, scheduler_options(options))
+    if queue is not None:
+        factor = speed_up_until(
+            arrivals, queue, config, profile, overlap=overlap,
+            note=lambda at, waiting: console.print(f"arrivals x{at:.2f}: {waiting:.1f} wait under fcfs"),
+        )  # fmt: skip
+        arrivals = faster(arrivals, factor)
+    configs = {name: dataclasses.replace(config, policy=name) for name in names}
+    runs = dict(compare_all(arrivals, configs, profile, overlap=overlap))
+    table = Table(
+        title=f"{workload}, {len(arrivals):,} requests on {gpu}, {config.num_pages:,} pages of {config.page_size}"
+    )
+    table.add_column("policy")
+    for name in runs:
+        table.add_column(name, justify="right")
+    summaries = [found.summary() for found in runs.values()]
+    for title, (key, scale, digits) in _SHOWN.items():
+        table.add_row(title, *(f"{summary[key] * scale:,.{digits}f}" for summary in summaries))
+    console.print(table)
+    console.print(_speed_of(*runs.values()))
+    _write(json_file, plot, workload, profile, runs)
+
+
+@app.command()
+def experiment(
+    names: Annotated[list[str] | None, typer.Argument(help="Which; all if none is named.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder to draw each one's plot into; needs matplotlib.")] = None,
+    form: Annotated[str, typer.Option(help="Of the plots: svg or png.")] = "svg",
+    json_file: Json = None,
+) -> None:
+    """The published experiments: what batching, order, waiting, overlap and memory are worth."""
+    from paceline.simulator.experiments import EXPERIMENTS
+
+    chosen = list(EXPERIMENTS) if not names or names == ["all"] else names
+    for name in chosen:
+        if name not in EXPERIMENTS:
+            raise ConfigError(f"experiment is {name!r}: choose of {', '.join(EXPERIMENTS)}, or all.")
+    console, written = Console(), {}
+    for name in chosen:
+        report = EXPERIMENTS[name].run()
+        table = Table(title=f"{name}: {EXPERIMENTS[name].title}", caption=report.note)
+        for index, column in enumerate(report.columns):
+            table.add_column(column, justify="right" if index else "left")
+        for row in report.rows:
+            table.add_row(*(f"{cell:,}" if isinstance(cell, int | float) else cell for cell in row))
+        console.print(table)
+        written[name] = {"columns": report.columns, "rows": report.rows}
+        if plots is not None:
+            from paceline.simulator.plots import plot_experiment
+
+            plot_experiment(EXPERIMENTS[name].title, report.plot, plots / f"experiment-{name}.{form}")
+    if json_file is not None:
+        json_file.write_text(json.dumps(written, indent=1) + "\n")
+
+
+@app.command()
+def fit(
+    recordings: Annotated[list[Path], typer.Argument(help="Recordings of one device and model, made with --record.")],
+    save: Annotated[Path | None, typer.Option(help="Write the profile to this file, for --gpu.")] = None,
+    json_file: Json = None,
+) -> None:
+    """Fit a virtual GPU to recorded passes, and say how far off it is on passes and runs it has not seen."""
+    from paceline.simulator.fit import Recording
+    from paceline.simulator.fit import fit as fit_to
+
+    read = [Recording.read(path) for path in recordings]
+    fitted = fit_to(read, ", ".join(path.name for path in recordings))
+    console = Console()
+    table = Table(title=f"{fitted.profile.device}, {fitted.profile.model}: passes held out of the fit")
+    for title in ("passes", "count", "measured s", "predicted s", "error of the sum", "mean error of a pass"):
+        table.add_column(title, justify="left" if title == "passes" else "right")
+    for name, error in fitted.held_out.items():
+        table.add_row(name, f"{error.count:,}", f"{error.measured_s:.3f}", f"{error.predicted_s:.3f}",
+                      f"{error.total:+.2%}", f"{error.mean_absolute:.2%}")  # fmt: skip
+    console.print(table)
+    runs = _replayed(read, recordings, fitted.profile, console)
+    if save is not None:
+        fitted.profile.save(save)
+    if json_file is not None:
+        errors = {name: dataclasses.asdict(error) | {"total": error.total} for name, error in fitted.held_out.items()}
+        json_file.write_text(json.dumps({"held_out": errors, "runs": runs}, indent=1) + "\n")
+
+
+def _replayed(
+    read: Sequence[Recording], paths: Sequence[Path], profile: Profile, console: Console
+) -> list[dict[str, Any]]:
+    """Whole runs again on the virtual GPU, from their requests alone."""
+    from paceline.simulator.replay import replay
+
+    found = [item for path, one in zip(paths, read, strict=True) for item in replay(path, one, profile)]
+    if not found:
+        return []
+    table = Table(title="Recorded runs, simulated from their requests alone")
+    for title in (
+        "run",
+        "measured s",
+        "simulated s",
+        "error",
+        "ms a pass",
+        "simulated",
+        "error ",
+        "passes",
+        "simulated ",
+    ):
+        table.add_column(title.strip(), justify="left" if title == "run" else "right")
+    for item in found:
+        table.add_row(item.name, f"{item.measured_s:.3f}", f"{item.simulated_s:.3f}", f"{item.total_error:+.2%}",
+                      f"{item.measured_pass_s * 1e3:.3f}", f"{item.simulated_pass_s * 1e3:.3f}",
+                      f"{item.pass_error:+.2%}", f"{item.measured_passes:,}", f"{item.simulated_passes:,}")  # fmt: skip
+    console.print(table)
+    return [dataclasses.asdict(item) for item in found]
+
+
+def _speed_of(*runs: Run) -> str:
+    virtual, wall = sum(run.seconds for run in runs), sum(run.wall_s for run in runs)
+    passes, factor = sum(run.passes for run in runs), virtual / max(wall, 1e-9)
+    return f"{virtual:,.1f} s of the GPU in {wall:,.1f} s here, {passes:,} passes: {factor:,.1f} times as fast."
+
+
+def _write(json_file: Path | None, plot: Path | None, workload: str, profile: Profile, runs: Mapping[str, Run]) -> None:
+    if json_file is not None:
+        found = {
+            name: {"summary": one.summary(), "series": dataclasses.asdict(one.series), "journal": one.journal}
+            for name, one in runs.items()
+        }
+        about = {"workload": workload, "device": profile.device, "model": profile.model}
+        json_file.write_text(json.dumps({**about, "runs": found}) + "\n")
+    if plot is not None:
+        from paceline.simulator.plots import plot_runs
+
+        plot_runs(runs, plot)

@@ -1,0 +1,261 @@
+"""A recording: every request and every pass of a run, one JSON line each, for `paceline sim`.
+
+The first line is a header; then requests as they end, passes as their results are read, and marks that name what comes
+after them. Requests hold no text and no token ids: their tokens are keyed hashes of blocks, each hash taken over the
+one before it, so equal hashes are equal prefixes and nothing else can be read from them. Times are seconds since the
+recording began.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from paceline.config import ConfigError, SchedulerConfig
+from paceline.engine.executor import Executor, Pending, Result
+from paceline.engine.pass_features import PassFeatures, PlanReader
+from paceline.request import Request
+from paceline.scheduler.journal import Event, Kind
+from paceline.scheduler.plan import Plan
+
+if TYPE_CHECKING:
+    from paceline.scheduler.scheduler import Scheduler
+
+VERSION = 1
+_HASH_BYTES = 6  # of a block: a JSON number that any reader holds exactly
+_FLUSH_LINES = 512
+
+
+class Header(msgspec.Struct, frozen=True, tag="header", tag_field="line"):
+    version: int
+    device: str
+    model: str
+    overlap: str
+    page_size: int  # also the tokens of a block
+    num_pages: int
+    max_running: int
+    buckets: list[int]  # rows of the decode graphs; empty where there are none
+    options: dict[str, Any]  # of the scheduler, where they are not the defaults
+
+
+class Mark(msgspec.Struct, frozen=True, tag="mark", tag_field="line"):
+    at: float
+    name: str
+
+
+class RecordedRequest(msgspec.Struct, frozen=True, tag="request", tag_field="line"):
+    """What came and what became of it. Waits are seconds since the arrival; what never happened is None."""
+
+    id: str
+    at: float
+    tenant: str
+    priority: int
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int  # that it was allowed; fewer were produced if it ended before
+    reason: str
+    blocks: list[int]  # of whole blocks of prompt and output
+    admitted_s: float | None
+    first_token_s: float | None
+    finished_s: float | None
+    cached_tokens: int
+    retractions: int
+    known_length: bool = True  # nothing but its length could end it, and the scheduler knew
+
+
+class RecordedPass(msgspec.Struct, frozen=True, tag="pass", tag_field="line"):
+    """One pass. The host's time is `host_s` + `launch_s` a pass: with overlap it runs beside the device's."""
+
+    step: int
+    at: float  # when it was launched
+    num_in_flight: int  # passes launched before it and not waited for
+    host_s: float  # since the last launch or wait returned: results, text, planning
+    launch_s: float
+    wait_s: float  # the host, blocked on the results
+    device_s: float | None
+    idle_s: float | None  # of the device, before this pass
+    features: PassFeatures
+
+
+Line = Header | Mark | RecordedRequest | RecordedPass
+
+
+class Recorder:
+    """Writes a recording of one scheduler and executor. Used on the engine's thread alone."""
+
+    def __init__(
+        self,
+        path: Path,
+        scheduler: Scheduler,
+        clock: Callable[[], float],
+        *,
+        device: str,
+        model: str,
+        overlap: str,
+        buckets: list[int],
+    ) -> None:
+        config = scheduler.config
+        try:
+            self._file = path.open("wb")
+        except OSError as error:
+            raise ConfigError(f"record is {str(path)!r}, which cannot be written: {error.strerror}.") from None
+        self._clock, self._scheduler = clock, scheduler
+        self._began = clock()
+        self._encoder = msgspec.json.Encoder()
+        self._key = secrets.token_bytes(16)
+        self._lines: list[Line] = []
+        self._live: dict[str, Request] = {}
+        self._reader = PlanReader(config.page_size, buckets)
+        self._returned = self._began
+        self._in_flight = 0
+        defaults = SchedulerConfig()
+        names = set(SchedulerConfig.__dataclass_fields__) - {"page_size", "num_pages", "max_running"}
+        given = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(defaults, name)}
+        # JSON knows no infinity
+        options = {name: str(value) if value == float("inf") else value for name, value in sorted(given.items())}
+        self._note(Header(VERSION, device, model, overlap, config.page_size, config.num_pages, config.max_running,
+                          buckets, options))  # fmt: skip
+        scheduler.journal.listeners.append(self._on_event)
+
+    def watch(self, executor: Executor) -> Executor:
+        """The executor to use instead: it does the same and is recorded."""
+        return _Recorded(self, executor)
+
+    def mark(self, name: str) -> None:
+        self._note(Mark(self._now(), name))
+
+    def close(self) -> None:
+        self._flush()
+        self._file.close()
+
+    def _now(self) -> float:
+        return round(self._clock() - self._began, 7)
+
+    def _note(self, line: Line) -> None:
+        self._lines.append(line)
+        if len(self._lines) >= _FLUSH_LINES:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._file.write(b"".join(self._encoder.encode(line) + b"\n" for line in self._lines))
+        self._file.flush()
+        self._lines.clear()
+
+    # ------------------------------------------------------------------ requests
+
+    def _on_event(self, event: Event) -> None:
+        if event.kind is Kind.ADD:
+            self._live[event.request_id] = self._scheduler.requests[event.request_id]
+        elif event.kind is Kind.FINISH and (request := self._live.pop(event.request_id, None)) is not None:
+            self._note(self._recorded(request))
+
+    def _recorded(self, request: Request) -> RecordedRequest:
+        def since(time: float | None) -> float | None:
+            return None if time is None else round(time - request.arrival, 6)
+
+        return RecordedRequest(
+            id=request.id,
+            at=round(request.arrival - self._began, 6),
+            tenant=request.tenant,
+            priority=request.priority,
+            prompt_tokens=len(request.prompt),
+            output_tokens=len(request.output),
+            max_tokens=request.max_tokens,
+            reason=str(request.finish_reason),
+            blocks=self._blocks(request),
+            admitted_s=since(request.first_admitted),
+            first_token_s=since(request.first_token),
+            finished_s=since(request.finished),
+            cached_tokens=request.num_cached,
+            retractions=request.retractions,
+            known_length=request.ends_by_length,
+        )
+
+    def _blocks(self, request: Request) -> list[int]:
+        # A tenant or salt of its own has a cache of its own: then equal tokens are not an equal prefix.
+        last = "\0".join((request.tenant, request.cache_salt, request.adapter)).encode()
+        data = request.prompt.tobytes() + np.array(request.output, np.int32).tobytes()
+        size = 4 * self._scheduler.config.page_size
+        found = []
+        for start in range(0, len(data) - size + 1, size):
+            hasher = hashlib.blake2b(last, digest_size=_HASH_BYTES, key=self._key)
+            hasher.update(data[start : start + size])
+            last = hasher.digest()
+            found.append(int.from_bytes(last, "little"))
+        return found
+
+    # ------------------------------------------------------------------ passes
+
+    def launch(self, executor: Executor, plan: Plan) -> Pending:
+        began = self._clock()
+        pending = executor.launch(plan)
+        launched = self._clock()
+        recorded = _RecordedPending(
+            self, pending, plan.step, began - self._began, self._in_flight, began - self._returned, launched - began,
+            self._reader.read(plan),
+        )  # fmt: skip
+        self._in_flight += 1
+        self._returned = self._clock()  # what recording takes is not the host's
+        return recorded
+
+    def waited(self, one: _RecordedPending, seconds: float, result: Result) -> None:
+        self._in_flight -= 1
+        self._note(
+            RecordedPass(one.step, round(one.at, 7), one.num_in_flight, round(one.host_s, 7), round(one.launch_s, 7),
+                         round(seconds, 7), result.device_s, result.idle_s, one.features)
+        )  # fmt: skip
+        self._returned = self._clock()
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        return self._clock
+
+
+class _Recorded:
+    def __init__(self, recorder: Recorder, executor: Executor) -> None:
+        self._recorder, self._executor = recorder, executor
+
+    def launch(self, plan: Plan) -> Pending:
+        return self._recorder.launch(self._executor, plan)
+
+
+class _RecordedPending:
+    __slots__ = ("_pending", "_recorder", "at", "features", "host_s", "launch_s", "num_in_flight", "step")
+
+    def __init__(self, recorder: Recorder, pending: Pending, step: int, at: float, num_in_flight: int, host_s: float,
+                 launch_s: float, features: PassFeatures) -> None:  # fmt: skip
+        self._recorder, self._pending = recorder, pending
+        self.step, self.at, self.num_in_flight, self.features = step, at, num_in_flight, features
+        self.host_s, self.launch_s = host_s, launch_s
+
+    def wait(self) -> Result:
+        began = self._recorder.clock()
+        result = self._pending.wait()
+        self._recorder.waited(self, self._recorder.clock() - began, result)
+        return result
+
+
+def read_recording(path: Path) -> Iterator[Line]:
+    """The lines of a recording. One that is cut off at the end, as by a crash, is left out."""
+    decoder = msgspec.json.Decoder(Line)
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"recording {str(path)!r} cannot be read: {error.strerror}.") from None
+    with file:
+        for number, text in enumerate(file, 1):
+            if not text.endswith(b"\n"):
+                return
+            try:
+                line = decoder.decode(text)
+            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                raise ConfigError(f"{path.name}, line {number} is no line of a recording: {error}.") from None
+            if number == 1 and not (isinstance(line, Header) and line.version == VERSION):
+                raise ConfigError(f"{path.name} is no recording of version {VERSION}: make it with --record.")
+            yield line

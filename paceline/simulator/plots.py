@@ -1,0 +1,93 @@
+"""Plots of runs and experiments, PNG or SVG by the file's name. They need matplotlib: `pip install paceline[plots]`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.config import ConfigError
+from paceline.simulator.experiments import Plot
+from paceline.simulator.run import Run
+
+# Told apart also by those who do not see all colours (Okabe and Ito), in the order of the pages' own
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")
+_STYLE: dict[str, Any] = {
+    "figure.dpi": 120, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "grid.color": "#dddddd", "grid.linewidth": 0.6, "axes.axisbelow": True, "legend.frameon": False,
+    "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left", "svg.hashsalt": "paceline",
+}  # fmt: skip
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("plots need matplotlib: pip install 'paceline[plots]'.") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    plt: Any = matplotlib.pyplot
+    plt.rcParams.update(_STYLE)
+    return plt
+
+
+def _save(plt: Any, figure: Any, path: Path) -> None:
+    if path.suffix not in (".png", ".svg"):
+        raise ConfigError(f"plot is {path.name!r}: name a .png or a .svg file.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    # The same figures give the same file, byte by byte.
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
+    plt.close(figure)
+
+
+def plot_experiment(title: str, plot: Plot, path: Path) -> None:
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(6.4, 3.4))
+    if plot.kind == "bars":
+        places, width = np.arange(len(plot.x)), 0.7 / len(plot.y)
+        for index, values in enumerate(plot.y):
+            offset = (index - (len(plot.y) - 1) / 2) * width
+            bars = axes.bar(places + offset, values, width * 0.94, color=COLOURS[index], label=plot.labels[index])
+            axes.bar_label(bars, fmt="%.4g", padding=2, fontsize=8)
+        axes.set_xticks(places, plot.x)
+        axes.grid(axis="x", visible=False)
+        axes.margins(y=0.12)
+    else:
+        for index, values in enumerate(plot.y):
+            axes.plot(plot.x, values, marker="o", color=COLOURS[index], label=plot.labels[index])
+            for x, y, name in zip(plot.x, values, plot.points or (), strict=False):
+                axes.annotate(name, (x, y), textcoords="offset points", xytext=(4, 6), fontsize=8)
+        axes.margins(0.08, 0.15)
+    axes.set(xlabel=plot.x_title, ylabel=plot.y_title, title=title)
+    if len(plot.labels) > 1:
+        axes.legend()
+    _save(plt, figure, path)
+
+
+def plot_runs(runs: Mapping[str, Run], path: Path) -> None:
+    """Two or more runs of one workload, or one alone: over time, and what single requests saw."""
+    plt = _pyplot()
+    figure, grid = plt.subplots(3, 2, figsize=(10, 8))
+    panels = {
+        "waiting": "Requests waiting", "running": "Requests running", "hit_rate": "Hit rate of all prompts so far",
+        "used": "Share of pages in use",
+    }  # fmt: skip
+    for axes, (name, title) in zip(grid.flat, panels.items(), strict=False):
+        for index, (label, run) in enumerate(runs.items()):
+            values = getattr(run.series, name)
+            axes.plot(run.series.time, values, color=COLOURS[index % len(COLOURS)], linewidth=1.1, label=label)
+        axes.set(title=title, xlabel="s")
+        axes.set_ylim(bottom=0)
+    for axes, (title, name) in zip(grid.flat[4:], (("Time to first token", "ttft"), ("Waiting", "waits")), strict=True):
+        for index, (label, run) in enumerate(runs.items()):
+            values = np.sort(getattr(run, name))
+            shares = np.arange(1, len(values) + 1) / max(1, len(values))
+            axes.plot(values, shares, color=COLOURS[index % len(COLOURS)], linewidth=1.3, label=label)
+        axes.set(title=f"{title}: share of requests within", xlabel="s")
+        axes.set_ylim(0, 1.02)
+    grid.flat[0].legend()
+    _save(plt, figure, path)

@@ -1,0 +1,108 @@
+"""A device in numbers: how long a pass takes it and its host, fitted from a recording.
+
+A pass of decodes runs as a graph: it takes what the graph's bucket takes with nothing to read, and something for every
+KV position read. A pass with prompts takes something for each new token and each pair of tokens that meet in attention.
+No coefficient is negative: a pass does not get faster by having more to do.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+
+from paceline.config import ConfigError
+from paceline.engine.pass_features import PassFeatures, PlanReader
+from paceline.engine.virtual import VirtualClock
+from paceline.scheduler.plan import Plan
+
+_FOLDER = Path(__file__).parent / "profiles"
+# What the time of each kind of pass, and of the host, may depend on: names of PassFeatures
+DECODE_TERMS = ("own_tokens", "repeated_tokens", "longest_context")
+PROMPT_TERMS = ("num_prompt_tokens", "prompt_pairs", "prompt_context_tokens", "num_sampled", "context_tokens")
+HOST_TERMS = ("num_decodes", "num_prompts", "has_prompts", "num_joins", "join_tokens")
+
+
+class Linear(msgspec.Struct, frozen=True, dict=True):
+    """Seconds: a base and so much for each of some features."""
+
+    base: float
+    per: dict[str, float]
+
+    def seconds(self, features: PassFeatures) -> float:
+        total = self.base
+        for name, coefficient in self.per.items():
+            total += coefficient * getattr(features, name)
+        return total
+
+
+class Profile(msgspec.Struct, frozen=True, dict=True):
+    """A device with a model. `buckets`: rows of each decode graph, and seconds of it with nothing to read."""
+
+    device: str
+    model: str
+    source: str  # where the coefficients are from
+    kv_tokens: int  # that its memory holds beside the model
+    buckets: list[int]
+    bucket_s: list[float]
+    decode: Linear
+    prompt: Linear
+    host: Linear
+
+    @cached_property
+    def _by_bucket(self) -> dict[int, float]:
+        return dict(zip(self.buckets, self.bucket_s, strict=True))
+
+    def device_s(self, features: PassFeatures) -> float:
+        if features.has_prompts:
+            return self.prompt.seconds(features)
+        base = self._by_bucket.get(features.bucket)
+        if base is None:  # more rows than were ever recorded: each costs what the last ones did
+            rows, seconds = self.buckets[-2:], self.bucket_s[-2:]
+            slope = max(0.0, (seconds[1] - seconds[0]) / (rows[1] - rows[0]))
+            base = seconds[1] + slope * (features.bucket - rows[1])
+        return base + self.decode.seconds(features)
+
+    def host_s(self, features: PassFeatures) -> float:
+        """Of one turn of the loop: results and text of a pass, planning and launching another."""
+        return self.host.seconds(features)
+
+    def save(self, path: Path) -> None:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+
+
+def profile_names() -> list[str]:
+    return sorted(path.stem for path in _FOLDER.glob("*.json"))
+
+
+def load_profile(name: str) -> Profile:
+    """A shipped profile by name, or one that `paceline sim fit` wrote."""
+    path = _FOLDER / f"{name}.json"
+    if name not in profile_names():
+        path = Path(name)
+        if not path.is_file():
+            raise ConfigError(
+                f"gpu is {name!r}: choose one of {', '.join(profile_names())}, or give a file of `sim fit`."
+            )
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Profile)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path.name} is no profile: {error}.") from None
+
+
+class Charged:
+    """A profile's times on a clock: the host's pass when a pass is launched, so what overlap hides can be seen; the
+    device's are what the virtual executor is told."""
+
+    def __init__(self, profile: Profile, clock: VirtualClock, page_size: int) -> None:
+        self._profile, self._clock = profile, clock
+        self._reader = PlanReader(page_size, profile.buckets)
+        self.host_s = 0.0
+
+    def of(self, plan: Plan) -> float:
+        features = self._reader.read(plan)
+        host_s = self._profile.host_s(features)
+        self.host_s += host_s
+        self._clock.advance(host_s)
+        return self._profile.device_s(features)

@@ -1,0 +1,282 @@
+"""One run: the real scheduler and loop on a virtual GPU, from the first arrival to the last token.
+
+Everything follows from the arrivals, the options and the profile: the same ones give the same run, decision by
+decision.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.config import SchedulerConfig
+from paceline.engine.executor import Pending
+from paceline.engine.loop import Loop
+from paceline.engine.virtual import VirtualClock, VirtualExecutor
+from paceline.request import Refused, Request
+from paceline.scheduler import Scheduler
+from paceline.scheduler.journal import Counters
+from paceline.scheduler.plan import Plan
+from paceline.simulator.profile import Charged, Profile
+from paceline.simulator.workloads import Arrival, Tokens
+
+Column = npt.NDArray[np.float64]
+_SAMPLES = 400  # points of a series
+
+
+@dataclass(slots=True, eq=False)
+class Series:
+    """What was so over time, sampled evenly; and sums between two samples as rates."""
+
+    time: list[float] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    used: list[float] = field(default_factory=list)  # share of pages that hold something locked or private
+    cached: list[float] = field(default_factory=list)  # share of pages that are evictable
+    busy: list[float] = field(default_factory=list)  # share of the time in which the device ran
+    tokens: list[float] = field(default_factory=list)  # decoded, a second
+    hit_rate: list[float] = field(default_factory=list)  # of all prompts admitted so far
+
+
+class Served(NamedTuple):
+    """What became of one request; times are seconds on the virtual clock."""
+
+    id: str
+    tenant: str
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    retractions: int
+    arrival: float
+    admitted: float
+    first_token: float
+    finished: float
+
+    @classmethod
+    def of(cls, request: Request) -> Served:
+        def at(time: float | None) -> float:
+            return math.nan if time is None else time
+
+        return cls(request.id, request.tenant, len(request.prompt), len(request.output), request.num_cached,
+                   request.retractions, request.arrival, at(request.first_admitted), at(request.first_token),
+                   at(request.finished))  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """What became of a workload."""
+
+    config: SchedulerConfig
+    served: list[Served]
+    refused: list[str]
+    counters: Counters
+    journal: str  # one hash over its decisions: equal runs have equal ones
+    seconds: float  # on the virtual clock, to the last token
+    busy_s: float
+    host_s: float
+    wall_s: float  # that it took here
+    passes: int
+    mean_waiting: float  # requests that waited, averaged over time
+    series: Series
+
+    @property
+    def ttft(self) -> Column:
+        return _known([one.first_token - one.arrival for one in self.served])
+
+    @property
+    def waits(self) -> Column:
+        """From arrival to the first admission."""
+        return _known([one.admitted - one.arrival for one in self.served])
+
+    @property
+    def tpot(self) -> Column:
+        """Seconds for each token after the first, of requests with more than one."""
+        return _known(
+            [(one.finished - one.first_token) / (one.output_tokens - 1) for one in self.served if one.output_tokens > 1]
+        )
+
+    def summary(self) -> dict[str, float]:
+        """Figures by name. Fractions and seconds, milliseconds where the name says so."""
+        counters, output = self.counters, sum(one.output_tokens for one in self.served)
+        found: dict[str, float] = {
+            "requests": len(self.served),
+            "refused": len(self.refused),
+            "seconds": self.seconds,
+            "passes": self.passes,
+            "tokens_per_s": output / self.seconds if self.seconds else 0.0,
+            "hit_rate": counters.hit_rate,
+            "busy": self.busy_s / self.seconds if self.seconds else 0.0,
+            "retractions": counters.retractions,
+            "evicted_pages": counters.evicted_pages,
+            "mean_waiting": self.mean_waiting,
+            "fairness": self.fairness(),
+        }
+        for name, values in (("wait", self.waits), ("ttft", self.ttft), ("tpot", self.tpot)):
+            for percent in (50, 90, 99):
+                found[f"{name}_p{percent}_ms"] = float(np.percentile(values, percent) * 1e3) if len(values) else 0.0
+        return {name: round(value, 6) for name, value in found.items()}
+
+    def fairness(self) -> float:
+        """Jain's index over the tenants' speeds, each divided by its weight: 1 is equal, 1/n is all for one.
+
+        A tenant's speed is its tokens, prompts included, a second of its requests' lives: waiting slows it down.
+        """
+        weights = self.config.tenant_weights
+        lived: dict[str, float] = defaultdict(float)
+        tokens: dict[str, int] = defaultdict(int)
+        for one in self.served:
+            if not math.isnan(one.finished):
+                lived[one.tenant] += one.finished - one.arrival
+                tokens[one.tenant] += one.prompt_tokens + one.output_tokens
+        speeds = np.array([tokens[name] / lived[name] / weights.get(name, 1.0) for name in lived if lived[name] > 0])
+        return float(speeds.sum() ** 2 / (len(speeds) * (speeds**2).sum())) if len(speeds) else 1.0
+
+
+def _known(values: list[float]) -> Column:
+    found = np.array(values, np.float64)
+    known: Column = found[~np.isnan(found)]
+    return known
+
+
+class _Script:
+    """What the model would say: the arrivals' outputs, by request and position."""
+
+    def __init__(self, arrivals: Sequence[Arrival]) -> None:
+        self._outputs: dict[str, Tokens] = {one.id: one.output for one in arrivals}
+
+    def __call__(self, plan: Plan) -> Tokens:
+        found = []
+        positions = plan.starts + plan.lengths
+        for row in np.flatnonzero(plan.samples).tolist():
+            request = plan.requests[row]
+            output, index = self._outputs[request.id], int(positions[row]) - len(request.prompt)
+            # Overlapped, a pass may be under way for a request that has just ended; its token is discarded.
+            found.append(output[index] if index < len(output) else 0)
+        return np.array(found, np.int32)
+
+
+class Observer(Protocol):
+    """Who wants to see a run pass by pass."""
+
+    def launched(self, plan: Plan, host: tuple[float, float], device: tuple[float, float]) -> None:
+        """A pass was launched. From when to when the host worked for it and the device runs it."""
+
+    def committed(self, scheduler: Scheduler, now: float) -> None:
+        """The oldest pass was committed."""
+
+
+class _Watched:
+    """A virtual executor with somebody watching."""
+
+    def __init__(self, executor: VirtualExecutor, clock: VirtualClock, observer: Observer) -> None:
+        self._executor, self._clock, self._observer = executor, clock, observer
+
+    def launch(self, plan: Plan) -> Pending:
+        began = self._clock.now
+        pending = self._executor.launch(plan)
+        self._observer.launched(plan, (began, self._clock.now), self._executor.span)
+        return pending
+
+
+def simulate(
+    arrivals: Sequence[Arrival],
+    config: SchedulerConfig,
+    profile: Profile,
+    *,
+    overlap: bool = True,
+    observer: Observer | None = None,
+    max_passes: int | None = None,
+) -> Run:
+    """Runs `arrivals` to their end, or to the end of so many passes."""
+    began = time.perf_counter()
+    clock = VirtualClock()
+    charged = Charged(profile, clock, config.page_size)
+    executor = VirtualExecutor(clock, charged, _Script(arrivals))
+    scheduler = Scheduler(config)
+    watched = executor if observer is None else _Watched(executor, clock, observer)
+    loop = Loop(scheduler, watched, clock, overlap=overlap)
+    requests: list[Request] = []
+    refused: list[str] = []
+    horizon = arrivals[-1].at if arrivals else 0.0
+    meter = _Meter(scheduler, executor, horizon)
+    upcoming = iter(sorted(arrivals, key=lambda one: one.at))
+    coming = next(upcoming, None)
+    passes = 0
+    while coming is not None or scheduler.has_work:
+        if not scheduler.has_work and coming is not None:
+            clock.advance_to(coming.at)
+        while coming is not None and coming.at <= clock.now:
+            request = coming.request()
+            try:
+                scheduler.add(request, coming.at)
+                requests.append(request)
+            except Refused:
+                refused.append(coming.id)
+            coming = next(upcoming, None)
+        if not scheduler.has_work:
+            continue
+        updates = loop.step()
+        assert updates is not None, f"{len(scheduler.requests)} requests are left and none can run"
+        passes += 1
+        meter.note(clock.now)
+        if observer is not None:
+            observer.committed(scheduler, clock.now)
+        if max_passes is not None and passes >= max_passes:
+            break
+    meter.close(clock.now)
+    return Run(config, [Served.of(request) for request in requests], refused, scheduler.counters,
+               scheduler.journal.digest(), clock.now, executor.busy_s, charged.host_s, time.perf_counter() - began,
+               passes, meter.mean_waiting(clock.now), meter.series)  # fmt: skip
+
+
+class _Meter:
+    """Looks at the scheduler after each pass and keeps about `_SAMPLES` points: when there are twice as many, every
+    second one goes."""
+
+    def __init__(self, scheduler: Scheduler, executor: VirtualExecutor, horizon: float) -> None:
+        self._scheduler, self._executor = scheduler, executor
+        self.series = Series()
+        self._every = max(horizon / _SAMPLES, 1e-3)
+        self._next = 0.0
+        self._before = (0.0, 0.0, 0)  # time, busy, decoded
+        self._last = 0.0
+        self._area = 0.0
+
+    def note(self, now: float) -> None:
+        self._area += self._scheduler.num_waiting * (now - self._last)
+        self._last = now
+        if now >= self._next:
+            self._sample(now)
+            self._next = now + self._every
+            if len(self.series.time) >= 2 * _SAMPLES:
+                self._every *= 2
+                for name in Series.__slots__:
+                    del getattr(self.series, name)[::2]
+
+    def close(self, now: float) -> None:
+        self._sample(now)
+
+    def mean_waiting(self, now: float) -> float:
+        return self._area / now if now else 0.0
+
+    def _sample(self, now: float) -> None:
+        scheduler, counters, series = self._scheduler, self._scheduler.counters, self.series
+        memory, total = scheduler.memory, scheduler.config.num_pages
+        state = (now, self._executor.busy_s, counters.decoded_tokens)
+        seconds, busy, decoded = (new - old for new, old in zip(state, self._before, strict=True))
+        self._before = state
+        series.time.append(now)
+        series.running.append(scheduler.num_running)
+        series.waiting.append(scheduler.num_waiting)
+        series.cached.append(memory.tree.num_evictable_pages / total)
+        series.used.append(1 - memory.num_available_pages / total)
+        series.busy.append(min(1.0, busy / seconds) if seconds else 0.0)
+        series.tokens.append(decoded / seconds if seconds else 0.0)
+        series.hit_rate.append(counters.hit_rate)

@@ -1,0 +1,184 @@
+"""What arrives when: requests with times, by name or from a trace.
+
+A workload is made from a seed and its parameters alone. Arrivals carry what the requests will answer, since a virtual
+GPU has to be told; the scheduler learns of it token by token, as it would from a real one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.bench.workloads import gsp as bench_gsp
+from paceline.bench.workloads import nano as bench_nano
+from paceline.config import ConfigError, WorkloadConfig
+from paceline.request import Request, SamplingParams
+
+Tokens = npt.NDArray[np.int32]
+VOCAB = 50_000
+EOS = VOCAB  # no prompt has it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrival:
+    """One request to come. `output` ends with EOS unless the request runs to its `max_tokens`."""
+
+    at: float
+    id: str
+    prompt: Tokens
+    output: Tokens
+    max_tokens: int | None = None  # None: as many as the output has, and the scheduler knows it
+    tenant: str = "default"
+    priority: int = 0
+
+    def later(self, seconds: float) -> Arrival:
+        return dataclasses.replace(self, at=self.at + seconds)
+
+    def request(self) -> Request:
+        """A fresh one: a run uses up its requests."""
+        if self.max_tokens is None:
+            params = SamplingParams(max_tokens=len(self.output), ignore_eos=True)
+            return Request(self.id, self.prompt, params, tenant=self.tenant, priority=self.priority)
+        params = SamplingParams(max_tokens=self.max_tokens)
+        return Request(self.id, self.prompt, params, tenant=self.tenant, priority=self.priority, eos_token_ids=(EOS,))
+
+
+def times(config: WorkloadConfig, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+    """When each request arrives, in seconds."""
+    count, mean = config.requests, 1 / config.rate
+    if config.arrivals == "once":
+        return np.zeros(count)
+    if config.arrivals == "poisson":
+        gaps = rng.exponential(mean, count)
+    elif config.arrivals == "gamma":
+        shape = 1 / config.burstiness
+        gaps = rng.gamma(shape, mean / shape, count)
+    else:
+        # Floods of about 32 requests at `burstiness` times the rate, then quiet until the mean is right again.
+        gaps = rng.exponential(mean / config.burstiness, count)
+        length = 32
+        gaps[length::length] += length * mean * (1 - 1 / config.burstiness)
+    arrivals: npt.NDArray[np.float64] = np.cumsum(gaps) - gaps[0]
+    return arrivals
+
+
+def _length(rng: np.random.Generator, mean: int) -> int:
+    """Most are shorter than the mean, a few much longer, as prompts and answers are."""
+    return max(1, int(rng.lognormal(math.log(mean) - 0.125, 0.5)))
+
+
+def _tokens(rng: np.random.Generator, count: int) -> Tokens:
+    return rng.integers(0, VOCAB, count, dtype=np.int32)
+
+
+def _prefixes(config: WorkloadConfig) -> Iterator[Arrival]:
+    """Groups with a system prompt each; the popular ones are asked more often."""
+    rng = np.random.default_rng(config.seed)
+    common = round(config.prompt_tokens * config.shared)
+    systems = [_tokens(rng, common) for _ in range(config.groups)]
+    weights = 1 / np.arange(1, config.groups + 1)
+    chosen = rng.choice(config.groups, config.requests, p=weights / weights.sum())
+    for number, at in enumerate(times(config, rng)):
+        own = _tokens(rng, _length(rng, max(1, config.prompt_tokens - common)))
+        prompt = np.concatenate([systems[chosen[number]], own])
+        tenant = f"tenant-{number % config.tenants}" if config.tenants > 1 else "default"
+        yield Arrival(float(at), f"r{number}", prompt, _tokens(rng, _length(rng, config.output_tokens)), tenant=tenant)
+
+
+def _chat(config: WorkloadConfig) -> Iterator[Arrival]:
+    """Conversations of several turns: each prompt is the one before, its answer and a new question."""
+    rng = np.random.default_rng(config.seed)
+    system = _tokens(rng, round(config.prompt_tokens * config.shared))
+    question = max(1, round(config.prompt_tokens * (1 - config.shared) / 3))
+    starts = times(config, rng)
+    found: list[Arrival] = []
+    chat = 0
+    while len(found) < config.requests:
+        at, prompt = float(starts[chat]), system
+        for turn in range(int(rng.integers(1, 7))):
+            prompt = np.concatenate([prompt, _tokens(rng, _length(rng, question))])
+            output = _tokens(rng, _length(rng, config.output_tokens))
+            tenant = f"tenant-{chat % config.tenants}" if config.tenants > 1 else "default"
+            found.append(Arrival(at, f"chat{chat}-{turn}", prompt, output, tenant=tenant))
+            prompt = np.concatenate([prompt, output])
+            at += 0.02 * len(output) + rng.exponential(5.0)  # it is read, and somebody thinks
+        chat += 1
+    yield from sorted(found[: config.requests], key=lambda arrival: arrival.at)
+
+
+def _agents(config: WorkloadConfig) -> Iterator[Arrival]:
+    """Agents: one long description of tools for all, a prompt per kind of task, many short steps that add a result."""
+    rng = np.random.default_rng(config.seed)
+    tools = _tokens(rng, round(config.prompt_tokens * config.shared))
+    kinds = [_tokens(rng, max(1, config.prompt_tokens // 8)) for _ in range(config.groups)]
+    starts = times(config, rng)
+    found: list[Arrival] = []
+    agent = 0
+    while len(found) < config.requests:
+        prompt = np.concatenate([tools, kinds[agent % config.groups], _tokens(rng, _length(rng, 32))])
+        at = float(starts[agent])
+        for step in range(int(rng.integers(3, 12))):
+            output = _tokens(rng, _length(rng, max(1, config.output_tokens // 4)))
+            tenant = f"tenant-{agent % config.tenants}" if config.tenants > 1 else "default"
+            found.append(Arrival(at, f"agent{agent}-{step}", prompt, output, tenant=tenant))
+            result = _tokens(rng, _length(rng, max(1, round(config.prompt_tokens * (1 - config.shared) / 4))))
+            prompt = np.concatenate([prompt, output, result])
+            at += 0.01 * len(output) + rng.exponential(0.5)  # the tool runs
+        agent += 1
+    yield from sorted(found[: config.requests], key=lambda arrival: arrival.at)
+
+
+def _tenants(config: WorkloadConfig) -> Iterator[Arrival]:
+    """Tenants of unequal appetite: the first sends half of everything, each further one half of the rest."""
+    rng = np.random.default_rng(config.seed)
+    count = max(2, config.tenants)
+    shares = 0.5 ** np.arange(1, count + 1)
+    chosen = rng.choice(count, config.requests, p=shares / shares.sum())
+    for one, tenant in zip(_prefixes(config), chosen.tolist(), strict=True):
+        yield dataclasses.replace(one, tenant=f"tenant-{tenant}")
+
+
+def _nano(config: WorkloadConfig) -> Iterator[Arrival]:
+    work = bench_nano(config.requests)
+    for number, (prompt, params) in enumerate(zip(work.prompts, work.params, strict=True)):
+        tokens = np.array(prompt, np.int32)
+        yield Arrival(0.0, f"nano-{number}", tokens, np.zeros(params.max_tokens or 0, np.int32))
+
+
+def _gsp(config: WorkloadConfig) -> Iterator[Arrival]:
+    for request in bench_gsp(max(1, config.requests // 16)):
+        yield Arrival(0.0, request.id, request.prompt, np.zeros(request.params.max_tokens or 0, np.int32))
+
+
+WORKLOADS: dict[str, Callable[[WorkloadConfig], Iterator[Arrival]]] = {
+    "prefixes": _prefixes,
+    "chat": _chat,
+    "agents": _agents,
+    "tenants": _tenants,
+    "nano": _nano,
+    "gsp": _gsp,
+}
+# Published sizes, where the workload has one
+SIZES = {"nano": 256, "gsp": 1024}
+
+
+def make_workload(name: str, config: WorkloadConfig) -> list[Arrival]:
+    if name not in WORKLOADS:
+        raise ConfigError(f"workload is {name!r}: choose one of {', '.join(WORKLOADS)}, or give a trace file.")
+    return list(WORKLOADS[name](config))
+
+
+def unique_ids(arrivals: Sequence[Arrival]) -> list[Arrival]:
+    """The same with a number in front of ids that come twice."""
+    seen: dict[str, Any] = {}
+    found = []
+    for number, one in enumerate(arrivals):
+        found.append(dataclasses.replace(one, id=f"{number}-{one.id}") if one.id in seen else one)
+        seen[one.id] = True
+    return found

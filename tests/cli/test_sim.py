@@ -1,0 +1,72 @@
+"""`paceline sim`: tables on the screen, figures in a file, mistakes in a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from paceline.cli import app
+from tests.simulator.test_fit import record
+
+SMALL = ("--requests", "30", "--prompt-tokens", "100", "--output-tokens", "10", "--num-pages", "60", "--rate", "500")
+
+
+def sim(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["sim", *arguments])
+
+
+def test_run_says_the_same_twice_and_writes_it_down(tmp_path: Path) -> None:
+    found = []
+    for name in ("one.json", "two.json"):
+        result = sim("run", "prefixes", *SMALL, "--policy", "lpm", "--json", str(tmp_path / name))
+        assert result.exit_code == 0, result.output
+        assert "hit_rate" in result.output
+        found.append(json.loads((tmp_path / name).read_text()))
+    assert found[0] == found[1]
+    assert found[0]["runs"]["lpm"]["summary"]["requests"] == 30
+
+
+def test_compare_shows_each_policy_and_draws_them(tmp_path: Path) -> None:
+    result = sim("compare", "tenants", *SMALL, "--policies", "fcfs,fair", "--plot", str(tmp_path / "plot.svg"))
+    assert result.exit_code == 0, result.output
+    assert "fcfs" in result.output and "fair" in result.output and "waiting, p99 s" in result.output
+    assert "<svg" in (tmp_path / "plot.svg").read_text()
+
+
+def test_fit_prints_the_held_out_error_and_its_profile_can_be_used(tmp_path: Path) -> None:
+    record(tmp_path / "run.jsonl", noise=0.02)
+    result = sim("fit", str(tmp_path / "run.jsonl"), "--save", str(tmp_path / "gpu.json"))
+    assert result.exit_code == 0, result.output
+    assert "held out" in result.output and "simulated from their requests alone" in " ".join(result.output.split())
+    assert sim("run", str(tmp_path / "run.jsonl"), "--gpu", str(tmp_path / "gpu.json")).exit_code == 0
+
+
+def test_an_experiment_is_a_table_and_a_plot(tmp_path: Path) -> None:
+    result = sim("experiment", "seats", "--plots", str(tmp_path), "--json", str(tmp_path / "all.json"))
+    assert result.exit_code == 0, result.output
+    assert "0.1425" in result.output
+    assert (tmp_path / "experiment-seats.svg").stat().st_size > 1000
+    assert json.loads((tmp_path / "all.json").read_text())["seats"]["rows"][0] == ["static", 0.1425]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run", "nonsense"), "workload is 'nonsense': choose one of prefixes, chat"),
+        (("run", "nano", "--rate", "3"), "workload 'nano' is given exactly: it takes no rate."),
+        (("run", "prefixes", "--speed", "3"), "speed and limit are for traces"),
+        (("run", "--gpu", "abacus"), "gpu is 'abacus': choose one of h200"),
+        (("run", "--requests", "0"), "requests is 0: give 1 or more."),
+        (("compare", "--policies", "fcfs,best"), "policies has 'best': choose of fair"),
+        (("experiment", "cold-fusion"), "experiment is 'cold-fusion': choose of seats"),
+        (("fit", "/nowhere.jsonl"), "/nowhere.jsonl"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], message: str) -> None:
+    result = sim(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+    assert "Traceback" not in result.output
