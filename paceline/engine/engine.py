@@ -77,7 +77,6 @@ class Progress:
     num_passes: int
     has_work: bool
     since: float  # the last pass, or the arrival of work after a rest; in the engine's clock
-    doing: str  # in words: what it is waiting for if nothing changes any more
 
 
 class Text(Protocol):
@@ -152,7 +151,7 @@ class Engine:
         self.text_of: Callable[[SamplingParams], Text] = lambda params: TextStream.of(self.tokenizer, params)
         self.after_step: Callable[[], None] = lambda: None
         self.work_s = 0.0  # time in which there was something to do
-        self._progress = Progress(0, False, clock(), "nothing")
+        self._progress = Progress(0, False, clock())
         self._promised: list[float] = []  # times at which refused requests were asked to come again
         self._checked = True  # whether it was looked after since it was last busy
         self._collected = clock()
@@ -233,6 +232,8 @@ class Engine:
         answer: Future[T] = Future()
 
         def reply() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return  # nobody waits for it any more
             try:
                 answer.set_result(question(self.scheduler))
             except Exception as error:  # the asker's own
@@ -277,6 +278,18 @@ class Engine:
     @property
     def progress(self) -> Progress:
         return self._progress
+
+    @property
+    def waits_for(self) -> str:
+        """In words, from any thread: what has to happen for it to go on. Of use when nothing changes any more."""
+        plan = self.loop.oldest_plan
+        if plan is None:
+            scheduler = self.scheduler
+            return (
+                f"a pass to be planned for {scheduler.num_running} running and {scheduler.num_waiting} waiting requests"
+            )
+        return (f"the device to finish pass {plan.step}, with {plan.num_decodes} decodes and "
+                f"{plan.num_prefill_tokens} prompt tokens")  # fmt: skip
 
     @property
     def failure(self) -> BaseException | None:
@@ -359,7 +372,7 @@ class Engine:
     def _rest(self) -> None:
         """Sleeps until something comes, and once in between, when all is quiet, looks after itself."""
         if self._progress.has_work:
-            self._progress = dataclasses.replace(self._progress, has_work=False, doing="nothing")
+            self._progress = dataclasses.replace(self._progress, has_work=False)
         while not (self._inbox or self._closing):
             woken = self._wake.wait(None if self._checked else _IDLE_S)
             if not woken and not self._checked and not (self._inbox or self._closing):
@@ -368,15 +381,13 @@ class Engine:
                     log.error("the books did not add up and were opened anew: %s", fault)
                 gc.collect()
                 self._collected = self.clock()
-        self._progress = Progress(self._progress.num_passes, True, self.clock(), "taking what has arrived")
+        self._progress = Progress(self._progress.num_passes, True, self.clock())
 
     def _note_pass(self) -> None:
         now, before = self.clock(), self._progress
         self.work_s += now - before.since
         self._checked = False
-        running, waiting = self.scheduler.num_running, self.scheduler.num_waiting
-        doing = f"the pass after {before.num_passes + 1}, with {running} requests running and {waiting} waiting"
-        self._progress = Progress(before.num_passes + 1, True, now, doing)
+        self._progress = Progress(before.num_passes + 1, True, now)
         if now - self._collected > _YOUNG_GARBAGE_S and not gc.isenabled():
             self._collected = now
             gc.collect(1)

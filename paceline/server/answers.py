@@ -105,7 +105,7 @@ class EngineSide:
             return Health(f"{type(engine.failure).__name__}: {engine.failure}", progress.num_passes, False)
         stuck_s = engine.clock() - progress.since
         if progress.has_work and stuck_s > self._stall_s:
-            return Health(f"no progress for {stuck_s:.0f} s: waits for {progress.doing}.", progress.num_passes, False)
+            return Health(f"no progress for {stuck_s:.0f} s: waits for {engine.waits_for}.", progress.num_passes, False)
         return Health(None, progress.num_passes, not progress.has_work)
 
 

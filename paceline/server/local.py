@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, cast
@@ -16,9 +17,9 @@ from paceline.server.client import Job, Question, Served
 class LocalClient:
     loading = False
 
-    def __init__(self, engine: Engine, name: str = "local") -> None:
+    def __init__(self, engine: Engine, name: str = "local", stall_s: float = math.inf) -> None:
         self._engine = engine
-        self._side = EngineSide(engine)
+        self._side = EngineSide(engine, stall_s)
         self.served: Served = served_by(engine, name)
 
     async def stream(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Piece], None]:
