@@ -95,6 +95,7 @@ def wrong_method(method: str, allowed: str) -> ApiError:
 
 
 def unknown_model(name: str, served: str) -> ApiError:
+    name = name if len(name) <= 80 else f"{name[:77]}..."
     return ApiError(
         f"model is {name!r}, which is not served here: use {served!r}.",
         status=404, param="model", code="model_not_found",

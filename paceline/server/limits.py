@@ -22,6 +22,10 @@ class Keys:
         self._tenants = [(_digest(key), tenant) for tenant in tenants for key in tenant.keys]
         self._admin = None if admin_key is None else _digest(admin_key)
 
+    @property
+    def exist(self) -> bool:
+        return bool(self._tenants)
+
     def tenant(self, headers: Mapping[bytes, bytes]) -> Tenant:
         """Who is asking. Without any keys in the configuration everybody may, as one tenant."""
         if not self._tenants:

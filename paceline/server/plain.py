@@ -37,6 +37,7 @@ from paceline.server.errors import ApiError, answer_to, unknown_model, wrong_met
 from paceline.server.fields import check_message_fields
 from paceline.server.limits import Keys
 from paceline.server.metrics import Tally, render
+from paceline.server.openapi import document
 from paceline.server.types import CacheAction, DetokenizeRequest, Model, ModelList, TokenizeRequest, read_struct
 from paceline.text.tokenizer import Tokenizer
 
@@ -65,6 +66,7 @@ class Plain:
         self._starlette = Starlette(
             routes=[
                 Route("/", self._root),
+                Route("/openapi.json", self._openapi),
                 Route("/health", self._health),
                 Route("/ready", self._ready),
                 Route("/metrics", self._metrics),
@@ -122,6 +124,9 @@ class Plain:
         plain = [route.path for route in self._starlette.routes if isinstance(route, Route)]
         routes = ["/v1/chat/completions", "/v1/completions", *plain]
         return _json({"paceline": __version__, "model": self._name, "routes": routes})
+
+    async def _openapi(self, _: Request) -> Response:
+        return _json(document(self._name, self._keys.exist))
 
     async def _models(self, _: Request, __: str | None) -> Response:
         return _json(ModelList([self._model()]))
