@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from paceline.bench.offline import describe, device_of
-from paceline.bench.workloads import Offline, nano, sweep
+from paceline.bench.workloads import Offline, gsp_offline, nano, sweep
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cuda_build import build_cuda
+from paceline.engine.cuda_inputs import ShareRule
 from paceline.engine.engine import Engine
 from paceline.kernels.decode_attention import DecodeTuning, decode_attention_tuning
 from paceline.kernels.decode_units import Chunks
@@ -49,6 +51,23 @@ def more_registers(rows: int, group: int, tile: int, short: bool) -> DecodeTunin
     return replace(decode_attention_tuning(rows, group, tile), max_registers=168)
 
 
+def sharing(own: dict[str, Any], shared: dict[str, Any]) -> Any:
+    def choose(rows: int, group: int, tile: int, short: bool) -> DecodeTuning:
+        return replace(decode_attention_tuning(rows, group, tile, short), **(shared if tile else own))
+
+    return choose
+
+
+GSP: dict[str, dict[str, Any]] = {
+    "gsp as shipped": {},
+    "gsp S 2048": {"share_rule": partial(ShareRule, target_units=16)},
+    "gsp S 512": {"share_rule": partial(ShareRule, target_units=64)},
+    "gsp shared 32 keys 4 warps 5 stages": {
+        "attention_tuning": sharing({}, {"block_n": 32, "num_stages": 5, "max_registers": 128})
+    },
+    "gsp shared 64 keys 4 warps 5 stages": {"attention_tuning": sharing({}, {"num_stages": 5})},
+    "gsp shared 64 keys 8 warps": {"attention_tuning": sharing({}, {"num_warps": 8, "max_registers": 128})},
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "as shipped": {"timelines": (256, 100)},
     "16,384 tokens a pass": {"step_tokens": 16_384},
@@ -57,6 +76,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "32 keys, 2 warps": {"attention_tuning": narrow},
     "168 registers": {"attention_tuning": more_registers},
     "fused up to 64 rows": {"tuning": lambda m, n, g: decode_tuning(m, n, g) if m <= 64 else None},
+    **GSP,
 }
 
 
@@ -68,9 +88,18 @@ def run(name: str, step_tokens: int = 8192, timelines: Sequence[int] = (), **cho
     )  # fmt: skip
     decoder = random_decoder(spec, dtype="bfloat16", device="cuda", max_positions=spec.context_tokens)
     device, config = build_cuda(decoder, EngineConfig(), config, None, **choices)
-    device.warm_up()
+    if name not in GSP:
+        device.warm_up()
     tokenizer = synthetic_tokenizer(spec.vocab_size)
     with LLM.from_engine(Engine(Scheduler(config), device, tokenizer, vocab_size=spec.vocab_size)) as llm:
+        if name in GSP:
+            timeline(llm, name, groups())
+            device.reset_stats()
+            work, began = gsp_offline(), time.perf_counter()
+            llm.generate(work.prompts, work.params)
+            seconds = time.perf_counter() - began
+            print(f"{name:28} {seconds:.3f} s; {describe(llm, seconds, device.stats)}")
+            return
 
         def timed(work: Offline) -> float:
             device_of(llm).reset_stats()
@@ -93,34 +122,45 @@ def run(name: str, step_tokens: int = 8192, timelines: Sequence[int] = (), **cho
         if len(timelines) > 1:
             prompts(llm)
         for batch in timelines:
-            timeline(llm, batch)
+            timeline(llm, f"{batch} rows", some(nano().shifted(20_000), batch))
 
 
-def timeline(llm: LLM, batch: int) -> None:
-    """The kernels of about two layers in the middle of a decode pass: when, how long, on which stream."""
+def timeline(llm: LLM, name: str, work: Offline, show: int = 12) -> None:
+    """Which kernels a decode pass goes to; and those of a layer or two in its middle."""
     from torch.profiler import ProfilerActivity, profile
 
-    work = nano().shifted(20_000)
-    params = [replace(each, max_tokens=12) for each in work.params[:batch]]
-    llm.generate(work.prompts[:batch], params)
+    params = [replace(each, max_tokens=12) for each in work.params]
+    llm.generate(work.prompts, params)
     with profile(activities=[ProfilerActivity.CUDA]) as found:
-        llm.generate(work.prompts[:batch], params)  # a cache hit: nearly all passes decode
-    path = "/tmp/timeline.json"
-    found.export_chrome_trace(path)
-    events = [e for e in json.loads(Path(path).read_text())["traceEvents"] if e.get("cat") == "kernel"]
+        llm.generate(work.prompts, params)  # a cache hit: nearly all passes decode
+    found.export_chrome_trace("/tmp/timeline.json")
+    events = [e for e in json.loads(Path("/tmp/timeline.json").read_text())["traceEvents"] if e.get("cat") == "kernel"]
     events.sort(key=lambda e: e["ts"])
-    firsts = [i for i, e in enumerate(events) if "gather_tokens" in e["name"]]
-    begin, end = firsts[-3], firsts[-2]
-    pas = events[begin:end]
-    print(f"    timeline, {batch} rows: {len(pas)} kernels, {pas[-1]['ts'] + pas[-1]['dur'] - pas[0]['ts']:.0f} us")
+    firsts = [i for i, e in enumerate(events) if "apply_diff" in e["name"]]
+    one = events[firsts[-3] : firsts[-2]]
+    print(f"    {name}: {len(one)} kernels, {one[-1]['ts'] + one[-1]['dur'] - one[0]['ts']:.0f} us")
     by_name: dict[str, list[float]] = {}
-    for e in pas:
-        by_name.setdefault(e["name"][:60], []).append(e["dur"])
-    for name, durs in sorted(by_name.items(), key=lambda x: -sum(x[1])):
-        print(f"      {sum(durs):8.1f} us in {len(durs):3}  {name}")
-    middle = len(pas) // 2
-    for e in pas[middle : middle + 24]:
-        print(f"      {e['ts'] - pas[middle]['ts']:8.1f} {e['dur']:7.1f} s{e['args'].get('stream')} {e['name'][:50]}")
+    for e in one:
+        by_name.setdefault(f"s{e['args'].get('stream')} {e['name'][:60]}", []).append(e["dur"])
+    for what, durs in sorted(by_name.items(), key=lambda x: -sum(x[1]))[:show]:
+        print(f"      {sum(durs):8.1f} us in {len(durs):3}  {what}")
+    middle = len(one) // 2
+    for e in one[middle : middle + show]:
+        print(f"      {e['ts'] - one[middle]['ts']:8.1f} {e['dur']:7.1f} s{e['args'].get('stream')} {e['name'][:50]}")
+
+
+def some(work: Offline, count: int) -> Offline:
+    return Offline(work.prompts[:count], work.params[:count])
+
+
+def groups(count: int = 16) -> Offline:
+    """The requests of `count` groups of gsp."""
+    work = gsp_offline()
+    by_prefix: dict[tuple[int, ...], list[int]] = {}
+    for index, prompt in enumerate(work.prompts):
+        by_prefix.setdefault(tuple(prompt[:64]), []).append(index)
+    chosen = [index for members in list(by_prefix.values())[:count] for index in members]
+    return Offline([work.prompts[i] for i in chosen], [work.params[i] for i in chosen])
 
 
 def prompts(llm: LLM) -> None:
@@ -144,7 +184,8 @@ def prompts(llm: LLM) -> None:
 
 def main() -> int:
     failed = 0
-    for name in sys.argv[1:] or VARIANTS:
+    given = sys.argv[1:]
+    for name in [name for name in VARIANTS if not given or name.startswith(tuple(given))]:
         began = time.perf_counter()
         try:
             run(name, **VARIANTS[name])

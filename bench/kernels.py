@@ -343,6 +343,7 @@ class Rows:
         if share:
             self.units.shared_units[: len(units)] = ints(np.array(units))
             self.units.num_shared.fill_(len(units))
+            self.units.shared_chunk.fill_(what.chunks.max_tokens)
             self.units.shared_chunks.fill_(chunks)
             self.units.query_rows[: len(query_rows)] = ints(query_rows)
 

@@ -77,7 +77,7 @@ class LLM:
         with ExitStack() as stack:
             bar = stack.enter_context(_Bar(len(encoded))) if progress else None
             gathering = _Gathering(len(encoded), bar)
-            sinks = [_Collector(gathering) for _ in encoded]
+            sinks = [_Collector(gathering, wants_all_at_once=bar is None) for _ in encoded]
             request_ids = self.engine.submit_all(encoded, each, sinks)
             try:
                 gathering.wait()
@@ -86,15 +86,16 @@ class LLM:
                     for request_id in request_ids:
                         self.engine.abort(request_id)
         outputs = []
-        for prompt, sink in zip(encoded, sinks, strict=True):
+        for given, prompt, sink in zip(listed, encoded, sinks, strict=True):
             piece = sink.last
             assert piece is not None and piece.finish_reason is not None, "the last piece says how it ended"
             if piece.error is not None:
                 raise EngineFailed(f"generation failed: {piece.error}")
             assert piece.usage is not None and piece.timings is not None, "the last piece says what it took"
+            ids = given if isinstance(given, list) else prompt.tolist()
             outputs.append(
-                RequestOutput(prompt.tolist(), "".join(sink.texts), sink.token_ids, piece.finish_reason,
-                              piece.usage.cached_tokens, piece.timings)
+                RequestOutput(ids, "".join(sink.texts), sink.token_ids, piece.finish_reason, piece.usage.cached_tokens,
+                              piece.timings)
             )  # fmt: skip
         return outputs
 
@@ -168,6 +169,7 @@ class _Collector:
     """The sink of one request."""
 
     gathering: _Gathering
+    wants_all_at_once: bool  # a progress bar counts tokens as they come
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     last: Piece | None = None

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 
 class _Sink:
+    wants_all_at_once = False
+
     def __init__(self) -> None:
         self.queue: SimpleQueue[Piece | PacelineError] = SimpleQueue()
 

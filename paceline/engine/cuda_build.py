@@ -9,6 +9,7 @@ import torch
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.engine.cuda_device import AttentionTuning, ChunkChoice, CudaDevice, max_units
 from paceline.engine.cuda_graphs import buckets
+from paceline.engine.cuda_inputs import ShareRule
 from paceline.engine.cuda_model import GpuModel, Tuning
 from paceline.engine.cuda_streams import streams_of
 from paceline.engine.kv_cache import num_kv_pages
@@ -40,6 +41,7 @@ def build_cuda(
     tuning: Tuning = decode_tuning,
     chunks: ChunkChoice = decode_chunks,
     attention_tuning: AttentionTuning = decode_attention_tuning,
+    share_rule: Callable[[int, int], ShareRule] = ShareRule,
 ) -> tuple[CudaDevice, SchedulerConfig]:
     """The executor, and the scheduler's options with the pool's size in them: `with_pages` makes them, unless the
     pool's size was asked for. The decoder is taken over."""
@@ -62,6 +64,7 @@ def build_cuda(
         max_row_tokens=min(context, scheduler.num_pages * page_size),
         chunks=chunks,
         attention_tuning=attention_tuning,
+        share_rule=share_rule,
     )
     return device, scheduler
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from paceline.engine.cuda_graphs import DecodeGraphs, Kind, kind_of
-from paceline.engine.cuda_inputs import Packed, PlanPacker, ShareRule, Span
+from paceline.engine.cuda_inputs import SHARED_CHUNKS, Packed, PlanPacker, ShareRule, Span
 from paceline.engine.cuda_model import AttendKernel, GpuModel
 from paceline.engine.cuda_streams import Event, Streams
 from paceline.engine.executor import Result
@@ -54,8 +54,7 @@ ChunkChoice = Callable[[int], Chunks]  # rows
 
 _DEPTH = 4  # passes whose buffers exist; two are in flight at most
 _FIRST_WORDS = 1 << 18  # of an upload buffer; it grows when a pass brings more
-_SHARED_CHUNK = 512  # KV positions that rows share or not as a whole, in batches where some do
-_MAX_SHARED_CHUNKS = 1 << 15  # of all rows together; longer contexts are cut into longer chunks
+_MAX_SHARED_UNITS = 1 << 14  # of all rows together, where rows share: longer ones are cut into longer chunks
 
 
 @dataclass(slots=True, eq=False)
@@ -117,19 +116,10 @@ class _Flight:
         return self._staging
 
 
-def shared_chunk(max_rows: int, max_length: int) -> int:
-    """KV positions that rows share or not as a whole."""
-    size = _SHARED_CHUNK
-    while max_rows * cdiv(max_length, size) > _MAX_SHARED_CHUNKS:
-        size *= 2
-    return size
-
-
 def max_units(sizes: Sequence[int], max_length: int, chunks: ChunkChoice) -> int:
-    """Most work units that a decode pass of any bucket can have, whether rows share or not."""
-    own = max(chunks(size).capacity(size, max_length) for size in sizes)
-    size = shared_chunk(sizes[-1], max_length)
-    return max(own, Chunks(size, size, 1).capacity(sizes[-1], max_length))
+    """Most work units that a decode pass of any bucket can have. Where rows share, the host looks that they suffice."""
+    shared = sizes[-1] * (cdiv(max_length, SHARED_CHUNKS[-1]) + 1)
+    return max(min(shared, _MAX_SHARED_UNITS), *(chunks(size).capacity(size, max_length) for size in sizes))
 
 
 class _Pending:
@@ -170,6 +160,7 @@ class CudaDevice:
         max_row_tokens: int,
         chunks: ChunkChoice = decode_chunks,
         attention_tuning: AttentionTuning = decode_attention_tuning,
+        share_rule: Callable[[int, int], ShareRule] = ShareRule,
     ) -> None:
         spec, device = model.spec, model.device
         self.model = model
@@ -194,10 +185,9 @@ class CudaDevice:
             layer.window: DecodeUnits.empty(max_running, capacity, 0 if layer.window else capacity, device)
             for layer in model.layers
         }
-        self._share_rule = ShareRule(shared_chunk(max_running, max_row_tokens + 1), group, capacity)
         self._packer = PlanPacker(
             max_running, spec.vocab_size, tokens_per_tile(self._extend_tuning, group),
-            self._share_rule if 0 in self._units else None,
+            share_rule(group, capacity) if 0 in self._units else None,
         )  # fmt: skip
         self._attention = DecodeWorkspace.empty(
             max_running, capacity, spec.num_heads, spec.num_kv_heads, spec.head_dim, device
@@ -245,7 +235,7 @@ class CudaDevice:
             flight.began.record(streams.engine)
             if packed.is_decode:
                 # Before the diff: a graph that is captured now must not see its rows.
-                kind = kind_of(packed.num_rows, plan.num_context_tokens, packed.has_filters, packed.tile)
+                kind = kind_of(packed.num_rows, packed.num_own_tokens, packed.has_filters, packed.tile)
                 bucket = self.graphs.bucket(packed.num_rows, kind)
                 graph = self.graphs.graph(bucket, kind)
                 self._apply(flight)
@@ -301,7 +291,7 @@ class CudaDevice:
         differ in size.
         """
         model, state, spec, streams = self.model, self.state, self.model.spec, self._streams
-        chunks = Chunks(self._share_rule.chunk, self._share_rule.chunk, 1) if kind.tile else self._chunks(rows)
+        chunks = self._chunks(rows)
         for window, units in self._units.items():
             decode_units(units, state.row_slots[:rows], num_rows, state.num_computed, chunks, window, step)
             step = None  # counted once, by whichever cut comes first

@@ -21,13 +21,12 @@ class Kind(NamedTuple):
     """What is fixed when a graph is captured, beside its bucket."""
 
     filters: bool = False  # some row samples with top-k or top-p
-    short: bool = False  # contexts of few hundred tokens
+    short: bool = False  # rows have a few hundred tokens of their own
     tile: int = 0  # query heads in a unit that several rows share; 0: nobody shares
 
 
-def kind_of(num_rows: int, num_context_tokens: int, filters: bool, tile: int) -> Kind:
-    short = not tile and num_rows > SHORT_ROWS and num_context_tokens < _SHORT_TOKENS * num_rows
-    return Kind(filters, short, tile)
+def kind_of(num_rows: int, num_own_tokens: int, filters: bool, tile: int) -> Kind:
+    return Kind(filters, num_rows > SHORT_ROWS and num_own_tokens < _SHORT_TOKENS * num_rows, tile)
 
 
 def buckets(max_rows: int) -> list[int]:

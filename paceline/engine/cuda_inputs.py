@@ -22,6 +22,7 @@ from paceline.scheduler.plan import Plan, Sharing
 Column = npt.NDArray[np.int32]
 
 ALIGN = 32  # words: parts begin on borders that Triton's pointer specialisation does not tell apart
+SHARED_CHUNKS = (2048, 1024, 512, 256)  # positions that rows share or not as a whole
 TILES = (16, 32, 64)  # query heads in a unit that several rows share
 _NONE: Column = np.empty(0, np.int32)
 
@@ -43,6 +44,7 @@ class Packed:
     is_decode: bool  # one token a row, all of them sample, none is masked: a graph can run it
     has_filters: bool  # some row samples with top-k or top-p
     tile: int  # query heads in a unit of decode attention that several rows share; 0: nobody shares
+    num_own_tokens: int  # KV positions of decodes that no other row has
     num_saved_tokens: int  # KV positions that decodes do not read because another row of their unit does
     num_decodes: int
     num_rows: int
@@ -65,28 +67,41 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class ShareRule:
-    """When and how decodes share what they read."""
+    """When and how decodes share what they read; measured in docs/log.md."""
 
-    chunk: int  # KV positions that are shared or not as a whole
     group: int  # query heads of a KV head
-    max_units: int  # room on the device, for units and for their queries
-    least_saving: float = 0.1  # of the KV positions: less is not worth cutting everything at chunks
+    max_units: int  # room on the device, for units and their queries and for partial results
+    chunks: tuple[int, ...] = SHARED_CHUNKS
+    least_saving: float = 0.1  # of all positions: less is not worth cutting everything at chunks
+    target_units: int = 32  # of the shared ones, times the KV heads: fewer leave multiprocessors idle
 
     def choose(self, plan: Plan) -> tuple[SharedUnits | None, int]:
         """What the decodes of `plan` share, and how many query heads a tile of them has."""
         rows, common = _decodes_of(plan)
-        if not len(common) or int(common.max()) < self.chunk:
+        least = self.chunks[-1]
+        worth = int((common // least).sum()) * least
+        num_decodes = plan.num_decodes
+        if not worth or worth < self.least_saving * int(plan.starts[:num_decodes].sum()):
             return None, 0
-        borders = np.flatnonzero(np.concatenate([[0], common // self.chunk, [0]]) == 0)
+        borders = np.flatnonzero(np.concatenate([[0], common // least, [0]]) == 0)
         heads = int(np.diff(borders).max()) * self.group  # of the rows that stand together at most
         tile = next((tile for tile in TILES if heads <= tile), TILES[-1])
         if tile < 2 * self.group:
             return None, 0
-        shared = shared_units(rows, common, plan.num_decodes, self.chunk, tile // self.group)
-        if shared is None or max(len(shared.units), len(shared.query_rows)) > self.max_units:
-            return None, 0
-        saved = shared.num_saved_chunks * self.chunk
-        return (shared, tile) if saved >= self.least_saving * int(plan.starts[: plan.num_decodes].sum()) else (None, 0)
+        ends = np.array([len(one.prompt) + one.max_tokens for one in plan.requests[:num_decodes]])
+        found = None
+        for chunk in self.chunks:  # long ones, as long as that loses little and leaves enough of them
+            if int((common // chunk).sum()) * chunk < 0.85 * worth:
+                continue
+            if int((ends // chunk + 1).sum()) > self.max_units:
+                break
+            shared = shared_units(rows, common, num_decodes, chunk, tile // self.group)
+            if shared is None or max(len(shared.units), len(shared.query_rows)) > self.max_units:
+                break
+            found = shared
+            if len(shared.units) >= self.target_units:
+                break
+        return (found, tile) if found is not None else (None, 0)
 
 
 def _decodes_of(plan: Plan) -> tuple[Column, Column]:
@@ -145,10 +160,12 @@ class PlanPacker:
         # A row that samples is advanced by the device itself; another one stays where the diff has put it.
         self._computed[slots] = plan.starts + np.where(samples, lengths, 0)
         filtered = bool(self._filtered[slots].any())
-        saved = self._shared.num_saved_chunks * self._share_rule.chunk if self._shared and self._share_rule else 0
+        own, saved = int(plan.starts[: plan.num_decodes].sum()), 0
+        if self._shared is not None:
+            own, saved = own - int(self._shared.covered.sum()) * self._shared.chunk, self._shared.num_saved_tokens
         return Packed(
-            tuple(parts), at, is_decode, filtered, self._tile, saved, plan.num_decodes, len(slots), plan.num_tokens,
-            num_sampled, *spans,
+            tuple(parts), at, is_decode, filtered, self._tile, own, saved, plan.num_decodes, len(slots),
+            plan.num_tokens, num_sampled, *spans,
         )  # fmt: skip
 
     def _share(self, plan: Plan) -> bool:

@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from paceline.engine.executor import Executor
 from paceline.engine.loop import Loop
@@ -93,6 +93,10 @@ class Text(Protocol):
 class Sink(Protocol):
     """Where a request's pieces go. Called on the engine's thread; must not block."""
 
+    @property
+    def wants_all_at_once(self) -> bool:
+        """Nothing before the end: text that nobody reads yet is not made."""
+
     def put(self, piece: Piece) -> None: ...
 
     def refuse(self, error: PacelineError) -> None:
@@ -104,12 +108,15 @@ class _Live:
     request: Request
     text: Text
     sink: Sink
+    is_quiet: bool  # one piece, at the end; a stop string must be looked for all the time
     num_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _AsyncSink:
     """Pieces for a coroutine; those of one step cross over to its event loop together."""
+
+    wants_all_at_once: ClassVar[bool] = False
 
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue[Piece | PacelineError]
@@ -317,7 +324,7 @@ class Engine:
             eos_token_ids=tuple(sorted(self.tokenizer.eos_ids)),
             cache_salt=cache_salt,
         )
-        return _Live(request, self.text_of(params), sink)
+        return _Live(request, self.text_of(params), sink, is_quiet=sink.wants_all_at_once and not params.stop)
 
     def _post(self, items: Iterable[_Live | Callable[[], None]]) -> None:
         with self._wake:
@@ -419,7 +426,7 @@ class Engine:
         texts: dict[str, tuple[list[str], list[int]]] = {}
         for request, token in zip(updates.requests, updates.tokens.tolist(), strict=True):
             live = self._live.get(request.id)
-            if live is None or live.request is not request:
+            if live is None or live.is_quiet or live.request is not request:
                 continue  # several tokens in one pass: those behind a stop string
             live.num_tokens += 1
             texts_of, tokens_of = texts.setdefault(request.id, ([], []))
@@ -458,6 +465,13 @@ class Engine:
              error: str | None = None) -> None:  # fmt: skip
         request = live.request
         del self._live[request.id]
+        if live.is_quiet and error is None:
+            tokens, live.num_tokens = tuple(request.output), len(request.output)
+            try:
+                # The scheduler ended it with `stop` at its stop token: that one is no text.
+                text = live.text.push(tokens[:-1] if reason is FinishReason.STOP else tokens)
+            except Exception as failure:  # of this request's text: the others go on
+                reason, error = FinishReason.ERROR, repr(failure)
         if error is None:
             text += live.text.close()
         usage = Usage(len(request.prompt), request.num_cached, live.num_tokens)

@@ -42,7 +42,7 @@ ROW_WORDS = 4  # position, number of chunks, first partial, slot
 class Chunks:
     """How the cut is chosen: the largest power of two in min..max that still leaves `target_units` units.
 
-    With min == max the result of a row does not depend on who else runs. Sharing always cuts at `max_tokens`.
+    With min == max the result of a row does not depend on who else runs. Where rows share, the host has chosen.
     """
 
     min_tokens: int = 64
@@ -71,17 +71,18 @@ def decode_chunks(rows: int) -> Chunks:
 class SharedUnits:
     """The units that several rows share, as the host names them. Valid as long as the batch is made up the same way."""
 
+    chunk: int  # positions; all rows of the batch are cut at its multiples
     units: Words  # [n, 4]: a row whose pages are read, chunk, first query, number of queries
     query_rows: Words  # the rows of the units; units of the same rows name the same queries
     covered: Words  # [rows]: how many leading chunks of each row are in shared units
 
     @property
-    def num_saved_chunks(self) -> int:
-        """Chunks that nobody reads because another row of the same unit does."""
-        return int(self.units[:, 3].sum()) - len(self.units)
+    def num_saved_tokens(self) -> int:
+        """Positions that a row does not read because another row of the same unit does."""
+        return (int(self.units[:, 3].sum()) - len(self.units)) * self.chunk
 
 
-NOTHING_SHARED = SharedUnits(np.empty((0, 4), np.int32), np.empty(0, np.int32), np.empty(0, np.int32))
+NOTHING_SHARED = SharedUnits(0, np.empty((0, 4), np.int32), np.empty(0, np.int32), np.empty(0, np.int32))
 
 
 def shared_units(rows: Words, common: Words, num_rows: int, chunk: int, rows_per_unit: int) -> SharedUnits | None:
@@ -122,7 +123,7 @@ def shared_units(rows: Words, common: Words, num_rows: int, chunk: int, rows_per
         unit[:, 1] = np.repeat(chunks, len(run))
         units.append(unit)
         above = below
-    return SharedUnits(np.concatenate(units).astype(np.int32), np.concatenate(queries).astype(np.int32), covered)
+    return SharedUnits(chunk, np.concatenate(units).astype(np.int32), np.concatenate(queries).astype(np.int32), covered)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,6 +135,7 @@ class DecodeUnits:
     rows: torch.Tensor  # [R, ROW_WORDS] int32
     shared_units: torch.Tensor  # [max_shared, 4] int32: row, chunk, first query, number of queries
     num_shared: torch.Tensor  # [1] int32
+    shared_chunk: torch.Tensor  # [1] int32: positions of a chunk, where rows share
     shared_chunks: torch.Tensor  # [R] int32: how many leading chunks of a row are covered by shared units
     query_rows: torch.Tensor  # [max_queries] int32: the rows of the shared units, one after the other
 
@@ -150,6 +152,7 @@ class DecodeUnits:
             rows=zeros(rows, ROW_WORDS),
             shared_units=zeros(max(max_shared, 1), 4),
             num_shared=zeros(1),
+            shared_chunk=zeros(1),
             shared_chunks=zeros(rows),
             query_rows=zeros(max(max_shared, 1)),
         )
@@ -162,6 +165,7 @@ def decode_units_reference(
     window: int = 0,
     shared_units: list[tuple[int, int, int, int]] | None = None,
     shared_chunks: list[int] | None = None,
+    shared_chunk: int = 0,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """(units, rows) as the kernel writes them."""
     shared = shared_units or []
@@ -172,7 +176,7 @@ def decode_units_reference(
     def counts(size: int) -> list[int]:
         return [p // size - f // size + 1 for p, f in zip(positions, firsts, strict=True)]
 
-    size = chunks.max_tokens
+    size = shared_chunk or chunks.max_tokens
     if not shared:
         while size > chunks.min_tokens and sum(counts(size)) < chunks.target_units:
             size //= 2
@@ -200,6 +204,7 @@ def _decode_units_kernel(
     num_computed,
     shared_units,
     num_shared,
+    shared_chunk,
     shared_chunks,
     units,
     num_units,
@@ -225,7 +230,8 @@ def _decode_units_kernel(
     for doubling in tl.static_range(1, DOUBLINGS + 1):
         larger = MIN_TOKENS << doubling
         total = tl.sum(tl.where(live, position // larger - first // larger + 1, 0), axis=0)
-        size = tl.where((total >= target_units) | (shared_count > 0), larger, size)
+        size = tl.where(total >= target_units, larger, size)
+    size = tl.where(shared_count > 0, tl.load(shared_chunk), size)
     count = tl.where(live, position // size - first // size + 1, 0)
     covered = tl.load(shared_chunks + row, mask=live & (shared_count > 0), other=0)
     whole = tl.where(live, count - covered - 1, 0)
@@ -314,6 +320,7 @@ def decode_units(
         num_computed,
         buffers.shared_units,
         buffers.num_shared,
+        buffers.shared_chunk,
         buffers.shared_chunks,
         buffers.units,
         buffers.num_units,

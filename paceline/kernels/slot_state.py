@@ -4,7 +4,7 @@ The host sends a fresh packed buffer per pass and never reads this state back: l
 tokens come out of the results. Layout of a packed diff, int32, columns one after the other:
 
     header [16]          num_pages, num_starts, num_joins, num_runs, num_tokens, num_rows,
-                         num_shared + 1, num_queries, num_covered
+                         num_shared + 1, num_queries, num_covered, positions of a shared chunk
     pages                slot[], index[], page[]               page_table[slot, index] = page
     starts               slot[], position[]                    num_computed[slot] = position
     joins                slot[], then SAMPLING_WORDS columns   sampling[slot] = words
@@ -91,7 +91,7 @@ def pack_diff(
     words = np.empty((0, SAMPLING_WORDS), np.int32) if join_sampling is None else join_sampling
     sharing: tuple[Column, ...] = ()
     if shared is not None:
-        header[6:9] = len(shared.units) + 1, len(shared.query_rows), len(shared.covered)
+        header[6:10] = len(shared.units) + 1, len(shared.query_rows), len(shared.covered), shared.chunk
         sharing = (shared.units.reshape(-1), shared.query_rows, shared.covered)
     return np.concatenate(
         [
@@ -140,6 +140,7 @@ def apply_diff_reference(diff: Column, state: SlotState, units: DecodeUnits | No
             [4 * (shared - 1), queries, covered]
         )
         units.num_shared.fill_(shared - 1)
+        units.shared_chunk.fill_(int(diff[9]))
         units.shared_units[: shared - 1] = unit.view(-1, 4).int()
         units.query_rows[:queries] = query_rows.int()
         units.shared_chunks[:covered] = counts.int()
@@ -156,6 +157,7 @@ def _apply_diff_kernel(
     num_rows,
     shared_units,
     num_shared,
+    shared_chunk,
     query_rows,
     shared_chunks,
     pool_stride,
@@ -218,6 +220,7 @@ def _apply_diff_kernel(
         covered = tl.load(diff + 8)
         if program == 0:
             tl.store(num_shared, shared - 1)
+            tl.store(shared_chunk, tl.load(diff + 9))
         for i in range(first, words, stride):
             mine = i + lane < words
             tl.store(shared_units + i + lane, tl.load(part + i + lane, mask=mine), mask=mine)
@@ -244,6 +247,7 @@ def apply_diff(diff: torch.Tensor, state: SlotState, units: DecodeUnits | None =
         state.num_rows,
         diff if units is None else units.shared_units,
         diff if units is None else units.num_shared,
+        diff if units is None else units.shared_chunk,
         diff if units is None else units.query_rows,
         diff if units is None else units.shared_chunks,
         state.token_pool.stride(0),

@@ -139,7 +139,14 @@ class App:
         timeout = _timeout(request, headers)
         self._check_fits(answer)
         return [
-            replace(job, tenant=tenant.name, priority=priority, timeout_s=timeout, cache_salt=salt)
+            replace(
+                job,
+                tenant=tenant.name,
+                priority=priority,
+                timeout_s=timeout,
+                cache_salt=salt,
+                at_once=not request.stream,
+            )
             for job in answer.jobs
         ]
 

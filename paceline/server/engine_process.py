@@ -62,6 +62,7 @@ class _Sink:
     number: int
     request_id: str
     tenant: str
+    wants_all_at_once: bool
     last_token: float | None = None
 
     def put(self, piece: Piece) -> None:
@@ -125,7 +126,7 @@ class EngineProcess:
     def _submit(self, message: Submit) -> None:
         job = message.job
         prompt = np.frombuffer(message.prompt, np.int32)
-        sink = _Sink(self, message.front_end, message.number, job.id, job.tenant)
+        sink = _Sink(self, message.front_end, message.number, job.id, job.tenant, job.at_once)
         try:
             self._gate.enter(job.tenant, len(prompt), time.monotonic())
         except PacelineError as error:
@@ -254,6 +255,8 @@ def make_a_token(engine: Engine) -> None:
     errors: list[str] = []
 
     class _Wait:
+        wants_all_at_once = True
+
         def put(self, piece: Piece) -> None:
             if piece.finish_reason is not None:
                 errors.extend([piece.error] if piece.error else [])

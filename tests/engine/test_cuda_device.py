@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,11 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig, SchedulerConfig
-from paceline.engine import cuda_device
 from paceline.engine.build import assemble
 from paceline.engine.cuda_build import build_cuda
 from paceline.engine.cuda_device import CudaDevice
 from paceline.engine.cuda_graphs import buckets
-from paceline.engine.cuda_inputs import PlanPacker
+from paceline.engine.cuda_inputs import PlanPacker, ShareRule
 from paceline.engine.engine import Engine
 from paceline.kernels._triton import HAS_TRITON
 from paceline.kernels.decode_units import Chunks
@@ -70,10 +70,12 @@ def small_tiles(rows: int, columns: int, gated: bool) -> LinearTuning | None:
 
 def on_kernels(name: str, **options: Any) -> tuple[LLM, CudaDevice]:
     overlap = options.pop("overlap", "on")
+    rule = partial(ShareRule, chunks=(32, 16))
     config = SchedulerConfig(**{**BASE, **options})
     device, config = build_cuda(
-        decoder(name), EngineConfig(), config, None, tuning=small_tiles, chunks=lambda rows: Chunks(16, 64, 4)
-    )
+        decoder(name), EngineConfig(), config, None, tuning=small_tiles, chunks=lambda rows: Chunks(16, 64, 4),
+        share_rule=rule,
+    )  # fmt: skip
     tokenizer = synthetic_tokenizer(device.model.spec.vocab_size)
     engine = Engine(Scheduler(config), device, tokenizer, vocab_size=device.model.spec.vocab_size, overlap=overlap)
     return LLM.from_engine(engine), device
@@ -99,9 +101,8 @@ def test_kernels_and_the_cpu_say_the_same(name: str) -> None:
         assert again.token_ids == wanted[0] and again.num_cached_tokens == 20
 
 
-def test_shared_reads_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_reads_change_no_token() -> None:
     """Rows below two prefixes of 40 tokens, one of them below another, in units of up to 16 tokens."""
-    monkeypatch.setattr(cuda_device, "_SHARED_CHUNK", 16)
     rng = np.random.default_rng(7)
     long, other = rng.integers(3, 512, 40).tolist(), rng.integers(3, 512, 33).tolist()
     prompts = [[*long, 7], [*other, 4, 5], [*long, 9, 9], [*long[:20], 5], [*other, 6], [*long, *range(20, 30)]]

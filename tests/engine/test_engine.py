@@ -303,6 +303,7 @@ def test_the_environment_chooses_the_overlap(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_broken_listener_harms_no_other(engine: Engine) -> None:
     class Broken:
         errors: list[Exception] = []  # noqa: RUF012
+        wants_all_at_once = False
 
         def put(self, piece: Piece) -> None:
             raise OSError("nobody home")
@@ -342,6 +343,8 @@ def test_an_abort_takes_effect_within_two_steps() -> None:
     took: SimpleQueue[int] = SimpleQueue()
 
     class Leaver:
+        wants_all_at_once = False
+
         def __init__(self, request_id: str) -> None:
             self.request_id, self.num_pieces, self.left_at = request_id, 0, 0
 

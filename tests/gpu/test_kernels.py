@@ -92,6 +92,7 @@ def check_decode(
         units, covered, query_rows = shared
         buffers.shared_units[: len(units)] = ints(units)
         buffers.num_shared.fill_(len(units))
+        buffers.shared_chunk.fill_(chunks.max_tokens)
         buffers.shared_chunks.copy_(ints(covered))
         buffers.query_rows[: len(query_rows)] = ints(query_rows)
     workspace = DecodeWorkspace.empty(rows, capacity, q_heads, kv_heads, head_dim, "cuda")

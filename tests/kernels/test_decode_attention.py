@@ -125,7 +125,7 @@ def test_every_shared_chunk_is_in_exactly_one_unit(seed: int) -> None:
         seen += [(member, c) for member in members]
     assert sorted(seen) == sorted(wanted)
     assert found.covered.tolist() == [sum((row, c) in wanted for c in range(8)) for row in range(num_rows + 5)]
-    assert found.num_saved_chunks == len(wanted) - len(found.units)
+    assert found.num_saved_tokens == (len(wanted) - len(found.units)) * chunk
     fewest = sum(
         -(-len(run) // most) for run in {(c, frozenset(run)) for (_, c), run in wanted.items()} for run in [run[1]]
     )
@@ -159,6 +159,7 @@ def check(
         units, covered, query_rows = shared
         buffers.shared_units[: len(units)] = torch.tensor(units, dtype=torch.int32)
         buffers.num_shared.fill_(len(units))
+        buffers.shared_chunk.fill_(chunks.max_tokens)
         buffers.shared_chunks[:rows] = ints(covered)
         buffers.query_rows[: len(query_rows)] = ints(query_rows)
     workspace = DecodeWorkspace.empty(rows + 1, capacity, q_heads, kv_heads, head_dim, "cpu")

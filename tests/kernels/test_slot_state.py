@@ -59,7 +59,7 @@ def test_a_packed_diff_changes_what_it_names_and_nothing_else() -> None:
 def test_what_is_shared_travels_with_the_diff() -> None:
     rng = np.random.default_rng(1)
     shared = SharedUnits(
-        rng.integers(0, 9, (700, 4)).astype(np.int32), rng.integers(0, 9, 3).astype(np.int32), column(5, 0, 2)
+        128, rng.integers(0, 9, (700, 4)).astype(np.int32), rng.integers(0, 9, 3).astype(np.int32), column(5, 0, 2)
     )
     for given in (shared, NOTHING_SHARED):
         diff = pack_diff(page_slots=column(1), page_indices=column(2), page_ids=column(3), shared=given)
@@ -68,7 +68,7 @@ def test_what_is_shared_travels_with_the_diff() -> None:
         apply_diff_reference(diff, copied(state), expected)
         apply_diff(torch.from_numpy(diff), state, found, num_programs=2)
         assert state.page_table[1, 2] == 3
-        for name in ("num_shared", "shared_units", "query_rows", "shared_chunks"):
+        for name in ("num_shared", "shared_chunk", "shared_units", "query_rows", "shared_chunks"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
     assert found.num_shared.item() == 0
 

@@ -49,6 +49,8 @@ class Stuck:
 
 
 class Silent:
+    wants_all_at_once = False
+
     def put(self, piece: Any) -> None: ...
 
     def refuse(self, error: Any) -> None: ...
