@@ -138,7 +138,7 @@ class EngineProcess:
         try:
             self._engine.submit(
                 prompt, job.params, sink=sink, request_id=job.id, tenant=job.tenant, priority=job.priority,
-                timeout=job.timeout_s, cache_salt=job.cache_salt,
+                timeout=job.timeout_s, cache_salt=job.cache_salt, pooling=job.pooling,
             )  # fmt: skip
         except PacelineError as error:
             self.forget(sink)
