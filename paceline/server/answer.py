@@ -60,8 +60,8 @@ def finish_reason_of(piece: Piece) -> str | None:
     if reason is FinishReason.ABORT:  # not by the client itself: it would not be there to be told
         raise aborted() if piece.error is None else shutting_down()
     if reason is FinishReason.DEADLINE:
-        raise ApiError("the request's time was up before it was answered: allow it more time.", status=504,
-                       kind="server_error", code="deadline")  # fmt: skip
+        raise ApiError("the request's time was up before it was answered: allow it more time.", status=408,
+                       code="deadline")  # fmt: skip
     raise engine_failed(f"generation failed ({piece.error}): send the request again.")
 
 
