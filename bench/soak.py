@@ -92,10 +92,19 @@ class Soak:
         finally:
             writer.transport.abort() if self.rng.random() < 0.5 else writer.close()
 
+    @staticmethod
+    def is_prefix(raw: bytes, prompt: list[int], count: int) -> bool:
+        return expected(prompt, count).startswith(said(raw))
+
     def check(self, kind: str, raw: bytes, prompt: list[int], count: int) -> None:
         if not raw:
             raise ConnectionError("nothing came")
         status = int(raw[9:12])
+        chunked = b"transfer-encoding: chunked" in raw[:400].lower()
+        if chunked and not raw.endswith(b"0\r\n\r\n") and not self.is_prefix(raw, prompt, count):
+            raise Wrong(f"cut off, and wrong before that: {raw[-300:]!r}")
+        if chunked and not raw.endswith(b"0\r\n\r\n"):
+            raise ConnectionError("cut off")
         if status == 503:
             self.counts["told 503"] += 1
             if time.monotonic() - self.killed_at > 20:
@@ -112,17 +121,18 @@ class Soak:
             return
         if status != 200:
             raise Wrong(raw[:400].decode("utf-8", "replace"))
-        text = "".join(json.loads(f'"{part}"') for part in re.findall(r'"text":"((?:[^"\\]|\\.)*)"', raw.decode()))
-        wanted = expected(prompt, count)
+        text, wanted = said(raw), expected(prompt, count)
         ended = kind == "whole" or b"data: [DONE]" in raw[-64:]
         if ended and text == wanted:
             self.num_tokens += count
         elif not ended and time.monotonic() - self.killed_at < 20 and wanted.startswith(text):
             self.counts["ended by a kill"] += 1
-            if b'"error"' not in raw[-600:]:
-                raise ConnectionError("cut off")
         else:
             raise Wrong(f"{kind}: wanted {wanted[:80]!r}…, got {text[:80]!r}…, ended {ended}, {raw[-200:]!r}")
+
+
+def said(raw: bytes) -> str:
+    return "".join(json.loads(f'"{part}"') for part in re.findall(r'"text":"((?:[^"\\]|\\.)*)"', raw.decode()))
 
 
 def rss(pid: int) -> int:
