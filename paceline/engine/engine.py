@@ -12,7 +12,9 @@ import asyncio
 import atexit
 import contextlib
 import dataclasses
+import gc
 import itertools
+import logging
 import random
 import threading
 import time
@@ -21,6 +23,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from paceline.engine.executor import Executor
@@ -31,6 +34,8 @@ from paceline.request import (
     FinishReason,
     InvalidRequest,
     PacelineError,
+    Pooled,
+    Refused,
     Request,
     SamplingParams,
     Tokens,
@@ -38,6 +43,7 @@ from paceline.request import (
 )
 from paceline.sampling.grammar import Compiled, Grammars
 from paceline.sampling.values import LogprobRun
+from paceline.scheduler.forecast import seconds_until_admitted
 from paceline.scheduler.plan import Finished, Updates
 from paceline.scheduler.scheduler import Scheduler
 from paceline.text.stop import TextStream
@@ -46,12 +52,47 @@ from paceline.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from paceline.engine.recording import Recorder
 
+log = logging.getLogger("paceline.engine")
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Tokens
+_IDLE_S = 1.0  # without work, after which the books are checked and garbage is collected, once
+_MOST_PROMISES = 10_000
+_YOUNG_GARBAGE_S = 60.0  # how often young garbage is collected in an engine that is never idle
 
 
 class EngineFailed(PacelineError):
     """The engine cannot serve any more: a pass or the loop broke, or it was closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is said of a model and of what it runs on."""
+
+    family: str = "unknown"
+    num_parameters: int = 0
+    dtype: str = "unknown"
+    device: str = "unknown"
+    kv_bytes_per_token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the engine has come, to be read from any thread: whoever looks twice sees whether it goes on."""
+
+    num_passes: int
+    has_work: bool
+    since: float  # the last pass, or the arrival of work after a rest; in the engine's clock
+
+
+class Text(Protocol):
+    """Token ids to what a piece calls its text: `TextStream`, or `TokenText`."""
+
+    @property
+    def matched(self) -> str | None: ...
+
+    def push(self, ids: Iterable[int]) -> str: ...
+
+    def close(self) -> str: ...
 
 
 class Sink(Protocol):
@@ -70,7 +111,7 @@ class Sink(Protocol):
 @dataclass(slots=True, eq=False)
 class _Live:
     request: Request
-    text: TextStream
+    text: Text
     sink: Sink
     is_quiet: bool  # one piece, at the end; a stop string must be looked for all the time
     num_tokens: int = 0
@@ -111,6 +152,7 @@ class Engine:
         tokenizer: Tokenizer,
         *,
         vocab_size: int,
+        facts: Facts | None = None,
         overlap: str = "on",
         clock: Callable[[], float] = time.monotonic,
         trace: Callable[[str, int, float], None] | None = None,
@@ -128,13 +170,24 @@ class Engine:
             scheduler, watched, clock, overlap=overlap != "off", sync=overlap == "sync", trace=trace,
             constraints=self.grammars,
         )  # fmt: skip
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
+        self.facts = facts or Facts()
+        # How ids become text, and what to do when all of a step's pieces are with their sinks. An engine in a process
+        # of its own sets both before the first request: text is made where it is read.
+        self.text_of: Callable[[SamplingParams], Text] = lambda params: TextStream.of(self.tokenizer, params)
+        self.after_step: Callable[[], None] = lambda: None
+        self.work_s = 0.0  # time in which there was something to do
+        self._progress = Progress(0, False, clock())
+        self._promised: list[float] = []  # times at which refused requests were asked to come again
+        self._checked = True  # whether it was looked after since it was last busy
+        self._collected = clock()
         self._on_close = on_close
         self._numbers = itertools.count()
         self._live: dict[str, _Live] = {}  # the engine's thread alone
         self._compiling: dict[str, _Live] = {}  # likewise: they wait for their grammar, and no one waits for them
         self._wake = threading.Condition()
-        self._inbox: list[_Live | str | Callable[[], None]] = []  # to add, ids to abort, questions; under `_wake`
+        # to add, to end, questions; under `_wake`
+        self._inbox: list[_Live | tuple[str, FinishReason] | Callable[[], None]] = []
         self._closing = False
         self._failure: BaseException | None = None
         self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[_AsyncSink, Piece | PacelineError]]] = defaultdict(
@@ -152,10 +205,10 @@ class Engine:
         tokens = as_tokens(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         if not len(tokens):
             raise InvalidRequest("the prompt is empty: give at least one token.")
-        if int(tokens.max()) >= self._vocab_size:
+        if int(tokens.max()) >= self.vocab_size:
             raise InvalidRequest(
-                f"the prompt has token id {int(tokens.max())} and the model knows {self._vocab_size} tokens: "
-                f"give ids from 0 to {self._vocab_size - 1}."
+                f"the prompt has token id {int(tokens.max())} and the model knows {self.vocab_size} tokens: "
+                f"give ids from 0 to {self.vocab_size - 1}."
             )
         return tokens
 
@@ -170,12 +223,14 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str = "",
+        pooling: str | None = None,
     ) -> str:
         """Hands a request over and returns its id. `timeout`: seconds after which it ends with reason deadline.
+        With `pooling` nothing is generated: the last piece has the prompt's embedding.
 
         Raises for what can be seen at once; a refusal by the scheduler goes to the sink.
         """
-        live = self._prepare(prompt, params, sink, request_id, tenant, priority, timeout, cache_salt)
+        live = self._prepare(prompt, params, sink, request_id, tenant, priority, timeout, cache_salt, pooling)
         self._post([live])
         return live.request.id
 
@@ -195,9 +250,13 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Ends a request, in whatever state it is. One that has ended already is left alone."""
+        self.finish(request_id, FinishReason.ABORT)
+
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        """As `abort`, for another reason: whoever reads the text has seen its end."""
         with self._wake:
             if not self._closing and self._failure is None:
-                self._inbox.append(request_id)
+                self._inbox.append((request_id, reason))
                 self._wake.notify()
 
     def ask(self, question: Callable[[Scheduler], T]) -> Future[T]:
@@ -205,6 +264,8 @@ class Engine:
         answer: Future[T] = Future()
 
         def reply() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return  # nobody waits for it any more
             try:
                 answer.set_result(question(self.scheduler))
             except Exception as error:  # the asker's own
@@ -215,12 +276,12 @@ class Engine:
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None,
                      tenant: str = "default", priority: int = 0, timeout: float | None = None,
-                     cache_salt: str = "") -> AsyncIterator[Piece]:  # fmt: skip
+                     cache_salt: str = "", pooling: str | None = None) -> AsyncIterator[Piece]:  # fmt: skip
         """The pieces of one request as they come. Leaving the iteration early aborts the request."""
         queue: asyncio.Queue[Piece | PacelineError] = asyncio.Queue()
         sink = _AsyncSink(asyncio.get_running_loop(), queue, self._outbox)
         request_id = self.submit(prompt, params, sink=sink, request_id=request_id, tenant=tenant, priority=priority,
-                                 timeout=timeout, cache_salt=cache_salt)  # fmt: skip
+                                 timeout=timeout, cache_salt=cache_salt, pooling=pooling)  # fmt: skip
         ended = False
         try:
             while not ended:
@@ -248,12 +309,29 @@ class Engine:
                 self.recorder.close()
 
     @property
+    def progress(self) -> Progress:
+        return self._progress
+
+    @property
+    def waits_for(self) -> str:
+        """In words, from any thread: what has to happen for it to go on. Of use when nothing changes any more."""
+        plan = self.loop.oldest_plan
+        if plan is None:
+            scheduler = self.scheduler
+            return (
+                f"a pass to be planned for {scheduler.num_running} running and {scheduler.num_waiting} waiting requests"
+            )
+        return (f"the device to finish pass {plan.step}, with {plan.num_decodes} decodes and "
+                f"{plan.num_prefill_tokens} prompt tokens")  # fmt: skip
+
+    @property
     def failure(self) -> BaseException | None:
         """Why the engine serves no more, if that is so."""
         return self._failure
 
     def _prepare(self, prompt: Prompt, params: SamplingParams | None, sink: Sink, request_id: str | None, tenant: str,
-                 priority: int, timeout: float | None, cache_salt: str) -> _Live:  # fmt: skip
+                 priority: int, timeout: float | None, cache_salt: str,
+                 pooling: str | None = None) -> _Live:  # fmt: skip
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params is {params!r}: give SamplingParams.")
@@ -270,9 +348,9 @@ class Engine:
         tokens = self.encode(prompt)
         for name, ids in (("logprob_token_ids", params.logprob_token_ids), ("logit_bias", dict(params.biases))):
             for token in ids:
-                if token >= self._vocab_size:
+                if token >= self.vocab_size:
                     raise InvalidRequest(
-                        f"{name} has token {token}: the model knows the ids 0 to {self._vocab_size - 1}."
+                        f"{name} has token {token}: the model knows the ids 0 to {self.vocab_size - 1}."
                     )
         request = Request(
             id=request_id if request_id is not None else f"r{next(self._numbers)}",
@@ -286,8 +364,14 @@ class Engine:
             compute_from=None if params.prompt_logprobs is None else 0,
             bad_word_ids=self._bad_word_ids(params.bad_words),
         )
+        if pooling is not None:
+            if not getattr(self.executor, "can_pool", False):
+                raise InvalidRequest("embeddings are asked for, which this device does not compute yet: use a CPU.")
+            request.prefill_only, request.pooled = True, Pooled(pooling)
+            if pooling == "mean":  # a cached token has no hidden state any more
+                request.compute_from = 0
         is_quiet = sink.wants_all_at_once and not params.stop and params.logprobs is None
-        live = _Live(request, TextStream.of(self.tokenizer, params), sink, is_quiet)
+        live = _Live(request, self.text_of(params), sink, is_quiet)
         if params.grammar is not None:
             live.compiling = self.grammars.compile(params.grammar)
             if live.compiling.done():
@@ -324,6 +408,7 @@ class Engine:
             while self._wait_for_work():
                 updates = self.loop.step()
                 if updates is not None:
+                    self._note_pass()
                     self._take(updates)
                 else:
                     ended = self.scheduler.take_ended()
@@ -336,14 +421,14 @@ class Engine:
     def _wait_for_work(self) -> bool:
         """Sleeps while there is nothing to do, then takes the inbox. False when the engine is to end."""
         with self._wake:
-            while not (self._inbox or self._closing or self.scheduler.has_work):
-                self._wake.wait()
+            if not self.scheduler.has_work:
+                self._rest()
             inbox, self._inbox = self._inbox, []
             closing = self._closing
         for item in inbox:
-            if isinstance(item, str):
-                if not self.scheduler.abort(item, self.clock()) and item in self._compiling:
-                    self._end(self._compiling.pop(item), FinishReason.ABORT)
+            if isinstance(item, tuple):
+                if not self.scheduler.finish(*item, self.clock()) and item[0] in self._compiling:
+                    self._end(self._compiling.pop(item[0]), item[1])
             elif isinstance(item, _Live):
                 self._add(item)
             else:
@@ -356,6 +441,29 @@ class Engine:
         self._end_all(self.scheduler.take_ended())
         self._send()
         return not closing
+
+    def _rest(self) -> None:
+        """Sleeps until something comes, and once in between, when all is quiet, looks after itself."""
+        if self._progress.has_work:
+            self._progress = dataclasses.replace(self._progress, has_work=False)
+        while not (self._inbox or self._closing):
+            woken = self._wake.wait(None if self._checked else _IDLE_S)
+            if not woken and not self._checked and not (self._inbox or self._closing):
+                self._checked = True
+                for fault in self.scheduler.check_idle(self.clock()):
+                    log.error("the books did not add up and were opened anew: %s", fault)
+                gc.collect()
+                self._collected = self.clock()
+        self._progress = Progress(self._progress.num_passes, True, self.clock())
+
+    def _note_pass(self) -> None:
+        now, before = self.clock(), self._progress
+        self.work_s += now - before.since
+        self._checked = False
+        self._progress = Progress(before.num_passes + 1, True, now)
+        if now - self._collected > _YOUNG_GARBAGE_S and not gc.isenabled():
+            self._collected = now
+            gc.collect(1)
 
     def _add(self, live: _Live) -> None:
         request = live.request
@@ -371,6 +479,8 @@ class Engine:
             compiled = None if live.compiling is None else live.compiling.result()
             self.scheduler.add(request, self.clock())
         except PacelineError as error:
+            if isinstance(error, Refused) and error.retry:
+                error.retry_after_s = self._retry_after()
             live.sink.refuse(error)
         else:
             self._live[request.id] = live
@@ -405,6 +515,17 @@ class Engine:
                         TokenLogprob.of(int(prompt[run.first + index]), run, index, run.ids.shape[1])
                     )
         return outputs
+
+    def _retry_after(self) -> float | None:
+        """When there is likely room for one more. Whoever was told a time before and has not come back goes first:
+        else all that are refused would come at once, and all but one in vain."""
+        now = self.clock()
+        while self._promised and self._promised[0] <= now:
+            heappop(self._promised)
+        seconds = seconds_until_admitted(self.scheduler, 1 + len(self._promised))
+        if seconds is not None and len(self._promised) < _MOST_PROMISES:
+            heappush(self._promised, now + seconds)
+        return seconds
 
     def _take(self, updates: Updates) -> None:
         told = self._take_logprobs() if self.loop.logprobs else {}
@@ -451,7 +572,7 @@ class Engine:
         for item in finished:
             live = self._live.get(item.request.id)
             if live is not None and live.request is item.request:
-                self._end(live, item.reason)
+                self._end(live, item.reason, error="the engine was closed" if self._closing else None)
 
     def _end(self, live: _Live, reason: FinishReason, text: str = "", tokens: tuple[int, ...] = (),
              error: str | None = None) -> None:  # fmt: skip
@@ -469,8 +590,10 @@ class Engine:
         if error is None:
             text += live.text.close()
         usage = Usage(len(request.prompt), request.num_cached, live.num_tokens)
-        told = live.take_logprobs()
-        self._put(live, Piece(text, tokens, reason, usage, Timings.of(request), error, **told))
+        vector = None
+        if request.pooled is not None and reason is FinishReason.LENGTH:
+            vector = request.pooled.vector().tobytes()
+        self._put(live, Piece(text, tokens, reason, usage, Timings.of(request), error, vector, **live.take_logprobs()))
 
     def _put(self, live: _Live, piece: Piece) -> None:
         try:
@@ -491,6 +614,7 @@ class Engine:
                     if isinstance(live.sink, _AsyncSink) and live.sink.loop is loop:
                         del self._live[request_id]
                         self.scheduler.abort(request_id, self.clock())
+        self.after_step()
 
     def _fail(self, error: BaseException) -> None:
         with self._wake:
@@ -499,7 +623,7 @@ class Engine:
         for item in inbox:
             if isinstance(item, _Live):
                 item.sink.refuse(self._gone())
-            elif not isinstance(item, str):
+            elif not isinstance(item, tuple):
                 item()
         for live in [*self._live.values(), *self._compiling.values()]:
             self._end(live, FinishReason.ERROR, error=f"{type(error).__name__}: {error}")

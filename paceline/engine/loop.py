@@ -70,6 +70,7 @@ class Loop:
         self.constraints = constraints
         self.logprobs: tuple[tuple[Request, LogprobRun], ...] = ()  # what the last step told; whoever reads it takes it
         self._launched: deque[_Launched] = deque()
+        self._awaited: Plan | None = None
 
     def step(self) -> Updates | None:
         """Launches what can be launched and commits the oldest pass. None if there was nothing to commit."""
@@ -88,7 +89,9 @@ class Loop:
         if not self._launched:
             return None
         one = self._launched.popleft()
+        self._awaited = one.plan
         result = one.result or one.pending.wait()
+        self._awaited = None
         now = self.clock()
         if self.trace is not None:
             self.trace("commit", one.plan.step, now)
@@ -114,6 +117,11 @@ class Loop:
             assert self.constraints is not None, "nobody else delays a pass"
             one.delayed.sample(self.constraints.masks(one.plan))
             one.delayed = None
+
+    @property
+    def oldest_plan(self) -> Plan | None:
+        """What is in flight, or waited for: None if nothing is. May be asked from any thread."""
+        return self._awaited
 
     def drain(self) -> int:
         """Steps until nothing is left to do. Returns how many passes were committed."""

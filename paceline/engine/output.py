@@ -62,5 +62,6 @@ class Piece:
     usage: Usage | None = None
     timings: Timings | None = None
     error: str | None = None  # with reason error: what happened
+    vector: bytes | None = None  # of an embedding: float32, in the machine's order
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each token id, if they were asked for
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first piece, from the prompt's second token on

@@ -54,6 +54,9 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
+    def states(self, hidden: Tensor) -> Tensor:
+        """Hidden states as the model defines them, out of what `forward` returns."""
+
 
 class CpuDevice:
     """Torch on the CPU: its memory is the host's, so nothing is uploaded and nothing comes back late."""
@@ -78,6 +81,7 @@ class CpuDevice:
         attend = CpuAttention(self.cache, self.decoder.spec, inputs)
         hidden = self.decoder.forward(torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), attend)
         runs = self._prompt_logprobs(plan, hidden)
+        self._pool(plan, inputs.offsets, hidden)
         if not len(inputs.sampled):
             return NO_TOKENS, runs
         if len(inputs.sampled) < len(hidden):
@@ -103,6 +107,17 @@ class CpuDevice:
             self._asks.of_prompts(plan), lambda index, count: self.logits(hidden[index : index + count]), tokens_of
         )
         return tuple(_run(*parts) for parts in found)
+
+    def _pool(self, plan: Plan, offsets: np.ndarray, hidden: Tensor) -> None:
+        """Hands the hidden states of prompts over that are to be embedded."""
+        for join in plan.joins:
+            if join.request.pooled is not None:
+                join.request.pooled.begin()
+        for row in range(plan.num_decodes, plan.num_rows):
+            pooled = plan.requests[row].pooled
+            if pooled is not None:
+                first = int(offsets[row])
+                pooled.take(self.decoder.states(hidden[first : first + int(plan.lengths[row])]).float().numpy())
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden)
@@ -157,6 +172,8 @@ class _Pending:
 
 
 class TorchExecutor:
+    can_pool = True
+
     def __init__(self, device: Device, *, num_threads: int | None = None) -> None:
         self.device = device
         self._num_threads = num_threads

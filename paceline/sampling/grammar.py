@@ -7,13 +7,14 @@ on all cores at once, while the device computes the logits they are for (`engine
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from paceline.scheduler.plan import Plan, Updates
 from paceline.text.tokenizer import Tokenizer
 
 MAX_SOURCE = 1 << 18  # characters of a grammar
+MAX_COMPILE_S = 10.0
 MAX_REPEATS = 20_000  # of a pattern's counted repetitions, nested ones multiplied: memory grows with them
 _MAX_COMPILED = 512  # grammars that are kept
 _NUM_COMPILERS = 2
@@ -66,7 +68,8 @@ class Grammars:
             if self._pool is None:
                 _llguidance()
                 self._pool = ThreadPoolExecutor(_NUM_COMPILERS, "paceline-grammar")
-            found = self._compiled[grammar] = self._pool.submit(self._compile, grammar)
+            found = self._compiled[grammar] = Future()
+            self._pool.submit(self._work, grammar, found)
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return found
@@ -74,6 +77,27 @@ class Grammars:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for future in self._compiled.values():
+                _settle(future, error=InvalidRequest("grammar was still being compiled when the engine was closed."))
+
+    def _work(self, grammar: Grammar, future: Future[Compiled]) -> None:
+        """Compiles. Whoever waits is answered in time, even if this thread has to go on."""
+        timer = threading.Timer(MAX_COMPILE_S, self._give_up, (grammar, future))
+        timer.daemon = True
+        timer.start()
+        try:
+            _settle(future, self._compile(grammar))
+        except InvalidRequest as error:
+            _settle(future, error=error)
+        finally:
+            timer.cancel()
+
+    def _give_up(self, grammar: Grammar, future: Future[Compiled]) -> None:
+        with self._lock:
+            if self._compiled.get(grammar) is future:
+                del self._compiled[grammar]  # the machine may only have been busy: who asks again may try again
+        _settle(future, error=InvalidRequest(f"grammar takes more than {MAX_COMPILE_S:g} s to compile: simplify it."))
 
     def _compile(self, grammar: Grammar) -> Compiled:
         try:
@@ -183,6 +207,15 @@ class _Vocabulary:
         if isinstance(text, bytes):
             text = text.decode("utf-8", "replace")
         return self._encode(text, add_special=False)
+
+
+def _settle(future: Future[Compiled], compiled: Compiled = None, error: InvalidRequest | None = None) -> None:
+    """Unless that has happened."""
+    with contextlib.suppress(InvalidStateError):
+        if error is None:
+            future.set_result(compiled)
+        else:
+            future.set_exception(error)
 
 
 def _sampling(plan: Plan) -> Iterator[Request]:

@@ -143,6 +143,19 @@ class _Offsets:
         return begin
 
 
+def encode_prompts(value: Any, tokenizer: Tokenizer, max_prompts: int, field: str = "prompt") -> list[list[int]]:
+    """The prompts of a request as token ids; `field` is where they stand."""
+    try:
+        prompts = _prompts(value)
+        if len(prompts) > max_prompts:
+            raise ApiError(f"prompt has {len(prompts)} entries: give at most {max_prompts}.", param="prompt")
+        return [_encode(prompt, index, len(prompts), tokenizer) for index, prompt in enumerate(prompts)]
+    except ApiError as error:
+        if field != "prompt":
+            raise ApiError(error.message.replace("prompt", field, 1), param=field, code=error.code) from None
+        raise
+
+
 def _prompts(value: Any) -> list[str | list[int]]:
     """One prompt or many, as text or as token ids."""
     if isinstance(value, str):

@@ -6,7 +6,7 @@ Types and presence are checked here; ranges are checked where the values are use
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -76,6 +76,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    priority: int | None = None
+    deadline_ms: float | None = None
+    cache_salt: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -328,15 +331,85 @@ class ModelList(msgspec.Struct):
     object: str = "list"
 
 
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    model: str
+    input: Any  # as a completion's prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    pooling: Literal["mean", "last"] | None = None  # mean if not given
+    priority: int | None = None
+    deadline_ms: float | None = None
+    cache_salt: str | None = None
+
+    @property
+    def stream(self) -> bool:
+        return False
+
+    @property
+    def include_usage(self) -> bool:
+        return False
+
+
+class Embedding(msgspec.Struct):
+    index: int
+    embedding: list[float] | str
+    object: str = "embedding"
+
+
+class EmbeddingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct):
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+class CacheAction(msgspec.Struct, kw_only=True):
+    """`/admin/cache`: forget what nobody uses, or keep a prefix from eviction."""
+
+    action: Literal["flush", "pin", "unpin"]
+    name: str | None = None
+    prompt: str | list[int] | None = None
+    expires_in_s: float | None = None
+    tenant: str = "default"
+    cache_salt: str = ""
+
+
 _Request = TypeVar("_Request", bound=GenerationRequest)
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _WRONG_TYPE = re.compile(r"^Expected `(?P<wanted>.+?)`, got `.+?`(?: - at `\$\.?(?P<path>.*?)`)?$")
+_NO_CHOICE = re.compile(r"^Invalid enum value .* - at `\$\.(?P<name>\w+)`$")
 _MISSING = re.compile(r"^Object missing required field `(?P<name>\w+)`")
 _WORDS = {"str": "a string", "int": "a whole number", "float": "a number", "bool": "true or false",
           "array": "a list", "object": "an object"}  # fmt: skip
 
 
 def read_request(body: bytes, kind: type[_Request]) -> _Request:
-    """A request out of its JSON; an ApiError says what is wrong with it."""
+    """A request to generate, out of its JSON; an ApiError says what is wrong with it."""
+    request = read_struct(body, kind)
+    if request.stream_options is not None and not request.stream:
+        raise ApiError("stream_options is given and stream is not true: leave it out, or stream.",
+                       param="stream_options")  # fmt: skip
+    return request
+
+
+def read_struct(body: bytes, kind: type[_Struct]) -> _Struct:
+    """As above, for any struct."""
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -345,13 +418,9 @@ def read_request(body: bytes, kind: type[_Request]) -> _Request:
         raise ApiError(f"the body is {short(found)}: send one JSON object.", code="invalid_json")
     fields = supported(found, kind.__struct_fields__)
     try:
-        request = msgspec.convert(fields, kind)
+        return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise _explained(str(error), fields) from None
-    if request.stream_options is not None and not request.stream:
-        raise ApiError("stream_options is given and stream is not true: leave it out, or stream.",
-                       param="stream_options")  # fmt: skip
-    return request
 
 
 def _explained(message: str, fields: dict[str, Any]) -> ApiError:
@@ -359,6 +428,10 @@ def _explained(message: str, fields: dict[str, Any]) -> ApiError:
     if missing := _MISSING.match(message):
         name = missing["name"]
         return ApiError(f"{name} is missing: give it.", param=name, code="missing_parameter")
+    if choice := _NO_CHOICE.match(message):
+        name = choice["name"]
+        return ApiError(f"{name} is {short(fields.get(name))}: /openapi.json lists what it may be.", param=name,
+                        code="invalid_value")  # fmt: skip
     if not (wrong := _WRONG_TYPE.match(message)):
         return ApiError(f"the request cannot be read: {message}.")
     path = wrong["path"] or ""

@@ -16,6 +16,7 @@ from paceline.engine.build import build_engine
 from paceline.llm import LLM, RequestOutput
 from paceline.request import FinishReason, Grammar, InvalidRequest, SamplingParams
 from paceline.sampling.grammar import Grammars, num_repeats
+from paceline.text.synthetic import synthetic_tokenizer
 
 MAX_TOKENS = 120
 
@@ -230,6 +231,19 @@ def test_who_waits_for_a_grammar_holds_nobody_up(llm: LLM, monkeypatch: pytest.M
     assert not waiting.ended.is_set()
     later.set_result(compiled)
     assert waiting.ended.wait(30) and waiting.last.finish_reason is FinishReason.STOP
+
+
+def test_who_waits_too_long_for_a_grammar_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, go_on = Grammars(synthetic_tokenizer(300), 300), threading.Event()
+    monkeypatch.setattr("paceline.sampling.grammar.MAX_COMPILE_S", 0.01)
+    compile_now = grammars._compile
+    monkeypatch.setattr(grammars, "_compile", lambda grammar: go_on.wait(30) and compile_now(grammar))
+    with pytest.raises(InvalidRequest, match=r"takes more than 0\.01 s to compile"):
+        grammars.compile(Grammar.regex("a")).result(30)
+    go_on.set()
+    monkeypatch.setattr("paceline.sampling.grammar.MAX_COMPILE_S", 30)
+    assert grammars.compile(Grammar.regex("a")).result(30), "it may be tried again"
+    grammars.close()
 
 
 def test_a_wrong_grammar_that_took_its_time_is_a_refusal(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
