@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from paceline.config import ConfigError, EngineConfig, SchedulerConfig, ServerConfig, WorkloadConfig
+from paceline.config import ConfigError, EngineConfig, OfflineConfig, SchedulerConfig, ServerConfig, WorkloadConfig
 
 # Each group of the scheduler's options begins with this one, in the order they are declared.
 _SCHEDULER_GROUPS = {
@@ -24,7 +24,8 @@ _SCHEDULER_GROUPS = {
     "max_waiting": "Limits",
     "order_seed": "Other",
 }
-_GROUPS: dict[type, str] = {ServerConfig: "Server", EngineConfig: "Engine", WorkloadConfig: "Workload"}
+_GROUPS: dict[type, str] = {ServerConfig: "Server", EngineConfig: "Engine", WorkloadConfig: "Workload",
+                            OfflineConfig: "Benchmark"}  # fmt: skip
 
 # Chosen by the engine from the model, the device and the memory; what the dataclass says is not what happens.
 COMPUTED = frozenset(
@@ -43,8 +44,11 @@ Shape = Annotated[str | None, typer.Option(help="With --load random: the model's
 
 def takes(*configs: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command the options of these configs; those that were given arrive as its argument `options`."""
-    generated = [parameter for config in configs for parameter in _parameters(config)]
-    names = {parameter.name for parameter in generated}
+    by_name: dict[str, inspect.Parameter] = {}
+    for config in configs:
+        for parameter in _parameters(config):
+            by_name.setdefault(parameter.name, parameter)  # the first config that has an option says what it takes
+    generated, names = list(by_name.values()), by_name.keys()
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]

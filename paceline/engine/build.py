@@ -20,6 +20,7 @@ from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.engine.cpu_decoder import CpuDecoder
 from paceline.engine.engine import Engine
 from paceline.engine.kv_cache import check_model_fits, num_kv_pages
+from paceline.engine.loop import Trace
 from paceline.engine.torch_executor import CpuDevice, Model, TorchExecutor
 from paceline.model.decoder import Decoder
 from paceline.model.fetch import DEFAULT_MODEL, find_model
@@ -51,14 +52,14 @@ def build_engine(
     shape: str | None = None,
     seed: int = 0,
     progress: Progress | None = None,
-    trace: Callable[[str, int, float], None] | None = None,
+    trace: Trace | None = None,
     **options: Any,
 ) -> Engine:
     """The engine for a model: a folder, a .gguf file, a hub id, the default one if None; or, with `load="random"`,
     random weights (of this seed) in a named shape."""
     engine_options, scheduler_options = split_options(options)
     config = EngineConfig(**engine_options)
-    device = _device(config)
+    device = choose_device(config)
     dtype = ("bfloat16" if device == "cuda" else "float32") if config.dtype == "auto" else config.dtype
     if load not in _LOAD:
         raise ConfigError(f"load is {load!r}: choose one of {', '.join(_LOAD)}.")
@@ -111,7 +112,7 @@ def assemble(
     config: EngineConfig,
     scheduler_options: Mapping[str, Any],
     *,
-    trace: Callable[[str, int, float], None] | None = None,
+    trace: Trace | None = None,
 ) -> Engine:
     """An engine around a decoder that is loaded already."""
     on_gpu = isinstance(decoder, Decoder) and decoder.device.type == "cuda"
@@ -158,7 +159,7 @@ def _engine(
     spec: ModelSpec,
     tokenizer: Tokenizer,
     config: EngineConfig,
-    trace: Callable[[str, int, float], None] | None,
+    trace: Trace | None,
 ) -> Engine:
     scheduler = Scheduler(scheduler_config)
     return Engine(
@@ -201,7 +202,8 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     return engine, {name: value for name, value in options.items() if known[name] is SchedulerConfig}
 
 
-def _device(config: EngineConfig) -> str:
+def choose_device(config: EngineConfig) -> str:
+    """cuda or cpu."""
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return "cpu"
     from paceline.engine.cuda_build import check_cuda, has_cuda

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from paceline.engine.executor import Executor
-from paceline.engine.loop import Loop
+from paceline.engine.loop import Loop, Trace
 from paceline.engine.output import Piece, Timings, Usage
 from paceline.request import FinishReason, InvalidRequest, PacelineError, Request, SamplingParams, Tokens, as_tokens
 from paceline.scheduler.plan import Finished, Updates
@@ -91,7 +91,7 @@ class Engine:
         vocab_size: int,
         overlap: str = "on",
         clock: Callable[[], float] = time.monotonic,
-        trace: Callable[[str, int, float], None] | None = None,
+        trace: Trace | None = None,
         on_close: Callable[[], None] | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -263,6 +263,7 @@ class Engine:
         try:
             while self._wait_for_work():
                 updates = self.loop.step()
+                began = self.clock()
                 if updates is not None:
                     self._take(updates)
                 else:
@@ -270,6 +271,8 @@ class Engine:
                     self._end_all(ended)
                     assert ended or not self.scheduler.has_work, "requests are left and none of them can run"
                 self._send()
+                if updates is not None and (trace := self.loop.trace) is not None:
+                    trace.span("text", self.loop.last_step, began, self.clock())
         except BaseException as error:  # whoever waits must get an answer, whatever broke
             self._fail(error)
 
