@@ -213,6 +213,7 @@ class OfflineConfig:
     batches: str = option("1,256", "batch sizes of sweep")
     scale: float = option(1.0, "below 1: fewer requests, shorter prompts and outputs, to try it", low=0.001, high=1.0)
     trace: str | None = option(None, "file for a timeline of all runs, host and device, that Perfetto opens")
+    running: int = option(256, "requests that run while the long prompts of `long` arrive", low=1)
     soak_seconds: float = option(300.0, "seconds that soak lasts", low=0.1)
 
     def __post_init__(self) -> None:

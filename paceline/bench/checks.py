@@ -394,6 +394,7 @@ class _Gaps(NamedTuple):
     prompt_tokens: float  # in a pass with prompts, on average
     pass_s: float  # of such a pass, on average
     quiet_pass_s: float
+    settings: str  # what decides it
 
     @property
     def ratio(self) -> float:
@@ -401,9 +402,9 @@ class _Gaps(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"p99 {_p(self.quiet, 99) * 1e3:.2f} -> {_p(self.busy, 99) * 1e3:.2f} ms ({self.ratio:.2f}x), median "
-            f"{_p(self.quiet, 50) * 1e3:.2f} -> {_p(self.busy, 50) * 1e3:.2f}; a pass has {self.prompt_tokens:.0f} "
-            f"prompt tokens and takes {self.pass_s * 1e3:.2f} ms ({self.quiet_pass_s * 1e3:.2f} without); a long "
+            f"{self.settings}: p99 {_p(self.quiet, 99) * 1e3:.2f} -> {_p(self.busy, 99) * 1e3:.2f} ms "
+            f"({self.ratio:.2f}x), median {_p(self.quiet, 50) * 1e3:.2f} -> {_p(self.busy, 50) * 1e3:.2f}; a pass has "
+            f"{self.prompt_tokens:.0f} prompt tokens and takes {self.pass_s * 1e3:.2f} ms ({self.quiet_pass_s * 1e3:.2f} without); a long "
             f"prompt's first token after {self.first_token_s:.2f} s"
         )
 
@@ -413,45 +414,39 @@ def _p(values: Sequence[float], percent: float) -> float:
 
 
 def long(
-    lab: Lab, *, running: int = 32, prompt_tokens: int = 32_000, num_prompts: int = 4, quiet_tokens: int = 300
+    lab: Lab, running: int = 256, *, prompt_tokens: int = 32_000, num_prompts: int = 4, quiet_tokens: int = 300
 ) -> Verdict:
     """Running requests' p99 time between tokens while long prompts arrive, one behind the other, over the same without:
     2 at most. With the options as they are; if that is too much, with some others, to see what decides it."""
     sizes = (running, prompt_tokens, num_prompts, quiet_tokens)
-    found = _long(lab, {}, *sizes)
-    _, given = split_options(lab.options)
-    settings = {"chunk_tokens": 2048, "max_batch_tokens": 8192, "itl_target": None, **given}
-    lines = [f"{_said({name: settings[name] for name in list(settings)[:3]})}: {found}"]
-    print(f"long, {lines[0]}", flush=True)
+    found = _long(lab, *sizes)
+    print(f"long, as it is: {found}", flush=True)
     if found.ratio > 2:
         target = round(1.7 * _p(found.quiet, 50), 6)
         for change in ({"chunk_tokens": 512}, {"chunk_tokens": 128}, {"itl_target": target}):
-            text = f"{_said(change)}: {_long(lab, change, *sizes)}"
-            print(f"long, {text}", flush=True)
-    return Verdict(found.ratio <= 2, f"{running} running, {num_prompts} prompts of {prompt_tokens} tokens; {lines[0]}")
+            changed = _long(replace(lab, options={**lab.options, **change}), *sizes)
+            print(f"long, changed: {changed}", flush=True)
+    return Verdict(found.ratio <= 2, f"{running} running, {num_prompts} prompts of {prompt_tokens} tokens; {found}")
 
 
-def _said(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in options.items())
-
-
-def _long(
-    lab: Lab, options: Mapping[str, Any], running: int, prompt_tokens: int, num_prompts: int, quiet_tokens: int
-) -> _Gaps:
+def _long(lab: Lab, running: int, prompt_tokens: int, num_prompts: int, quiet_tokens: int) -> _Gaps:
     spec, rng = lab.spec(), random.Random(9)
 
     def prompt(count: int) -> list[int]:
         return [rng.randrange(spec.vocab_size) for _ in range(count)]
 
-    room = spec.context_tokens - 256
-    with lab.llm(spec, kv_tokens=max(500_000, 2 * prompt_tokens), **options) as llm:
+    with lab.llm(spec, kv_tokens=600_000) as llm:
         engine, timeline = llm.engine, Timeline()
         shortest = _greedy([1])[0]
         llm.generate([prompt(min(prompt_tokens, 4096))], shortest)  # compiles and loads what prompts need
         engine.ask(lambda _: setattr(engine.loop, "trace", timeline)).result()
-        kept = _greedy([min(8000, room)])[0]
+        # As long as memory lets them run together with the prompts.
+        config = engine.scheduler.config
+        room = (config.num_pages * config.page_size - 2 * prompt_tokens) // running
+        length = min(512, room // 4)
+        kept = _greedy([min(room, config.context_tokens) - length - config.page_size])[0]
         rows = [_Clocked() for _ in range(running)]
-        names = [engine.submit(prompt(128), kept, sink=row) for row in rows]
+        names = [engine.submit(prompt(length), kept, sink=row) for row in rows]
         _wait_for(engine, lambda: all(len(row.tokens) > 8 for row in rows))
         began, target = time.perf_counter(), max(len(row.tokens) for row in rows) + quiet_tokens
         _wait_for(engine, lambda: all(len(row.tokens) >= target or row.last is not None for row in rows))
@@ -464,14 +459,13 @@ def _long(
             if sink.refused is not None:
                 raise sink.refused
             firsts.append(sink.times[0] - sent)
-        ended = time.perf_counter()
-        early = sum(row.last is not None for row in rows)
+        ended = min([time.perf_counter(), *(row.times[-1] for row in rows if row.last is not None)])
         for name in names:
             engine.abort(name)
         for row in rows:
             row.ended.wait()
-    assert not early, f"{early} of {running} running requests ended before the prompts did: let them run longer"
-    busy = [one for one in timeline.passes if one.num_prompts and one.waited > between]
+    assert ended > between, "the running requests ended before the first prompt came: give more memory"
+    busy = [one for one in timeline.passes if one.num_prompts and between < one.waited < ended]
     quiet = [one for one in timeline.passes if not one.num_prompts and began < one.waited < between]
     return _Gaps(
         quiet=[gap for row in rows for gap in row.between(began, between)],
@@ -480,6 +474,8 @@ def _long(
         prompt_tokens=_mean(one.num_tokens - one.num_decodes for one in busy),
         pass_s=_mean(one.device_s for one in busy),
         quiet_pass_s=_mean(one.device_s for one in quiet),
+        settings=f"chunk_tokens {config.chunk_tokens}, max_batch_tokens {config.max_batch_tokens}, "
+        f"itl_target {config.itl_target}",
     )
 
 

@@ -361,6 +361,7 @@ def run(
     special: dict[str, Callable[[], checks.Verdict | None]] = {
         "startup": lambda: bench.startup([*command, "first-token"]),
         "first-token": bench.first_token,
+        "long": lambda: checks.long(lab, config.running),
         "soak": lambda: checks.soak(lab, config.soak_seconds),
         "sanitizer": lambda: checks.sanitizer([*command, "tiny"]),
     }
@@ -369,9 +370,9 @@ def run(
         began = time.perf_counter()
         action: Callable[[], checks.Verdict | None] | None = special.get(part)
         try:
-            if action is None and part in checks.CHECKS:
+            if part in checks.CHECKS:
                 bench.close()  # a check makes engines of its own
-                action = partial(checks.CHECKS[part], lab)
+                action = action or partial(checks.CHECKS[part], lab)
             passed, text = (action or getattr(bench, part))() or (True, "")
         except PacelineError:
             raise  # a user's mistake: no part after it would do better

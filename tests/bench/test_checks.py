@@ -85,7 +85,9 @@ def _forgetful(put: Any) -> Any:
 def test_long_gives_a_ratio(capsys: pytest.CaptureFixture[str]) -> None:
     lab = Lab("tiny-qwen3", CPU, "float32", {"threads": 1, "kv_tokens": 32_768})
     verdict = checks.long(lab, running=4, prompt_tokens=600, num_prompts=2, quiet_tokens=40)
-    assert "4 running, 2 prompts of 600 tokens; chunk_tokens 2048, max_batch_tokens 8192" in verdict.text
+    assert (
+        "4 running, 2 prompts of 600 tokens; chunk_tokens 512, max_batch_tokens 1024, itl_target None" in verdict.text
+    )
     ratio = float(verdict.text.split(" ms (")[1].split("x)")[0])
     assert verdict.passed == (ratio <= 2)
     assert ("itl_target 0." in capsys.readouterr().out) == (not verdict.passed)
@@ -93,7 +95,7 @@ def test_long_gives_a_ratio(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_long_refuses_prompts_that_do_not_fit() -> None:
     with pytest.raises(Exception, match="context"):
-        checks.long(LAB, running=1, prompt_tokens=4000, num_prompts=1, quiet_tokens=4)
+        checks.long(LAB, running=1, prompt_tokens=3000, num_prompts=1, quiet_tokens=4)
 
 
 def test_a_check_without_a_shape_says_what_it_needs() -> None:
