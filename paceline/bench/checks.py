@@ -220,7 +220,7 @@ class _LogitsSpy:
 
     def __init__(self, device: CudaDevice) -> None:
         self.device = device
-        self.logits: dict[str, list[Tensor]] = {}
+        self.logits: dict[bytes, list[Tensor]] = {}  # by prompt
 
     def launch(self, plan: Plan) -> Pending:
         return _SpyPending(self, plan, self.device.launch(plan))
@@ -235,7 +235,7 @@ class _SpyPending:
         rows = np.flatnonzero(self._plan.samples).tolist()
         logits = self._spy.device.model._logits[: len(rows)].to(torch.float32, copy=True)
         for row, values in zip(rows, logits, strict=True):
-            self._spy.logits.setdefault(self._plan.requests[row].id, []).append(values)
+            self._spy.logits.setdefault(self._plan.requests[row].prompt.tobytes(), []).append(values)
         return result
 
 
@@ -256,7 +256,7 @@ def logits(lab: Lab, *, count: int = 16, longest: int = 700, num_tokens: int = 1
         spy, loop = _LogitsSpy(device), llm.engine.loop
         llm.engine.ask(lambda _: setattr(loop, "executor", spy)).result()
         tokens = _tokens(llm, prompts, _greedy([num_tokens] * count))
-    ours = [torch.stack(spy.logits[key]) for key in sorted(spy.logits, key=lambda key: int(key[1:]))]
+    ours = [torch.stack(spy.logits[np.array(prompt, np.int32).tobytes()]) for prompt in prompts]
     picked = [torch.tensor(output, device=lab.device) for output in tokens]
     assert _worst_margin(ours, picked) == 0, "these are not the logits that were sampled from"
     exact = _their_logits(lab, spec, "float32", prompts, tokens)
@@ -404,8 +404,8 @@ class _Gaps(NamedTuple):
         return (
             f"{self.settings}: p99 {_p(self.quiet, 99) * 1e3:.2f} -> {_p(self.busy, 99) * 1e3:.2f} ms "
             f"({self.ratio:.2f}x), median {_p(self.quiet, 50) * 1e3:.2f} -> {_p(self.busy, 50) * 1e3:.2f}; a pass has "
-            f"{self.prompt_tokens:.0f} prompt tokens and takes {self.pass_s * 1e3:.2f} ms ({self.quiet_pass_s * 1e3:.2f} without); a long "
-            f"prompt's first token after {self.first_token_s:.2f} s"
+            f"{self.prompt_tokens:.0f} prompt tokens and takes {self.pass_s * 1e3:.2f} ms "
+            f"({self.quiet_pass_s * 1e3:.2f} without); a long prompt's first token after {self.first_token_s:.2f} s"
         )
 
 

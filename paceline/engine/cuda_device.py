@@ -41,7 +41,7 @@ from paceline.kernels.decode_attention import (
     decode_attention_tuning,
 )
 from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_chunks, decode_units
-from paceline.kernels.extend_attention import ExtendTuning, extend_attention, tokens_per_tile
+from paceline.kernels.extend_attention import ExtendTuning, extend_attention, extend_shared, tokens_per_tile
 from paceline.kernels.gather_tokens import gather_tokens
 from paceline.kernels.rope_kv import rope_kv
 from paceline.kernels.sampling import SampleWorkspace, sample
@@ -187,7 +187,7 @@ class CudaDevice:
         }
         self._packer = PlanPacker(
             max_running, spec.vocab_size, tokens_per_tile(self._extend_tuning, group),
-            share_rule(group, capacity) if 0 in self._units else None,
+            replace(share_rule(group, capacity), prompts=set(self._units) == {0}) if 0 in self._units else None,
         )  # fmt: skip
         self._attention = DecodeWorkspace.empty(
             max_running, capacity, spec.num_heads, spec.num_kv_heads, spec.head_dim, device
@@ -334,7 +334,7 @@ class CudaDevice:
         count = packed.num_tokens
         slots, positions, q = self._slots[:count], self._positions[:count], self._q[:count]
         token_rows, query_starts = flight.part(packed.token_rows), flight.part(packed.query_starts)
-        tiles = flight.part(packed.tiles).view(-1, 2)
+        tiles, shared_tiles = flight.part(packed.tiles).view(-1, 2), flight.part(packed.shared_tiles).view(-1, 3)
         gather_tokens(state, model.embedding, model.input(count), slots, positions, token_rows, query_starts)
 
         decodes = packed.num_decodes
@@ -349,15 +349,23 @@ class CudaDevice:
             layer, cache = model.layers[index], self.caches[index]
             if read is not None:
                 read(index, qkv[:decodes], out[:decodes])
-            if len(tiles):
+            if decodes < count:
                 rope_kv(
                     qkv[decodes:], q[decodes:], cache[0], cache[1], state.page_table, slots[decodes:],
                     positions[decodes:], layer.cos_sin, layer.q_norm, layer.k_norm, spec.rms_eps,
                 )  # fmt: skip
-                extend_attention(
-                    q, cache[0], cache[1], state.page_table, tiles, state.row_slots, positions, query_starts,
-                    out.view(-1, spec.num_heads, spec.head_dim), window=layer.window, tuning=self._extend_tuning,
-                )  # fmt: skip
+                heads = out.view(-1, spec.num_heads, spec.head_dim)
+                if len(tiles):
+                    extend_attention(
+                        q, cache[0], cache[1], state.page_table, tiles, state.row_slots, positions, query_starts, heads,
+                        window=layer.window, tuning=self._extend_tuning,
+                    )  # fmt: skip
+                if len(shared_tiles):
+                    extend_shared(
+                        q, cache[0], cache[1], state.page_table, shared_tiles, flight.part(packed.tile_rows),
+                        flight.part(packed.tile_tokens), state.row_slots, positions, query_starts, heads,
+                        tuning=self._extend_tuning,
+                    )  # fmt: skip
 
         hidden = model.forward(count, attend, fused=False)
         if not packed.num_sampled:
