@@ -185,7 +185,7 @@ def attention_tunings(llm: LLM) -> None:
     """Microseconds of decode attention in a layer, by tuning: in whole passes, on contexts of nano's prompts."""
     from torch.profiler import ProfilerActivity, profile
 
-    device = device_of(llm)
+    device: Any = llm.engine.executor
     layers = len(device.model.layers)
     work = nano().shifted(20_000)
     llm.generate(work.prompts, [replace(each, max_tokens=2) for each in work.params])
