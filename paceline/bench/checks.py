@@ -556,6 +556,7 @@ def soak(
         num_steps = _disturb(engine, random.Random(seed + 1))
         deadline = time.perf_counter() + seconds
         sent: dict[str, _Sent] = {}
+        num_sent = num_aborted = 0
         while time.perf_counter() < deadline and engine.failure is None:
             for name in [name for name, one in sent.items() if one.sink.ended.is_set()]:
                 judge(sent.pop(name))
@@ -565,10 +566,12 @@ def soak(
                     one.prompt, one.params, sink=one.sink, tenant=rng.choice("abc"), timeout=one.timeout
                 )
                 sent[name] = one
-            if rng.random() < 0.3:
+                num_sent += 1
+            if rng.random() < 0.3 and num_aborted < 0.2 * num_sent:  # however fast the device is
                 name = rng.choice(list(sent))
                 sent[name].aborted = True
                 engine.abort(name)
+                num_aborted += 1
             time.sleep(rng.random() * 0.01)
         for one in sent.values():
             one.sink.ended.wait(timeout=120)

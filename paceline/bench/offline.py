@@ -49,6 +49,7 @@ class Run(NamedTuple):
 
     figures: Figures
     timeline: Timeline
+    num_requests: int
     num_tokens: int
     hit_rate: float
 
@@ -138,7 +139,7 @@ class Bench:
         )
         if self.config.trace is not None:
             self.timelines.append(timeline)
-        return Run(achieved, timeline, found, cached / sum(map(len, work.prompts)))
+        return Run(achieved, timeline, len(outputs), found, cached / sum(map(len, work.prompts)))
 
     def _fitted(self, work: Offline) -> Offline:
         """For this model, and as small as was asked for."""
@@ -181,7 +182,8 @@ class Bench:
                     name, seed = f"sweep {batch} {repeat}", 1000 * batch + 2 * repeat + 500 * (mode == "off")
                     short = self.timed(sweep(batch, 16, seed), f"{name} short", mode)
                     long = self.timed(sweep(batch, 272, seed + 1), name, mode)
-                    each = (long.seconds - short.seconds) / (long.num_tokens - short.num_tokens) * batch
+                    more = (long.num_tokens - short.num_tokens) / long.num_requests  # 256, at full scale
+                    each = (long.seconds - short.seconds) / more
                     if each < best:
                         best, last = each, long
                 assert last is not None, "there are repeats"
