@@ -77,7 +77,7 @@ class ShareRule:
     chunks: tuple[int, ...] = SHARED_CHUNKS
     least_saving: float = 0.1  # of all positions: less is not worth cutting everything at chunks
     prompts: bool = True  # whether prompts may share tiles: where no layer has a window
-    target_units: int = 32  # of the shared ones, times the KV heads: fewer leave multiprocessors idle
+    target_units: int = 24  # of the shared ones, times the KV heads: fewer leave multiprocessors idle
 
     def choose(self, plan: Plan) -> tuple[SharedUnits | None, int]:
         """What the decodes of `plan` share, and how many query heads a tile of them has."""

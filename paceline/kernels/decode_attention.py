@@ -325,8 +325,6 @@ def decode_attention_tuning(rows: int, group: int, tile: int, short: bool = Fals
         return DecodeTuning(block_m=tile, max_registers=168)
     if short and rows > 128:
         return DecodeTuning(block_m=next_power_of_2(group), block_n=32, num_warps=2, num_stages=4)
-    if 16 < rows <= 64:  # too few units to fill the device: each has to have more on its way
-        return DecodeTuning(block_m=max(16, next_power_of_2(group)), block_n=128, num_warps=8)
     return DecodeTuning(block_m=next_power_of_2(group), max_registers=168 if rows <= 16 else 128)
 
 
