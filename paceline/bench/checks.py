@@ -54,7 +54,7 @@ _ROUNDING = 5e-3  # what float32 itself may differ by between two orders of summ
 
 
 class Verdict(NamedTuple):
-    passed: bool
+    passed: bool | None  # None: it could not be run here
     text: str
 
 
@@ -339,6 +339,8 @@ def _their_model(lab: Lab, spec: ModelSpec, dtype: str) -> Any:
             model = make(kind(**sizes)).eval()
     finally:
         torch.set_default_dtype(before)
+    if spec.tied:
+        model.tie_weights()
     weights = lab.weights(spec, dtype)
     parameters = dict(model.named_parameters())
     for name, part in stored_parts(spec).items():
@@ -668,7 +670,7 @@ def sanitizer(command: Sequence[str]) -> Verdict:
         candidate = place / "bin" / "compute-sanitizer"
         tool = tool or (str(candidate) if candidate.is_file() else None)
     if tool is None:
-        return Verdict(True, "not run: this host has no compute-sanitizer")
+        return Verdict(None, "this host has no compute-sanitizer")
     began = time.perf_counter()
     run = subprocess.run(
         [tool, "--tool", "memcheck", "--error-exitcode", "3", "--print-limit", "20", *command],

@@ -2,8 +2,8 @@
 has nothing but what the engine itself needs.
 
 Every timed run ends in a line that begins with `RESULT ` and holds one JSON object, every check in one that begins with
-PASS or FAIL; a short table comes last. One part that fails prints why, the others still run, and the exit status says
-so.
+PASS, FAIL or NOT RUN; a short table comes last. One part that fails prints why, the others still run, and the exit
+status says so.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from paceline.llm import LLM
 from paceline.request import PacelineError, SamplingParams
 
 Make = Callable[..., LLM]
+_SAID = {True: "PASS", False: "FAIL", None: "NOT RUN"}
 _CONFIGS = (OfflineConfig, EngineConfig, SchedulerConfig)
 
 
@@ -381,9 +382,9 @@ def run(
             passed, text = False, f"{type(error).__name__}: {error}"
             bench.close()
         if text:
-            bench.table.append(f"{'PASS' if passed else 'FAIL'} {part}: {text}")
+            bench.table.append(f"{_SAID[passed]} {part}: {text}")
             print(bench.table[-1])
-        if not passed:
+        if passed is False:
             failed.append(part)
         print(f"[{part}: {time.perf_counter() - began:.1f} s]", flush=True)
     bench.close()

@@ -110,7 +110,7 @@ def test_the_sanitizer_is_run_if_there_is_one(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     tool = tmp_path / "bin" / "compute-sanitizer"
     if not list(checks.Path("/usr/local").glob("cuda*/bin/compute-sanitizer")):
-        assert checks.sanitizer(["true"]) == (True, "not run: this host has no compute-sanitizer")
+        assert checks.sanitizer(["true"]) == (None, "this host has no compute-sanitizer")
     tool.parent.mkdir()
     for errors, status in ((0, 0), (2, 3)):
         tool.write_text(f"#!/bin/sh\necho '========= ERROR SUMMARY: {errors} errors'\nexit {status}\n")

@@ -74,10 +74,12 @@ def test_a_check_that_fails_is_said_and_gives_the_exit_status(
     monkeypatch.setitem(offline.checks.CHECKS, "alone", lambda lab: offline.checks.Verdict(False, "three are off"))
     monkeypatch.setitem(offline.checks.CHECKS, "check", broken)
     monkeypatch.setitem(offline.checks.CHECKS, "tiny", lambda lab: offline.checks.Verdict(True, "1.5x"))
-    assert offline.main(("alone", "check", "tiny", *TINY)) == 1
+    monkeypatch.setattr(offline.checks, "sanitizer", lambda command: offline.checks.Verdict(None, "no such tool"))
+    assert offline.main(("alone", "check", "tiny", "sanitizer", *TINY)) == 1
     printed = capsys.readouterr().out
     assert "FAIL alone: three are off" in printed and "PASS tiny: 1.5x" in printed
-    assert "FAIL check: RuntimeError: no such luck" in printed and "FAILED: alone, check" in printed
+    assert "FAIL check: RuntimeError: no such luck" in printed and "FAILED: alone, check\n" in printed
+    assert "NOT RUN sanitizer: no such tool" in printed
 
 
 @pytest.mark.parametrize(
