@@ -99,3 +99,15 @@ def test_idle_time_is_seen_where_the_device_was_idle() -> None:
     spans = timeline.device_spans()
     for (_, ended), (began, _) in pairwise(spans):
         assert began - ended == pytest.approx(5e-4)
+
+
+def test_passes_lie_right_where_nobody_measures_idle_time() -> None:
+    subject = harness()
+    timeline = subject.loop.trace = Timeline()
+    subject.add(request(max_tokens=5))
+    subject.step()
+    subject.clock.advance(0.5)  # the host was busy elsewhere, and the device had nothing to do
+    subject.run()
+    for one, (began, ended) in zip(timeline.passes, timeline.device_spans(), strict=True):
+        assert one.idle_s == 0 and one.launched <= began + 1e-9
+        assert ended == pytest.approx(one.waited)
