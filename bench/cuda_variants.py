@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from paceline.bench.offline import describe, device_of
+from paceline.bench.figures import Ceilings, Figures, figures, measure_ceilings
 from paceline.bench.workloads import Offline, gsp_offline, nano, sweep
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cuda_build import build_cuda
 from paceline.engine.cuda_inputs import ShareRule
 from paceline.engine.engine import Engine
+from paceline.engine.timeline import Timeline
 from paceline.kernels.decode_attention import DecodeTuning, decode_attention_tuning
 from paceline.kernels.decode_units import Chunks
 from paceline.kernels.linear import decode_tuning
@@ -98,11 +99,8 @@ def run(name: str, step_tokens: int = 8192, timelines: Sequence[int] = (), **cho
     with LLM.from_engine(Engine(Scheduler(config), device, tokenizer, vocab_size=spec.vocab_size)) as llm:
         if name in GSP:
             timeline(llm, name, groups())
-            device.reset_stats()
-            work, began = gsp_offline(), time.perf_counter()
-            llm.generate(work.prompts, work.params)
-            seconds = time.perf_counter() - began
-            print(f"{name:28} {seconds:.3f} s; {describe(llm, seconds, device.stats)}")
+            found = timed(llm, gsp_offline())
+            print(f"{name:28} {found.seconds:.3f} s; {found}; {found.against(ceilings())}")
             return
 
         if name == "attention":
@@ -113,28 +111,43 @@ def run(name: str, step_tokens: int = 8192, timelines: Sequence[int] = (), **cho
                 timeline(llm, f"{batch} rows", some(nano().shifted(20_000), batch))
             return
 
-        def timed(work: Offline) -> float:
-            device_of(llm).reset_stats()
-            began = time.perf_counter()
-            llm.generate(work.prompts, work.params)
-            return time.perf_counter() - began
-
         work = nano().shifted(40_000)
         llm.generate(work.prompts, [replace(each, max_tokens=4) for each in work.params])
-        seconds = [timed(nano().shifted(repeat)) for repeat in range(2 if name in TWICE else 1)]
+        runs = [timed(llm, nano().shifted(repeat)) for repeat in range(2 if name in TWICE else 1)]
+        seconds = [run.seconds for run in runs]
         stats = device.stats
         buckets = "  ".join(f"{b}: {of.device_s / of.passes * 1e3:.2f}" for b, of in sorted(stats.by_bucket.items()))
-        print(f"{name:28} nano {min(seconds):.3f} s (other {max(seconds):.3f}); {describe(llm, seconds[-1], stats)}")
+        print(
+            f"{name:28} nano {min(seconds):.3f} s (other {max(seconds):.3f}); {runs[-1]}; "
+            f"{runs[-1].against(ceilings())}"
+        )
         print(f"    ms a pass: {buckets}")
         each = []
         for batch in (64, 256):
-            times = [timed(sweep(batch, count, count)) for count in (16, 272)]
+            times = [timed(llm, sweep(batch, count, count)).seconds for count in (16, 272)]
             each.append(f"b{batch} {(times[1] - times[0]) / 256 * 1e3:.3f}")
         print(f"    sweep ms: {'  '.join(each)}", flush=True)
         if len(timelines) > 1:
             prompts(llm)
         for batch in timelines:
             timeline(llm, f"{batch} rows", some(nano().shifted(20_000), batch))
+
+
+@cache
+def ceilings() -> Ceilings:
+    return measure_ceilings(torch.device("cuda"), torch.bfloat16)
+
+
+def timed(llm: LLM, work: Offline) -> Figures:
+    engine, seen = llm.engine, Timeline()
+    device: Any = engine.executor
+    device.reset_stats()
+    engine.ask(lambda _: setattr(engine.loop, "trace", seen)).result()
+    began = time.perf_counter()
+    llm.generate(work.prompts, work.params)
+    seconds = time.perf_counter() - began
+    engine.ask(lambda _: setattr(engine.loop, "trace", None)).result()
+    return figures(seen, seconds, device.model.spec, device.model.dtype.itemsize, device.stats.saved_tokens)
 
 
 def timeline(llm: LLM, name: str, work: Offline, show: int = 12) -> None:
@@ -172,7 +185,7 @@ def attention_tunings(llm: LLM) -> None:
     """Microseconds of decode attention in a layer, by tuning: in whole passes, on contexts of nano's prompts."""
     from torch.profiler import ProfilerActivity, profile
 
-    device = device_of(llm)
+    device: Any = llm.engine.executor
     layers = len(device.model.layers)
     work = nano().shifted(20_000)
     llm.generate(work.prompts, [replace(each, max_tokens=2) for each in work.params])
@@ -244,6 +257,7 @@ def prompts(llm: LLM) -> None:
 
 def main() -> int:
     failed = 0
+    print(ceilings())  # now, while there is memory
     given = sys.argv[1:]
     for name in [name for name in VARIANTS if not given or name.startswith(tuple(given))]:
         began = time.perf_counter()

@@ -33,14 +33,13 @@ def scene(group: int, prefix: int) -> list[list[int]] | None:
 
 def measure(shared: bool, shape: str) -> dict[tuple[int, int], tuple[int, float]]:
     """(group, prefix) -> rows, milliseconds of a decode pass."""
-    from paceline.bench.offline import device_of
     from paceline.llm import LLM
     from paceline.request import SamplingParams
 
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=TOKENS_OUT)
     found = {}
     with LLM(load="random", shape=shape, device="cuda", kv_tokens=POOL + 100_000, shared_reads=shared) as llm:
-        device = device_of(llm)
+        device: Any = llm.engine.executor
         for prefix in PREFIXES:
             for group in GROUPS:
                 prompts = scene(group, prefix)

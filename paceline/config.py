@@ -203,6 +203,54 @@ class EngineConfig:
         return mode
 
 
+OFFLINE_PARTS = {
+    "nano": "256 prompts of 100 to 1,024 tokens, as many tokens out",
+    "gsp": "1,024 prompts in 64 groups with a common beginning",
+    "sweep": "time per token at several batch sizes",
+    "sampling": "nano with top-k, top-p and penalties on all rows, against plain",
+    "grammar": "64 prompts that obey a schema each, against the same unconstrained",
+    "startup": "from the start of a process to its first token",
+    "profile": "which kernels a GPU's time goes to",
+    "check": "greedy tokens against float32, and the same ones however passes overlap",
+    "logits": "logits against transformers with the same weights",
+    "alone": "the same request alone and in a full batch",
+    "long": "time between tokens while prompts of 32,000 tokens arrive",
+    "soak": "random joins, aborts and retractions, every step checked",
+    "sanitizer": "a short run under compute-sanitizer, where there is one",
+    "tiny": "that short run",
+    "first-token": "one token, and how old the process is",
+}  # what `paceline bench offline` can run; from check on they say PASS or FAIL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineConfig:
+    """How `paceline bench offline` runs its parts."""
+
+    repeats: int = option(3, "times that nano and gsp run, with other tokens each time; the best counts", low=1)
+    overlap: str = option(
+        "on", "on, off or sync: how passes overlap; both: everything with on, then with off",
+        choices=(*OVERLAP, "both"),
+    )  # fmt: skip
+    batches: str = option("1,256", "batch sizes of sweep")
+    scale: float = option(1.0, "below 1: fewer requests, shorter prompts and outputs, to try it", low=0.001, high=1.0)
+    trace: str | None = option(None, "file for a timeline of all runs, host and device, that Perfetto opens")
+    running: int = option(256, "requests that run while the long prompts of `long` arrive", low=1)
+    soak_seconds: float = option(300.0, "seconds that soak lasts", low=0.1)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if not all(one.strip().isdecimal() and int(one) for one in self.batches.split(",")):
+            raise ConfigError(f"batches is {self.batches!r}: give numbers from 1 up, such as 1,16,256.")
+
+    @property
+    def overlap_modes(self) -> tuple[str, ...]:
+        return ("on", "off") if self.overlap == "both" else (self.overlap,)
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        return [int(one) for one in self.batches.split(",")]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
     """One of those who share a server: a `[[tenants]]` table of the configuration file."""

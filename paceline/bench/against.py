@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -118,9 +117,11 @@ def _run_ours(
 
 
 def _load_theirs(path: Path) -> Any:
-    os.environ.setdefault("TQDM_DISABLE", "1")  # its bar for GGUF files listens to nothing else
     import transformers
+    from transformers import modeling_gguf_pytorch_utils
 
+    reading: Any = modeling_gguf_pytorch_utils
+    reading.tqdm = lambda items, **_: items  # its bar for GGUF files listens to no setting once tqdm is imported
     logging: Any = transformers.logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()

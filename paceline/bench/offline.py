@@ -1,89 +1,152 @@
-"""Offline generation, timed: `python -m paceline.bench.offline nano sweep --shape qwen3-0.6b`.
+"""Offline generation, timed and checked: `paceline bench offline`, or `python -m paceline.bench.offline` on a host that
+has nothing but what the engine itself needs.
 
-Needs nothing that the engine itself does not need, so that it runs on a bare GPU host. Every run ends in a line that
-begins with `RESULT ` and holds one JSON object; a short table comes last. One part that fails prints why, the others
-still run, and the exit status says so.
+Every timed run ends in a line that begins with `RESULT ` and holds one JSON object, every check in one that begins with
+PASS, FAIL or NOT RUN; a short table comes last. One part that fails prints why, the others still run, and the exit
+status says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
+import itertools
 import json
-import math
 import os
-import random
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
+from paceline.bench import checks
+from paceline.bench.figures import Ceilings, Figures, figures, measure_ceilings
 from paceline.bench.workloads import Offline, gsp_offline, nano, sampled, structured, sweep
-from paceline.config import EngineConfig
-from paceline.engine.build import assemble
-from paceline.engine.cuda_device import CudaDevice, Stats
+from paceline.config import OFFLINE_PARTS, ConfigError, EngineConfig, OfflineConfig, SchedulerConfig, split_options
+from paceline.engine.build import choose_device
+from paceline.engine.cuda_device import CudaDevice
+from paceline.engine.timeline import Timeline, write_trace
+from paceline.engine.torch_executor import CpuDevice, Model, TorchExecutor
 from paceline.llm import LLM
-from paceline.model.decoder import Decoder
-from paceline.model.registry import shape as named_shape
-from paceline.model.weights import random_weights
-from paceline.request import SamplingParams
-from paceline.text.synthetic import synthetic_tokenizer
+from paceline.request import PacelineError, SamplingParams
 
-PARTS = ("check", "nano", "sweep", "gsp", "sampling", "grammar", "profile")
-SWEEP = (1, 256)
+Make = Callable[..., LLM]
+_SAID = {True: "PASS", False: "FAIL", None: "NOT RUN"}
+_CONFIGS = (OfflineConfig, EngineConfig, SchedulerConfig)
+
+
+class Run(NamedTuple):
+    """One timed generate()."""
+
+    figures: Figures
+    timeline: Timeline
+    num_requests: int
+    num_tokens: int
+    hit_rate: float
+
+    @property
+    def seconds(self) -> float:
+        return self.figures.seconds
 
 
 class Bench:
-    def __init__(self, shape: str, repeats: int, batches: Sequence[int], options: dict[str, Any]) -> None:
-        self.shape, self.repeats, self.batches, self.options = shape, repeats, batches, options
+    def __init__(self, config: OfflineConfig, name: str, make: Make, device: torch.device, dtype: torch.dtype) -> None:
+        """`make()` loads the model that is called `name`."""
+        self.config, self.name, self.make = config, name, make
+        self.device, self.dtype = device, dtype
         self.table: list[str] = []
-        self.startup_s = math.nan
+        self.timelines: list[Timeline] = []
+        self.startup_s: float | None = None
         self._llm: LLM | None = None
+        self._ceilings: Ceilings | None = None
+
+    @property
+    def ceilings(self) -> Ceilings:
+        if self._ceilings is None:
+            self._ceilings = measure_ceilings(self.device, self.dtype)
+            print(self._ceilings, flush=True)
+        return self._ceilings
 
     @property
     def llm(self) -> LLM:
         """The model, loaded at first use; from then on the process's startup time is known."""
         if self._llm is None:
-            began = time.perf_counter()
-            self._llm = LLM(load="random", shape=self.shape, **self.options)
-            loaded = time.perf_counter()
-            self._llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
-            self.startup_s = process_age_s()
-            pages = self._llm.engine.scheduler.config.num_pages
-            print(f"loaded in {loaded - began:.1f} s, first token {time.perf_counter() - loaded:.2f} s later, "
-                  f"process is {self.startup_s:.1f} s old, {pages} pages", flush=True)  # fmt: skip
+            _ = self.ceilings  # while there is memory
+            self._llm = self.load()
             # Everything once, briefly: prompts of every length, and every batch there will be.
-            work = nano().shifted(40_000)
+            work = self._fitted(nano().shifted(40_000))
             self._llm.generate(work.prompts, [replace(each, max_tokens=4) for each in work.params])
         return self._llm
+
+    def load(self) -> LLM:
+        """A model that has said its first token."""
+        began = time.perf_counter()
+        llm = self.make()
+        loaded = time.perf_counter()
+        llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+        self.startup_s = process_age_s()
+        pages = llm.engine.scheduler.config.num_pages
+        print(f"loaded in {loaded - began:.1f} s, first token {time.perf_counter() - loaded:.2f} s later, "
+              f"process is {self.startup_s:.1f} s old, {pages} pages", flush=True)  # fmt: skip
+        return llm
 
     def close(self) -> None:
         if self._llm is not None:
             self._llm.close()
             self._llm = None
+            gc.collect()  # the engine and its thread refer to each other; their memory may be needed
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
-    def timed(self, work: Offline, name: str) -> tuple[float, Stats, float]:
-        """Seconds of one generate, what the device did meanwhile, and the hit rate of these prompts."""
-        llm = self.llm
-        device = device_of(llm)
-        device.reset_stats()
-        if (recorder := llm.engine.recorder) is not None:
-            llm.engine.ask(lambda _: recorder.mark(name)).result()
+    def timed(self, work: Offline, name: str, overlap: str) -> Run:
+        llm, work = self.llm, self._fitted(work)
+        engine, timeline = llm.engine, Timeline()
+        device = engine.executor if isinstance(engine.executor, CudaDevice) else None
+
+        def begin(_: object) -> None:
+            engine.loop.overlap, engine.loop.sync = overlap != "off", overlap == "sync"
+            engine.loop.trace = timeline
+            if device is not None:
+                device.reset_stats()
+            if engine.recorder is not None:
+                engine.recorder.mark(name)
+
+        def end(_: object) -> None:
+            engine.loop.trace = None
+            if engine.recorder is not None:
+                engine.recorder.mark(f"end of {name}")
+
+        engine.ask(begin).result()
         began = time.perf_counter()
         outputs = llm.generate(work.prompts, work.params)
         seconds = time.perf_counter() - began
+        engine.ask(end).result()
         found = sum(len(output.token_ids) for output in outputs)
-        if recorder is not None:
-            llm.engine.ask(lambda _: recorder.mark(f"end of {name}")).result()
         assert found == work.num_output_tokens, f"{found} tokens came out, {work.num_output_tokens} were asked for"
         cached = sum(output.num_cached_tokens for output in outputs)
-        return seconds, device.stats, cached / sum(map(len, work.prompts))
+        model = model_of(llm)
+        achieved = figures(
+            timeline, seconds, model.spec, model.dtype.itemsize, device.stats.saved_tokens if device else 0
+        )
+        if self.config.trace is not None:
+            self.timelines.append(timeline)
+        return Run(achieved, timeline, len(outputs), found, cached / sum(map(len, work.prompts)))
+
+    def _fitted(self, work: Offline) -> Offline:
+        """For this model, and as small as was asked for."""
+        assert self._llm is not None, "the model is loaded"
+        return work.scaled(self.config.scale).within(model_of(self._llm).spec.vocab_size)
+
+    # ------------------------------------------------------------------ timed parts
 
     def nano(self) -> None:
         self._throughput("nano", nano())
@@ -103,182 +166,184 @@ class Bench:
 
     def _against(self, name: str, plain: Callable[[int], Offline], full: Callable[[int], Offline]) -> None:
         """The best of both, run in turn, after a first time that compiles and captures what each needs."""
-        began = time.perf_counter()
-        self.timed(full(9_000), f"{name}, first")
-        print(f"{name}: the first time took {time.perf_counter() - began:.2f} s", flush=True)
-        self.timed(plain(9_001), f"{name} plain, first")
-        fast, slow = (math.inf, Stats(), 0.0), (math.inf, Stats(), 0.0)
-        for repeat in range(2 * self.repeats):
-            fast = min(fast, self.timed(plain(2 * repeat), f"{name} plain"), key=lambda run: run[0])
-            slow = min(slow, self.timed(full(2 * repeat + 1), name), key=lambda run: run[0])
-            print(f"{name} run {repeat}: best so far {slow[0]:.3f} s, plain {fast[0]:.3f} s", flush=True)
-        ratio = slow[0] / fast[0]
-        passes = [run[1].device_s / max(run[1].passes, 1) * 1e3 for run in (slow, fast)]
-        more = {"ratio": round(ratio, 4), "plain_seconds": round(fast[0], 4), "device_ms_per_pass": round(passes[0], 4),
-                "plain_device_ms_per_pass": round(passes[1], 4)}  # fmt: skip
-        self.result(name, slow[0], full(0).num_output_tokens, slow[1], slow[2], **more)
+        mode = self.config.overlap_modes[0]
+        first = self.timed(full(9_000), f"{name}, first", mode)
+        print(f"{name}: the first time took {first.seconds:.2f} s", flush=True)
+        self.timed(plain(9_001), f"{name} plain, first", mode)
+        fast: Run | None = None
+        slow: Run | None = None
+        for repeat in range(2 * self.config.repeats):
+            runs = [self.timed(plain(2 * repeat), f"{name} plain", mode), self.timed(full(2 * repeat + 1), name, mode)]
+            fast = runs[0] if fast is None or runs[0].seconds < fast.seconds else fast
+            slow = runs[1] if slow is None or runs[1].seconds < slow.seconds else slow
+            print(f"{name} run {repeat}: best so far {slow.seconds:.3f} s, plain {fast.seconds:.3f} s", flush=True)
+        assert fast is not None and slow is not None, "there is at least one repeat"
+        ratio = slow.seconds / fast.seconds
+        self.result(name, slow, mode, ratio=round(ratio, 4), plain_seconds=round(fast.seconds, 4))
         self.table.append(
-            f"{name:12} {slow[0]:8.3f} s, plain {fast[0]:.3f} s: {ratio:.3f}x; the device {passes[0]:.3f} ms a pass, "
-            f"plain {passes[1]:.3f}; idle {idle_share(slow[1]):.2%}; host {host_us(slow[0], slow[1]):.0f} µs/step"
+            f"{name:12} {slow.seconds:8.3f} s, plain {fast.seconds:.3f} s: {ratio:.3f}x; {summary(slow.figures)}; "
+            f"plain {summary(fast.figures)}"
         )
 
     def _throughput(self, name: str, work: Offline) -> None:
-        best: tuple[float, Stats, float] | None = None
-        for repeat in range(self.repeats):
-            run = self.timed(work.shifted(repeat), f"{name} {repeat}")
-            seconds, stats, hit_rate = run
-            print(f"{name} run {repeat}: {seconds:.3f} s; {describe(self.llm, seconds, stats)}", flush=True)
-            best = run if best is None or seconds < best[0] else best
-        assert best is not None, "there is at least one repeat"
-        seconds, stats, hit_rate = best
-        for bucket, of in sorted(stats.by_bucket.items()):
-            what = f"graph of {bucket}" if bucket else "with prompts"
-            each = of.device_s / of.passes
-            print(f"  {what:14} {of.passes:5} passes {of.device_s * 1e3:9.1f} ms in all {each * 1e3:8.3f} each")
-        self.result(name, seconds, work.num_output_tokens, stats, hit_rate)
-        self.table.append(
-            f"{name:10} {seconds:8.3f} s {work.num_output_tokens / seconds:10.0f} tok/s  "
-            f"idle {idle_share(stats):6.2%}  host {host_us(seconds, stats):7.0f} µs/step"
-        )
-
-    def sweep(self) -> None:
-        for batch in self.batches:
-            # The best of each: the difference between a long run and a slow short one would flatter.
-            seed = 1000 * batch
-            short = min(self.timed(sweep(batch, 16, seed + i), f"sweep {batch} {i} short")[0] for i in range(2))
-            runs = [self.timed(sweep(batch, 272, seed + 2 + i), f"sweep {batch} {i}") for i in range(2)]
-            long, stats, hit_rate = min(runs, key=lambda run: run[0])
-            best = (long - short) / 256
-            self.result(f"sweep-{batch}", long, 272 * batch, stats, hit_rate, ms_per_token=round(best * 1e3, 3))
+        best: dict[str, Run] = {}
+        shift = 0
+        for _ in range(self.config.repeats):
+            for mode in self.config.overlap_modes:  # in turns: side by side
+                run = self.timed(work.shifted(shift), f"{name} {shift}", mode)
+                print(f"{name} run {shift}, overlap {mode}: {run.seconds:.3f} s; {run.figures}", flush=True)
+                shift += 1
+                if mode not in best or run.seconds < best[mode].seconds:
+                    best[mode] = run
+        for mode, run in best.items():
+            print(f"{name}, overlap {mode}: {run.figures.against(self.ceilings)}")
+            if isinstance(device := self.llm.engine.executor, CudaDevice):
+                print_buckets(run.timeline, device)
+            self.result(name, run, mode)
             self.table.append(
-                f"sweep b{batch:<4} {best * 1e3:8.3f} ms/token  idle {idle_share(stats):6.2%}  "
-                f"host {host_us(long, stats):7.0f} µs/step  {describe(self.llm, long, stats)}"
+                f"{name:10} overlap {mode:4} {run.seconds:8.3f} s {run.num_tokens / run.seconds:10.0f} tok/s  "
+                f"{summary(run.figures)}"
             )
 
-    def result(self, workload: str, seconds: float, tokens: int, stats: Stats, hit_rate: float, **more: float) -> None:
-        found = {
-            "workload": workload, "shape": self.shape, "seconds": round(seconds, 4),
-            "tokens_per_s": round(tokens / seconds, 1), "gpu_idle_share": round(idle_share(stats), 5),
-            "host_us_per_step": round(host_us(seconds, stats), 1), "hit_rate": round(hit_rate, 4),
-            "startup_s": round(self.startup_s, 2), **more,
-        }  # fmt: skip
-        print("RESULT " + json.dumps(found), flush=True)
+    def sweep(self) -> None:
+        for batch in self.config.batch_sizes:
+            for mode in self.config.overlap_modes:
+                # The best of each: the difference between a long run and a slow short one would flatter.
+                short, long = (self._best_sweep(batch, count, mode) for count in (16, 272))
+                more = (long.num_tokens - short.num_tokens) / long.num_requests  # 256, at full scale
+                each = (long.seconds - short.seconds) / more
+                self.result(f"sweep-{batch}", long, mode, ms_per_token=round(each * 1e3, 4))
+                self.table.append(
+                    f"sweep b{batch:<4} overlap {mode:4} {each * 1e3:7.3f} ms/token  {summary(long.figures)}; "
+                    f"{long.figures.against(self.ceilings)}"
+                )
+
+    def _best_sweep(self, batch: int, count: int, overlap: str) -> Run:
+        seed, length = 1000 * batch + 500 * (overlap == "off") + count, " short" if count == 16 else ""
+        runs = [self.timed(sweep(batch, count, seed + i), f"sweep {batch} {i}{length}", overlap) for i in range(2)]
+        return min(runs, key=lambda run: run.seconds)
+
+    def startup(self, command: Sequence[str]) -> None:
+        """The second of two processes that each say one token: then disk and compiled kernels are warm."""
+        self.close()
+        root = str(Path(__file__).parents[2])
+        paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        seconds = []
+        for _ in range(2):
+            began = time.perf_counter()
+            with subprocess.Popen(
+                command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
+            ) as child:
+                assert child.stdout is not None, "it was asked for"
+                lines = []
+                for line in child.stdout:
+                    lines.append(line)
+                    if line.startswith("FIRST TOKEN"):
+                        seconds.append(time.perf_counter() - began)
+            assert child.returncode == 0, f"the process ended with {child.returncode}: {''.join(lines)}"
+        self.startup_s = seconds[-1]
+        print(f"startup: first {seconds[0]:.2f} s, second {seconds[1]:.2f} s from process start to first token")
+        self.print_result({
+            "workload": "startup", "shape": self.name, "seconds": round(seconds[1], 3),
+            "tokens_per_s": round(1 / seconds[1], 3), "gpu_idle_share": None, "host_us_per_step": None,
+            "hit_rate": None, "startup_s": round(seconds[1], 3), "first_start_s": round(seconds[0], 3),
+        })  # fmt: skip
+        self.table.append(f"startup    {seconds[1]:8.2f} s (the start before: {seconds[0]:.2f} s)")
+
+    def first_token(self) -> None:
+        llm = self.load()
+        print("FIRST TOKEN", flush=True)
+        llm.close()
+
+    def result(self, workload: str, run: Run, overlap: str, **more: float) -> None:
+        made = run.figures
+        self.print_result({
+            "workload": workload, "shape": self.name, "seconds": round(run.seconds, 4),
+            "tokens_per_s": round(run.num_tokens / run.seconds, 1), "gpu_idle_share": round(made.idle_share, 5),
+            "host_us_per_step": round(made.host_us_per_step, 1), "hit_rate": round(run.hit_rate, 4),
+            "startup_s": None if self.startup_s is None else round(self.startup_s, 2), **more,
+            "overlap": overlap, "steady_idle_share": round(made.steady_idle_share, 5),
+            "hidden_share": round(made.hidden_share, 4),
+            "lanes_us": {name: round(us, 1) for name, us in made.lanes_us.items()},
+            "kv_addressed_tb_s": round(made.kv_addressed / 1e12, 6), "kv_read_tb_s": round(made.kv_read / 1e12, 6),
+            "decode_read_tb_s": round(made.decode_read / 1e12, 6), "prompt_tflops": round(made.prompt_flops / 1e12, 6),
+            "tflops": round(made.flops / 1e12, 6),
+            "ceilings": {
+                "copy_tb_s": round(self.ceilings.copy / 1e12, 6), "read_tb_s": round(self.ceilings.read / 1e12, 6),
+                "matmul_tflops": round(self.ceilings.matmul / 1e12, 6),
+            },
+        })  # fmt: skip
+
+    def print_result(self, found: dict[str, Any]) -> None:
+        more = {"scale": self.config.scale} if self.config.scale != 1 else {}
+        print("RESULT " + json.dumps({**found, "device": device_name(self.device), **more}), flush=True)
 
     def profile(self) -> None:
         """Which kernels the time of decode passes goes to, with 256 rows and with 16."""
         from torch.profiler import ProfilerActivity, profile
 
+        if self.device.type != "cuda":
+            raise ConfigError("profile looks at a GPU's kernels, and there is none: leave it out.")
         for batch in (256, 16):
-            work = sweep(batch, 24, 77)
-            self.llm.generate(work.prompts, work.params)
+            llm = self.llm
+            work = self._fitted(sweep(batch, 24, 77))
+            llm.generate(work.prompts, work.params)
             with profile(activities=[ProfilerActivity.CUDA]) as found:
-                self.llm.generate(work.prompts, work.params)  # a cache hit: nearly all passes decode
+                llm.generate(work.prompts, work.params)  # a cache hit: nearly all passes decode
             print(f"profile, {batch} rows, 24 tokens")
             print(found.key_averages().table(sort_by="cuda_time_total", row_limit=14, max_name_column_width=40))
-
-    def check(self) -> None:
-        """Greedy tokens in bfloat16 against float32 logits; and the same tokens with overlap on, off and sync."""
-        spec = named_shape(self.shape)
-        few = replace(spec, num_layers=4, windows=spec.windows[:4], rope_layers=spec.rope_layers[:4])
-        # Big enough that no row is retracted, small enough for several engines.
-        options = {"max_wait": math.inf, "context_tokens": 8192, "chunk_tokens": 512}
-        rng = random.Random(3)
-        shared = [rng.randint(0, 10_000) for _ in range(700)]
-        prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(1, 900))] for _ in range(180)]
-        prompts += [shared + [rng.randint(0, 10_000) for _ in range(rng.randint(1, 50))] for _ in range(20)]
-        lengths = [rng.randint(8, 40) for _ in prompts]
-        params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=n) for n in lengths]
-        tokens: dict[str, list[list[int]]] = {}
-        weights = {name: weight.float() for name, weight in self._weights(few).items()}
-        reference = Decoder(few, weights, max_positions=8192)
-        for mode in ("off", "on", "sync"):
-            decoder = Decoder(few, self._weights(few), max_positions=8192)
-            config = EngineConfig(device="cuda", overlap=mode, kv_tokens=400_000)
-            tokenizer = synthetic_tokenizer(few.vocab_size)
-            with LLM.from_engine(assemble(decoder, tokenizer, config, options)) as llm:
-                tokens[mode] = [output.token_ids for output in llm.generate(prompts, params)]
-                if mode == "on":
-                    some = slice(0, 200, 20)
-                    again = [output.token_ids for output in llm.generate(prompts[some], params[some])]
-                    alone = [llm.generate([p], q)[0].token_ids for p, q in zip(prompts[:4], params[:4], strict=True)]
-            del decoder
-        del llm
-        gc.collect()  # engines and their threads refer to each other; their memory is needed below
-        worst, wrong, count = margin(reference, prompts[::4], tokens["on"][::4])
-        plain = Decoder(few, self._weights(few), max_positions=8192)
-        their_worst, their_wrong, _ = margin(reference, prompts[::4], tokens["on"][::4], plain)
-        worst_hits, _, _ = margin(reference, prompts[some], again)
-        worst_alone, _, _ = margin(reference, prompts[:4], alone)
-        same = {mode: sum(a == b for a, b in zip(tokens[mode], tokens["off"], strict=True)) for mode in ("on", "sync")}
-        text = (
-            f"check: {count} greedy tokens, {wrong} not the float32 argmax, worst margin {worst:.3f} "
-            f"(hits {worst_hits:.3f}, alone {worst_alone:.3f}; plain torch in bfloat16: {their_wrong}, "
-            f"{their_worst:.3f}); of {len(prompts)} outputs as with overlap off: {same}"
-        )
-        self.table.append(text)
-        print(text, flush=True)
-        bound = 1.5 * their_worst
-        assert max(worst, worst_hits, worst_alone) < bound, f"a token lies more than {bound:.2f} below the best"
-        assert set(same.values()) == {len(prompts)}, "overlap changed tokens"
-
-    def _weights(self, spec: Any) -> dict[str, Tensor]:
-        return random_weights(spec, seed=11, dtype="bfloat16", device="cuda")
+            print(
+                f"inside decode passes of {batch} rows no kernel runs for {gap_share(found.events()):.2%} of the time"
+            )
 
 
-@torch.inference_mode()
-def margin(
-    decoder: Decoder, prompts: Sequence[list[int]], outputs: Sequence[list[int]], chooser: Decoder | None = None
-) -> tuple[float, int, int]:
-    """How far below the best logit of `decoder` a chosen token lies at worst, how many were not the best, of how
-    many. With a `chooser`, its choice after the same tokens is judged instead of the outputs'."""
-    worst, wrong, count = 0.0, 0, 0
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out[0].transpose(0, 1).flatten(1)
-
-    for prompt, output in zip(prompts, outputs, strict=True):
-        ids = torch.tensor(prompt + output[:-1], device=decoder.device)
-        hidden = decoder.forward(ids, torch.arange(len(ids), device=decoder.device), attend)
-        logits = decoder.logits(hidden[len(prompt) - 1 :])
-        choice = torch.tensor(output, device=decoder.device)
-        if chooser is not None:
-            theirs = chooser.forward(ids, torch.arange(len(ids), device=decoder.device), attend)
-            choice = chooser.logits(theirs[len(prompt) - 1 :]).argmax(-1)
-        chosen = logits.gather(1, choice[:, None])[:, 0]
-        below = logits.amax(-1) - chosen
-        worst = max(worst, float(below.max()))
-        wrong += int((below > 0).sum())
-        count += len(output)
-    return worst, wrong, count
-
-
-def device_of(llm: LLM) -> CudaDevice:
-    device = llm.engine.executor
-    assert isinstance(device, CudaDevice), f"this benchmark needs a GPU, and the engine runs on {type(device).__name__}"
-    return device
-
-
-def idle_share(stats: Stats) -> float:
-    return stats.idle_s / max(stats.idle_s + stats.device_s, 1e-9)
-
-
-def host_us(seconds: float, stats: Stats) -> float:
-    """Microseconds of a step in which the host did not wait for the device."""
-    return (seconds - stats.wait_s) / max(stats.passes, 1) * 1e6
-
-
-def describe(llm: LLM, seconds: float, stats: Stats) -> str:
-    model = device_of(llm).model
-    decoding = sum(of.device_s for bucket, of in stats.by_bucket.items() if bucket)
-    kv = stats.decode_context_tokens * model.spec.kv_bytes_per_token(model.dtype.itemsize)
-    return (
-        f"{stats.passes} passes, {stats.graphs} graphs; device {stats.device_s:.3f} s, decoding {decoding:.3f}, "
-        f"idle {stats.idle_s * 1e3:.1f} ms, host launching {stats.launch_s:.3f} s, waiting {stats.wait_s:.3f} s; "
-        f"KV addressed at {kv / max(decoding, 1e-9) / 1e12:.2f} TB/s of decoding time, "
-        f"{stats.saved_tokens / max(stats.decode_context_tokens, 1):.1%} of it not read again"
+def gap_share(events: Any) -> float:
+    """Share of the passes' time in which no kernel ran, from the first of a pass to its last; the idle time between
+    passes is not in it. The last five passes of a profile."""
+    kernels = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in events
+        if "CUDA" in str(event.device_type) and not event.name.lower().startswith("mem")
     )
+    firsts = [index for index, kernel in enumerate(kernels) if "apply_diff" in kernel[2]][-6:]
+    gaps = whole = 0.0
+    for first, after in itertools.pairwise(firsts):
+        until = kernels[first][0]
+        for start, end, _ in kernels[first:after]:
+            gaps += max(start - until, 0.0)
+            until = max(until, end)
+        whole += until - kernels[first][0]
+    return gaps / whole if whole else 0.0
+
+
+def print_buckets(timeline: Timeline, device: CudaDevice) -> None:
+    """Time of the passes by the size of their graph."""
+    by_bucket: dict[int, list[float]] = {}
+    for one in timeline.passes:
+        bucket = 0 if one.num_prompts else next(size for size in device.graphs.sizes if size >= one.num_decodes)
+        by_bucket.setdefault(bucket, []).append(one.device_s)
+    for bucket, times in sorted(by_bucket.items()):
+        what, each = f"graph of {bucket}" if bucket else "with prompts", sum(times) / len(times)
+        print(f"  {what:14} {len(times):5} passes {sum(times) * 1e3:9.1f} ms in all {each * 1e3:8.3f} each")
+
+
+def summary(made: Figures) -> str:
+    return (
+        f"idle {made.idle_share:6.2%} (steady {made.steady_idle_share:6.2%})  "
+        f"host {made.host_us_per_step:7.0f} µs/step, {made.hidden_share:6.1%} hidden"
+    )
+
+
+def model_of(llm: LLM) -> Model | Any:
+    executor = llm.engine.executor
+    if isinstance(executor, CudaDevice):
+        return executor.model
+    assert isinstance(executor, TorchExecutor) and isinstance(executor.device, CpuDevice), "there is no third executor"
+    return executor.device.decoder
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def process_age_s() -> float:
@@ -288,35 +353,136 @@ def process_age_s() -> float:
         return float(uptime.read().split()[0]) - began
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Offline generation on a GPU, timed.")
-    parser.add_argument("parts", nargs="*", default=["nano", "sweep"], choices=PARTS, help="what to run, in order")
-    parser.add_argument("--shape", default="qwen3-0.6b", help="named shape of the random weights")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--batches", type=int, nargs="+", default=list(SWEEP), help="batch sizes of sweep")
-    parser.add_argument("--overlap", choices=("on", "off", "sync"), default="on")
-    parser.add_argument("--kv-tokens", type=int, default=None)
-    parser.add_argument("--record", default=None, help="file to write every request and pass to, for `paceline sim`")
-    given = parser.parse_args()
-    options = {"device": "cuda", "overlap": given.overlap, "kv_tokens": given.kv_tokens, "record": given.record}
-    bench = Bench(given.shape, given.repeats, given.batches, options)
+# ------------------------------------------------------------------ from options to parts
+
+
+def run(
+    parts: Sequence[str],
+    *,
+    model: str | Path | None = None,
+    load: str | None = None,
+    shape: str | None = None,
+    options: Mapping[str, Any],
+) -> int:
+    """Runs the parts in order. `options` are those of `OfflineConfig`, `EngineConfig` and `SchedulerConfig`. Without a
+    model there are random weights, in the shape of Qwen3-0.6B if none is given. Returns the exit status."""
+    for part in parts:
+        if part not in OFFLINE_PARTS:
+            raise ConfigError(f"part is {part!r}: choose of {', '.join(OFFLINE_PARTS)}.")
+    own = {item.name for item in dataclasses.fields(OfflineConfig)}
+    config = OfflineConfig(**{name: value for name, value in options.items() if name in own})
+    rest = {name: value for name, value in options.items() if name not in own}
+    load = load or ("random" if model is None else "weights")
+    if load == "random" and model is None:
+        shape = shape or "qwen3-0.6b"
+    engine_options, _ = split_options(rest)
+    wanted = EngineConfig(**engine_options)
+    device = torch.device(choose_device(wanted))
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    dtype = dtype if wanted.dtype == "auto" else wanted.dtype
+    name = shape or str(model or "default")
+    if config.trace is not None:
+        _check_writable(Path(config.trace))
+
+    def make() -> LLM:
+        return LLM(model, load=load, shape=shape, overlap=config.overlap_modes[0], **rest)
+
+    bench = Bench(config, name, make, device, getattr(torch, dtype))
+    lab = checks.Lab(shape or "", device, dtype, rest)
+    command = _child(model, load, shape, rest)
+    special: dict[str, Callable[[], checks.Verdict | None]] = {
+        "startup": lambda: bench.startup([*command, "first-token"]),
+        "first-token": bench.first_token,
+        "long": lambda: checks.long(lab, config.running),
+        "soak": lambda: checks.soak(lab, config.soak_seconds),
+        "sanitizer": lambda: checks.sanitizer([*command, "tiny"]),
+    }
     failed = []
-    for name in given.parts:
+    for part in parts:
         began = time.perf_counter()
-        part: Callable[[], None] = getattr(bench, name)
+        action: Callable[[], checks.Verdict | None] | None = special.get(part)
         try:
-            part()
-        except Exception:  # the other parts still have something to say
+            if part in checks.CHECKS:
+                bench.close()  # a check makes engines of its own
+                action = action or partial(checks.CHECKS[part], lab)
+            passed, text = (action or getattr(bench, part))() or (True, "")
+        except PacelineError:
+            raise  # a user's mistake: no part after it would do better
+        except Exception as error:  # the other parts still have something to say
             traceback.print_exc()
-            failed.append(name)
+            passed, text = False, f"{type(error).__name__}: {error}"
             bench.close()
-        print(f"[{name}: {time.perf_counter() - began:.1f} s]", flush=True)
+        if text:
+            bench.table.append(f"{_SAID[passed]} {part}: {text}")
+            print(bench.table[-1])
+        if passed is False:
+            failed.append(part)
+        print(f"[{part}: {time.perf_counter() - began:.1f} s]", flush=True)
     bench.close()
-    print(f"{given.shape}, {torch.cuda.get_device_name()}, torch {torch.__version__}, overlap {given.overlap}")
+    if config.trace is not None:
+        write_trace(Path(config.trace), bench.timelines)
+        print(f"trace of {len(bench.timelines)} runs: {config.trace}; open it at ui.perfetto.dev")
+    print(f"{name}, {device_name(device)}, torch {torch.__version__}, overlap {config.overlap}")
     print("\n".join(bench.table))
     if failed:
         print(f"FAILED: {', '.join(failed)}")
     return 1 if failed else 0
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"trace is {str(path)!r}, which cannot be written: {error.strerror}.") from None
+
+
+def _child(model: str | Path | None, load: str, shape: str | None, options: Mapping[str, Any]) -> list[str]:
+    """The command that starts another process with the same model and options."""
+    given: dict[str, Any] = {"model": model, "load": load, "shape": shape, **options}
+    command = [sys.executable, "-m", "paceline.bench.offline"]
+    for name, value in given.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            command.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, str | int | float | Path) and name != "record":
+            command.append(f"--{flag}={value}")
+    return command
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Options as `paceline bench offline` has them, out of the same declarations, without its packages."""
+    parts = "; ".join(f"{name}: {what}" for name, what in OFFLINE_PARTS.items())
+    parser = argparse.ArgumentParser(prog="paceline.bench.offline", description="Offline generation, timed.")
+    parser.add_argument("parts", nargs="*", default=["nano", "sweep"], help=f"what to run, in order. {parts}")
+    parser.add_argument("--model", help="a folder, a .gguf file or a hub id")
+    parser.add_argument("--load", choices=("weights", "random"))
+    parser.add_argument("--shape", help="of random weights; qwen3-0.6b if neither it nor a model is given")
+    seen = set()
+    for config in _CONFIGS:
+        hints = typing.get_type_hints(config)
+        for item in dataclasses.fields(config):
+            kinds = typing.get_args(hints[item.name])
+            kind = kinds[0] if isinstance(hints[item.name], types.UnionType) else hints[item.name]
+            if item.name in seen or kind not in (str, int, float, bool):
+                continue
+            seen.add(item.name)
+            more: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+            if item.metadata["choices"]:
+                more["choices"] = item.metadata["choices"]
+            text = item.metadata["help"].replace("%", "%%")
+            parser.add_argument(f"--{item.name.replace('_', '-')}", default=None, help=text, **more)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = vars(_parser().parse_args(arguments))
+    parts, model, load, shape = (given.pop(name) for name in ("parts", "model", "load", "shape"))
+    options = {name: value for name, value in given.items() if value is not None}
+    try:
+        return run(parts, model=model, load=load, shape=shape, options=options)
+    except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -39,6 +39,24 @@ class Offline(NamedTuple):
         """The same with other token ids, so that a repeat finds nothing in the cache."""
         return Offline([[token + by for token in prompt] for prompt in self.prompts], self.params)
 
+    def within(self, vocab_size: int) -> Offline:
+        """The same where a model knows fewer tokens than these."""
+        return Offline([[token % vocab_size for token in prompt] for prompt in self.prompts], self.params)
+
+    def scaled(self, scale: float) -> Offline:
+        """Fewer requests, with prompts and outputs shorter in proportion: what they share they go on sharing."""
+        if scale == 1:
+            return self
+
+        def part(count: int) -> int:
+            return max(1, round(count * scale))
+
+        few = part(len(self.prompts))
+        return Offline(
+            [[p[i * len(p) // part(len(p))] for i in range(part(len(p)))] for p in self.prompts[:few]],
+            [replace(each, max_tokens=part(each.max_tokens or 1)) for each in self.params[:few]],
+        )
+
 
 def nano(num_requests: int = 256) -> Offline:
     """The offline benchmark of the small engines: 256 prompts of 100 to 1,024 tokens, as many tokens out."""

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from paceline.cli.options import Model
-from paceline.config import ConfigError
+from paceline.cli.options import takes
+from paceline.config import OFFLINE_PARTS, ConfigError, EngineConfig, OfflineConfig, SchedulerConfig
 
 app = typer.Typer(help="Measure Paceline on this machine.", no_args_is_help=True)
 
@@ -28,19 +28,60 @@ def scheduler() -> None:
 
 
 @app.command()
+@takes(OfflineConfig, EngineConfig, SchedulerConfig)
 def offline(
-    against: Annotated[Literal["transformers"], typer.Option(help="Whose speed to compare with, in the same run.")],
-    device: Annotated[Literal["cpu"], typer.Option(help="Where both run.")] = "cpu",
-    model: Model = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of each of them (default: 1).", min=1)] = None,
-    scale: Annotated[
-        float, typer.Option(help="Below 1: shorter outputs and fewer requests, to try it.", min=0.01)
-    ] = 1.0,
-    only: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(_WORKLOADS)}; may be repeated.")] = None,
+    parts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="What to run, in order; nano and sweep if nothing is given. "
+            + "; ".join(f"{name}: {what}" for name, what in OFFLINE_PARTS.items())
+            + "."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A folder, a .gguf file or a hub id; with --against, smollm2-135m-instruct if not given."),
+    ] = None,
+    load: Annotated[
+        Literal["weights", "random"] | None,
+        typer.Option(help="weights: of the model; random: of no model; what --model says, if not given."),
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Of random weights; qwen3-0.6b if neither it nor a model is given.")
+    ] = None,
+    against: Annotated[
+        Literal["transformers"] | None,
+        typer.Option(help="Instead of the parts: whose speed to compare with, in one run on the CPU."),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help=f"With --against: one of {', '.join(_WORKLOADS)}; may be repeated.")
+    ] = None,
+    *,
+    options: dict[str, Any],
 ) -> None:
+    """Offline generation, timed and checked. Figures end in lines that begin with RESULT, checks in PASS or FAIL."""
+    if against is None:
+        if only:
+            raise ConfigError(f"only is {only[0]!r}, which belongs to --against: leave it out.")
+        from paceline.bench.offline import run
+
+        raise typer.Exit(run(parts or ["nano", "sweep"], model=model, load=load, shape=shape, options=options))
+    _compare(parts, model, load, shape, only, options)
+
+
+def _compare(
+    parts: list[str] | None, model: str | None, load: str | None, shape: str | None, only: list[str] | None,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
     """Tokens a second of one stream, of 16 prompts and of 64 with a common prefix. The last line is one JSON object."""
     from paceline.cli.loading import fetch
 
+    given = {"parts": parts, "load": load, "shape": shape, **options}
+    for name, value in given.items():
+        if value and name not in ("threads", "scale", "device"):
+            raise ConfigError(f"{name} is {value!r}, which --against does not know: leave it out.")
+    if options.get("device", "cpu") != "cpu":
+        raise ConfigError(f"device is {options['device']!r}: with --against both run on the cpu.")
     for name in only or ():
         if name not in _WORKLOADS:
             raise ConfigError(f"only is {name!r}: choose of {', '.join(_WORKLOADS)}.")
@@ -53,8 +94,8 @@ def offline(
         ) from None
     from paceline.bench.against import compare_with_transformers
 
-    chosen: dict[str, Any] = {} if threads is None else {"threads": threads}
-    compare_with_transformers(path, scale=scale, only=only or _WORKLOADS, **chosen)
+    chosen = {name: value for name, value in options.items() if name in ("threads", "scale")}
+    compare_with_transformers(path, only=only or _WORKLOADS, **chosen)
 
 
 @app.command()

@@ -29,6 +29,7 @@ _GROUPS = {
     "max_waiting": "Limits of the queue",
     "order_seed": "Other",
     "requests": "Workload",
+    "repeats": "Benchmark",
 }
 ENVIRONMENT = "PACELINE_"
 
@@ -49,8 +50,11 @@ Shape = Annotated[str | None, typer.Option(help="With --load random: the model's
 
 def takes(*configs: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command the options of these configs; those that were given arrive as its argument `options`."""
-    generated = [parameter for config in configs for parameter in _parameters(config)]
-    names = {parameter.name for parameter in generated}
+    by_name: dict[str, inspect.Parameter] = {}
+    for config in configs:
+        for parameter in _parameters(config):
+            by_name.setdefault(parameter.name, parameter)  # the first config that has an option says what it takes
+    generated, names = list(by_name.values()), by_name.keys()
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]

@@ -18,6 +18,7 @@ from paceline.config import ConfigError, EngineConfig, SchedulerConfig, split_op
 from paceline.engine.cpu_decoder import CpuDecoder
 from paceline.engine.engine import Engine, Facts
 from paceline.engine.kv_cache import check_model_fits, num_kv_pages
+from paceline.engine.loop import Trace
 from paceline.engine.torch_executor import CpuDevice, Model, TorchExecutor
 from paceline.engine.virtual_build import build_virtual
 from paceline.model.decoder import Decoder
@@ -50,7 +51,7 @@ def build_engine(
     shape: str | None = None,
     seed: int = 0,
     progress: Progress | None = None,
-    trace: Callable[[str, int, float], None] | None = None,
+    trace: Trace | None = None,
     **options: Any,
 ) -> Engine:
     """The engine for a model: a folder, a .gguf file, a hub id, the default one if None; or, with `load="random"`,
@@ -63,7 +64,7 @@ def build_engine(
         if model is not None or shape is not None or load != "weights":
             raise ConfigError("executor is 'virtual', which runs no model: leave model, load and shape out.")
         return build_virtual(config, scheduler_options, trace=trace)
-    device = _device(config)
+    device = choose_device(config)
     dtype = ("bfloat16" if device == "cuda" else "float32") if config.dtype == "auto" else config.dtype
     path: Path | None = None
     if load == "random":
@@ -114,7 +115,7 @@ def assemble(
     config: EngineConfig,
     scheduler_options: Mapping[str, Any],
     *,
-    trace: Callable[[str, int, float], None] | None = None,
+    trace: Trace | None = None,
 ) -> Engine:
     """An engine around a decoder that is loaded already."""
     on_gpu = isinstance(decoder, Decoder) and decoder.device.type == "cuda"
@@ -168,7 +169,7 @@ def _engine(
     facts: Facts,
     tokenizer: Tokenizer,
     config: EngineConfig,
-    trace: Callable[[str, int, float], None] | None,
+    trace: Trace | None,
 ) -> Engine:
     scheduler = Scheduler(scheduler_config)
     return Engine(
@@ -200,7 +201,8 @@ def _recorder(
     )
 
 
-def _device(config: EngineConfig) -> str:
+def choose_device(config: EngineConfig) -> str:
+    """cuda or cpu."""
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return "cpu"
     from paceline.engine.cuda_build import check_cuda, has_cuda

@@ -27,7 +27,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from paceline.engine.executor import Executor
-from paceline.engine.loop import Loop
+from paceline.engine.loop import Loop, Trace
 from paceline.engine.output import Piece, Timings, TokenLogprob, Usage
 from paceline.request import (
     MAX_BAD_WORD_TOKENS,
@@ -155,7 +155,7 @@ class Engine:
         facts: Facts | None = None,
         overlap: str = "on",
         clock: Callable[[], float] = time.monotonic,
-        trace: Callable[[str, int, float], None] | None = None,
+        trace: Trace | None = None,
         on_close: Callable[[], None] | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -407,6 +407,7 @@ class Engine:
         try:
             while self._wait_for_work():
                 updates = self.loop.step()
+                began = self.clock()
                 if updates is not None:
                     self._note_pass()
                     self._take(updates)
@@ -415,6 +416,8 @@ class Engine:
                     self._end_all(ended)
                     assert ended or not self.scheduler.has_work, "requests are left and none of them can run"
                 self._send()
+                if updates is not None and (trace := self.loop.trace) is not None:
+                    trace.span("text", self.loop.last_step, began, self.clock())
         except BaseException as error:  # whoever waits must get an answer, whatever broke
             self._fail(error)
 

@@ -39,6 +39,16 @@ class Constraints(Protocol):
         """These tokens have come."""
 
 
+class Trace(Protocol):
+    """Is told what the host did and what came of it, on the loop's thread. Times are the loop's clock's."""
+
+    def span(self, what: str, step: int, began: float, ended: float) -> None:
+        """The host's time for one pass: "plan", "launch", "wait", "commit" or "text"."""
+
+    def passed(self, plan: Plan, result: Result) -> None:
+        """A pass was waited for."""
+
+
 @dataclass(slots=True, eq=False)
 class _Launched:
     plan: Plan
@@ -56,11 +66,10 @@ class Loop:
         *,
         overlap: bool = True,
         sync: bool = False,
-        trace: Callable[[str, int, float], None] | None = None,
+        trace: Trace | None = None,
         constraints: Constraints | None = None,
     ) -> None:
-        """`trace` is told of every "launch" and "commit", with the plan's step and the time. With `constraints`, the
-        executor must be one that masks."""
+        """With `constraints`, the executor must be one that masks."""
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
@@ -68,6 +77,7 @@ class Loop:
         self.sync = sync
         self.trace = trace
         self.constraints = constraints
+        self.last_step = -1  # the last pass that was committed
         self.logprobs: tuple[tuple[Request, LogprobRun], ...] = ()  # what the last step told; whoever reads it takes it
         self._launched: deque[_Launched] = deque()
         self._awaited: Plan | None = None
@@ -77,30 +87,35 @@ class Loop:
         # Overlapped, one pass is in flight when this begins and a second is launched behind it.
         depth = 2 if self.overlap else 1
         while len(self._launched) < depth:
-            plan = self.scheduler.plan(self.clock())
+            began = self.clock()
+            plan = self.scheduler.plan(began)
             if plan is None:
                 break
+            if self.trace is not None:
+                self.trace.span("plan", plan.step, began, self.clock())
             if self.sync:
                 for one in self._launched:
-                    one.result = one.result or one.pending.wait()
+                    one.result = one.result or self._wait(one)
+            began = self.clock()
             self._launched.append(self._launch(plan))
             if self.trace is not None:
-                self.trace("launch", plan.step, self.clock())
+                self.trace.span("launch", plan.step, began, self.clock())
         if not self._launched:
             return None
         one = self._launched.popleft()
         self._awaited = one.plan
-        result = one.result or one.pending.wait()
+        result = one.result or self._wait(one)
         self._awaited = None
         now = self.clock()
-        if self.trace is not None:
-            self.trace("commit", one.plan.step, now)
         updates = self.scheduler.commit(one.plan, result.tokens, now, result.device_s, result.counts)
+        self.last_step = one.plan.step
         self.logprobs = tuple((one.plan.requests[run.row], run) for run in result.logprobs)
         if self.constraints is not None:
             self.constraints.advance(updates)
             for other in self._launched:
                 self._sample(other)
+        if self.trace is not None:
+            self.trace.span("commit", one.plan.step, now, self.clock())
         return updates
 
     def _launch(self, plan: Plan) -> _Launched:
@@ -117,6 +132,14 @@ class Loop:
             assert self.constraints is not None, "nobody else delays a pass"
             one.delayed.sample(self.constraints.masks(one.plan))
             one.delayed = None
+
+    def _wait(self, one: _Launched) -> Result:
+        began = self.clock()
+        result = one.pending.wait()
+        if self.trace is not None:
+            self.trace.span("wait", one.plan.step, began, self.clock())
+            self.trace.passed(one.plan, result)
+        return result
 
     @property
     def oldest_plan(self) -> Plan | None:

@@ -212,6 +212,7 @@ class TorchExecutor:
     def _work(self) -> None:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
+        ended: float | None = None
         while (pending := self._queue.get()) is not None:
             if self._error is not None:
                 pending.settle(None, self._error)
@@ -224,5 +225,7 @@ class TorchExecutor:
                 self._error.__cause__ = error
                 pending.settle(None, self._error)
             else:
-                pending.settle(Result(tokens, time.perf_counter() - began, logprobs=logprobs), None)
+                idle_s = None if ended is None else began - ended
+                ended = time.perf_counter()
+                pending.settle(Result(tokens, ended - began, idle_s=idle_s, logprobs=logprobs), None)
             del pending  # a plan keeps its requests alive; nothing may while the thread is idle

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.engine.engine import Engine, Facts
+from paceline.engine.loop import Trace
 from paceline.engine.virtual import SMALL_MODEL_H200, ClockTokens, VirtualExecutor, VirtualTokens, WallClock, slowed
 from paceline.scheduler import Scheduler
 from paceline.text.synthetic import SMALLEST, synthetic_tokenizer
@@ -23,7 +24,7 @@ def build_virtual(
     config: EngineConfig,
     scheduler_options: Mapping[str, Any],
     *,
-    trace: Callable[[str, int, float], None] | None = None,
+    trace: Trace | None = None,
 ) -> Engine:
     options = dict(scheduler_options)
     if config.kv_tokens is not None and "num_pages" in options:

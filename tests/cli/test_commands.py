@@ -133,6 +133,12 @@ def test_generate_can_be_told_what_an_answer_looks_like(run: Run, tmp_path: Path
         (("serve", "--host", "not an address"), "host is 'not an address'"),
         (("serve", "--tenant-weights", "alice"), "tenant_weights has 'alice': give pairs such as alice=2,bob=1."),
         (("bench", "offline", "--against", "transformers", "--only", "all"), "only is 'all': choose of single"),
+        (("bench", "offline", "--only", "batch"), "only is 'batch', which belongs to --against: leave it out."),
+        (("bench", "offline", "nano", "--against", "transformers"), "parts is ['nano'], which --against does not know"),
+        (("bench", "offline", "--against", "transformers", "--page-size", "4"), "page_size is 4, which --against"),
+        (("bench", "offline", "--against", "transformers", "--device", "cuda"), "with --against both run on the cpu."),
+        (("bench", "offline", "fly"), "part is 'fly': choose of nano"),
+        (("bench", "offline", "nano", "--batches", "0"), "batches is '0': give numbers from 1 up"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(run: Run, arguments: tuple[str, ...], message: str) -> None:
@@ -188,6 +194,21 @@ def test_weights_are_pairs() -> None:
     assert parse_weights("alice=2, bob=0.5") == {"alice": 2.0, "bob": 0.5}
     with pytest.raises(ConfigError, match="tenant_weights has 'bob=x'"):
         parse_weights("bob=x")
+
+
+def test_the_benchmark_is_the_modules_own(run: Run, tmp_path: Path) -> None:
+    """The command and `python -m paceline.bench.offline` take the same options and print the same."""
+    from paceline.bench import offline
+    from paceline.config import OfflineConfig
+
+    result = run("bench", "offline", "nano", *RANDOM, "--scale", "0.01", "--repeats", "1", "--trace",
+                 str(tmp_path / "out.json"))  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert sum(line.startswith("RESULT {") for line in result.stdout.splitlines()) == 1
+    assert (tmp_path / "out.json").stat().st_size > 1000
+    known = {action.dest for action in offline._parser()._actions}
+    for config in (OfflineConfig, EngineConfig, SchedulerConfig):
+        assert {item.name for item in dataclasses.fields(config)} - {"tenant_weights"} <= known
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["bench", "--help"], ["--version"]])

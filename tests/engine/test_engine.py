@@ -15,6 +15,7 @@ from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine, EngineFailed
 from paceline.engine.output import Piece
+from paceline.engine.timeline import Timeline
 from paceline.engine.virtual import VirtualClock, VirtualExecutor
 from paceline.engine.virtual_build import build_virtual
 from paceline.llm import LLM
@@ -278,11 +279,11 @@ def test_requests_may_come_from_many_threads(engine: Engine) -> None:
 
 @pytest.mark.parametrize("overlap", ["off", "on", "sync"])
 def test_the_next_pass_is_launched_before_the_last_is_committed(overlap: str) -> None:
-    events: list[tuple[str, int]] = []
-    engine = build_engine(load="random", shape="tiny-llama", threads=1, kv_tokens=1024, overlap=overlap,
-                          trace=lambda event, step, _: events.append((event, step)))  # fmt: skip
+    timeline = Timeline()
+    engine = build_engine(load="random", shape="tiny-llama", threads=1, kv_tokens=1024, overlap=overlap, trace=timeline)
     with LLM.from_engine(engine) as llm:
         llm.generate("hello", greedy(12))
+    events = [(span.what, span.step) for span in timeline.spans]
     launched_ahead = [
         step for event, step in events
         if event == "commit" and ("launch", step + 1) in events[: events.index(("commit", step))]

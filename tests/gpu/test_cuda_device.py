@@ -1,9 +1,21 @@
-"""The whole engine on a GPU: right tokens, and the same ones however it is overlapped."""
+"""The whole engine on a GPU: right tokens and logits, and the same ones however it is overlapped or disturbed."""
 
 from __future__ import annotations
 
-from paceline.bench.offline import Bench
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.bench import checks
+from paceline.bench.checks import Lab
+
+CHECKS: dict[str, Any] = {
+    "check": {}, "logits": {}, "alone": {}, "soak": {"seconds": 20.0}, "long": {}, "tiny": {},
+}  # fmt: skip
 
 
-def test_greedy_tokens_are_as_good_as_plain_torch_and_overlap_changes_none() -> None:
-    Bench("qwen3-0.6b", repeats=1, batches=(), options={}).check()
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_engine_passes(name: str) -> None:
+    verdict = getattr(checks, name)(Lab("qwen3-0.6b", torch.device("cuda")), **CHECKS[name])
+    assert verdict.passed, verdict.text

@@ -1,0 +1,116 @@
+"""`paceline bench offline` in small, on the CPU: what it prints, what it leaves, and what it needs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench import offline
+from paceline.bench.workloads import gsp_offline, nano
+from paceline.config import OFFLINE_PARTS, ConfigError, OfflineConfig
+
+KEYS = {
+    "workload", "shape", "seconds", "tokens_per_s", "gpu_idle_share", "host_us_per_step", "hit_rate", "startup_s",
+}  # fmt: skip
+TINY = ("--shape=tiny-qwen3", "--device=cpu", "--threads=1", "--kv-tokens=8192", "--scale=0.02")
+
+
+def results(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("RESULT ")) for line in text.splitlines() if line.startswith("RESULT ")]
+
+
+def test_every_run_ends_in_a_result_and_both_modes_stand_side_by_side(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = tmp_path / "out.json"
+    arguments = ("nano", "gsp", "sweep", *TINY, "--overlap=both", "--repeats=1", "--batches=50", f"--trace={trace}")
+    assert offline.main(arguments) == 0
+    printed = capsys.readouterr().out
+    found = results(printed)
+    assert [(one["workload"], one["overlap"]) for one in found] == [
+        (name, mode) for name in ("nano", "gsp", "sweep-50") for mode in ("on", "off")
+    ]
+    assert all(one.keys() >= KEYS and one["shape"] == "tiny-qwen3" for one in found)
+    assert all(0 <= one["gpu_idle_share"] < 1 and 0 <= one["hidden_share"] <= 1 for one in found)
+    assert found[2]["hit_rate"] > found[0]["hit_rate"] == 0, "groups share their beginnings"
+    on, off = found[:2]
+    assert off["hidden_share"] <= on["hidden_share"] and off["lanes_us"].keys() == {"plan", "launch", "commit", "text"}
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" and event["pid"] == 2 for event in events) > 20
+    assert "measured ceilings" in printed and "in steady decode" in printed
+
+
+def test_startup_starts_a_process_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert offline.main(("startup", *TINY)) == 0
+    (found,) = results(capsys.readouterr().out)
+    assert found.keys() >= KEYS and found["workload"] == "startup" and 0 < found["seconds"] == found["startup_s"]
+
+
+def test_it_runs_where_there_is_nothing_but_torch() -> None:
+    """Neither the packages of the command line nor those of the server and the recorder."""
+    code = (
+        "import sys\n"
+        "for name in ('typer', 'rich', 'msgspec', 'starlette', 'uvicorn', 'httpx', 'transformers'):\n"
+        "    sys.modules[name] = None\n"
+        "from paceline.bench import offline\n"
+        f"sys.exit(offline.main({('nano', *TINY, '--repeats=1')!r}))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert len(results(run.stdout)) == 1
+
+
+def test_a_check_that_fails_is_said_and_gives_the_exit_status(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(lab: Any) -> offline.checks.Verdict:
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setitem(offline.checks.CHECKS, "alone", lambda lab: offline.checks.Verdict(False, "three are off"))
+    monkeypatch.setitem(offline.checks.CHECKS, "check", broken)
+    monkeypatch.setitem(offline.checks.CHECKS, "tiny", lambda lab: offline.checks.Verdict(True, "1.5x"))
+    monkeypatch.setattr(offline.checks, "sanitizer", lambda command: offline.checks.Verdict(None, "no such tool"))
+    assert offline.main(("alone", "check", "tiny", "sanitizer", *TINY)) == 1
+    printed = capsys.readouterr().out
+    assert "FAIL alone: three are off" in printed and "PASS tiny: 1.5x" in printed
+    assert "FAIL check: RuntimeError: no such luck" in printed and "FAILED: alone, check\n" in printed
+    assert "NOT RUN sanitizer: no such tool" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("fly",), "part is 'fly': choose of nano, gsp"),
+        (("nano", "--batches=1,x"), "batches is '1,x': give numbers from 1 up"),
+        (("nano", "--scale=2"), "scale is 2.0: give 1.0 or less."),
+        (("nano", "--shape=huge"), "shape is 'huge', which is not known"),
+        (("nano", "--trace=/no/such/folder/x.json"), "trace is '/no/such/folder/x.json', which cannot be written"),
+        (("profile", *TINY), "profile looks at a GPU's kernels"),
+        (("check", "--model=x"), "give a shape and no model"),
+    ],
+)
+def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
+    assert offline.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_every_part_exists() -> None:
+    for part in OFFLINE_PARTS:
+        assert part in offline.checks.CHECKS or part == "sanitizer" or hasattr(offline.Bench, part.replace("-", "_"))
+    with pytest.raises(ConfigError, match="overlap is 'maybe'"):
+        OfflineConfig(overlap="maybe")
+
+
+def test_a_scaled_workload_shares_in_proportion() -> None:
+    whole, part = gsp_offline(), gsp_offline().scaled(0.1)
+    assert len(part.prompts) == 102 and {len(prompt) for prompt in part.prompts} == {218}
+    starts = {tuple(prompt[:200]) for prompt in part.prompts}
+    assert len(starts) == len({tuple(prompt[:2000]) for prompt in whole.prompts[:102]})
+    assert len({tuple(prompt) for prompt in part.prompts}) == 102
+    assert nano().scaled(1).prompts == nano().prompts

@@ -1,0 +1,113 @@
+"""The timeline: well-formed, no lane overlaps itself, and overlap can be seen in it."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.engine.build import build_engine
+from paceline.engine.executor import Result
+from paceline.engine.timeline import HOST_LANES, Timeline, write_trace
+from paceline.llm import LLM
+from paceline.request import SamplingParams
+from tests.helpers import harness, request
+
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def recorded(overlap: str, tmp_path: Path) -> tuple[Timeline, dict[str, list[dict[str, Any]]]]:
+    """A run and its trace's spans by lane, in order of time."""
+    timeline = Timeline()
+    engine = build_engine(
+        load="random", shape="tiny-llama", threads=1, kv_tokens=2048, overlap=overlap, chunk_tokens=16, trace=timeline
+    )
+    with LLM.from_engine(engine) as llm:
+        llm.generate([[1, 2, 3], list(range(3, 60)), [9, 8]], PARAMS)
+    write_trace(tmp_path / "out.json", [timeline])
+    trace = json.loads((tmp_path / "out.json").read_text())
+    names = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in trace["traceEvents"]
+        if event["ph"] == "M" and event["name"] == "thread_name"
+    }
+    lanes: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            assert event["dur"] >= 0 and event["ts"] >= -1, event
+            lanes[names[event["pid"], event["tid"]]].append(event)
+    for events in lanes.values():
+        events.sort(key=lambda event: (event["ts"], event["args"]["step"]))
+    return timeline, lanes
+
+
+@pytest.mark.parametrize("overlap", ["on", "off", "sync"])
+def test_lanes_hold_every_pass_once_and_do_not_overlap_within_themselves(overlap: str, tmp_path: Path) -> None:
+    timeline, lanes = recorded(overlap, tmp_path)
+    steps = [one.step for one in timeline.passes]
+    assert set(lanes) == {*HOST_LANES, "passes"} and len(steps) > 12
+    for name, events in lanes.items():
+        assert [event["args"]["step"] for event in events] == steps, name
+        for one, other in pairwise(events):
+            assert one["ts"] + one["dur"] <= other["ts"] + 1e-2, f"{name}: {one} reaches into {other}"
+
+
+def test_with_overlap_the_next_launch_lies_before_the_commit_and_without_behind_it(tmp_path: Path) -> None:
+    for overlap, ahead in (("on", True), ("off", False)):
+        _, lanes = recorded(overlap, tmp_path)
+        commits = {event["args"]["step"]: event["ts"] for event in lanes["commit"]}
+        launches = {event["args"]["step"]: event["ts"] + event["dur"] for event in lanes["launch"]}
+        followed = [step for step in commits if step + 1 in launches]
+        assert len(followed) > 10
+        assert all((launches[step + 1] <= commits[step]) == ahead for step in followed)
+
+
+def test_a_pass_runs_between_its_launch_and_the_end_of_its_wait(tmp_path: Path) -> None:
+    for overlap in ("on", "off"):
+        timeline, lanes = recorded(overlap, tmp_path)
+        for one, launch, wait in zip(lanes["passes"], lanes["launch"], lanes["wait"], strict=True):
+            assert one["ts"] >= launch["ts"] - 1, (one, launch)
+            assert one["ts"] + one["dur"] <= wait["ts"] + wait["dur"] + 1, (one, wait)
+        assert lanes["passes"][0]["name"].endswith("tokens") and lanes["passes"][-1]["name"] == "1 decodes"
+        assert sum(one.num_tokens for one in timeline.passes) == 62 + 3 * 11
+        assert sum(one.num_sampled for one in timeline.passes) == 36
+
+
+def test_idle_time_is_seen_where_the_device_was_idle() -> None:
+    """On a virtual clock: passes take a millisecond or so, and the device rests half of one before each."""
+    subject = harness()
+    timeline = subject.loop.trace = Timeline()
+    launch = subject.executor.launch
+
+    class Late:
+        def __init__(self, pending: Any) -> None:
+            self.pending = pending
+
+        def wait(self) -> Result:
+            subject.clock.advance(5e-4)
+            return self.pending.wait()._replace(idle_s=5e-4)
+
+    subject.loop.executor = type("Slow", (), {"launch": lambda self, plan: Late(launch(plan))})()
+    subject.add(request(max_tokens=5))
+    subject.run()
+    assert len(timeline.passes) == 5 and timeline.passes[0].idle_s == 0
+    assert [one.idle_s for one in timeline.passes[1:]] == [5e-4] * 4
+    spans = timeline.device_spans()
+    for (_, ended), (began, _) in pairwise(spans):
+        assert began - ended == pytest.approx(5e-4)
+
+
+def test_passes_lie_right_where_nobody_measures_idle_time() -> None:
+    subject = harness()
+    timeline = subject.loop.trace = Timeline()
+    subject.add(request(max_tokens=5))
+    subject.step()
+    subject.clock.advance(0.5)  # the host was busy elsewhere, and the device had nothing to do
+    subject.run()
+    for one, (began, ended) in zip(timeline.passes, timeline.device_spans(), strict=True):
+        assert one.idle_s == 0 and one.launched <= began + 1e-9
+        assert ended == pytest.approx(one.waited)
