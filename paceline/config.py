@@ -7,12 +7,15 @@ so a bound is never written twice.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import os
+import tomllib
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from paceline.request import PacelineError
@@ -129,6 +132,9 @@ def _check(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> Non
         right, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
     elif str in kinds:
         right, wanted = isinstance(value, str), "a word"
+    elif typing.get_origin(hint) is tuple:
+        right = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+        wanted = "a list of words"
     else:
         right, wanted = isinstance(value, Mapping), "a mapping"
     if not right:
@@ -143,6 +149,8 @@ def _check(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> Non
 
 
 OVERLAP = ("on", "off", "sync")
+EXECUTORS = ("torch", "virtual")
+VIRTUAL_TOKENS = ("prompt", "clock")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 OVERLAP_VARIABLE = "PACELINE_OVERLAP"  # the environment's word, where the option is not given
@@ -152,6 +160,10 @@ OVERLAP_VARIABLE = "PACELINE_OVERLAP"  # the environment's word, where the optio
 class EngineConfig:
     """What the engine runs on."""
 
+    executor: str = option(
+        "torch", "torch: the model runs; virtual: nothing runs, passes only take as long as on a GPU, and answers are "
+        "made up", choices=EXECUTORS,
+    )  # fmt: skip
     device: str = option("auto", "where the model runs; auto: on a GPU if there is one", choices=DEVICES)
     dtype: str = option(
         "auto", "of weights and KV memory; auto: float32 on a CPU, bfloat16 on a GPU", choices=DTYPE_NAMES
@@ -171,6 +183,13 @@ class EngineConfig:
     record: str | None = option(
         None, "file to write every request (as hashes of its tokens, no text) and every pass to, for `paceline sim`"
     )
+    virtual_slowdown: float = option(
+        1.0, "executor virtual: how many times slower than an H200 with a model of 0.6B", low=1e-6
+    )
+    virtual_tokens: str = option(
+        "prompt", "executor virtual: prompt: tokens depend on the prompt alone; clock: they tell when they were made",
+        choices=VIRTUAL_TOKENS,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -185,18 +204,123 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """Where the server listens and what it takes."""
+class Tenant:
+    """One of those who share a server: a `[[tenants]]` table of the configuration file."""
 
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's")
-    port: int = option(8000, "port to listen on; 0: any free one", low=0, high=65535)
-    served_name: str | None = option(None, "name that requests call the model by; the model's own if not given")
-    max_body_bytes: int = option(16_777_216, "longest request body", low=1024)
-    max_prompts: int = option(128, "prompts in one completions request", low=1)
-    shutdown_s: float = option(3.0, "seconds that running requests get to finish after a signal to end", low=0.0)
+    name: str = option("", "by which metrics and logs call it; tenants share no cached prefixes")
+    keys: tuple[str, ...] = option((), "API keys that speak for it")
+    weight: float = option(1.0, "its share against the others under policy fair", low=1e-6)
+    max_requests: int | None = option(None, "requests at once, running or waiting", low=1)
+    tokens_per_minute: int | None = option(None, "prompt and output tokens in a minute", low=1)
+    max_priority: int = option(0, "highest priority that its requests may ask for", low=0)
 
     def __post_init__(self) -> None:
         check_options(self)
+        if not self.name:
+            raise ConfigError("a tenant has no name: give it one.")
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A configuration file: `[server]`, `[engine]`, `[scheduler]` with their options, `[[tenants]]`, and the model."""
+
+    model: str | None
+    load: str | None
+    shape: str | None
+    options: dict[str, Any]
+    tenants: tuple[Tenant, ...]
+
+
+def read_file(path: Path) -> File:
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"config is {str(path)!r}, which cannot be read ({error}): correct it.") from None
+    options: dict[str, Any] = {}
+    for table, kind in (("server", ServerConfig), ("engine", EngineConfig), ("scheduler", SchedulerConfig)):
+        given = _table(found.pop(table, {}), table, path)
+        _check_names(given, [item.name for item in dataclasses.fields(kind)], f"{path.name}: [{table}]")
+        options |= given
+    rows = found.pop("tenants", [])
+    if not isinstance(rows, list):
+        raise ConfigError(f"{path.name}: tenants is {rows!r}: write [[tenants]] tables.")
+    tenants = []
+    for row in rows:
+        given = _table(row, "tenants", path)
+        _check_names(given, [item.name for item in dataclasses.fields(Tenant)], f"{path.name}: [[tenants]]")
+        keys = given.get("keys", [])
+        tenants.append(Tenant(**{**given, "keys": tuple(keys) if isinstance(keys, list) else keys}))
+    if len({tenant.name for tenant in tenants}) < len(tenants):
+        raise ConfigError(f"{path.name}: two tenants have the same name: give each its own.")
+    if len({key for tenant in tenants for key in tenant.keys}) < sum(len(tenant.keys) for tenant in tenants):
+        raise ConfigError(f"{path.name}: two tenants have the same key: give each its own.")
+    _check_names(found, ["model", "load", "shape", "server", "engine", "scheduler", "tenants"], path.name)
+    for name, value in found.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{path.name}: {name} is {value!r}: give a word.")
+    return File(found.get("model"), found.get("load"), found.get("shape"), options, tuple(tenants))
+
+
+def _table(value: Any, name: str, path: Path) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path.name}: {name} is {value!r}: write a table.")
+    return dict(value)
+
+
+def _check_names(given: Mapping[str, Any], known: list[str], where: str) -> None:
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"these exist: {', '.join(known)}."
+            raise ConfigError(f"{where} has {name!r}, which is not known: {hint}")
+
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Where the server listens, what it takes and what it tells."""
+
+    # Server
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's")
+    port: int = option(8000, "port to listen on; 0: any free one", low=0, high=65535)
+    served_name: str | None = option(None, "name that requests call the model by; the model's own if not given")
+    workers: int = option(1, "processes that speak HTTP; one carries some 20,000 tokens a second", low=1, high=64)
+    admin_key: str | None = option(None, "key of the /admin routes; without one nobody may use them")
+    shutdown_s: float = option(3.0, "seconds that running requests get to finish after a signal to end", low=0.0)
+    stall_s: float = option(60.0, "seconds without progress after which /health fails", low=0.1)
+
+    # Limits
+    max_body_bytes: int = option(16_777_216, "longest request body", low=1024)
+    max_header_bytes: int = option(32_768, "longest request line and headers", low=1024)
+    max_connections: int = option(4096, "connections at once, for each worker; more are answered 503", low=1)
+    max_prompts: int = option(128, "prompts in one completions request", low=1)
+    header_s: float = option(10.0, "seconds for a request's headers to arrive", low=0.01)
+    body_s: float = option(60.0, "seconds for a request's body to arrive", low=0.01)
+    keep_alive_s: float = option(30.0, "seconds that a connection may stay open between requests", low=0.01)
+    slow_reader_s: float = option(30.0, "seconds that a client may leave its answer unread", low=0.01)
+
+    # Logs
+    log_level: str = option("info", "what is worth a line", choices=LOG_LEVELS)
+    log_format: str = option("text", "json: one object a line", choices=LOG_FORMATS)
+    log_prompts: bool = option(False, "write the text of prompts into the log, too")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of the engine and of the scheduler; one that is neither is an error that names its likely meaning."""
+    known = {item.name: kind for kind in (SchedulerConfig, EngineConfig) for item in dataclasses.fields(kind)}
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"these exist: {', '.join(sorted(known))}."
+            raise ConfigError(f"option {name!r} is not known: {hint}")
+    engine = {name: value for name, value in options.items() if known[name] is EngineConfig}
+    return engine, {name: value for name, value in options.items() if known[name] is SchedulerConfig}
 
 
 ARRIVALS = ("once", "poisson", "gamma", "onoff")

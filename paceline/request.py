@@ -31,9 +31,10 @@ class InvalidRequest(PacelineError, ValueError):
 class Refused(PacelineError):
     """A request that was understood and cannot be taken: it can never fit, or the queue is full."""
 
-    def __init__(self, message: str, *, retry: bool) -> None:
+    def __init__(self, message: str, *, retry: bool, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry = retry  # whether the same request may be accepted later
+        self.retry_after_s = retry_after_s  # when that is likely, if it can be told
 
 
 class FinishReason(StrEnum):

@@ -55,3 +55,41 @@ def offline(
 
     chosen: dict[str, Any] = {} if threads is None else {"threads": threads}
     compare_with_transformers(path, scale=scale, only=only or _WORKLOADS, **chosen)
+
+
+@app.command()
+def serve(
+    url: Annotated[str | None, typer.Option(help="A server that runs already.")] = None,
+    start: Annotated[str | None, typer.Option(help="Start one with these options of `paceline serve`.")] = None,
+    workload: Annotated[
+        Literal["streams", "nano"],
+        typer.Option(help="streams: all alike; nano: 256 of 100 to 1,024 tokens in and out."),
+    ] = "streams",
+    count: Annotated[int, typer.Option(help="Requests.", min=1)] = 256,
+    prompt: Annotated[int, typer.Option(help="streams: prompt tokens of each.", min=1)] = 64,
+    output: Annotated[int, typer.Option(help="streams: tokens out of each.", min=1)] = 512,
+    rate: Annotated[float | None, typer.Option(help="Arrivals a second (Poisson); all at once if not given.")] = None,
+    repeats: Annotated[int, typer.Option(help="Runs; the best counts.", min=1)] = 3,
+    clients: Annotated[int, typer.Option(help="Processes that send and read.", min=1)] = 1,
+    key: Annotated[str | None, typer.Option(help="API key.")] = None,
+    late: Annotated[
+        bool, typer.Option(help="How late tokens come; needs a server with --virtual-tokens clock.")
+    ] = False,
+    goodput: Annotated[
+        list[str] | None, typer.Option(help="Bounds such as ttft:200, in ms, of ttft, tpot, e2el; may be repeated.")
+    ] = None,
+    offline: Annotated[
+        bool, typer.Option(help="With --start: do the same work without a server afterwards, and compare.")
+    ] = False,
+) -> None:
+    """Many streams at once over HTTP: tokens a second, latencies. The last line is one JSON object."""
+    from paceline.bench.serve import bench
+
+    bounds = {}
+    for item in goodput or ():
+        name, _, most = item.partition(":")
+        if name not in ("ttft", "tpot", "e2el") or not most.replace(".", "", 1).isdigit():
+            raise ConfigError(f"goodput is {item!r}: give such as ttft:200, of ttft, tpot, e2el.")
+        bounds[name] = float(most)
+    bench(url=url, start=start, workload=workload, count=count, prompt=prompt, output=output, rate=rate,
+          repeats=repeats, clients=clients, key=key, late=late, goodput=bounds or None, offline=offline)  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,16 +25,7 @@ class Loaded:
 
     engine: Engine
     name: str
-    family: str
-    num_parameters: int
-    dtype: str
-    device: str
-    num_threads: int
-    kv_tokens: int
-    kv_bytes: int
     context_tokens: int
-    max_tokens: int  # of one request, by context and memory
-    seconds: float
 
 
 @contextmanager
@@ -91,40 +81,13 @@ def name_of(model: str | None, path: Path | None, shape: str | None) -> str:
 def load_engine(model: str | None, load: str, shape: str | None, options: dict[str, Any]) -> Loaded:
     if load == "random" and model is not None:
         raise ConfigError(f"model is {model!r} and load is 'random': leave the model out and give a shape.")
-    began = time.perf_counter()
-    path = None if load == "random" else fetch(model)
+    path = None if load == "random" or options.get("executor") == "virtual" else fetch(model)
     name = name_of(model, path, shape)
     with errors.status("importing torch"):  # a sign of life: it takes a second or two
-        import torch
-
         from paceline.engine.build import build_engine
-        from paceline.engine.torch_executor import CpuDevice, TorchExecutor
     with bar(f"loading {name}") as advance:
         engine = build_engine(path, load=load, shape=shape, progress=advance, **options)
-    executor, config = engine.executor, engine.scheduler.config
-    assert isinstance(executor, TorchExecutor) and isinstance(executor.device, CpuDevice), "the only ones there are"
-    decoder = executor.device.decoder
-    kv_tokens = config.num_pages * config.page_size
-    return Loaded(
-        engine=engine,
-        name=name,
-        family=decoder.spec.family,
-        num_parameters=decoder.spec.num_parameters,
-        dtype=str(decoder.dtype).removeprefix("torch."),
-        device="cpu",
-        num_threads=options.get("threads") or torch.get_num_threads(),
-        kv_tokens=kv_tokens,
-        kv_bytes=kv_tokens * decoder.spec.kv_bytes_per_token(decoder.dtype.itemsize),
-        context_tokens=config.context_tokens,
-        max_tokens=max_request_tokens(engine),
-        seconds=time.perf_counter() - began,
-    )
-
-
-def max_request_tokens(engine: Engine) -> int:
-    """What a prompt and its output may have together at the very most."""
-    config = engine.scheduler.config
-    return min(config.context_tokens, (config.num_pages - config.pin_quota_pages) * config.page_size)
+    return Loaded(engine, name, engine.scheduler.config.context_tokens)
 
 
 def size(num_bytes: float) -> str:

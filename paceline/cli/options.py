@@ -14,17 +14,23 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from paceline.config import ConfigError, EngineConfig, SchedulerConfig, ServerConfig, WorkloadConfig
+from paceline.config import ConfigError
 
-# Each group of the scheduler's options begins with this one, in the order they are declared.
-_SCHEDULER_GROUPS = {
+# Each group of options begins with this one, in the order they are declared.
+_GROUPS = {
+    "host": "Server",
+    "max_body_bytes": "Limits for clients",
+    "log_level": "Logs",
+    "executor": "Engine",
+    "virtual_slowdown": "Virtual GPU",
     "num_pages": "Memory",
     "max_running": "A forward pass",
     "policy": "Order of requests",
-    "max_waiting": "Limits",
+    "max_waiting": "Limits of the queue",
     "order_seed": "Other",
+    "requests": "Workload",
 }
-_GROUPS: dict[type, str] = {ServerConfig: "Server", EngineConfig: "Engine", WorkloadConfig: "Workload"}
+ENVIRONMENT = "PACELINE_"
 
 # Chosen by the engine from the model, the device and the memory; what the dataclass says is not what happens.
 COMPUTED = frozenset(
@@ -66,11 +72,10 @@ def takes(*configs: type) -> Callable[[Callable[..., None]], Callable[..., None]
 
 def _parameters(config: type) -> list[inspect.Parameter]:
     hints = typing.get_type_hints(config)
-    group = _GROUPS.get(config, "")
+    group = ""
     found = []
     for item in dataclasses.fields(config):
-        if config is SchedulerConfig:
-            group = _SCHEDULER_GROUPS.get(item.name, group)
+        group = _GROUPS.get(item.name, group)
         choices = item.metadata["choices"]
         kind = Literal[choices] if choices else _kind(hints[item.name])
         found.append(
@@ -78,10 +83,15 @@ def _parameters(config: type) -> list[inspect.Parameter]:
                 item.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=None,
-                annotation=Annotated[kind | None, typer.Option(help=_help(item), rich_help_panel=group)],
+                annotation=Annotated[kind | None, _option(item, group)],
             )
         )
     return found
+
+
+def _option(item: dataclasses.Field[Any], group: str) -> Any:
+    variable = ENVIRONMENT + item.name.upper()
+    return typer.Option(help=_help(item), rich_help_panel=group, envvar=variable, show_envvar=False)
 
 
 def _kind(hint: Any) -> Any:

@@ -4,60 +4,117 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import typer
 from rich.console import Console
 
-from paceline.cli.options import Load, Model, Shape, takes
-from paceline.config import EngineConfig, SchedulerConfig, ServerConfig
+from paceline.cli.options import Model, Shape, takes
+from paceline.config import (
+    ConfigError,
+    EngineConfig,
+    SchedulerConfig,
+    ServerConfig,
+    Tenant,
+    read_file,
+    split_options,
+)
 
 if TYPE_CHECKING:
-    from paceline.cli.loading import Loaded
+    from paceline.server.client import Served
 
 
 @takes(ServerConfig, EngineConfig, SchedulerConfig)
-def serve(options: dict[str, Any], model: Model = None, load: Load = "weights", shape: Shape = None) -> None:
-    """Serve a model over HTTP, as OpenAI does: chat and completions, streaming or not."""
-    from paceline.cli.loading import load_engine
-    from paceline.server.app import App
-    from paceline.server.client import LocalClient
-    from paceline.server.run import bind, run, url_of
+def serve(
+    options: dict[str, Any],
+    model: Model = None,
+    load: Annotated[
+        Literal["weights", "random"] | None,
+        typer.Option(help="weights: of the model, the default; random: of no model, for measuring."),
+    ] = None,
+    shape: Shape = None,
+    config_file: Annotated[
+        Path | None,
+        typer.Option("--config", help="A TOML file with tables of options, and the tenants; see docs/serving.md."),
+    ] = None,
+) -> None:
+    """Serve a model over HTTP, as OpenAI does: chat and completions, streaming or not.
 
+    Every option below can also be set by the environment, PORT as PACELINE_PORT, and in the file that --config names.
+    What is given here goes before the environment, and that before the file.
+    """
+    from paceline.cli.loading import bar, fetch, name_of
+    from paceline.server.run import bind, run, url_of
+    from paceline.server.supervisor import Plan
+
+    began = time.perf_counter()
+    tenants: tuple[Tenant, ...] = ()
+    if config_file is not None:
+        file = read_file(config_file)
+        options, tenants = {**file.options, **options}, file.tenants
+        model, load, shape = model or file.model, load or file.load, shape or file.shape  # type: ignore[assignment]
+    load = load or "weights"
     server_names = {item.name for item in dataclasses.fields(ServerConfig)}
     config = ServerConfig(**{name: value for name, value in options.items() if name in server_names})
+    rest = {name: value for name, value in options.items() if name not in server_names}
+    engine_options, _ = split_options(rest)
+    engine = EngineConfig(**engine_options)
     taken = bind(config)
     try:
-        loaded = load_engine(
-            model, load, shape, {name: value for name, value in options.items() if name not in server_names}
-        )
-        name = config.served_name or loaded.name
-        client = LocalClient(loaded.engine)
-        app = App(client, loaded.engine.tokenizer, config, name=name, max_tokens=loaded.max_tokens)
-        run(app, client, config, taken, lambda: _say_hello(loaded, name, url_of(taken)))
+        tokenizer: str | int
+        if engine.executor == "virtual":
+            if model is not None or load != "weights" or shape is not None:
+                raise ConfigError("executor is 'virtual', which runs no model: leave model, load and shape out.")
+            from paceline.engine.virtual_build import NAME, VOCAB_SIZE
+
+            path, tokenizer, own_name = None, VOCAB_SIZE, NAME
+        elif load == "random":
+            from paceline.model.registry import shape as named_shape
+
+            if model is not None:
+                raise ConfigError(f"model is {model!r} and load is 'random': leave the model out and give a shape.")
+            if shape is None:
+                raise ConfigError("load is 'random' and no shape is given: name one, such as smollm2-135m.")
+            path, tokenizer, own_name = None, named_shape(shape).vocab_size, name_of(None, None, shape)
+        else:
+            if shape is not None:
+                raise ConfigError(f"shape is {shape!r}, which belongs to load='random': leave it out.")
+            path = str(fetch(model))
+            tokenizer, own_name = path, name_of(model, Path(path), None)
+        name = config.served_name or own_name
+        plan = Plan(config, name, tokenizer, {"model": path, "load": load, "shape": shape, "options": rest}, tenants)
+        with bar(f"loading {name}") as advance:
+            status = run(
+                plan, taken, advance, lambda served: _say_hello(served, url_of(taken), time.perf_counter() - began)
+            )
     finally:
         taken.close()
+    if status:
+        raise typer.Exit(status)
     Console().print("Ended.")
 
 
-def _say_hello(loaded: Loaded, name: str, url: str) -> None:
+def _say_hello(served: Served, url: str, seconds: float) -> None:
     from paceline import __version__
     from paceline.cli.loading import count, size
 
-    max_running = loaded.engine.scheduler.config.max_running
     body = {
-        "model": name,
+        "model": served.name,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
         "temperature": 0,
     }
     say = Console(highlight=False, soft_wrap=True).print
+    kv_bytes = served.kv_tokens * served.kv_bytes_per_token
     rows = {
-        "model": f"{name}: {loaded.family} family, {count(loaded.num_parameters)} parameters, {loaded.dtype}",
-        "device": f"{loaded.device}, {loaded.num_threads} thread{'s' if loaded.num_threads > 1 else ''}",
-        "memory": f"KV of {loaded.kv_tokens:,} tokens ({size(loaded.kv_bytes)}), context {loaded.context_tokens:,}, "
-        f"{max_running} requests at once",
+        "model": f"{served.name}: {served.family} family, {count(served.num_parameters)} parameters, {served.dtype}",
+        "device": served.device,
+        "memory": f"KV of {served.kv_tokens:,} tokens ({size(kv_bytes)}), context {served.context_tokens:,}, "
+        f"{served.max_running} requests at once",
         "address": url,
     }
-    say(f"[bold]Paceline {__version__}[/bold], ready after {loaded.seconds:.1f} s")
+    say(f"[bold]Paceline {__version__}[/bold], ready after {seconds:.1f} s")
     for title, text in rows.items():
         say(f"  [dim]{title:9}[/dim]", end="")
         say(text, markup=False)

@@ -6,8 +6,6 @@ the pool is sized by the model and the memory that is free, and on a CPU a step 
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.config import ConfigError, EngineConfig, SchedulerConfig
+from paceline.config import ConfigError, EngineConfig, SchedulerConfig, split_options
 from paceline.engine.cpu_decoder import CpuDecoder
-from paceline.engine.engine import Engine
+from paceline.engine.engine import Engine, Facts
 from paceline.engine.kv_cache import check_model_fits, num_kv_pages
 from paceline.engine.torch_executor import CpuDevice, Model, TorchExecutor
+from paceline.engine.virtual_build import build_virtual
 from paceline.model.decoder import Decoder
 from paceline.model.fetch import DEFAULT_MODEL, find_model
 from paceline.model.registry import shape as named_shape
@@ -58,10 +57,14 @@ def build_engine(
     random weights (of this seed) in a named shape."""
     engine_options, scheduler_options = split_options(options)
     config = EngineConfig(**engine_options)
-    device = _device(config)
-    dtype = ("bfloat16" if device == "cuda" else "float32") if config.dtype == "auto" else config.dtype
     if load not in _LOAD:
         raise ConfigError(f"load is {load!r}: choose one of {', '.join(_LOAD)}.")
+    if config.executor == "virtual":
+        if model is not None or shape is not None or load != "weights":
+            raise ConfigError("executor is 'virtual', which runs no model: leave model, load and shape out.")
+        return build_virtual(config, scheduler_options, trace=trace)
+    device = _device(config)
+    dtype = ("bfloat16" if device == "cuda" else "float32") if config.dtype == "auto" else config.dtype
     path: Path | None = None
     if load == "random":
         if model is not None:
@@ -115,7 +118,13 @@ def assemble(
 ) -> Engine:
     """An engine around a decoder that is loaded already."""
     on_gpu = isinstance(decoder, Decoder) and decoder.device.type == "cuda"
-    scheduler_config = _scheduler_config(decoder.spec, scheduler_options, "cuda" if on_gpu else "cpu")
+    spec, dtype = decoder.spec, decoder.dtype
+    facts = Facts(
+        spec.family, spec.num_parameters, str(dtype).removeprefix("torch."),
+        torch.cuda.get_device_name() if on_gpu else f"cpu, {_threads(config.threads or torch.get_num_threads())}",
+        spec.kv_bytes_per_token(dtype.itemsize),
+    )  # fmt: skip
+    scheduler_config = _scheduler_config(spec, scheduler_options, "cuda" if on_gpu else "cpu")
     page_size = scheduler_config.page_size
     if "num_pages" in scheduler_options and config.kv_tokens is not None:
         raise ConfigError(
@@ -135,7 +144,7 @@ def assemble(
             else lambda count: _scheduler_config(decoder.spec, {**scheduler_options, "num_pages": count}, "cuda"),
         )
         executor.warm_up()
-        return _engine(executor, scheduler_config, decoder.spec, tokenizer, config, trace)
+        return _engine(executor, scheduler_config, spec, facts, tokenizer, config, trace)
     if "num_pages" not in scheduler_options:
         num_pages = num_kv_pages(
             config, decoder.spec, decoder.dtype.itemsize, page_size, scheduler_config.context_tokens
@@ -149,13 +158,14 @@ def assemble(
         max_row_tokens=min(scheduler_config.context_tokens, scheduler_config.num_pages * page_size),
     )
     executor = TorchExecutor(device, num_threads=config.threads)
-    return _engine(executor, scheduler_config, decoder.spec, tokenizer, config, trace)
+    return _engine(executor, scheduler_config, spec, facts, tokenizer, config, trace)
 
 
 def _engine(
     executor: CudaDevice | TorchExecutor,
     scheduler_config: SchedulerConfig,
     spec: ModelSpec,
+    facts: Facts,
     tokenizer: Tokenizer,
     config: EngineConfig,
     trace: Callable[[str, int, float], None] | None,
@@ -166,6 +176,7 @@ def _engine(
         executor,
         tokenizer,
         vocab_size=spec.vocab_size,
+        facts=facts,
         overlap=config.overlap_mode,
         trace=trace,
         on_close=executor.close,
@@ -187,18 +198,6 @@ def _recorder(
         overlap=config.overlap_mode,
         buckets=[] if isinstance(executor, TorchExecutor) else list(executor.graphs.sizes),
     )
-
-
-def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options of the engine and of the scheduler; one that is neither is an error that names its likely meaning."""
-    known = {item.name: kind for kind in (SchedulerConfig, EngineConfig) for item in dataclasses.fields(kind)}
-    for name in options:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"these exist: {', '.join(sorted(known))}."
-            raise ConfigError(f"option {name!r} is not known: {hint}")
-    engine = {name: value for name, value in options.items() if known[name] is EngineConfig}
-    return engine, {name: value for name, value in options.items() if known[name] is SchedulerConfig}
 
 
 def _device(config: EngineConfig) -> str:
@@ -231,3 +230,7 @@ def _scheduler_config(spec: ModelSpec, given: Mapping[str, Any], device: str) ->
 
 def _num_bytes(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' if count > 1 else ''}"

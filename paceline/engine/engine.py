@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import atexit
 import dataclasses
+import gc
 import itertools
+import logging
 import random
 import threading
 import time
@@ -20,12 +22,23 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from paceline.engine.executor import Executor
 from paceline.engine.loop import Loop
 from paceline.engine.output import Piece, Timings, Usage
-from paceline.request import FinishReason, InvalidRequest, PacelineError, Request, SamplingParams, Tokens, as_tokens
+from paceline.request import (
+    FinishReason,
+    InvalidRequest,
+    PacelineError,
+    Refused,
+    Request,
+    SamplingParams,
+    Tokens,
+    as_tokens,
+)
+from paceline.scheduler.forecast import seconds_until_admitted
 from paceline.scheduler.plan import Finished, Updates
 from paceline.scheduler.scheduler import Scheduler
 from paceline.text.stop import TextStream
@@ -34,12 +47,47 @@ from paceline.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from paceline.engine.recording import Recorder
 
+log = logging.getLogger("paceline.engine")
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Tokens
+_IDLE_S = 1.0  # without work, after which the books are checked and garbage is collected, once
+_MOST_PROMISES = 10_000
+_YOUNG_GARBAGE_S = 60.0  # how often young garbage is collected in an engine that is never idle
 
 
 class EngineFailed(PacelineError):
     """The engine cannot serve any more: a pass or the loop broke, or it was closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is said of a model and of what it runs on."""
+
+    family: str = "unknown"
+    num_parameters: int = 0
+    dtype: str = "unknown"
+    device: str = "unknown"
+    kv_bytes_per_token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the engine has come, to be read from any thread: whoever looks twice sees whether it goes on."""
+
+    num_passes: int
+    has_work: bool
+    since: float  # the last pass, or the arrival of work after a rest; in the engine's clock
+
+
+class Text(Protocol):
+    """Token ids to what a piece calls its text: `TextStream`, or `TokenText`."""
+
+    @property
+    def matched(self) -> str | None: ...
+
+    def push(self, ids: Iterable[int]) -> str: ...
+
+    def close(self) -> str: ...
 
 
 class Sink(Protocol):
@@ -58,7 +106,7 @@ class Sink(Protocol):
 @dataclass(slots=True, eq=False)
 class _Live:
     request: Request
-    text: TextStream
+    text: Text
     sink: Sink
     is_quiet: bool  # one piece, at the end; a stop string must be looked for all the time
     num_tokens: int = 0
@@ -89,6 +137,7 @@ class Engine:
         tokenizer: Tokenizer,
         *,
         vocab_size: int,
+        facts: Facts | None = None,
         overlap: str = "on",
         clock: Callable[[], float] = time.monotonic,
         trace: Callable[[str, int, float], None] | None = None,
@@ -102,12 +151,23 @@ class Engine:
         self.recorder = recorder
         watched = executor if recorder is None else recorder.watch(executor)
         self.loop = Loop(scheduler, watched, clock, overlap=overlap != "off", sync=overlap == "sync", trace=trace)
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
+        self.facts = facts or Facts()
+        # How ids become text, and what to do when all of a step's pieces are with their sinks. An engine in a process
+        # of its own sets both before the first request: text is made where it is read.
+        self.text_of: Callable[[SamplingParams], Text] = lambda params: TextStream.of(self.tokenizer, params)
+        self.after_step: Callable[[], None] = lambda: None
+        self.work_s = 0.0  # time in which there was something to do
+        self._progress = Progress(0, False, clock())
+        self._promised: list[float] = []  # times at which refused requests were asked to come again
+        self._checked = True  # whether it was looked after since it was last busy
+        self._collected = clock()
         self._on_close = on_close
         self._numbers = itertools.count()
         self._live: dict[str, _Live] = {}  # the engine's thread alone
         self._wake = threading.Condition()
-        self._inbox: list[_Live | str | Callable[[], None]] = []  # to add, ids to abort, questions; under `_wake`
+        # to add, to end, questions; under `_wake`
+        self._inbox: list[_Live | tuple[str, FinishReason] | Callable[[], None]] = []
         self._closing = False
         self._failure: BaseException | None = None
         self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[_AsyncSink, Piece | PacelineError]]] = defaultdict(
@@ -125,10 +185,10 @@ class Engine:
         tokens = as_tokens(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         if not len(tokens):
             raise InvalidRequest("the prompt is empty: give at least one token.")
-        if int(tokens.max()) >= self._vocab_size:
+        if int(tokens.max()) >= self.vocab_size:
             raise InvalidRequest(
-                f"the prompt has token id {int(tokens.max())} and the model knows {self._vocab_size} tokens: "
-                f"give ids from 0 to {self._vocab_size - 1}."
+                f"the prompt has token id {int(tokens.max())} and the model knows {self.vocab_size} tokens: "
+                f"give ids from 0 to {self.vocab_size - 1}."
             )
         return tokens
 
@@ -165,9 +225,13 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Ends a request, in whatever state it is. One that has ended already is left alone."""
+        self.finish(request_id, FinishReason.ABORT)
+
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        """As `abort`, for another reason: whoever reads the text has seen its end."""
         with self._wake:
             if not self._closing and self._failure is None:
-                self._inbox.append(request_id)
+                self._inbox.append((request_id, reason))
                 self._wake.notify()
 
     def ask(self, question: Callable[[Scheduler], T]) -> Future[T]:
@@ -175,6 +239,8 @@ class Engine:
         answer: Future[T] = Future()
 
         def reply() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return  # nobody waits for it any more
             try:
                 answer.set_result(question(self.scheduler))
             except Exception as error:  # the asker's own
@@ -217,6 +283,22 @@ class Engine:
                 self.recorder.close()
 
     @property
+    def progress(self) -> Progress:
+        return self._progress
+
+    @property
+    def waits_for(self) -> str:
+        """In words, from any thread: what has to happen for it to go on. Of use when nothing changes any more."""
+        plan = self.loop.oldest_plan
+        if plan is None:
+            scheduler = self.scheduler
+            return (
+                f"a pass to be planned for {scheduler.num_running} running and {scheduler.num_waiting} waiting requests"
+            )
+        return (f"the device to finish pass {plan.step}, with {plan.num_decodes} decodes and "
+                f"{plan.num_prefill_tokens} prompt tokens")  # fmt: skip
+
+    @property
     def failure(self) -> BaseException | None:
         """Why the engine serves no more, if that is so."""
         return self._failure
@@ -242,8 +324,7 @@ class Engine:
             eos_token_ids=tuple(sorted(self.tokenizer.eos_ids)),
             cache_salt=cache_salt,
         )
-        text = TextStream(self.tokenizer, stop=params.stop, min_tokens=params.min_tokens)
-        return _Live(request, text, sink, is_quiet=sink.wants_all_at_once and not params.stop)
+        return _Live(request, self.text_of(params), sink, is_quiet=sink.wants_all_at_once and not params.stop)
 
     def _post(self, items: Iterable[_Live | Callable[[], None]]) -> None:
         with self._wake:
@@ -264,6 +345,7 @@ class Engine:
             while self._wait_for_work():
                 updates = self.loop.step()
                 if updates is not None:
+                    self._note_pass()
                     self._take(updates)
                 else:
                     ended = self.scheduler.take_ended()
@@ -276,13 +358,13 @@ class Engine:
     def _wait_for_work(self) -> bool:
         """Sleeps while there is nothing to do, then takes the inbox. False when the engine is to end."""
         with self._wake:
-            while not (self._inbox or self._closing or self.scheduler.has_work):
-                self._wake.wait()
+            if not self.scheduler.has_work:
+                self._rest()
             inbox, self._inbox = self._inbox, []
             closing = self._closing
         for item in inbox:
-            if isinstance(item, str):
-                self.scheduler.abort(item, self.clock())
+            if isinstance(item, tuple):
+                self.scheduler.finish(*item, self.clock())
             elif isinstance(item, _Live):
                 self._add(item)
             else:
@@ -294,13 +376,49 @@ class Engine:
         self._send()
         return not closing
 
+    def _rest(self) -> None:
+        """Sleeps until something comes, and once in between, when all is quiet, looks after itself."""
+        if self._progress.has_work:
+            self._progress = dataclasses.replace(self._progress, has_work=False)
+        while not (self._inbox or self._closing):
+            woken = self._wake.wait(None if self._checked else _IDLE_S)
+            if not woken and not self._checked and not (self._inbox or self._closing):
+                self._checked = True
+                for fault in self.scheduler.check_idle(self.clock()):
+                    log.error("the books did not add up and were opened anew: %s", fault)
+                gc.collect()
+                self._collected = self.clock()
+        self._progress = Progress(self._progress.num_passes, True, self.clock())
+
+    def _note_pass(self) -> None:
+        now, before = self.clock(), self._progress
+        self.work_s += now - before.since
+        self._checked = False
+        self._progress = Progress(before.num_passes + 1, True, now)
+        if now - self._collected > _YOUNG_GARBAGE_S and not gc.isenabled():
+            self._collected = now
+            gc.collect(1)
+
     def _add(self, live: _Live) -> None:
         try:
             self.scheduler.add(live.request, self.clock())
         except PacelineError as error:
+            if isinstance(error, Refused) and error.retry:
+                error.retry_after_s = self._retry_after()
             live.sink.refuse(error)
         else:
             self._live[live.request.id] = live
+
+    def _retry_after(self) -> float | None:
+        """When there is likely room for one more. Whoever was told a time before and has not come back goes first:
+        else all that are refused would come at once, and all but one in vain."""
+        now = self.clock()
+        while self._promised and self._promised[0] <= now:
+            heappop(self._promised)
+        seconds = seconds_until_admitted(self.scheduler, 1 + len(self._promised))
+        if seconds is not None and len(self._promised) < _MOST_PROMISES:
+            heappush(self._promised, now + seconds)
+        return seconds
 
     def _take(self, updates: Updates) -> None:
         # A request that the scheduler ended with `stop` got its stop token in this very pass: that one is no text.
@@ -341,7 +459,7 @@ class Engine:
         for item in finished:
             live = self._live.get(item.request.id)
             if live is not None and live.request is item.request:
-                self._end(live, item.reason)
+                self._end(live, item.reason, error="the engine was closed" if self._closing else None)
 
     def _end(self, live: _Live, reason: FinishReason, text: str = "", tokens: tuple[int, ...] = (),
              error: str | None = None) -> None:  # fmt: skip
@@ -378,6 +496,7 @@ class Engine:
                     if isinstance(live.sink, _AsyncSink) and live.sink.loop is loop:
                         del self._live[request_id]
                         self.scheduler.abort(request_id, self.clock())
+        self.after_step()
 
     def _fail(self, error: BaseException) -> None:
         with self._wake:
@@ -386,7 +505,7 @@ class Engine:
         for item in inbox:
             if isinstance(item, _Live):
                 item.sink.refuse(self._gone())
-            elif not isinstance(item, str):
+            elif not isinstance(item, tuple):
                 item()
         for live in list(self._live.values()):
             self._end(live, FinishReason.ERROR, error=f"{type(error).__name__}: {error}")

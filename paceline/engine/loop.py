@@ -42,6 +42,7 @@ class Loop:
         self.sync = sync
         self.trace = trace
         self._launched: deque[_Launched] = deque()
+        self._awaited: Plan | None = None
 
     def step(self) -> Updates | None:
         """Launches what can be launched and commits the oldest pass. None if there was nothing to commit."""
@@ -60,11 +61,18 @@ class Loop:
         if not self._launched:
             return None
         one = self._launched.popleft()
+        self._awaited = one.plan
         result = one.result or one.pending.wait()
+        self._awaited = None
         now = self.clock()
         if self.trace is not None:
             self.trace("commit", one.plan.step, now)
         return self.scheduler.commit(one.plan, result.tokens, now, result.device_s, result.counts)
+
+    @property
+    def oldest_plan(self) -> Plan | None:
+        """What is in flight, or waited for: None if nothing is. May be asked from any thread."""
+        return self._awaited
 
     def drain(self) -> int:
         """Steps until nothing is left to do. Returns how many passes were committed."""

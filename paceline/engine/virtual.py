@@ -1,10 +1,15 @@
-"""The virtual GPU: it charges a step-time model to a virtual clock and computes nothing.
+"""The virtual GPU: it charges a step-time model to a clock and computes nothing.
 
-The scheduler behind it is the real one, so a run shows what the real one would decide on such a device.
+The scheduler behind it is the real one, so a run shows what the real one would decide on such a device. On a
+`VirtualClock` a day passes in seconds; on a `WallClock` passes take as long as they would, and a server on it behaves
+like one with a GPU.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import time
+import zlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -18,6 +23,14 @@ from paceline.scheduler.step_time import StepTime
 SMALL_MODEL_H200 = StepTime(
     base=0.9e-3, per_prefill_token=3.0e-6, per_decode=2.0e-6, per_context_token=114_688 / 4.2e12
 )
+
+
+class Clock(Protocol):
+    @property
+    def now(self) -> float: ...
+
+    def advance_to(self, time: float) -> None:
+        """Lets time pass until then; nothing if it is later already."""
 
 
 class PassTime(Protocol):
@@ -43,8 +56,21 @@ class VirtualClock:
         self.now = max(self.now, time)
 
 
+class WallClock:
+    """Real time: whoever waits for a pass sleeps until it would have ended."""
+
+    @property
+    def now(self) -> float:
+        return time.monotonic()
+
+    def advance_to(self, time_: float) -> None:
+        seconds = time_ - time.monotonic()
+        if seconds > 0:
+            time.sleep(seconds)
+
+
 class _VirtualPending:
-    def __init__(self, clock: VirtualClock, ends: float, result: Result) -> None:
+    def __init__(self, clock: Clock, ends: float, result: Result) -> None:
         self._clock = clock
         self._ends = ends
         self._result = result
@@ -59,10 +85,11 @@ class VirtualExecutor:
 
     def __init__(
         self,
-        clock: VirtualClock,
+        clock: Clock,
         step_time: PassTime = SMALL_MODEL_H200,
         tokens: Callable[[Plan], np.ndarray] | None = None,
     ) -> None:
+        """`tokens`: what a plan's sampling rows yield; zeros if not given."""
         self._clock = clock
         self._step_time = step_time
         self._tokens = tokens
@@ -80,3 +107,72 @@ class VirtualExecutor:
         count = int(np.count_nonzero(plan.samples))
         tokens = np.zeros(count, np.int32) if self._tokens is None else self._tokens(plan)
         return _VirtualPending(self._clock, self._idle_from, Result(tokens, seconds, idle_s=idle_s))
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
+def slowed(step_time: StepTime, factor: float) -> StepTime:
+    return StepTime(*(value * factor for value in dataclasses.astuple(step_time)))
+
+
+_NEVER = 1 << 40
+
+
+class VirtualTokens:
+    """What a virtual model says: after the same prompt always the same, whatever runs beside it or was retracted.
+
+    So a client can tell a lost or repeated token from a right one. An answer ends by itself after 16 to 255 tokens,
+    at a place that depends on the prompt too.
+    """
+
+    def __init__(self, max_running: int, first: int, vocab_size: int, end: int) -> None:
+        """Tokens are drawn from `first` on; `end` ends an answer."""
+        self._first, self._count, self._end = first, vocab_size - first, end
+        self._base = np.zeros(max_running, np.int64)
+        self._ends = np.zeros(max_running, np.int64)  # position at which the answer of this slot ends
+
+    def __call__(self, plan: Plan) -> np.ndarray:
+        for join in plan.joins:
+            prompt = join.request.prompt
+            self._base[join.slot] = zlib.crc32(prompt.tobytes())
+            ends = _NEVER if join.request.params.ignore_eos else self.length(prompt)
+            self._ends[join.slot] = len(prompt) + ends
+        rows = np.flatnonzero(plan.samples)
+        slots = plan.slots[rows]
+        positions = plan.starts[rows].astype(np.int64) + plan.lengths[rows]
+        tokens = self._first + (self._base[slots] + 7919 * positions) % self._count
+        tokens[positions >= self._ends[slots]] = self._end
+        return tokens.astype(np.int32)
+
+    @staticmethod
+    def length(prompt: np.ndarray) -> int:
+        """Tokens of the answer to this prompt, before the one that ends it."""
+        return 16 + zlib.crc32(prompt.tobytes(), 1) % 240
+
+    def answer(self, prompt: np.ndarray, num_tokens: int) -> list[int]:
+        """The first tokens after `prompt` if its end is ignored, one by one: the plain twin of the above."""
+        base = zlib.crc32(prompt.tobytes())
+        return [
+            self._first + (base + 7919 * position) % self._count
+            for position in range(len(prompt), len(prompt) + num_tokens)
+        ]
+
+
+class ClockTokens:
+    """Tokens that tell when their pass ended, in steps of `TICK_S`: whoever receives one knows how late it is."""
+
+    TICK_S = 0.0005
+
+    def __init__(self, first: int, vocab_size: int, ends: Callable[[], float]) -> None:
+        """`ends`: when the pass being launched will end."""
+        self._first, self._count, self._ends = first, vocab_size - first, ends
+
+    def __call__(self, plan: Plan) -> np.ndarray:
+        token = self._first + int(self._ends() / self.TICK_S) % self._count
+        return np.full(int(np.count_nonzero(plan.samples)), token, np.int32)
+
+    def age(self, token: int, now: float) -> float:
+        """Seconds between the end of the token's pass and `now`."""
+        ticks = (int(now / self.TICK_S) - (token - self._first)) % self._count
+        return ticks * self.TICK_S

@@ -56,6 +56,7 @@ class Counters:
     evicted_pages: int = 0
     duplicate_pages: int = 0
     overtakes: int = 0
+    device_s: float = 0.0  # of passes that were committed, where it is measured
     repairs: int = 0  # times the books did not add up and were opened anew
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 

@@ -22,7 +22,7 @@ from paceline.config import SchedulerConfig
 from paceline.request import FinishReason, InvalidRequest, Phase, Refused, Request, as_tokens
 from paceline.scheduler.acceptance import accept
 from paceline.scheduler.admission import Admission
-from paceline.scheduler.budget import OutputLengths
+from paceline.scheduler.budget import Ints, OutputLengths
 from paceline.scheduler.explain import explain
 from paceline.scheduler.invariants import find_faults
 from paceline.scheduler.journal import Counters, Journal, Kind
@@ -106,6 +106,10 @@ class Scheduler:
         namespace = (request.tenant, request.cache_salt, request.adapter)
         usable = self.memory.num_cacheable_pages(request) * self.config.page_size
         return min(usable, self.memory.tree.match(namespace, request.prompt.tobytes()))
+
+    def expected_remaining(self, generated: Ints, most: Ints) -> Ints:
+        """Further tokens of requests that have `generated` so far and can have `most` more, as the last ones went."""
+        return self._lengths.expected_remaining(generated, most)
 
     def explain(self, request_id: str) -> str:
         """In a sentence: what this request is doing, and what would have to happen for it to go on."""
@@ -435,6 +439,7 @@ class Scheduler:
         one = self._passes.popleft()
         assert one.plan is plan, "passes are committed in the order they were planned"
         if device_s is not None:
+            self.counters.device_s += device_s
             self.step_time.observe(plan, device_s)
         sampled = one.sampled
         if counts is not None:

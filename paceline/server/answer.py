@@ -11,12 +11,15 @@ from paceline.engine.output import Piece
 from paceline.engine.output import Usage as EngineUsage
 from paceline.request import FinishReason
 from paceline.server.client import Job
-from paceline.server.errors import ApiError, engine_failed, shutting_down
+from paceline.server.errors import ApiError, aborted, engine_failed, shutting_down
 from paceline.server.types import CachedTokens, GenerationRequest, Usage
 
 
 class Answer(Protocol):
     """How one request is answered; bytes are JSON objects, without what HTTP puts around them."""
+
+    @property
+    def id(self) -> str: ...
 
     @property
     def prompt_field(self) -> str:
@@ -53,8 +56,8 @@ def finish_reason_of(piece: Piece) -> str | None:
         return None
     if reason in (FinishReason.STOP, FinishReason.LENGTH):
         return reason.value
-    if reason is FinishReason.ABORT:  # by the engine's end: a client that aborts is not there to be told
-        raise shutting_down()
+    if reason is FinishReason.ABORT:  # not by the client itself: it would not be there to be told
+        raise aborted() if piece.error is None else shutting_down()
     if reason is FinishReason.DEADLINE:
         raise ApiError("the request's time was up before it was answered: allow it more time.", status=504,
                        kind="server_error", code="deadline")  # fmt: skip

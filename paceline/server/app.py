@@ -1,7 +1,7 @@
-"""The HTTP app: which route does what.
+"""The HTTP app: the routes that generate, as plain ASGI; the others are Starlette's (`plain.py`).
 
-The two routes that generate are plain ASGI (`asgi.py`), the others Starlette. An answer's status is decided by its
-first piece: a request the engine refuses gets its error as a status, also when it asked for a stream.
+An answer's status is decided by its first piece: a request the engine refuses gets its error as a status, also when
+it asked for a stream.
 """
 
 from __future__ import annotations
@@ -9,19 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
 
-import msgspec
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
-from paceline import __version__
-from paceline.config import ServerConfig
-from paceline.engine.output import Usage
+from paceline.config import ServerConfig, Tenant
+from paceline.engine.output import Piece, Usage
 from paceline.server.answer import Answer, finish_reason_of, total_usage
 from paceline.server.asgi import (
     ClientGone,
@@ -35,39 +29,45 @@ from paceline.server.asgi import (
     unless_gone,
 )
 from paceline.server.chat import ChatAnswer
-from paceline.server.client import EngineClient
+from paceline.server.client import EngineClient, Job
 from paceline.server.completions import CompletionAnswer
-from paceline.server.errors import ApiError, api_error, unknown_model
-from paceline.server.types import ChatRequest, CompletionRequest, GenerationRequest, Model, ModelList, read_request
+from paceline.server.errors import ApiError, answer_to, shutting_down, unknown_model, wrong_method
+from paceline.server.limits import Keys
+from paceline.server.metrics import Tally
+from paceline.server.plain import Plain
+from paceline.server.types import ChatRequest, CompletionRequest, GenerationRequest, read_request
 from paceline.text.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.server")
 _LONG_BODY = 32_768  # bytes from which reading and tokenising would hold up other clients' tokens
+MAX_SALT_CHARACTERS = 256
 
 
 class App:
     """An ASGI app that serves one model."""
 
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer, config: ServerConfig, *, name: str, max_tokens: int
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        config: ServerConfig,
+        *,
+        name: str,
+        keys: Keys | None = None,
+        tally: Tally | None = None,
+        worker: str = "front-end-0",
+        tell: Callable[..., None] | None = None,
     ) -> None:
-        """`max_tokens`: of a prompt and its output together, by the model's context and the engine's memory."""
+        """`tell` takes what concerns the other front ends too; without one this is the only one."""
         self._client, self._tokenizer, self._config, self._name = client, tokenizer, config, name
-        self._max_tokens = max_tokens
-        self._model = Model(name, int(time.time()), max_tokens)
+        self._keys = keys or Keys((), config.admin_key)
+        self._tally = tally or Tally()
+        self.draining = False  # new requests are refused
         self._generating: dict[str, Callable[[bytes], Answer]] = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._completion,
         }
-        self._plain = Starlette(
-            routes=[
-                Route("/", self._root),
-                Route("/health", self._health),
-                Route("/v1/models", self._models),
-                Route("/v1/models/{name:path}", self._one_model),
-            ],
-            exception_handlers={HTTPException: _http_error, ApiError: _plain_error, Exception: _plain_error},
-        )
+        self._plain = Plain(self, client, tokenizer, config, name, self._keys, self._tally, worker, tell)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         read = self._generating.get(scope["path"]) if scope["type"] == "http" else None
@@ -76,21 +76,39 @@ class App:
         else:
             await self._generate(read, scope, receive, send)
 
-    # ------------------------------------------------------------------ generating
+    # ------------------------------------------------------------------ before there is an answer
 
     async def _generate(self, read: Callable[[bytes], Answer], scope: Scope, receive: Receive, send: Send) -> None:
+        record = _Record(scope["path"])
         try:
             if scope["method"] != "POST":
-                raise _wrong_method(scope["method"], "POST")
-            body = await read_body(receive, self._config.max_body_bytes)
+                raise wrong_method(scope["method"], "POST")
+            headers = dict(scope["headers"])
+            tenant = self._keys.tenant(headers)
+            record.tenant = tenant.name
+            if self.draining:
+                raise shutting_down()
+            body = await read_body(receive, self._config.max_body_bytes, self._config.body_s)
             answer = await asyncio.to_thread(read, body) if len(body) > _LONG_BODY else read(body)
-            self._check_fits(answer)
-            respond = self._stream if answer.request.stream else self._whole
-            await unless_gone(receive, respond(answer, send))
+            record.begin(answer)
+            jobs = self._jobs(answer, tenant, headers)
+            self._tally.streams += 1
+            try:
+                respond = self._stream if answer.request.stream else self._whole
+                await unless_gone(receive, respond(answer, jobs, record, scope, send))
+            finally:
+                self._tally.streams -= 1
         except ClientGone:
-            log.debug("%s: the client went away", scope["path"])
+            self._tally.disconnects += 1
+            record.end = "the client went away"
         except Exception as error:
-            await send_error(send, _answer_to(error))
+            known = answer_to(error)
+            record.status, record.end = known.status, known.code or "error"
+            await send_error(send, known)
+        if record.status is not None:
+            self._tally.responses[record.route, record.status] += 1
+        if log.isEnabledFor(logging.INFO):
+            log.info("request", extra={"fields": record.fields(self._tokenizer if self._config.log_prompts else None)})
 
     def _chat(self, body: bytes) -> Answer:
         request = read_request(body, ChatRequest)
@@ -106,104 +124,146 @@ class App:
         if request.model != self._name:
             raise unknown_model(request.model, self._name)
 
+    def _jobs(self, answer: Answer, tenant: Tenant, headers: dict[bytes, bytes]) -> Sequence[Job]:
+        """The answer's jobs, on this tenant's account and terms."""
+        request = answer.request
+        priority, salt = request.priority or 0, request.cache_salt or ""
+        if priority > tenant.max_priority:
+            raise ApiError(f"priority is {priority}: {tenant.max_priority} is the highest for tenant {tenant.name}.",
+                           param="priority", code="invalid_value")  # fmt: skip
+        if abs(priority) >= 2**31:
+            raise ApiError(f"priority is {priority}: give a number of 32 bits.", param="priority")
+        if len(salt) > MAX_SALT_CHARACTERS:
+            raise ApiError(f"cache_salt has {len(salt)} characters: give at most {MAX_SALT_CHARACTERS}.",
+                           param="cache_salt", code="invalid_value")  # fmt: skip
+        timeout = _timeout(request, headers)
+        self._check_fits(answer)
+        return [
+            replace(
+                job,
+                tenant=tenant.name,
+                priority=priority,
+                timeout_s=timeout,
+                cache_salt=salt,
+                at_once=not request.stream,
+            )
+            for job in answer.jobs
+        ]
+
     def _check_fits(self, answer: Answer) -> None:
         # The engine would refuse it too. But of several prompts the first may be streaming by then, and the error
         # would come too late to be a status.
+        most_tokens = self._client.served.max_tokens
         for index, job in enumerate(answer.jobs):
             most = job.params.max_tokens or 1
-            if len(job.prompt) + most > self._max_tokens:
+            if len(job.prompt) + most > most_tokens:
                 which = "the prompt" if len(answer.jobs) == 1 else f"prompt[{index}]"
                 raise ApiError(
                     f"{which} has {len(job.prompt)} tokens and max_tokens is {job.params.max_tokens or 'not given'}: "
-                    f"together they may be {self._max_tokens}; shorten the prompt or lower max_tokens.",
+                    f"together they may be {most_tokens}; shorten the prompt or lower max_tokens.",
                     param=answer.prompt_field, code="context_length_exceeded",
                 )  # fmt: skip
 
-    async def _whole(self, answer: Answer, send: Send) -> None:
-        texts: list[list[str]] = [[] for _ in answer.jobs]
-        reasons = [""] * len(answer.jobs)
+    # ------------------------------------------------------------------ answers
+
+    async def _whole(self, answer: Answer, jobs: Sequence[Job], record: _Record, _: Scope, send: Send) -> None:
+        texts: list[list[str]] = [[] for _ in jobs]
+        reasons = [""] * len(jobs)
         usages: list[Usage] = []
-        async with aclosing(self._client.stream(answer.jobs)) as pieces:
+        async with aclosing(self._client.stream(jobs)) as pieces:
             async for index, piece in pieces:
                 texts[index].append(piece.text)
                 if (reason := finish_reason_of(piece)) is not None:
                     reasons[index] = reason
                     usages += [piece.usage] if piece.usage else []
+                    record.take(piece)
         body = answer.whole(["".join(parts) for parts in texts], reasons, total_usage(usages))
-        await send_json(send, 200, body)
+        record.status = 200
+        await send_json(send, 200, body, {"X-Request-Id": record.id})
 
-    async def _stream(self, answer: Answer, send: Send) -> None:
-        stream = EventStream(send)
+    async def _stream(self, answer: Answer, jobs: Sequence[Job], record: _Record, scope: Scope, send: Send) -> None:
+        stream = EventStream(send, scope, [(b"x-request-id", record.id.encode())])
         usages: list[Usage] = []
         try:
-            async with aclosing(self._client.stream(answer.jobs)) as pieces:
+            async with aclosing(self._client.stream(jobs)) as pieces:
                 async for index, piece in pieces:
                     reason = finish_reason_of(piece)
                     if not stream.started:
+                        record.status = 200
                         for chunk in answer.opening():
                             await stream.event(chunk)
                     if piece.text or reason is not None:  # a token may add no text: half a character, a stop string
                         await stream.event(answer.chunk(index, piece.text, reason))
-                    usages += [piece.usage] if piece.usage else []
+                    if reason is not None:
+                        usages += [piece.usage] if piece.usage else []
+                        record.take(piece)
         except Exception as error:
             if not stream.started:
                 raise
-            await stream.event(_answer_to(error).body())
+            known = answer_to(error)
+            record.end = known.code or "error"
+            await stream.event(known.body())
         else:
             if answer.request.include_usage:
                 await stream.event(answer.usage_chunk(total_usage(usages)))
             await stream.event(b"[DONE]")
         await stream.end()
 
-    # ------------------------------------------------------------------ the rest
 
-    async def _root(self, _: Request) -> Response:
-        return _json(
-            {"paceline": __version__, "model": self._name, "routes": [*self._generating, "/v1/models", "/health"]}
-        )
+class _Record:
+    """What the log says of a request."""
 
-    async def _health(self, _: Request) -> Response:
-        stats = await self._client.stats()
-        status = "ok" if stats.failure is None else "failed"
-        return _json({"status": status, "model": self._name, **msgspec.to_builtins(stats)},
-                     200 if stats.failure is None else 503)  # fmt: skip
+    def __init__(self, route: str) -> None:
+        self.route = route
+        self.id = ""
+        self.tenant = ""
+        self.status: int | None = None
+        self.end = ""
+        self._began = time.monotonic()
+        self._prompts: list[Sequence[int]] = []
+        self._num_tokens = 0
+        self._first_token_s: float | None = None
+        self._queue_s: float | None = None
 
-    async def _models(self, _: Request) -> Response:
-        return _json(ModelList([self._model]))
+    def begin(self, answer: Answer) -> None:
+        self.id = answer.id
+        self._prompts = [job.prompt for job in answer.jobs]
 
-    async def _one_model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        if name != self._name:
-            raise unknown_model(name, self._name)
-        return _json(self._model)
+    def take(self, piece: Piece) -> None:
+        """The last of one of its jobs."""
+        self.end = piece.finish_reason or ""
+        if piece.usage is not None:
+            self._num_tokens += piece.usage.completion_tokens
+        if piece.timings is not None:
+            self._first_token_s, self._queue_s = piece.timings.first_token_s, piece.timings.admitted_s
 
-
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
-def _answer_to(error: Exception) -> ApiError:
-    known = api_error(error)
-    if known.status == 500:
-        log.error("a request failed", exc_info=error)
-    return known
-
-
-def _wrong_method(method: str, allowed: str) -> ApiError:
-    return ApiError(f"method is {method}: use {allowed}.", status=405, code="method_not_allowed",
-                    headers={"Allow": allowed})  # fmt: skip
-
-
-async def _plain_error(_: Request, error: Exception) -> Response:
-    known = _answer_to(error)
-    return Response(known.body(), known.status, known.headers, media_type="application/json")
+    def fields(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "id": self.id, "route": self.route, "tenant": self.tenant, "status": self.status, "end": str(self.end),
+            "prompt_tokens": sum(map(len, self._prompts)), "completion_tokens": self._num_tokens,
+            "queue_ms": _ms(self._queue_s), "first_token_ms": _ms(self._first_token_s),
+            "total_ms": _ms(time.monotonic() - self._began),
+        }  # fmt: skip
+        if tokenizer is not None:
+            found["prompts"] = [tokenizer.decode(prompt, skip_special=False) for prompt in self._prompts]
+        return {name: value for name, value in found.items() if value not in (None, "")}
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "registered for nothing else"
-    if error.status_code == 405:
-        return await _plain_error(request, _wrong_method(request.method, (error.headers or {}).get("Allow", "GET")))
-    message = error.detail
-    if error.status_code == 404:
-        message = f"{request.url.path} is no route of this server: see / for those it has."
-    return await _plain_error(request, ApiError(message, status=error.status_code, code="not_found"))
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 1)
+
+
+def _timeout(request: GenerationRequest, headers: dict[bytes, bytes]) -> float | None:
+    given: float | None = request.deadline_ms
+    name = "deadline_ms"
+    if given is None and b"x-deadline-ms" in headers:
+        name, text = "X-Deadline-Ms", headers[b"x-deadline-ms"]
+        try:
+            given = float(text)
+        except ValueError:
+            given = float("nan")
+    if given is None:
+        return None
+    if not 0 < given <= 1e10:
+        raise ApiError(f"{name} is {given:g}: give milliseconds, more than 0.", param=name, code="invalid_value")
+    return given / 1e3

@@ -1,37 +1,57 @@
-"""The one door between HTTP and the engine.
+"""The one door between HTTP and the engine: jobs go in as token ids and parameters, pieces come out.
 
-The app knows nothing of an engine but this protocol: jobs go in as token ids and parameters, pieces come out. All of
-it could be sent through a socket, so the engine may move into a process of its own without the app noticing.
+The app knows nothing of an engine but this protocol. Two things keep it: `RemoteClient`, whose engine is another
+process, and `LocalClient`, its plain twin. All that goes through is data.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Any, Protocol
 
-from paceline.engine.engine import Engine
+import msgspec
+
 from paceline.engine.output import Piece
 from paceline.request import SamplingParams
-from paceline.scheduler import Scheduler
+from paceline.server.metrics import Family
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One prompt to be continued."""
+    """One prompt to be continued, and on whose account."""
 
     id: str
     prompt: Sequence[int]
     params: SamplingParams
+    tenant: str = "default"
+    priority: int = 0  # larger goes first
+    timeout_s: float | None = None
+    cache_salt: str = ""
+    at_once: bool = False  # nobody reads before the end: one piece will do
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The model behind the door."""
+
+    name: str
+    family: str
+    num_parameters: int
+    dtype: str
+    device: str
+    vocab_size: int
+    context_tokens: int
+    max_tokens: int  # of a prompt and its output together, by context and memory
+    max_running: int
+    kv_tokens: int
+    kv_bytes_per_token: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
     """What the engine is doing now, and what it has done since it started."""
 
-    failure: str | None = None  # why it serves no more, if that is so; then nothing else is known
     num_running: int = 0
     num_waiting: int = 0
     num_finished: Mapping[str, int] = field(default_factory=dict)  # by reason
@@ -39,72 +59,128 @@ class Stats:
     kv_tokens_free: int = 0  # empty, or a cached prefix that nobody is using
 
 
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether tokens can be made. Answered at once, whatever the engine is busy with."""
+
+    failure: str | None = None  # why not
+    num_passes: int = 0  # so far
+    idle: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RequestState:
+    """One request that has not ended."""
+
+    id: str
+    tenant: str
+    state: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    max_tokens: int
+    age_s: float
+    priority: int
+    retractions: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class PinState:
+    name: str
+    num_tokens: int
+    expires_in_s: float | None
+
+
+# What may be asked, and of which type the answer is.
+class _Question(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class GetHealth(_Question, frozen=True):
+    pass
+
+
+class GetStats(_Question, frozen=True):
+    pass
+
+
+class GetRequests(_Question, frozen=True):
+    """Of one tenant, or of all; with an id, those that belong to that answer."""
+
+    tenant: str | None = None
+    id: str | None = None
+    limit: int = 1000
+
+
+class AbortRequests(_Question, frozen=True):
+    """Those that belong to the answer of this id. Answers how many there were."""
+
+    id: str
+    tenant: str | None = None
+
+
+class GetMetrics(_Question, frozen=True):
+    pass
+
+
+class FlushCache(_Question, frozen=True):
+    """Answers how many tokens of KV memory came free."""
+
+
+class GetPins(_Question, frozen=True):
+    pass
+
+
+class PinPrefix(_Question, frozen=True):
+    """Answers how many tokens are pinned."""
+
+    name: str
+    prompt: list[int]
+    expires_in_s: float | None = None
+    tenant: str = "default"
+    cache_salt: str = ""
+
+
+class UnpinPrefix(_Question, frozen=True):
+    name: str
+
+
+Question = (
+    GetHealth | GetStats | GetRequests | AbortRequests | GetMetrics | FlushCache | GetPins | PinPrefix | UnpinPrefix
+)
+ANSWERS: dict[type, Any] = {
+    GetHealth: Health,
+    GetStats: Stats,
+    GetRequests: list[RequestState],
+    AbortRequests: int,
+    GetMetrics: list[Family],
+    FlushCache: int,
+    GetPins: list[PinState],
+    PinPrefix: int,
+    UnpinPrefix: None,
+}
+
+
 class EngineClient(Protocol):
+    @property
+    def served(self) -> Served:
+        """Raises EngineFailed while there is none."""
+
+    @property
+    def loading(self) -> bool:
+        """Whether there is none because it is still being loaded."""
+
     def stream(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Piece], None]:
         """The pieces of all jobs as they come, each with its job's place in `jobs`. Raises when one is refused.
         Leaving the iteration early, in whatever way, aborts what has not ended."""
 
-    async def stats(self) -> Stats: ...
+    async def ask(self, question: Question) -> Any: ...
 
     async def close(self) -> None:
         """Aborts what is running and ends the engine."""
 
 
-class LocalClient:
-    """An engine in this process."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    async def stream(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Piece], None]:
-        if len(jobs) == 1:  # nearly always: no tasks and no second queue
-            async with aclosing(self._one(jobs[0])) as pieces:
-                async for piece in pieces:
-                    yield 0, piece
-            return
-        queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._pump(index, job, queue)) for index, job in enumerate(jobs)]
-        try:
-            num_left = len(jobs)
-            while num_left:
-                index, item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                num_left -= item.finish_reason is not None
-                yield index, item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # what they had to say is in the queue
-
-    async def stats(self) -> Stats:
-        failure = self._engine.failure
-        if failure is not None:
-            return Stats(failure=f"{type(failure).__name__}: {failure}")
-        return await asyncio.wrap_future(self._engine.ask(_stats))
-
-    async def close(self) -> None:
-        await asyncio.to_thread(self._engine.close)
-
-    def _one(self, job: Job) -> AsyncGenerator[Piece, None]:
-        pieces = self._engine.stream(job.prompt, job.params, request_id=job.id)
-        return cast("AsyncGenerator[Piece, None]", pieces)  # it says less of itself: that it can be iterated
-
-    async def _pump(self, index: int, job: Job, queue: asyncio.Queue[tuple[int, Piece | Exception]]) -> None:
-        try:
-            async with aclosing(self._one(job)) as pieces:
-                async for piece in pieces:
-                    queue.put_nowait((index, piece))
-        except Exception as error:
-            queue.put_nowait((index, error))
-
-
-def _stats(scheduler: Scheduler) -> Stats:
-    page_size = scheduler.config.page_size
-    return Stats(
-        num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting,
-        num_finished={reason.value: count for reason, count in scheduler.counters.finished.items()},
-        kv_tokens=scheduler.config.num_pages * page_size,
-        kv_tokens_free=scheduler.memory.num_available_pages * page_size,
-    )
+def answer_of(request_id: str) -> str:
+    """The answer that a request belongs to: `cmpl-1f-0` is a part of `cmpl-1f`."""
+    return request_id.rpartition("-")[0] if request_id.count("-") == 2 else request_id

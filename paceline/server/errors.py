@@ -6,6 +6,8 @@ is our own bug and answered with 500, without telling the client more than that.
 
 from __future__ import annotations
 
+import logging
+import math
 import re
 from collections.abc import Mapping
 
@@ -14,8 +16,9 @@ import msgspec
 from paceline.engine.engine import EngineFailed
 from paceline.request import InvalidRequest, PacelineError, Refused
 
+log = logging.getLogger("paceline.server")
 _NAMED = re.compile(r"^([a-z_]+)[\w\[\].]* (?:is|has)\b")  # how our messages begin: the field, then what it is
-RETRY_AFTER_S = 1  # until the server can tell from its queue how long it will take
+_RETRY_AFTER_S = 1.0  # where nobody can tell how long it will take
 
 
 class ApiError(PacelineError):
@@ -50,7 +53,7 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(message, param=named[1] if named else None, code="invalid_value")
     if isinstance(error, Refused) and error.retry:
         return ApiError(message, status=429, kind="rate_limit_error", code="queue_full",
-                        headers={"Retry-After": str(RETRY_AFTER_S)})  # fmt: skip
+                        headers=_retry_after(error.retry_after_s))  # fmt: skip
     if isinstance(error, Refused):
         return ApiError(message, code="context_length_exceeded")
     if isinstance(error, EngineFailed):
@@ -59,18 +62,40 @@ def api_error(error: Exception) -> ApiError:
                     code="internal_error")  # fmt: skip
 
 
+def _retry_after(seconds: float | None) -> dict[str, str]:
+    return {"Retry-After": str(max(1, math.ceil(_RETRY_AFTER_S if seconds is None else seconds)))}
+
+
 def engine_failed(message: str) -> ApiError:
-    return ApiError(message, status=503, kind="server_error", code="engine_failed")
+    return ApiError(message, status=503, kind="server_error", code="engine_failed", headers=_retry_after(None))
+
+
+def aborted() -> ApiError:
+    return ApiError("the request was aborted: somebody deleted it.", status=409, kind="server_error", code="aborted")
 
 
 def shutting_down() -> ApiError:
     return ApiError(
         "the server is shutting down: send the request again, to another one or later.",
-        status=503, kind="server_error", code="shutting_down",
+        status=503, kind="server_error", code="shutting_down", headers={"Retry-After": "1", "Connection": "close"},
     )  # fmt: skip
 
 
+def answer_to(error: Exception) -> ApiError:
+    """As `api_error`, and the log says more of what is our own mistake."""
+    known = api_error(error)
+    if known.status == 500:
+        log.error("a request failed", exc_info=error)
+    return known
+
+
+def wrong_method(method: str, allowed: str) -> ApiError:
+    return ApiError(f"method is {method}: use {allowed}.", status=405, code="method_not_allowed",
+                    headers={"Allow": allowed})  # fmt: skip
+
+
 def unknown_model(name: str, served: str) -> ApiError:
+    name = name if len(name) <= 80 else f"{name[:77]}..."
     return ApiError(
         f"model is {name!r}, which is not served here: use {served!r}.",
         status=404, param="model", code="model_not_found",

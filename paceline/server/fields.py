@@ -48,7 +48,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
     "service_tier": ("auto", "default"),
-    "priority": (0,),
     "chat_template_kwargs": ({},),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),

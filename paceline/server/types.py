@@ -6,7 +6,7 @@ Types and presence are checked here; ranges are checked where the values are use
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -38,6 +38,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    priority: int | None = None
+    deadline_ms: float | None = None
+    cache_salt: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -154,7 +157,31 @@ class ModelList(msgspec.Struct):
     object: str = "list"
 
 
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+class CacheAction(msgspec.Struct, kw_only=True):
+    """`/admin/cache`: forget what nobody uses, or keep a prefix from eviction."""
+
+    action: Literal["flush", "pin", "unpin"]
+    name: str | None = None
+    prompt: str | list[int] | None = None
+    expires_in_s: float | None = None
+    tenant: str = "default"
+    cache_salt: str = ""
+
+
 _Request = TypeVar("_Request", bound=GenerationRequest)
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _WRONG_TYPE = re.compile(r"^Expected `(?P<wanted>.+?)`, got `.+?`(?: - at `\$\.?(?P<path>.*?)`)?$")
 _MISSING = re.compile(r"^Object missing required field `(?P<name>\w+)`")
 _WORDS = {"str": "a string", "int": "a whole number", "float": "a number", "bool": "true or false",
@@ -162,7 +189,16 @@ _WORDS = {"str": "a string", "int": "a whole number", "float": "a number", "bool
 
 
 def read_request(body: bytes, kind: type[_Request]) -> _Request:
-    """A request out of its JSON; an ApiError says what is wrong with it."""
+    """A request to generate, out of its JSON; an ApiError says what is wrong with it."""
+    request = read_struct(body, kind)
+    if request.stream_options is not None and not request.stream:
+        raise ApiError("stream_options is given and stream is not true: leave it out, or stream.",
+                       param="stream_options")  # fmt: skip
+    return request
+
+
+def read_struct(body: bytes, kind: type[_Struct]) -> _Struct:
+    """As above, for any struct."""
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -171,13 +207,9 @@ def read_request(body: bytes, kind: type[_Request]) -> _Request:
         raise ApiError(f"the body is {short(found)}: send one JSON object.", code="invalid_json")
     fields = supported(found, kind.__struct_fields__)
     try:
-        request = msgspec.convert(fields, kind)
+        return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise _explained(str(error), fields) from None
-    if request.stream_options is not None and not request.stream:
-        raise ApiError("stream_options is given and stream is not true: leave it out, or stream.",
-                       param="stream_options")  # fmt: skip
-    return request
 
 
 def _explained(message: str, fields: dict[str, Any]) -> ApiError:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from paceline.request import InvalidRequest
+from paceline.request import InvalidRequest, SamplingParams
 from paceline.text.detokenize import Detokenizer
 from paceline.text.tokenizer import Tokenizer
 
 MAX_STOPS = 64
+_SURROGATES, _NUM_SURROGATES = 0xD800, 0x800  # characters that cannot be written as UTF-8
 MAX_STOP_CHARACTERS = 4096  # of all stop strings of a request together
 
 
@@ -128,6 +129,11 @@ class TextStream:
         self._scanner = StopScanner(stop, include_stop=include_stop) if stop else None
         self.num_tokens = 0  # ids taken; after a stop string, up to and with the one that completed it
 
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, params: SamplingParams) -> TextStream:
+        """The text of a request with these parameters."""
+        return cls(tokenizer, stop=params.stop, min_tokens=params.min_tokens)
+
     @property
     def matched(self) -> str | None:
         """The stop string that ended the text, if one did."""
@@ -156,3 +162,22 @@ class TextStream:
         if self._scanner.matched is not None:
             return ""
         return self._scanner.push(rest) + self._scanner.flush()
+
+
+class TokenText:
+    """Ids dressed as text, one character an id, for an engine whose text is made elsewhere. What reads it sees exactly
+    the ids that are text: stop tokens are not among them."""
+
+    matched: str | None = None
+
+    def push(self, ids: Iterable[int]) -> str:
+        return "".join([chr(index if index < _SURROGATES else index + _NUM_SURROGATES) for index in ids])
+
+    def close(self) -> str:
+        return ""
+
+    @staticmethod
+    def ids(text: str) -> list[int]:
+        """The ids that were pushed."""
+        codes = map(ord, text)
+        return [code if code < _SURROGATES else code - _NUM_SURROGATES for code in codes]

@@ -158,7 +158,8 @@ def test_serve_offers_every_option_there_is() -> None:
     for config in (ServerConfig, EngineConfig, SchedulerConfig):
         for item in dataclasses.fields(config):
             assert f"--{item.name.replace('_', '-')} " in text, item.name
-    for group in ("Server", "Engine", "Memory", "A forward pass", "Order of requests", "Limits", "Other"):
+    for group in ("Server", "Limits for clients", "Logs", "Engine", "Memory", "A forward pass", "Order of requests",
+                  "Limits of the queue", "Other"):  # fmt: skip
         assert f"─ {group} ─" in text
 
 

@@ -6,15 +6,18 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterable
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
+from paceline.config import EngineConfig
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine, EngineFailed
 from paceline.engine.output import Piece
+from paceline.engine.virtual_build import build_virtual
 from paceline.llm import LLM
-from paceline.request import FinishReason, InvalidRequest, Refused, SamplingParams
+from paceline.request import FinishReason, InvalidRequest, PacelineError, Refused, SamplingParams
 from paceline.text.stop import TextStream
 
 LONG = SamplingParams(temperature=0, max_tokens=600, ignore_eos=True)
@@ -332,3 +335,37 @@ def test_dropping_the_llm_ends_its_threads() -> None:
     thread = llm.engine._thread
     del llm
     assert not thread.is_alive()
+
+
+def test_an_abort_takes_effect_within_two_steps() -> None:
+    """Counted in passes, from the moment the engine learns of it: seconds depend on the machine."""
+    engine = build_virtual(EngineConfig(executor="virtual"), {"num_pages": 4096})
+    took: SimpleQueue[int] = SimpleQueue()
+
+    class Leaver:
+        wants_all_at_once = False
+
+        def __init__(self, request_id: str) -> None:
+            self.request_id, self.num_pieces, self.left_at = request_id, 0, 0
+
+        def put(self, piece: Piece) -> None:
+            self.num_pieces += 1
+            if piece.finish_reason is not None:
+                assert piece.finish_reason is FinishReason.ABORT
+                took.put(engine.progress.num_passes - self.left_at)
+            elif self.num_pieces == 10:
+                self.left_at = engine.progress.num_passes
+                engine.abort(self.request_id)
+
+        def refuse(self, error: PacelineError) -> None:
+            raise AssertionError(error)
+
+    try:
+        for number in range(20):
+            sink = Leaver(f"r-{number}")
+            engine.submit([number + 1] * 40, SamplingParams(max_tokens=3000, ignore_eos=True), sink=sink,
+                          request_id=sink.request_id)  # fmt: skip
+        assert all(took.get(timeout=20) <= 2 for _ in range(20))
+        assert engine.ask(lambda scheduler: scheduler.memory.num_available_pages).result() == 4096
+    finally:
+        engine.close()

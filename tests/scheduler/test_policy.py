@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from paceline.config import POLICIES
 from paceline.request import Request
-from paceline.scheduler import Scheduler
+from paceline.scheduler import Scheduler, StepTime
 from paceline.testing import Harness
 from tests.helpers import admissions, harness, prompt, request, scheduler
 
@@ -381,3 +381,40 @@ def test_what_has_gone_is_forgotten(policy: str) -> None:
     del gone, one
     gc.collect()
     assert sum(ref() is not None for ref in watched) <= 64, "somebody holds requests that have gone"
+
+
+def times_of_victim(hostile: int, share: float) -> list[float]:
+    """Seconds from arrival to end of a steady tenant's requests, on a share of the device and its slots, beside another
+    tenant that always has `hostile` requests waiting."""
+    slow = 1 / share
+    subject = Harness(
+        scheduler(num_pages=8192, page_size=16, max_running=int(32 * share), max_batch_tokens=512, chunk_tokens=256),
+        step_time=StepTime(1e-3 * slow, 1e-5 * slow, 1e-5 * slow, 1e-8 * slow),
+        checked=False,
+    )
+    rng, numbers, arrival = random.Random(0), itertools.count(), 0.3
+
+    def add(tenant: str) -> None:
+        number = next(numbers)
+        tokens = [(number * 7919 + index) % 60_000 for index in range(400)]
+        subject.add(request(tokens, rng.randint(50, 150), id=f"{tenant}-{number}", tenant=tenant))
+
+    for _ in range(60):
+        while subject.clock() < arrival:
+            while subject.scheduler.num_waiting < hostile:
+                add("hostile")
+            if subject.step() is None:
+                subject.clock.advance_to(arrival)
+        add("victim")
+        arrival += rng.expovariate(20)
+    victims = [one for one in subject.requests.values() if one.tenant == "victim"]
+    while not all(one.is_finished for one in victims):
+        subject.step()
+    return sorted((one.finished or math.inf) - one.arrival for one in victims)
+
+
+def test_a_hostile_tenant_costs_its_victim_no_more_than_its_fair_share() -> None:
+    """Beside a flood, the victim's p99 stays within twice that of being alone on half the device."""
+    alone, beside = times_of_victim(0, share=0.5), times_of_victim(50, share=1.0)
+    p99 = int(0.99 * len(alone))
+    assert beside[p99] <= 2 * alone[p99], f"alone {alone[p99]:.3f} s, beside the flood {beside[p99]:.3f} s"

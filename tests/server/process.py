@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import subprocess
@@ -11,6 +12,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+import psutil
 
 _START_S = 120  # loading, on a machine that does other things too
 
@@ -27,6 +30,18 @@ class Served:
     @property
     def output(self) -> str:
         return "".join(self.lines)
+
+    @property
+    def children(self) -> dict[str, list[int]]:
+        """Process ids by role: engine and front_end."""
+        found: dict[str, list[int]] = {"engine": [], "front_end": []}
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                line = " ".join(process.cmdline())
+                for role, module in (("engine", "paceline.server.engine_process"), ("front_end", "server.front_end")):
+                    if module in line:
+                        found[role].append(process.pid)
+        return found
 
     def signal(self, number: int) -> float:
         """Sends a signal and waits for the end. Returns the seconds it took."""

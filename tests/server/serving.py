@@ -9,12 +9,11 @@ from typing import Any
 
 import httpx
 
-from paceline.cli.loading import max_request_tokens
 from paceline.config import ServerConfig
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine
 from paceline.server.app import App
-from paceline.server.client import LocalClient
+from paceline.server.local import LocalClient
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hello there"}], "temperature": 0, "max_tokens": 6}
@@ -26,8 +25,7 @@ def tiny_engine(**options: Any) -> Engine:
 
 
 def app_of(engine: Engine, **config: Any) -> App:
-    return App(LocalClient(engine), engine.tokenizer, ServerConfig(**config), name="tiny",
-               max_tokens=max_request_tokens(engine))  # fmt: skip
+    return App(LocalClient(engine), engine.tokenizer, ServerConfig(**config), name="tiny")
 
 
 class Caller:

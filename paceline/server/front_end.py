@@ -1,0 +1,138 @@
+"""A front end's process: HTTP on one side, the engine's process on the other.
+
+It is started by the supervisor and listens to it on its standard input: where the engine is, that it is gone, that
+it is time to drain, and, by the end of the input, that the supervisor itself is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from paceline.config import ServerConfig, Tenant
+from paceline.engine.engine import EngineFailed
+from paceline.server.app import App
+from paceline.server.client import Served
+from paceline.server.connection import listen
+from paceline.server.errors import shutting_down
+from paceline.server.limits import Keys
+from paceline.server.logs import set_up_logs
+from paceline.server.metrics import Tally
+from paceline.server.remote import RemoteClient
+from paceline.text.synthetic import synthetic_tokenizer
+from paceline.text.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger("paceline.server")
+_LAST_WORDS_S = 2.0  # for streams to take their error, once the time to finish is over
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEndSetup:
+    """All that the process must know, as one line of JSON on its standard input."""
+
+    name: str
+    address: str  # where it hears from the engine
+    socket: int  # a descriptor that listens
+    model: str
+    tokenizer: str | int  # a model's path, or the size of a synthetic vocabulary
+    config: ServerConfig
+    tenants: tuple[Tenant, ...] = ()
+
+
+class _FrontEnd:
+    def __init__(self, setup: FrontEndSetup, tokenizer: Tokenizer) -> None:
+        self._setup = setup
+        self._client = RemoteClient(setup.name, setup.address, tokenizer)
+        self._tally = Tally()
+        self._app = App(
+            self._client, tokenizer, setup.config, name=setup.model, tally=self._tally, worker=setup.name,
+            keys=Keys(setup.tenants, setup.config.admin_key), tell=self._say,
+        )  # fmt: skip
+        self._ended = asyncio.Event()
+
+    async def serve(self, taken: socket.socket) -> None:
+        server = await listen(self._app, self._setup.config, taken, self._tally)
+        asyncio.create_task(self._obey())  # noqa: RUF006 (it ends with the process)
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(100_000, 20, 100)
+        self._say(listening=True)
+        await self._ended.wait()
+        server.close()
+        await self._client.close()
+
+    async def _obey(self) -> None:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=1 << 20)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        while line := await reader.readline():
+            message = json.loads(line)
+            if "up" in message:
+                self._client.connect(message["address"], msgspec.convert(message["up"], Served))
+            elif "down" in message:
+                self._client.lose(EngineFailed(message["down"]))
+            elif "loading" in message:
+                self._client.loading = True
+            elif "draining" in message:
+                self._app.draining = message["draining"]
+            elif "end" in message:
+                asyncio.create_task(self._end(message["end"]))  # noqa: RUF006 (it ends with the process)
+        os._exit(1)  # the supervisor is gone; the engine goes too
+
+    async def _end(self, seconds: float) -> None:
+        """Refuses new requests, lets running ones finish for so long, tells the rest, and ends."""
+        self._app.draining = True
+        deadline = asyncio.get_running_loop().time() + seconds
+        while self._tally.streams and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        self._client.end_all(shutting_down())
+        deadline = asyncio.get_running_loop().time() + _LAST_WORDS_S
+        while self._tally.streams and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        self._ended.set()
+
+    def _say(self, **what: Any) -> None:
+        sys.stdout.write(json.dumps(what) + "\n")
+        sys.stdout.flush()
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a terminal tells everybody; only the supervisor decides
+    setup = msgspec.json.decode(_first_line(), type=FrontEndSetup)
+    set_up_logs(setup.config.log_level, setup.config.log_format, setup.name)
+    if isinstance(setup.tokenizer, int):
+        tokenizer = synthetic_tokenizer(setup.tokenizer)
+    else:
+        tokenizer = load_tokenizer(setup.tokenizer)
+    with socket.socket(fileno=setup.socket) as taken:
+
+        async def serve() -> None:
+            await _FrontEnd(setup, tokenizer).serve(taken)
+
+        asyncio.run(serve())
+
+
+def _first_line() -> bytes:
+    """Byte by byte: what follows it belongs to the event loop."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            raise SystemExit(1)
+        line += byte
+    return line
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Health and readiness tell the truth; books that do not add up are reported, repaired and counted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from paceline.config import EngineConfig, ServerConfig
+from paceline.engine.engine import Engine
+from paceline.engine.virtual_build import build_virtual
+from paceline.request import SamplingParams
+from paceline.server.app import App
+from paceline.server.local import LocalClient
+from tests.server.serving import Caller
+from tests.server.virtual import wait_until
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = build_virtual(EngineConfig(executor="virtual"), {"num_pages": 512})
+    yield engine
+    engine.close()
+
+
+def caller_of(engine: Engine, stall_s: float = 60) -> Caller:
+    return Caller(App(LocalClient(engine, "virtual", stall_s), engine.tokenizer, ServerConfig(), name="virtual"))
+
+
+class Stuck:
+    """Holds a pass back until it is told to let it go."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.go = threading.Event()
+        launch = engine.loop.executor.launch
+
+        def held(plan: Any) -> Any:
+            pending = launch(plan)
+            wait = pending.wait
+            pending.wait = lambda: (self.go.wait(), wait())[1]
+            return pending
+
+        engine.loop.executor.launch = held  # type: ignore[method-assign]
+
+
+class Silent:
+    wants_all_at_once = False
+
+    def put(self, piece: Any) -> None: ...
+
+    def refuse(self, error: Any) -> None: ...
+
+
+def test_health_fails_when_progress_stops_and_names_what_is_stuck(engine: Engine) -> None:
+    caller = caller_of(engine, stall_s=0.2)
+    stuck = Stuck(engine)
+    assert caller.request("GET", "/health").status_code == caller.request("GET", "/ready").status_code == 200
+    engine.submit([1, 2, 3], SamplingParams(max_tokens=5), sink=Silent())
+    wait_until(lambda: caller.request("GET", "/health").status_code == 503)
+    failure = caller.request("GET", "/health").json()["failure"]
+    assert "no progress for" in failure and "waits for the device to finish pass 1, with 0 decodes" in failure
+    assert caller.request("GET", "/ready").status_code == 503
+    stuck.go.set()
+    wait_until(lambda: caller.request("GET", "/health").status_code == 200)
+
+
+def test_being_busy_for_long_is_not_being_stuck(engine: Engine) -> None:
+    caller = caller_of(engine, stall_s=0.3)
+    engine.submit([1, 2, 3], SamplingParams(max_tokens=1500, ignore_eos=True), sink=Silent(), request_id="long")
+    wait_until(lambda: engine.progress.has_work)
+    codes = set()
+    while engine.progress.has_work:
+        codes.add(caller.request("GET", "/health").status_code)
+    assert codes == {200}
+
+
+def test_books_that_do_not_add_up_are_repaired_when_idle_and_counted(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caller = caller_of(engine)
+
+    def lose_a_page(scheduler: Any) -> None:
+        scheduler.memory.pool.allocate(1)
+
+    assert engine.scheduler.counters.repairs == 0
+    with caplog.at_level(logging.ERROR, "paceline.engine"):
+        engine.submit([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True), sink=Silent())
+        wait_until(lambda: not engine.progress.has_work)
+        engine.ask(lose_a_page).result()
+        engine.submit([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True), sink=Silent())
+        wait_until(lambda: engine.scheduler.counters.repairs == 1)
+    assert "pages with no owner" in caplog.text
+    assert caller.ok("/v1/completions", {"model": "virtual", "prompt": "x", "max_tokens": 3})["choices"]
+    assert "paceline_repairs_total 1.0" in caller.request("GET", "/metrics").text
+
+
+def test_metrics_are_what_prometheus_reads_and_count_what_happened(engine: Engine) -> None:
+    caller = caller_of(engine)
+    for number in range(3):
+        caller.ok("/v1/completions", {"model": "virtual", "prompt": [1000] * 40 + [number], "max_tokens": 5,
+                                      "ignore_eos": True})  # fmt: skip
+    response = caller.request("GET", "/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    samples = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+    assert samples["paceline_request_success_total", "length"] == 3
+    assert samples["paceline_prefix_cache_queries_total",] == 123 and samples["paceline_prefix_cache_hits_total",] == 64
+    assert samples["paceline_prefix_cache_hit_bytes_total",] == 64 * 114_688
+    assert samples["paceline_num_requests_running",] == 0 and samples["paceline_engine_up",] == 1
+    assert 0 <= samples["paceline_device_idle_ratio",] <= 1
+    assert samples["paceline_http_responses_total", "/v1/completions", "200", "front-end-0"] == 3
+
+
+def test_a_route_that_clients_make_up_is_no_label(engine: Engine) -> None:
+    caller = caller_of(engine)
+    for number in range(5):
+        assert caller.request("GET", f"/nothing/{number}").status_code == 404
+    text = caller.request("GET", "/metrics").text
+    assert "/nothing" not in text and 'route="none",status="404"' in text
+
+
+def test_text_and_ids_go_back_and_forth(engine: Engine) -> None:
+    caller = caller_of(engine)
+
+    def post(path: str, **asked: Any) -> httpx.Response:
+        return caller.request("POST", path, json=asked)
+
+    tokens = post("/tokenize", prompt="hello there").json()
+    assert tokens["count"] == len(tokens["tokens"]) and tokens["max_model_len"] == 512 * 16
+    assert post("/detokenize", tokens=tokens["tokens"]).json() == {"prompt": "hello there"}
+    chat = post("/tokenize", messages=[{"role": "user", "content": "hello there"}]).json()
+    assert chat["count"] > tokens["count"]
+    for path, asked in (("/tokenize", {}), ("/tokenize", {"prompt": "a", "messages": []}), ("/detokenize", {}),
+                        ("/detokenize", {"tokens": [-1]}), ("/detokenize", {"tokens": [10**9]}),
+                        ("/tokenize", {"prompt": 3}), ("/tokenize", {"prompt": "x", "colour": 1})):  # fmt: skip
+        assert post(path, **asked).status_code == 400, asked
+    assert post("/tokenize", prompt="x", model="other").status_code == 404

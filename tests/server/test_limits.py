@@ -1,0 +1,395 @@
+"""Keys and tenants, and clients that want too much, too slowly, or all at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from tests.server.process import Served
+from tests.server.virtual import (
+    assert_nothing_is_left,
+    body,
+    complete,
+    connect,
+    expected_text,
+    get,
+    metric,
+    open_stream,
+    virtual,
+    wait_until,
+)
+
+CONFIG = """
+[server]
+admin_key = "root"
+log_format = "json"
+
+[scheduler]
+max_waiting = 4
+max_running = 8
+pin_quota_pages = 100
+
+[[tenants]]
+name = "alice"
+keys = ["key-alice", "key-alice-2"]
+weight = 2.0
+max_requests = 4
+max_priority = 5
+
+[[tenants]]
+name = "bob"
+keys = ["key-bob"]
+tokens_per_minute = 300
+"""
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    path = tmp_path_factory.mktemp("config") / "paceline.toml"
+    path.write_text(CONFIG)
+    with virtual("--config", str(path)) as served:
+        yield served
+
+
+def ask(served: Served, key: str, path: str = "/v1/completions", **asked: Any) -> httpx.Response:
+    asked = {**body([5, 6, 7], 4), **asked}
+    return httpx.post(served.url + path, json=asked, headers={"Authorization": f"Bearer {key}"}, timeout=30)
+
+
+@pytest.mark.parametrize("key", ["", "wrong", "key-alic", "key-alice-3", "root", "ключ"])
+def test_only_known_keys_are_served(guarded: Served, key: str) -> None:
+    response = httpx.post(f"{guarded.url}/v1/completions", json=body([5], 1), timeout=30,
+                          headers={"Authorization": f"Bearer {key}".encode()} if key else {})  # fmt: skip
+    assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+    assert "key-" not in response.text
+
+
+def test_every_key_of_a_tenant_speaks_for_it_and_admins_see_whose_requests_run(guarded: Served) -> None:
+    for key in ("key-alice", "key-alice-2"):
+        assert ask(guarded, key).status_code == 200
+    assert metric(guarded, "tenant_service_tokens_total", tenant="alice") > 0
+
+
+def test_the_real_client_is_told_when_its_key_is_wrong(guarded: Served) -> None:
+    unknown = pytest.raises(openai.AuthenticationError, match="API key is missing or unknown")
+    with OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0) as client, unknown:
+        client.models.list()
+    with OpenAI(base_url=f"{guarded.url}/v1", api_key="key-alice", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["virtual"]
+
+
+def test_tenants_share_no_cache_and_neither_do_salts(guarded: Served) -> None:
+    prompt = [900 + number for number in range(64)]
+
+    def cached(key: str, **more: Any) -> int:
+        usage = ask(guarded, key, prompt=prompt, max_tokens=1, **more).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached("key-alice") == 0
+    assert cached("key-alice") == 48
+    assert cached("key-alice-2") == 48, "the same tenant"
+    assert cached("key-bob") == 0, "another one"
+    assert cached("key-alice", cache_salt="mine") == 0
+    assert cached("key-alice", cache_salt="mine") == 48
+
+
+def test_a_tenant_sees_and_aborts_only_its_own_requests(guarded: Served) -> None:
+    async def main() -> None:
+        host, port = guarded.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        data = json.dumps(body([1, 2, 3], 20_000, stream=True)).encode()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key-alice\r\n"
+                     b"Content-Length: %d\r\n\r\n%s" % (len(data), data))  # fmt: skip
+        head = await reader.readuntil(b"\r\n\r\n")
+        request_id = next(line for line in head.decode().split("\r\n") if "x-request-id" in line).split(": ")[1]
+        (mine,) = (await asyncio.to_thread(get, guarded, "/v1/requests", "key-alice")).json()["data"]
+        assert mine["id"] == f"{request_id}-0" and mine["tenant"] == "alice" and mine["state"] == "decoding"
+        assert "decoding" in mine["why"]
+        one = (await asyncio.to_thread(get, guarded, f"/v1/requests/{request_id}", "key-alice")).json()
+        assert [part["id"] for part in one["parts"]] == [mine["id"]]
+        assert (await asyncio.to_thread(get, guarded, "/v1/requests", "key-bob")).json()["data"] == []
+        assert (await asyncio.to_thread(get, guarded, f"/v1/requests/{request_id}", "key-bob")).status_code == 404
+        assert len((await asyncio.to_thread(get, guarded, "/v1/requests", "root")).json()["data"]) == 1
+
+        def delete(name: str, key: str) -> int:
+            headers = {"Authorization": f"Bearer {key}"}
+            return httpx.delete(f"{guarded.url}/v1/requests/{name}", headers=headers, timeout=30).status_code
+
+        assert await asyncio.to_thread(delete, request_id, "key-bob") == 404
+        assert await asyncio.to_thread(delete, request_id[:-1], "key-alice") == 404, "ids match exactly"
+        assert await asyncio.to_thread(delete, request_id, "key-alice") == 200
+        rest = b""
+        while b'"code":"aborted"' not in rest[-4096:]:
+            data = await asyncio.wait_for(reader.read(65536), 30)
+            assert data and b"[DONE]" not in rest, rest[-300:]
+            rest += data
+        writer.close()
+
+    asyncio.run(main())
+
+
+def test_more_at_once_than_a_tenant_may_is_429(guarded: Served) -> None:
+    async def main() -> list[httpx.Response]:
+        headers = {"Authorization": "Bearer key-alice"}
+        async with httpx.AsyncClient(timeout=60) as client:
+            asked = [client.post(f"{guarded.url}/v1/completions", json=body([n], 2000), headers=headers)
+                     for n in range(1, 9)]  # fmt: skip
+            return list(await asyncio.gather(*asked))
+
+    responses = asyncio.run(main())
+    codes = [response.status_code for response in responses]
+    assert codes.count(200) == 4 and codes.count(429) == 4
+    refused = next(response for response in responses if response.status_code == 429)
+    assert "its max_requests" in refused.json()["error"]["message"] and int(refused.headers["retry-after"]) >= 1
+
+
+def test_tokens_per_minute_run_out_and_say_when_there_are_more(guarded: Served) -> None:
+    codes = []
+    for number in range(6):
+        response = ask(guarded, "key-bob", prompt=[number + 1] * 100, max_tokens=50)
+        codes.append(response.status_code)
+    assert codes[0] == 200 and codes[-1] == 429
+    assert "tokens_per_minute" in response.json()["error"]["message"]
+    assert 1 <= int(response.headers["retry-after"]) <= 120
+
+
+def test_priority_is_bounded_by_the_tenant(guarded: Served) -> None:
+    assert ask(guarded, "key-alice", priority=5).status_code == 200
+    assert ask(guarded, "key-alice", priority=-3).status_code == 200
+    error = ask(guarded, "key-alice", priority=6).json()["error"]
+    assert error["message"] == "priority is 6: 5 is the highest for tenant alice." and error["param"] == "priority"
+
+
+def test_admin_routes_need_the_admin_key(guarded: Served) -> None:
+    for path in ("/admin/cache", "/admin/drain"):
+        assert get(guarded, path).status_code == 401
+        assert get(guarded, path, "key-alice").status_code == 401
+        assert get(guarded, path, "root").status_code == 200
+
+
+def test_without_an_admin_key_nobody_is_admin() -> None:
+    with virtual() as served:
+        for key in (None, "", "root", "None"):
+            response = get(served, "/admin/drain", key)
+            assert response.status_code == 403 and response.json()["error"]["code"] == "no_admin_key"
+
+
+def admin(served: Served, method: str, path: str, **asked: Any) -> httpx.Response:
+    return httpx.request(method, served.url + path, json=asked or None, headers={"Authorization": "Bearer root"},
+                         timeout=30)  # fmt: skip
+
+
+def test_a_prefix_can_be_pinned_survives_a_flush_and_goes_with_its_pin(guarded: Served) -> None:
+    prompt = [2000 + number for number in range(64)]
+
+    def cached() -> int:
+        usage = ask(guarded, "key-alice", prompt=[*prompt, 1, 2], max_tokens=1).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    cached()
+    pinned = admin(guarded, "POST", "/admin/cache", action="pin", name="system", prompt=prompt, tenant="alice")
+    assert pinned.json() == {"pinned": "system", "num_tokens": 64}
+    again = admin(guarded, "POST", "/admin/cache", action="pin", name="system", prompt=prompt, tenant="alice")
+    assert again.status_code == 400 and "exists" in again.json()["error"]["message"]
+    assert [pin["name"] for pin in admin(guarded, "GET", "/admin/cache").json()["pins"]] == ["system"]
+    assert admin(guarded, "POST", "/admin/cache", action="flush").json()["flushed_tokens"] >= 0
+    assert cached() == 64
+    assert admin(guarded, "POST", "/admin/cache", action="unpin", name="system").status_code == 200
+    admin(guarded, "POST", "/admin/cache", action="flush")
+    assert cached() == 0
+    assert admin(guarded, "POST", "/admin/cache", action="unpin", name="system").status_code == 400
+    assert admin(guarded, "POST", "/admin/cache", action="dance").status_code == 400
+
+
+def test_a_drained_server_refuses_work_until_it_is_told_otherwise(guarded: Served) -> None:
+    assert admin(guarded, "POST", "/admin/drain").json()["draining"] is True
+    assert ask(guarded, "key-alice").json()["error"]["code"] == "shutting_down"
+    ready = get(guarded, "/ready")
+    assert ready.status_code == 503 and "draining" in ready.json()["why"]
+    assert get(guarded, "/health").status_code == 200, "it is alive"
+    assert admin(guarded, "DELETE", "/admin/drain").json()["draining"] is False
+    assert ask(guarded, "key-alice").status_code == 200
+
+
+def test_a_full_queue_says_when_to_come_again_and_means_it() -> None:
+    with virtual("--max-running", "4", "--max-waiting", "4", "--virtual-slowdown", "12") as served:
+
+        async def main() -> tuple[list[int], list[int]]:
+            async with httpx.AsyncClient(timeout=60) as client:
+
+                async def one(number: int) -> tuple[int, int]:
+                    for attempt in range(9):
+                        response = await client.post(f"{served.url}/v1/completions", json=body([number + 1], 40))
+                        if response.status_code == 200:
+                            return attempt, 200
+                        assert response.status_code == 429 and response.json()["error"]["code"] == "queue_full"
+                        await asyncio.sleep(int(response.headers["retry-after"]))
+                    return 9, 429
+
+                found = await asyncio.gather(*(one(number) for number in range(24)))
+                return [attempts for attempts, _ in found], [status for _, status in found]
+
+        attempts, statuses = asyncio.run(main())
+        assert set(statuses) == {200}, "everybody was served in the end"
+        assert sum(attempts) / len(attempts) < 3, "few came back in vain"
+        assert_nothing_is_left(served)
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Served]:
+    with virtual("--header-s", "0.5", "--body-s", "0.5", "--slow-reader-s", "0.5", "--keep-alive-s", "1",
+                 "--max-header-bytes", "4096") as served:  # fmt: skip
+        yield served
+
+
+def closes(one: socket.socket) -> bytes:
+    """What the server says before it closes."""
+    found = b""
+    while data := one.recv(65536):
+        found += data
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"", b"408"),
+        (b"POST /v1/comp", b"408"),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nX-", b"408"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n", b"408"),
+        (b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"model":', b"408"),
+        (b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{", b"408"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", b"400"),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * 8000, b"400"),
+    ],
+)
+def test_a_slow_sender_is_cut_off(strict: Served, sent: bytes, status: bytes) -> None:
+    with connect(strict) as one:
+        one.sendall(sent)
+        assert closes(one).startswith(b"HTTP/1.1 " + status)
+
+
+def test_a_slow_loris_holds_nobody_up(strict: Served) -> None:
+    sockets = [connect(strict) for _ in range(200)]
+    for one in sockets:
+        one.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
+    assert complete(strict, [7, 8], 10).json()["choices"][0]["text"] == expected_text([7, 8], 10)
+    for one in sockets:
+        assert closes(one).startswith(b"HTTP/1.1 408")
+        one.close()
+
+
+def test_a_client_that_does_not_read_is_cut_off_and_its_request_ended(strict: Served) -> None:
+    before = metric(strict, "http_slow_clients_total")
+    with connect(strict) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        prompts = [[number] for number in range(1, 65)]
+        data = json.dumps({**body([9], 4000, stream=True), "prompt": prompts}).encode()
+        one.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data))
+        wait_until(lambda: metric(strict, "http_slow_clients_total") == before + 1)
+    assert_nothing_is_left(strict)
+
+
+def test_a_client_may_leave_in_any_phase(strict: Served) -> None:
+    whole = json.dumps(body([5] * 500, 3000, stream=True)).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(whole)
+    request = head + whole
+    cuts = [0, 1, 20, len(head) - 1, len(head), len(head) + 1, len(request) // 2, len(request) - 1, len(request)]
+    for cut in cuts:
+        with connect(strict) as one:
+            one.sendall(request[:cut])
+    for wanted in (1, 100, 2000, 50_000):  # while it waits or computes the prompt; after some tokens
+        with connect(strict) as one:
+            one.sendall(request)
+            while wanted > 0:
+                wanted -= len(one.recv(min(wanted, 65536)))
+    assert complete(strict, [7, 8], 10).json()["choices"][0]["text"] == expected_text([7, 8], 10)
+    assert_nothing_is_left(strict)
+
+
+def test_a_flood_of_two_thousand_connections_is_served() -> None:
+    async def main() -> int:
+        async def one(number: int) -> bool:
+            reader, writer = await open_stream(served, body([number + 1], 5))
+            try:
+                raw = b""
+                while b"data: [DONE]" not in raw[-64:]:
+                    data = await asyncio.wait_for(reader.read(65536), 100)
+                    assert data, raw
+                    raw += data
+            finally:
+                writer.close()
+            return raw.count(b'"text"') == 5
+
+        return sum(await asyncio.gather(*(one(number) for number in range(2000))))
+
+    with virtual() as served:
+        assert asyncio.run(main()) == 2000
+        assert_nothing_is_left(served)
+
+
+def test_more_connections_than_allowed_are_told_so_and_the_others_go_on() -> None:
+    with virtual("--max-connections", "50") as served:
+        sockets = [connect(served) for _ in range(50)]
+        with connect(served) as extra:
+            assert b"too_many_connections" in closes(extra)
+        for one in sockets:
+            one.close()
+        wait_until(lambda: complete(served, [7, 8], 3).status_code == 200)
+
+
+def test_a_deadline_ends_a_request_in_a_header_or_in_the_body(strict: Served) -> None:
+    slow = body([3], 30_000)
+    for asked, headers in (({**slow, "deadline_ms": 50}, {}), (slow, {"X-Deadline-Ms": "50"})):
+        response = httpx.post(f"{strict.url}/v1/completions", json=asked, headers=headers, timeout=30)
+        assert response.status_code == 504 and response.json()["error"]["code"] == "deadline"
+    for value in ("0", "-1", "soon", "nan", "inf"):
+        response = httpx.post(f"{strict.url}/v1/completions", json=slow, headers={"X-Deadline-Ms": value}, timeout=30)
+        assert response.status_code == 400 and "X-Deadline-Ms" in response.json()["error"]["message"]
+    assert_nothing_is_left(strict)
+
+
+def test_the_real_client_sync_async_streaming_and_raw(strict: Served) -> None:
+    asked: dict[str, Any] = {"model": "virtual", "prompt": [11, 12, 13], "max_tokens": 20,
+                             "extra_body": {"ignore_eos": True}}  # fmt: skip
+    said = expected_text([11, 12, 13], 20)
+    with OpenAI(base_url=f"{strict.url}/v1", api_key="none", max_retries=0) as client:
+        assert client.completions.create(**asked).choices[0].text == said
+        assert "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)) == said
+        raw = client.completions.with_raw_response.create(**asked)
+        assert raw.headers["x-request-id"] == raw.parse().id and raw.parse().choices[0].text == said
+        chat = client.chat.completions.create(model="virtual", messages=[{"role": "user", "content": "hello"}])
+        assert chat.choices[0].finish_reason == "stop", "a virtual answer ends by itself"
+
+    async def main() -> None:
+        async with AsyncOpenAI(base_url=f"{strict.url}/v1", api_key="none", max_retries=0) as client:
+            assert (await client.completions.create(**asked)).choices[0].text == said
+            stream = await client.completions.create(**asked, stream=True)
+            assert "".join([chunk.choices[0].text async for chunk in stream]) == said
+            leaving = await client.completions.create(**{**asked, "max_tokens": 30_000}, stream=True)
+            async for _ in leaving:
+                break
+            await leaving.close()
+
+    asyncio.run(main())
+    assert_nothing_is_left(strict)
+
+
+def test_logs_are_lines_of_json_with_request_ids_and_no_prompts(tmp_path: Path) -> None:
+    for more, told in (((), False), (("--log-prompts",), True)):
+        with virtual("--log-level", "info", "--log-format", "json", *more) as served:
+            answer = complete(served, [2500, 2501], 3).json()
+            wait_until(lambda served=served: any('"request"' in line for line in served.lines))
+            line = json.loads(next(line for line in served.lines if '"message": "request"' in line))
+        assert line["id"] == answer["id"] and line["tenant"] == "default" and line["status"] == 200
+        assert line["prompt_tokens"] == 2 and line["completion_tokens"] == 3 and line["end"] == "length"
+        assert ("prompts" in line) == told
