@@ -124,6 +124,10 @@ class GetMetrics(_Question, frozen=True):
     pass
 
 
+class GetLive(_Question, frozen=True):
+    """What the live page draws: see `live.py`."""
+
+
 class FlushCache(_Question, frozen=True):
     """Answers how many tokens of KV memory came free."""
 
@@ -147,7 +151,16 @@ class UnpinPrefix(_Question, frozen=True):
 
 
 Question = (
-    GetHealth | GetStats | GetRequests | AbortRequests | GetMetrics | FlushCache | GetPins | PinPrefix | UnpinPrefix
+    GetHealth
+    | GetStats
+    | GetRequests
+    | AbortRequests
+    | GetMetrics
+    | GetLive
+    | FlushCache
+    | GetPins
+    | PinPrefix
+    | UnpinPrefix
 )
 ANSWERS: dict[type, Any] = {
     GetHealth: Health,
@@ -155,6 +168,7 @@ ANSWERS: dict[type, Any] = {
     GetRequests: list[RequestState],
     AbortRequests: int,
     GetMetrics: list[Family],
+    GetLive: dict[str, Any],
     FlushCache: int,
     GetPins: list[PinState],
     PinPrefix: int,

@@ -24,7 +24,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _RECENT = 200  # requests that ended, of which percentiles are taken
 _SHOWN = 40  # of these, in the table
 _HISTORY = 300  # samples, about a second apart while anything happens
-_FRESH_S = 0.5  # however many look, the engine is asked this often at most
+_FRESH_S = 0.9  # however many look, the engine is asked once in so many seconds
 
 
 class Live:
@@ -65,7 +65,7 @@ class Live:
                 self._sample(event.time)
 
     def _sample(self, now: float) -> None:
-        if self._samples and now - self._samples[-1][0] < _FRESH_S:
+        if self._samples and now - self._samples[-1][0] < _FRESH_S / 2:
             return
         counters = self._scheduler.counters
         ttft = [one["ttft"] for one in self._recent if one["ttft"] is not None and now - one["at"] <= 30]
@@ -106,9 +106,9 @@ def _ended(request: Request, now: float) -> dict[str, Any]:
 class LivePage:
     """An ASGI handler for `/` and what lies below `/live/`."""
 
-    def __init__(self, ask: Callable[[], Awaitable[dict[str, Any]]], about: dict[str, str]) -> None:
-        """`ask` gets `Live.state()` from wherever the engine is; `about` names the model and the device."""
-        self._ask, self._about = ask, about
+    def __init__(self, ask: Callable[[], Awaitable[dict[str, Any]]], name: str) -> None:
+        """`ask` gets `Live.state()` from wherever the engine is; `name` is the model's."""
+        self._ask, self._name = ask, name
         self._answer = b""
         self._answered = float("-inf")
 
@@ -132,7 +132,7 @@ class LivePage:
 
     async def _state(self) -> bytes:
         if time.monotonic() - self._answered >= _FRESH_S:
-            self._answer = msgspec.json.encode({"about": self._about, **await self._ask()})
+            self._answer = msgspec.json.encode({"model": self._name, **await self._ask()})
             self._answered = time.monotonic()
         return self._answer
 
