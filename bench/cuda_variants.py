@@ -9,7 +9,9 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -37,7 +39,7 @@ from paceline.model.weights import random_decoder
 from paceline.scheduler import Scheduler
 from paceline.text.synthetic import synthetic_tokenizer
 
-SHAPE, TOKENS = "qwen3-0.6b", 1_000_000
+SHAPE, TOKENS = os.environ.get("SHAPE", "qwen3-0.6b"), int(os.environ.get("TOKENS", "1000000"))
 TWICE = ("as shipped", "16,384 tokens a pass")  # the first prompts of a process wait for cuBLAS to load its kernels
 
 
@@ -69,6 +71,8 @@ GSP: dict[str, dict[str, Any]] = {
     "gsp shared 64 keys 8 warps": {"attention_tuning": sharing({}, {"num_warps": 8, "max_registers": 128})},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
+    "attention": {},
+    "kernels alone": {"timelines": (256, 100, 1)},
     "as shipped": {"timelines": (256, 100)},
     "16,384 tokens a pass": {"step_tokens": 16_384},
     "chunks up to 1,024": {"chunks": lambda rows: Chunks()},
@@ -88,7 +92,7 @@ def run(name: str, step_tokens: int = 8192, timelines: Sequence[int] = (), **cho
     )  # fmt: skip
     decoder = random_decoder(spec, dtype="bfloat16", device="cuda", max_positions=spec.context_tokens)
     device, config = build_cuda(decoder, EngineConfig(), config, None, **choices)
-    if name not in GSP:
+    if name not in GSP and name not in ("kernels alone", "attention"):
         device.warm_up()
     tokenizer = synthetic_tokenizer(spec.vocab_size)
     with LLM.from_engine(Engine(Scheduler(config), device, tokenizer, vocab_size=spec.vocab_size)) as llm:
@@ -99,6 +103,14 @@ def run(name: str, step_tokens: int = 8192, timelines: Sequence[int] = (), **cho
             llm.generate(work.prompts, work.params)
             seconds = time.perf_counter() - began
             print(f"{name:28} {seconds:.3f} s; {describe(llm, seconds, device.stats)}")
+            return
+
+        if name == "attention":
+            attention_tunings(llm)
+            return
+        if name == "kernels alone":
+            for batch in timelines:
+                timeline(llm, f"{batch} rows", some(nano().shifted(20_000), batch))
             return
 
         def timed(work: Offline) -> float:
@@ -133,9 +145,7 @@ def timeline(llm: LLM, name: str, work: Offline, show: int = 12) -> None:
     llm.generate(work.prompts, params)
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         llm.generate(work.prompts, params)  # a cache hit: nearly all passes decode
-    found.export_chrome_trace("/tmp/timeline.json")
-    events = [e for e in json.loads(Path("/tmp/timeline.json").read_text())["traceEvents"] if e.get("cat") == "kernel"]
-    events.sort(key=lambda e: e["ts"])
+    events = kernels_of(found)
     firsts = [i for i, e in enumerate(events) if "apply_diff" in e["name"]]
     one = events[firsts[-3] : firsts[-2]]
     print(f"    {name}: {len(one)} kernels, {one[-1]['ts'] + one[-1]['dur'] - one[0]['ts']:.0f} us")
@@ -147,6 +157,57 @@ def timeline(llm: LLM, name: str, work: Offline, show: int = 12) -> None:
     middle = len(one) // 2
     for e in one[middle : middle + show]:
         print(f"      {e['ts'] - one[middle]['ts']:8.1f} {e['dur']:7.1f} s{e['args'].get('stream')} {e['name'][:50]}")
+
+
+def kernels_of(profile: Any) -> list[dict[str, Any]]:
+    """In the order they began, with times in microseconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return sorted((event for event in events if event.get("cat") == "kernel"), key=lambda event: float(event["ts"]))
+
+
+def attention_tunings(llm: LLM) -> None:
+    """Microseconds of decode attention in a layer, by tuning: in whole passes, on contexts of nano's prompts."""
+    from torch.profiler import ProfilerActivity, profile
+
+    device = device_of(llm)
+    layers = len(device.model.layers)
+    work = nano().shifted(20_000)
+    llm.generate(work.prompts, [replace(each, max_tokens=2) for each in work.params])
+    batches, kept = (256, 100, 40), []
+    print(f"    {'tile keys warps stages registers':36}" + "".join(f"{batch:>10}" for batch in batches))
+    for given in TUNINGS:
+
+        def choose(rows: int, group: int, tile: int, short: bool, given: Any = given) -> DecodeTuning:
+            found = decode_attention_tuning(rows, group, tile)
+            names = ("block_m", "block_n", "num_warps", "num_stages", "max_registers")
+            return replace(found, **dict(zip(names, given, strict=True))) if given else found
+
+        device._attention_tuning = choose
+        kept.append(device.graphs._graphs)  # their memory pool must not be empty at any time
+        device.graphs._graphs = {}
+        each = []
+        for batch in batches:
+            params = [replace(one, max_tokens=8) for one in work.params[:batch]]
+            llm.generate(work.prompts[:batch], params)
+            with profile(activities=[ProfilerActivity.CUDA]) as found:
+                llm.generate(work.prompts[:batch], params)
+            times = [e["dur"] for e in kernels_of(found) if "decode_attention" in e["name"]]
+            each.append(sum(times[-3 * layers : -layers]) / layers / 2)
+        print(f"    {given or 'as shipped'!s:36}" + "".join(f"{one:10.1f}" for one in each), flush=True)
+
+
+TUNINGS: list[tuple[int, ...]] = [
+    (),
+    (16, 64, 4, 3, 128),
+    (16, 64, 4, 4, 128),
+    (16, 128, 4, 3, 168),
+    (16, 128, 8, 3, 128),
+    (16, 32, 2, 4, 168),
+    (16, 64, 2, 3, 255),
+]
 
 
 def some(work: Offline, count: int) -> Offline:
@@ -170,8 +231,7 @@ def prompts(llm: LLM) -> None:
     work = nano().shifted(21_000)
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         llm.generate(work.prompts, [replace(each, max_tokens=100) for each in work.params])
-    found.export_chrome_trace("/tmp/timeline.json")
-    events = [e for e in json.loads(Path("/tmp/timeline.json").read_text())["traceEvents"] if e.get("cat") == "kernel"]
+    events = kernels_of(found)
     last = max(e["ts"] for e in events if "extend" in e["name"])
     by_name: dict[str, list[float]] = {}
     for e in events:

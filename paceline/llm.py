@@ -78,7 +78,11 @@ class LLM:
             bar = stack.enter_context(_Bar(len(encoded))) if progress else None
             gathering = _Gathering(len(encoded), bar)
             sinks = [_Collector(gathering, wants_all_at_once=bar is None) for _ in encoded]
-            request_ids = self.engine.submit_all(encoded, each, sinks)
+            # Who may run longest comes first: one that begins last would run on alone when all others have ended.
+            order = sorted(range(len(encoded)), key=lambda index: -(each[index].max_tokens or math.inf))
+            request_ids = self.engine.submit_all(
+                [encoded[index] for index in order], [each[index] for index in order], [sinks[index] for index in order]
+            )
             try:
                 gathering.wait()
             finally:

@@ -41,7 +41,7 @@ from paceline.kernels.decode_attention import (
     decode_attention_tuning,
 )
 from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_chunks, decode_units
-from paceline.kernels.extend_attention import ExtendTuning, extend_attention, tokens_per_tile
+from paceline.kernels.extend_attention import ExtendTuning, extend_attention, extend_shared, tokens_per_tile
 from paceline.kernels.gather_tokens import gather_tokens
 from paceline.kernels.rope_kv import rope_kv
 from paceline.kernels.sampling import SampleWorkspace, sample
@@ -187,7 +187,7 @@ class CudaDevice:
         }
         self._packer = PlanPacker(
             max_running, spec.vocab_size, tokens_per_tile(self._extend_tuning, group),
-            share_rule(group, capacity) if 0 in self._units else None,
+            replace(share_rule(group, capacity), prompts=set(self._units) == {0}) if 0 in self._units else None,
         )  # fmt: skip
         self._attention = DecodeWorkspace.empty(
             max_running, capacity, spec.num_heads, spec.num_kv_heads, spec.head_dim, device
@@ -284,11 +284,13 @@ class CudaDevice:
             filters=kind.filters,
         )  # fmt: skip
 
-    def _decode_attention(self, rows: int, num_rows: Tensor, kind: Kind, pdl: int, step: Tensor | None) -> AttendKernel:
+    def _decode_attention(
+        self, rows: int, num_rows: Tensor, kind: Kind, pdl: int, step: Tensor | None = None, at_once: bool = False
+    ) -> AttendKernel:
         """Cuts the KV of the first `num_rows` rows, of `rows` at most, into units; what is returned reads them.
 
-        Where rows share, what they share and what each has of its own are two launches side by side: their tiles
-        differ in size.
+        Where rows share, what they share and what each has of its own are two launches side by side, since their tiles
+        differ in size; with `at_once` it is one, slower on the device and quicker to launch.
         """
         model, state, spec, streams = self.model, self.state, self.model.spec, self._streams
         chunks = self._chunks(rows)
@@ -309,8 +311,8 @@ class CudaDevice:
             )  # fmt: skip
 
         def attend(index: int, qkv: Tensor, out: Tensor) -> None:
-            if not kind.tile or model.layers[index].window:
-                launch(index, qkv, out, own, ALL_UNITS)
+            if not kind.tile or at_once or model.layers[index].window:
+                launch(index, qkv, out, shared if kind.tile else own, ALL_UNITS)
                 return
             streams.follow(streams.side, streams.engine)
             with streams.use(streams.side):
@@ -334,7 +336,7 @@ class CudaDevice:
         count = packed.num_tokens
         slots, positions, q = self._slots[:count], self._positions[:count], self._q[:count]
         token_rows, query_starts = flight.part(packed.token_rows), flight.part(packed.query_starts)
-        tiles = flight.part(packed.tiles).view(-1, 2)
+        tiles, shared_tiles = flight.part(packed.tiles).view(-1, 2), flight.part(packed.shared_tiles).view(-1, 3)
         gather_tokens(state, model.embedding, model.input(count), slots, positions, token_rows, query_starts)
 
         decodes = packed.num_decodes
@@ -343,21 +345,33 @@ class CudaDevice:
         if decodes:
             rows = self.graphs.bucket(decodes, kind)  # a graph's size: what it runs is compiled already
             pdl = 0 if kind.tile else model.early_start(rows)
-            read = self._decode_attention(rows, flight.part(packed.decodes), kind, pdl, None)
+            read = self._decode_attention(rows, flight.part(packed.decodes), kind, pdl, at_once=True)
+        # Made once and not in every layer: the host has little time for such a pass.
+        prompt_q, prompt_slots, prompt_positions = q[decodes:], slots[decodes:], positions[decodes:]
+        tile_rows, tile_tokens = flight.part(packed.tile_rows), flight.part(packed.tile_tokens)
+        all_qkv, all_out = model.attention_buffers(count)
+        decode_qkv, prompt_qkv, decode_out = all_qkv[:decodes], all_qkv[decodes:], all_out[:decodes]
+        heads = all_out.view(-1, spec.num_heads, spec.head_dim)
 
         def attend(index: int, qkv: Tensor, out: Tensor) -> None:
             layer, cache = model.layers[index], self.caches[index]
             if read is not None:
-                read(index, qkv[:decodes], out[:decodes])
-            if len(tiles):
+                read(index, decode_qkv, decode_out)
+            if decodes < count:
                 rope_kv(
-                    qkv[decodes:], q[decodes:], cache[0], cache[1], state.page_table, slots[decodes:],
-                    positions[decodes:], layer.cos_sin, layer.q_norm, layer.k_norm, spec.rms_eps,
+                    prompt_qkv, prompt_q, cache[0], cache[1], state.page_table, prompt_slots, prompt_positions,
+                    layer.cos_sin, layer.q_norm, layer.k_norm, spec.rms_eps,
                 )  # fmt: skip
-                extend_attention(
-                    q, cache[0], cache[1], state.page_table, tiles, state.row_slots, positions, query_starts,
-                    out.view(-1, spec.num_heads, spec.head_dim), window=layer.window, tuning=self._extend_tuning,
-                )  # fmt: skip
+                if len(tiles):
+                    extend_attention(
+                        q, cache[0], cache[1], state.page_table, tiles, state.row_slots, positions, query_starts, heads,
+                        window=layer.window, tuning=self._extend_tuning,
+                    )  # fmt: skip
+                if len(shared_tiles):
+                    extend_shared(
+                        q, cache[0], cache[1], state.page_table, shared_tiles, tile_rows, tile_tokens, state.row_slots,
+                        positions, query_starts, heads, tuning=self._extend_tuning,
+                    )  # fmt: skip
 
         hidden = model.forward(count, attend, fused=False)
         if not packed.num_sampled:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from paceline.kernels._triton import cdiv
 from paceline.kernels.decode_units import NOTHING_SHARED, SharedUnits, shared_units
-from paceline.kernels.extend_attention import extend_tiles
+from paceline.kernels.extend_attention import SharedTiles, extend_tiles, shared_tiles
 from paceline.kernels.slot_state import pack_diff, sampling_words
 from paceline.request import Request
 from paceline.scheduler.plan import Plan, Sharing
@@ -56,6 +56,9 @@ class Packed:
     sampled: Span  # the last token of each sampling row
     forbidden: Span  # pairs of words: row of the logits * vocabulary + token, as int64
     decodes: Span  # one word: num_decodes
+    shared_tiles: Span  # of prompts that share what they begin with
+    tile_rows: Span
+    tile_tokens: Span
 
     def write(self, target: Column) -> None:
         """Copies all parts into the upload buffer."""
@@ -73,11 +76,12 @@ class ShareRule:
     max_units: int  # room on the device, for units and their queries and for partial results
     chunks: tuple[int, ...] = SHARED_CHUNKS
     least_saving: float = 0.1  # of all positions: less is not worth cutting everything at chunks
-    target_units: int = 32  # of the shared ones, times the KV heads: fewer leave multiprocessors idle
+    prompts: bool = True  # whether prompts may share tiles: where no layer has a window
+    target_units: int = 24  # of the shared ones, times the KV heads: fewer leave multiprocessors idle
 
     def choose(self, plan: Plan) -> tuple[SharedUnits | None, int]:
         """What the decodes of `plan` share, and how many query heads a tile of them has."""
-        rows, common = _decodes_of(plan)
+        rows, common = _of_rows(plan, 0, plan.num_decodes)
         least = self.chunks[-1]
         worth = int((common // least).sum()) * least
         num_decodes = plan.num_decodes
@@ -104,11 +108,11 @@ class ShareRule:
         return (found, tile) if found is not None else (None, 0)
 
 
-def _decodes_of(plan: Plan) -> tuple[Column, Column]:
-    """The plan's sharing without rows that have a prompt."""
+def _of_rows(plan: Plan, first: int, end: int) -> tuple[Column, Column]:
+    """The plan's sharing among the rows first:end alone."""
     if plan.sharing is None:
         return _NONE, _NONE
-    kept = np.flatnonzero(plan.sharing.rows < plan.num_decodes)
+    kept = np.flatnonzero((plan.sharing.rows >= first) & (plan.sharing.rows < end))
     if len(kept) < 2:
         return _NONE, _NONE
     return plan.sharing.rows[kept], np.minimum.reduceat(plan.sharing.common[: kept[-1]], kept[:-1])
@@ -142,16 +146,18 @@ class PlanPacker:
         num_sampled = int(np.count_nonzero(samples))
         is_decode = plan.num_tokens == plan.num_rows == num_sampled and not len(forbidden)
         parts, at = [diff], cdiv(len(diff), ALIGN) * ALIGN
-        spans = [Span(0, 0)] * 6
+        spans = [Span(0, 0)] * 9
         if not is_decode:
-            ends = np.cumsum(lengths, dtype=np.int32)
+            query_starts = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
+            alone, shared = self._prompts(plan, query_starts)
             columns = (
                 np.repeat(np.arange(len(slots), dtype=np.int32), lengths),
-                np.concatenate([np.zeros(1, np.int32), ends]),
-                extend_tiles(plan.starts, lengths, self._tokens_per_tile, plan.num_decodes).reshape(-1),
-                (ends - 1)[samples],
+                query_starts,
+                extend_tiles(plan.starts, lengths, self._tokens_per_tile, alone).reshape(-1),
+                (query_starts[1:] - 1)[samples],
                 forbidden.view(np.int32),
                 np.array([plan.num_decodes], np.int32),
+                *((shared.tiles.reshape(-1), shared.rows, shared.tokens.reshape(-1)) if shared else ()),
             )
             for number, column in enumerate(columns):
                 parts.append(column)
@@ -167,6 +173,17 @@ class PlanPacker:
             tuple(parts), at, is_decode, filtered, self._tile, own, saved, plan.num_decodes, len(slots),
             plan.num_tokens, num_sampled, *spans,
         )  # fmt: skip
+
+    def _prompts(self, plan: Plan, query_starts: Column) -> tuple[Column, SharedTiles | None]:
+        """The rows with prompts that have tiles of their own, and the tiles of the others."""
+        alone = np.arange(plan.num_decodes, plan.num_rows, dtype=np.int32)
+        if self._share_rule is None or not self._share_rule.prompts:
+            return alone, None
+        rows, common = _of_rows(plan, plan.num_decodes, plan.num_rows)
+        if not len(common):
+            return alone, None
+        shared = shared_tiles(rows, common, query_starts, self._tokens_per_tile, self._share_rule.chunks[-1])
+        return (alone, None) if shared is None else (np.setdiff1d(alone, shared.rows), shared)
 
     def _share(self, plan: Plan) -> bool:
         """Sees to it that `_shared` is what this plan's decodes share. Whether that is news to the device."""

@@ -120,6 +120,10 @@ class GpuModel:
         """Where the sums of squares of the embeddings go, [T, 1]; a pass of many tokens needs none."""
         return self._squares[:num_tokens, :1] if num_tokens <= len(self._squares) else None
 
+    def attention_buffers(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """The qkv and out that `forward` gives to `attend`, in every layer."""
+        return self._qkv[:num_tokens], self._attended[:num_tokens]
+
     def forward(self, num_tokens: int, attend: AttendKernel, *, fused: bool, pdl: int = 0) -> Tensor:
         """Hidden states [T, H] after the last norm, of the embeddings in `input`."""
         return _Forward(self, num_tokens, fused, pdl).run(attend)

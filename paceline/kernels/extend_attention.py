@@ -2,6 +2,9 @@
 
 The keys and values of the pass are already in the cache (rope_kv.py), so a chunk, a cache hit and a whole prompt are
 the same thing here. The heads that share a KV head are packed into one tile, so K and V are read once for all.
+
+Rows with few queries behind the same long prefix go into one tile together (`shared_tiles`): it reads the prefix once,
+without a mask, and then what each of them has of its own.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -17,6 +20,8 @@ import torch
 
 from paceline.kernels._triton import next_power_of_2, tl, triton
 
+Words = npt.NDArray[np.int32]
+
 
 @dataclass(frozen=True, slots=True)
 class ExtendTuning:
@@ -30,18 +35,58 @@ def tokens_per_tile(tuning: ExtendTuning, group: int) -> int:
     return tuning.block_m // next_power_of_2(group)
 
 
-def extend_tiles(
-    starts: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32], tokens: int, first_row: int = 0
-) -> npt.NDArray[np.int32]:
-    """[tiles, 2]: (row, first token within the row's queries) of the rows from `first_row` on, the tile with most keys
-    first so none starts late."""
+def extend_tiles(starts: Words, lengths: Words, tokens: int, rows: Words | None = None) -> Words:
+    """[tiles, 2]: (row, first token within the row's queries) of all rows or of these, the tile with most keys first so
+    that none starts late."""
     counts = -(-lengths // tokens)
-    counts[:first_row] = 0
-    rows = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
-    begins = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
+    if rows is not None:
+        named = np.zeros(len(lengths), np.bool_)
+        named[rows] = True
+        counts[~named] = 0
+    tile_rows = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
+    begins = np.arange(len(tile_rows), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
     offsets = (begins * tokens).astype(np.int32)
-    order = np.argsort(-(starts[rows] + offsets), kind="stable")
-    return np.stack([rows[order], offsets[order]], axis=1).astype(np.int32)
+    order = np.argsort(-(starts[tile_rows] + offsets), kind="stable")
+    return np.stack([tile_rows[order], offsets[order]], axis=1).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedTiles:
+    """Tiles of several rows each, with all their queries."""
+
+    tiles: Words  # [n, 3]: first of its rows, number of rows, positions that all of them begin with
+    rows: Words  # of the tiles, one after the other
+    tokens: Words  # [n, tokens per tile]: which of the pass's tokens; -1: none
+
+
+def shared_tiles(rows: Words, common: Words, query_starts: Words, tokens: int, least: int) -> SharedTiles | None:
+    """Rows in depth-first order, of which rows[i] and rows[i + 1] begin with the same common[i] positions. Neighbours
+    with `least` of them in common and no more than half a tile of queries each are put together. None: there are none.
+    """
+    lengths = np.diff(query_starts)
+    groups: list[tuple[list[int], int]] = []  # rows, positions in common
+    members: list[int] = []
+    depth = filled = 0
+    for row, before in zip(rows.tolist(), [0, *common.tolist()], strict=True):
+        length = int(lengths[row])
+        if members and min(depth, before) >= least and filled + length <= tokens and 2 * length <= tokens:
+            members.append(row)
+            depth, filled = min(depth, before), filled + length
+            continue
+        if len(members) > 1:
+            groups.append((members, depth))
+        members, depth, filled = ([row], 1 << 30, length) if 2 * length <= tokens else ([], 0, 0)
+    if len(members) > 1:
+        groups.append((members, depth))
+    if not groups:
+        return None
+    counts = np.array([len(group) for group, _ in groups])
+    found = np.full((len(groups), tokens), -1, np.int32)
+    for index, (group, _) in enumerate(groups):
+        queries = np.concatenate([np.arange(query_starts[row], query_starts[row + 1]) for row in group])
+        found[index, : len(queries)] = queries
+    tiles = np.stack([np.cumsum(counts) - counts, counts, [depth for _, depth in groups]], axis=1)
+    return SharedTiles(tiles.astype(np.int32), np.array([row for group, _ in groups for row in group], np.int32), found)
 
 
 def extend_attention_reference(
@@ -71,6 +116,15 @@ def extend_attention_reference(
         scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
         out[begin:end] = torch.einsum("tkgn,nkd->tkgd", scores.softmax(-1), v).flatten(1, 2)
     return out
+
+
+@triton.jit
+def _absorb(scores, v, top, total, acc):
+    """One more tile of scores and values into the running softmax."""
+    higher = tl.maximum(top, tl.max(scores, axis=1))
+    keep = tl.exp2(top - higher)
+    weight = tl.exp2(scores - higher[:, None])
+    return higher, total * keep + tl.sum(weight, axis=1), tl.dot(weight.to(v.dtype), v, acc * keep[:, None])
 
 
 @triton.jit
@@ -129,15 +183,8 @@ def _extend_attention_kernel(
         n = at + tl.arange(0, BLOCK_N)
         page = tl.load(table + n // P).to(tl.int64)
         source = (((page * P + n % P) * K + kv_head) * D)[:, None] + d[None, :]
-        k = tl.load(k_cache + source)
-        scores = tl.dot(queries, tl.trans(k)) * scale
-        higher = tl.maximum(top, tl.max(scores, axis=1))
-        keep = tl.exp2(top - higher)
-        weight = tl.exp2(scores - higher[:, None])
-        v = tl.load(v_cache + source)
-        total = total * keep + tl.sum(weight, axis=1)
-        acc = tl.dot(weight.to(v.dtype), v, acc * keep[:, None])
-        top = higher
+        scores = tl.dot(queries, tl.trans(tl.load(k_cache + source))) * scale
+        top, total, acc = _absorb(scores, tl.load(v_cache + source), top, total, acc)
     for at in tl.range(plain, end, BLOCK_N, num_stages=STAGES):
         n = at + tl.arange(0, BLOCK_N)
         cached = n < end
@@ -148,15 +195,107 @@ def _extend_attention_kernel(
         if WINDOW:
             seen = seen & (n[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, tl.dot(queries, tl.trans(k)) * scale, -float("inf"))
-        higher = tl.maximum(top, tl.max(scores, axis=1))
-        keep = tl.exp2(top - higher)
-        weight = tl.exp2(scores - higher[:, None])
         v = tl.load(v_cache + source, mask=cached[:, None], other=0.0)
-        total = total * keep + tl.sum(weight, axis=1)
-        acc = tl.dot(weight.to(v.dtype), v, acc * keep[:, None])
-        top = higher
+        top, total, acc = _absorb(scores, v, top, total, acc)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def _extend_shared_kernel(
+    q,
+    k_cache,
+    v_cache,
+    page_table,
+    tiles,
+    tile_rows,
+    tile_tokens,
+    row_slots,
+    positions,
+    query_starts,
+    out,
+    table_stride,
+    scale,
+    Q: tl.constexpr,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    PADDED_G: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    tile = tl.program_id(1)
+    kv_head = tl.program_id(0)
+    rows = tile_rows + tl.load(tiles + tile * 3)
+    num_rows = tl.load(tiles + tile * 3 + 1)
+    common = tl.load(tiles + tile * 3 + 2) // BLOCK_N * BLOCK_N
+
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, D)
+    tokens: tl.constexpr = BLOCK_M // PADDED_G
+    token = tl.load(tile_tokens + tile * tokens + m // PADDED_G)
+    inside = (token >= 0) & (m % PADDED_G < G)
+    position = tl.load(positions + token, mask=inside, other=-1)
+    place = (token.to(tl.int64) * Q + kv_head * G + m % PADDED_G)[:, None] * D + d[None, :]
+    queries = tl.load(q + place, mask=inside[:, None], other=0.0)
+    top = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+
+    table = page_table + tl.load(row_slots + tl.load(rows)).to(tl.int64) * table_stride
+    for at in tl.range(0, common, BLOCK_N, num_stages=STAGES):
+        n = at + tl.arange(0, BLOCK_N)
+        page = tl.load(table + n // P).to(tl.int64)
+        source = (((page * P + n % P) * K + kv_head) * D)[:, None] + d[None, :]
+        scores = tl.dot(queries, tl.trans(tl.load(k_cache + source))) * scale
+        top, total, acc = _absorb(scores, tl.load(v_cache + source), top, total, acc)
+    for index in range(0, num_rows):
+        row = tl.load(rows + index)
+        first = tl.load(query_starts + row)
+        after = tl.load(query_starts + row + 1)
+        end = tl.load(positions + after - 1) + 1
+        mine = (token >= first) & (token < after)
+        table = page_table + tl.load(row_slots + row).to(tl.int64) * table_stride
+        for at in tl.range(common, end, BLOCK_N, num_stages=STAGES):
+            n = at + tl.arange(0, BLOCK_N)
+            cached = n < end
+            page = tl.load(table + n // P, mask=cached, other=0).to(tl.int64)
+            source = (((page * P + n % P) * K + kv_head) * D)[:, None] + d[None, :]
+            k = tl.load(k_cache + source, mask=cached[:, None], other=0.0)
+            seen = mine[:, None] & (n[None, :] <= position[:, None])
+            scores = tl.where(seen, tl.dot(queries, tl.trans(k)) * scale, -float("inf"))
+            v = tl.load(v_cache + source, mask=cached[:, None], other=0.0)
+            top, total, acc = _absorb(scores, v, top, total, acc)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside[:, None])
+
+
+def extend_shared(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    tiles: torch.Tensor,
+    tile_rows: torch.Tensor,
+    tile_tokens: torch.Tensor,
+    row_slots: torch.Tensor,
+    positions: torch.Tensor,
+    query_starts: torch.Tensor,
+    out: torch.Tensor,
+    tuning: ExtendTuning = ExtendTuning(),  # noqa: B008  (frozen)
+) -> None:
+    """`extend_attention` for the rows of `SharedTiles`, in layers without a window."""
+    page_size, kv_heads, head_dim = k_cache.shape[1:]
+    q_heads = q.shape[1]
+    group = q_heads // kv_heads
+    _extend_shared_kernel[(kv_heads, tiles.shape[0])](
+        q, k_cache, v_cache, page_table, tiles, tile_rows, tile_tokens, row_slots, positions, query_starts, out,
+        page_table.stride(0), head_dim**-0.5 * 1.4426950408889634, Q=q_heads, K=kv_heads, G=group,
+        PADDED_G=next_power_of_2(group), D=head_dim, P=page_size, BLOCK_M=tuning.block_m, BLOCK_N=tuning.block_n,
+        STAGES=tuning.num_stages, num_warps=tuning.num_warps,
+    )  # fmt: skip
 
 
 def extend_attention(

@@ -13,7 +13,6 @@ what lies between its neighbours.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -24,23 +23,38 @@ from paceline.scheduler.plan import Column, Sharing
 
 def find_sharing(requests: Sequence[Request], starts: Column) -> Sharing | None:
     """Of rows that belong to `requests` and have `starts[row]` positions in memory. None: nobody shares anything."""
-    paths = []
+    below: dict[Node, list[int]] = {}  # the deepest node that somebody else holds too -> rows
     for row, request in enumerate(requests):
-        node, path = request.held, []
-        while node is not None and node.depth:
-            path.append(node)
+        node = request.held
+        while node is not None and node.locks < 2:
             node = node.parent
-        if path and path[-1].locks > 1:  # some other row, or a pin, holds its beginning too
-            path.reverse()
-            paths.append(([node.order for node in path], row, path))
-    if len(paths) < 2:
+        if node is not None and node.depth:  # held by another row, or by a pin
+            below.setdefault(node, []).append(row)
+    if len(below) < 2 and all(len(rows) < 2 for rows in below.values()):
         return None
-    paths.sort(key=lambda entry: entry[:2])
-    rows = np.array([row for _, row, _ in paths], np.int32)
-    depths = [_common(one[2], other[2]) for one, other in pairwise(paths)]
+    paths = sorted(map(_path, below), key=lambda path: [one.order for one in path])
+    rows = np.array([row for path in paths for row in below[path[-1]]], np.int32)
+    depths = np.zeros(len(rows) - 1, np.int32)
+    at = 0
+    for path, after in zip(paths, [*paths[1:], []], strict=True):
+        end = at + len(below[path[-1]])
+        depths[at : end - 1] = path[-1].depth
+        depths[end - 1 : end] = _common(path, after)  # nothing behind the last row
+        at = end
     reach = starts[rows]
-    common = np.minimum(np.array(depths, np.int32), np.minimum(reach[:-1], reach[1:]))
+    common = np.minimum(depths, np.minimum(reach[:-1], reach[1:]))
     return Sharing(rows, common) if common.any() else None
+
+
+def _path(node: Node) -> list[Node]:
+    """From the first node with tokens down to this one."""
+    path: list[Node] = []
+    current: Node | None = node
+    while current is not None and current.depth:
+        path.append(current)
+        current = current.parent
+    path.reverse()
+    return path
 
 
 def _common(one: list[Node], other: list[Node]) -> int:

@@ -43,6 +43,7 @@ class Series:
     busy: list[float] = field(default_factory=list)  # share of the time in which the device ran
     tokens: list[float] = field(default_factory=list)  # decoded, a second
     hit_rate: list[float] = field(default_factory=list)  # of all prompts admitted so far
+    retractions: list[int] = field(default_factory=list)  # so far
 
 
 class Served(NamedTuple):
@@ -280,3 +281,4 @@ class _Meter:
         series.busy.append(min(1.0, busy / seconds) if seconds else 0.0)
         series.tokens.append(decoded / seconds if seconds else 0.0)
         series.hit_rate.append(counters.hit_rate)
+        series.retractions.append(counters.retractions)

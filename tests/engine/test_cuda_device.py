@@ -101,6 +101,20 @@ def test_kernels_and_the_cpu_say_the_same(name: str) -> None:
         assert again.token_ids == wanted[0] and again.num_cached_tokens == 20
 
 
+def watch_prompts(device: CudaDevice) -> list[int]:
+    """Will hold, for each pass, how many words name tiles that several prompts share."""
+    found: list[int] = []
+    pack = device._packer.pack
+
+    def packing(plan: Plan) -> Any:
+        packed = pack(plan)
+        found.append(packed.shared_tiles.count)
+        return packed
+
+    device._packer.pack = packing  # type: ignore[method-assign]
+    return found
+
+
 def test_shared_reads_change_no_token() -> None:
     """Rows below two prefixes of 40 tokens, one of them below another, in units of up to 16 tokens."""
     rng = np.random.default_rng(7)
@@ -111,10 +125,12 @@ def test_shared_reads_change_no_token() -> None:
     found = []
     for shared in (True, False):
         llm, device = on_kernels("tiny-qwen3", shared_reads=shared, **options)
+        packed_prompts = watch_prompts(device)
         with llm:
             llm.generate([long, other], replace(GREEDY, max_tokens=1))
             found.append([output.token_ids for output in llm.generate(prompts, params)])
         assert (device.stats.saved_tokens > 0) == shared
+        assert any(packed_prompts) == shared
         assert any(kind.tile for _, kind in device.graphs._graphs) == shared
     assert found[0] == found[1] == [expected("tiny-qwen3", [p], q)[0] for p, q in zip(prompts, params, strict=True)]
 

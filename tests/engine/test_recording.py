@@ -79,6 +79,11 @@ def test_every_request_and_every_pass_is_there_once(tmp_path: Path, overlap: boo
 
 def test_equal_blocks_are_equal_prefixes_of_one_tenant_and_nothing_else(tmp_path: Path) -> None:
     added = requests(8, tenants=2)
+    # The same block after another beginning is another prefix.
+    added += [
+        Request("one", np.arange(12), SamplingParams(max_tokens=1), tenant="tenant-0"),
+        Request("two", np.array([50, 51, 52, 53, *range(4, 12)]), SamplingParams(max_tokens=1), tenant="tenant-0"),
+    ]
     lines = lines_of(tmp_path / "run.jsonl", harness(), added)
     blocks = {line.id: line.blocks for line in lines if isinstance(line, RecordedRequest)}
     for one in added:

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.kernels._triton import next_power_of_2
 from paceline.kernels.decode_attention import (
+    OWN_UNITS,
+    SHARED_UNITS,
     DecodeTuning,
     DecodeWorkspace,
     decode_attention,
@@ -17,7 +20,9 @@ from paceline.kernels.extend_attention import (
     ExtendTuning,
     extend_attention,
     extend_attention_reference,
+    extend_shared,
     extend_tiles,
+    shared_tiles,
     tokens_per_tile,
 )
 from paceline.kernels.linear import LinearTuning, LinearWorkspace, linear, linear_reference, num_squares
@@ -59,8 +64,8 @@ def test_decode_attention_at_size(
     check_decode(lengths, page_size, q_heads, kv_heads, head_dim, window, pdl, DecodeTuning(block_m=block_m))
 
 
-@pytest.mark.parametrize("block_m", [16, 32])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("block_m", [16, 32, 64])
+@pytest.mark.parametrize("seed", range(2))
 def test_decode_attention_with_shared_chunks(seed: int, block_m: int) -> None:
     rng = random.Random(seed)
     group = rng.choice([1, 2, 5])
@@ -105,9 +110,12 @@ def check_decode(
         expected = decode_attention_reference(qkv, k, v, cache.page_table, slots, positions, table, *norms, EPS, window)
         out = poisoned(rows, q_heads * head_dim, dtype=BF16, device="cuda")
         decode_units(buffers, slots, ints([rows]), positions, chunks, window)
-        decode_attention(
-            qkv, cache.k, cache.v, cache.page_table, table, *norms, EPS, buffers, workspace, out, window, tuning, pdl
-        )
+        inputs = (qkv, cache.k, cache.v, cache.page_table, table, *norms, EPS, buffers, workspace, out, window)
+        if shared is None:
+            decode_attention(*inputs, tuning, pdl)
+        else:
+            decode_attention(*inputs, tuning, pdl, SHARED_UNITS)
+            decode_attention(*inputs, DecodeTuning(block_m=next_power_of_2(q_heads // kv_heads)), pdl, OWN_UNITS)
         by_row = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert float(by_row.max()) < 1.5e-2, f"row {int(by_row.argmax())} is off by {float(by_row.max())}"
         assert relative_error(cache.k, k) < 1e-3
@@ -174,6 +182,32 @@ def test_extend_at_size(window: int) -> None:
     )
     expected = extend_attention_reference(
         q, cache.k, cache.v, cache.page_table, list(range(4)), starts, query_starts, window
+    )
+    assert relative_error(out, expected) < 1e-2
+
+
+def test_prompts_that_share_tiles_at_size() -> None:
+    """Sixteen rows below 2,048 positions, most with few queries."""
+    rng = np.random.default_rng(0)
+    starts = (2048 + 16 * rng.integers(0, 20, 16)).tolist()
+    lengths = [*rng.integers(1, 12, 14).tolist(), 40, 200]
+    cache = random_cache(16, 2700, 16, 8, 128, BF16, "cuda", [(row, 0, 128) for row in range(1, 16)])
+    query_starts = np.array([0, *np.cumsum(lengths)], np.int32)
+    positions = ints(np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]))
+    q = randn(sum(lengths), 16, 128)
+    tuning = ExtendTuning()
+    tokens = tokens_per_tile(tuning, 2)
+    found = shared_tiles(np.arange(16, dtype=np.int32), np.full(15, 2048, np.int32), query_starts, tokens, 256)
+    assert found is not None and len(found.rows) == 14
+    rest = np.setdiff1d(np.arange(16, dtype=np.int32), found.rows)
+    tiles = ints(extend_tiles(np.array(starts, np.int32), np.array(lengths, np.int32), tokens, rest))
+    out = torch.full_like(q, torch.nan)
+    both = (ints(range(16)), positions, ints(query_starts))
+    parts = (ints(part) for part in (found.tiles, found.rows, found.tokens))
+    extend_shared(q, cache.k, cache.v, cache.page_table, *parts, *both, out, tuning)
+    extend_attention(q, cache.k, cache.v, cache.page_table, tiles, *both, out, tuning=tuning)
+    expected = extend_attention_reference(
+        q, cache.k, cache.v, cache.page_table, list(range(16)), starts, query_starts.tolist()
     )
     assert relative_error(out, expected) < 1e-2
 

@@ -22,8 +22,8 @@ from paceline.simulator.workloads import SIZES, make_workload
 TRUTH = load_profile("h200-qwen3-0.6b")
 
 
-def record(path: Path, *, noise: float = 0.0, requests: int = 400) -> None:
-    """A recording of the virtual GPU itself, its times shaken by `noise`."""
+def record(path: Path, *, noise: float = 0.0, requests: int = 400, gap_s: float = 0.0) -> None:
+    """A recording of the virtual GPU itself, its times shaken by `noise`. All is added before the first pass."""
     clock, rng = VirtualClock(), np.random.default_rng(0)
     config = SchedulerConfig(num_pages=4000, max_running=96, max_wait=math.inf)
     scheduler = Scheduler(config)
@@ -38,6 +38,7 @@ def record(path: Path, *, noise: float = 0.0, requests: int = 400) -> None:
     recorder.mark("all")
     for one in make_workload("prefixes", work):
         scheduler.add(one.request(), clock())
+        clock.advance(gap_s)
     Loop(scheduler, recorder.watch(executor), clock).drain()
     recorder.mark("end of all")
     recorder.close()
@@ -55,6 +56,12 @@ def test_a_noisy_recording_gives_the_times_of_its_device(tmp_path: Path) -> None
     assert run.simulated_passes == pytest.approx(run.measured_passes, rel=0.01)
     assert abs(run.total_error) < 0.05
     assert abs(run.pass_error) < 0.03
+
+
+def test_what_came_before_the_first_pass_is_replayed_as_planned_with_it(tmp_path: Path) -> None:
+    record(tmp_path / "run.jsonl", requests=12, gap_s=0.05)
+    (run,) = replay(tmp_path / "run.jsonl", Recording.read(tmp_path / "run.jsonl"), TRUTH)
+    assert run.simulated_passes == run.measured_passes
 
 
 H200 = Path(__file__).parent / "data" / "h200-qwen3-0.6b.jsonl.gz"  # one run of nano and one of gsp, their passes alone

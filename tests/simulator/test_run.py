@@ -48,6 +48,15 @@ def test_times_are_in_order_and_waiting_shows_in_the_first_token() -> None:
         assert one.arrival <= one.admitted <= one.first_token <= one.finished
 
 
+def test_waiting_begins_when_a_request_comes_not_when_it_is_first_looked_at() -> None:
+    """One that comes while a pass runs has waited for the rest of it."""
+    tokens = np.arange(4000, dtype=np.int32)
+    arrivals = [Arrival(0.0, "long", tokens, tokens[:50]), Arrival(0.0005, "late", tokens[:50], tokens[:5])]
+    served = {one.id: one for one in simulate(arrivals, SchedulerConfig(), H200).served}
+    assert served["late"].arrival == 0.0005
+    assert served["late"].admitted > 0.0005
+
+
 def test_a_request_that_can_never_fit_is_refused_and_the_others_run() -> None:
     tokens = np.arange(5000, dtype=np.int32)
     arrivals = [Arrival(0.0, "huge", tokens, tokens[:5]), Arrival(0.0, "small", tokens[:50], tokens[:5])]
