@@ -84,7 +84,7 @@ def _split(inputs: Inputs, page_size: int) -> list[tuple[Index, int]]:
         rows = np.flatnonzero(inputs.lengths == length)
         # Rows are candidates to share when they have the same page at this depth.
         depth = max(1, -(-SHARED_TOKENS // page_size))
-        deep = inputs.starts[rows] // page_size >= depth
+        deep = (inputs.starts[rows] // page_size >= depth) & inputs.shares
         page = np.full(len(rows), -1)
         if deep.any():
             page[deep] = inputs.page_rows[rows[deep], depth - 1]

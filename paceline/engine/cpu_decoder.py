@@ -67,6 +67,7 @@ class CpuDecoder:
         packed = bool(torch.backends.mkldnn.is_available()) and (  # type: ignore[no-untyped-call, unused-ignore]
             plain.spec.num_parameters * 4 <= _SECOND_COPY * free_memory()
         )
+        self._norm = plain.norm
         self._head = _Matrix(plain.head * plain.norm, None, packed=packed)
         self._layers: list[tuple[_Matrix, _Matrix, _Matrix, _Matrix, Tensor | None]] = []
         while plain.layers:
@@ -100,6 +101,10 @@ class CpuDecoder:
             gate, up = gate_up(_scaled(x, eps)).chunk(2, dim=-1)
             x = down.add_to(x, F.silu(gate).mul_(up))
         return _scaled(x, eps)
+
+    @torch.inference_mode()
+    def states(self, hidden: Tensor) -> Tensor:
+        return hidden * self._norm
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

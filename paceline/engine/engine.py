@@ -32,6 +32,7 @@ from paceline.request import (
     FinishReason,
     InvalidRequest,
     PacelineError,
+    Pooled,
     Refused,
     Request,
     SamplingParams,
@@ -203,12 +204,14 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str = "",
+        pooling: str | None = None,
     ) -> str:
         """Hands a request over and returns its id. `timeout`: seconds after which it ends with reason deadline.
+        With `pooling` nothing is generated: the last piece has the prompt's embedding.
 
         Raises for what can be seen at once; a refusal by the scheduler goes to the sink.
         """
-        live = self._prepare(prompt, params, sink, request_id, tenant, priority, timeout, cache_salt)
+        live = self._prepare(prompt, params, sink, request_id, tenant, priority, timeout, cache_salt, pooling)
         self._post([live])
         return live.request.id
 
@@ -251,12 +254,12 @@ class Engine:
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None,
                      tenant: str = "default", priority: int = 0, timeout: float | None = None,
-                     cache_salt: str = "") -> AsyncIterator[Piece]:  # fmt: skip
+                     cache_salt: str = "", pooling: str | None = None) -> AsyncIterator[Piece]:  # fmt: skip
         """The pieces of one request as they come. Leaving the iteration early aborts the request."""
         queue: asyncio.Queue[Piece | PacelineError] = asyncio.Queue()
         sink = _AsyncSink(asyncio.get_running_loop(), queue, self._outbox)
         request_id = self.submit(prompt, params, sink=sink, request_id=request_id, tenant=tenant, priority=priority,
-                                 timeout=timeout, cache_salt=cache_salt)  # fmt: skip
+                                 timeout=timeout, cache_salt=cache_salt, pooling=pooling)  # fmt: skip
         ended = False
         try:
             while not ended:
@@ -304,7 +307,8 @@ class Engine:
         return self._failure
 
     def _prepare(self, prompt: Prompt, params: SamplingParams | None, sink: Sink, request_id: str | None, tenant: str,
-                 priority: int, timeout: float | None, cache_salt: str) -> _Live:  # fmt: skip
+                 priority: int, timeout: float | None, cache_salt: str,
+                 pooling: str | None = None) -> _Live:  # fmt: skip
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params is {params!r}: give SamplingParams.")
@@ -324,6 +328,12 @@ class Engine:
             eos_token_ids=tuple(sorted(self.tokenizer.eos_ids)),
             cache_salt=cache_salt,
         )
+        if pooling is not None:
+            if not getattr(self.executor, "can_pool", False):
+                raise InvalidRequest("embeddings are asked for, which this device does not compute yet: use a CPU.")
+            request.prefill_only, request.pooled = True, Pooled(pooling)
+            if pooling == "mean":  # a cached token has no hidden state any more
+                request.compute_from = 0
         return _Live(request, self.text_of(params), sink, is_quiet=sink.wants_all_at_once and not params.stop)
 
     def _post(self, items: Iterable[_Live | Callable[[], None]]) -> None:
@@ -475,7 +485,10 @@ class Engine:
         if error is None:
             text += live.text.close()
         usage = Usage(len(request.prompt), request.num_cached, live.num_tokens)
-        self._put(live, Piece(text, tokens, reason, usage, Timings.of(request), error))
+        vector = None
+        if request.pooled is not None and reason is FinishReason.LENGTH:
+            vector = request.pooled.vector().tobytes()
+        self._put(live, Piece(text, tokens, reason, usage, Timings.of(request), error, vector))
 
     def _put(self, live: _Live, piece: Piece) -> None:
         try:

@@ -30,6 +30,7 @@ class Inputs:
     sampled: Index  # [sampling rows]: the last token of each
     sampled_slots: Index
     sampled_positions: Index  # where the new token will stand
+    shares: bool = True  # some rows may begin with the same pages
 
 
 class SlotTables:
@@ -71,6 +72,7 @@ class SlotTables:
             sampled=(offsets + lengths - 1)[samples],
             sampled_slots=slots[samples],
             sampled_positions=reach[samples],
+            shares=plan.sharing is not None,
         )
 
     def store(self, inputs: Inputs, tokens: npt.NDArray[np.int64]) -> None:

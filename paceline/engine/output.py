@@ -45,3 +45,4 @@ class Piece:
     usage: Usage | None = None
     timings: Timings | None = None
     error: str | None = None  # with reason error: what happened
+    vector: bytes | None = None  # of an embedding: float32, in the machine's order

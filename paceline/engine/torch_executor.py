@@ -49,6 +49,9 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
+    def states(self, hidden: Tensor) -> Tensor:
+        """Hidden states as the model defines them, out of what `forward` returns."""
+
 
 class CpuDevice:
     """Torch on the CPU: its memory is the host's, so nothing is uploaded and nothing comes back late."""
@@ -71,6 +74,7 @@ class CpuDevice:
         inputs = self.tables.inputs(plan)
         attend = CpuAttention(self.cache, self.decoder.spec, inputs)
         hidden = self.decoder.forward(torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), attend)
+        self._pool(plan, inputs.offsets, hidden)
         if not len(inputs.sampled):
             return NO_TOKENS
         if len(inputs.sampled) < len(hidden):
@@ -79,6 +83,17 @@ class CpuDevice:
         tokens = self.sampler.sample(logits, inputs.sampled_slots, inputs.sampled_positions)
         self.tables.store(inputs, tokens)
         return tokens.astype(np.int32)
+
+    def _pool(self, plan: Plan, offsets: np.ndarray, hidden: Tensor) -> None:
+        """Hands the hidden states of prompts over that are to be embedded."""
+        for join in plan.joins:
+            if join.request.pooled is not None:
+                join.request.pooled.begin()
+        for row in range(plan.num_decodes, plan.num_rows):
+            pooled = plan.requests[row].pooled
+            if pooled is not None:
+                first = int(offsets[row])
+                pooled.take(self.decoder.states(hidden[first : first + int(plan.lengths[row])]).float().numpy())
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden)
@@ -106,6 +121,8 @@ class _Pending:
 
 
 class TorchExecutor:
+    can_pool = True
+
     def __init__(self, device: Device, *, num_threads: int | None = None) -> None:
         self.device = device
         self._num_threads = num_threads

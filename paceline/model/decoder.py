@@ -72,6 +72,10 @@ class Decoder:
             x = x + self._mlp(layer, x)
         return self._norm(x, self.norm)
 
+    def states(self, hidden: Tensor) -> Tensor:
+        """What `forward` returns are the states themselves; its rearranged twin has to finish them."""
+        return hidden
+
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, vocab] of rows of `forward`'s result, in the model's dtype. Take only the rows that

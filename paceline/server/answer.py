@@ -12,7 +12,7 @@ from paceline.engine.output import Usage as EngineUsage
 from paceline.request import FinishReason
 from paceline.server.client import Job
 from paceline.server.errors import ApiError, aborted, engine_failed, shutting_down
-from paceline.server.types import CachedTokens, GenerationRequest, Usage
+from paceline.server.types import CachedTokens, EmbeddingRequest, GenerationRequest, Usage
 
 
 class Answer(Protocol):
@@ -26,7 +26,7 @@ class Answer(Protocol):
         """Where in the request the prompt is, for errors."""
 
     @property
-    def request(self) -> GenerationRequest: ...
+    def request(self) -> GenerationRequest | EmbeddingRequest: ...
 
     @property
     def jobs(self) -> Sequence[Job]: ...
@@ -38,7 +38,8 @@ class Answer(Protocol):
 
     def usage_chunk(self, usage: Usage) -> bytes: ...
 
-    def whole(self, texts: Sequence[str], finish_reasons: Sequence[str], usage: Usage) -> bytes: ...
+    def whole(self, pieces: Sequence[Sequence[Piece]], usage: Usage) -> bytes:
+        """All that came, by job."""
 
 
 def new_id(prefix: str) -> str:
@@ -59,9 +60,13 @@ def finish_reason_of(piece: Piece) -> str | None:
     if reason is FinishReason.ABORT:  # not by the client itself: it would not be there to be told
         raise aborted() if piece.error is None else shutting_down()
     if reason is FinishReason.DEADLINE:
-        raise ApiError("the request's time was up before it was answered: allow it more time.", status=504,
-                       kind="server_error", code="deadline")  # fmt: skip
+        raise ApiError("the request's time was up before it was answered: allow it more time.", status=408,
+                       code="deadline")  # fmt: skip
     raise engine_failed(f"generation failed ({piece.error}): send the request again.")
+
+
+def text_of(pieces: Iterable[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
 
 
 def total_usage(usages: Iterable[EngineUsage]) -> Usage:

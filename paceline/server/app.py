@@ -31,11 +31,19 @@ from paceline.server.asgi import (
 from paceline.server.chat import ChatAnswer
 from paceline.server.client import EngineClient, Job
 from paceline.server.completions import CompletionAnswer
+from paceline.server.embeddings import EmbeddingAnswer
 from paceline.server.errors import ApiError, answer_to, shutting_down, unknown_model, wrong_method
 from paceline.server.limits import Keys
 from paceline.server.metrics import Tally
 from paceline.server.plain import Plain
-from paceline.server.types import ChatRequest, CompletionRequest, GenerationRequest, read_request
+from paceline.server.types import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    GenerationRequest,
+    read_request,
+    read_struct,
+)
 from paceline.text.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.server")
@@ -66,6 +74,7 @@ class App:
         self._generating: dict[str, Callable[[bytes], Answer]] = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._completion,
+            "/v1/embeddings": self._embedding,
         }
         self._plain = Plain(self, client, tokenizer, config, name, self._keys, self._tally, worker, tell)
 
@@ -120,7 +129,12 @@ class App:
         self._check_model(request)
         return CompletionAnswer(request, self._tokenizer, self._config.max_prompts)
 
-    def _check_model(self, request: GenerationRequest) -> None:
+    def _embedding(self, body: bytes) -> Answer:
+        request = read_struct(body, EmbeddingRequest)
+        self._check_model(request)
+        return EmbeddingAnswer(request, self._tokenizer, self._config.max_prompts)
+
+    def _check_model(self, request: GenerationRequest | EmbeddingRequest) -> None:
         if request.model != self._name:
             raise unknown_model(request.model, self._name)
 
@@ -167,17 +181,15 @@ class App:
     # ------------------------------------------------------------------ answers
 
     async def _whole(self, answer: Answer, jobs: Sequence[Job], record: _Record, _: Scope, send: Send) -> None:
-        texts: list[list[str]] = [[] for _ in jobs]
-        reasons = [""] * len(jobs)
+        parts: list[list[Piece]] = [[] for _ in jobs]
         usages: list[Usage] = []
         async with aclosing(self._client.stream(jobs)) as pieces:
             async for index, piece in pieces:
-                texts[index].append(piece.text)
-                if (reason := finish_reason_of(piece)) is not None:
-                    reasons[index] = reason
+                parts[index].append(piece)
+                if finish_reason_of(piece) is not None:
                     usages += [piece.usage] if piece.usage else []
                     record.take(piece)
-        body = answer.whole(["".join(parts) for parts in texts], reasons, total_usage(usages))
+        body = answer.whole(parts, total_usage(usages))
         record.status = 200
         await send_json(send, 200, body, {"X-Request-Id": record.id})
 
@@ -253,7 +265,7 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1e3, 1)
 
 
-def _timeout(request: GenerationRequest, headers: dict[bytes, bytes]) -> float | None:
+def _timeout(request: GenerationRequest | EmbeddingRequest, headers: dict[bytes, bytes]) -> float | None:
     given: float | None = request.deadline_ms
     name = "deadline_ms"
     if given is None and b"x-deadline-ms" in headers:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from msgspec import UNSET
 
-from paceline.server.answer import new_id, now
+from paceline.engine.output import Piece
+from paceline.server.answer import finish_reason_of, new_id, now, text_of
 from paceline.server.client import Job
 from paceline.server.errors import ApiError
 from paceline.server.fields import check_message_fields
@@ -44,10 +45,10 @@ class ChatAnswer:
     def usage_chunk(self, usage: Usage) -> bytes:
         return self._chunk([], usage)
 
-    def whole(self, texts: Sequence[str], finish_reasons: Sequence[str], usage: Usage) -> bytes:
+    def whole(self, pieces: Sequence[Sequence[Piece]], usage: Usage) -> bytes:
         choices = [
-            ChatChoice(index, Message("assistant", text), reason)
-            for index, (text, reason) in enumerate(zip(texts, finish_reasons, strict=True))
+            ChatChoice(index, Message("assistant", text_of(parts)), finish_reason_of(parts[-1]) or "")
+            for index, parts in enumerate(pieces)
         ]
         return msgspec.json.encode(
             ChatCompletion(self.id, "chat.completion", self._created, self.request.model, choices, usage)

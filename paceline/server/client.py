@@ -28,6 +28,7 @@ class Job:
     priority: int = 0  # larger goes first
     timeout_s: float | None = None
     cache_salt: str = ""
+    pooling: str | None = None  # to be embedded instead of continued: mean or last
     at_once: bool = False  # nobody reads before the end: one piece will do
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from paceline.engine.output import Piece
 from paceline.request import InvalidRequest
-from paceline.server.answer import new_id, now
+from paceline.server.answer import finish_reason_of, new_id, now, text_of
 from paceline.server.client import Job
 from paceline.server.errors import ApiError
 from paceline.server.fields import short
@@ -25,15 +26,10 @@ class CompletionAnswer:
     def __init__(self, request: CompletionRequest, tokenizer: Tokenizer, max_prompts: int) -> None:
         self.request = request
         self.id, self._created = new_id("cmpl"), now()
-        prompts = _prompts(request.prompt)
-        if len(prompts) > max_prompts:
-            raise ApiError(f"prompt has {len(prompts)} entries: give at most {max_prompts}.", param="prompt")
+        prompts = encode_prompts(request.prompt, tokenizer, max_prompts)
         open_ended = max(DEFAULT_MAX_TOKENS, request.min_tokens or 0)
         params = request.sampling(open_ended if request.max_tokens is None else request.max_tokens)
-        self.jobs: Sequence[Job] = [
-            Job(f"{self.id}-{index}", _encode(prompt, index, len(prompts), tokenizer), params)
-            for index, prompt in enumerate(prompts)
-        ]
+        self.jobs: Sequence[Job] = [Job(f"{self.id}-{index}", prompt, params) for index, prompt in enumerate(prompts)]
 
     def opening(self) -> Iterable[bytes]:
         return ()
@@ -44,17 +40,27 @@ class CompletionAnswer:
     def usage_chunk(self, usage: Usage) -> bytes:
         return self._encode([], usage)
 
-    def whole(self, texts: Sequence[str], finish_reasons: Sequence[str], usage: Usage) -> bytes:
-        choices = [
-            TextChoice(index, text, reason)
-            for index, (text, reason) in enumerate(zip(texts, finish_reasons, strict=True))
-        ]
+    def whole(self, pieces: Sequence[Sequence[Piece]], usage: Usage) -> bytes:
+        choices = [TextChoice(index, text_of(parts), finish_reason_of(parts[-1])) for index, parts in enumerate(pieces)]
         return self._encode(choices, usage)
 
     def _encode(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> bytes:
         return msgspec.json.encode(
             TextCompletion(self.id, "text_completion", self._created, self.request.model, choices, usage)
         )
+
+
+def encode_prompts(value: Any, tokenizer: Tokenizer, max_prompts: int, field: str = "prompt") -> list[list[int]]:
+    """The prompts of a request as token ids; `field` is where they stand."""
+    try:
+        prompts = _prompts(value)
+        if len(prompts) > max_prompts:
+            raise ApiError(f"prompt has {len(prompts)} entries: give at most {max_prompts}.", param="prompt")
+        return [_encode(prompt, index, len(prompts), tokenizer) for index, prompt in enumerate(prompts)]
+    except ApiError as error:
+        if field != "prompt":
+            raise ApiError(error.message.replace("prompt", field, 1), param=field, code=error.code) from None
+        raise
 
 
 def _prompts(value: Any) -> list[str | list[int]]:

@@ -139,4 +139,7 @@ async def listen(
     settings.load()
     loop = asyncio.get_running_loop()
     make = partial(Connection, settings, _State(), config, tally, loop)
-    return await loop.create_server(make, sock=taken, backlog=BACKLOG)
+    # asyncio accepts as many at a time as it lets wait. Few at a time share a burst between the workers.
+    server = await loop.create_server(make, sock=taken, backlog=1 if config.workers > 1 else 64)
+    taken.listen(BACKLOG)
+    return server

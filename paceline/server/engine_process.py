@@ -11,6 +11,7 @@ import gc
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -138,7 +139,7 @@ class EngineProcess:
         try:
             self._engine.submit(
                 prompt, job.params, sink=sink, request_id=job.id, tenant=job.tenant, priority=job.priority,
-                timeout=job.timeout_s, cache_salt=job.cache_salt,
+                timeout=job.timeout_s, cache_salt=job.cache_salt, pooling=job.pooling,
             )  # fmt: skip
         except PacelineError as error:
             self.forget(sink)
@@ -273,6 +274,8 @@ def make_a_token(engine: Engine) -> None:
 
 
 def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # only the supervisor decides
     setup = msgspec.json.decode(sys.stdin.readline(), type=EngineSetup)
     set_up_logs(setup.log_level, setup.log_format, "engine")
     said = 0.0

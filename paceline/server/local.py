@@ -48,7 +48,7 @@ class LocalClient:
         try:
             pieces = self._engine.stream(
                 job.prompt, job.params, request_id=job.id, tenant=job.tenant, priority=job.priority,
-                timeout=job.timeout_s, cache_salt=job.cache_salt,
+                timeout=job.timeout_s, cache_salt=job.cache_salt, pooling=job.pooling,
             )  # fmt: skip
             async with aclosing(cast("AsyncGenerator[Piece, None]", pieces)) as opened:
                 async for piece in opened:

@@ -16,6 +16,8 @@ from paceline.server.types import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingList,
+    EmbeddingRequest,
     ModelList,
     TextCompletion,
     TokenizeRequest,
@@ -69,11 +71,20 @@ _ERROR = {
 
 
 def document(model: str, has_keys: bool) -> Json:
-    kinds = [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, CacheAction, ChatCompletion,
-             TextCompletion, ModelList, ModelType, RequestState, PinState]  # fmt: skip
+    kinds = [
+        ChatRequest, ChatCompletion, CompletionRequest, TextCompletion, EmbeddingRequest, EmbeddingList,
+        TokenizeRequest, DetokenizeRequest, CacheAction, ModelList, ModelType, RequestState, PinState,
+    ]  # fmt: skip
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     schemas["Error"] = _ERROR
-    for name in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest", "CacheAction"):
+    for name in (
+        "ChatRequest",
+        "CompletionRequest",
+        "EmbeddingRequest",
+        "TokenizeRequest",
+        "DetokenizeRequest",
+        "CacheAction",
+    ):
         _complete(schemas[name], model)
     # Accepted because they say what happens anyway, or change nothing.
     for name in ("ChatRequest", "CompletionRequest"):
@@ -83,6 +94,7 @@ def document(model: str, has_keys: bool) -> Json:
     paths = {
         "/v1/chat/completions": {"post": _generates("ChatRequest", "ChatCompletion", "The next message of a chat.")},
         "/v1/completions": {"post": _generates("CompletionRequest", "TextCompletion", "Continuations of prompts.")},
+        "/v1/embeddings": {"post": _operation("A vector for each text.", _ref("EmbeddingList"), "EmbeddingRequest")},
         "/v1/models": {"get": _operation("What is served.", _ref("ModelList"))},
         "/v1/models/{name}": {"get": _operation("One of them.", _ref("Model"), path="name")},
         "/tokenize": {"post": _operation("Text to token ids.", _object("count", "tokens"), "TokenizeRequest")},
@@ -138,6 +150,8 @@ def _complete(schema: Json, model: str) -> None:
         properties["prompt"] = _PROMPT
     if "model" in properties:
         properties["model"] = {"enum": [model] if "model" in schema.get("required", ()) else [model, None]}
+    if "input" in properties:
+        properties["input"] = _PROMPT
     if "tokens" in properties:
         properties["tokens"] = {"type": "array", "items": _ID}
 

@@ -143,7 +143,7 @@ class Plain:
 
     async def _root(self, _: Request) -> Response:
         plain = [route.path for route in self._starlette.routes if isinstance(route, Route)]
-        routes = ["/v1/chat/completions", "/v1/completions", *plain]
+        routes = ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", *plain]
         return _json({"paceline": __version__, "model": self._name, "routes": routes})
 
     async def _openapi(self, _: Request) -> Response:

@@ -174,22 +174,25 @@ class RemoteClient:
     # ------------------------------------------------------------------ what comes
 
     def _receive(self) -> None:
-        # The descriptor tells once of any number of messages: all of them are taken.
-        while True:
-            try:
-                data = self._inlet.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            message = decode_to_front_end(data)
-            if isinstance(message, Pieces):
-                for number, piece in message.pieces:
-                    listener = self._listeners.get(number)
-                    if listener is not None and listener.put(piece):
-                        del self._listeners[number]
-            elif isinstance(message, Reply):
-                self._settle(message)
-            else:
-                self._refuse(message)
+        # The descriptor tells once of any number of messages: all of them are taken, but one at a time. Else an engine
+        # that is quicker than this would keep it reading, and nothing would be sent to clients before it is done.
+        if self._inlet.closed:
+            return
+        try:
+            data = self._inlet.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        self._loop.call_soon(self._receive)
+        message = decode_to_front_end(data)
+        if isinstance(message, Pieces):
+            for number, piece in message.pieces:
+                listener = self._listeners.get(number)
+                if listener is not None and listener.put(piece):
+                    del self._listeners[number]
+        elif isinstance(message, Reply):
+            self._settle(message)
+        else:
+            self._refuse(message)
 
     def _settle(self, message: Reply) -> None:
         question, future = self._asked.get(message.number, (None, None))

@@ -30,7 +30,7 @@ from paceline.server.client import Served
 
 log = logging.getLogger("paceline.supervisor")
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 30.0
-_SOUND_S = 60.0  # having lived so long, a process that dies is started at once
+_SOUND_S = 5.0  # having served so long, a process that dies is started at once
 _MARGIN_S = 5.0  # beyond what a process was given to end
 
 
@@ -102,6 +102,7 @@ class Supervisor:
         self._engine: _Child | None = None
         self._up: tuple[str, Served] | None = None  # the engine's address, and what it serves
         self._down = "the engine is loading: try again in a moment."
+        self._up_since = 0.0
         self._loading = True
         self._draining = False
         self._ending = False
@@ -152,7 +153,6 @@ class Supervisor:
                      "tenants": [replace(tenant, keys=()) for tenant in self._plan.tenants]}  # fmt: skip
             self._loading = True
             self._tell_all(loading=True)
-            began = loop.time()
             self._engine = _Child("paceline.server.engine_process", setup, partial(self._hear, address))
             status = await self._engine.run()
             was_up, self._up = self._up is not None, None
@@ -168,7 +168,8 @@ class Supervisor:
                 self._status = 1
                 self._finished.set()
                 return
-            delay = _FIRST_DELAY_S if loop.time() - began > _SOUND_S else min(delay * 2, _LONGEST_DELAY_S)
+            sound = was_up and loop.time() - self._up_since > _SOUND_S
+            delay = _FIRST_DELAY_S if sound else min(delay * 2, _LONGEST_DELAY_S)
             await asyncio.sleep(delay)
 
     def _hear(self, address: str, line: dict[str, Any]) -> None:
@@ -180,6 +181,7 @@ class Supervisor:
         elif "up" in line:
             served = msgspec.convert(line["up"], Served)
             self._up, self._loading = (address, served), False
+            self._up_since = asyncio.get_running_loop().time()
             self._tell_all(up=line["up"], address=address)
             log.info("the engine is up")
             self._maybe_say_ready()

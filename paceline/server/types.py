@@ -157,6 +157,42 @@ class ModelList(msgspec.Struct):
     object: str = "list"
 
 
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    model: str
+    input: Any  # as a completion's prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    pooling: Literal["mean", "last"] | None = None  # mean if not given
+    priority: int | None = None
+    deadline_ms: float | None = None
+    cache_salt: str | None = None
+
+    @property
+    def stream(self) -> bool:
+        return False
+
+    @property
+    def include_usage(self) -> bool:
+        return False
+
+
+class Embedding(msgspec.Struct):
+    index: int
+    embedding: list[float] | str
+    object: str = "embedding"
+
+
+class EmbeddingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct):
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
@@ -183,6 +219,7 @@ class CacheAction(msgspec.Struct, kw_only=True):
 _Request = TypeVar("_Request", bound=GenerationRequest)
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _WRONG_TYPE = re.compile(r"^Expected `(?P<wanted>.+?)`, got `.+?`(?: - at `\$\.?(?P<path>.*?)`)?$")
+_NO_CHOICE = re.compile(r"^Invalid enum value .* - at `\$\.(?P<name>\w+)`$")
 _MISSING = re.compile(r"^Object missing required field `(?P<name>\w+)`")
 _WORDS = {"str": "a string", "int": "a whole number", "float": "a number", "bool": "true or false",
           "array": "a list", "object": "an object"}  # fmt: skip
@@ -217,6 +254,10 @@ def _explained(message: str, fields: dict[str, Any]) -> ApiError:
     if missing := _MISSING.match(message):
         name = missing["name"]
         return ApiError(f"{name} is missing: give it.", param=name, code="missing_parameter")
+    if choice := _NO_CHOICE.match(message):
+        name = choice["name"]
+        return ApiError(f"{name} is {short(fields.get(name))}: /openapi.json lists what it may be.", param=name,
+                        code="invalid_value")  # fmt: skip
     if not (wrong := _WRONG_TYPE.match(message)):
         return ApiError(f"the request cannot be read: {message}.")
     path = wrong["path"] or ""

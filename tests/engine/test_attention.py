@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -105,3 +107,5 @@ def test_a_common_prefix_is_one_part(num_rows: int) -> None:
                     lengths=np.ones(num_rows, np.int64), offsets=np.arange(num_rows), page_rows=pages,
                     sampled=nothing, sampled_slots=nothing, sampled_positions=nothing)  # fmt: skip
     assert [(len(rows), shared) for rows, shared in _split(inputs, 16)] == [(num_rows, 6)]
+    alone = _split(replace(inputs, shares=False), 16)  # nobody shares, or nobody is to
+    assert [(len(rows), shared) for rows, shared in alone] == [(num_rows, 0)]

@@ -156,7 +156,7 @@ def test_a_body_too_large_is_413(engine: Engine) -> None:
         ("DELETE", COMPLETIONS, 405, "method_not_allowed"),
         ("POST", "/health", 405, "method_not_allowed"),
         ("GET", "/v1/nothing", 404, "not_found"),
-        ("POST", "/v1/embeddings", 404, "not_found"),
+        ("POST", "/v1/nothing", 404, "not_found"),
     ],
 )
 def test_a_wrong_route_or_method_has_the_shape_of_every_error(

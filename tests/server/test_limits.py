@@ -351,7 +351,7 @@ def test_a_deadline_ends_a_request_in_a_header_or_in_the_body(strict: Served) ->
     slow = body([3], 30_000)
     for asked, headers in (({**slow, "deadline_ms": 50}, {}), (slow, {"X-Deadline-Ms": "50"})):
         response = httpx.post(f"{strict.url}/v1/completions", json=asked, headers=headers, timeout=30)
-        assert response.status_code == 504 and response.json()["error"]["code"] == "deadline"
+        assert response.status_code == 408 and response.json()["error"]["code"] == "deadline"
     for value in ("0", "-1", "soon", "nan", "inf"):
         response = httpx.post(f"{strict.url}/v1/completions", json=slow, headers={"X-Deadline-Ms": value}, timeout=30)
         assert response.status_code == 400 and "X-Deadline-Ms" in response.json()["error"]["message"]
@@ -393,3 +393,27 @@ def test_logs_are_lines_of_json_with_request_ids_and_no_prompts(tmp_path: Path) 
         assert line["id"] == answer["id"] and line["tenant"] == "default" and line["status"] == 200
         assert line["prompt_tokens"] == 2 and line["completion_tokens"] == 3 and line["end"] == "length"
         assert ("prompts" in line) == told
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_is_seen_across_the_border_and_ends_the_request(strict: Served, stream: bool) -> None:
+    """Text is made in the front end, so it is the front end that sees the end; the engine is told."""
+    prompt = [31, 32, 33]
+    text = expected_text(prompt, 200)
+    stop = text[150:157]
+    before = metric(strict, "request_success_total", finished_reason="stop")
+    with OpenAI(base_url=f"{strict.url}/v1", api_key="none", max_retries=0) as client:
+        asked: dict[str, Any] = {"model": "virtual", "prompt": prompt, "max_tokens": 20_000, "stop": [stop, "never"],
+                                 "extra_body": {"ignore_eos": True}}  # fmt: skip
+        if stream:
+            chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+            said, reason = "".join(chunk.choices[0].text for chunk in chunks[:-1]), chunks[-2].choices[0].finish_reason
+            usage = chunks[-1].usage
+        else:
+            answer = client.completions.create(**asked)
+            said, reason, usage = answer.choices[0].text, answer.choices[0].finish_reason, answer.usage
+    assert said == text[: text.index(stop)] and reason == "stop"
+    needed = next(count for count in range(1, 200) if stop in expected_text(prompt, count))
+    assert usage is not None and usage.completion_tokens == needed, "tokens made before the engine knew do not count"
+    wait_until(lambda: metric(strict, "request_success_total", finished_reason="stop") == before + 1)
+    assert_nothing_is_left(strict)

@@ -6,6 +6,8 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -225,3 +227,18 @@ def test_many_clients_are_answered_at_once_and_in_full(served: Served) -> None:
 
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(ask, range(64))) == [expected_text([1500 + number] * 4, 40) for number in range(64)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--executor", "virtual", "--model", "x"), "which runs no model: leave model, load and shape out."),
+        (("--executor", "virtual", "--num-pages", "4", "--kv-tokens", "64"), "give one of them."),
+        (("--load", "random", "--shape", "no-such"), "no-such"),
+        (("--config", "/no/such/file.toml"), "cannot be read"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why_and_ends(arguments: tuple[str, ...], message: str) -> None:
+    run = subprocess.run([sys.executable, "-m", "paceline.cli", "serve", "--port", "0", *arguments], check=False,
+                         capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert run.returncode == 2 and message in run.stderr and "Traceback" not in run.stderr, run.stderr

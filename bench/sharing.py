@@ -1,0 +1,114 @@
+"""What reading a shared prefix once is worth: `python bench/sharing.py` on a GPU, then `--plot FILE` anywhere.
+
+Batches of decoding rows in groups below one prefix each, with `shared_reads` on and off, the same weights and prompts:
+device time of a decode pass. Where a batch of 256 rows does not fit the memory it is smaller, for both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+GROUPS, PREFIXES = (1, 2, 4, 8, 16, 32, 64, 256), (128, 256, 512, 1024, 2048, 4096, 16384)
+ROWS, OWN, TOKENS_OUT, POOL = 256, 128, 24, 1_000_000
+
+
+def scene(group: int, prefix: int) -> list[list[int]] | None:
+    """Prompts of a batch, or None: not even two groups fit."""
+    each = prefix + group * (OWN + TOKENS_OUT)
+    count = min(ROWS // group, POOL // each)
+    if count < 1 or (count < 2 and group < ROWS):
+        return None
+    rng = random.Random(group * 100_003 + prefix)
+    heads = [[rng.randint(0, 100_000) for _ in range(prefix)] for _ in range(count)]
+    return [[*head, *(rng.randint(0, 100_000) for _ in range(OWN))] for head in heads for _ in range(group)]
+
+
+def measure(shared: bool, shape: str) -> dict[tuple[int, int], tuple[int, float]]:
+    """(group, prefix) -> rows, milliseconds of a decode pass."""
+    from paceline.bench.offline import device_of
+    from paceline.llm import LLM
+    from paceline.request import SamplingParams
+
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=TOKENS_OUT)
+    found = {}
+    with LLM(load="random", shape=shape, device="cuda", kv_tokens=POOL + 100_000, shared_reads=shared) as llm:
+        device = device_of(llm)
+        for prefix in PREFIXES:
+            for group in GROUPS:
+                prompts = scene(group, prefix)
+                if prompts is None:
+                    continue
+                llm.generate(prompts, params)  # the prompts, and the graph
+                device.reset_stats()
+                llm.generate(prompts, params)
+                decodes = [of for bucket, of in device.stats.by_bucket.items() if bucket]
+                each = sum(of.device_s for of in decodes) / sum(of.passes for of in decodes)
+                found[group, prefix] = (len(prompts), each * 1e3)
+    return found
+
+
+def run(shape: str) -> None:
+    on = measure(True, shape)
+    gc.collect()
+    off = measure(False, shape)
+    print(
+        f"{shape}: speed-up of a decode pass (ms apart / ms shared), rows\n| prefix | " + " | ".join(map(str, GROUPS))
+    )
+    for prefix in PREFIXES:
+        cells = []
+        for group in GROUPS:
+            if (group, prefix) not in on:
+                cells.append("–")
+                continue
+            rows, shared_ms = on[group, prefix]
+            apart_ms = off[group, prefix][1]
+            cells.append(f"{apart_ms / shared_ms:.2f} ({apart_ms:.2f} / {shared_ms:.2f}; {rows})")
+            result = {"workload": "sharing", "shape": shape, "group": group, "prefix": prefix, "rows": rows,
+                      "shared_ms": round(shared_ms, 4), "apart_ms": round(apart_ms, 4)}  # fmt: skip
+            print("RESULT " + json.dumps(result))
+        print(f"| {prefix} | " + " | ".join(cells), flush=True)
+
+
+def plot(source: Path, target: Path) -> None:
+    """Speed-up by group size, a line for each prefix, of the RESULT lines in a file."""
+    from matplotlib import pyplot
+
+    lines: dict[int, list[tuple[int, float]]] = {}
+    for line in source.read_text().splitlines():
+        if line.startswith("RESULT "):
+            found: dict[str, Any] = json.loads(line[7:])
+            lines.setdefault(found["prefix"], []).append((found["group"], found["apart_ms"] / found["shared_ms"]))
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for prefix, points in sorted(lines.items()):
+        groups, gains = zip(*sorted(points), strict=True)
+        axes.plot(groups, gains, marker="o", label=f"{prefix:,} tokens")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("requests below one prefix")
+    axes.set_ylabel("times as fast as reading it for each")
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.legend(title="shared prefix")
+    figure.tight_layout()
+    figure.savefig(target)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="qwen3-0.6b")
+    parser.add_argument("--plot", type=Path, nargs=2, metavar=("OUTPUT", "PICTURE"), help="of what a run has printed")
+    given = parser.parse_args()
+    if given.plot:
+        plot(*given.plot)
+    else:
+        run(given.shape)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Embeddings are the model's hidden states, pooled, whatever the batch, the chunks and the cache do."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.engine.torch_executor import CpuDevice, TorchExecutor
+from paceline.model.registry import shape
+from paceline.model.weights import random_decoder
+from tests.model.contiguous_cache import ContiguousCache
+from tests.server.serving import COMPLETIONS, TEXT, Caller, app_of, tiny_engine
+
+PATH = "/v1/embeddings"
+ASKED: dict[str, Any] = {"model": "tiny", "input": "once upon a time"}
+IDS = [9, *range(200, 290)]
+
+
+def vectors(caller: Caller, **changes: Any) -> np.ndarray:
+    answer = caller.ok(PATH, {**ASKED, **changes})
+    assert [item["index"] for item in answer["data"]] == list(range(len(answer["data"])))
+    return np.array([item["embedding"] for item in answer["data"]])
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_an_embedding_is_the_pooled_hidden_state_of_the_model(caller: Caller, pooling: str) -> None:
+    decoder = random_decoder(shape("tiny-qwen3"), seed=0, dtype="float32", device="cpu")
+    cache = ContiguousCache(decoder)
+    states = decoder.forward(torch.tensor(IDS), torch.arange(len(IDS)), cache.attend).numpy()
+    wanted = states.mean(axis=0) if pooling == "mean" else states[-1]
+    found = vectors(caller, input=IDS, pooling=pooling)[0]
+    assert np.allclose(found, wanted / np.linalg.norm(wanted), atol=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_neither_chunks_nor_the_cache_nor_a_small_pool_change_it(caller: Caller, pooling: str) -> None:
+    plain = vectors(caller, input=IDS, pooling=pooling)
+    again = vectors(caller, input=IDS, pooling=pooling)  # its prompt is cached by now
+    engine = tiny_engine(chunk_tokens=13, kv_tokens=256, max_batch_tokens=64)
+    try:
+        small = Caller(app_of(engine))
+        cut = vectors(small, input=[IDS, IDS, IDS[:50], IDS], pooling=pooling)
+    finally:
+        engine.close()
+    assert np.allclose(plain, again, atol=1e-5)
+    for index in (0, 1, 3):
+        assert np.allclose(cut[index], plain[0], atol=1e-5)
+
+
+def test_many_texts_give_each_its_own_in_order(caller: Caller) -> None:
+    texts = ["once", "upon", "a time"]
+    together = vectors(caller, input=texts)
+    assert np.allclose(np.linalg.norm(together, axis=1), 1, atol=1e-5)
+    for index, text in enumerate(texts):
+        assert np.allclose(together[index], vectors(caller, input=text)[0], atol=1e-5)
+    assert np.allclose(vectors(caller, input=[[5, 6], [7]])[1], vectors(caller, input=[7])[0], atol=1e-5)
+
+
+def test_base64_says_the_same(caller: Caller) -> None:
+    answer = caller.ok(PATH, ASKED, encoding_format="base64")
+    numbers = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
+    assert np.allclose(numbers, vectors(caller)[0], atol=1e-6)
+    assert answer["object"] == "list" and answer["model"] == "tiny"
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 0
+
+
+def test_generating_goes_on_beside_it(caller: Caller) -> None:
+    before = caller.ok(COMPLETIONS, TEXT)["choices"]
+    vectors(caller, input=["a"] * 20)
+    assert caller.ok(COMPLETIONS, TEXT)["choices"] == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [({"input": ""}, "input"), ({"input": []}, "input"), ({"input": [""]}, "input"), ({"input": [9999]}, "input"),
+     ({"input": None}, "input"), ({"input": [5] * 3000}, "input"), ({"input": ["a"] * 129}, "input"),
+     ({"encoding_format": "binary"}, "encoding_format"), ({"pooling": "max"}, "pooling"), ({"stream": True}, "stream"),
+     ({"dimensions": 7}, "dimensions")],
+)  # fmt: skip
+def test_a_bad_request_is_told_what_is_wrong(caller: Caller, changes: Any, param: str) -> None:
+    response = caller.post(PATH, {**ASKED, **changes})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
+def test_a_device_that_cannot_pool_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine()
+    try:
+        assert isinstance(engine.executor, TorchExecutor) and isinstance(engine.executor.device, CpuDevice)
+        monkeypatch.setattr(TorchExecutor, "can_pool", False)
+        response = Caller(app_of(engine)).post(PATH, ASKED)
+        assert response.status_code == 400 and "does not compute yet" in response.json()["error"]["message"]
+    finally:
+        engine.close()
