@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from paceline.engine.engine import Engine
+from paceline.engine.live import Live
 from paceline.request import FinishReason, Request
 from paceline.scheduler import Scheduler
 from paceline.server.client import (
@@ -31,7 +32,6 @@ from paceline.server.client import (
     answer_of,
 )
 from paceline.server.engine_metrics import EngineMetrics
-from paceline.server.live import Live
 
 
 def served_by(engine: Engine, name: str) -> Served:

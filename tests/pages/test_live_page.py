@@ -14,11 +14,11 @@ from playwright.sync_api import Page, expect
 from paceline.config import ServerConfig, Tenant
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine
+from paceline.engine.live import Live
 from paceline.engine.output import Piece
 from paceline.request import PacelineError, SamplingParams
 from paceline.server.app import App
 from paceline.server.limits import Keys
-from paceline.server.live import Live
 from paceline.server.local import LocalClient
 from tests.pages.serving import served
 from tests.server.process import serving
