@@ -337,6 +337,7 @@ class ServerConfig:
     served_name: str | None = option(None, "name that requests call the model by; the model's own if not given")
     workers: int = option(1, "processes that speak HTTP; one carries some 20,000 tokens a second", low=1, high=64)
     admin_key: str | None = option(None, "key of the /admin routes; without one nobody may use them")
+    live_page: bool = option(True, "a page at / that shows browsers the engine at work; with API keys, to the admin")
     shutdown_s: float = option(3.0, "seconds that running requests get to finish after a signal to end", low=0.0)
     stall_s: float = option(60.0, "seconds without progress after which /health fails", low=0.1)
 

@@ -9,12 +9,14 @@ from concurrent.futures import Future
 from typing import Any
 
 from paceline.engine.engine import Engine
+from paceline.engine.live import Live
 from paceline.request import FinishReason, Request
 from paceline.scheduler import Scheduler
 from paceline.server.client import (
     AbortRequests,
     FlushCache,
     GetHealth,
+    GetLive,
     GetMetrics,
     GetPins,
     GetRequests,
@@ -54,6 +56,7 @@ class EngineSide:
         """`stall_s`: how long work may lie there without any progress before the engine counts as stuck."""
         self._engine, self._stall_s = engine, stall_s
         self.metrics = EngineMetrics()
+        self._live = Live(engine.scheduler, engine.clock)
 
     def ask(self, question: Question) -> Future[Any]:
         """Answered between two steps; health at once, on the caller's thread: an engine that is stuck must not keep
@@ -81,6 +84,8 @@ class EngineSide:
                 )
             case GetMetrics():
                 return lambda scheduler: self.metrics.collect(scheduler, self._engine)
+            case GetLive():
+                return lambda _: self._live.state()
             case FlushCache():
                 return lambda scheduler: scheduler.flush_cache() * scheduler.config.page_size
             case GetPins():

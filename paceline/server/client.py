@@ -125,6 +125,10 @@ class GetMetrics(_Question, frozen=True):
     pass
 
 
+class GetLive(_Question, frozen=True):
+    """What the live page draws: see `live.py`."""
+
+
 class FlushCache(_Question, frozen=True):
     """Answers how many tokens of KV memory came free."""
 
@@ -148,7 +152,16 @@ class UnpinPrefix(_Question, frozen=True):
 
 
 Question = (
-    GetHealth | GetStats | GetRequests | AbortRequests | GetMetrics | FlushCache | GetPins | PinPrefix | UnpinPrefix
+    GetHealth
+    | GetStats
+    | GetRequests
+    | AbortRequests
+    | GetMetrics
+    | GetLive
+    | FlushCache
+    | GetPins
+    | PinPrefix
+    | UnpinPrefix
 )
 ANSWERS: dict[type, Any] = {
     GetHealth: Health,
@@ -156,6 +169,7 @@ ANSWERS: dict[type, Any] = {
     GetRequests: list[RequestState],
     AbortRequests: int,
     GetMetrics: list[Family],
+    GetLive: dict[str, Any],
     FlushCache: int,
     GetPins: list[PinState],
     PinPrefix: int,

@@ -17,9 +17,9 @@ _FRESH_S = 0.9  # however many look, the engine is asked once in so many seconds
 class LivePage:
     """An ASGI handler for `/` and what lies below `/live/`."""
 
-    def __init__(self, ask: Callable[[], Awaitable[dict[str, Any]]], about: dict[str, str]) -> None:
-        """`ask` gets `Live.state()` from wherever the engine is; `about` names the model and the device."""
-        self._ask, self._about = ask, about
+    def __init__(self, ask: Callable[[], Awaitable[dict[str, Any]]], name: str) -> None:
+        """`ask` gets `Live.state()` from wherever the engine is; `name` is the model's."""
+        self._ask, self._name = ask, name
         self._answer = b""
         self._answered = float("-inf")
 
@@ -43,7 +43,7 @@ class LivePage:
 
     async def _state(self) -> bytes:
         if time.monotonic() - self._answered >= _FRESH_S:
-            self._answer = msgspec.json.encode({"about": self._about, **await self._ask()})
+            self._answer = msgspec.json.encode({"model": self._name, **await self._ask()})
             self._answered = time.monotonic()
         return self._answer
 

@@ -17,13 +17,14 @@ from starlette.routing import Route
 from paceline import __version__
 from paceline.config import ServerConfig
 from paceline.engine.engine import EngineFailed
-from paceline.request import InvalidRequest
-from paceline.server.asgi import ClientGone, Receive, Scope, Send, read_body
+from paceline.request import InvalidRequest, PacelineError
+from paceline.server.asgi import ClientGone, Receive, Scope, Send, read_body, send_error
 from paceline.server.client import (
     AbortRequests,
     EngineClient,
     FlushCache,
     GetHealth,
+    GetLive,
     GetMetrics,
     GetPins,
     GetRequests,
@@ -36,6 +37,7 @@ from paceline.server.client import (
 from paceline.server.errors import ApiError, answer_to, unknown_model, wrong_method
 from paceline.server.fields import check_message_fields
 from paceline.server.limits import Keys
+from paceline.server.live import LivePage
 from paceline.server.metrics import Tally, render
 from paceline.server.openapi import document
 from paceline.server.types import CacheAction, DetokenizeRequest, Model, ModelList, TokenizeRequest, read_struct
@@ -63,6 +65,7 @@ class Plain:
         self._app, self._client, self._tokenizer, self._config = app, client, tokenizer, config
         self._name, self._keys, self._tally, self._worker, self._tell = name, keys, tally, worker, tell
         self._created = int(time.time())
+        self._page = LivePage(self._live, name) if config.live_page else None
         self._starlette = Starlette(
             routes=[
                 Route("/", self._root),
@@ -91,9 +94,27 @@ class Plain:
             await send(message)
 
         try:
-            await self._starlette(scope, receive, count)
+            if self._page is not None and self._page.takes(scope):
+                await self._show(scope, receive, count)
+            else:
+                await self._starlette(scope, receive, count)
         except ClientGone:
             self._tally.disconnects += 1
+
+    async def _show(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The live page. Its files are anybody's; what it shows is everybody's requests, so where there are keys it is
+        for the admin."""
+        assert self._page is not None, "there is a page to show"
+        try:
+            if scope["path"] == "/live/state" and self._keys.exist:
+                self._keys.check_admin(dict(scope["headers"]))
+            await self._page(scope, receive, send)
+        except (ApiError, PacelineError) as error:
+            await send_error(send, answer_to(error))
+
+    async def _live(self) -> dict[str, Any]:
+        found = await self._client.ask(GetLive())
+        return {"device": self._client.served.device, **found}
 
     def _for_tenants(self, answer: Callable[[Request, str | None], Awaitable[Response]]) -> Any:
         """Says whose requests it may be about: a tenant's own; everybody's for an admin, or where there are no keys."""

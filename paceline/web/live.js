@@ -11,12 +11,13 @@ function useLive() {
     const look = async () => {
       if (document.visibilityState === "visible") {
         try {
-          const answer = await fetch("/live/state");
-          if (!answer.ok) throw new Error(`the server answers ${answer.status}`);
+          const key = sessionStorage.getItem("key");
+          const answer = await fetch("/live/state", key ? { headers: { Authorization: `Bearer ${key}` } } : {});
+          if (!answer.ok) throw Object.assign(new Error((await answer.json()).error.message), { status: answer.status });
           const found = await answer.json();
           if (!ended) { setState(found); setProblem(null); }
         } catch (error) {
-          if (!ended) setProblem(error.message);
+          if (!ended) setProblem(error);
         }
       }
       if (!ended) timer = setTimeout(look, EVERY_MS);
@@ -72,11 +73,20 @@ function Recent({ recent }) {
 function Page() {
   const [state, problem] = useLive();
   return state ? html`<${Board} state=${state} problem=${problem} />`
-    : html`<main class="live"><div class="empty w12">${problem ? `The server does not answer: ${problem}.` : "Asking the server…"}</div></main>`;
+    : problem?.status === 401 ? html`<${KeyForm} />`
+    : html`<main class="live"><div class="empty w12">${problem ? `The server does not answer: ${problem.message}` : "Asking the server…"}</div></main>`;
+}
+
+/** A server with API keys shows everybody's requests to its admin alone. The key stays in this tab. */
+function KeyForm() {
+  const keep = event => { event.preventDefault(); sessionStorage.setItem("key", event.target.elements.key.value); location.reload(); };
+  return html`<main class="live"><form class="card w4" onSubmit=${keep}><h2><b>Admin key</b></h2>
+    <p class="soft">This server has API keys; the page is for whoever has the admin's.</p>
+    <input name="key" type="password" aria-label="admin key" autofocus style="width:70%" /> <button class="btn main">Look</button></form></main>`;
 }
 
 function Board({ state, problem }) {
-  const { snapshot, latency, about } = state;
+  const { snapshot, latency } = state;
   const series = useSeries(state.samples, state.now);
   const last = name => series[name].at(-1) ?? 0;
   const { memory, counters } = snapshot;
@@ -84,8 +94,8 @@ function Board({ state, problem }) {
   const ago = values => values.map(value => (value ? `−${seconds(-value)}` : "now"));
   return html`
     <header class="top"><img class="mark" src="/live/mark.svg" alt="" /><h1>Paceline</h1>
-      <span class="sub">${Object.values(about).join(" · ")} · policy ${state.policy} · up ${seconds(state.uptime)}</span>
-      <span class="end"><span class="soft" role="status"><i class=${"dot" + (problem ? " off" : "")}></i> ${problem ? `no answer: ${problem}` : "live"}</span><${ThemeButton} /></span></header>
+      <span class="sub">${[state.model, state.device].filter(Boolean).join(" · ")} · policy ${state.policy} · up ${seconds(state.uptime)}</span>
+      <span class="end"><span class="soft" role="status"><i class=${"dot" + (problem ? " off" : "")}></i> ${problem ? `no answer: ${problem.message}` : "live"}</span><${ThemeButton} /></span></header>
     <main class="live">
       <section class="card w12"><div class="stats">
         <${Stat} id="tokens_per_s" name="tokens a second" value=${whole(last("decoded"))} />

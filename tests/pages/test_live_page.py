@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -12,13 +11,18 @@ import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
+from paceline.config import ServerConfig, Tenant
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine
 from paceline.engine.live import Live
 from paceline.engine.output import Piece
 from paceline.request import PacelineError, SamplingParams
-from paceline.server.live import LivePage
+from paceline.server.app import App
+from paceline.server.limits import Keys
+from paceline.server.local import LocalClient
 from tests.pages.serving import served
+from tests.server.process import serving
+from tests.server.serving import app_of
 
 
 class Sink:
@@ -56,21 +60,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def url(engine: Engine) -> Iterator[str]:
-    live = engine.ask(lambda scheduler: Live(scheduler, engine.clock)).result()
-
-    async def ask() -> dict[str, Any]:
-        return await asyncio.wrap_future(engine.ask(lambda _: live.state()))
-
-    page = LivePage(ask, {"model": "tiny-llama", "device": "cpu"})
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if page.takes(scope):
-            await page(scope, receive, send)
-        else:
-            await send({"type": "http.response.start", "status": 404, "headers": []})
-            await send({"type": "http.response.body", "body": b"not the page's"})
-
-    with served(app) as address:
+    with served(app_of(engine)) as address:
         yield address
 
 
@@ -114,30 +104,55 @@ def test_a_thousand_requests_wait_and_the_page_says_why(page: Page, url: str, en
         sink.ended.result(60)
 
 
-def test_it_says_when_the_server_is_gone(page: Page, engine: Engine) -> None:
-    async def ask() -> dict[str, Any]:
-        return Live(engine.scheduler, engine.clock).state()
-
-    with served(LivePage(ask, {})) as url:
-        page.goto(url)
-        expect(page.get_by_text("live", exact=True)).to_be_visible()
-        page.route("**/live/state", lambda route: route.fulfill(body="half an ans"))
-        expect(page.get_by_role("status")).to_contain_text("no answer")
-        page.unroute("**/live/state")
+def test_it_says_when_the_server_is_gone(page: Page, url: str) -> None:
+    page.goto(url)
+    expect(page.get_by_text("live", exact=True)).to_be_visible()
+    page.route("**/live/state", lambda route: route.fulfill(body="half an ans"))
+    expect(page.get_by_role("status")).to_contain_text("no answer")
+    page.unroute("**/live/state")
 
 
 def test_the_page_is_for_browsers_and_gives_nothing_away(url: str, engine: Engine) -> None:
     for sink in send(engine, 2):
         sink.ended.result(60)
-    assert httpx.get(url).status_code == 404, "a client that wants no page is left to the API"
+    assert "routes" in httpx.get(url).json(), "a client that wants no page gets the interface"
     page = httpx.get(url, headers={"Accept": "text/html"})
     assert page.status_code == 200 and "default-src 'self'" in page.headers["content-security-policy"]
     state = httpx.get(f"{url}/live/state").json()
     assert len(state["recent"]) > 0
     assert all(isinstance(one["prompt"], int) for one in state["recent"]), "how long, not what"
-    assert httpx.post(f"{url}/live/state").status_code == 404
+    assert httpx.post(f"{url}/live/state").status_code in (404, 405)
     for path in ("/live/../config.py", "/live/__init__.py", "/live/vendor", "/live/nothing.js"):
         assert httpx.get(url + path).status_code == 404
+
+
+def test_it_can_be_turned_off(engine: Engine) -> None:
+    with served(app_of(engine, live_page=False)) as url:
+        assert "routes" in httpx.get(url, headers={"Accept": "text/html"}).json()
+        assert httpx.get(f"{url}/live/state").status_code == 404
+
+
+def test_where_there_are_keys_it_is_for_the_admin(page: Page, engine: Engine) -> None:
+    keys = Keys([Tenant(name="team", keys=("theirs",))], "ours")
+    app = App(LocalClient(engine), engine.tokenizer, ServerConfig(admin_key="ours"), name="tiny", keys=keys)
+    with served(app) as url:
+        for key, status in ((None, 401), ("theirs", 401), ("ours", 200)):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            assert httpx.get(f"{url}/live/state", headers=headers).status_code == status
+        page.goto(f"{url}/live/live.html")
+        page.get_by_label("admin key").fill("ours")
+        page.get_by_role("button", name="Look").click()
+        expect(page.get_by_text("live", exact=True)).to_be_visible()
+
+
+def test_an_engine_in_a_process_of_its_own_is_shown_too() -> None:
+    with serving("--executor", "virtual") as server:
+        model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+        body = {"model": model, "prompt": [1, 2, 3], "max_tokens": 4}
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code == 200
+        state = httpx.get(f"{server.url}/live/state").json()
+        assert state["recent"][0]["prompt"] == 3
+        assert state["snapshot"]["counters"]["finished"]["length"] >= 1
 
 
 def test_asking_costs_the_engine_little(engine: Engine) -> None:
