@@ -21,7 +21,7 @@ import sys
 import time
 from collections import Counter
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import numpy as np
 
@@ -168,8 +168,12 @@ async def inject(soak: Soak, pid: int, until: float) -> None:
             await asyncio.sleep(3)
 
 
-async def watch(pid: int, begins: float, until: float, samples: dict[int, list[int]]) -> None:
+async def watch(url: str, pid: int, begins: float, until: float, samples: dict[int, list[int]]) -> None:
     await asyncio.sleep(max(0.0, begins - time.monotonic()))
+    # What is bounded and fills up with time is filled now: the bytes of every token, in every front end.
+    body = json.dumps({"tokens": list(range(VOCAB_SIZE))}).encode()
+    for _ in range(16):
+        await asyncio.to_thread(lambda: urlopen(Request(f"{url}/detokenize", body), timeout=60).close())
     while time.monotonic() < until:
         for one in [pid, *(child for group in children(pid).values() for child in group)]:
             samples.setdefault(one, []).append(rss(one))
@@ -186,7 +190,7 @@ async def run(process: subprocess.Popen[str], url: str, minutes: float, seed: in
     tasks = [asyncio.create_task(soak.client(end)) for _ in range(CLIENTS)]
     tasks += [
         asyncio.create_task(inject(soak, process.pid, half)),
-        asyncio.create_task(watch(process.pid, calm, end, samples)),
+        asyncio.create_task(watch(url, process.pid, calm, end, samples)),
     ]
     last = began
     while time.monotonic() < end:
@@ -224,7 +228,7 @@ def main() -> int:
     given = parser.parse_args()
     command = [sys.executable, "-m", "paceline.cli", "serve", "--executor", "virtual", "--port", "0", "--workers", "2",
                "--log-level", "error", "--slow-reader-s", "2", "--kv-tokens", "40000",
-               "--virtual-slowdown", str(SLOWDOWN)]  # fmt: skip
+               "--journal-events", "1000", "--virtual-slowdown", str(SLOWDOWN)]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None, "asked for"
     try:
