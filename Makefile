@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 $(RUNTIME): pyproject.toml constraints.txt
 	@echo "Setting up .venv: a minute or two, once."
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(PIP) -e .
+	@$(PIP) -e '.[grammar]'
 	@touch $@
 
 # Options: make serve ARGS="--port 9000"

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.llm import LLM, RequestOutput
-    from paceline.request import SamplingParams
+    from paceline.llm import LLM, Choice, RequestOutput
+    from paceline.request import Grammar, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Choice", "Grammar", "RequestOutput", "SamplingParams", "__version__"]
 
-_HOMES = {"LLM": "paceline.llm", "RequestOutput": "paceline.llm", "SamplingParams": "paceline.request"}
+_HOMES = {"LLM": "paceline.llm", "Choice": "paceline.llm", "RequestOutput": "paceline.llm",
+          "Grammar": "paceline.request", "SamplingParams": "paceline.request"}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

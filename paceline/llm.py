@@ -7,29 +7,67 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine, EngineFailed, Prompt
-from paceline.engine.output import Piece, Timings
+from paceline.engine.output import Piece, Timings, TokenLogprob
 from paceline.request import FinishReason, InvalidRequest, PacelineError, SamplingParams
 
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """What became of one prompt."""
+class Choice:
+    """One answer to a prompt. `logprobs` has an entry for each token id, if they were asked for."""
 
-    prompt_token_ids: list[int]
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
-    num_cached_tokens: int  # of the prompt; they were computed for an earlier one
     timings: Timings
+    logprobs: list[TokenLogprob] | None = None
+
+    @property
+    def mean_logprob(self) -> float:
+        """By which the best of several is chosen."""
+        assert self.logprobs is not None, "only choices that are compared have it"
+        return sum(one.logprob for one in self.logprobs) / max(len(self.logprobs), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What became of one prompt: `n` choices, of which `text`, `token_ids`, ... are the first's.
+
+    `prompt_logprobs` begins with None: nothing comes before the first token.
+    """
+
+    prompt_token_ids: list[int]
+    choices: list[Choice]
+    num_cached_tokens: int  # of the prompt; they were computed for an earlier one
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.choices[0].finish_reason
+
+    @property
+    def timings(self) -> Timings:
+        return self.choices[0].timings
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        return self.choices[0].logprobs
 
 
 class LLM:
@@ -74,34 +112,31 @@ class LLM:
                 encoded.append(self.engine.encode(prompt))
             except InvalidRequest as error:
                 raise InvalidRequest(f"prompts[{index}]: {error}") from None
+        # Each choice is a request of its own; those of one prompt share its computation through the prefix tree.
+        variants = [one.each_choice() for one in each]
+        flat = [(prompt, one) for prompt, ones in zip(encoded, variants, strict=True) for one in ones]
         with ExitStack() as stack:
-            bar = stack.enter_context(_Bar(len(encoded))) if progress else None
-            gathering = _Gathering(len(encoded), bar)
-            sinks = [_Collector(gathering, wants_all_at_once=bar is None) for _ in encoded]
+            bar = stack.enter_context(_Bar(len(flat))) if progress else None
+            gathering = _Gathering(len(flat), bar)
+            sinks = [_Collector(gathering, wants_all_at_once=bar is None) for _ in flat]
             # Who may run longest comes first: one that begins last would run on alone when all others have ended.
-            order = sorted(range(len(encoded)), key=lambda index: -(each[index].max_tokens or math.inf))
+            longest = [math.inf if one.max_tokens is None else one.max_tokens for _, one in flat]
+            order = sorted(range(len(flat)), key=lambda index: -longest[index])
             request_ids = self.engine.submit_all(
-                [encoded[index] for index in order], [each[index] for index in order], [sinks[index] for index in order]
-            )
+                [flat[index][0] for index in order], [flat[index][1] for index in order],
+                [sinks[index] for index in order],
+            )  # fmt: skip
             try:
                 gathering.wait()
             finally:
                 if gathering.num_left:  # a refusal, or the user's interrupt: nobody wants the others any more
                     for request_id in request_ids:
                         self.engine.abort(request_id)
-        outputs = []
-        for given, prompt, sink in zip(listed, encoded, sinks, strict=True):
-            piece = sink.last
-            assert piece is not None and piece.finish_reason is not None, "the last piece says how it ended"
-            if piece.error is not None:
-                raise EngineFailed(f"generation failed: {piece.error}")
-            assert piece.usage is not None and piece.timings is not None, "the last piece says what it took"
-            ids = given if isinstance(given, list) else prompt.tolist()
-            outputs.append(
-                RequestOutput(ids, "".join(sink.texts), sink.token_ids, piece.finish_reason, piece.usage.cached_tokens,
-                              piece.timings)
-            )  # fmt: skip
-        return outputs
+        left = iter(sinks)
+        return [
+            _output(given if isinstance(given, list) else prompt.tolist(), one, [next(left) for _ in ones])
+            for given, prompt, one, ones in zip(listed, encoded, each, variants, strict=True)
+        ]
 
     def chat(
         self,
@@ -176,11 +211,15 @@ class _Collector:
     wants_all_at_once: bool  # a progress bar counts tokens as they come
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     last: Piece | None = None
 
     def put(self, piece: Piece) -> None:
         self.texts.append(piece.text)
         self.token_ids.extend(piece.token_ids)
+        self.logprobs.extend(piece.logprobs)
+        self.prompt_logprobs.extend(piece.prompt_logprobs)
         self.gathering.note(piece)
         if piece.finish_reason is not None:
             self.last = piece
@@ -188,6 +227,29 @@ class _Collector:
 
     def refuse(self, error: PacelineError) -> None:
         self.gathering.one_ended(error)
+
+
+def _output(prompt: list[int], params: SamplingParams, sinks: Sequence[_Collector]) -> RequestOutput:
+    """The choices that were asked for, the best first where there are more candidates."""
+    choices: list[Choice] = []
+    cached: list[int] = []
+    is_ranked = len(sinks) > params.n
+    for sink in sinks:
+        piece = sink.last
+        assert piece is not None and piece.finish_reason is not None, "the last piece says how it ended"
+        if piece.error is not None:
+            raise EngineFailed(f"generation failed: {piece.error}")
+        assert piece.usage is not None and piece.timings is not None, "the last piece says what it took"
+        wants = is_ranked or params.logprobs is not None
+        choices.append(Choice("".join(sink.texts), sink.token_ids, piece.finish_reason, piece.timings,
+                              sink.logprobs if wants else None))  # fmt: skip
+        cached.append(piece.usage.cached_tokens)
+    if is_ranked:
+        choices = sorted(choices, key=lambda choice: -choice.mean_logprob)[: params.n]
+        if params.logprobs is None:
+            choices = [replace(choice, logprobs=None) for choice in choices]
+    told = None if params.prompt_logprobs is None else [None, *sinks[0].prompt_logprobs]
+    return RequestOutput(prompt, choices, cached[0], told)
 
 
 class _Bar:

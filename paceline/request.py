@@ -6,10 +6,11 @@ only change through `Request.enter`, so an illegal step is an error where it hap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -65,52 +66,192 @@ _NEXT: dict[Phase, frozenset[Phase]] = {
 }
 
 
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+MAX_BIASES = 1024  # tokens that one request may bias
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 4096
+MAX_STOP_IDS = 256
+GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "lark", "choice")
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must look like: a JSON schema (as JSON), any JSON object, a regular expression, a grammar in
+    Lark's notation, or one of some strings (a JSON list)."""
+
+    kind: str
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in GRAMMAR_KINDS:
+            raise InvalidRequest(f"grammar is of kind {self.kind!r}: choose one of {', '.join(GRAMMAR_KINDS)}.")
+        if not isinstance(self.source, str) or (not self.source and self.kind != "json_object"):
+            raise InvalidRequest(f"grammar is {self.source!r}: give its text.")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
+        return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        return cls("json_object")
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        return cls("regex", pattern)
+
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        return cls("lark", text)
+
+    @classmethod
+    def choice(cls, options: Sequence[str]) -> Grammar:
+        if isinstance(options, str) or not options or not all(isinstance(one, str) and one for one in options):
+            raise InvalidRequest(f"choice is {options!r}: give a list of strings of at least one character.")
+        return cls("choice", json.dumps(list(options)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request's tokens are chosen and when it ends. `max_tokens` left open ends with the context.
 
     `temperature` 0 always takes the likeliest token. `top_k` keeps so many of the likeliest, `top_p` the smallest set
-    of them whose chances add up to it. With a `seed` the same request gives the same tokens, whatever runs beside
-    it. `stop` are strings that end the text and are not part of it; `stop_token_ids` and the model's own end tokens
-    (unless `ignore_eos`) end it too. Before `min_tokens` none of these can.
+    of them whose chances add up to it, `min_p` those at least so likely as that share of the likeliest; equals stay
+    together. `repetition_penalty` divides the positive logits of tokens that stand in the prompt or the output and
+    multiplies the negative ones; `frequency_penalty` is subtracted for each time a token stands in the output,
+    `presence_penalty` once. `logit_bias` is added by token id. With a `seed` the same request gives the same tokens,
+    whatever runs beside it.
+
+    `n` answers are given, of `best_of` that are generated. `stop` are strings that end the text and are not part of
+    it, unless `include_stop`; `stop_token_ids` and the model's own end tokens (unless `ignore_eos`) end it too. Before
+    `min_tokens` none of these can. `bad_words` never appear. `max_tokens` 0 computes the prompt alone.
+
+    `logprobs` asks for the logarithm of each output token's chance, as the model gives it (before temperature,
+    penalties and bias), and of so many of the likeliest; `logprob_token_ids` for those of these tokens too;
+    `prompt_logprobs` for the prompt's. A `grammar` is obeyed by every token.
     """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     seed: int | None = None
+    n: int = 1
+    best_of: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
+    include_stop: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    bad_words: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop_token_ids", "bad_words", "logprob_token_ids"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        bias = self.logit_bias
+        object.__setattr__(self, "logit_bias", tuple(bias.items() if isinstance(bias, Mapping) else bias))
         _number("temperature", self.temperature, 0, 1e4, "give 0 (always the likeliest token) to 10000")
         _number("top_p", self.top_p, 0, 1, "give a number above 0 and up to 1 (all tokens)")
         if self.top_p == 0:
             raise InvalidRequest(f"top_p is {self.top_p!r}: give a number above 0 and up to 1 (all tokens).")
         if self.top_k is not None:
             _whole("top_k", self.top_k, 1, "give 1 or more, or leave it out to keep all tokens")
-        if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), "give a whole number of 64 bits")
-        if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, "ask for at least 1 token")
-        _whole("min_tokens", self.min_tokens, 0, "give 0 or more")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequest(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}: lower it.")
+        _number("min_p", self.min_p, 0, 1, "give 0 (all tokens) to 1")
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100, "give 0.01 to 100; 1 changes nothing")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _number(name, getattr(self, name), -2, 2, "give -2 to 2; 0 changes nothing")
+        self._check_lengths()
+        self._check_choices()
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequest(f"stop has {text!r}: give strings of at least one character.")
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, "give token ids, from 0 up")
+        self._check_biases()
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, f"give 0 to {MAX_LOGPROBS}", MAX_LOGPROBS)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidRequest(f"grammar is {self.grammar!r}: give a Grammar, such as Grammar.regex(...).")
+        if self.grammar is not None and self.ignore_eos:
+            raise InvalidRequest("ignore_eos is True and a grammar is given, which must be able to end: drop one.")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Below this temperature no other token has a chance, and scaled logits would overflow."""
+        return self.temperature < 1e-5
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias`, however it was given."""
+        return cast("tuple[tuple[int, float], ...]", self.logit_bias)
+
+    def each_choice(self) -> list[SamplingParams]:
+        """The parameters of every answer that is to be generated, `best_of` or `n` of them, each with its own seed."""
+        count = self.n if self.best_of is None else self.best_of
+        if count == 1:
+            return [self] if self.best_of is None else [replace(self, best_of=None)]
+        # To be ranked they need their chances; the seed of the first is the one given.
+        logprobs = 0 if count > self.n and self.logprobs is None else self.logprobs
+        seeds = [None if self.seed is None else (self.seed + i + 2**63) % 2**64 - 2**63 for i in range(count)]
+        prompts = [self.prompt_logprobs] + [None] * (count - 1)  # one of them is enough
+        return [
+            replace(self, n=1, best_of=None, seed=seed, logprobs=logprobs, prompt_logprobs=prompt)
+            for seed, prompt in zip(seeds, prompts, strict=True)
+        ]
+
+    def _check_lengths(self) -> None:
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), "give a whole number of 64 bits")
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 0, "give 0 (compute the prompt alone) or more")
+        _whole("min_tokens", self.min_tokens, 0, "give 0 or more")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}: lower it.")
+
+    def _check_choices(self) -> None:
+        _whole("n", self.n, 1, f"give 1 to {MAX_CHOICES}", MAX_CHOICES)
+        if self.best_of is not None:
+            _whole("best_of", self.best_of, 1, f"give n to {MAX_CHOICES}", MAX_CHOICES)
+            if self.best_of < self.n:
+                raise InvalidRequest(f"best_of is {self.best_of}, fewer than n = {self.n}: raise it or leave it out.")
+
+    def _check_biases(self) -> None:
+        for token, bias in self.biases:
+            _whole("logit_bias", token, 0, "give token ids, from 0 up")
+            _number("logit_bias", bias, -100, 100, "give numbers from -100 (never) to 100 (always)")
+        for word in self.bad_words:
+            if not isinstance(word, str) or not word:
+                raise InvalidRequest(f"bad_words has {word!r}: give strings of at least one character.")
+        for name, most in (("logit_bias", MAX_BIASES), ("bad_words", MAX_BAD_WORDS), ("stop_token_ids", MAX_STOP_IDS)):
+            if len(getattr(self, name)) > most:
+                raise InvalidRequest(f"{name} has {len(getattr(self, name))} entries: give at most {most}.")
+        for token in self.logprob_token_ids:
+            _whole("logprob_token_ids", token, 0, "give token ids, from 0 up")
+        if len(self.logprob_token_ids) > MAX_LOGPROBS:
+            raise InvalidRequest(
+                f"logprob_token_ids has {len(self.logprob_token_ids)} entries: give at most {MAX_LOGPROBS}."
+            )
+        if self.logprob_token_ids and self.logprobs is None:
+            object.__setattr__(self, "logprobs", 0)
 
 
-def _whole(name: str, value: object, low: int, remedy: str) -> None:
-    right = isinstance(value, int) and not isinstance(value, bool) and low <= value < 2**63
+def _whole(name: str, value: object, low: int, remedy: str, high: int = 2**63 - 1) -> None:
+    right = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
     if not right:
         raise InvalidRequest(f"{name} is {value!r}: {remedy}.")
 
@@ -172,6 +313,7 @@ class Request:
     pooled: Pooled | None = None  # with prefill_only: an embedding is asked for
     compute_from: int | None = None  # positions from here on are computed even if they are cached
     expected_tokens: int | None = None  # the caller's guess of the output's length, for the order and the budget
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words: the last token of each may not follow the rest
 
     # What the scheduler knows. Only the scheduler writes below this line.
     phase: Phase = Phase.WAITING
@@ -201,6 +343,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt = as_tokens(self.prompt)
+        self.prefill_only = self.prefill_only or self.params.max_tokens == 0
         if len(self.prompt) == 0:
             raise InvalidRequest(f"request {self.id}: the prompt is empty: give at least one token.")
         if self.prompt.min() < 0:

@@ -11,12 +11,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-TESTS = ["tests/scheduler", "tests/simulator", "tests/test_request.py"]
+TESTS = ("tests/scheduler", "tests/simulator", "tests/test_request.py")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Mutant:
     file: str
     old: str
     new: str
+    tests: Sequence[str] = TESTS
 
 
 MUTANTS = [
@@ -189,6 +191,48 @@ MUTANTS = [
         "        if phase not in _NEXT[self.phase]:",
         "        if False:",
     ),
+    Mutant(
+        "masks are made before the last token is known",
+        "engine/loop.py",
+        "        if not self._launched:\n            self._sample(one)",
+        "        if True:\n            self._sample(one)",
+        ["tests/sampling/test_grammar.py"],
+    ),
+    Mutant(
+        "a frequency penalty counts the prompt",
+        "sampling/adjust.py",
+        "np.unique(tokens[by.num_prompt_tokens :], return_counts=True)",
+        "np.unique(tokens, return_counts=True)",
+        ["tests/sampling/test_adjust.py"],
+    ),
+    Mutant(
+        "a kernel counts a token each time it passes by",
+        "kernels/adjust.py",
+        "        fresh = position >= tl.load(mine + 7)",
+        "        fresh = position >= 0",
+        ["tests/kernels/test_adjust.py"],
+    ),
+    Mutant(
+        "logprobs are told of the wrong position",
+        "sampling/logprobs.py",
+        "found.append(Ask(row, index, count, start + 1,",
+        "found.append(Ask(row, index, count, start,",
+        ["tests/oracle/test_sampling.py"],
+    ),
+    Mutant(
+        "a small top-k forgets the equals of its last",
+        "kernels/sampling.py",
+        "        if most <= GROUPS:",
+        "        if most <= 2 * GROUPS:",
+        ["tests/kernels/test_sampling.py"],
+    ),
+    Mutant(
+        "half a tool call is shown as text",
+        "text/tools.py",
+        "len(self._text) - _overlap(self._text, _OPEN)",
+        "len(self._text)",
+        ["tests/text/test_tools.py"],
+    ),
 ]
 
 
@@ -203,7 +247,18 @@ def survives(mutant: Mutant) -> bool:
         text = target.read_text()
         assert text.count(mutant.old) == 1, f"{mutant.name}: the code to mutate stands {text.count(mutant.old)} times"
         target.write_text(text.replace(mutant.old, mutant.new))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--timeout", "120", "-p", "no:cacheprovider", *TESTS]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "--timeout",
+            "120",
+            "-p",
+            "no:cacheprovider",
+            *mutant.tests,
+        ]
         environment = {**os.environ, "PYTHONPATH": str(copy)}
         run = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
         red = next((line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), "")

@@ -48,6 +48,15 @@ def test_the_example_in_the_readme_does_what_it_says() -> None:
     assert run.stdout.strip() == expected[1]
 
 
+def test_every_parameter_of_a_request_is_in_the_table() -> None:
+    from paceline.server.fields import HARMLESS, NOT_YET
+    from paceline.server.types import ChatRequest, CompletionRequest
+
+    told = set(re.findall(r"`([a-z_]+)[`:.]", (ROOT / "docs" / "parameters.md").read_text()))
+    known = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, *HARMLESS, *NOT_YET}
+    assert known <= told, f"not in docs/parameters.md: {sorted(known - told)}"
+
+
 def test_every_planted_fault_still_finds_its_place() -> None:
     """`make mutants` takes minutes; that its mutations still apply is checked here."""
     for mutant in MUTANTS:

@@ -1,9 +1,10 @@
 import itertools
 
+import msgspec
 import numpy as np
 import pytest
 
-from paceline.request import IllegalTransition, InvalidRequest, Phase, Request, SamplingParams, as_tokens
+from paceline.request import Grammar, IllegalTransition, InvalidRequest, Phase, Request, SamplingParams, as_tokens
 
 LEGAL = {
     (Phase.WAITING, Phase.PREFILL),
@@ -31,8 +32,8 @@ def test_only_legal_transitions_are_possible(before: Phase, after: Phase) -> Non
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens is 0: ask for at least 1 token."),
-        ({"max_tokens": -5}, "max_tokens is -5: ask for at least 1 token."),
+        ({"max_tokens": 1.5}, "max_tokens is 1.5: give 0 (compute the prompt alone) or more."),
+        ({"max_tokens": -5}, "max_tokens is -5: give 0 (compute the prompt alone) or more."),
         ({"min_tokens": -1}, "min_tokens is -1: give 0 or more."),
         ({"min_tokens": 9, "max_tokens": 4}, "min_tokens is 9, more than max_tokens 4: lower it."),
     ],
@@ -66,3 +67,17 @@ def test_a_position_outside_the_prompt_cannot_be_computed_from() -> None:
 def test_tokens_become_one_flat_int32_array() -> None:
     tokens = as_tokens([3, 4])
     assert (tokens.dtype, tokens.tolist()) == (np.int32, [3, 4])
+
+
+def test_parameters_survive_a_journey_between_processes() -> None:
+    given = SamplingParams(temperature=0.5, logit_bias={5: 1.5}, stop="x", bad_words=["a"], logprobs=3, n=2,
+                           grammar=Grammar.choice(["a", "b"]), stop_token_ids=[1, 2])  # fmt: skip
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(given), type=SamplingParams) == given
+
+
+def test_every_choice_has_its_own_seed_and_one_asks_for_the_prompt() -> None:
+    each = SamplingParams(n=2, best_of=3, seed=2**63 - 2, prompt_logprobs=1).each_choice()
+    assert [one.seed for one in each] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    assert [one.prompt_logprobs for one in each] == [1, None, None]
+    assert all((one.n, one.best_of, one.logprobs) == (1, None, 0) for one in each)
+    assert SamplingParams().each_choice() == [SamplingParams()]

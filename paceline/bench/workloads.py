@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from paceline.request import Request, SamplingParams
+from paceline.request import Grammar, Request, SamplingParams
 
 
 def gsp(
@@ -54,6 +55,43 @@ def sweep(batch: int, output: int, seed: int = 0) -> Offline:
     rng = random.Random(seed)
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=output)
     return Offline([[rng.randint(0, 10_000) for _ in range(128)] for _ in range(batch)], [params] * batch)
+
+
+def sampled(work: Offline) -> Offline:
+    """The same work with top-k, top-p and all penalties on every row."""
+    return Offline(
+        work.prompts,
+        [
+            replace(params, top_p=0.9, top_k=50, repetition_penalty=1.1, presence_penalty=0.3, frequency_penalty=0.3)
+            for params in work.params
+        ],
+    )
+
+
+def structured(batch: int, output: int, seed: int = 0) -> Offline:
+    """`batch` prompts of 128 tokens, each answered by a schema of its own that cannot end before `output` tokens."""
+    work = sweep(batch, output, seed)
+
+    def schema(number: int) -> Grammar:
+        item = {
+            "type": "object",
+            "properties": {
+                f"name_{number}": {"type": "string", "maxLength": 24},
+                "age": {"type": "integer", "minimum": 0, "maximum": 150},
+                "kind": {"enum": ["cat", "dog", f"other {number}"]},
+                "tags": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 4},
+                "weight": {"type": "number"},
+                "tame": {"type": "boolean"},
+            },
+            "required": [f"name_{number}", "age", "kind", "tags", "weight", "tame"],
+            "additionalProperties": False,
+        }
+        return Grammar.json_schema({"type": "array", "items": item, "minItems": output})
+
+    return Offline(
+        work.prompts,
+        [replace(each, ignore_eos=False, grammar=schema(index)) for index, each in enumerate(work.params)],
+    )
 
 
 def gsp_offline() -> Offline:

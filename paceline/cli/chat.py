@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.options import Load, Model, Shape, takes
-from paceline.cli.sampling import MaxTokens, Seed, System, Temperature, TopK, TopP
+from paceline.cli.sampling import MaxTokens, MinP, RepetitionPenalty, Seed, System, Temperature, TopK, TopP
 from paceline.config import EngineConfig
 from paceline.request import PacelineError, SamplingParams
 
@@ -27,12 +27,17 @@ def chat(
     temperature: Temperature = 0.2,
     top_p: TopP = 0.9,
     top_k: TopK = None,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     seed: Seed = None,
     load: Load = "weights",
     shape: Shape = None,
 ) -> None:
     """Talk with a model. Works with piped input too: every line is a message."""
-    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens)
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
+        seed=seed, max_tokens=max_tokens,
+    )  # fmt: skip
     from paceline.cli.loading import load_engine
 
     interactive = sys.stdin.isatty()

@@ -8,9 +8,21 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli.options import Load, Model, Shape, takes
-from paceline.cli.sampling import MaxTokens, Seed, Stop, System, Temperature, TopK, TopP
+from paceline.cli.sampling import (
+    JsonSchema,
+    MaxTokens,
+    MinP,
+    Regex,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+)
 from paceline.config import EngineConfig
-from paceline.request import SamplingParams
+from paceline.request import Grammar, SamplingParams
 
 Prompts = Annotated[list[str], typer.Argument(help="One or more prompts, answered side by side.", show_default=False)]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the model's chat template.")]
@@ -29,16 +41,25 @@ def generate(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = None,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     seed: Seed = None,
     stop: Stop = None,
+    regex: Regex = None,
+    json_schema: JsonSchema = None,
     ignore_eos: IgnoreEos = False,
     load: Load = "weights",
     shape: Shape = None,
 ) -> None:
     """Answer prompts and end. One answer is shown as it is made, several when all are there."""
+    if regex is not None and json_schema is not None:
+        raise typer.BadParameter("--regex and --json-schema are both given: give one of them.")
+    grammar = Grammar.regex(regex) if regex is not None else None
+    if json_schema is not None:
+        grammar = Grammar.json_schema(json_schema.read_text(encoding="utf-8"))
     params = SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens,
-        stop=tuple(stop or ()), ignore_eos=ignore_eos,
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
+        seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos, grammar=grammar,
     )  # fmt: skip
     if raw and system is not None:
         raise typer.BadParameter("--system belongs to the chat template, which --raw leaves out.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +15,18 @@ Temperature = Annotated[
 ]
 TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens up to this chance.", rich_help_panel=_PANEL)]
 TopK = Annotated[int | None, typer.Option(help="Keep so many of the likeliest tokens.", rich_help_panel=_PANEL)]
+MinP = Annotated[
+    float, typer.Option(help="Keep tokens at least so likely as this share of the likeliest.", rich_help_panel=_PANEL)
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Above 1: tokens that stand there already become less likely.", rich_help_panel=_PANEL)
+]
+Regex = Annotated[str | None, typer.Option(help="The answer matches this pattern.", rich_help_panel=_PANEL)]
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option(help="A file: the answer is JSON that obeys its schema.", exists=True, dir_okay=False,
+                 rich_help_panel=_PANEL),
+]  # fmt: skip
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.", rich_help_panel=_PANEL)]
 Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.", rich_help_panel=_PANEL)]
 System = Annotated[str | None, typer.Option(help="A system message to begin with.")]

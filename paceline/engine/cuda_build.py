@@ -14,6 +14,7 @@ from paceline.engine.cuda_model import GpuModel, Tuning
 from paceline.engine.cuda_streams import streams_of
 from paceline.engine.kv_cache import num_kv_pages
 from paceline.kernels._triton import HAS_TRITON
+from paceline.kernels.adjust import adjust_bytes
 from paceline.kernels.decode_attention import decode_attention_tuning
 from paceline.kernels.decode_units import decode_chunks
 from paceline.kernels.linear import decode_tuning
@@ -74,4 +75,5 @@ def _workspace_bytes(model: GpuModel, scheduler: SchedulerConfig, chunks: ChunkC
     rows, context, spec = scheduler.max_running, scheduler.context_tokens, model.spec
     partials = max_units(buckets(rows), context + 1, chunks) * (spec.q_size + spec.num_heads + 32)
     tables = rows * context * 2
-    return 4 * (partials + tables) + scheduler.max_batch_tokens * spec.q_size * model.dtype.itemsize
+    adjustments = adjust_bytes(rows, context + 1)
+    return adjustments + 4 * (partials + tables) + scheduler.max_batch_tokens * spec.q_size * model.dtype.itemsize

@@ -28,9 +28,11 @@ from torch import Tensor
 from paceline.engine.cuda_graphs import DecodeGraphs, Kind, kind_of
 from paceline.engine.cuda_inputs import SHARED_CHUNKS, Packed, PlanPacker, ShareRule, Span
 from paceline.engine.cuda_model import AttendKernel, GpuModel
+from paceline.engine.cuda_sampling import CudaSampling, MaskBuffer, Told
 from paceline.engine.cuda_streams import Event, Streams
 from paceline.engine.executor import Result
 from paceline.kernels._triton import cdiv
+from paceline.kernels.adjust import write_runs
 from paceline.kernels.decode_attention import (
     ALL_UNITS,
     OWN_UNITS,
@@ -44,8 +46,8 @@ from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_chunks, de
 from paceline.kernels.extend_attention import ExtendTuning, extend_attention, extend_shared, tokens_per_tile
 from paceline.kernels.gather_tokens import gather_tokens
 from paceline.kernels.rope_kv import rope_kv
-from paceline.kernels.sampling import SampleWorkspace, sample
 from paceline.kernels.slot_state import SlotState, apply_diff
+from paceline.sampling.values import Masks
 from paceline.scheduler.plan import NO_TOKENS, Plan
 
 # rows, query heads per KV head, query heads in a unit that rows share or 0, whether contexts are short
@@ -91,6 +93,7 @@ class _Flight:
         self._streams, self._device = streams, device
         self.uploaded, self.began, self.ended, self.copied = (streams.event() for _ in range(4))
         self.results = streams.pinned(max_rows)
+        self.masks = MaskBuffer(streams, device)
         self.pending: _Pending | None = None
         self._grow(_FIRST_WORDS)
 
@@ -123,14 +126,22 @@ def max_units(sizes: Sequence[int], max_length: int, chunks: ChunkChoice) -> int
 
 
 class _Pending:
-    __slots__ = ("_before", "_bucket", "_device", "_flight", "_num_tokens", "_result")
+    __slots__ = ("_before", "_bucket", "_device", "_flight", "_num_tokens", "_result", "delayed", "told")
 
     def __init__(self, device: CudaDevice, flight: _Flight, before: Event | None, num_tokens: int, bucket: int) -> None:
         self._device, self._flight, self._before = device, flight, before
         self._num_tokens, self._bucket = num_tokens, bucket
         self._result: Result | None = None
+        self.told: list[Told] = []  # kept until the copies are there
+        self.delayed: Callable[[Masks], None] | None = None
+
+    def sample(self, masks: Masks) -> None:
+        assert self.delayed is not None, "this pass was not delayed, or has its masks already"
+        finish, self.delayed = self.delayed, None
+        finish(masks)
 
     def wait(self) -> Result:
+        assert self.delayed is None, "a delayed pass was waited for before its masks came"
         if self._result is None:
             began = time.perf_counter()
             flight, stats = self._flight, self._device.stats
@@ -142,7 +153,9 @@ class _Pending:
             stats.idle_s += idle_s
             # A copy: the flight's buffer belongs to a later pass soon.
             tokens = flight.results[: self._num_tokens].numpy().copy() if self._num_tokens else NO_TOKENS
-            self._result = Result(tokens, device_s, idle_s=idle_s)
+            runs = tuple(run for told in self.told for run in told.runs())
+            self.told = []
+            self._result = Result(tokens, device_s, idle_s=idle_s, logprobs=runs)
         return self._result
 
 
@@ -188,16 +201,16 @@ class CudaDevice:
         self._packer = PlanPacker(
             max_running, spec.vocab_size, tokens_per_tile(self._extend_tuning, group),
             replace(share_rule(group, capacity), prompts=set(self._units) == {0}) if 0 in self._units else None,
+            max_row_tokens + 1,
         )  # fmt: skip
         self._attention = DecodeWorkspace.empty(
             max_running, capacity, spec.num_heads, spec.num_kv_heads, spec.head_dim, device
         )
-        self._sampling = SampleWorkspace.empty(max_running, device)
+        self._sampling = CudaSampling(streams, self.state, max_running, max_row_tokens + 1, _DEPTH)
+        self._graph_logits: dict[int, Tensor] = {}  # by rows: where a graph that does not sample leaves them
         tokens = len(model._x)
         self._slots, self._positions = (torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(2))
         self._q = torch.zeros(tokens, spec.num_heads, spec.head_dim, dtype=model.dtype, device=device)
-        self._results = torch.zeros(_DEPTH, max_running, dtype=torch.int32, device=device)
-        self._step = torch.zeros(1, dtype=torch.int32, device=device)
         self._num_steps = 0  # what the device's counter will stand at when all that was launched has run
 
         self._ring = [_Flight(streams, max_running, device) for _ in range(_DEPTH)]
@@ -219,9 +232,16 @@ class CudaDevice:
         self.stats = Stats()
         self._last_end = None
 
-    @torch.inference_mode()
     def launch(self, plan: Plan) -> _Pending:
         """Starts a pass and returns at once. Passes run in launch order."""
+        return self._start(plan, delayed=False)
+
+    def launch_delayed(self, plan: Plan) -> _Pending:
+        """As `launch`, up to the logits; `sample` goes on."""
+        return self._start(plan, delayed=True)
+
+    @torch.inference_mode()
+    def _start(self, plan: Plan, *, delayed: bool) -> _Pending:
         began = time.perf_counter()
         streams, stats = self._streams, self.stats
         flight = self._ring[self._count % _DEPTH]
@@ -230,32 +250,39 @@ class CudaDevice:
             flight.pending.wait()  # long over; only a caller that launches and does not wait finds it unread
         packed = self._packer.pack(plan)
         flight.send(packed)
+        logits = index = None
+        told: list[Told] = []
         with streams.use(streams.engine):
             flight.uploaded.wait(streams.engine)
             flight.began.record(streams.engine)
             if packed.is_decode:
                 # Before the diff: a graph that is captured now must not see its rows.
                 kind = kind_of(packed.num_rows, packed.num_own_tokens, packed.has_filters, packed.tile)
+                if delayed or packed.asks:
+                    kind = kind._replace(filters=False, samples=False)
+                else:
+                    kind = kind._replace(adjusts=packed.adjusts)
                 bucket = self.graphs.bucket(packed.num_rows, kind)
                 graph = self.graphs.graph(bucket, kind)
-                self._apply(flight)
+                self._apply(flight, packed)
                 graph.replay()
+                logits = None if kind.samples else self._graph_logits[bucket]
             else:
                 bucket = 0
-                self._apply(flight)
-                self._extend(packed, flight)
-            flight.ended.record(streams.engine)
-        with streams.use(streams.copy):
-            if packed.num_sampled:
-                self._num_steps += 1
-                flight.ended.wait(streams.copy)
-                row = self._results[self._num_steps % _DEPTH, : packed.num_sampled]
-                flight.results[: packed.num_sampled].copy_(row, non_blocking=True)
-            else:
-                flight.ended.wait(streams.copy)
-            flight.copied.record(streams.copy)
+                self._apply(flight, packed)
+                hidden = self._extend(packed, flight)
+                told = self._tell_prompts(plan, hidden)
+                if packed.num_sampled:
+                    index = flight.part(packed.sampled)
+                    logits = self.model.logits(self.model.pick(hidden, index))
+                    self._sampling.step.add_(1)
         pending = _Pending(self, flight, self._last_end, packed.num_sampled, bucket)
+        pending.told = told
         flight.pending, self._last_end = pending, flight.ended
+        if delayed:
+            pending.delayed = lambda masks: self._finish(pending, flight, packed, logits, index, masks)
+        else:
+            self._finish(pending, flight, packed, logits, index, None)
         stats.passes += 1
         stats.graphs += packed.is_decode
         if packed.is_decode:
@@ -264,11 +291,49 @@ class CudaDevice:
         stats.launch_s += time.perf_counter() - began
         return pending
 
+    @torch.inference_mode()
+    def _finish(
+        self, pending: _Pending, flight: _Flight, packed: Packed, logits: Tensor | None, index: Tensor | None,
+        masks: Masks | None,
+    ) -> None:  # fmt: skip
+        """The end of a pass: tokens are chosen, unless its graph has done that, and brought to the host."""
+        streams, sampling = self._streams, self._sampling
+        sent = None if masks is None else flight.masks.send(masks)
+        self._num_steps += bool(packed.num_sampled)
+        results = sampling.results[self._num_steps % _DEPTH]
+        with streams.use(streams.engine):
+            if logits is not None:
+                num_asked = len(packed.asks)
+                asked = flight.part(packed.asked)
+                tell = (
+                    sampling.tell_output(packed.asks, asked[:num_asked], asked[num_asked:].view(num_asked, -1), logits)
+                    if num_asked
+                    else None
+                )
+                if sent is not None:
+                    flight.masks.arrived.wait(streams.engine)
+                slots, positions = self._slots, self._positions
+                sampling.choose(
+                    logits, slots, positions, index, adjusts=packed.adjusts, filters=packed.has_filters, masks=sent
+                )
+                if tell is not None:
+                    pending.told.append(tell(results))
+            flight.ended.record(streams.engine)
+        with streams.use(streams.copy):
+            flight.ended.wait(streams.copy)
+            if packed.num_sampled:
+                flight.results[: packed.num_sampled].copy_(results[: packed.num_sampled], non_blocking=True)
+            for told in pending.told:
+                told.copy()
+            flight.copied.record(streams.copy)
+
     def close(self) -> None:
         self._streams.synchronize()
 
-    def _apply(self, flight: _Flight) -> None:
+    def _apply(self, flight: _Flight, packed: Packed) -> None:
         apply_diff(flight.diff, self.state, self._units.get(0), num_programs=self._few_programs or 64)
+        if packed.adjust.count:
+            write_runs(flight.part(packed.adjust), self._sampling.adjust, self._few_programs or 128)
 
     # ------------------------------------------------------------------ a pass of decodes: what a graph holds
 
@@ -276,13 +341,13 @@ class CudaDevice:
         model, state = self.model, self.state
         slots, positions = self._slots[:rows], self._positions[:rows]
         pdl = 0 if kind.tile else model.early_start(rows)
-        attend = self._decode_attention(rows, state.num_rows, kind, pdl, self._step)
+        attend = self._decode_attention(rows, state.num_rows, kind, pdl, self._sampling.step)
         gather_tokens(state, model.embedding, model.input(rows), slots, positions, squares=model.squares(rows))
         logits = model.logits(model.forward(rows, attend, fused=True, pdl=pdl))
-        sample(
-            logits, slots, positions, state.num_rows, state, self._results, self._step, self._sampling,
-            filters=kind.filters,
-        )  # fmt: skip
+        if kind.samples:
+            self._sampling.choose(logits, slots, positions, None, adjusts=kind.adjusts, filters=kind.filters)
+        else:
+            self._graph_logits[rows] = logits
 
     def _decode_attention(
         self, rows: int, num_rows: Tensor, kind: Kind, pdl: int, step: Tensor | None = None, at_once: bool = False
@@ -326,12 +391,13 @@ class CudaDevice:
         """A decode pass without live rows: compiles what there is to compile and leaves no trace."""
         self.state.num_rows.zero_()
         self._decode(rows, kind)
-        self._step.sub_(1)
+        self._sampling.step.sub_(1)
         self.state.num_rows.fill_(self._packer.num_rows)
 
     # ------------------------------------------------------------------ a pass with prompts
 
-    def _extend(self, packed: Packed, flight: _Flight) -> None:
+    def _extend(self, packed: Packed, flight: _Flight) -> Tensor:
+        """Hidden states of all the pass's tokens."""
         model, state, spec = self.model, self.state, self.model.spec
         count = packed.num_tokens
         slots, positions, q = self._slots[:count], self._positions[:count], self._q[:count]
@@ -373,15 +439,11 @@ class CudaDevice:
                         positions, query_starts, heads, tuning=self._extend_tuning,
                     )  # fmt: skip
 
-        hidden = model.forward(count, attend, fused=False)
-        if not packed.num_sampled:
-            return
-        sampled = flight.part(packed.sampled)
-        logits = model.logits(model.pick(hidden, sampled))
-        if packed.forbidden.count:
-            logits.view(-1).index_fill_(0, flight.part(packed.forbidden).view(torch.int64), -torch.inf)
-        self._step.add_(1)
-        sample(
-            logits, slots, positions, state.num_rows, state, self._results, self._step, self._sampling, index=sampled,
-            filters=packed.has_filters,
-        )  # fmt: skip
+        return model.forward(count, attend, fused=False)
+
+    def _tell_prompts(self, plan: Plan, hidden: Tensor) -> list[Told]:
+        asks = self._packer.logprobs.of_prompts(plan)
+        slots = [int(plan.slots[ask.row]) for ask in asks]
+        return self._sampling.tell_prompts(
+            asks, slots, lambda first, count: self.model.logits(hidden[first : first + count])
+        )

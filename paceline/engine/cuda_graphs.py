@@ -23,6 +23,8 @@ class Kind(NamedTuple):
     filters: bool = False  # some row samples with top-k or top-p
     short: bool = False  # rows have a few hundred tokens of their own
     tile: int = 0  # query heads in a unit that several rows share; 0: nobody shares
+    adjusts: bool = False  # some row has penalties, biases or forbidden tokens
+    samples: bool = True  # else it ends with the logits, and tokens are chosen by launches of their own
 
 
 def kind_of(num_rows: int, num_own_tokens: int, filters: bool, tile: int) -> Kind:

@@ -13,10 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.kernels._triton import cdiv
+from paceline.kernels.adjust import adjust_runs, pack_runs
 from paceline.kernels.decode_units import NOTHING_SHARED, SharedUnits, shared_units
 from paceline.kernels.extend_attention import SharedTiles, extend_tiles, shared_tiles
 from paceline.kernels.slot_state import pack_diff, sampling_words
 from paceline.request import Request
+from paceline.sampling.adjust import adjustments_of, seen_tokens
+from paceline.sampling.logprobs import Ask, LogprobAsks
 from paceline.scheduler.plan import Plan, Sharing
 
 Column = npt.NDArray[np.int32]
@@ -41,8 +44,10 @@ class Packed:
 
     parts: tuple[Column, ...]
     num_words: int
-    is_decode: bool  # one token a row, all of them sample, none is masked: a graph can run it
-    has_filters: bool  # some row samples with top-k or top-p
+    is_decode: bool  # one token a row, all of them sample: a graph can run it
+    has_filters: bool  # some row samples with top-k, top-p or min-p
+    adjusts: bool  # some row has penalties, biases or forbidden tokens
+    asks: tuple[Ask, ...]  # for logprobs of output tokens
     tile: int  # query heads in a unit of decode attention that several rows share; 0: nobody shares
     num_own_tokens: int  # KV positions of decodes that no other row has
     num_saved_tokens: int  # KV positions that decodes do not read because another row of their unit does
@@ -54,11 +59,12 @@ class Packed:
     query_starts: Span
     tiles: Span
     sampled: Span  # the last token of each sampling row
-    forbidden: Span  # pairs of words: row of the logits * vocabulary + token, as int64
     decodes: Span  # one word: num_decodes
     shared_tiles: Span  # of prompts that share what they begin with
     tile_rows: Span
     tile_tokens: Span
+    adjust: Span  # what to write into slots' lists of adjustments
+    asked: Span  # of each ask, its row of the logits; then ids that were asked for, all equally many
 
     def write(self, target: Column) -> None:
         """Copies all parts into the upload buffer."""
@@ -120,8 +126,9 @@ def _of_rows(plan: Plan, first: int, end: int) -> tuple[Column, Column]:
 
 class PlanPacker:
     def __init__(
-        self, max_running: int, vocab_size: int, tokens_per_tile: int, share_rule: ShareRule | None = None
-    ) -> None:
+        self, max_running: int, vocab_size: int, tokens_per_tile: int, share_rule: ShareRule | None = None,
+        max_length: int = 0,
+    ) -> None:  # fmt: skip
         self._share_rule = share_rule
         self._sharing: Sharing | None = None  # what `_shared` was made of
         self._shared: SharedUnits | None = None  # as the device has it
@@ -131,8 +138,9 @@ class PlanPacker:
         self._computed = np.zeros(max_running, np.int32)  # the device's num_computed
         self._rows = _NONE  # the device's row_slots
         self._filtered = np.zeros(max_running, np.bool_)
-        self._may_stop_at = np.zeros(max_running, np.int64)  # the first position where a stop id may stand
-        self._stop_ids: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)] * max_running
+        self._max_length = max_length
+        self._adjusted = np.zeros(max_running, np.bool_)  # also what the device has in the slot's lists
+        self.logprobs = LogprobAsks(max_running, vocab_size)
 
     @property
     def num_rows(self) -> int:
@@ -140,13 +148,14 @@ class PlanPacker:
         return len(self._rows)
 
     def pack(self, plan: Plan) -> Packed:
-        diff = self._diff(plan)
+        diff, adjust = self._diff(plan), self._adjust(plan)
         slots, samples, lengths = plan.slots, plan.samples, plan.lengths
-        forbidden = self._forbidden(plan)
+        asks = self.logprobs.of_output(plan)
         num_sampled = int(np.count_nonzero(samples))
-        is_decode = plan.num_tokens == plan.num_rows == num_sampled and not len(forbidden)
+        is_decode = plan.num_tokens == plan.num_rows == num_sampled
         parts, at = [diff], cdiv(len(diff), ALIGN) * ALIGN
-        spans = [Span(0, 0)] * 9
+        spans = [Span(0, 0)] * 10
+        columns: tuple[Column, ...] = ()
         if not is_decode:
             query_starts = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
             alone, shared = self._prompts(plan, query_starts)
@@ -155,11 +164,12 @@ class PlanPacker:
                 query_starts,
                 extend_tiles(plan.starts, lengths, self._tokens_per_tile, alone).reshape(-1),
                 (query_starts[1:] - 1)[samples],
-                forbidden.view(np.int32),
                 np.array([plan.num_decodes], np.int32),
                 *((shared.tiles.reshape(-1), shared.rows, shared.tokens.reshape(-1)) if shared else ()),
             )
-            for number, column in enumerate(columns):
+        columns += (_NONE,) * (8 - len(columns))
+        for number, column in enumerate((*columns, adjust, _asked(asks))):
+            if len(column):
                 parts.append(column)
                 spans[number] = Span(at, len(column))
                 at += cdiv(len(column), ALIGN) * ALIGN
@@ -169,9 +179,10 @@ class PlanPacker:
         own, saved = int(plan.starts[: plan.num_decodes].sum()), 0
         if self._shared is not None:
             own, saved = own - int(self._shared.covered.sum()) * self._shared.chunk, self._shared.num_saved_tokens
+        adjusted = bool(self._adjusted[slots].any())
         return Packed(
-            tuple(parts), at, is_decode, filtered, self._tile, own, saved, plan.num_decodes, len(slots),
-            plan.num_tokens, num_sampled, *spans,
+            tuple(parts), at, is_decode, filtered, adjusted, tuple(asks), self._tile, own, saved, plan.num_decodes,
+            len(slots), plan.num_tokens, num_sampled, *spans,
         )  # fmt: skip
 
     def _prompts(self, plan: Plan, query_starts: Column) -> tuple[Column, SharedTiles | None]:
@@ -217,24 +228,34 @@ class PlanPacker:
         """Remembers what the host must know of the slot's new owner. Returns what the device must."""
         params = request.params
         top_k = params.top_k if params.top_k is not None and params.top_k < self._vocab_size else 0
-        self._filtered[slot] = params.temperature > 0 and (top_k > 0 or params.top_p < 1)
-        # With min_tokens = n, the n-th output token is the first that may end the request.
-        self._may_stop_at[slot] = len(request.prompt) + params.min_tokens - 1
-        self._stop_ids[slot] = np.array(sorted(i for i in request.stop_ids if i < self._vocab_size), np.int64)
-        return sampling_words(params.temperature, top_k, params.top_p, 0.0, params.seed or 0)
+        self._filtered[slot] = not params.is_greedy and (top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        self.logprobs.join(slot, request)
+        temperature = 0.0 if params.is_greedy else params.temperature
+        return sampling_words(temperature, top_k, params.top_p, params.min_p, params.seed or 0)
 
-    def _forbidden(self, plan: Plan) -> npt.NDArray[np.int64]:
-        """Places in the logits [sampling rows, V], flat, that no row may choose: stop ids before `min_tokens`."""
-        slots = plan.slots[plan.samples]
-        early = (plan.starts + plan.lengths)[plan.samples] < self._may_stop_at[slots]
-        if not early.any():
-            return np.empty(0, np.int64)
-        found = [np.empty(0, np.int64)]
-        for row in np.flatnonzero(early).tolist():
-            ids = self._stop_ids[slots[row]]
-            if len(ids) < self._vocab_size:  # with nothing left to choose, a stop id it must be
-                found.append(row * self._vocab_size + ids)
-        return np.concatenate(found)
+    def _adjust(self, plan: Plan) -> Column:
+        """What the device must write of new owners' adjustments; of most plans nothing."""
+        runs: list[tuple[int, int, Column]] = []
+        for join in plan.joins:
+            by = adjustments_of(join.request, self._vocab_size)
+            if by is not None:
+                runs += adjust_runs(
+                    join.slot, self._max_length, (by.repetition, by.frequency, by.presence), (by.bias_ids, by.bias),
+                    (by.forbidden, by.until, by.prefixes), seen_tokens(join.tokens, by.num_prompt_tokens),
+                    len(join.tokens),
+                )  # fmt: skip
+            elif self._adjusted[join.slot]:
+                runs.append((join.slot, 0, np.zeros(1, np.int32)))
+            self._adjusted[join.slot] = by is not None
+        return pack_runs(runs) if runs else _NONE
+
+
+def _asked(asks: list[Ask]) -> Column:
+    if not asks:
+        return _NONE
+    most = max(len(ask.ids) for ask in asks)
+    ids = [[*ask.ids, *[0] * (most - len(ask.ids))] for ask in asks]
+    return np.concatenate([np.array([ask.index for ask in asks], np.int32), np.array(ids, np.int32).reshape(-1)])
 
 
 def _last_written(slots: Column, indices: Column, pages: Column) -> tuple[Column, Column, Column]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -21,14 +22,15 @@ import weakref
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from paceline.engine.executor import Executor
 from paceline.engine.loop import Loop
-from paceline.engine.output import Piece, Timings, Usage
+from paceline.engine.output import Piece, Timings, TokenLogprob, Usage
 from paceline.request import (
+    MAX_BAD_WORD_TOKENS,
     FinishReason,
     InvalidRequest,
     PacelineError,
@@ -39,6 +41,8 @@ from paceline.request import (
     Tokens,
     as_tokens,
 )
+from paceline.sampling.grammar import Compiled, Grammars
+from paceline.sampling.values import LogprobRun
 from paceline.scheduler.forecast import seconds_until_admitted
 from paceline.scheduler.plan import Finished, Updates
 from paceline.scheduler.scheduler import Scheduler
@@ -111,6 +115,16 @@ class _Live:
     sink: Sink
     is_quiet: bool  # one piece, at the end; a stop string must be looked for all the time
     num_tokens: int = 0
+    is_new: bool = True  # no piece has gone out
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # since the last piece
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # told with the first piece
+    compiling: Future[Compiled] | None = None  # its grammar
+
+    def take_logprobs(self) -> dict[str, Any]:
+        """What a piece has to say of chances."""
+        prompt = tuple(self.prompt_logprobs) if self.is_new else ()
+        logprobs, self.logprobs, self.is_new = tuple(self.logprobs), [], False
+        return {"logprobs": logprobs, "prompt_logprobs": prompt} if logprobs or prompt else {}
 
 
 @dataclass(slots=True, eq=False)
@@ -151,7 +165,11 @@ class Engine:
         self.clock = clock
         self.recorder = recorder
         watched = executor if recorder is None else recorder.watch(executor)
-        self.loop = Loop(scheduler, watched, clock, overlap=overlap != "off", sync=overlap == "sync", trace=trace)
+        self.grammars = Grammars(tokenizer, vocab_size)
+        self.loop = Loop(
+            scheduler, watched, clock, overlap=overlap != "off", sync=overlap == "sync", trace=trace,
+            constraints=self.grammars,
+        )  # fmt: skip
         self.vocab_size = vocab_size
         self.facts = facts or Facts()
         # How ids become text, and what to do when all of a step's pieces are with their sinks. An engine in a process
@@ -166,6 +184,7 @@ class Engine:
         self._on_close = on_close
         self._numbers = itertools.count()
         self._live: dict[str, _Live] = {}  # the engine's thread alone
+        self._compiling: dict[str, _Live] = {}  # likewise: they wait for their grammar, and no one waits for them
         self._wake = threading.Condition()
         # to add, to end, questions; under `_wake`
         self._inbox: list[_Live | tuple[str, FinishReason] | Callable[[], None]] = []
@@ -223,6 +242,9 @@ class Engine:
             self._prepare(prompt, each, sink, None, "default", 0, None, "")
             for prompt, each, sink in zip(prompts, params, sinks, strict=True)
         ]
+        for live in lives:
+            if live.compiling is not None:
+                live.compiling.result()
         self._post(lives)
         return [live.request.id for live in lives]
 
@@ -279,6 +301,7 @@ class Engine:
             self._closing = True
             self._wake.notify()
         self._thread.join()
+        self.grammars.close()
         if self._on_close is not None:
             on_close, self._on_close = self._on_close, None
             on_close()
@@ -312,12 +335,20 @@ class Engine:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params is {params!r}: give SamplingParams.")
-        if params.seed is None and params.temperature > 0:
+        if params.n != 1 or params.best_of is not None:
+            raise InvalidRequest(f"n is {params.n} and best_of {params.best_of}: submit each of params.each_choice().")
+        if params.seed is None and not params.is_greedy:
             # Drawn once: after a retraction the request goes on with the same noise.
             params = dataclasses.replace(params, seed=random.getrandbits(63))
         if timeout is not None and not timeout > 0:
             raise InvalidRequest(f"timeout is {timeout!r}: give seconds, more than 0.")
         tokens = self.encode(prompt)
+        for name, ids in (("logprob_token_ids", params.logprob_token_ids), ("logit_bias", dict(params.biases))):
+            for token in ids:
+                if token >= self.vocab_size:
+                    raise InvalidRequest(
+                        f"{name} has token {token}: the model knows the ids 0 to {self.vocab_size - 1}."
+                    )
         request = Request(
             id=request_id if request_id is not None else f"r{next(self._numbers)}",
             prompt=tokens,
@@ -327,6 +358,8 @@ class Engine:
             deadline=None if timeout is None else self.clock() + timeout,
             eos_token_ids=tuple(sorted(self.tokenizer.eos_ids)),
             cache_salt=cache_salt,
+            compute_from=None if params.prompt_logprobs is None else 0,
+            bad_word_ids=self._bad_word_ids(params.bad_words),
         )
         if pooling is not None:
             if not getattr(self.executor, "can_pool", False):
@@ -334,7 +367,24 @@ class Engine:
             request.prefill_only, request.pooled = True, Pooled(pooling)
             if pooling == "mean":  # a cached token has no hidden state any more
                 request.compute_from = 0
-        return _Live(request, self.text_of(params), sink, is_quiet=sink.wants_all_at_once and not params.stop)
+        is_quiet = sink.wants_all_at_once and not params.stop and params.logprobs is None
+        live = _Live(request, self.text_of(params), sink, is_quiet)
+        if params.grammar is not None:
+            live.compiling = self.grammars.compile(params.grammar)
+            if live.compiling.done():
+                live.compiling.result()  # a wrong one is seen at once
+        return live
+
+    def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as tokens, at the beginning of a text and within one, where a space comes before it."""
+        found = {
+            tuple(self.tokenizer.encode(text, add_special=False, allow_special=False))
+            for word in words
+            for text in (word, f" {word.lstrip()}")
+        }
+        if (count := sum(map(len, found))) > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(f"bad_words has {count} tokens: give at most {MAX_BAD_WORD_TOKENS}.")
+        return tuple(sorted(ids for ids in found if ids))
 
     def _post(self, items: Iterable[_Live | Callable[[], None]]) -> None:
         with self._wake:
@@ -374,7 +424,9 @@ class Engine:
             closing = self._closing
         for item in inbox:
             if isinstance(item, tuple):
-                self.scheduler.finish(*item, self.clock())
+                request_id, reason = item
+                if not self.scheduler.finish(request_id, reason, self.clock()) and request_id in self._compiling:
+                    self._end(self._compiling.pop(request_id), reason)
             elif isinstance(item, _Live):
                 self._add(item)
             else:
@@ -382,6 +434,8 @@ class Engine:
         if closing:
             for request_id in list(self.scheduler.requests):
                 self.scheduler.abort(request_id, self.clock())
+            for request_id in list(self._compiling):
+                self._end(self._compiling.pop(request_id), FinishReason.ABORT)
         self._end_all(self.scheduler.take_ended())
         self._send()
         return not closing
@@ -410,14 +464,55 @@ class Engine:
             gc.collect(1)
 
     def _add(self, live: _Live) -> None:
+        request = live.request
         try:
-            self.scheduler.add(live.request, self.clock())
+            if request.id in self._compiling:
+                raise InvalidRequest(
+                    f"request id {request.id!r} is taken by one that has not finished: choose another."
+                )
+            if live.compiling is not None and not live.compiling.done():
+                self._compiling[request.id] = live
+                live.compiling.add_done_callback(lambda _: self._compiled(live))
+                return
+            compiled = None if live.compiling is None else live.compiling.result()
+            self.scheduler.add(request, self.clock())
         except PacelineError as error:
             if isinstance(error, Refused) and error.retry:
                 error.retry_after_s = self._retry_after()
             live.sink.refuse(error)
         else:
-            self._live[live.request.id] = live
+            self._live[request.id] = live
+            if compiled is not None:
+                self.grammars.attach(request, compiled)
+
+    def _compiled(self, live: _Live) -> None:
+        """On the compiler's thread: the request goes on where it was left."""
+
+        def go_on() -> None:
+            if self._compiling.pop(live.request.id, None) is live:
+                self._add(live)
+
+        with contextlib.suppress(EngineFailed):  # it has answered already
+            self._post([go_on])
+
+    def _take_logprobs(self) -> dict[int, LogprobRun]:
+        """What the last pass told: of prompts, kept until their first piece; of outputs, by request."""
+        told, self.loop.logprobs = self.loop.logprobs, ()
+        outputs = {}
+        for request, run in told:
+            if run.first >= len(request.prompt):
+                outputs[id(request)] = run
+                continue
+            live, prompt = self._live.get(request.id), request.prompt
+            if live is None or live.request is not request:
+                continue
+            for index in range(len(run.chosen)):
+                # After a retraction the same positions are computed and told again.
+                if run.first + index == len(live.prompt_logprobs) + 1 and run.first + index < len(prompt):
+                    live.prompt_logprobs.append(
+                        TokenLogprob.of(int(prompt[run.first + index]), run, index, run.ids.shape[1])
+                    )
+        return outputs
 
     def _retry_after(self) -> float | None:
         """When there is likely room for one more. Whoever was told a time before and has not come back goes first:
@@ -431,6 +526,7 @@ class Engine:
         return seconds
 
     def _take(self, updates: Updates) -> None:
+        told = self._take_logprobs() if self.loop.logprobs else {}
         # A request that the scheduler ended with `stop` got its stop token in this very pass: that one is no text.
         stopped = {id(item.request) for item in updates.finished if item.reason is FinishReason.STOP}
         texts: dict[str, tuple[list[str], list[int]]] = {}
@@ -441,6 +537,8 @@ class Engine:
             live.num_tokens += 1
             texts_of, tokens_of = texts.setdefault(request.id, ([], []))
             tokens_of.append(token)
+            if (run := told.get(id(request))) is not None:
+                live.logprobs.append(TokenLogprob.of(token, run, 0, run.ids.shape[1]))
             if id(request) in stopped and live.num_tokens == len(request.output):
                 continue
             try:
@@ -462,8 +560,11 @@ class Engine:
             if reason is not None:
                 self._end(live, reason, text, tuple(tokens_of))
             else:
-                self._put(live, Piece(text, tuple(tokens_of)))
+                self._put(live, Piece(text, tuple(tokens_of), **live.take_logprobs()))
         self._end_all(updates.finished)
+        for request, why in self.grammars.take_failures():
+            self.scheduler.finish(request.id, FinishReason.ERROR, self.clock())
+            self._end(self._live[request.id], FinishReason.ERROR, error=why)
 
     def _end_all(self, finished: Iterable[Finished]) -> None:
         for item in finished:
@@ -474,7 +575,9 @@ class Engine:
     def _end(self, live: _Live, reason: FinishReason, text: str = "", tokens: tuple[int, ...] = (),
              error: str | None = None) -> None:  # fmt: skip
         request = live.request
-        del self._live[request.id]
+        if self._live.get(request.id) is live:
+            del self._live[request.id]
+        self.grammars.detach(request)
         if live.is_quiet and error is None:
             tokens, live.num_tokens = tuple(request.output), len(request.output)
             try:
@@ -488,7 +591,8 @@ class Engine:
         vector = None
         if request.pooled is not None and reason is FinishReason.LENGTH:
             vector = request.pooled.vector().tobytes()
-        self._put(live, Piece(text, tokens, reason, usage, Timings.of(request), error, vector))
+        told = live.take_logprobs()
+        self._put(live, Piece(text, tokens, reason, usage, Timings.of(request), error, vector=vector, **told))
 
     def _put(self, live: _Live, piece: Piece) -> None:
         try:
@@ -520,8 +624,9 @@ class Engine:
                 item.sink.refuse(self._gone())
             elif not isinstance(item, tuple):
                 item()
-        for live in list(self._live.values()):
+        for live in [*self._live.values(), *self._compiling.values()]:
             self._end(live, FinishReason.ERROR, error=f"{type(error).__name__}: {error}")
+        self._compiling.clear()
         self._send()
 
 

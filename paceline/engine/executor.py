@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from paceline.sampling.values import LogprobRun, Masks
 from paceline.scheduler.plan import Plan
 
 
@@ -17,6 +18,7 @@ class Result(NamedTuple):
     device_s: float | None = None  # how long the device took, where that is measured
     counts: npt.NDArray[np.int32] | None = None
     idle_s: float | None = None  # how long the device had nothing to do before, where that is measured
+    logprobs: tuple[LogprobRun, ...] = ()
 
 
 class Pending(Protocol):
@@ -27,3 +29,16 @@ class Pending(Protocol):
 class Executor(Protocol):
     def launch(self, plan: Plan) -> Pending:
         """Starts a pass and returns at once. Passes run in launch order."""
+
+
+class DelayedPending(Pending, Protocol):
+    def sample(self, masks: Masks) -> None:
+        """The tokens can be chosen now. Called once, before `wait`."""
+
+
+class MaskedExecutor(Executor, Protocol):
+    """One whose rows can be told what they may say."""
+
+    def launch_delayed(self, plan: Plan) -> DelayedPending:
+        """As `launch`, when the host does not know yet what some rows may say: the pass runs up to its logits, and
+        goes on with `sample`, which must be called before the next launch."""

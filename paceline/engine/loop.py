@@ -3,6 +3,13 @@
 Serial: plan, launch, wait, commit. Overlapped: pass N+1 is planned and launched before N is waited for, so the
 device always has work queued while the host thinks. Nothing else differs; both give the same tokens. `sync` plans as
 overlapped but lets the device come to rest before each launch: a fault that goes away under it is a race.
+
+Rows that obey a grammar may only say what follows from their last token. A pass with such rows is launched up to its
+logits; while the device computes them, the pass before is committed, the grammars take its tokens, and with their
+masks the tokens of the launched pass are chosen:
+
+    device   ... sample N | forward N+1 ............................ | sample N+1 | forward N+2
+    host                  | wait N, commit N, advance, masks of N+1 -^ | plan N+2, launch
 """
 
 from __future__ import annotations
@@ -10,16 +17,33 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, cast
 
-from paceline.engine.executor import Executor, Pending, Result
+from paceline.engine.executor import DelayedPending, Executor, MaskedExecutor, Pending, Result
+from paceline.request import Request
+from paceline.sampling.values import LogprobRun, Masks
 from paceline.scheduler.plan import Plan, Updates
 from paceline.scheduler.scheduler import Scheduler
+
+
+class Constraints(Protocol):
+    """What rows may say, for those that obey a grammar."""
+
+    def apply_to(self, plan: Plan) -> bool:
+        """Whether some row of this pass does."""
+
+    def masks(self, plan: Plan) -> Masks:
+        """All passes before this one are committed."""
+
+    def advance(self, updates: Updates) -> None:
+        """These tokens have come."""
 
 
 @dataclass(slots=True, eq=False)
 class _Launched:
     plan: Plan
     pending: Pending
+    delayed: DelayedPending | None = None  # until its tokens can be chosen
     result: Result | None = None
 
 
@@ -33,14 +57,18 @@ class Loop:
         overlap: bool = True,
         sync: bool = False,
         trace: Callable[[str, int, float], None] | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
-        """`trace` is told of every "launch" and "commit", with the plan's step and the time."""
+        """`trace` is told of every "launch" and "commit", with the plan's step and the time. With `constraints`, the
+        executor must be one that masks."""
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
         self.overlap = overlap
         self.sync = sync
         self.trace = trace
+        self.constraints = constraints
+        self.logprobs: tuple[tuple[Request, LogprobRun], ...] = ()  # what the last step told; whoever reads it takes it
         self._launched: deque[_Launched] = deque()
         self._awaited: Plan | None = None
 
@@ -55,7 +83,7 @@ class Loop:
             if self.sync:
                 for one in self._launched:
                     one.result = one.result or one.pending.wait()
-            self._launched.append(_Launched(plan, self.executor.launch(plan)))
+            self._launched.append(self._launch(plan))
             if self.trace is not None:
                 self.trace("launch", plan.step, self.clock())
         if not self._launched:
@@ -67,7 +95,28 @@ class Loop:
         now = self.clock()
         if self.trace is not None:
             self.trace("commit", one.plan.step, now)
-        return self.scheduler.commit(one.plan, result.tokens, now, result.device_s, result.counts)
+        updates = self.scheduler.commit(one.plan, result.tokens, now, result.device_s, result.counts)
+        self.logprobs = tuple((one.plan.requests[run.row], run) for run in result.logprobs)
+        if self.constraints is not None:
+            self.constraints.advance(updates)
+            for other in self._launched:
+                self._sample(other)
+        return updates
+
+    def _launch(self, plan: Plan) -> _Launched:
+        if self.constraints is None or not self.constraints.apply_to(plan):
+            return _Launched(plan, self.executor.launch(plan))
+        pending = cast(MaskedExecutor, self.executor).launch_delayed(plan)
+        one = _Launched(plan, pending, delayed=pending)
+        if not self._launched:
+            self._sample(one)  # nothing is in flight before it: what its rows may say is known
+        return one
+
+    def _sample(self, one: _Launched) -> None:
+        if one.delayed is not None:
+            assert self.constraints is not None, "nobody else delays a pass"
+            one.delayed.sample(self.constraints.masks(one.plan))
+            one.delayed = None
 
     @property
     def oldest_plan(self) -> Plan | None:

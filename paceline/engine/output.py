@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.request import FinishReason, Request
+from paceline.sampling.values import LogprobRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,22 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The logarithm of a token's chance, as the model gave it, and of some alternatives: the likeliest first, then
+    those that were asked for by id."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def of(cls, token: int, run: LogprobRun, index: int, num_top: int) -> TokenLogprob:
+        """The one at `index` of a run; of a prompt and an output that want different numbers, each gets its own."""
+        found = zip(run.ids[index].tolist(), run.logprobs[index].tolist(), strict=True)
+        return cls(token, float(run.chosen[index]), tuple(found)[:num_top])
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """What came since the last piece. The last one has a finish reason, the usage and the timings."""
 
@@ -46,3 +63,5 @@ class Piece:
     timings: Timings | None = None
     error: str | None = None  # with reason error: what happened
     vector: bytes | None = None  # of an embedding: float32, in the machine's order
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each token id, if they were asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first piece, from the prompt's second token on

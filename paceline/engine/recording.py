@@ -12,15 +12,16 @@ import hashlib
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
 
 from paceline.config import ConfigError, SchedulerConfig
-from paceline.engine.executor import Executor, Pending, Result
+from paceline.engine.executor import DelayedPending, Executor, MaskedExecutor, Pending, Result
 from paceline.engine.pass_features import PassFeatures, PlanReader
 from paceline.request import Request
+from paceline.sampling.values import Masks
 from paceline.scheduler.journal import Event, Kind
 from paceline.scheduler.plan import Plan
 
@@ -192,9 +193,9 @@ class Recorder:
 
     # ------------------------------------------------------------------ passes
 
-    def launch(self, executor: Executor, plan: Plan) -> Pending:
+    def launch(self, launch: Callable[[Plan], Pending], plan: Plan) -> _RecordedPending:
         began = self._clock()
-        pending = executor.launch(plan)
+        pending = launch(plan)
         launched = self._clock()
         recorded = _RecordedPending(
             self, pending, plan.step, began - self._began, self._in_flight, began - self._returned, launched - began,
@@ -222,7 +223,10 @@ class _Recorded:
         self._recorder, self._executor = recorder, executor
 
     def launch(self, plan: Plan) -> Pending:
-        return self._recorder.launch(self._executor, plan)
+        return self._recorder.launch(self._executor.launch, plan)
+
+    def launch_delayed(self, plan: Plan) -> DelayedPending:
+        return self._recorder.launch(cast(MaskedExecutor, self._executor).launch_delayed, plan)
 
 
 class _RecordedPending:
@@ -233,6 +237,9 @@ class _RecordedPending:
         self._recorder, self._pending = recorder, pending
         self.step, self.at, self.num_in_flight, self.features = step, at, num_in_flight, features
         self.host_s, self.launch_s = host_s, launch_s
+
+    def sample(self, masks: Masks) -> None:
+        cast(DelayedPending, self._pending).sample(masks)
 
     def wait(self) -> Result:
         began = self._recorder.clock()

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -23,7 +25,9 @@ from paceline.engine.inputs import SlotTables
 from paceline.engine.kv_cache import KVCache
 from paceline.model.decoder import Attend
 from paceline.model.spec import ModelSpec
+from paceline.sampling.logprobs import Ask, LogprobAsks, prompt_runs, top_of
 from paceline.sampling.sampler import Sampler
+from paceline.sampling.values import LogprobRun, Masks
 from paceline.scheduler.plan import NO_TOKENS, Plan
 
 
@@ -32,8 +36,9 @@ class ExecutorFailed(RuntimeError):
 
 
 class Device(Protocol):
-    def run(self, plan: Plan) -> np.ndarray:
-        """Carries one plan out and returns the sampled tokens (int32), on the host."""
+    def run(self, plan: Plan, masks: Callable[[], Masks] | None) -> tuple[np.ndarray, tuple[LogprobRun, ...]]:
+        """Carries one plan out and returns the sampled tokens (int32) and what was asked of logprobs, on the host.
+        `masks` waits until the host knows what some rows may say."""
 
 
 class Model(Protocol):
@@ -64,25 +69,44 @@ class CpuDevice:
         self.cache = KVCache(spec, num_pages, page_size, decoder.dtype)
         self.tables = SlotTables(max_running, max_row_tokens, page_size)
         self.sampler = Sampler(spec.vocab_size, max_running)
+        self._asks = LogprobAsks(max_running, spec.vocab_size)
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> np.ndarray:
+    def run(self, plan: Plan, masks: Callable[[], Masks] | None) -> tuple[np.ndarray, tuple[LogprobRun, ...]]:
         for join in plan.joins:
-            request = join.request
-            self.sampler.join(join.slot, request.params, len(request.prompt), request.stop_ids)
+            self.sampler.join(join.slot, join.request)
+            self._asks.join(join.slot, join.request)
         self.tables.apply(plan)
         inputs = self.tables.inputs(plan)
         attend = CpuAttention(self.cache, self.decoder.spec, inputs)
         hidden = self.decoder.forward(torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), attend)
         self._pool(plan, inputs.offsets, hidden)
+        runs = self._prompt_logprobs(plan, hidden)
         if not len(inputs.sampled):
-            return NO_TOKENS
+            return NO_TOKENS, runs
         if len(inputs.sampled) < len(hidden):
             hidden = hidden[torch.from_numpy(inputs.sampled)]
         logits = self.logits(hidden)
-        tokens = self.sampler.sample(logits, inputs.sampled_slots, inputs.sampled_positions)
+        asks = self._asks.of_output(plan)
+        tops = [top_of(logits[ask.index : ask.index + 1], ask.num_top, ask.ids) for ask in asks]
+        allowed = None if masks is None else _unpacked(masks(), *logits.shape)
+        tokens = self.sampler.sample(
+            logits, inputs.sampled_slots, inputs.sampled_positions, self.tables.tokens, allowed
+        )
         self.tables.store(inputs, tokens)
-        return tokens.astype(np.int32)
+        for ask, (chances, ids, top) in zip(asks, tops, strict=True):
+            runs += (_run(ask, chances[:, tokens[ask.index]], ids, top),)
+        return tokens.astype(np.int32), runs
+
+    def _prompt_logprobs(self, plan: Plan, hidden: Tensor) -> tuple[LogprobRun, ...]:
+        def tokens_of(ask: Ask) -> Tensor:
+            row = self.tables.tokens[plan.slots[ask.row], ask.first : ask.first + ask.count]
+            return torch.from_numpy(row.astype(np.int64))
+
+        found = prompt_runs(
+            self._asks.of_prompts(plan), lambda index, count: self.logits(hidden[index : index + count]), tokens_of
+        )
+        return tuple(_run(*parts) for parts in found)
 
     def _pool(self, plan: Plan, offsets: np.ndarray, hidden: Tensor) -> None:
         """Hands the hidden states of prompts over that are to be embedded."""
@@ -99,11 +123,25 @@ class CpuDevice:
         return self.decoder.logits(hidden)
 
 
-class _Pending:
-    __slots__ = ("_done", "_error", "_result", "plan")
+def _unpacked(masks: Masks, num_rows: int, vocab_size: int) -> Tensor:
+    """[rows, vocab]: true where a token may come."""
+    allowed = torch.ones(num_rows, vocab_size, dtype=torch.bool)
+    bits = np.unpackbits(masks.bits.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
+    allowed[torch.from_numpy(masks.rows)] = torch.from_numpy(bits.astype(np.bool_))
+    return allowed
 
-    def __init__(self, plan: Plan) -> None:
+
+def _run(ask: Ask, chosen: Tensor, ids: Tensor, top: Tensor) -> LogprobRun:
+    return LogprobRun(ask.row, ask.first, chosen.numpy(), ids.to(torch.int32).numpy(), top.numpy())
+
+
+class _Pending:
+    __slots__ = ("__weakref__", "_done", "_error", "_masks", "_result", "delayed", "plan")
+
+    def __init__(self, plan: Plan, delayed: bool) -> None:
         self.plan = plan
+        self.delayed = delayed
+        self._masks: SimpleQueue[Masks | None] = SimpleQueue()
         self._done = threading.Event()
         self._result: Result | None = None
         self._error: ExecutorFailed | None = None
@@ -111,6 +149,19 @@ class _Pending:
     def settle(self, result: Result | None, error: ExecutorFailed | None) -> None:
         self._result, self._error = result, error
         self._done.set()
+
+    def sample(self, masks: Masks) -> None:
+        self._masks.put(masks)
+
+    def give_up(self) -> None:
+        """Nobody will say any more what its rows may say."""
+        self._masks.put(None)
+
+    def wait_masks(self) -> Masks:
+        masks = self._masks.get()
+        if masks is None:
+            raise ExecutorFailed("the executor was closed while a pass waited for its masks")
+        return masks
 
     def wait(self) -> Result:
         self._done.wait()
@@ -129,13 +180,22 @@ class TorchExecutor:
         self._queue: SimpleQueue[_Pending | None] = SimpleQueue()
         self._error: ExecutorFailed | None = None
         self._closed = False
+        self._delayed: weakref.ref[_Pending] | None = None
         self._thread = threading.Thread(target=self._work, name="paceline-device", daemon=True)
         self._thread.start()
 
     def launch(self, plan: Plan) -> _Pending:
         """Starts a pass and returns at once. After an error every pass ends in that error."""
+        return self._start(_Pending(plan, delayed=False))
+
+    def launch_delayed(self, plan: Plan) -> _Pending:
+        """As `launch`; the worker waits for the masks before it chooses tokens."""
+        pending = _Pending(plan, delayed=True)
+        self._delayed = weakref.ref(pending)
+        return self._start(pending)
+
+    def _start(self, pending: _Pending) -> _Pending:
         assert not self._closed, "a pass was launched on a closed executor"
-        pending = _Pending(plan)
         self._queue.put(pending)
         return pending
 
@@ -143,6 +203,9 @@ class TorchExecutor:
         """Lets the passes that were launched finish, and the thread end."""
         if not self._closed:
             self._closed = True
+            pending = self._delayed() if self._delayed is not None else None
+            if pending is not None:
+                pending.give_up()  # a loop that broke between launching and sampling leaves it waiting
             self._queue.put(None)
             self._thread.join()
 
@@ -155,11 +218,11 @@ class TorchExecutor:
                 continue
             began = time.perf_counter()
             try:
-                tokens = self.device.run(pending.plan)
+                tokens, logprobs = self.device.run(pending.plan, pending.wait_masks if pending.delayed else None)
             except BaseException as error:  # whatever it was, somebody waits for an answer
                 self._error = ExecutorFailed(f"pass {pending.plan.step} failed: {type(error).__name__}: {error}")
                 self._error.__cause__ = error
                 pending.settle(None, self._error)
             else:
-                pending.settle(Result(tokens, time.perf_counter() - began), None)
+                pending.settle(Result(tokens, time.perf_counter() - began, logprobs=logprobs), None)
             del pending  # a plan keeps its requests alive; nothing may while the thread is idle

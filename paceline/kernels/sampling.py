@@ -1,12 +1,15 @@
 """Sampling: greedy, temperature by Gumbel-max, top-k, top-p and min-p, without sorting the vocabulary.
 
-The noise of a token is a hash of (seed, position, token): the same request draws the same noise alone or in a batch,
-before and after a retraction. Sampling is then an argmax, which splits over programs and folds exactly.
+With noise that is a hash (`noise.py`), sampling is an argmax, which splits over programs and folds exactly.
 
 The filters keep an upper set of the logits, so they need no threshold beforehand: take the winner without them; if
 the filters would keep it, it is also the winner among what they keep, and we are done; if not, nothing at or below
 its logit is kept, so look for the winner above it. The first round is the ordinary argmax, later ones skip all
 blocks below the bound; two or three rounds are typical. Rows without filters never enter that kernel's loop.
+
+A row with a small top-k is chosen among its few best instead: the row is cut into a thousand groups or more; the k-th
+largest of the groups' maxima is a bound that at least k logits reach, and rarely many more. They are collected, and
+everything else happens to them in registers. A row where they are too many, all equal for instance, goes the long way.
 
 Order as elsewhere: temperature, then top-k, then top-p within what top-k kept, then min-p. Ties at a threshold stay.
 """
@@ -21,31 +24,10 @@ from dataclasses import dataclass
 import torch
 
 from paceline.kernels._triton import cdiv, tl, triton
+from paceline.kernels.noise import gumbel, gumbel_reference, noise_keys
 from paceline.kernels.slot_state import SAMPLING_WORDS, SlotState
 
-_MASK = 0xFFFFFFFF
-
-
-def _mix_reference(h: torch.Tensor) -> torch.Tensor:
-    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _MASK
-    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _MASK
-    return h ^ (h >> 16)
-
-
-def gumbel_reference(seed: int, position: int, vocab: int) -> torch.Tensor:
-    """[V] float64."""
-
-    def word(n: int) -> torch.Tensor:
-        return torch.tensor(n & _MASK)
-
-    first = _mix_reference(word(seed) ^ _mix_reference(word(position + 0x9E3779B9)))
-    second = _mix_reference((word(seed >> 32) + first * 0x9E3779B1) & _MASK)
-    h = (torch.arange(vocab) * 0x9E3779B1 + first) & _MASK
-    h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK
-    h = ((h ^ (h >> 15) ^ second) * 0x846CA68B) & _MASK
-    h = h ^ (h >> 16)
-    uniform = (h.double() + 0.5) / 2**32
-    return -torch.log(-torch.log1p(-uniform))
+_CANDIDATES = 2048  # places for a row's best logits, and groups whose maxima find them
 
 
 def sample_reference(
@@ -71,47 +53,6 @@ def sample_reference(
 
 
 @triton.jit
-def _mix(h):
-    h = (h ^ (h >> 16)) * 0x85EBCA6B
-    h = (h ^ (h >> 13)) * 0xC2B2AE35
-    return h ^ (h >> 16)
-
-
-@triton.jit
-def _noise_keys(params, position):
-    low = tl.load(params + 4).to(tl.uint32, bitcast=True)
-    high = tl.load(params + 5).to(tl.uint32, bitcast=True)
-    first = _mix(low ^ _mix(position.to(tl.uint32) + 0x9E3779B9))
-    return first, _mix(high + first * 0x9E3779B1)
-
-
-@triton.jit
-def _log(x, APPROX: tl.constexpr):
-    """The hardware's logarithm where there is one: the exact one is twenty instructions, twice per token."""
-    if APPROX:
-        return 0.6931471805599453 * tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return tl.log(x)
-
-
-@triton.jit
-def _gumbel(token, first, second, APPROX: tl.constexpr):
-    # One round, since the keys are mixed already: at 256 rows the hash is most of the sampling time.
-    h = token.to(tl.uint32) * 0x9E3779B1 + first
-    h = (h ^ (h >> 16)) * 0x7FEB352D
-    h = (h ^ (h >> 15) ^ second) * 0x846CA68B
-    h = h ^ (h >> 16)
-    uniform = (h.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    # -log1p(-u): near zero the logarithm would lose the very bits that decide who wins.
-    small = uniform < 0.001
-    exponential = tl.where(
-        small, uniform + 0.5 * uniform * uniform, -_log(1.0 - tl.minimum(uniform, 0.99999994), APPROX)
-    )
-    return -_log(exponential, APPROX)
-
-
-@triton.jit
 def _float_param(params, word):
     return tl.load(params + word).to(tl.float32, bitcast=True)
 
@@ -120,6 +61,13 @@ def _float_param(params, word):
 def _has_filters(params):
     filtered = (tl.load(params + 1) > 0) | (_float_param(params, 2) < 1.0) | (_float_param(params, 3) > 0.0)
     return filtered & (_float_param(params, 0) > 0.0)
+
+
+@triton.jit
+def _is_narrow(params):
+    """Whether a row's top-k is so small that its best logits can be collected."""
+    top_k = tl.load(params + 1)
+    return (top_k > 0) & (top_k <= 128) & (_float_param(params, 0) > 0.0)
 
 
 @triton.jit
@@ -137,6 +85,26 @@ def _finish(token, row, slot, position, token_pool, num_computed, results, step,
 
 
 @triton.jit
+def _order_key(value):
+    """Integers in the order of the floats."""
+    bits = value.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _kth_largest(keys, k):
+    """Of order keys [N]: the k-th largest, k <= N."""
+    low = tl.min(keys, axis=0).to(tl.int64)
+    high = tl.max(keys, axis=0).to(tl.int64)
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        enough = tl.sum((keys >= middle).to(tl.int32), axis=0) >= k
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    return low
+
+
+@triton.jit
 def _sample_kernel(
     logits,
     index,
@@ -150,6 +118,8 @@ def _sample_kernel(
     part_sum,
     arrived,
     winner,
+    candidates,
+    bound,
     token_pool,
     num_computed,
     results,
@@ -164,6 +134,7 @@ def _sample_kernel(
     HAS_INDEX: tl.constexpr,
     FILTERS: tl.constexpr,
     SPLITS: tl.constexpr,
+    GROUPS: tl.constexpr,
     PER_SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -180,27 +151,38 @@ def _sample_kernel(
     temperature = _float_param(params, 0)
     line = logits + row.to(tl.int64) * logits_stride
     lane = tl.arange(0, BLOCK)
-    first, second = _noise_keys(params, position + 1)
+    first, second = noise_keys(params, position + 1)
     random = temperature > 0.0
     inverse = tl.where(random, 1.0 / tl.where(random, temperature, 1.0), 1.0)
 
-    best = tl.full([BLOCK], -float("inf"), tl.float32)
-    token = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
-    for start in range(split * PER_SPLIT, tl.minimum((split + 1) * PER_SPLIT, vocab), BLOCK):
-        column = start + lane
-        value = tl.load(line + column, mask=column < vocab, other=-float("inf")).to(tl.float32) * inverse
-        if random:
-            value += _gumbel(column, first, second, APPROX)
-        better = value > best
-        best = tl.where(better, value, best)
-        token = tl.where(better, column, token)
-    top_value, top_token = _best_of(best, token)
     place = row * SPLITS + split
-    tl.store(part_value + place, top_value)
-    tl.store(part_token + place, top_token)
+    narrow = False
     filtered = False
     if FILTERS:
+        narrow = _is_narrow(params)
         filtered = _has_filters(params)
+    if narrow:
+        highest = tl.full([BLOCK], -float("inf"), tl.float32)
+        for start in range(split * PER_SPLIT, tl.minimum((split + 1) * PER_SPLIT, vocab), BLOCK):
+            column = start + lane
+            value = tl.load(line + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
+            highest = tl.maximum(highest, value)
+        groups = tl.max(tl.reshape(highest, [GROUPS, BLOCK // GROUPS]), axis=1)
+        tl.store(candidates + place.to(tl.int64) * GROUPS + tl.arange(0, GROUPS), groups)
+    else:
+        best = tl.full([BLOCK], -float("inf"), tl.float32)
+        token = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+        for start in range(split * PER_SPLIT, tl.minimum((split + 1) * PER_SPLIT, vocab), BLOCK):
+            column = start + lane
+            value = tl.load(line + column, mask=column < vocab, other=-float("inf")).to(tl.float32) * inverse
+            if random:
+                value += gumbel(column, first, second, APPROX)
+            better = value > best
+            best = tl.where(better, value, best)
+            token = tl.where(better, column, token)
+        top_value, top_token = _best_of(best, token)
+        tl.store(part_value + place, top_value)
+        tl.store(part_token + place, top_token)
         if filtered:
             top = tl.full([BLOCK], -1.0e30, tl.float32)
             total = tl.zeros([BLOCK], tl.float32)
@@ -210,27 +192,128 @@ def _sample_kernel(
                 higher = tl.maximum(top, value)
                 total = total * tl.exp(top - higher) + tl.exp(value - higher)
                 top = higher
-            highest = tl.max(top, axis=0)
-            tl.store(part_top + place, highest)
-            tl.store(part_sum + place, tl.sum(total * tl.exp(top - highest), axis=0))
+            largest = tl.max(top, axis=0)
+            tl.store(part_top + place, largest)
+            tl.store(part_sum + place, tl.sum(total * tl.exp(top - largest), axis=0))
     tl.debug_barrier()
     if tl.atomic_add(arrived + row, 1, sem="acq_rel") == SPLITS - 1:
         tl.store(arrived + row, 0)
-        part = row * SPLITS + tl.arange(0, SPLITS)
-        _, chosen = _best_of(
-            tl.load(part_value + part, cache_modifier=".cg"), tl.load(part_token + part, cache_modifier=".cg")
-        )
-        if filtered:
-            tl.store(winner + row, chosen)
+        if narrow:
+            all_groups = row.to(tl.int64) * (SPLITS * GROUPS) + tl.arange(0, SPLITS * GROUPS)
+            keys = _order_key(tl.load(candidates + all_groups, cache_modifier=".cg"))
+            tl.store(bound + row, _kth_largest(keys, tl.load(params + 1)).to(tl.int32))
         else:
-            _finish(chosen, row, slot, position, token_pool, num_computed, results, step, pool_stride, max_rows, depth)
+            part = row * SPLITS + tl.arange(0, SPLITS)
+            _, chosen = _best_of(
+                tl.load(part_value + part, cache_modifier=".cg"), tl.load(part_token + part, cache_modifier=".cg")
+            )
+            if filtered:
+                tl.store(winner + row, chosen)
+            else:
+                _finish(
+                    chosen, row, slot, position, token_pool, num_computed, results, step, pool_stride, max_rows, depth
+                )
 
 
 @triton.jit
-def _order_key(value):
-    """Integers in the order of the floats."""
-    bits = value.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+def _collect_kernel(
+    logits,
+    index,
+    slots,
+    positions,
+    num_rows,
+    sampling,
+    arrived,
+    winner,
+    candidates,
+    candidate_ids,
+    counts,
+    bound,
+    token_pool,
+    num_computed,
+    results,
+    step,
+    logits_stride,
+    pool_stride,
+    max_rows,
+    depth,
+    vocab,
+    WORDS: tl.constexpr,
+    APPROX: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PER_SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """For rows with a small top-k: collects what reaches the bound, and chooses among it."""
+    row = tl.program_id(0)
+    split = tl.program_id(1)
+    if row >= tl.load(num_rows):
+        return
+    source = row
+    if HAS_INDEX:
+        source = tl.load(index + row)
+    slot = tl.load(slots + source).to(tl.int64)
+    params = sampling + slot * WORDS
+    if not _is_narrow(params):
+        return
+    least_key = tl.load(bound + row)
+    line = logits + row.to(tl.int64) * logits_stride
+    lane = tl.arange(0, BLOCK)
+    place = row * SPLITS + split
+    # Each program has places of its own, so that the order, and with it every sum, is always the same.
+    mine = place.to(tl.int64) * GROUPS
+    count = split * 0
+    for start in range(split * PER_SPLIT, tl.minimum((split + 1) * PER_SPLIT, vocab), BLOCK):
+        column = start + lane
+        value = tl.load(line + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
+        found = (_order_key(value) >= least_key) & (value > -float("inf"))
+        number = tl.sum(found.to(tl.int32), axis=0)
+        if number > 0:
+            to = count + tl.cumsum(found.to(tl.int32), axis=0) - 1
+            fits = found & (to < GROUPS)
+            tl.store(candidates + mine + to, value, mask=fits)
+            tl.store(candidate_ids + mine + to, column, mask=fits)
+        count += number
+    tl.store(counts + place, count)
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + row, 1, sem="acq_rel") == SPLITS - 1:
+        tl.store(arrived + row, 0)
+        most = tl.max(tl.load(counts + row * SPLITS + tl.arange(0, SPLITS), cache_modifier=".cg"), axis=0)
+        # -1: too many to be collected. The filter kernel begins from nothing.
+        tl.store(winner + row, -1)
+        if most <= GROUPS:
+            item = tl.arange(0, SPLITS * GROUPS)
+            within = item % GROUPS < tl.load(counts + row * SPLITS + item // GROUPS, cache_modifier=".cg")
+            at = row.to(tl.int64) * (SPLITS * GROUPS) + item
+            inverse = 1.0 / _float_param(params, 0)
+            value = tl.load(candidates + at, mask=within, other=-float("inf"), cache_modifier=".cg") * inverse
+            token = tl.load(candidate_ids + at, mask=within, other=0x7FFFFFFF, cache_modifier=".cg")
+            highest = tl.max(value, axis=0)
+            # Fewer than k may be left to choose from; then all are kept.
+            top_k = tl.minimum(tl.load(params + 1), tl.sum(within.to(tl.int32), axis=0))
+            kept = within & (_order_key(value) >= _kth_largest(_order_key(value), top_k))
+            chances = tl.where(kept, tl.exp(value - highest), 0.0)
+            top_p = _float_param(params, 2)
+            allowed = tl.where(top_p < 1.0, top_p * tl.sum(chances, axis=0), float("inf"))
+            min_p = _float_param(params, 3)
+            least = tl.where(min_p > 0.0, highest + tl.log(tl.where(min_p > 0.0, min_p, 1.0)), -float("inf"))
+            position = tl.load(positions + source)
+            first, second = noise_keys(params, position + 1)
+            noisy = tl.where(kept, value + gumbel(token, first, second, APPROX), -float("inf"))
+            done = False
+            chosen = least_key
+            while not done:
+                _, chosen = _best_of(noisy, token)
+                reached = tl.max(tl.where(token == chosen, value, -float("inf")), axis=0)
+                above = value > reached
+                done = (tl.sum(tl.where(above, chances, 0.0), axis=0) < allowed) & (reached >= least)
+                # Nothing above the largest: rounding must not loop for ever.
+                done = done | (tl.sum((kept & above).to(tl.int32), axis=0) == 0)
+                noisy = tl.where(above, noisy, -float("inf"))
+            _finish(chosen, row, slot, position, token_pool, num_computed, results, step, pool_stride, max_rows, depth)
+            tl.store(winner + row, -2)
 
 
 @triton.jit
@@ -306,20 +389,35 @@ def _filter_kernel(
     params = sampling + slot * WORDS
     if not _has_filters(params):
         return
+    chosen = tl.load(winner + row)
+    if chosen == -2:
+        return
     position = tl.load(positions + source)
     inverse = 1.0 / _float_param(params, 0)
     top_k = tl.load(params + 1)
     top_k = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab)
     top_p = _float_param(params, 2)
     min_p = _float_param(params, 3)
-    first, second = _noise_keys(params, position + 1)
+    first, second = noise_keys(params, position + 1)
     line = logits + row.to(tl.int64) * logits_stride
     lane = tl.arange(0, BLOCK)
 
-    part = row * SPLITS + tl.arange(0, SPLITS)
-    tops = tl.load(part_top + part)
-    highest = tl.max(tops, axis=0)
-    mass = tl.sum(tl.load(part_sum + part) * tl.exp(tops - highest), axis=0)
+    if chosen >= 0:
+        part = row * SPLITS + tl.arange(0, SPLITS)
+        tops = tl.load(part_top + part)
+        highest = tl.max(tops, axis=0)
+        mass = tl.sum(tl.load(part_sum + part) * tl.exp(tops - highest), axis=0)
+    else:
+        top = tl.full([BLOCK], -1.0e30, tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, vocab, BLOCK):
+            column = start + lane
+            value = tl.load(line + column, mask=column < vocab, other=-float("inf")).to(tl.float32) * inverse
+            higher = tl.maximum(top, value)
+            total = total * tl.exp(top - higher) + tl.exp(value - higher)
+            top = higher
+        highest = tl.max(top, axis=0)
+        mass = tl.sum(total * tl.exp(top - highest), axis=0)
     if (top_k < vocab) & (top_p < 1.0):
         bound_key = _kth_key(line, inverse, highest, top_k, vocab, BLOCK)
         kept = tl.zeros([BLOCK], tl.float32)
@@ -331,10 +429,9 @@ def _filter_kernel(
     allowed_mass = tl.where(top_p < 1.0, top_p * mass, float("inf"))
     least = tl.where(min_p > 0.0, highest + tl.log(tl.where(min_p > 0.0, min_p, 1.0)), -float("inf"))
 
-    chosen = tl.load(winner + row)
     done = False
     while not done:
-        bound = tl.load(line + chosen).to(tl.float32) * inverse
+        bound = tl.load(line + chosen, mask=chosen >= 0, other=-float("inf")).to(tl.float32) * inverse
         count = tl.zeros([BLOCK], tl.int32)
         above = tl.zeros([BLOCK], tl.float32)
         best = tl.full([BLOCK], -float("inf"), tl.float32)
@@ -346,7 +443,7 @@ def _filter_kernel(
             if tl.max(value, axis=0) > bound:
                 count += over.to(tl.int32)
                 above += tl.where(over, tl.exp(value - highest), 0.0)
-                noisy = tl.where(over, value + _gumbel(column, first, second, APPROX), -float("inf"))
+                noisy = tl.where(over, value + gumbel(column, first, second, APPROX), -float("inf"))
                 better = noisy > best
                 best = tl.where(better, noisy, best)
                 token = tl.where(better, column, token)
@@ -369,19 +466,30 @@ class SampleWorkspace:
     part_sum: torch.Tensor
     arrived: torch.Tensor  # [R] int32
     winner: torch.Tensor  # [R] int32
+    candidates: torch.Tensor  # [R * 2048 or more] float32, likewise candidate_ids int32
+    candidate_ids: torch.Tensor
+    counts: torch.Tensor  # [R, splits] int32
+    bound: torch.Tensor  # [R] int32
 
     @classmethod
     def empty(cls, rows: int, device: torch.device | str, splits: int = 128) -> SampleWorkspace:
         def floats() -> torch.Tensor:
             return torch.empty(rows, splits, device=device)
 
+        def ints(size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
         return cls(
             part_value=floats(),
             part_token=torch.empty(rows, splits, dtype=torch.int32, device=device),
             part_top=floats(),
             part_sum=floats(),
-            arrived=torch.zeros(rows, dtype=torch.int32, device=device),
-            winner=torch.zeros(rows, dtype=torch.int32, device=device),
+            arrived=ints(rows),
+            winner=ints(rows),
+            candidates=torch.empty(max(rows, 64) * _CANDIDATES, device=device),
+            candidate_ids=ints(max(rows, 64) * _CANDIDATES),
+            counts=ints(rows * splits),
+            bound=ints(rows),
         )
 
 
@@ -409,6 +517,8 @@ def sample(
     while splits < workspace.part_value.shape[1] and rows * splits < 4096 and vocab > block * splits:
         splits *= 2
     per_split = cdiv(cdiv(vocab, splits), block) * block
+    groups = min(max(_CANDIDATES // splits, 32), block)
+    assert groups * splits >= 128, f"{groups * splits} groups are too few for the largest narrow top-k"
     common = (
         state.token_pool,
         state.num_computed,
@@ -434,17 +544,43 @@ def sample(
         workspace.part_sum,
         workspace.arrived,
         workspace.winner,
+        workspace.candidates,
+        workspace.bound,
         *common,
         WORDS=SAMPLING_WORDS,
         APPROX=logits.is_cuda,  # the interpreter knows no assembly
         HAS_INDEX=index is not None,
         FILTERS=filters,
         SPLITS=splits,
+        GROUPS=groups,
         PER_SPLIT=per_split,
         BLOCK=block,
         num_warps=4,
     )
     if filters:
+        _collect_kernel[(rows, splits)](
+            logits,
+            which,
+            slots,
+            positions,
+            num_rows,
+            state.sampling,
+            workspace.arrived,
+            workspace.winner,
+            workspace.candidates,
+            workspace.candidate_ids,
+            workspace.counts,
+            workspace.bound,
+            *common,
+            WORDS=SAMPLING_WORDS,
+            APPROX=logits.is_cuda,
+            HAS_INDEX=index is not None,
+            SPLITS=splits,
+            GROUPS=groups,
+            PER_SPLIT=per_split,
+            BLOCK=block,
+            num_warps=4,
+        )
         _filter_kernel[(rows,)](
             logits,
             which,

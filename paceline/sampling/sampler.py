@@ -1,8 +1,9 @@
 """The sampler: one token for every sampling row of a pass, each by its own parameters.
 
 Parameters are columns by slot, filled when a request joins, so that a pass picks its rows' values by indexing.
-A row pays for what it asks: greedy rows take the largest logit; only rows with top-k or top-p are sorted.
-The order is temperature, then top-k, then top-p among what top-k left.
+A row pays for what it asks: greedy rows take the largest logit; only rows with a filter look for its threshold.
+The filters keep all scores from a threshold on, so equals stay together: temperature, then top-k, then top-p among
+what top-k left, and min-p.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.request import SamplingParams
+from paceline.request import Request
+from paceline.sampling.adjust import Adjustments, adjust_row, adjustments_of
 from paceline.sampling.noise import gumbel, row_keys, token_keys
 
 Rows = npt.NDArray[np.int64]
@@ -22,71 +24,101 @@ class Sampler:
     def __init__(self, vocab_size: int, max_running: int) -> None:
         self._vocab_size = vocab_size
         self._token_keys = token_keys(vocab_size)
-        self._temperature = np.zeros(max_running, np.float32)
+        self._temperature = np.zeros(max_running, np.float32)  # 0: greedy
         self._top_k = np.zeros(max_running, np.int64)  # the vocabulary's size where it is off
         self._top_p = np.ones(max_running, np.float32)
+        self._min_p = np.zeros(max_running, np.float32)
         self._seed = np.zeros(max_running, np.int64)
-        self._may_stop_at = np.zeros(max_running, np.int64)  # the first position where a stop id may stand
-        self._stop_ids: list[Rows] = [np.empty(0, np.int64)] * max_running
+        self._adjusted = np.zeros(max_running, np.bool_)
+        self._adjustments: list[Adjustments | None] = [None] * max_running
 
-    def join(self, slot: int, params: SamplingParams, num_prompt_tokens: int, stop_ids: frozenset[int]) -> None:
+    def join(self, slot: int, request: Request) -> None:
         """`slot` belongs to a new request from the next pass on."""
-        self._temperature[slot] = params.temperature
+        params = request.params
+        self._temperature[slot] = 0 if params.is_greedy else params.temperature
         self._top_k[slot] = min(params.top_k or self._vocab_size, self._vocab_size)
         self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
         self._seed[slot] = params.seed or 0
-        # With min_tokens = n, the n-th output token is the first that may end the request.
-        self._may_stop_at[slot] = num_prompt_tokens + params.min_tokens - 1
-        self._stop_ids[slot] = np.array(sorted(i for i in stop_ids if i < self._vocab_size), np.int64)
+        self._adjustments[slot] = adjustments_of(request, self._vocab_size)
+        self._adjusted[slot] = self._adjustments[slot] is not None
 
-    def sample(self, logits: Tensor, slots: Rows, positions: Rows) -> npt.NDArray[np.int64]:
-        """Tokens for logits [rows, vocab] of these slots, to stand at these positions. May change `logits`."""
-        self._forbid_stops(logits, slots, positions)
+    def sample(
+        self, logits: Tensor, slots: Rows, positions: Rows, tokens: npt.NDArray[np.int32], masks: Tensor | None = None
+    ) -> Rows:
+        """Tokens for logits [rows, vocab] of these slots, to stand at these positions. May change `logits`.
+
+        `tokens` [slots, positions] are all tokens so far; `masks` [rows, vocab] is false where a token may not come.
+        """
+        logits = logits.float()
+        for row in np.flatnonzero(self._adjusted[slots]).tolist():
+            by = self._adjustments[slots[row]]
+            assert by is not None, "the column says so"
+            adjust_row(logits[row].numpy(), tokens[slots[row], : positions[row]], by)
+        if masks is not None:
+            logits.masked_fill_(~masks, -torch.inf)
         hot = self._temperature[slots] > 0
         if not hot.any():
-            tokens: npt.NDArray[np.int64] = logits.argmax(dim=-1).numpy()
-            return tokens
+            found: Rows = logits.argmax(dim=-1).numpy()
+            return found
         if hot.all():
             return self._draw(logits, slots, positions)
-        tokens = np.empty(len(slots), np.int64)
-        tokens[~hot] = logits[torch.from_numpy(~hot)].argmax(dim=-1).numpy()
-        tokens[hot] = self._draw(logits[torch.from_numpy(hot)], slots[hot], positions[hot])
-        return tokens
+        found = np.empty(len(slots), np.int64)
+        found[~hot] = logits[torch.from_numpy(~hot)].argmax(dim=-1).numpy()
+        found[hot] = self._draw(logits[torch.from_numpy(hot)], slots[hot], positions[hot])
+        return found
 
-    def _forbid_stops(self, logits: Tensor, slots: Rows, positions: Rows) -> None:
-        for row in np.flatnonzero(positions < self._may_stop_at[slots]).tolist():
-            ids = self._stop_ids[slots[row]]
-            if len(ids) < self._vocab_size:  # with nothing left to choose, a stop id it must be
-                logits[row, torch.from_numpy(ids)] = -torch.inf
-
-    def _draw(self, logits: Tensor, slots: Rows, positions: Rows) -> npt.NDArray[np.int64]:
-        scores = logits.float() / torch.from_numpy(self._temperature[slots])[:, None]
-        keys = row_keys(self._seed[slots], positions)[:, None]
-        top_k, top_p = self._top_k[slots], self._top_p[slots]
-        free = (top_k == self._vocab_size) & (top_p == 1)
-        tokens = np.empty(len(slots), np.int64)
-        # Rows with a top-k look at so many candidates, rows with top-p alone at all of them.
-        for rows in (free, ~free & (top_k < self._vocab_size), ~free & (top_k == self._vocab_size)):
+    def _draw(self, logits: Tensor, slots: Rows, positions: Rows) -> Rows:
+        scores = logits / torch.from_numpy(self._temperature[slots])[:, None]
+        keys = row_keys(self._seed[slots], positions)
+        top_k, top_p, min_p = self._top_k[slots], self._top_p[slots], self._min_p[slots]
+        free = (top_k == self._vocab_size) & (top_p == 1) & (min_p == 0)
+        found = np.empty(len(slots), np.int64)
+        # Rows with a top-k sort so many candidates, rows with top-p alone all of them.
+        sorts = (top_k < self._vocab_size) | (top_p == 1)
+        for rows in (free, ~free & sorts, ~free & ~sorts):
             if not rows.any():
                 continue
             at = slice(None) if rows.all() else torch.from_numpy(rows)
             if rows is free:
-                tokens[rows] = (scores[at] + gumbel(keys[at], self._token_keys)).argmax(dim=-1).numpy()
+                found[rows] = (scores[at] + gumbel(keys[at][:, None], self._token_keys)).argmax(dim=-1).numpy()
             else:
-                tokens[rows] = self._draw_best(scores[at], keys[at], top_k[rows], top_p[rows])
-        return tokens
+                least = _thresholds(scores[at], top_k[rows], top_p[rows], min_p[rows])
+                found[rows] = self._draw_above(scores[at], keys[at], least)
+        return found
 
-    def _draw_best(
-        self, scores: Tensor, keys: Tensor, top_k: Rows, top_p: npt.NDArray[np.float32]
-    ) -> npt.NDArray[np.int64]:
-        best, ids = scores.topk(int(top_k.max()), dim=-1)
-        rank = torch.arange(best.shape[1])
-        best = best.masked_fill(rank >= torch.from_numpy(top_k)[:, None], -torch.inf)
-        chances = best.softmax(dim=-1, dtype=torch.float64)
-        # Up to and with the token that reaches top_p: what lies above a token must be less. The first always stays.
-        above = chances.cumsum(dim=-1) - chances
-        cut = above >= torch.from_numpy(top_p.astype(np.float64))[:, None]
-        cut[:, 0] = False
-        winner = (best.masked_fill_(cut, -torch.inf) + gumbel(keys, self._token_keys[ids])).argmax(dim=-1, keepdim=True)
-        tokens: npt.NDArray[np.int64] = ids.gather(1, winner)[:, 0].numpy()
-        return tokens
+    def _draw_above(self, scores: Tensor, keys: Tensor, least: Tensor) -> Rows:
+        """One of each row's tokens whose score is at least `least` [rows, 1]; only they need noise."""
+        rows, ids = (scores >= least).nonzero(as_tuple=True)  # row by row, and none is empty
+        noisy = (scores[rows, ids] + gumbel(keys[rows], self._token_keys[ids])).numpy()
+        starts = np.searchsorted(rows.numpy(), np.arange(len(scores)))
+        best = np.repeat(np.maximum.reduceat(noisy, starts), np.diff(starts, append=len(noisy)))
+        winners = np.flatnonzero(noisy == best)
+        _, first = np.unique(rows.numpy()[winners], return_index=True)
+        found: Rows = ids.numpy()[winners[first]]
+        return found
+
+
+def _thresholds(scores: Tensor, top_k: Rows, top_p: npt.NDArray[np.float32], min_p: npt.NDArray[np.float32]) -> Tensor:
+    """The least score [rows, 1] that each row's filters keep."""
+    highest = scores.amax(dim=-1, keepdim=True)
+    floor = torch.from_numpy(min_p)[:, None].log()  # minus infinity where it is off
+    least = highest + floor
+    some, vocab = top_k < scores.shape[1], scores.shape[1]
+    cuts = some | (top_p < 1)
+    if not cuts.any():
+        return least
+    width = vocab if (cuts & ~some).any() else int(top_k[some].max())
+    best = scores.topk(width, dim=-1).values
+    kth = best.gather(1, torch.from_numpy(np.minimum(top_k, width) - 1)[:, None])
+    # Equals of the k-th stay, so they count for top-p too: beyond the sorted ones they all have its score.
+    extra = ((scores == kth).sum(-1, keepdim=True) - (best == kth).sum(-1, keepdim=True)).double()
+    chances = (best - highest).double().exp().masked_fill_(best < kth, 0.0)
+    total = chances.sum(-1, keepdim=True) + extra * (kth - highest).double().exp()
+    # Up to and with the token that reaches top_p: what lies above a token must be less. The first always stays.
+    above = chances.cumsum(dim=-1) - chances
+    share = torch.from_numpy(np.where(top_p < 1, top_p.astype(np.float64), np.inf))[:, None]
+    kept = (above < share * total) & (best >= kth)
+    kept[:, 0] = True
+    last = best.gather(1, kept.sum(-1, keepdim=True) - 1)
+    return torch.where(torch.from_numpy(cuts)[:, None], torch.maximum(least, last), least)

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from paceline.engine.output import Piece
+from paceline.engine.output import Piece, TokenLogprob
 from paceline.engine.output import Usage as EngineUsage
-from paceline.request import FinishReason
+from paceline.request import FinishReason, SamplingParams
 from paceline.server.client import Job
 from paceline.server.errors import ApiError, aborted, engine_failed, shutting_down
-from paceline.server.types import CachedTokens, EmbeddingRequest, GenerationRequest, Usage
+from paceline.server.types import (
+    CachedTokens,
+    EmbeddingRequest,
+    GenerationRequest,
+    TokenLogprobs,
+    TopLogprob,
+    Usage,
+)
+from paceline.text.tokenizer import Tokenizer
 
 
 class Answer(Protocol):
@@ -34,7 +42,12 @@ class Answer(Protocol):
     def opening(self) -> Iterable[bytes]:
         """The chunks before the first piece."""
 
-    def chunk(self, index: int, text: str, finish_reason: str | None) -> bytes: ...
+    @property
+    def jobs_per_prompt(self) -> int:
+        """One for each choice; those of a prompt lie together."""
+
+    def chunks(self, index: int, piece: Piece, finish_reason: str | None) -> Iterable[bytes]:
+        """What a piece of job `index` adds to a stream; it may be nothing."""
 
     def usage_chunk(self, usage: Usage) -> bytes: ...
 
@@ -65,14 +78,52 @@ def finish_reason_of(piece: Piece) -> str | None:
     raise engine_failed(f"generation failed ({piece.error}): send the request again.")
 
 
+def total_usage(usages: Mapping[int, EngineUsage], jobs_per_prompt: int) -> Usage:
+    """Of all jobs: a prompt counts once, however many choices it has."""
+    firsts = [usage for index, usage in usages.items() if index % jobs_per_prompt == 0]
+    prompt, cached = sum(one.prompt_tokens for one in firsts), sum(one.cached_tokens for one in firsts)
+    completion = sum(usage.completion_tokens for usage in usages.values())
+    return Usage(prompt, completion, prompt + completion, CachedTokens(cached))
+
+
+class TokenWords:
+    """Tokens and their chances as OpenAI shows them, for one choice."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
+
+    def text(self, token: int) -> str:
+        return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+    def bytes(self, token: int) -> bytes:
+        return self._tokenizer.token_bytes(token)
+
+    def shown(self, piece: Piece) -> Sequence[TokenLogprob]:
+        """Without the token that ended it, which is no text."""
+        told = piece.logprobs
+        ended = piece.finish_reason is FinishReason.STOP and told and told[-1].token_id in self._ends
+        return told[:-1] if ended else told
+
+    def of(self, told: TokenLogprob) -> TokenLogprobs:
+        token, data = self.text(told.token_id), list(self._tokenizer.token_bytes(told.token_id))
+        top = [
+            TopLogprob(self.text(other), finite(logprob), list(self._tokenizer.token_bytes(other)))
+            for other, logprob in told.top
+        ]
+        return TokenLogprobs(token, finite(told.logprob), data, top)
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI's word for it is this."""
+    return max(logprob, -9999.0)
+
+
 def text_of(pieces: Iterable[Piece]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
-def total_usage(usages: Iterable[EngineUsage]) -> Usage:
-    prompt = cached = completion = 0
-    for usage in usages:
-        prompt += usage.prompt_tokens
-        cached += usage.cached_tokens
-        completion += usage.completion_tokens
-    return Usage(prompt, completion, prompt + completion, CachedTokens(cached))
+def mean_logprob(pieces: Iterable[Piece]) -> float:
+    """By which the best of several choices is found."""
+    told = [one.logprob for piece in pieces for one in piece.logprobs]
+    return sum(told) / max(len(told), 1)

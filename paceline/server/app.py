@@ -169,9 +169,11 @@ class App:
         # would come too late to be a status.
         most_tokens = self._client.served.max_tokens
         for index, job in enumerate(answer.jobs):
-            most = job.params.max_tokens or 1
+            most = 1 if job.params.max_tokens is None else job.params.max_tokens
             if len(job.prompt) + most > most_tokens:
-                which = "the prompt" if len(answer.jobs) == 1 else f"prompt[{index}]"
+                which = f"prompt[{index // answer.jobs_per_prompt}]"
+                if len(answer.jobs) == answer.jobs_per_prompt:
+                    which = "the prompt"
                 raise ApiError(
                     f"{which} has {len(job.prompt)} tokens and max_tokens is {job.params.max_tokens or 'not given'}: "
                     f"together they may be {most_tokens}; shorten the prompt or lower max_tokens.",
@@ -182,20 +184,21 @@ class App:
 
     async def _whole(self, answer: Answer, jobs: Sequence[Job], record: _Record, _: Scope, send: Send) -> None:
         parts: list[list[Piece]] = [[] for _ in jobs]
-        usages: list[Usage] = []
+        usages: dict[int, Usage] = {}
         async with aclosing(self._client.stream(jobs)) as pieces:
             async for index, piece in pieces:
                 parts[index].append(piece)
                 if finish_reason_of(piece) is not None:
-                    usages += [piece.usage] if piece.usage else []
+                    if piece.usage is not None:
+                        usages[index] = piece.usage
                     record.take(piece)
-        body = answer.whole(parts, total_usage(usages))
+        body = answer.whole(parts, total_usage(usages, answer.jobs_per_prompt))
         record.status = 200
         await send_json(send, 200, body, {"X-Request-Id": record.id})
 
     async def _stream(self, answer: Answer, jobs: Sequence[Job], record: _Record, scope: Scope, send: Send) -> None:
         stream = EventStream(send, scope, [(b"x-request-id", record.id.encode())])
-        usages: list[Usage] = []
+        usages: dict[int, Usage] = {}
         try:
             async with aclosing(self._client.stream(jobs)) as pieces:
                 async for index, piece in pieces:
@@ -204,10 +207,11 @@ class App:
                         record.status = 200
                         for chunk in answer.opening():
                             await stream.event(chunk)
-                    if piece.text or reason is not None:  # a token may add no text: half a character, a stop string
-                        await stream.event(answer.chunk(index, piece.text, reason))
+                    for chunk in answer.chunks(index, piece, reason):
+                        await stream.event(chunk)
                     if reason is not None:
-                        usages += [piece.usage] if piece.usage else []
+                        if piece.usage is not None:
+                            usages[index] = piece.usage
                         record.take(piece)
         except Exception as error:
             if not stream.started:
@@ -217,7 +221,7 @@ class App:
             await stream.event(known.body())
         else:
             if answer.request.include_usage:
-                await stream.event(answer.usage_chunk(total_usage(usages)))
+                await stream.event(answer.usage_chunk(total_usage(usages, answer.jobs_per_prompt)))
             await stream.event(b"[DONE]")
         await stream.end()
 

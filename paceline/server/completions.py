@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from paceline.engine.output import Piece
+from paceline.engine.output import Piece, TokenLogprob
 from paceline.request import InvalidRequest
-from paceline.server.answer import finish_reason_of, new_id, now, text_of
+from paceline.server.answer import TokenWords, finish_reason_of, finite, mean_logprob, new_id, now, text_of
 from paceline.server.client import Job
 from paceline.server.errors import ApiError
 from paceline.server.fields import short
-from paceline.server.types import CompletionRequest, TextChoice, TextCompletion, Usage
+from paceline.server.types import CompletionRequest, TextChoice, TextCompletion, TextLogprobs, Usage
 from paceline.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this route alone
@@ -26,23 +28,91 @@ class CompletionAnswer:
     def __init__(self, request: CompletionRequest, tokenizer: Tokenizer, max_prompts: int) -> None:
         self.request = request
         self.id, self._created = new_id("cmpl"), now()
-        prompts = encode_prompts(request.prompt, tokenizer, max_prompts)
-        open_ended = max(DEFAULT_MAX_TOKENS, request.min_tokens or 0)
-        params = request.sampling(open_ended if request.max_tokens is None else request.max_tokens)
-        self.jobs: Sequence[Job] = [Job(f"{self.id}-{index}", prompt, params) for index, prompt in enumerate(prompts)]
+        prompts = _prompts(request.prompt)
+        params = request.sampling(self._max_tokens(), best_of=request.best_of, logprobs=request.logprobs,
+                                  prompt_logprobs=request.logprobs if request.echo else None)  # fmt: skip
+        if request.stream and params.best_of is not None and params.best_of > params.n:
+            raise ApiError(f"best_of is {params.best_of} and the answer is to be streamed: the best is known only at "
+                           "the end; leave out one of them.", param="best_of")  # fmt: skip
+        each = params.each_choice()
+        self.jobs_per_prompt = len(each)
+        if len(prompts) * len(each) > max_prompts:
+            many = "" if len(each) == 1 else f", {len(each)} times each"
+            raise ApiError(f"prompt has {len(prompts)} entries{many}: give at most {max_prompts}.", param="prompt")
+        encoded = [_encode(prompt, index, len(prompts), tokenizer) for index, prompt in enumerate(prompts)]
+        self.jobs: Sequence[Job] = [
+            Job(f"{self.id}-{index * len(each) + number}", ids, one)
+            for index, ids in enumerate(encoded)
+            for number, one in enumerate(each)
+        ]
+        self._num_choices = params.n
+        self._words = TokenWords(tokenizer, params)
+        self._texts = [
+            _Text(prompt if isinstance(prompt, str) else tokenizer.decode(ids, skip_special=False), ids[0])
+            for prompt, ids in zip(prompts, encoded, strict=True)
+        ]
+        self._offsets: dict[int, _Offsets] = {}
 
     def opening(self) -> Iterable[bytes]:
         return ()
 
-    def chunk(self, index: int, text: str, finish_reason: str | None) -> bytes:
-        return self._encode([TextChoice(index, text, finish_reason)], None if self.request.include_usage else UNSET)
+    def chunks(self, index: int, piece: Piece, finish_reason: str | None) -> Iterable[bytes]:
+        if piece.text or finish_reason is not None or piece.logprobs or index not in self._offsets:
+            choice = self._choice(index, index, [piece], is_first=index not in self._offsets)
+            if choice.text or choice.logprobs or finish_reason is not None:
+                yield self._encode([choice], None if self.request.include_usage else UNSET)
 
     def usage_chunk(self, usage: Usage) -> bytes:
         return self._encode([], usage)
 
     def whole(self, pieces: Sequence[Sequence[Piece]], usage: Usage) -> bytes:
-        choices = [TextChoice(index, text_of(parts), finish_reason_of(parts[-1])) for index, parts in enumerate(pieces)]
+        choices: list[TextChoice] = []
+        for first in range(0, len(pieces), self.jobs_per_prompt):
+            jobs = list(range(first, first + self.jobs_per_prompt))
+            if self._num_choices < self.jobs_per_prompt:
+                jobs.sort(key=lambda job: -mean_logprob(pieces[job]))
+            choices += [
+                self._choice(len(choices) + number, job, pieces[job], is_first=True)
+                for number, job in enumerate(jobs[: self._num_choices])
+            ]
         return self._encode(choices, usage)
+
+    def _choice(self, index: int, job: int, parts: Sequence[Piece], *, is_first: bool) -> TextChoice:
+        prompt = self._texts[job // self.jobs_per_prompt] if self.request.echo and is_first else None
+        text = (prompt.text if prompt else "") + text_of(parts)
+        return TextChoice(index, text, finish_reason_of(parts[-1]), self._logprobs(job, parts, prompt))
+
+    def _logprobs(self, job: int, parts: Sequence[Piece], prompt: _Text | None) -> TextLogprobs | None:
+        offsets = self._offsets.setdefault(job, _Offsets())
+        if self.request.logprobs is None:
+            return None
+        found = TextLogprobs([], [], [], [])
+        told: list[TokenLogprob] = [one for piece in parts for one in self._words.shown(piece)]
+        if prompt is not None:
+            found.tokens.append(self._words.text(prompt.first_token))
+            found.token_logprobs.append(None)
+            found.top_logprobs.append(None)
+            found.text_offset.append(offsets.after(self._words.bytes(prompt.first_token)))
+            # Of the choices of one prompt, the first alone was asked for the prompt's chances.
+            prompt.logprobs = prompt.logprobs or [one for piece in parts for one in piece.prompt_logprobs]
+            told = [*prompt.logprobs, *told]
+        for one in told:
+            found.tokens.append(self._words.text(one.token_id))
+            found.token_logprobs.append(finite(one.logprob))
+            # The token itself is always among the alternatives.
+            top = {self._words.text(token): finite(logprob) for token, logprob in one.top}
+            found.top_logprobs.append({**top, found.tokens[-1]: found.token_logprobs[-1] or 0.0} if one.top else {})
+            found.text_offset.append(offsets.after(self._words.bytes(one.token_id)))
+        return found
+
+    def _max_tokens(self) -> int:
+        request = self.request
+        if request.max_tokens is None:
+            return max(DEFAULT_MAX_TOKENS, request.min_tokens or 0)
+        if request.max_tokens == 0 and not request.echo:
+            raise ApiError("max_tokens is 0 and echo is not true: ask for at least 1 token, or for the prompt.",
+                           param="max_tokens", code="invalid_value")  # fmt: skip
+        return request.max_tokens
 
     def _encode(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> bytes:
         return msgspec.json.encode(
@@ -61,6 +131,29 @@ def encode_prompts(value: Any, tokenizer: Tokenizer, max_prompts: int, field: st
         if field != "prompt":
             raise ApiError(error.message.replace("prompt", field, 1), param=field, code=error.code) from None
         raise
+
+
+@dataclass(slots=True, eq=False)
+class _Text:
+    """One prompt, to be echoed."""
+
+    text: str
+    first_token: int
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+class _Offsets:
+    """Where in a choice's text each token begins, in characters; within one, where that character begins."""
+
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def after(self, token: bytes) -> int:
+        """Where this token begins; it is taken."""
+        begin = self._length
+        self._length += len(self._utf8.decode(token))
+        return begin
 
 
 def _prompts(value: Any) -> list[str | list[int]]:

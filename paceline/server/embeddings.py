@@ -35,7 +35,7 @@ class EmbeddingAnswer:
     def opening(self) -> Iterable[bytes]:
         return ()
 
-    def chunk(self, index: int, text: str, finish_reason: str | None) -> bytes:
+    def chunks(self, index: int, piece: Piece, finish_reason: str | None) -> Iterable[bytes]:
         raise AssertionError("embeddings are not streamed")
 
     def usage_chunk(self, usage: Usage) -> bytes:

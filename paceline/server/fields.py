@@ -8,6 +8,7 @@ anyway, such as `n: 1`: some clients write out every default.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -18,28 +19,11 @@ HARMLESS = frozenset({"user", "store", "metadata", "safety_identifier", "prompt_
 
 # Known, not supported yet -> what it may say because it changes nothing. `null` always may.
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (),
     "echo": (False,),
     "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_grammar": (),
-    "guided_choice": (),
-    "structured_outputs": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),  # without tools, both say: no call
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
+    "functions": ([],),  # the older way to say tools
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
@@ -51,12 +35,10 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
 }
 
-ROLES = ("system", "developer", "user", "assistant")  # tool and function come with tools
-_MESSAGE_NOT_YET = ("tool_calls", "tool_call_id", "function_call", "refusal", "audio", "annotations", "reasoning")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_MESSAGE_NOT_YET = ("function_call", "refusal", "audio", "annotations", "reasoning")
 
 
 def supported(body: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
@@ -90,14 +72,41 @@ def check_message_fields(messages: list[dict[str, Any]]) -> list[dict[str, Any]]
             if name in _MESSAGE_NOT_YET and value:
                 raise ApiError(f"{where}.{name} is {short(value)}, which is not supported yet: leave it out.",
                                param="messages", code="unsupported_parameter")  # fmt: skip
-            if name not in ("role", "content", "name", *_MESSAGE_NOT_YET):
+            if name not in ("role", "content", "name", "tool_calls", "tool_call_id", *_MESSAGE_NOT_YET):
                 raise ApiError(f"{where}.{name} is not a field of a message: leave it out.",
                                param="messages", code="unknown_parameter")  # fmt: skip
         kept = {name: value for name, value in message.items() if name not in _MESSAGE_NOT_YET}
         if role == "developer":  # OpenAI's newer word for system, which templates do not know
             kept["role"] = "system"
+        if kept.get("tool_calls"):
+            kept["tool_calls"] = _check_calls(where, kept["tool_calls"])
+        else:
+            kept.pop("tool_calls", None)
+        if kept.get("tool_call_id") is None:
+            kept.pop("tool_call_id", None)
         checked.append(kept)
     return checked
+
+
+def _check_calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    """Calls as templates want them: with their arguments as an object, not as its text."""
+    found = []
+    for index, call in enumerate(calls if isinstance(calls, list) else [calls]):
+        function = call.get("function") if isinstance(call, dict) else None
+        function = function if isinstance(function, dict) else {}
+        name, arguments = function.get("name"), function.get("arguments", "{}")
+        try:
+            value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(name, str) or not isinstance(value, dict):
+            raise ApiError(
+                f"{where}.tool_calls[{index}] is {short(call)}: give id, type and a function with a name and its "
+                "arguments as a JSON object.",
+                param="messages", code="invalid_value",
+            )  # fmt: skip
+        found.append({**call, "function": {**function, "arguments": value}})
+    return found
 
 
 def short(value: Any) -> str:

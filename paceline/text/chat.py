@@ -43,7 +43,7 @@ class ChatTemplate:
     """One model's template, compiled when it is first used: a broken one harms nobody who does not chat."""
 
     def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "", now: Any = datetime.now) -> None:
-        self._source, self._now = source, now
+        self.source, self._now = source, now
         self._template: jinja2.Template | None = None
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
 
@@ -84,7 +84,7 @@ class ChatTemplate:
         if self._template is None:
             environment = _environment(self._now)
             try:
-                self._template = environment.from_string(_Guard().visit(environment.parse(self._source)))
+                self._template = environment.from_string(_Guard().visit(environment.parse(self.source)))
             except (jinja2.TemplateError, RecursionError) as error:
                 raise ChatTemplateError(
                     f"chat_template cannot be compiled ({error}): correct it or choose another."

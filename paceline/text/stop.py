@@ -131,8 +131,9 @@ class TextStream:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, params: SamplingParams) -> TextStream:
-        """The text of a request with these parameters."""
-        return cls(tokenizer, stop=params.stop, min_tokens=params.min_tokens)
+        """The one these parameters ask for."""
+        return cls(tokenizer, stop=params.stop, include_stop=params.include_stop,
+                   skip_special=params.skip_special_tokens, min_tokens=params.min_tokens)  # fmt: skip
 
     @property
     def matched(self) -> str | None:

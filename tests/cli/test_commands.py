@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -103,6 +105,16 @@ def test_pull_shows_that_it_fetches_and_checks(run: Run, tmp_path: Path, monkeyp
     assert result.stderr == f"Fetched {DEFAULT_MODEL} to {tmp_path / 'model.gguf'}, its checksum is right.\n"
 
 
+def test_generate_can_be_told_what_an_answer_looks_like(run: Run, tmp_path: Path) -> None:
+    answer = run("generate", "one", "--regex", "[0-9]{3}-[a-f]{2}", *RANDOM).stdout
+    assert re.fullmatch("[0-9]{3}-[a-f]{2}\n", answer)
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}')
+    assert len(json.loads(run("generate", "one", "--json-schema", str(schema), *RANDOM).stdout)) == 2
+    both = run("generate", "one", "--regex", "a", "--json-schema", str(schema), *RANDOM)
+    assert both.exit_code == 2 and "give one of them" in both.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -111,7 +123,7 @@ def test_pull_shows_that_it_fetches_and_checks(run: Run, tmp_path: Path, monkeyp
             ("generate", "hi", "--temperature", "-1"),
             "temperature is -1.0: give 0 (always the likeliest token) to 10000.",
         ),
-        (("generate", "hi", "--max-tokens", "0"), "max_tokens is 0: ask for at least 1 token."),
+        (("generate", "hi", "--max-tokens=-1"), "max_tokens is -1: give 0 (compute the prompt alone) or more."),
         (("generate", "hi", "--load", "random"), "load is 'random' and no shape is given"),
         (("generate", "hi", "--load", "random", "--shape", "huge"), "shape is 'huge', which is not known"),
         (("generate", "hi", "--load", "random", "--model", "x"), "leave the model out and give a shape."),

@@ -21,11 +21,11 @@ from paceline.kernels._triton import HAS_TRITON
 from paceline.kernels.decode_units import Chunks
 from paceline.kernels.linear import LinearTuning
 from paceline.kernels.slot_state import SlotState, apply_diff_reference
-from paceline.llm import LLM
+from paceline.llm import LLM, RequestOutput
 from paceline.model.decoder import Decoder
 from paceline.model.registry import shape
 from paceline.model.weights import random_weights
-from paceline.request import Request, SamplingParams
+from paceline.request import Grammar, Request, SamplingParams
 from paceline.scheduler import Scheduler
 from paceline.scheduler.plan import Join, Plan
 from paceline.text.synthetic import synthetic_tokenizer
@@ -142,8 +142,7 @@ def test_serial_small_chunks_and_pages_change_nothing() -> None:
     assert found == expected("tiny-qwen3", PROMPTS, GREEDY)
 
 
-def test_retracted_requests_say_the_same() -> None:
-    llm, _ = on_kernels("tiny-qwen3")
+def retract_often(llm: LLM) -> None:
     scheduler = llm.engine.scheduler
     plan, steps = scheduler.plan, iter(range(10**6))
 
@@ -154,9 +153,14 @@ def test_retracted_requests_say_the_same() -> None:
         return plan(now) or plan(now)
 
     scheduler.plan = planning  # type: ignore[method-assign]
+
+
+def test_retracted_requests_say_the_same() -> None:
+    llm, _ = on_kernels("tiny-qwen3")
+    retract_often(llm)
     with llm:
         found = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
-        assert scheduler.counters.retractions > 2
+        assert llm.engine.scheduler.counters.retractions > 2
     assert found == expected("tiny-qwen3", PROMPTS, GREEDY)
 
 
@@ -175,6 +179,48 @@ def test_sampling_obeys_seeds_filters_and_the_least_length() -> None:
     assert together[2] == alone
     assert together[1] == expected("tiny-qwen3", PROMPTS[1:2], GREEDY)[0][:3]
     assert ends not in together[3][:2] and len(together[3]) >= 3
+
+
+EVERYTHING = [
+    SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, repetition_penalty=1.7, logprobs=3, prompt_logprobs=2),
+    SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, frequency_penalty=2.0, presence_penalty=1.0),
+    SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logit_bias={9: 4.0, 11: 4.5}, frequency_penalty=1.5,
+                   bad_words=("a", "b c"), logprobs=0, logprob_token_ids=(5, 6, 7)),
+    SamplingParams(temperature=0, max_tokens=5, grammar=Grammar.regex("[a-d]{2}( [x-z]+)?"), repetition_penalty=1.3),
+]  # fmt: skip
+
+
+def compared(outputs: list[RequestOutput]) -> list[Any]:
+    def rounded(told: Any) -> Any:
+        return told and [one and (one.token_id, round(one.logprob, 3), [(t, round(v, 3)) for t, v in one.top])
+                         for one in told]  # fmt: skip
+
+    return [(one.token_ids, one.finish_reason, rounded(one.logprobs), rounded(one.prompt_logprobs)) for one in outputs]
+
+
+def everything_on_the_cpu() -> list[Any]:
+    plain = decoder("tiny-qwen3")
+    config = EngineConfig(device="cpu", threads=1, overlap="off")
+    with LLM.from_engine(assemble(plain, synthetic_tokenizer(plain.spec.vocab_size), config, BASE)) as llm:
+        return compared(llm.generate(PROMPTS, EVERYTHING))
+
+
+def test_penalties_biases_logprobs_and_grammars_are_those_of_the_cpu() -> None:
+    llm, device = on_kernels("tiny-qwen3")
+    with llm:
+        assert compared(llm.generate(PROMPTS, EVERYTHING)) == everything_on_the_cpu()
+        assert device.stats.graphs > 2
+        # Another owner of such a slot, who asks nothing.
+        few = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        assert llm.generate(PROMPTS[3:], few)[0].token_ids == expected("tiny-qwen3", PROMPTS[3:], few)[0]
+
+
+def test_retracted_requests_keep_their_penalties_and_grammars() -> None:
+    llm, _ = on_kernels("tiny-qwen3", overlap="off")
+    retract_often(llm)
+    with llm:
+        assert compared(llm.generate(PROMPTS, EVERYTHING)) == everything_on_the_cpu()
+        assert llm.engine.scheduler.counters.retractions > 2
 
 
 def test_buckets_reach_every_batch() -> None:

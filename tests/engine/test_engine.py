@@ -201,11 +201,11 @@ def test_a_broken_pass_ends_everything_with_an_answer(engine: Engine) -> None:
     device = engine.executor.device  # type: ignore[attr-defined]
     run, passes = device.run, []
 
-    def breaking(plan: Any) -> Any:
+    def breaking(plan: Any, masks: Any) -> Any:
         passes.append(plan)
         if len(passes) == 5:
             raise RuntimeError("the device is on fire")
-        return run(plan)
+        return run(plan, masks)
 
     device.run = breaking
 

@@ -7,6 +7,17 @@ import pytest
 import torch
 
 from paceline.kernels._triton import next_power_of_2
+from paceline.kernels.adjust import (
+    AdjustState,
+    adjust_logits,
+    adjust_logits_reference,
+    adjust_runs,
+    mask_logits,
+    mask_logits_reference,
+    pack_runs,
+    write_runs,
+    write_runs_reference,
+)
 from paceline.kernels.decode_attention import (
     OWN_UNITS,
     SHARED_UNITS,
@@ -31,6 +42,8 @@ from paceline.kernels.rope_kv import rope_kv, rope_kv_reference, rope_table
 from paceline.kernels.sampling import SampleWorkspace, sample, sample_reference
 from paceline.kernels.silu_mul import silu_mul, silu_mul_reference
 from paceline.kernels.slot_state import SlotState, sampling_words
+from paceline.request import Request, SamplingParams
+from paceline.sampling.adjust import adjustments_of, seen_tokens
 from tests.kernels.cases import poisoned, random_cache, relative_error
 from tests.kernels.trees import random_sharing
 
@@ -224,3 +237,61 @@ def test_sampling_at_size() -> None:
     sample(logits, slots, positions, ints([rows]), state, results, ints([2]), SampleWorkspace.empty(rows, "cuda"))
     expected = [sample_reference(logits[row].cpu(), *p, 1000 + row, 8) for row, p in enumerate(params)]
     assert results[0].tolist() == expected
+
+
+def test_adjusting_and_masking_at_size() -> None:
+    rows, vocab, length = 40, 151_936, 4096
+    state = SlotState.empty(rows, length, 16, rows, "cuda")
+    pool = np.random.default_rng(3).integers(0, vocab, (rows, length)).astype(np.int32)
+    state.token_pool.copy_(torch.from_numpy(pool))
+    lists, plain = AdjustState.empty(rows, length, "cuda"), AdjustState.empty(rows, length, "cpu")
+    runs = []
+    for row in range(rows):
+        params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2, min_tokens=99_999,
+                                logit_bias=dict.fromkeys(range(row * 20), 1.5))  # fmt: skip
+        request = Request(str(row), pool[row, : 50 * row + 1], params, bad_word_ids=((5,), (int(pool[row, 99]), 6)))
+        request.stop_ids = frozenset({1, 2})
+        by = adjustments_of(request, vocab)
+        assert by is not None
+        tokens = pool[row, : 60 * row + 2]
+        runs += adjust_runs(
+            row, length, (by.repetition, by.frequency, by.presence), (by.bias_ids, by.bias),
+            (by.forbidden, by.until, by.prefixes), seen_tokens(tokens, by.num_prompt_tokens), len(tokens),
+        )  # fmt: skip
+    packed = pack_runs(runs)
+    write_runs(torch.from_numpy(packed).cuda(), lists)
+    write_runs_reference(packed, plain)
+    assert torch.equal(lists.words.cpu(), plain.words)
+    slots = torch.arange(rows, device="cuda").int()
+    for step in range(3):  # the first pass feeds what is counted already
+        positions = ints([60 * row + 1 + step for row in range(rows)])
+        logits = torch.randn(rows, vocab, device="cuda") * 4
+        expected = logits.cpu()
+        adjust_logits(logits, slots, positions, ints([rows]), state.token_pool, lists)
+        adjust_logits_reference(expected, slots.cpu(), positions.cpu(), rows, torch.from_numpy(pool), plain)
+        torch.testing.assert_close(logits.cpu(), expected, rtol=1e-5, atol=1e-4)
+        assert torch.equal(lists.words.cpu(), plain.words)
+    bits = ints(np.random.default_rng(4).integers(-(2**31), 2**31, (7, vocab // 32)))
+    masked, chosen = logits.cpu(), ints([3, 9, 0, 38, 11, 12, 13])
+    mask_logits_reference(masked, chosen.cpu(), bits.cpu())
+    mask_logits(logits, chosen, bits)
+    assert torch.equal(logits.cpu(), masked)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 300])
+def test_small_top_k_at_every_number_of_programs(rows: int) -> None:
+    """Bfloat16 logits have many equals, and some rows so many that they cannot be collected."""
+    params = [(0.7, 50, 0.9, 0.0), (1.0, 1, 1.0, 0.0), (1.1, 128, 0.99, 0.01), (0.6, 129, 0.95, 0.0)]
+    state = SlotState.empty(rows, 64, 16, rows, "cuda")
+    for row in range(rows):
+        state.sampling[row] = torch.from_numpy(sampling_words(*params[row % 4], row)).cuda()
+    logits = (torch.randn(rows, 151_936, device="cuda") * 3).to(BF16)
+    logits[::5] = (logits[::5] / 3).round()
+    results, workspace = ints(np.full((1, rows), -1)), SampleWorkspace.empty(rows, "cuda")
+    slots, positions = torch.arange(rows, device="cuda").int(), ints([7] * rows)
+    sample(logits, slots, positions, ints([rows]), state, results, ints([0]), workspace)
+    some = range(0, rows, max(1, rows // 40))
+    assert [int(results[0, row]) for row in some] == [
+        sample_reference(logits[row].float().cpu(), *params[row % 4], row, 8) for row in some
+    ]
+    assert not workspace.arrived.any()

@@ -75,3 +75,34 @@ def test_noise_is_gumbel_and_depends_on_seed_position_and_token() -> None:
     assert abs(float(noise.var()) - np.pi**2 / 6) < 0.06
     correlation = torch.corrcoef(noise) - torch.eye(4)
     assert float(correlation.abs().max()) < 0.06
+
+
+CONFUSING = {
+    "flat": torch.zeros(1500),
+    "many equals": torch.where(torch.arange(1500) % 2 > 0, 0.0, 1.0),
+    "ties": torch.randint(0, 4, (1500,), generator=torch.Generator().manual_seed(1)).float(),
+    "ruled out": torch.where(torch.arange(1500) % 7 > 0, -torch.inf, torch.randn(1500)),
+    "few left": torch.where(torch.arange(1500) % 400 > 0, -torch.inf, torch.randn(1500)),
+    "one left": torch.where(torch.arange(1500) == 9, 0.0, -torch.inf),
+    "in one place": torch.where(torch.arange(1500) < 300, -torch.inf, torch.arange(1500) / 100),
+    "huge": torch.randn(1500) * 1e4,
+    "forbidden": torch.where(torch.arange(1500) % 300 > 0, -1e30, torch.randn(1500)),
+}
+
+
+@pytest.mark.parametrize("name", CONFUSING)
+def test_filters_keep_the_right_tokens_of_confusing_rows(name: str) -> None:
+    """Also where so many reach the bound of a small top-k that they cannot be collected."""
+    cases = [(1.0, 1, 1.0, 0.0), (0.7, 40, 0.9, 0.0), (1.0, 120, 1.0, 0.1), (1.0, 300, 0.8, 0.0), (2.0, 0, 0.5, 0.0)]
+    state = SlotState.empty(slots=len(cases), max_length=8, page_size=1, rows=len(cases), device="cpu")
+    for row, params in enumerate(cases):
+        state.sampling[row] = torch.from_numpy(sampling_words(*params, row))
+    logits = CONFUSING[name].repeat(len(cases), 1).clone()
+    slots, results = torch.arange(len(cases)).int(), torch.zeros(1, len(cases), dtype=torch.int32)
+    rows, zero = torch.tensor([len(cases)]).int(), torch.zeros(1, dtype=torch.int32)
+    workspace = SampleWorkspace.empty(len(cases), "cpu", splits=2)
+    for position in range(3):
+        positions = torch.full((len(cases),), position, dtype=torch.int32)
+        sample(logits, slots, positions, rows, state, results, zero, workspace, block=256)
+        expected = [sample_reference(logits[row], *params, row, position + 1) for row, params in enumerate(cases)]
+        assert results[0].tolist() == expected

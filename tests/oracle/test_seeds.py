@@ -12,7 +12,15 @@ from paceline.request import SamplingParams
 PARAMS = [
     SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=seed, **options)
     for seed, options in enumerate(
-        [{}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 0.4}, {"temperature": 0}, {"top_k": 9, "top_p": 0.5}, {}]
+        [
+            {},
+            {"top_k": 5},
+            {"top_p": 0.8},
+            {"temperature": 0.4},
+            {"temperature": 0},
+            {"top_k": 9, "top_p": 0.5, "min_p": 0.02},
+            {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {9: 2.0}, "min_p": 0.05},
+        ]
     )
 ]
 

@@ -9,22 +9,24 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.request import InvalidRequest, SamplingParams
+from paceline.request import InvalidRequest, Request, SamplingParams
 from paceline.sampling.noise import gumbel
 from paceline.sampling.sampler import Sampler
 
 VOCAB, DRAWS = 40, 60_000
+NO_HISTORY = np.zeros((0, 0), np.int32)
 LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1)) * 2
 
 
 def exact(params: SamplingParams) -> np.ndarray:
-    """The distribution written out: temperature, then top-k, then top-p."""
+    """The distribution written out: temperature, then top-k, then top-p, then min-p."""
     scores = LOGITS.double().numpy() / params.temperature
     order = np.argsort(-scores)[: params.top_k]
     chances = np.exp(scores[order] - scores.max())
     chances /= chances.sum()
     keep = int(np.searchsorted(chances.cumsum(), params.top_p - 1e-12)) + 1
     chances[keep:] = 0
+    chances[chances < params.min_p * chances.max()] = 0
     result = np.zeros(VOCAB)
     result[order] = chances / chances.sum()
     return result
@@ -32,17 +34,18 @@ def exact(params: SamplingParams) -> np.ndarray:
 
 def draw(params: SamplingParams, seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     sampler = Sampler(VOCAB, 1)
-    sampler.join(0, params, 1, frozenset())
+    sampler.join(0, Request("a", np.array([1]), params))
     sampler._seed = seeds  # a slot for each draw would be the same, slower
-    for name in ("_temperature", "_top_k", "_top_p", "_may_stop_at"):
+    for name in ("_temperature", "_top_k", "_top_p", "_min_p", "_adjusted"):
         setattr(sampler, name, np.repeat(getattr(sampler, name), len(seeds)))
-    return sampler.sample(LOGITS.repeat(len(seeds), 1), np.arange(len(seeds)), positions)
+    return sampler.sample(LOGITS.repeat(len(seeds), 1), np.arange(len(seeds)), positions, NO_HISTORY)
 
 
 @pytest.mark.parametrize(
     "options",
     [{}, {"temperature": 0.5}, {"temperature": 3.0}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 12, "top_p": 0.8},
-     {"top_k": 1000}, {"temperature": 0.7, "top_k": 20, "top_p": 0.95}],
+     {"top_k": 1000}, {"temperature": 0.7, "top_k": 20, "top_p": 0.95},
+     {"min_p": 0.1}, {"min_p": 0.05, "top_k": 10, "temperature": 1.5}, {"min_p": 0.2, "top_p": 0.9}],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("along", ["seeds", "positions"])
@@ -67,12 +70,12 @@ def test_a_row_is_drawn_the_same_in_any_company() -> None:
              SamplingParams(top_k=9, top_p=0.9, seed=5), SamplingParams(temperature=2, seed=3),
              SamplingParams(seed=5)]  # fmt: skip
     for slot, params in enumerate(kinds):
-        sampler.join(slot, params, 1, frozenset())
+        sampler.join(slot, Request(str(slot), np.array([1]), params))
     logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(2))
     slots, positions = np.arange(8), np.arange(8) % 7 + 10
-    together = sampler.sample(logits.clone(), slots, positions)
-    alone = [int(sampler.sample(logits[[i]].clone(), slots[[i]], positions[[i]])[0]) for i in range(8)]
-    backwards = sampler.sample(logits.flip(0), slots[::-1].copy(), positions[::-1].copy())[::-1]
+    together = sampler.sample(logits.clone(), slots, positions, NO_HISTORY)
+    alone = [int(sampler.sample(logits[[i]].clone(), slots[[i]], positions[[i]], NO_HISTORY)[0]) for i in range(8)]
+    backwards = sampler.sample(logits.flip(0), slots[::-1].copy(), positions[::-1].copy(), NO_HISTORY)[::-1]
     assert together.tolist() == alone == backwards.tolist()
     assert together[1] == logits[1].argmax()
     assert together[4] == logits[4].argmax()
@@ -92,8 +95,13 @@ def test_neighbouring_seeds_and_positions_are_unrelated() -> None:
 def test_stop_ids_cannot_come_before_min_tokens() -> None:
     best = int(LOGITS.argmax())
     sampler = Sampler(VOCAB, 1)
-    sampler.join(0, SamplingParams(temperature=0, min_tokens=3), 10, frozenset({best, 10_000}))
-    found = [int(sampler.sample(LOGITS[None].clone(), np.array([0]), np.array([at]))[0]) for at in (10, 11, 12, 13)]
+    request = Request("a", np.zeros(10, np.int32), SamplingParams(temperature=0, min_tokens=3))
+    request.stop_ids = frozenset({best, 10_000})
+    sampler.join(0, request)
+    history = np.zeros((1, 20), np.int32)
+    found = [
+        int(sampler.sample(LOGITS[None].clone(), np.array([0]), np.array([at]), history)[0]) for at in (10, 11, 12, 13)
+    ]
     # The first output token stands at position 10; the third may be the end.
     assert [token == best for token in found] == [False, False, True, True]
 
@@ -108,8 +116,8 @@ def test_stop_ids_cannot_come_before_min_tokens() -> None:
         ({"top_p": 1.5}, "top_p is 1.5: give a number above 0 and up to 1 (all tokens)."),
         ({"top_k": 0}, "top_k is 0: give 1 or more, or leave it out to keep all tokens."),
         ({"seed": 1.5}, "seed is 1.5: give a whole number of 64 bits."),
-        ({"max_tokens": -3}, "max_tokens is -3: ask for at least 1 token."),
-        ({"max_tokens": 2.0}, "max_tokens is 2.0: ask for at least 1 token."),
+        ({"max_tokens": -3}, "max_tokens is -3: give 0 (compute the prompt alone) or more."),
+        ({"max_tokens": 2.0}, "max_tokens is 2.0: give 0 (compute the prompt alone) or more."),
         ({"min_tokens": -1}, "min_tokens is -1: give 0 or more."),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5, more than max_tokens 4: lower it."),
         ({"stop": ["a", ""]}, "stop has '': give strings of at least one character."),

@@ -114,8 +114,8 @@ def test_models_are_listed(client: OpenAI) -> None:
         ({"messages": [{"role": "user", "content": "word " * 9000}]}, openai.BadRequestError, "shorten the prompt"),
         ({"max_tokens": -1}, openai.BadRequestError, "max_tokens is -1"),
         ({"max_tokens": 10**9}, openai.BadRequestError, "lower max_tokens"),
-        ({"n": 3}, openai.BadRequestError, "n is 3, which is not supported yet"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools is"),
+        ({"n": 300}, openai.BadRequestError, "n is 300: give 1 to 128"),
+        ({"functions": [{"name": "f"}]}, openai.BadRequestError, "functions is"),
         ({"extra_body": {"magic": 1}}, openai.BadRequestError, "magic is not a parameter"),
     ],
 )

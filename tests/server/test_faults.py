@@ -136,11 +136,11 @@ def break_after(engine: Engine, num_passes: int) -> None:
     whole = executor.device.run
     left = [num_passes]
 
-    def run(plan: Any) -> Any:
+    def run(plan: Any, masks: Any) -> Any:
         left[0] -= 1
         if left[0] < 0:
             raise RuntimeError("the device is on fire")
-        return whole(plan)
+        return whole(plan, masks)
 
     executor.device.run = run  # type: ignore[method-assign]
 

@@ -1,0 +1,262 @@
+"""Output that obeys a grammar: which tokens may come next, as bits.
+
+llguidance does the parsing. A grammar is compiled on a worker thread, within limits on its size and on the work it
+takes, and kept: a request gets a copy of the compiled one, which then follows its tokens. Masks of a pass are computed
+on all cores at once, while the device computes the logits they are for (`engine/loop.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from paceline.request import Grammar, InvalidRequest, Request
+from paceline.sampling.values import Masks
+from paceline.scheduler.plan import Plan, Updates
+from paceline.text.tokenizer import Tokenizer
+
+MAX_SOURCE = 1 << 18  # characters of a grammar
+MAX_REPEATS = 20_000  # of a pattern's counted repetitions, nested ones multiplied: memory grows with them
+_MAX_COMPILED = 512  # grammars that are kept
+_NUM_COMPILERS = 2
+# What one grammar may cost, in llguidance's units: compiling about a second, and a mask of some milliseconds.
+_LIMITS = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 200_000, "max_grammar_size": 500_000,
+           "max_items_in_row": 2000, "step_max_items": 50_000, "max_lexer_states": 50_000}  # fmt: skip
+
+# Without a bound a weak model writes blanks for ever; a schema may say otherwise (its "x-guidance").
+_JSON = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
+
+Compiled = Any  # llguidance's matcher, in its first state
+
+
+class Grammars:
+    """Compiles grammars and follows those of running requests. `compile` may be called on any thread."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._lock = threading.Lock()  # of what is compiled
+        self._compiled: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
+        self._pool: ThreadPoolExecutor | None = None
+        self._setup_lock = threading.Lock()
+        self._ll_tokenizer: Any = None
+        self._executor: Any = None
+        # The engine's thread alone:
+        self._matchers: dict[int, tuple[Request, Any]] = {}
+        self._failures: list[tuple[Request, str]] = []
+
+    # ------------------------------------------------------------------ compiling, on any thread
+
+    def compile(self, grammar: Grammar) -> Future[Compiled]:
+        """The compiled grammar, now or later; the future's error is an InvalidRequest."""
+        if len(grammar.source) > MAX_SOURCE:
+            raise InvalidRequest(f"grammar has {len(grammar.source)} characters: give at most {MAX_SOURCE}.")
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is not None:
+                self._compiled.move_to_end(grammar)
+                return found
+            if self._pool is None:
+                _llguidance()
+                self._pool = ThreadPoolExecutor(_NUM_COMPILERS, "paceline-grammar")
+            found = self._compiled[grammar] = self._pool.submit(self._compile, grammar)
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return found
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, grammar: Grammar) -> Compiled:
+        try:
+            return self._compile_checked(grammar)
+        except InvalidRequest:
+            raise
+        except BaseException as error:  # a panic of llguidance is one; whatever it was, it is about this grammar
+            raise InvalidRequest(f"grammar cannot be compiled ({type(error).__name__}: {error}): change it.") from error
+
+    def _compile_checked(self, grammar: Grammar) -> Compiled:
+        llguidance = _llguidance()
+        self._set_up(llguidance)
+        source = _source(llguidance.LLMatcher, grammar)
+        for pattern in _patterns(grammar):
+            if (count := num_repeats(pattern)) > MAX_REPEATS:
+                raise InvalidRequest(
+                    f"grammar has the pattern {pattern[:40]!r}, which repeats {count:,} times: allow {MAX_REPEATS:,}."
+                )
+        matcher = llguidance.LLMatcher(
+            self._ll_tokenizer, source, log_level=0,
+            limits=llguidance.LLParserLimits(**_LIMITS, verbose_errors=False),
+        )  # fmt: skip
+        # Work is put off until a mask needs it, and copies share what was done: one that is too much fails here.
+        for _ in range(2):
+            tried = matcher.deep_copy()
+            if not tried.is_error():
+                tried.compute_bitmask()
+            if tried.is_error():
+                raise InvalidRequest(f"grammar is not a {_NAMES[grammar.kind]} that can be used: {_one_line(tried)}")
+        return matcher
+
+    def _set_up(self, llguidance: Any) -> None:
+        with self._setup_lock:
+            if self._ll_tokenizer is None:
+                wrapped = llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer))
+                self._ll_tokenizer = llguidance.LLTokenizer(
+                    wrapped, n_vocab=self._vocab_size, eos_token=sorted(self._tokenizer.eos_ids)
+                )
+                self._executor = llguidance.LLExecutor(num_threads=max(1, min(8, (os.cpu_count() or 2) - 1)))
+
+    # ------------------------------------------------------------------ following, on the engine's thread
+
+    def attach(self, request: Request, compiled: Compiled) -> None:
+        self._matchers[id(request)] = request, compiled.deep_copy()
+
+    def detach(self, request: Request) -> None:
+        self._matchers.pop(id(request), None)
+
+    def apply_to(self, plan: Plan) -> bool:
+        return bool(self._matchers) and any(id(request) in self._matchers for request in _sampling(plan))
+
+    def masks(self, plan: Plan) -> Masks:
+        rows: list[int] = []
+        matchers: list[tuple[Any, int]] = []
+        for row, request in enumerate(_sampling(plan)):
+            # One that has ended meanwhile may say anything: nobody will hear it.
+            if id(request) in self._matchers and not request.is_finished:
+                matchers.append((self._matchers[id(request)][1], len(rows)))
+                rows.append(row)
+        bits = np.zeros((len(rows), -(-self._vocab_size // 32)), np.int32)
+        if matchers:
+            self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * 4, len(rows))
+            for matcher, place in matchers:
+                if matcher.is_error():
+                    bits[place] = -1  # its request ends with the next tokens, which it will not take
+        return Masks(np.array(rows, np.int64), bits)
+
+    def advance(self, updates: Updates) -> None:
+        if not self._matchers:
+            return
+        took = [
+            (request, self._matchers[id(request)][1], token)
+            for request, token in zip(updates.requests, updates.tokens.tolist(), strict=True)
+            if id(request) in self._matchers and not request.is_finished
+        ]
+        if not took:
+            return
+        results = self._executor.consume_token_par([(matcher, token) for _, matcher, token in took])
+        for (request, matcher, _), is_right in zip(took, results, strict=True):
+            if not is_right:
+                self.detach(request)
+                self._failures.append((request, f"the grammar took too much work: {_one_line(matcher)}"))
+
+    def take_failures(self) -> Sequence[tuple[Request, str]]:
+        """Requests whose grammar broke down in the last pass, and why."""
+        if not self._failures:
+            return ()
+        failures, self._failures = self._failures, []
+        return failures
+
+
+_NAMES = {"json_schema": "JSON schema", "json_object": "JSON object", "regex": "regular expression",
+          "lark": "Lark grammar", "choice": "list of choices"}  # fmt: skip
+
+
+class _Vocabulary:
+    """Our tokenizer in the words llguidance asks for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.eos_token_id = min(tokenizer.eos_ids, default=0)
+        self.bos_token_id = tokenizer.bos_id
+        self.tokens = [tokenizer.token_bytes(index) for index in range(tokenizer.vocab_size)]
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        return self._encode(text, add_special=False)
+
+
+def _sampling(plan: Plan) -> Iterator[Request]:
+    return (request for request, samples in zip(plan.requests, plan.samples.tolist(), strict=True) if samples)
+
+
+def _source(matcher: Any, grammar: Grammar) -> str:
+    """In llguidance's own notation."""
+    found: str
+    if grammar.kind == "json_object":
+        found = matcher.grammar_from_json_schema({"type": "object"}, _JSON)
+    elif grammar.kind == "json_schema":
+        try:
+            schema = json.loads(grammar.source)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"grammar is not a JSON schema: {error}.") from None
+        if not isinstance(schema, dict | bool):
+            raise InvalidRequest(f"grammar is {grammar.source[:60]!r}: a JSON schema is an object.")
+        found = matcher.grammar_from_json_schema(grammar.source, _JSON)
+    elif grammar.kind == "regex":
+        found = matcher.grammar_from_regex(grammar.source)
+    elif grammar.kind == "lark":
+        found = matcher.grammar_from_lark(grammar.source)
+    else:
+        options = " | ".join(json.dumps(option, ensure_ascii=False) for option in json.loads(grammar.source))
+        found = matcher.grammar_from_lark(f"start: {options}")
+    return found
+
+
+def _patterns(grammar: Grammar) -> Iterator[str]:
+    """The regular expressions in a grammar."""
+    if grammar.kind == "regex":
+        yield grammar.source
+    elif grammar.kind == "lark":
+        yield from re.findall(r"/((?:\\.|[^/\\\n])+)/", grammar.source)
+    elif grammar.kind == "json_schema":
+        todo = [json.loads(grammar.source)]
+        while todo:
+            value = todo.pop()
+            todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            if isinstance(value, dict):
+                yield from [value["pattern"]] if isinstance(value.get("pattern"), str) else ()
+                yield from value["patternProperties"] if isinstance(value.get("patternProperties"), dict) else ()
+
+
+def num_repeats(pattern: str) -> int:
+    """How often the innermost part of a pattern may be repeated by counts such as {3} or {1,9}, at most."""
+    most = [1]  # of each open group, outermost first
+    last = 1  # of what a count would repeat
+    for token in re.findall(r"\\.|\[(?:\\.|[^\]\\])*\]|\{\d+(?:,\d*)?\}|.", pattern, re.DOTALL):
+        if token == "(":
+            most.append(1)
+            last = 1
+        elif token == ")" and len(most) > 1:
+            last = most.pop()
+            most[-1] = max(most[-1], last)
+        elif len(token) > 2 and token[0] == "{":
+            last *= max(int(number or 1) for number in token[1:-1].split(","))
+            most[-1] = max(most[-1], last)
+        else:
+            last = 1
+    return max(most)
+
+
+def _one_line(matcher: Any) -> str:
+    text = " ".join(matcher.get_error().split())
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise InvalidRequest(
+            "grammar is given, and llguidance is not installed here: pip install 'paceline[grammar]'."
+        ) from None
+    return llguidance

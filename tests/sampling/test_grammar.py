@@ -1,0 +1,258 @@
+"""What obeys a grammar is valid, however it is scheduled; what cannot be obeyed is refused; nobody waits for others."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import jsonschema
+import pytest
+
+from paceline.engine.build import build_engine
+from paceline.llm import LLM, RequestOutput
+from paceline.request import FinishReason, Grammar, InvalidRequest, SamplingParams
+from paceline.sampling.grammar import Grammars, num_repeats
+
+MAX_TOKENS = 120
+
+
+def make(**options: Any) -> LLM:
+    settings = {"kv_tokens": 32768, "max_running": 24, **options}
+    return LLM.from_engine(build_engine(load="random", shape="tiny-qwen3", threads=1, **settings))
+
+
+def schemas(count: int) -> list[dict[str, Any]]:
+    """Bounded ones of varied features, the same every time."""
+    rng = random.Random(5)
+
+    def scalar() -> dict[str, Any]:
+        return rng.choice([
+            lambda: {"type": "string", "maxLength": rng.randint(0, 12)},
+            lambda: {"type": "string", "minLength": 2, "maxLength": 5},
+            lambda: {"type": "string", "pattern": rng.choice(["^[a-c]{1,4}$", "^(x|yz){2}$", "^[0-9]{3}-[A-F]$"])},
+            lambda: {"type": "string", "format": rng.choice(["date", "time", "ipv4", "uuid"])},
+            lambda: {"enum": rng.sample(["red", "green", 1, 2.5, None, True, "a\"b", "ü"], 3)},
+            lambda: {"const": rng.choice(["fixed", 42, None, False])},
+            lambda: {"type": "integer", "minimum": rng.randint(-50, 0), "maximum": rng.randint(1, 99)},
+            lambda: {"type": "integer", "exclusiveMinimum": 10, "exclusiveMaximum": 2000, "multipleOf": 5},
+            lambda: {"type": "number", "minimum": 0, "maximum": 1},
+            lambda: {"type": "boolean"},
+            lambda: {"type": "null"},
+            lambda: {"type": ["boolean", "null"]},
+        ])()  # fmt: skip
+
+    def any_of(depth: int) -> dict[str, Any]:
+        return {"anyOf": [schema(depth - 1), schema(depth - 1)]}
+
+    def array(depth: int) -> dict[str, Any]:
+        least = rng.randint(0, 2)
+        return {"type": "array", "items": schema(depth - 1), "minItems": least, "maxItems": least + rng.randint(0, 2)}
+
+    def fixed_array(depth: int) -> dict[str, Any]:
+        first = [schema(depth - 1) for _ in range(rng.randint(1, 3))]
+        return {"type": "array", "prefixItems": first, "items": False, "minItems": len(first)}
+
+    def object_of(depth: int) -> dict[str, Any]:
+        names = rng.sample(["a", "name", "älter", "x-y", "deep key", "n"], rng.randint(1, 4))
+        return {"type": "object", "properties": {name: schema(depth - 1) for name in names},
+                "required": rng.sample(names, rng.randint(0, len(names))), "additionalProperties": False}  # fmt: skip
+
+    def schema(depth: int) -> dict[str, Any]:
+        return scalar() if depth == 0 else rng.choice([any_of, array, fixed_array, object_of, object_of])(depth)
+
+    found = []
+    for index in range(count):
+        one = schema(index % 3)
+        if index % 10 == 9:
+            one = {"$defs": {"part": scalar()}, "type": "object", "required": ["p", "q"], "additionalProperties": False,
+                   "properties": {"p": {"$ref": "#/$defs/part"}, "q": one}}  # fmt: skip
+        found.append(one)
+    return found
+
+
+SCHEMAS = schemas(200)
+
+
+def follow(llm: LLM, count: int = len(SCHEMAS)) -> list[RequestOutput]:
+    params = [
+        SamplingParams(grammar=Grammar.json_schema(schema), max_tokens=MAX_TOKENS, seed=index, temperature=0.8)
+        for index, schema in enumerate(SCHEMAS[:count])
+    ]
+    return llm.generate([f"number {index}" for index in range(count)], params)
+
+
+def is_prefix(grammars: Grammars, grammar: Grammar, tokens: list[int]) -> bool:
+    matcher = grammars.compile(grammar).result().deep_copy()
+    return matcher.try_consume_tokens(tokens) == len(tokens)
+
+
+def test_two_hundred_schemas_are_obeyed() -> None:
+    with make() as llm:
+        outputs = follow(llm)
+        grammars = llm.engine.grammars
+        ended = 0
+        for schema, output in zip(SCHEMAS, outputs, strict=True):
+            if output.finish_reason is FinishReason.STOP:
+                ended += 1
+                value = json.loads(output.text)
+                jsonschema.validate(value, schema, format_checker=jsonschema.FormatChecker(["date", "ipv4"]))
+            else:
+                assert output.finish_reason is FinishReason.LENGTH
+                assert is_prefix(grammars, Grammar.json_schema(schema), output.token_ids)
+        assert ended > 150
+        assert not llm.engine.grammars._matchers, "nothing is followed any more"
+
+
+@pytest.mark.parametrize("options", [{"overlap": "off"}, {"overlap": "sync"}, {"max_running": 3, "kv_tokens": 1024}])
+def test_how_it_is_scheduled_changes_nothing(options: dict[str, Any]) -> None:
+    with make() as llm:
+        expected = [output.token_ids for output in follow(llm, 60)]
+    with make(**options) as llm:
+        assert [output.token_ids for output in follow(llm, 60)] == expected
+
+
+def test_retracted_requests_go_on_obeying() -> None:
+    with make() as llm:
+        expected = [output.token_ids for output in follow(llm, 40)]
+    with make() as llm:
+        scheduler = llm.engine.scheduler
+        plan, count = scheduler.plan, iter(range(10**6))
+
+        def planning(now: float) -> Any:
+            running = list(scheduler.admission.running)
+            if next(count) % 3 == 0 and running and running[0].retractions < 2:
+                scheduler._retract(running[0], now, "a test")
+            return plan(now) or plan(now)
+
+        scheduler.plan = planning  # type: ignore[method-assign]
+        assert [output.token_ids for output in follow(llm, 40)] == expected
+        assert scheduler.counters.retractions > 20
+
+
+@pytest.fixture(scope="module")
+def llm() -> Any:
+    with make() as made:
+        yield made
+
+
+def answers(llm: LLM, grammar: Grammar, count: int = 8, **options: Any) -> list[RequestOutput]:
+    return llm.generate(
+        ["hello"] * count, [SamplingParams(grammar=grammar, seed=seed, **options) for seed in range(count)]
+    )
+
+
+def test_a_regex_a_choice_a_grammar_and_any_object(llm: LLM) -> None:
+    for output in answers(llm, Grammar.regex(r"(\d{2}:){2}\d{2}( [ap]m)?")):
+        assert re.fullmatch(r"(\d{2}:){2}\d{2}( [ap]m)?", output.text) and output.finish_reason is FinishReason.STOP
+    assert {output.text for output in answers(llm, Grammar.choice(["yes", "no", 'per"haps']))} <= {
+        "yes",
+        "no",
+        'per"haps',
+    }
+    for output in answers(llm, Grammar.lark('start: pair{1,3}\npair: "(" NUMBER ")"\nNUMBER: /[0-9]{1,3}/')):
+        assert re.fullmatch(r"(\(\d{1,3}\)){1,3}", output.text)
+    for output in answers(llm, Grammar.json_object(), max_tokens=30):
+        assert output.text.lstrip().startswith("{")
+
+
+def test_rows_beside_it_say_what_they_would_say_alone(llm: LLM) -> None:
+    free = SamplingParams(seed=3, max_tokens=30, ignore_eos=True)
+    alone = llm.generate("hello", free)[0].token_ids
+    params = [free, SamplingParams(grammar=Grammar.regex("[a-f]{20}"), seed=1)]
+    together = llm.generate(["hello", "world"], params)
+    assert together[0].token_ids == alone
+    assert re.fullmatch("[a-f]{20}", together[1].text)
+
+
+def test_a_stop_string_ends_it_inside_a_string(llm: LLM) -> None:
+    schema = Grammar.json_schema({"type": "string", "minLength": 30, "maxLength": 40, "pattern": "^[ab]*$"})
+    for output in answers(llm, schema, stop=("aba", "bab")):
+        assert output.finish_reason is FinishReason.STOP
+        assert "aba" not in output.text and "bab" not in output.text and len(output.text) < 40
+        assert output.text.startswith('"')
+
+
+def test_logits_may_be_adjusted_beside_a_grammar(llm: LLM) -> None:
+    """Also when nothing else is left to say than what is forbidden."""
+    only = llm.tokenizer.encode("a")[0]
+    for output in answers(llm, Grammar.regex("a{5}"), logit_bias={only: -100}, bad_words=("a",), min_tokens=30,
+                          frequency_penalty=2.0, max_tokens=50):  # fmt: skip
+        assert output.text == "aaaaa"
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [Grammar.regex("("), Grammar.regex("((a{300}){300})"), Grammar.lark("start: missing"), Grammar.lark("no grammar"),
+     Grammar.json_schema("{"), Grammar.json_schema('"text"'), Grammar.json_schema({"type": "colour"}),
+     Grammar("json_schema", "[" * 100_000)],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_obeyed_is_refused(llm: LLM, grammar: Grammar) -> None:
+    with pytest.raises(InvalidRequest, match=r"^grammar "):
+        llm.generate("hello", SamplingParams(grammar=grammar, max_tokens=3))
+    assert llm.generate("hello", SamplingParams(max_tokens=3))[0].token_ids
+
+
+class Sink:
+    wants_all_at_once = False
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.last: Any = None
+
+    def put(self, piece: Any) -> None:
+        self.last = piece
+        if piece.finish_reason is not None:
+            self.ended.set()
+
+    def refuse(self, error: Exception) -> None:
+        self.last = error
+        self.ended.set()
+
+
+def test_who_waits_for_a_grammar_holds_nobody_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = llm.engine
+    later: Future[Any] = Future()
+    compiled = engine.grammars.compile(Grammar.choice(["left", "right"])).result()
+    monkeypatch.setattr(engine.grammars, "compile", lambda grammar: later)
+    waiting, gone, free = Sink(), Sink(), Sink()
+    params = SamplingParams(grammar=Grammar.choice(["left", "right"]), seed=1)
+    engine.submit("one", params, sink=waiting)
+    aborted = engine.submit("two", params, sink=gone)
+    engine.submit("three", SamplingParams(max_tokens=4, ignore_eos=True), sink=free)
+    assert free.ended.wait(30) and free.last.finish_reason is FinishReason.LENGTH
+    engine.abort(aborted)
+    assert gone.ended.wait(30) and gone.last.finish_reason is FinishReason.ABORT
+    assert not waiting.ended.is_set()
+    later.set_result(compiled)
+    assert waiting.ended.wait(30) and waiting.last.finish_reason is FinishReason.STOP
+
+
+def test_a_wrong_grammar_that_took_its_time_is_a_refusal(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    later: Future[Any] = Future()
+    monkeypatch.setattr(llm.engine.grammars, "compile", lambda grammar: later)
+    sink = Sink()
+    llm.engine.submit("one", SamplingParams(grammar=Grammar.regex("a")), sink=sink)
+    later.set_exception(InvalidRequest("grammar is no good."))
+    assert sink.ended.wait(30) and isinstance(sink.last, InvalidRequest)
+
+
+def test_an_engine_that_closes_answers_those_who_wait_for_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = Sink()
+    with make() as llm:
+        monkeypatch.setattr(llm.engine.grammars, "compile", lambda grammar: Future())
+        llm.engine.submit("one", SamplingParams(grammar=Grammar.regex("a")), sink=sink)
+    assert sink.ended.is_set() and sink.last.finish_reason is FinishReason.ABORT
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [("abc", 1), ("a{3}", 3), ("(a{3}b){4}", 12), ("((a{2}){3}|b{50}){2}", 100), (r"\(a{3}\){2}", 3), ("[({]{7}", 7),
+     ("a{2,9}", 9), ("a{4,}", 4), ("(a)(b{5})c{2}", 5), ("a)b{3}", 3)],
+)  # fmt: skip
+def test_repeats_are_counted(pattern: str, count: int) -> None:
+    assert num_repeats(pattern) == count
