@@ -71,7 +71,7 @@ MAX_CHOICES = 128
 MAX_BIASES = 1024  # tokens that one request may bias
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 4096
-MAX_STOP_IDS = 256
+MAX_STOP_IDS = 1024
 GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "lark", "choice")
 
 

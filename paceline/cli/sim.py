@@ -110,15 +110,14 @@ def compare(
     limit: Limit = None,
     queue: Annotated[
         float | None,
-        typer.Option(help="Speed arrivals up by tenths until fcfs has so many requests waiting on average."),
+        typer.Option(help="Speed arrivals up by quarters until fcfs has so many requests waiting on average."),
     ] = None,
     overlap: Overlap = True,
     json_file: Json = None,
     plot: PlotFile = None,
 ) -> None:
     """The same arrivals under several policies: hit rate, first token, waiting, side by side."""
-    from paceline.simulator.compare import compare as compare_all
-    from paceline.simulator.compare import faster, scheduler_config, speed_up_until
+    from paceline.simulator.compare import Comparison, scheduler_config
     from paceline.simulator.profile import load_profile
 
     names = [name.strip() for name in policies.split(",") if name.strip()]
@@ -131,14 +130,14 @@ def compare(
     profile = load_profile(gpu)
     arrivals = load_arrivals(workload, options, speed=speed, limit=limit)
     config = scheduler_config(arrivals, profile, scheduler_options(options))
-    if queue is not None:
-        factor = speed_up_until(
-            arrivals, queue, config, profile, overlap=overlap,
-            note=lambda at, waiting: console.print(f"arrivals x{at:.2f}: {waiting:.1f} wait under fcfs"),
-        )  # fmt: skip
-        arrivals = faster(arrivals, factor)
     configs = {name: dataclasses.replace(config, policy=name) for name in names}
-    runs = dict(compare_all(arrivals, configs, profile, overlap=overlap))
+    with Comparison(arrivals, profile, overlap=overlap) as comparison:
+        faster = 1.0
+        if queue is not None:
+            faster = comparison.speed_for(
+                queue, config, lambda at, waiting: console.print(f"arrivals x{at:.2f}: {waiting:.1f} wait under fcfs")
+            )
+        runs = dict(comparison.runs(configs, faster))
     table = Table(
         title=f"{workload}, {len(arrivals):,} requests on {gpu}, {config.num_pages:,} pages of {config.page_size}"
     )
@@ -170,12 +169,14 @@ def experiment(
     console, written = Console(), {}
     for name in chosen:
         report = EXPERIMENTS[name].run()
-        table = Table(title=f"{name}: {EXPERIMENTS[name].title}", caption=report.note)
+        console.print(f"\n[bold]{name}[/bold]: {EXPERIMENTS[name].title}")
+        table = Table()
         for index, column in enumerate(report.columns):
             table.add_column(column, justify="right" if index else "left")
         for row in report.rows:
             table.add_row(*(f"{cell:,}" if isinstance(cell, int | float) else cell for cell in row))
         console.print(table)
+        console.print(report.note, style="dim")
         written[name] = {"columns": report.columns, "rows": report.rows}
         if plots is not None:
             from paceline.simulator.plots import plot_experiment
@@ -222,7 +223,10 @@ def _replayed(
     found = [item for path, one in zip(paths, read, strict=True) for item in replay(path, one, profile)]
     if not found:
         return []
-    table = Table(title="Recorded runs, simulated from their requests alone")
+    table = Table(
+        title="Recorded runs, simulated from their requests alone",
+        caption="Seconds from the first arrival to the last token. A process's first run also loads and compiles.",
+    )
     for title in (
         "run",
         "measured s",
@@ -241,6 +245,17 @@ def _replayed(
                       f"{item.pass_error:+.2%}", f"{item.measured_passes:,}", f"{item.simulated_passes:,}")  # fmt: skip
     console.print(table)
     return [dataclasses.asdict(item) for item in found]
+
+
+@app.command()
+def ui(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 8001,
+) -> None:
+    """A page that plays runs step by step: queue, pages, prefix tree, and the reason for every decision."""
+    from paceline.simulator.ui import serve
+
+    serve(host, port, lambda url: Console().print(f"The simulator is at {url} · Ctrl-C ends it.", highlight=False))
 
 
 def _speed_of(*runs: Run) -> str:

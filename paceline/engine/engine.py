@@ -337,6 +337,9 @@ class Engine:
             raise InvalidRequest(f"params is {params!r}: give SamplingParams.")
         if params.n != 1 or params.best_of is not None:
             raise InvalidRequest(f"n is {params.n} and best_of {params.best_of}: submit each of params.each_choice().")
+        for name in ("grammar", "logprobs", "prompt_logprobs"):
+            if getattr(params, name) is not None and not hasattr(self.executor, "launch_delayed"):
+                raise InvalidRequest(f"{name} is given, and this device computes no logits: leave it out.")
         if params.seed is None and not params.is_greedy:
             # Drawn once: after a retraction the request goes on with the same noise.
             params = dataclasses.replace(params, seed=random.getrandbits(63))

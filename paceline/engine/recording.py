@@ -8,18 +8,22 @@ recording began.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import msgspec
 import numpy as np
 
 from paceline.config import ConfigError, SchedulerConfig
 from paceline.engine.executor import DelayedPending, Executor, MaskedExecutor, Pending, Result
-from paceline.engine.pass_features import PassFeatures, PlanReader
+from paceline.engine.pass_features import PassFeatures, read_features
 from paceline.request import Request
 from paceline.sampling.values import Masks
 from paceline.scheduler.journal import Event, Kind
@@ -30,7 +34,6 @@ if TYPE_CHECKING:
 
 VERSION = 1
 _HASH_BYTES = 6  # of a block: a JSON number that any reader holds exactly
-_FLUSH_LINES = 512
 
 
 class Header(msgspec.Struct, frozen=True, tag="header", tag_field="line"):
@@ -88,7 +91,8 @@ Line = Header | Mark | RecordedRequest | RecordedPass
 
 
 class Recorder:
-    """Writes a recording of one scheduler and executor. Used on the engine's thread alone."""
+    """Writes a recording of one scheduler and executor. Called on the engine's thread alone; hashing, encoding and
+    writing happen on a thread of its own, so that what is recorded is not slowed down by it."""
 
     def __init__(
         self,
@@ -110,9 +114,11 @@ class Recorder:
         self._began = clock()
         self._encoder = msgspec.json.Encoder()
         self._key = secrets.token_bytes(16)
-        self._lines: list[Line] = []
+        self._queue: SimpleQueue[Line | Request | None] = SimpleQueue()
+        self._writer = Thread(target=self._write, name="paceline-recorder", daemon=True)
+        self._writer.start()
         self._live: dict[str, Request] = {}
-        self._reader = PlanReader(config.page_size, buckets)
+        self._buckets = buckets
         self._returned = self._began
         self._in_flight = 0
         defaults = SchedulerConfig()
@@ -120,7 +126,7 @@ class Recorder:
         given = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(defaults, name)}
         # JSON knows no infinity
         options = {name: str(value) if value == float("inf") else value for name, value in sorted(given.items())}
-        self._note(Header(VERSION, device, model, overlap, config.page_size, config.num_pages, config.max_running,
+        self._queue.put(Header(VERSION, device, model, overlap, config.page_size, config.num_pages, config.max_running,
                           buckets, options))  # fmt: skip
         scheduler.journal.listeners.append(self._on_event)
 
@@ -129,24 +135,20 @@ class Recorder:
         return _Recorded(self, executor)
 
     def mark(self, name: str) -> None:
-        self._note(Mark(self._now(), name))
+        """Names what comes after it."""
+        self._queue.put(Mark(round(self._clock() - self._began, 7), name))
 
     def close(self) -> None:
-        self._flush()
+        self._queue.put(None)
+        self._writer.join()
         self._file.close()
 
-    def _now(self) -> float:
-        return round(self._clock() - self._began, 7)
-
-    def _note(self, line: Line) -> None:
-        self._lines.append(line)
-        if len(self._lines) >= _FLUSH_LINES:
-            self._flush()
-
-    def _flush(self) -> None:
-        self._file.write(b"".join(self._encoder.encode(line) + b"\n" for line in self._lines))
-        self._file.flush()
-        self._lines.clear()
+    def _write(self) -> None:
+        while (item := self._queue.get()) is not None:
+            line = self._recorded(item) if isinstance(item, Request) else item
+            self._file.write(self._encoder.encode(line) + b"\n")
+            if self._queue.empty():
+                self._file.flush()
 
     # ------------------------------------------------------------------ requests
 
@@ -154,7 +156,7 @@ class Recorder:
         if event.kind is Kind.ADD:
             self._live[event.request_id] = self._scheduler.requests[event.request_id]
         elif event.kind is Kind.FINISH and (request := self._live.pop(event.request_id, None)) is not None:
-            self._note(self._recorded(request))
+            self._queue.put(request)  # it has ended: nothing of it changes any more
 
     def _recorded(self, request: Request) -> RecordedRequest:
         def since(time: float | None) -> float | None:
@@ -199,7 +201,7 @@ class Recorder:
         launched = self._clock()
         recorded = _RecordedPending(
             self, pending, plan.step, began - self._began, self._in_flight, began - self._returned, launched - began,
-            self._reader.read(plan),
+            read_features(plan, self._buckets),
         )  # fmt: skip
         self._in_flight += 1
         self._returned = self._clock()  # what recording takes is not the host's
@@ -207,7 +209,7 @@ class Recorder:
 
     def waited(self, one: _RecordedPending, seconds: float, result: Result) -> None:
         self._in_flight -= 1
-        self._note(
+        self._queue.put(
             RecordedPass(one.step, round(one.at, 7), one.num_in_flight, round(one.host_s, 7), round(one.launch_s, 7),
                          round(seconds, 7), result.device_s, result.idle_s, one.features)
         )  # fmt: skip
@@ -249,13 +251,9 @@ class _RecordedPending:
 
 
 def read_recording(path: Path) -> Iterator[Line]:
-    """The lines of a recording. One that is cut off at the end, as by a crash, is left out."""
+    """The lines of a recording, packed or not. One that is cut off at the end, as by a crash, is left out."""
     decoder = msgspec.json.Decoder(Line)
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise ConfigError(f"recording {str(path)!r} cannot be read: {error.strerror}.") from None
-    with file:
+    with open_packed(path) as file:
         for number, text in enumerate(file, 1):
             if not text.endswith(b"\n"):
                 return
@@ -266,3 +264,14 @@ def read_recording(path: Path) -> Iterator[Line]:
             if number == 1 and not (isinstance(line, Header) and line.version == VERSION):
                 raise ConfigError(f"{path.name} is no recording of version {VERSION}: make it with --record.")
             yield line
+
+
+@contextmanager
+def open_packed(path: Path) -> Iterator[BinaryIO]:
+    """A file of lines, by gzip or plain. One that cannot be read is the caller's mistake."""
+    try:
+        file = cast("BinaryIO", gzip.open(path)) if path.suffix == ".gz" else path.open("rb")  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}.") from None
+    with file:
+        yield file

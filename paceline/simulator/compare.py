@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -37,49 +38,50 @@ def _begin(arrivals: Sequence[Arrival], profile: Profile, overlap: bool) -> None
     _job = arrivals, profile, overlap
 
 
-def _one(config: SchedulerConfig) -> Run:
+def _one(config: SchedulerConfig, speed: float) -> Run:
     assert _job is not None, "the process was given its work when it began"
-    return simulate(_job[0], config, _job[1], overlap=_job[2])
+    arrivals, profile, overlap = _job
+    return simulate(faster(arrivals, speed), config, profile, overlap=overlap)
 
 
-def compare(
-    arrivals: Sequence[Arrival],
-    configs: Mapping[str, SchedulerConfig],
-    profile: Profile,
-    *,
-    overlap: bool = True,
-    processes: int | None = None,
-) -> Iterator[tuple[str, Run]]:
-    """Runs the same arrivals under each config; the runs come in their order."""
-    count = min(len(configs), processes or os.cpu_count() or 1)
-    if count <= 1:
-        for name, config in configs.items():
-            yield name, simulate(arrivals, config, profile, overlap=overlap)
-        return
-    with ProcessPoolExecutor(count, get_context("fork"), _begin, (arrivals, profile, overlap)) as pool:
-        yield from zip(configs, pool.map(_one, configs.values()), strict=True)
+class Comparison:
+    """Runs of the same arrivals, in as many processes as there are cores. To be closed."""
+
+    def __init__(
+        self, arrivals: Sequence[Arrival], profile: Profile, *, overlap: bool = True, processes: int | None = None
+    ) -> None:
+        self._count = processes or os.cpu_count() or 1
+        # A fork shares the arrivals; elsewhere they are copied to each process.
+        how = get_context("fork" if sys.platform == "linux" else "spawn")
+        self._pool = ProcessPoolExecutor(self._count, how, _begin, (arrivals, profile, overlap))
+
+    def runs(self, configs: Mapping[str, SchedulerConfig], speed: float = 1.0) -> Iterator[tuple[str, Run]]:
+        """One under each config, in their order, with arrivals `speed` times as fast."""
+        yield from zip(configs, self._pool.map(_one, configs.values(), [speed] * len(configs)), strict=True)
+
+    def speed_for(
+        self, queue: float, config: SchedulerConfig, note: Callable[[float, float], None] = lambda speed, waiting: None
+    ) -> float:
+        """By how much arrivals must be faster for fcfs to have `queue` requests waiting on average, in steps of a
+        quarter. As many steps at a time as there are processes."""
+        first_come = dataclasses.replace(config, policy="fcfs")
+        step, waiting = 0, 0.0
+        while step < 60:
+            speeds = [1.25 ** (step + ahead) for ahead in range(self._count)]
+            for speed, run in zip(speeds, self._pool.map(_one, [first_come] * self._count, speeds), strict=True):
+                waiting = run.mean_waiting
+                note(speed, waiting)
+                if waiting >= queue:
+                    return speed
+            step += self._count
+        raise ConfigError(f"queue is {queue}: however fast requests arrive, only {waiting:.1f} wait on average.")
+
+    def __enter__(self) -> Comparison:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
 
 
 def faster(arrivals: Iterable[Arrival], speed: float) -> list[Arrival]:
     return [dataclasses.replace(one, at=one.at / speed) for one in arrivals]
-
-
-def speed_up_until(
-    arrivals: Sequence[Arrival],
-    queue: float,
-    config: SchedulerConfig,
-    profile: Profile,
-    *,
-    overlap: bool = True,
-    note: Callable[[float, float], None] = lambda speed, waiting: None,
-) -> float:
-    """By how much arrivals must be faster for fcfs to have `queue` requests waiting on average. In steps of a tenth."""
-    first_come = dataclasses.replace(config, policy="fcfs")
-    speed = 1.0
-    for _ in range(60):
-        waiting = simulate(faster(arrivals, speed), first_come, profile, overlap=overlap).mean_waiting
-        note(speed, waiting)
-        if waiting >= queue:
-            return speed
-        speed *= 1.1
-    raise ConfigError(f"queue is {queue}: with arrivals {speed:.0f} times as fast, only {waiting:.1f} wait on average.")

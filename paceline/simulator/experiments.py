@@ -144,7 +144,7 @@ LANE_SHARES = (1.0, 0.5, 0.25)
 def waiting_curve(max_wait: float, requests: int = 400, **options: Any) -> Run:
     """More than the GPU can do, and 40 system prompts of 1,500 tokens in a pool that holds ten of them."""
     work = WorkloadConfig(
-        requests=requests, rate=120, prompt_tokens=2000, shared=0.75, groups=40, output_tokens=64, seed=1
+        requests=requests, rate=40, prompt_tokens=2000, shared=0.75, groups=40, output_tokens=64, seed=1
     )
     config = SchedulerConfig(num_pages=1000, max_running=8, max_wait=max_wait, context_tokens=16_384, **options)
     return simulate(make_workload("prefixes", work), config, load_profile(GPU))
@@ -240,14 +240,17 @@ def _max_wait() -> Report:
             *zip(["0.05 s"] * len(lanes), ["1", "1/2", "1/4"], lanes, strict=True),
         ]
     ]  # fmt: skip
-    points = sorted(zip(waits, names, strict=True), key=lambda pair: MAX_WAITS[names.index(pair[1])])
+    # From first come to cache alone, through the lane's shares; the default is the share of 1/8.
+    curve = [(waits[0], "max_wait 0")]
+    curve += [(found, f"lane {share}") for found, share in zip(lanes, ("1", "1/2", "1/4"), strict=True)]
+    curve += [(waits[MAX_WAITS.index(0.2)], "the default"), (waits[-1], "max_wait ∞")]
     return Report(
         ["max_wait", "lane_share", "hit rate", "p50 wait s", "p99 wait s", "tokens a second"],
         rows,
         "400 requests of 40 groups, policy fair, a pool of 16,000 tokens. max_wait says from when on a request is "
         "overdue, lane_share how much of the work goes to overdue ones first.",
-        Plot("lines", [found["wait_p99_ms"] / 1e3 for found, _ in points], [[found["hit_rate"] for found, _ in points]],
-             ["max_wait"], "p99 wait, s", "hit rate", [name for _, name in points]),
+        Plot("lines", [found["wait_p99_ms"] / 1e3 for found, _ in curve], [[found["hit_rate"] for found, _ in curve]],
+             ["max_wait"], "p99 wait, s", "hit rate", [name for _, name in curve]),
     )  # fmt: skip
 
 

@@ -17,32 +17,41 @@ import numpy.typing as npt
 
 from paceline.config import ConfigError
 from paceline.engine.pass_features import PassFeatures
-from paceline.engine.recording import Header, Mark, RecordedPass, read_recording
-from paceline.simulator.profile import DECODE_TERMS, HOST_TERMS, PROMPT_TERMS, Linear, Profile
+from paceline.engine.recording import Header, Mark, RecordedPass, RecordedRequest, read_recording
+from paceline.simulator.profile import DECODE_TERMS, HOST_TERMS, PROMPT_TERMS, SHARED_TERMS, Linear, Profile
 
 Matrix = npt.NDArray[np.float64]
 _HELD_OUT = 5
+_FAR = 1.5  # times what a first fit predicts: something was loaded or compiled on the way
+# By whether a pass has prompts and whether its rows have a prefix in common
+_KIND = {
+    (True, True): "with prompts", (True, False): "with prompts", (False, True): "decodes that share a prefix",
+    (False, False): "decodes",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
     header: Header
     passes: list[RecordedPass]
+    requests: list[RecordedRequest]
     marks: list[Mark]
 
     @classmethod
     def read(cls, path: Path) -> Recording:
-        header, passes, marks = None, [], []
+        header, passes, requests, marks = None, [], [], []
         for line in read_recording(path):
             if isinstance(line, Header):
                 header = line
             elif isinstance(line, RecordedPass):
                 passes.append(line)
-            elif isinstance(line, Mark):
+            elif isinstance(line, RecordedRequest):
+                requests.append(line)
+            else:
                 marks.append(line)
         if header is None or not passes:
             raise ConfigError(f"{path.name} has no passes: record a run with --record.")
-        return cls(header, passes, marks)
+        return cls(header, passes, requests, marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +104,13 @@ def non_negative(features: Matrix, target: Matrix) -> Matrix:
     return found
 
 
-def _linear(passes: Sequence[PassFeatures], seconds: Matrix, terms: Sequence[str]) -> Linear:
-    if not len(passes):
-        return Linear(0.0, {})
-    rows = np.array([[1.0, *(float(getattr(one, term)) for term in terms)] for one in passes])
+def _linear(passes: Sequence[RecordedPass], seconds: Matrix, terms: Sequence[str], rounds: int = 1) -> Linear:
+    """With more `rounds` the fit goes from the mean to the median: a host is now and then busy with something else."""
+    rows = np.array([[1.0, *(float(getattr(one.features, term)) for term in terms)] for one in passes])
     weights = 1 / np.sqrt(np.maximum(seconds, 1e-9))
-    found = non_negative(rows * weights[:, None], seconds * weights)
+    for _ in range(rounds):
+        found = non_negative(rows * weights[:, None], seconds * weights)
+        weights = 1 / np.sqrt(np.maximum(np.abs(rows @ found - seconds), 1e-5))
     return Linear(float(found[0]), {term: float(value) for term, value in zip(terms, found[1:], strict=True) if value})
 
 
@@ -120,12 +130,13 @@ def _decodes(passes: Sequence[PassFeatures], seconds: Matrix, buckets: Sequence[
     found = non_negative(rows * weights[:, None], seconds * weights)
     bases = np.interp(buckets, present, found[: len(present)])  # graphs that never ran: between their neighbours
     per = {term: float(value) for term, value in zip(DECODE_TERMS, found[len(present) :], strict=True) if value}
-    return [float(base) for base in np.maximum.accumulate(bases)], Linear(0.0, per)
+    return [float(base) for base in bases], Linear(0.0, per)
 
 
 def _fit(passes: Sequence[RecordedPass], header: Header, source: str) -> Profile:
-    decodes = [one for one in passes if not one.features.has_prompts]
     prompts = [one for one in passes if one.features.has_prompts]
+    shared = [one for one in passes if not one.features.has_prompts and one.features.repeated_tokens]
+    decodes = [one for one in passes if not one.features.has_prompts and not one.features.repeated_tokens]
     if len(decodes) < 20 or len(prompts) < 5:
         raise ConfigError(
             f"{source} has {len(decodes)} passes of decodes and {len(prompts)} with prompts: a fit needs 20 and 5."
@@ -141,8 +152,9 @@ def _fit(passes: Sequence[RecordedPass], header: Header, source: str) -> Profile
         buckets=list(buckets),
         bucket_s=bases,
         decode=decode,
-        prompt=_linear([one.features for one in prompts], _seconds(prompts), PROMPT_TERMS),
-        host=_linear([one.features for one in busy], np.array([one.host_s + one.launch_s for one in busy]), HOST_TERMS),
+        shared=_linear(shared, _seconds(shared), SHARED_TERMS) if len(shared) >= 20 else None,
+        prompt=_linear(prompts, _seconds(prompts), PROMPT_TERMS),
+        host=_linear(busy, np.array([one.host_s + one.launch_s for one in busy]), HOST_TERMS, rounds=20),
     )
 
 
@@ -155,31 +167,32 @@ def fit(recordings: Sequence[Recording], source: str) -> Fitted:
     headers = {(one.header.device, one.header.model, tuple(one.header.buckets)) for one in recordings}
     if len(headers) > 1:
         raise ConfigError(f"the recordings are of different devices, models or graphs: {sorted(headers)}.")
-    passes = [line for one in recordings for line in typical(one.passes)]
+    source_header = recordings[0].header
+    passes = [line for one in recordings for line in one.passes if line.device_s]
+    first = _fit(_usual(passes), source_header, source)
+    passes = [one for one in passes if (one.device_s or 0.0) <= _FAR * first.device_s(one.features)]
     held = [one for index, one in enumerate(passes) if index % _HELD_OUT == 0]
     seen = [one for index, one in enumerate(passes) if index % _HELD_OUT]
-    trial = _fit(seen, recordings[0].header, source)
+    trial = _fit(seen, source_header, source)
     groups: dict[str, list[RecordedPass]] = defaultdict(list)
     for one in held:
-        groups["with prompts" if one.features.has_prompts else "decodes"].append(one)
+        groups[_KIND[one.features.has_prompts, one.features.repeated_tokens > 0]].append(one)
         groups["all"].append(one)
     errors = {name: error(trial.device_s, group) for name, group in sorted(groups.items())}
-    return Fitted(_fit(passes, recordings[0].header, source), errors)
+    return Fitted(_fit(passes, source_header, source), errors)
 
 
-def typical(passes: Sequence[RecordedPass]) -> list[RecordedPass]:
-    """Passes that were timed, without those that loaded or compiled something on the way: three times as long as the
-    median of their kind and size."""
-    timed = [one for one in passes if one.device_s]
-    kinds: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for one in timed:
-        kinds[_kind(one)].append(one.device_s or 0.0)
-    medians = {kind: float(np.median(values)) for kind, values in kinds.items()}
-    return [one for one in timed if (one.device_s or 0.0) <= 3 * medians[_kind(one)]]
+def _usual(passes: Sequence[RecordedPass]) -> list[RecordedPass]:
+    """Without those that took three times as long as the median of passes like them."""
 
+    def kind(one: RecordedPass) -> tuple[int, int, bool]:
+        return one.features.bucket, one.features.num_prompt_tokens.bit_length(), one.features.repeated_tokens > 0
 
-def _kind(one: RecordedPass) -> tuple[int, int]:
-    return one.features.bucket, one.features.num_prompt_tokens.bit_length()
+    kinds: dict[tuple[int, int, bool], list[float]] = defaultdict(list)
+    for one in passes:
+        kinds[kind(one)].append(one.device_s or 0.0)
+    medians = {name: float(np.median(values)) for name, values in kinds.items()}
+    return [one for one in passes if (one.device_s or 0.0) <= 3 * medians[kind(one)]]
 
 
 def error(predict: Callable[[PassFeatures], float], passes: Sequence[RecordedPass]) -> Error:

@@ -59,8 +59,9 @@ def plot_experiment(title: str, plot: Plot, path: Path) -> None:
     else:
         for index, values in enumerate(plot.y):
             axes.plot(plot.x, values, marker="o", color=COLOURS[index], label=plot.labels[index])
-            for x, y, name in zip(plot.x, values, plot.points or (), strict=False):
-                axes.annotate(name, (x, y), textcoords="offset points", xytext=(4, 6), fontsize=8)
+            for place, (x, y, name) in enumerate(zip(plot.x, values, plot.points or (), strict=False)):
+                # By turns above and below, so that neighbours do not cover each other
+                axes.annotate(name, (x, y), textcoords="offset points", xytext=(5, -13 if place % 2 else 6), fontsize=8)
         axes.margins(0.08, 0.15)
     axes.set(xlabel=plot.x_title, ylabel=plot.y_title, title=title)
     if len(plot.labels) > 1:
@@ -68,26 +69,54 @@ def plot_experiment(title: str, plot: Plot, path: Path) -> None:
     _save(plt, figure, path)
 
 
+_OVER_TIME = {
+    "waiting": "Requests waiting", "running": "Requests running", "tokens": "Tokens decoded a second",
+    "hit_rate": "Hit rate of all prompts so far", "used": "Share of pages in use", "busy": "GPU busy, share of time",
+    "retractions": "Retractions so far",
+}  # fmt: skip
+_RATES = ("tokens", "busy")  # from one sample to the next: drawn as a moving mean
+_SHARES = {"ttft": ("Time to first token", "s"), "waits": ("Waiting", "s"), "tpot": ("Time for a token", "ms")}
+
+
 def plot_runs(runs: Mapping[str, Run], path: Path) -> None:
-    """Two or more runs of one workload, or one alone: over time, and what single requests saw."""
+    """Runs of one workload: over time, what single requests saw, and how even tenants fared."""
     plt = _pyplot()
-    figure, grid = plt.subplots(3, 2, figsize=(10, 8))
-    panels = {
-        "waiting": "Requests waiting", "running": "Requests running", "hit_rate": "Hit rate of all prompts so far",
-        "used": "Share of pages in use",
-    }  # fmt: skip
-    for axes, (name, title) in zip(grid.flat, panels.items(), strict=False):
+    figure, grid = plt.subplots(4, 3, figsize=(12, 10.5))
+    places = iter(grid.flat)
+    for name, title in _OVER_TIME.items():
+        axes = next(places)
         for index, (label, run) in enumerate(runs.items()):
-            values = getattr(run.series, name)
+            values = _smooth(run, name) if name in _RATES else getattr(run.series, name)
             axes.plot(run.series.time, values, color=COLOURS[index % len(COLOURS)], linewidth=1.1, label=label)
         axes.set(title=title, xlabel="s")
-        axes.set_ylim(bottom=0)
-    for axes, (title, name) in zip(grid.flat[4:], (("Time to first token", "ttft"), ("Waiting", "waits")), strict=True):
+        axes.set_ylim(0, max(axes.get_ylim()[1], 1.0 if name == "retractions" else 0.0))
+    for name, (title, unit) in _SHARES.items():
+        axes = next(places)
         for index, (label, run) in enumerate(runs.items()):
-            values = np.sort(getattr(run, name))
+            values = np.sort(getattr(run, name)) * (1e3 if unit == "ms" else 1)
             shares = np.arange(1, len(values) + 1) / max(1, len(values))
             axes.plot(values, shares, color=COLOURS[index % len(COLOURS)], linewidth=1.3, label=label)
-        axes.set(title=f"{title}: share of requests within", xlabel="s")
+        axes.set(title=f"{title}: share of requests within", xlabel=unit)
         axes.set_ylim(0, 1.02)
+    slowest = {name: run.summary()["ttft_p99_ms"] / 1e3 for name, run in runs.items()}
+    _bars(next(places), "p99 of the time to first token, s", slowest)
+    _bars(next(places), "Fairness between tenants", {name: run.fairness() for name, run in runs.items()})
     grid.flat[0].legend()
     _save(plt, figure, path)
+
+
+def _smooth(run: Run, name: str) -> Any:
+    """Rates weighted by how long each held, over a twentieth of the samples."""
+    width = max(1, len(run.series.time) // 20)
+    spans = np.diff(run.series.time, prepend=0.0)
+    kernel = np.ones(width)
+    sums = np.convolve(np.array(getattr(run.series, name)) * spans, kernel, "same")
+    return sums / np.maximum(np.convolve(spans, kernel, "same"), 1e-12)
+
+
+def _bars(axes: Any, title: str, values: Mapping[str, float]) -> None:
+    colours = [COLOURS[index % len(COLOURS)] for index in range(len(values))]
+    axes.bar_label(axes.bar(list(values), list(values.values()), 0.6, color=colours), fmt="%.3g", fontsize=8)
+    axes.set(title=title)
+    axes.margins(y=0.15)
+    axes.grid(axis="x", visible=False)

@@ -1,7 +1,8 @@
 """A device in numbers: how long a pass takes it and its host, fitted from a recording.
 
 A pass of decodes runs as a graph: it takes what the graph's bucket takes with nothing to read, and something for every
-KV position read. A pass with prompts takes something for each new token and each pair of tokens that meet in attention.
+KV position read; where rows have a prefix in common, another kernel reads it once. A pass with prompts takes something
+for each new token and each pair of tokens that meet in attention.
 No coefficient is negative: a pass does not get faster by having more to do.
 """
 
@@ -9,19 +10,21 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from paceline.config import ConfigError
-from paceline.engine.pass_features import PassFeatures, PlanReader
+from paceline.engine.pass_features import PassFeatures, read_features
 from paceline.engine.virtual import VirtualClock
 from paceline.scheduler.plan import Plan
 
 _FOLDER = Path(__file__).parent / "profiles"
 # What the time of each kind of pass, and of the host, may depend on: names of PassFeatures
-DECODE_TERMS = ("own_tokens", "repeated_tokens", "longest_context")
+DECODE_TERMS = ("context_tokens",)
+SHARED_TERMS = ("own_tokens", "repeated_tokens", "bucket")
 PROMPT_TERMS = ("num_prompt_tokens", "prompt_pairs", "prompt_context_tokens", "num_sampled", "context_tokens")
-HOST_TERMS = ("num_decodes", "num_prompts", "has_prompts", "num_joins", "join_tokens")
+HOST_TERMS = ("num_decodes", "num_prompts", "has_prompts", "num_joins", "join_tokens", "num_page_changes")
 
 
 class Linear(msgspec.Struct, frozen=True, dict=True):
@@ -46,7 +49,8 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
     kv_tokens: int  # that its memory holds beside the model
     buckets: list[int]
     bucket_s: list[float]
-    decode: Linear
+    decode: Linear  # beside the graph's own time
+    shared: Linear | None  # of decodes that have a prefix in common; None: they were never seen, and it is read by each
     prompt: Linear
     host: Linear
 
@@ -57,6 +61,8 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
     def device_s(self, features: PassFeatures) -> float:
         if features.has_prompts:
             return self.prompt.seconds(features)
+        if features.repeated_tokens and self.shared is not None:
+            return self.shared.seconds(features)
         base = self._by_bucket.get(features.bucket)
         if base is None:  # more rows than were ever recorded: each costs what the last ones did
             rows, seconds = self.buckets[-2:], self.bucket_s[-2:]
@@ -69,7 +75,17 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
         return self.host.seconds(features)
 
     def save(self, path: Path) -> None:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+        text = msgspec.json.encode(_rounded(msgspec.to_builtins(self)))
+        path.write_bytes(msgspec.json.format(text, indent=1) + b"\n")
+
+
+def _rounded(value: Any) -> Any:
+    """Six digits are more than a measurement has."""
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def profile_names() -> list[str]:
@@ -95,13 +111,12 @@ class Charged:
     """A profile's times on a clock: the host's pass when a pass is launched, so what overlap hides can be seen; the
     device's are what the virtual executor is told."""
 
-    def __init__(self, profile: Profile, clock: VirtualClock, page_size: int) -> None:
+    def __init__(self, profile: Profile, clock: VirtualClock) -> None:
         self._profile, self._clock = profile, clock
-        self._reader = PlanReader(page_size, profile.buckets)
         self.host_s = 0.0
 
     def of(self, plan: Plan) -> float:
-        features = self._reader.read(plan)
+        features = read_features(plan, self._profile.buckets)
         host_s = self._profile.host_s(features)
         self.host_s += host_s
         self._clock.advance(host_s)

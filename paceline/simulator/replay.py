@@ -1,7 +1,8 @@
 """Recorded runs once more, on the virtual GPU: what the simulator is worth.
 
 A recording that names its runs with marks is cut at them; each run's requests arrive as they did, in an engine with the
-recorded options, and the time to the last token is compared with the recorded one.
+recorded options, and the time from the first arrival to the last token is compared with the recorded one. (What a
+caller measures has a little more in it: reading prompts before and collecting outputs after.)
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from paceline.config import SchedulerConfig
 from paceline.engine.recording import Header
-from paceline.simulator.fit import Recording, typical
+from paceline.simulator.fit import Recording
 from paceline.simulator.profile import Profile
 from paceline.simulator.run import simulate
 from paceline.simulator.traces import read_trace
@@ -55,13 +56,16 @@ def replay(path: Path, recording: Recording, profile: Profile) -> Iterator[Repla
             began[name] = mark.at
             continue
         start, end = began[name], mark.at
-        requests = [one for one in arrivals if start <= one.at <= end]
-        passes = [one for one in typical(recording.passes) if start <= one.at <= end]
+        requests = [one for one in recording.requests if start <= one.at <= end]
+        passes = [one for one in recording.passes if start <= one.at <= end and one.device_s]
         if not requests or not passes:
             continue
         first = min(one.at for one in requests)
-        run = simulate([one.later(-first) for one in requests], recorded_config(recording.header), profile,
-                       overlap=recording.header.overlap != "off")  # fmt: skip
+        last = max(one.at + (one.finished_s or 0.0) for one in requests)
+        # Those that came before the first pass was launched came together: it was planned with all of them in sight.
+        together = min(one.at for one in recording.passes if one.at >= first)
+        coming = [one.later(-one.at if one.at <= together else -first) for one in arrivals if start <= one.at <= end]
+        run = simulate(coming, recorded_config(recording.header), profile, overlap=recording.header.overlap != "off")
         measured = sum(one.device_s or 0.0 for one in passes)
-        yield Replayed(name, end - start, run.seconds, measured / len(passes), run.busy_s / run.passes, len(passes),
+        yield Replayed(name, last - first, run.seconds, measured / len(passes), run.busy_s / run.passes, len(passes),
                        run.passes)  # fmt: skip

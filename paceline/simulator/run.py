@@ -43,6 +43,7 @@ class Series:
     busy: list[float] = field(default_factory=list)  # share of the time in which the device ran
     tokens: list[float] = field(default_factory=list)  # decoded, a second
     hit_rate: list[float] = field(default_factory=list)  # of all prompts admitted so far
+    retractions: list[int] = field(default_factory=list)  # so far
 
 
 class Served(NamedTuple):
@@ -197,7 +198,7 @@ def simulate(
     """Runs `arrivals` to their end, or to the end of so many passes."""
     began = time.perf_counter()
     clock = VirtualClock()
-    charged = Charged(profile, clock, config.page_size)
+    charged = Charged(profile, clock)
     executor = VirtualExecutor(clock, charged, _Script(arrivals))
     scheduler = Scheduler(config)
     watched = executor if observer is None else _Watched(executor, clock, observer)
@@ -280,3 +281,4 @@ class _Meter:
         series.busy.append(min(1.0, busy / seconds) if seconds else 0.0)
         series.tokens.append(decoded / seconds if seconds else 0.0)
         series.hit_rate.append(counters.hit_rate)
+        series.retractions.append(counters.retractions)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config import ConfigError
-from paceline.engine.recording import Header, RecordedRequest, read_recording
+from paceline.engine.recording import Header, RecordedRequest, open_packed, read_recording
 from paceline.simulator.workloads import EOS, VOCAB, Arrival, Tokens, unique_ids
 
 _MOONCAKE_BLOCK = 512
@@ -38,11 +38,8 @@ def read_trace(path: Path, *, limit: int | None = None, speed: float = 1.0, reba
     `rebased`: the first one arrives at 0."""
     if speed <= 0:
         raise ConfigError(f"speed is {speed}: give a number above 0.")
-    try:
-        with path.open("rb") as file:
-            first = file.readline()
-    except OSError as error:
-        raise ConfigError(f"trace {str(path)!r} cannot be read: {error.strerror}.") from None
+    with open_packed(path) as file:
+        first = file.readline()
     if first.startswith(b"TIMESTAMP,"):
         found = _azure(path)
     elif b'"hash_ids"' in first:

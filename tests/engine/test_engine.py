@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 
-from paceline.config import EngineConfig
+from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine, EngineFailed
 from paceline.engine.output import Piece
+from paceline.engine.virtual import VirtualClock, VirtualExecutor
 from paceline.engine.virtual_build import build_virtual
 from paceline.llm import LLM
-from paceline.request import FinishReason, InvalidRequest, PacelineError, Refused, SamplingParams
+from paceline.request import FinishReason, Grammar, InvalidRequest, PacelineError, Refused, SamplingParams
+from paceline.scheduler import Scheduler
 from paceline.text.stop import TextStream
+from paceline.text.synthetic import synthetic_tokenizer
 
 LONG = SamplingParams(temperature=0, max_tokens=600, ignore_eos=True)
 
@@ -369,3 +372,13 @@ def test_an_abort_takes_effect_within_two_steps() -> None:
         assert engine.ask(lambda scheduler: scheduler.memory.num_available_pages).result() == 4096
     finally:
         engine.close()
+
+
+def test_a_device_without_logits_refuses_what_needs_them() -> None:
+    scheduler = Scheduler(SchedulerConfig(num_pages=64))
+    executor = VirtualExecutor(VirtualClock())
+    engine = Engine(scheduler, executor, synthetic_tokenizer(512), vocab_size=512)
+    for params in (SamplingParams(logprobs=1), SamplingParams(grammar=Grammar.regex("a"))):
+        with pytest.raises(InvalidRequest, match="this device computes no logits"):
+            asyncio.run(collect(engine, "hello", params))
+    engine.close()

@@ -15,7 +15,7 @@ from paceline.engine.loop import Loop
 from paceline.engine.virtual import VirtualClock, VirtualExecutor
 from paceline.request import Request, SamplingParams
 from paceline.scheduler import Plan, Scheduler
-from paceline.simulator.compare import compare, scheduler_config
+from paceline.simulator.compare import Comparison, scheduler_config
 from paceline.simulator.profile import Charged, load_profile, profile_names
 from paceline.simulator.run import Run, simulate
 from paceline.simulator.workloads import EOS, Arrival, make_workload
@@ -48,6 +48,15 @@ def test_times_are_in_order_and_waiting_shows_in_the_first_token() -> None:
         assert one.arrival <= one.admitted <= one.first_token <= one.finished
 
 
+def test_waiting_begins_when_a_request_comes_not_when_it_is_first_looked_at() -> None:
+    """One that comes while a pass runs has waited for the rest of it."""
+    tokens = np.arange(4000, dtype=np.int32)
+    arrivals = [Arrival(0.0, "long", tokens, tokens[:50]), Arrival(0.0005, "late", tokens[:50], tokens[:5])]
+    served = {one.id: one for one in simulate(arrivals, SchedulerConfig(), H200).served}
+    assert served["late"].arrival == 0.0005
+    assert served["late"].admitted > 0.0005
+
+
 def test_a_request_that_can_never_fit_is_refused_and_the_others_run() -> None:
     tokens = np.arange(5000, dtype=np.int32)
     arrivals = [Arrival(0.0, "huge", tokens, tokens[:5]), Arrival(0.0, "small", tokens[:50], tokens[:5])]
@@ -78,21 +87,22 @@ def test_without_overlap_host_and_device_add_up() -> None:
 @pytest.mark.parametrize("name", profile_names())
 def test_no_profile_gets_faster_with_more_to_do(name: str) -> None:
     profile = load_profile(name)
-    assert profile.bucket_s == sorted(profile.bucket_s)
-    assert all(
-        value >= 0
-        for part in (profile.decode, profile.prompt, profile.host)
-        for value in (part.base, *part.per.values())
-    )
+    assert min(profile.bucket_s) > 0
+    parts = [part for part in (profile.decode, profile.shared, profile.prompt, profile.host) if part is not None]
+    assert all(value >= 0 for part in parts for value in (part.base, *part.per.values()))
 
 
 def test_runs_in_processes_are_the_runs_here() -> None:
-    arrivals = make_workload("prefixes", WorkloadConfig(requests=20, prompt_tokens=100, output_tokens=5))
-    config = scheduler_config(arrivals, H200, {"num_pages": 200})
+    arrivals = make_workload("prefixes", WorkloadConfig(requests=40, prompt_tokens=100, output_tokens=5, rate=5))
+    config = scheduler_config(arrivals, H200, {"num_pages": 200, "max_running": 4})
     configs = {name: dataclasses.replace(config, policy=name) for name in ("fcfs", "fair")}
-    apart = dict(compare(arrivals, configs, H200, processes=2))
-    here = dict(compare(arrivals, configs, H200, processes=1))
+    with Comparison(arrivals, H200, processes=2) as comparison:
+        apart = dict(comparison.runs(configs))
+        speed = comparison.speed_for(4, config)
+        queue = dict(comparison.runs({"fcfs": configs["fcfs"]}, speed))["fcfs"].mean_waiting
+    here = {name: simulate(arrivals, one, H200) for name, one in configs.items()}
     assert {name: one.journal for name, one in apart.items()} == {name: one.journal for name, one in here.items()}
+    assert here["fcfs"].mean_waiting < 4 <= queue
 
 
 @dataclasses.dataclass
@@ -116,7 +126,7 @@ def test_the_simulator_plans_what_the_cpu_runs(overlap: bool) -> None:
     try:
         config = engine.scheduler.config
         clock = VirtualClock()
-        virtual = VirtualExecutor(clock, Charged(H200, clock, config.page_size))
+        virtual = VirtualExecutor(clock, Charged(H200, clock))
         plans = [_plans(config, executor, overlap) for executor in (engine.executor, virtual)]
     finally:
         engine.close()

@@ -1,0 +1,75 @@
+"""A run as a film: one frame for each pass, with all that the page draws, and what was decided between two frames."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.config import SchedulerConfig
+from paceline.scheduler import Scheduler
+from paceline.scheduler.journal import Event, Kind
+from paceline.scheduler.plan import Plan
+from paceline.scheduler.snapshot import snapshot
+from paceline.simulator.profile import Profile
+from paceline.simulator.run import simulate
+from paceline.simulator.workloads import Arrival
+
+MOST_FRAMES = 1500  # then the film ends: it is there to be looked at, `sim run` is there for long runs
+
+_SENTENCES = {
+    Kind.ADD: "arrives with {0} prompt tokens and asks for up to {1}",
+    Kind.REFUSE: "is refused: {0}",
+    Kind.ADMIT: "is admitted: {0} tokens found in the cache, {1} to compute",
+    Kind.WAIT: "waits for {0}",
+    Kind.EVICT: "{0} pages of cached prefixes are evicted",
+    Kind.RETRACT: "is retracted for {0}; {1} pages come free or evictable",
+    Kind.DUPLICATE: "computed {0} pages that another one computed too; one copy survives",
+    Kind.RESERVE: "was overtaken often enough: memory that comes free is kept for it",
+    Kind.FINISH: "finishes by {0} after {1} tokens",
+}
+
+
+def sentence(event: Event) -> str:
+    """A decision in words, without the request's name."""
+    return _SENTENCES[event.kind].format(*event.detail) if event.kind in _SENTENCES else str(event.kind)
+
+
+class Film:
+    """An observer that keeps a frame for every pass."""
+
+    def __init__(self) -> None:
+        self.frames: list[dict[str, Any]] = []
+        self.lanes: list[list[float]] = []  # step, decodes, prompt tokens, host from and to, device from and to
+        self.events: list[list[Any]] = []  # frame, time, kind, request, sentence
+        self._listening = False
+
+    def launched(self, plan: Plan, host: tuple[float, float], device: tuple[float, float]) -> None:
+        self.lanes.append([plan.step, plan.num_decodes, plan.num_prefill_tokens, *host, *device])
+
+    def committed(self, scheduler: Scheduler, now: float) -> None:
+        if not self._listening:
+            # What was decided before the first frame is in the journal already.
+            for event in scheduler.journal.events:
+                self._note(event)
+            scheduler.journal.listeners.append(self._note)
+            self._listening = True
+        self.frames.append(snapshot(scheduler, now))
+
+    def _note(self, event: Event) -> None:
+        self.events.append([len(self.frames), event.time, str(event.kind), event.request_id, sentence(event)])
+
+
+def film(arrivals: list[Arrival], config: SchedulerConfig, profile: Profile, *, overlap: bool) -> dict[str, Any]:
+    """All of a run that the page needs, as plain values."""
+    camera = Film()
+    run = simulate(arrivals, config, profile, overlap=overlap, observer=camera, max_passes=MOST_FRAMES)
+    return {
+        "policy": config.policy,
+        "summary": run.summary(),
+        "journal": run.journal,
+        "cut": run.passes >= MOST_FRAMES,
+        "page_size": config.page_size,
+        "max_running": config.max_running,
+        "frames": camera.frames,
+        "lanes": camera.lanes,
+        "events": camera.events,
+    }

@@ -1,0 +1,47 @@
+"""A Chromium to test with: one that is here, else Playwright's own, else the distribution's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+class NoBrowser(Exception):
+    """None is here and none could be fetched."""
+
+
+@cache
+def find_browser() -> str:
+    """The path of a browser, after installing one if there is none. Takes minutes at worst, once."""
+    found = _here()
+    if found is None:
+        _try([sys.executable, "-m", "playwright", "install", "chromium"])
+        found = _here()
+    if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
+        _try(["apt-get", "update", "-qq"])
+        _try(["apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium"])
+        found = _here()
+    if found is None:
+        raise NoBrowser("there is no Chromium, and neither Playwright nor apt-get could install one")
+    return found
+
+
+def _here() -> str | None:
+    for name in _NAMES:
+        if (path := shutil.which(name)) is not None:
+            return path
+    with sync_playwright() as playwright:
+        path = playwright.chromium.executable_path
+    return path if Path(path).exists() else None
+
+
+def _try(command: list[str]) -> None:
+    subprocess.run(command, check=False, timeout=240, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

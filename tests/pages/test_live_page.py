@@ -1,0 +1,153 @@
+"""The live page in a real browser: what it shows is what the engine does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Page, expect
+
+from paceline.engine.build import build_engine
+from paceline.engine.engine import Engine
+from paceline.engine.live import Live
+from paceline.engine.output import Piece
+from paceline.request import PacelineError, SamplingParams
+from paceline.server.live import LivePage
+from tests.pages.serving import served
+
+
+class Sink:
+    """Waits for the end of one request."""
+
+    wants_all_at_once = False
+
+    def __init__(self) -> None:
+        self.ended: Future[Piece] = Future()
+
+    def put(self, piece: Piece) -> None:
+        if piece.finish_reason is not None:
+            self.ended.set_result(piece)
+
+    def refuse(self, error: PacelineError) -> None:
+        self.ended.set_exception(error)
+
+
+def send(engine: Engine, count: int, *, tokens: int = 4, tenants: int = 2, length: int = 24) -> list[Sink]:
+    sinks = [Sink() for _ in range(count)]
+    for number, sink in enumerate(sinks):
+        prompt = [*range(100, 100 + length), number % 90 + 1, number % 7 + 1]
+        params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        name = f"secret-{number}-{time.monotonic_ns()}"
+        engine.submit(prompt, params, sink=sink, request_id=name, tenant=f"team-{number % tenants}")
+    return sinks
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    built = build_engine(load="random", shape="tiny-llama", threads=1, max_running=8, num_pages=512, page_size=8)
+    yield built
+    built.close()
+
+
+@pytest.fixture(scope="module")
+def url(engine: Engine) -> Iterator[str]:
+    live = engine.ask(lambda scheduler: Live(scheduler, engine.clock)).result()
+
+    async def ask() -> dict[str, Any]:
+        return await asyncio.wrap_future(engine.ask(lambda _: live.state()))
+
+    page = LivePage(ask, {"model": "tiny-llama", "device": "cpu"})
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if page.takes(scope):
+            await page(scope, receive, send)
+        else:
+            await send({"type": "http.response.start", "status": 404, "headers": []})
+            await send({"type": "http.response.body", "body": b"not the page's"})
+
+    with served(app) as address:
+        yield address
+
+
+def figure(page: Page, name: str) -> Any:
+    return page.locator(f".stat [data-figure='{name}']")
+
+
+def test_it_shows_what_was_served(page: Page, url: str, engine: Engine) -> None:
+    page.goto(url)
+    expect(page.get_by_text("live", exact=True)).to_be_visible()
+    for sink in send(engine, 30):
+        sink.ended.result(60)
+    finished = engine.ask(lambda scheduler: sum(scheduler.counters.finished.values())).result()
+    expect(figure(page, "ended")).to_have_text(f"{finished:,}")
+    counters = engine.ask(lambda scheduler: scheduler.counters).result()
+    expect(figure(page, "hit_rate")).to_have_text(f"{100 * counters.hit_rate:.1f} %")
+    expect(page.locator("main")).to_contain_text("team-1")
+    expect(page.get_by_text("Recent requests")).to_be_visible()
+    rows = page.locator("section", has_text="Recent requests").locator("tbody tr")
+    expect(rows).to_have_count(30)
+    expect(rows.first).to_contain_text("length")
+
+
+def test_a_thousand_requests_wait_and_the_page_says_why(page: Page, url: str, engine: Engine) -> None:
+    sinks = send(engine, 1000, tokens=40)
+    page.goto(url)
+    expect(page.locator("[data-figure='num_running']")).to_have_text("8")
+    waiting = page.locator("[data-figure='num_waiting']")
+    assert int(waiting.inner_text().replace(",", "")) > 500
+    expect(page.get_by_label("waiting requests")).to_contain_text("for one of 8 slots, all taken")
+    expect(page.get_by_label("waiting requests")).to_contain_text("more")
+    text = waiting.inner_text()
+    expect(waiting).not_to_have_text(text)  # it goes on by itself
+    kinds = ("owned", "shared", "cached", "free")
+    counts = [page.locator(f".legend [data-figure='{kind}']").inner_text() for kind in kinds]
+    assert sum(map(int, counts)) == 512
+    for sink in sinks:
+        engine.abort(str(id(sink)))  # no such id: harms nothing
+    engine.ask(lambda scheduler: [scheduler.abort(name, 0.0) for name in list(scheduler.requests)]).result()
+    for sink in sinks:
+        sink.ended.result(60)
+
+
+def test_it_says_when_the_server_is_gone(page: Page, engine: Engine) -> None:
+    async def ask() -> dict[str, Any]:
+        return Live(engine.scheduler, engine.clock).state()
+
+    with served(LivePage(ask, {})) as url:
+        page.goto(url)
+        expect(page.get_by_text("live", exact=True)).to_be_visible()
+        page.route("**/live/state", lambda route: route.fulfill(body="half an ans"))
+        expect(page.get_by_role("status")).to_contain_text("no answer")
+        page.unroute("**/live/state")
+
+
+def test_the_page_is_for_browsers_and_gives_nothing_away(url: str, engine: Engine) -> None:
+    for sink in send(engine, 2):
+        sink.ended.result(60)
+    assert httpx.get(url).status_code == 404, "a client that wants no page is left to the API"
+    page = httpx.get(url, headers={"Accept": "text/html"})
+    assert page.status_code == 200 and "default-src 'self'" in page.headers["content-security-policy"]
+    state = httpx.get(f"{url}/live/state").json()
+    assert len(state["recent"]) > 0
+    assert all(isinstance(one["prompt"], int) for one in state["recent"]), "how long, not what"
+    assert httpx.post(f"{url}/live/state").status_code == 404
+    for path in ("/live/../config.py", "/live/__init__.py", "/live/vendor", "/live/nothing.js"):
+        assert httpx.get(url + path).status_code == 404
+
+
+def test_asking_costs_the_engine_little(engine: Engine) -> None:
+    """A bound on work, not on time: with a thousand waiting, a state is a bounded number of bytes and lines of it."""
+    live = engine.ask(lambda scheduler: Live(scheduler, engine.clock)).result()
+    sinks = send(engine, 1000, tokens=200)
+    state = engine.ask(lambda _: live.state()).result()
+    assert state["snapshot"]["num_waiting"] > 900
+    assert len(state["snapshot"]["waiting"]) == 100
+    assert len(state["snapshot"]["tree"]["nodes"]) <= 150
+    engine.ask(lambda scheduler: [scheduler.abort(name, 0.0) for name in list(scheduler.requests)]).result()
+    for sink in sinks:
+        sink.ended.result(60)
