@@ -33,6 +33,7 @@ from paceline.text.synthetic import synthetic_tokenizer
 from paceline.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("paceline.server")
+_COLLECT_S = 5.0
 _LAST_WORDS_S = 2.0  # for streams to take their error, once the time to finish is over
 
 
@@ -65,11 +66,24 @@ class _FrontEnd:
         asyncio.create_task(self._obey())  # noqa: RUF006 (it ends with the process)
         gc.collect()
         gc.freeze()
-        gc.set_threshold(100_000, 20, 100)
+        gc.disable()  # `_collect` does it
+        asyncio.create_task(self._collect())  # noqa: RUF006 (it ends with the process)
         self._say(listening=True)
         await self._ended.wait()
         server.close()
         await self._client.close()
+
+    async def _collect(self) -> None:
+        """Garbage: as soon as nobody is being answered, and once a minute where there always is somebody. All that was
+        loaded is frozen, so it looks at little; left to Python, connections that ended would wait for hours."""
+        counted = num_busy = 0
+        while True:
+            await asyncio.sleep(_COLLECT_S)
+            served = sum(self._tally.responses.values()) + self._tally.disconnects
+            num_busy = num_busy + 1 if self._tally.streams else 0
+            if served != counted and (not num_busy or num_busy * _COLLECT_S >= 60):
+                gc.collect()
+                counted, num_busy = served, 0
 
     async def _obey(self) -> None:
         loop = asyncio.get_running_loop()
