@@ -60,16 +60,19 @@ class _FrontEnd:
             keys=Keys(setup.tenants, setup.config.admin_key), tell=self._say,
         )  # fmt: skip
         self._ended = asyncio.Event()
+        self._ending: asyncio.Task[None] | None = None  # kept: the loop itself does not
 
     async def serve(self, taken: socket.socket) -> None:
         server = await listen(self._app, self._setup.config, taken, self._tally)
-        asyncio.create_task(self._obey())  # noqa: RUF006 (it ends with the process)
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._obey())]
         gc.collect()
         gc.freeze()
         gc.disable()  # `_collect` does it
-        asyncio.create_task(self._collect())  # noqa: RUF006 (it ends with the process)
+        tasks += [asyncio.create_task(self._collect()), asyncio.create_task(self._ended.wait())]
         self._say(listening=True)
-        await self._ended.wait()
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()  # one that broke ends the process, and the supervisor starts another
         server.close()
         await self._client.close()
 
@@ -100,7 +103,7 @@ class _FrontEnd:
             elif "draining" in message:
                 self._app.draining = message["draining"]
             elif "end" in message:
-                asyncio.create_task(self._end(message["end"]))  # noqa: RUF006 (it ends with the process)
+                self._ending = asyncio.create_task(self._end(message["end"]))
         os._exit(1)  # the supervisor is gone; the engine goes too
 
     async def _end(self, seconds: float) -> None:
