@@ -466,7 +466,7 @@ class SampleWorkspace:
     part_sum: torch.Tensor
     arrived: torch.Tensor  # [R] int32
     winner: torch.Tensor  # [R] int32
-    candidates: torch.Tensor  # [R * 2048 or more] float32, likewise candidate_ids int32
+    candidates: torch.Tensor  # [rows * splits * groups at most] float32, likewise candidate_ids int32
     candidate_ids: torch.Tensor
     counts: torch.Tensor  # [R, splits] int32
     bound: torch.Tensor  # [R] int32
@@ -486,11 +486,19 @@ class SampleWorkspace:
             part_sum=floats(),
             arrived=ints(rows),
             winner=ints(rows),
-            candidates=torch.empty(max(rows, 64) * _CANDIDATES, device=device),
-            candidate_ids=ints(max(rows, 64) * _CANDIDATES),
+            candidates=torch.empty(max(rows, 128) * _CANDIDATES, device=device),  # few rows: `_cut` takes more for each
+            candidate_ids=ints(max(rows, 128) * _CANDIDATES),
             counts=ints(rows * splits),
             bound=ints(rows),
         )
+
+
+def _cut(rows: int, vocab: int, most_splits: int, block: int) -> tuple[int, int]:
+    """Into how many parts a row is cut, and how many groups of logits, or candidates, each of them has."""
+    splits = 1
+    while splits < most_splits and rows * splits < 4096 and vocab > block * splits:
+        splits *= 2
+    return splits, min(max(_CANDIDATES // splits, 32), block)
 
 
 def sample(
@@ -513,12 +521,10 @@ def sample(
     the host. `filters=False` leaves out the launch that top-k, top-p and min-p need; no row may then ask for them.
     """
     rows, vocab = logits.shape
-    splits = 1
-    while splits < workspace.part_value.shape[1] and rows * splits < 4096 and vocab > block * splits:
-        splits *= 2
+    splits, groups = _cut(rows, vocab, workspace.part_value.shape[1], block)
     per_split = cdiv(cdiv(vocab, splits), block) * block
-    groups = min(max(_CANDIDATES // splits, 32), block)
     assert groups * splits >= 128, f"{groups * splits} groups are too few for the largest narrow top-k"
+    assert rows * groups * splits <= len(workspace.candidates), f"candidates of {rows} rows need more room"
     common = (
         state.token_pool,
         state.num_computed,

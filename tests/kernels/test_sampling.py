@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.kernels.sampling import SampleWorkspace, gumbel_reference, sample, sample_reference
+from paceline.kernels.sampling import SampleWorkspace, _cut, gumbel_reference, sample, sample_reference
 from paceline.kernels.slot_state import SlotState, sampling_words
 
 VOCAB = 3000
@@ -56,6 +56,16 @@ def test_every_row_samples_by_its_own_parameters(splits: int) -> None:
         assert state.token_pool[slot, position + 1] == token
         assert state.num_computed[slot] == position + 1
     assert not workspace.arrived.any()
+
+
+@pytest.mark.parametrize("max_rows", [1, 8, 48, 64, 100, 256])
+def test_candidates_of_every_batch_have_room(max_rows: int) -> None:
+    """48 rows of a large vocabulary are cut finest: in a workspace for 64 they wrote over what lay behind it."""
+    workspace = SampleWorkspace.empty(max_rows, "meta")
+    for rows in range(1, max_rows + 1):
+        splits, groups = _cut(rows, 151_936, workspace.part_value.shape[1], 1024)
+        assert rows * splits <= workspace.part_value.numel() == len(workspace.counts)
+        assert rows * splits * groups <= len(workspace.candidates) == len(workspace.candidate_ids)
 
 
 def test_ties_go_to_the_smaller_token_and_filters_may_be_left_out() -> None:
