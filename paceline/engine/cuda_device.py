@@ -341,18 +341,21 @@ class CudaDevice:
         model, state = self.model, self.state
         slots, positions = self._slots[:rows], self._positions[:rows]
         pdl = 0 if kind.tile else model.early_start(rows)
-        attend = self._decode_attention(rows, state.num_rows, kind, pdl, self._sampling.step)
+        raw = not kind.tile and model.takes_raw(rows, fused=True)
+        attend = self._decode_attention(rows, state.num_rows, kind, pdl, self._sampling.step, raw=raw)
         gather_tokens(state, model.embedding, model.input(rows), slots, positions, squares=model.squares(rows))
-        logits = model.logits(model.forward(rows, attend, fused=True, pdl=pdl))
+        logits = model.logits(model.forward(rows, attend, fused=True, raw=raw, pdl=pdl))
         if kind.samples:
             self._sampling.choose(logits, slots, positions, None, adjusts=kind.adjusts, filters=kind.filters)
         else:
             self._graph_logits[rows] = logits
 
     def _decode_attention(
-        self, rows: int, num_rows: Tensor, kind: Kind, pdl: int, step: Tensor | None = None, at_once: bool = False
-    ) -> AttendKernel:
-        """Cuts the KV of the first `num_rows` rows, of `rows` at most, into units; what is returned reads them.
+        self, rows: int, num_rows: Tensor, kind: Kind, pdl: int, step: Tensor | None = None, *, raw: bool,
+        at_once: bool = False,
+    ) -> AttendKernel:  # fmt: skip
+        """Cuts the KV of the first `num_rows` rows, of `rows` at most, into units; what is returned reads them. raw: it
+        is given products of the stream as it is.
 
         Where rows share, what they share and what each has of its own are two launches side by side, since their tiles
         differ in size; with `at_once` it is one, slower on the device and quicker to launch.
@@ -363,6 +366,7 @@ class CudaDevice:
             decode_units(units, state.row_slots[:rows], num_rows, state.num_computed, chunks, window, step)
             step = None  # counted once, by whichever cut comes first
         group = spec.num_heads // spec.num_kv_heads
+        stream = model.input(rows) if raw else None
         own = self._attention_tuning(rows, group, 0, kind.short)
         shared = self._attention_tuning(rows, group, kind.tile, kind.short)
         if self._few_programs is not None:
@@ -373,6 +377,7 @@ class CudaDevice:
             decode_attention(
                 qkv, cache[0], cache[1], state.page_table, layer.cos_sin, layer.q_norm, layer.k_norm, spec.rms_eps,
                 self._units[layer.window], self._attention, out, window=layer.window, tuning=tuning, pdl=pdl, part=part,
+                stream=stream,
             )  # fmt: skip
 
         def attend(index: int, qkv: Tensor, out: Tensor) -> None:
@@ -407,17 +412,19 @@ class CudaDevice:
 
         decodes = packed.num_decodes
         kind = Kind(tile=packed.tile)
+        raw = not kind.tile and model.takes_raw(count, fused=False)
         read = None
         if decodes:
             rows = self.graphs.bucket(decodes, kind)  # a graph's size: what it runs is compiled already
             pdl = 0 if kind.tile else model.early_start(rows)
-            read = self._decode_attention(rows, flight.part(packed.decodes), kind, pdl, at_once=True)
+            read = self._decode_attention(rows, flight.part(packed.decodes), kind, pdl, raw=raw, at_once=True)
         # Made once and not in every layer: the host has little time for such a pass.
         prompt_q, prompt_slots, prompt_positions = q[decodes:], slots[decodes:], positions[decodes:]
         tile_rows, tile_tokens = flight.part(packed.tile_rows), flight.part(packed.tile_tokens)
         all_qkv, all_out = model.attention_buffers(count)
         decode_qkv, prompt_qkv, decode_out = all_qkv[:decodes], all_qkv[decodes:], all_out[:decodes]
         heads = all_out.view(-1, spec.num_heads, spec.head_dim)
+        prompt_stream = model.input(count)[decodes:] if raw else None
 
         def attend(index: int, qkv: Tensor, out: Tensor) -> None:
             layer, cache = model.layers[index], self.caches[index]
@@ -426,7 +433,7 @@ class CudaDevice:
             if decodes < count:
                 rope_kv(
                     prompt_qkv, prompt_q, cache[0], cache[1], state.page_table, prompt_slots, prompt_positions,
-                    layer.cos_sin, layer.q_norm, layer.k_norm, spec.rms_eps,
+                    layer.cos_sin, layer.q_norm, layer.k_norm, spec.rms_eps, prompt_stream,
                 )  # fmt: skip
                 if len(tiles):
                     extend_attention(
@@ -439,7 +446,7 @@ class CudaDevice:
                         positions, query_starts, heads, tuning=self._extend_tuning,
                     )  # fmt: skip
 
-        return model.forward(count, attend, fused=False)
+        return model.forward(count, attend, fused=False, raw=raw)
 
     def _tell_prompts(self, plan: Plan, hidden: Tensor) -> list[Told]:
         asks = self._packer.logprobs.of_prompts(plan)

@@ -6,15 +6,15 @@ passes share, they share in stream order.
     a layer:  [norm] qkv [bias] -> attention -> out [+ x] -> [norm] gate,up silu -> down [+ x]
 
 With few rows each of the four products is one fused kernel that also norms its input and adds to the stream
-(kernels/linear.py); with many, cuBLAS is faster and what stands around it are kernels of their own. The fused ones
-need the norm's weight inside the matrix, so it is folded in when the model is taken over, for both.
+(kernels/linear.py); with many, cuBLAS is faster. A norm's weight is folded into the matrix behind it when the model is
+taken over. What is left of a norm is one factor a row: behind cuBLAS, attention and silu apply it when they read the
+product (`raw`), where they can, so that a layer is six launches and not eight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ class GpuModel:
             # Zeros: padding rows of a graph are computed like any other, and must not become infinite.
             return torch.zeros(rows, columns, dtype=self.dtype, device=self.device)
 
-        self._x, self._normed, self._delta = (empty(max_tokens, spec.hidden_size) for _ in range(3))
+        self._x, self._normed = (empty(max_tokens, spec.hidden_size) for _ in range(2))
         self._qkv = empty(max_tokens, spec.q_size + 2 * spec.kv_size)
         self._attended = empty(max_tokens, spec.q_size)
         self._both, self._act = empty(max_tokens, 2 * spec.ffn_size), empty(max_tokens, spec.ffn_size)
@@ -124,9 +124,20 @@ class GpuModel:
         """The qkv and out that `forward` gives to `attend`, in every layer."""
         return self._qkv[:num_tokens], self._attended[:num_tokens]
 
-    def forward(self, num_tokens: int, attend: AttendKernel, *, fused: bool, pdl: int = 0) -> Tensor:
-        """Hidden states [T, H] after the last norm, of the embeddings in `input`."""
-        return _Forward(self, num_tokens, fused, pdl).run(attend)
+    def forward(
+        self, num_tokens: int, attend: AttendKernel, *, fused: bool, raw: bool = False, pdl: int = 0
+    ) -> Tensor:  # fmt: skip
+        """Hidden states [T, H] after the last norm, of the embeddings in `input`. raw: `attend` scales its qkv."""
+        return _Forward(self, num_tokens, fused, raw, pdl).run(attend)
+
+    def takes_raw(self, num_tokens: int, *, fused: bool) -> bool:
+        """Whether attention may be given a product of the stream as it is, and scale it itself."""
+        qkv = self.layers[0].qkv
+        return self._can_be_raw(qkv) and not (fused and self._choose(qkv, num_tokens) is not None)
+
+    def _can_be_raw(self, product: _Product) -> bool:
+        """A bias comes after the factor; and a stream that was not normed is too large for float16."""
+        return product.bias is None and self.dtype is not torch.float16
 
     def early_start(self, num_tokens: int) -> int:
         """The `pdl` of a decode's kernels."""
@@ -151,16 +162,16 @@ class GpuModel:
 
 
 class _Forward:
-    """One pass being put together. `added`: whether delta is part of the stream x already. `known`: how many columns
-    of squares hold the sums of squares of x's rows; 0: nobody left them."""
+    """One pass being put together. `known`: how many columns of squares hold the sums of squares of x's rows; 0: nobody
+    left them."""
 
-    def __init__(self, model: GpuModel, num_tokens: int, fused: bool, pdl: int) -> None:
+    def __init__(self, model: GpuModel, num_tokens: int, fused: bool, raw: bool, pdl: int) -> None:
         self.model = model
-        self.fused, self.pdl = fused, pdl
-        self.x, self.normed, self.delta = (b[:num_tokens] for b in (model._x, model._normed, model._delta))
+        self.fused, self.raw, self.pdl = fused, raw, pdl
+        self.x, self.normed = model._x[:num_tokens], model._normed[:num_tokens]
         self.qkv, self.attended = model._qkv[:num_tokens], model._attended[:num_tokens]
         self.both, self.act = model._both[:num_tokens], model._act[:num_tokens]
-        self.added, self.known = True, 1
+        self.known = 1
         self.eps = model.spec.rms_eps
 
     def run(self, attend: AttendKernel) -> Tensor:
@@ -178,26 +189,26 @@ class _Forward:
         return self.model._choose(product, len(self.x)) if self.fused else None
 
     def _norm(self, weight: Tensor) -> None:
-        if self.added:
-            rms_norm(self.x, weight, self.eps, self.normed, pdl=self.pdl)
-        else:
-            rms_norm(self.delta, weight, self.eps, self.normed, residual=self.x, pdl=self.pdl)
-        self.added = True
+        rms_norm(self.x, weight, self.eps, self.normed, pdl=self.pdl)
 
     def _inward(self, product: _Product, out: Tensor) -> None:
         """A product of the normed stream."""
         tuning = self._choose(product)
-        if tuning is not None and self.known and self.added:
+        if tuning is not None and self.known:
             linear(self.x, product.weight, out, tuning, bias=product.bias, squares=self._squares(), eps=self.eps,
                    gated=product.gated, workspace=self.model._workspace if tuning.split_k > 1 else None,
                    pdl=self.pdl)  # fmt: skip
             return
-        self._norm(self.model._ones)
-        if product.gated:
-            self._plain(self.normed, product, self.both)
-            silu_mul(self.both, out, pdl=self.pdl)
+        raw = self.model._can_be_raw(product) and (product.gated or self.raw)
+        if not raw:
+            self._norm(self.model._ones)
+        source, target = self.x if raw else self.normed, self.both if product.gated else out
+        if product.bias is None:
+            torch.mm(source, product.weight.T, out=target)
         else:
-            self._plain(self.normed, product, out)
+            torch.addmm(product.bias, source, product.weight.T, out=target)
+        if product.gated:
+            silu_mul(target, out, self.x if raw else None, self.eps, pdl=self.pdl)
 
     def _outward(self, product: _Product, source: Tensor) -> None:
         """A product that is added to the stream."""
@@ -207,15 +218,10 @@ class _Forward:
             linear(source, product.weight, self.x, tuning, bias=product.bias, residual=self.x,
                    squares_out=self._squares(), workspace=self.model._workspace, pdl=self.pdl)  # fmt: skip
             return
-        self._plain(source, product, self.delta)
-        self.added, self.known = False, 0
+        torch.addmm(self.x, source, product.weight.T, out=self.x)
+        if product.bias is not None:
+            self.x.add_(product.bias)
+        self.known = 0
 
     def _squares(self) -> Tensor:
         return self.model._squares[: len(self.x), : self.known]
-
-    def _plain(self, source: Tensor, product: _Product, out: Tensor) -> None:
-        weight: Any = product.weight.T
-        if product.bias is None:
-            torch.mm(source, weight, out=out)
-        else:
-            torch.addmm(product.bias, source, weight, out=out)

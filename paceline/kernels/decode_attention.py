@@ -19,6 +19,7 @@ import torch
 
 from paceline.kernels._triton import next_power_of_2, prefetch, tl, triton
 from paceline.kernels.decode_units import DecodeUnits
+from paceline.kernels.rms_norm import row_factor
 from paceline.kernels.rope_kv import rope_kv_reference, rotate_row
 
 
@@ -34,10 +35,11 @@ def decode_attention_reference(
     k_norm: torch.Tensor | None,
     eps: float,
     window: int = 0,
+    stream: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[R, Q D] in float64. Writes the new keys and values first, then attends row by row."""
     page_size, kv_heads, head_dim = k_cache.shape[1:]
-    q = rope_kv_reference(qkv, k_cache, v_cache, page_table, slots, positions, cos_sin, q_norm, k_norm, eps)
+    q = rope_kv_reference(qkv, k_cache, v_cache, page_table, slots, positions, cos_sin, q_norm, k_norm, eps, stream)
     out = []
     for row, slot, position in zip(q.double(), slots.tolist(), positions.tolist(), strict=True):
         first = max(position + 1 - window, 0) if window else 0
@@ -114,6 +116,7 @@ def _decode_attention_kernel(
     cos_sin,
     q_norm,
     k_norm,
+    stream,
     units,
     num_units,
     num_shared,
@@ -132,6 +135,7 @@ def _decode_attention_kernel(
     G: tl.constexpr,
     D: tl.constexpr,
     P: tl.constexpr,
+    H: tl.constexpr,
     HAS_NORM: tl.constexpr,
     WINDOW: tl.constexpr,
     WIDE: tl.constexpr,
@@ -195,6 +199,9 @@ def _decode_attention_kernel(
             position = tl.load(rows + tile_rows * 4, mask=inside, other=0)
             first_partial = tl.load(rows + tile_rows * 4 + 2, mask=inside, other=0)
         head = kv_head * G + m % G
+        factor = 1.0
+        if H:
+            factor = row_factor(stream, row, eps, H)
         q = rotate_row(
             qkv,
             (tile_rows * qkv_stride + head * D)[:, None],
@@ -202,6 +209,7 @@ def _decode_attention_kernel(
             q_norm,
             cos_sin + (position * D)[:, None],
             eps,
+            factor,
             D,
             HAS_NORM,
         ).to(qkv.dtype.element_ty)
@@ -216,9 +224,10 @@ def _decode_attention_kernel(
             source = qkv + row * qkv_stride + (Q + kv_head) * D
             tail = tl.full([1, 1], 1, tl.int1) & is_tail
             new_k = rotate_row(
-                source, tl.zeros([1, 1], tl.int32), tail, k_norm, cos_sin + end * D, eps, D, HAS_NORM
+                source, tl.zeros([1, 1], tl.int32), tail, k_norm, cos_sin + end * D, eps, factor, D, HAS_NORM
             ).to(k_cache.dtype.element_ty)
-            new_v = tl.load(source + K * D + d[None, :], mask=tail, other=0.0).to(v_cache.dtype.element_ty)
+            new_v = tl.load(source + K * D + d[None, :], mask=tail, other=0.0).to(tl.float32) * factor
+            new_v = new_v.to(v_cache.dtype.element_ty)
             tail_page = tl.load(table + end // P, mask=is_tail, other=0).to(tl.int64)
             tail_place = ((tail_page * P + end % P) * K + kv_head) * D + d[None, :]
             tl.store(k_cache + tail_place, new_k, mask=tail)
@@ -344,13 +353,15 @@ def decode_attention(
     tuning: DecodeTuning = DecodeTuning(),  # noqa: B008  (frozen)
     pdl: int = 0,
     part: int = ALL_UNITS,
+    stream: torch.Tensor | None = None,
 ) -> None:
     """out [R, Q D] = attention of the new tokens in qkv [R, (Q + 2K) D], whose keys and values enter the caches.
 
     Caches [pages, P, K, D]; page_table [S, pages per slot] int32; cos_sin [positions, D] float32; q_norm and k_norm
     [D] together or not at all. `units` was filled by `decode_units` with the same window in this pass. Rows beyond
     num_rows are left as they were. `part`: a second launch takes the units that this one does not, at the same time or
-    in any order.
+    in any order. With `stream` [R, H], qkv is the product of a stream that was not normed, and is scaled here; where
+    several rows share units it must be normed.
     """
     page_size, kv_heads, head_dim = k_cache.shape[1:]
     q_heads = out.shape[1] // head_dim
@@ -365,6 +376,7 @@ def decode_attention(
         cos_sin,
         qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm,
+        qkv if stream is None else stream,
         units.units,
         units.num_units,
         units.num_shared,
@@ -383,6 +395,7 @@ def decode_attention(
         G=group,
         D=head_dim,
         P=page_size,
+        H=0 if stream is None else stream.shape[1],
         HAS_NORM=q_norm is not None,
         WINDOW=window,
         WIDE=k_cache.numel() >= 1 << 31,

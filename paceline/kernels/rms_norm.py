@@ -1,7 +1,8 @@
 """RMSNorm, alone or after adding to the residual stream.
 
-Decode steps fold this norm into the matrix product that follows (linear.py); this kernel serves prefill, where the
-products are cuBLAS's, and the last norm before the logits.
+Most passes have but one such launch, before the logits: a norm's weight is folded into the product that follows, and
+the factor of a row is the same for the whole row. Fused products apply it to their sums (linear.py); behind cuBLAS's
+products whoever reads them next does, by `row_factor`.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -22,6 +23,19 @@ def rms_norm_reference(
     wide = total.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
     return normed.to(x.dtype), total
+
+
+def row_factor_reference(stream: torch.Tensor, eps: float) -> torch.Tensor:
+    """[T, 1] float32."""
+    return torch.rsqrt(stream.float().square().mean(-1, keepdim=True) + eps)
+
+
+@triton.jit
+def row_factor(stream, row, eps, H: tl.constexpr):
+    """What norms a row of the stream [T, H], or whatever a linear product made of it."""
+    column = tl.arange(0, triton.next_power_of_2(H))
+    value = tl.load(stream + row * H + column, mask=column < H, other=0.0).to(tl.float32)
+    return 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / H + eps)
 
 
 @triton.jit

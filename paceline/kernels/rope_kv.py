@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from paceline.kernels._triton import next_power_of_2, tl, triton
+from paceline.kernels.rms_norm import row_factor, row_factor_reference
 
 
 def rope_table(positions: int, head_dim: int, base: float, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -42,10 +43,12 @@ def rope_kv_reference(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    stream: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Writes the caches in place and returns q [T, Q, D]."""
     _, page_size, kv_heads, head_dim = k_cache.shape
-    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    wide = qkv if stream is None else qkv.float() * row_factor_reference(stream, eps)
+    heads = wide.view(qkv.shape[0], -1, head_dim)
     q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     table = cos_sin[positions.long()]
     pages = page_table[slots.long(), (positions // page_size).long()].long()
@@ -56,16 +59,17 @@ def rope_kv_reference(
 
 
 @triton.jit
-def rotate_row(x, offset, inside, norm, table, eps, D: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Normed and rotated heads: x + offset points at element 0 of each head [rows, 1]; table at its cos_sin row.
+def rotate_row(x, offset, inside, norm, table, eps, factor, D: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Normed and rotated heads: x + offset points at element 0 of each head [rows, 1]; table at its cos_sin row; factor
+    is what the whole row is scaled by first.
 
     Each element is loaded with its partner half a head away instead of being shuffled: the second load is a cache hit.
     """
     d = tl.arange(0, D)[None, :]
     half: tl.constexpr = D // 2
     partner = (d + half) % D
-    mine = tl.load(x + offset + d, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(x + offset + partner, mask=inside, other=0.0).to(tl.float32)
+    mine = tl.load(x + offset + d, mask=inside, other=0.0).to(tl.float32) * factor
+    other = tl.load(x + offset + partner, mask=inside, other=0.0).to(tl.float32) * factor
     if HAS_NORM:
         rstd = 1.0 / tl.sqrt(tl.sum(mine * mine, axis=1) / D + eps)
         mine = mine * rstd[:, None] * tl.load(norm + d).to(tl.float32)
@@ -87,6 +91,7 @@ def _rope_kv_kernel(
     cos_sin,
     q_norm,
     k_norm,
+    stream,
     qkv_stride,
     table_stride,
     eps,
@@ -94,6 +99,7 @@ def _rope_kv_kernel(
     K: tl.constexpr,
     D: tl.constexpr,
     P: tl.constexpr,
+    H: tl.constexpr,
     HAS_NORM: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -105,14 +111,17 @@ def _rope_kv_kernel(
     source = qkv + token * qkv_stride
     table = cos_sin + position.to(tl.int64) * D
     d = tl.arange(0, D)[None, :]
+    factor = 1.0
+    if H:
+        factor = row_factor(stream, token, eps, H)
 
     head = tl.arange(0, BLOCK_Q)[:, None]
-    q = rotate_row(source, head * D, head < Q, q_norm, table, eps, D, HAS_NORM)
+    q = rotate_row(source, head * D, head < Q, q_norm, table, eps, factor, D, HAS_NORM)
     tl.store(q_out + token * Q * D + head * D + d, q.to(q_out.dtype.element_ty), mask=head < Q)
 
     head = tl.arange(0, BLOCK_K)[:, None]
-    k = rotate_row(source + Q * D, head * D, head < K, k_norm, table, eps, D, HAS_NORM)
-    v = tl.load(source + (Q + K) * D + head * D + d, mask=head < K, other=0.0)
+    k = rotate_row(source + Q * D, head * D, head < K, k_norm, table, eps, factor, D, HAS_NORM)
+    v = tl.load(source + (Q + K) * D + head * D + d, mask=head < K, other=0.0).to(tl.float32) * factor
     place = (page * P + position % P) * K * D + head * D + d
     tl.store(k_cache + place, k.to(k_cache.dtype.element_ty), mask=head < K)
     tl.store(v_cache + place, v.to(v_cache.dtype.element_ty), mask=head < K)
@@ -130,8 +139,10 @@ def rope_kv(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    stream: torch.Tensor | None = None,
 ) -> None:
-    """q_out [T, Q, D] and the caches [pages, P, K, D] from qkv [T, (Q + 2K) D].
+    """q_out [T, Q, D] and the caches [pages, P, K, D] from qkv [T, (Q + 2K) D]. With `stream` [T, H], qkv is the
+    product of a stream that was not normed, and is scaled here.
 
     page_table [S, pages per slot], slots [T] and positions [T] are int32, cos_sin [positions, D] float32. q_norm and
     k_norm [D] are given together or not at all. All T tokens are live: a padded pass slices its tensors.
@@ -150,6 +161,7 @@ def rope_kv(
         cos_sin,
         qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm,
+        qkv if stream is None else stream,
         qkv.stride(0),
         page_table.stride(0),
         eps,
@@ -157,6 +169,7 @@ def rope_kv(
         K=kv_heads,
         D=head_dim,
         P=page_size,
+        H=0 if stream is None else stream.shape[1],
         HAS_NORM=q_norm is not None,
         BLOCK_Q=next_power_of_2(q_heads),
         BLOCK_K=next_power_of_2(kv_heads),

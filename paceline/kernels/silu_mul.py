@@ -8,15 +8,19 @@ from __future__ import annotations
 import torch
 
 from paceline.kernels._triton import cdiv, tl, triton
+from paceline.kernels.rms_norm import row_factor, row_factor_reference
 
 
-def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.float().chunk(2, dim=-1)
+def silu_mul_reference(
+    gate_up: torch.Tensor, stream: torch.Tensor | None = None, eps: float = 0.0
+) -> torch.Tensor:  # fmt: skip
+    wide = gate_up.float() if stream is None else gate_up.float() * row_factor_reference(stream, eps)
+    gate, up = wide.chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_mul_kernel(gate_up, out, stream, width, eps, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -26,14 +30,30 @@ def _silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr
             tl.extra.cuda.gdc_launch_dependents()
     gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    if H:
+        factor = row_factor(stream, row, eps, H)
+        gate *= factor
+        up *= factor
     value = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: torch.Tensor, out: torch.Tensor, pdl: int = 0) -> None:
-    """out [T, F] = silu(gate_up[:, :F]) * gate_up[:, F:], for contiguous gate_up [T, 2F]."""
+def silu_mul(
+    gate_up: torch.Tensor, out: torch.Tensor, stream: torch.Tensor | None = None, eps: float = 0.0, pdl: int = 0
+) -> None:
+    """out [T, F] = silu(gate_up[:, :F]) * gate_up[:, F:], for contiguous gate_up [T, 2F]. With `stream` [T, H], gate_up
+    is the product of a stream that was not normed, and is scaled here."""
     tokens, width = out.shape
     block = 1024
     _silu_mul_kernel[(tokens, cdiv(width, block))](
-        gate_up, out, width, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl > 0
+        gate_up,
+        out,
+        out if stream is None else stream,
+        width,
+        eps,
+        H=0 if stream is None else stream.shape[1],
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl > 0,
     )
