@@ -35,6 +35,7 @@ from paceline.kernels._triton import cdiv
 from paceline.kernels.adjust import write_runs
 from paceline.kernels.decode_attention import (
     ALL_UNITS,
+    NONE_SHARED,
     OWN_UNITS,
     SHARED_UNITS,
     DecodeTuning,
@@ -381,8 +382,11 @@ class CudaDevice:
             )  # fmt: skip
 
         def attend(index: int, qkv: Tensor, out: Tensor) -> None:
-            if not kind.tile or at_once or model.layers[index].window:
-                launch(index, qkv, out, shared if kind.tile else own, ALL_UNITS)
+            if not kind.tile or model.layers[index].window:
+                launch(index, qkv, out, own, NONE_SHARED)
+                return
+            if at_once:
+                launch(index, qkv, out, shared, ALL_UNITS)
                 return
             streams.follow(streams.side, streams.engine)
             with streams.use(streams.side):

@@ -4,6 +4,9 @@ A program takes (unit, KV head) pairs in turn, up to a count that lies on the de
 serves every batch. The row's tail unit starts its softmax from the new token, taken from the qkv product, and writes
 that token's key and value: nobody reads them from the cache in this pass, so nothing has to wait for the write.
 
+A unit begins with a chain of loads: its record, what that leads to, the first keys. At 256 rows that costs as much as
+reading a hundred tokens each, so everything the record leads to is asked for before anything is waited for.
+
 A row of several chunks leaves one float32 partial per chunk. Whoever finishes last (an atomic count per row and head)
 folds them, in the order of the chunks whoever that is: a second launch per layer would cost more than the fold.
 """
@@ -20,7 +23,7 @@ import torch
 from paceline.kernels._triton import next_power_of_2, prefetch, tl, triton
 from paceline.kernels.decode_units import DecodeUnits
 from paceline.kernels.rms_norm import row_factor
-from paceline.kernels.rope_kv import rope_kv_reference, rotate_row
+from paceline.kernels.rope_kv import load_pairs, load_turn, rope_kv_reference, turn
 
 
 def decode_attention_reference(
@@ -92,22 +95,6 @@ def _fold(
 
 
 @triton.jit
-def _prefetch_unit(
-    unit, kv_head, k_cache, v_cache, page_table, table_stride, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr
-):
-    """Starts the unit's first keys and values towards the L2 while its queries are still being rotated."""
-    n = tl.load(unit + 4) + tl.arange(0, 64)
-    cached = n < tl.load(unit + 5)
-    slot = tl.load(unit + 1).to(tl.int64)
-    page = tl.load(page_table + slot * table_stride + n // P, mask=cached, other=0).to(tl.int64)
-    place = ((page * P + n % P) * K + kv_head) * D
-    line = tl.arange(0, D // 64) * 64
-    # Lanes beyond the end ask for page 0, which is as good as any other address.
-    prefetch(k_cache + place[:, None] + line[None, :])
-    prefetch(v_cache + place[:, None] + line[None, :])
-
-
-@triton.jit
 def _decode_attention_kernel(
     qkv,
     k_cache,
@@ -148,6 +135,7 @@ def _decode_attention_kernel(
     PDL: tl.constexpr,
     PART: tl.constexpr,
 ):
+    # PART 0: all units, 1: those that rows share, 2: the others, 3: all, and none is shared.
     d = tl.arange(0, D)
     m = tl.arange(0, BLOCK_M)
     num_work = tl.load(num_units) * K
@@ -157,26 +145,11 @@ def _decode_attention_kernel(
         units += tl.load(num_shared) * 16
         num_work -= tl.load(num_shared) * K
     if PDL:
-        # The units and all keys but the newest were there before the product that is still running: ask for the
-        # first of them now.
-        if PREFETCH and tl.program_id(0) < num_work:
-            _prefetch_unit(
-                units + tl.program_id(0) // K * 16,
-                tl.program_id(0) % K,
-                k_cache,
-                v_cache,
-                page_table,
-                table_stride,
-                K,
-                D,
-                P,
-            )
         tl.extra.cuda.gdc_wait()
         if PDL == 1:
             tl.extra.cuda.gdc_launch_dependents()
     for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
         unit = units + work // K * 16
-        kv_head = work % K
         row = tl.load(unit)
         slot = tl.load(unit + 1).to(tl.int64)
         first_query = tl.load(unit + 2)
@@ -185,50 +158,61 @@ def _decode_attention_kernel(
         end = tl.load(unit + 5)
         index = tl.load(unit + 6)
         is_tail = tl.load(unit + 7) != 0
+        row_position = tl.load(unit + 8)
         num_chunks = tl.load(unit + 9)
-        table = page_table + slot * table_stride
-        if PREFETCH and (PDL == 0 or work != tl.program_id(0)):
-            _prefetch_unit(unit, kv_head, k_cache, v_cache, page_table, table_stride, K, D, P)
-
-        inside = m // G < num_queries
-        tile_rows = row + tl.zeros([BLOCK_M], tl.int32)
-        position = tl.load(unit + 8) + tl.zeros([BLOCK_M], tl.int32)
-        first_partial = tl.load(unit + 10) + tl.zeros([BLOCK_M], tl.int32)
-        if PART != 2 and num_queries > 1:
-            tile_rows = tl.load(query_rows + first_query + m // G, mask=inside, other=0)
-            position = tl.load(rows + tile_rows * 4, mask=inside, other=0)
-            first_partial = tl.load(rows + tile_rows * 4 + 2, mask=inside, other=0)
+        own_partial = tl.load(unit + 10)
+        kv_head = work % K
         head = kv_head * G + m % G
+        table = page_table + slot * table_stride
+        if PREFETCH:
+            n = begin + tl.arange(0, BLOCK_N)
+            # Lanes beyond the end ask for page 0, which is as good as any other address.
+            first_pages = tl.load(table + n // P, mask=n < end, other=0).to(tl.int64)
+
+        tile_rows = row + tl.zeros([BLOCK_M], tl.int32)
+        position = row_position + tl.zeros([BLOCK_M], tl.int32)
+        first_partial = own_partial + tl.zeros([BLOCK_M], tl.int32)
+        inside = m < G
+        if PART < 2:
+            inside = m // G < num_queries
+            if num_queries > 1:
+                tile_rows = tl.load(query_rows + first_query + m // G, mask=inside, other=0)
+                position = tl.load(rows + tile_rows * 4, mask=inside, other=0)
+                first_partial = tl.load(rows + tile_rows * 4 + 2, mask=inside, other=0)
+        mine, other = load_pairs(qkv, (tile_rows * qkv_stride + head * D)[:, None], inside[:, None], D)
+        own_cos, own_sin = load_turn(cos_sin + row_position * D, True, D)
+        cos, sin = own_cos, own_sin
+        if PART < 2:
+            cos, sin = load_turn(cos_sin + (position * D)[:, None], inside[:, None], D)
+        if PART != 1:
+            # The tail's new token. Loaded in every unit and used in one: a branch would wait for memory once more.
+            # end is the position being decoded: the cache holds begin..end, this token makes it end + 1.
+            source = qkv + row * qkv_stride + (Q + kv_head) * D
+            tail = tl.full([1, 1], 1, tl.int1) & is_tail
+            new_mine, new_other = load_pairs(source, tl.zeros([1, 1], tl.int32), tail, D)
+            new_v = tl.load(source + K * D + d[None, :], mask=tail, other=0.0)
+            tail_page = tl.load(table + end // P, mask=is_tail, other=0).to(tl.int64)
+        q_weight, q_other_weight = load_pairs(q_norm, 0, HAS_NORM, D)
+        k_weight, k_other_weight = load_pairs(k_norm, 0, HAS_NORM, D)
         factor = 1.0
         if H:
             factor = row_factor(stream, row, eps, H)
-        q = rotate_row(
-            qkv,
-            (tile_rows * qkv_stride + head * D)[:, None],
-            inside[:, None],
-            q_norm,
-            cos_sin + (position * D)[:, None],
-            eps,
-            factor,
-            D,
-            HAS_NORM,
-        ).to(qkv.dtype.element_ty)
+        if PREFETCH:
+            line = ((first_pages * P + n % P) * K + kv_head) * D
+            part = tl.arange(0, D // 64) * 64
+            prefetch(k_cache + line[:, None] + part[None, :])
+            prefetch(v_cache + line[:, None] + part[None, :])
+        q = turn(mine, other, q_weight, q_other_weight, cos, sin, eps, factor, D, HAS_NORM).to(qkv.dtype.element_ty)
 
         # Summed over the keys' axis only at the end: one exchange between warps less per tile.
         totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         acc = tl.zeros([BLOCK_M, D], tl.float32)
         top = tl.full([BLOCK_M], -1.0e30, tl.float32)
         if PART != 1:
-            # The tail's new token. Loaded in every unit and used in one: a branch would wait for memory once more.
-            # end is the position being decoded: the cache holds begin..end, this token makes it end + 1.
-            source = qkv + row * qkv_stride + (Q + kv_head) * D
-            tail = tl.full([1, 1], 1, tl.int1) & is_tail
-            new_k = rotate_row(
-                source, tl.zeros([1, 1], tl.int32), tail, k_norm, cos_sin + end * D, eps, factor, D, HAS_NORM
-            ).to(k_cache.dtype.element_ty)
-            new_v = tl.load(source + K * D + d[None, :], mask=tail, other=0.0).to(tl.float32) * factor
-            new_v = new_v.to(v_cache.dtype.element_ty)
-            tail_page = tl.load(table + end // P, mask=is_tail, other=0).to(tl.int64)
+            new_k = turn(
+                new_mine, new_other, k_weight, k_other_weight, own_cos, own_sin, eps, factor, D, HAS_NORM
+            ).to(k_cache.dtype.element_ty)  # fmt: skip
+            new_v = (new_v.to(tl.float32) * factor).to(v_cache.dtype.element_ty)
             tail_place = ((tail_page * P + end % P) * K + kv_head) * D + d[None, :]
             tl.store(k_cache + tail_place, new_k, mask=tail)
             tl.store(v_cache + tail_place, new_v, mask=tail)
@@ -267,10 +251,10 @@ def _decode_attention_kernel(
             tl.store(partials + partial[:, None] * D + d[None, :], acc, mask=inside[:, None])
             tl.store(lse + partial, top + tl.log2(total), mask=inside)
             tl.debug_barrier()  # every thread's partial before the one atomic that announces them
-            if PART == 2 or num_queries == 1:
+            if PART >= 2 or num_queries == 1:
                 count = arrived + row * K + kv_head
                 if tl.atomic_add(count, 1, sem="acq_rel") == num_chunks - 1:
-                    _fold(partials, lse, out, row, tl.load(unit + 10), num_chunks, kv_head, Q, G, D, COLUMNS, FOLD)
+                    _fold(partials, lse, out, row, own_partial, num_chunks, kv_head, Q, G, D, COLUMNS, FOLD)
                     tl.store(count, 0)
             else:
                 # All rows are announced at once: one after the other, each would wait for the memory.
@@ -310,7 +294,8 @@ class DecodeWorkspace:
         )
 
 
-ALL_UNITS, SHARED_UNITS, OWN_UNITS = 0, 1, 2  # what one launch takes
+# What one launch takes: all units, those that rows share, the others; or all of them, none of which is shared.
+ALL_UNITS, SHARED_UNITS, OWN_UNITS, NONE_SHARED = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,12 +312,13 @@ class DecodeTuning:
 def decode_attention_tuning(rows: int, group: int, tile: int, short: bool = False) -> DecodeTuning:
     """What was fastest on an H200 at 1 to 256 rows with 16 / 8 heads; see docs/log.md.
 
-    `short`: the rows have a few hundred tokens each, so that many small programs win. Without sharing the tile holds
-    just the heads of one KV head: a tile of 16 spends a third of its instructions on empty rows.
+    `short`: the rows have a few hundred tokens each, so that many small programs win; so they do where there are many
+    rows. Without sharing the tile holds just the heads of one KV head: a tile of 16 spends a third of its instructions
+    on empty rows.
     """
     if tile:
         return DecodeTuning(block_m=tile, max_registers=168)
-    if short and rows > 128:
+    if rows > 192 or (short and rows > 128):
         return DecodeTuning(block_m=next_power_of_2(group), block_n=32, num_warps=2, num_stages=4)
     return DecodeTuning(block_m=next_power_of_2(group), max_registers=168 if rows <= 16 else 128)
 

@@ -1,7 +1,7 @@
 """QK-norm (where the model has it), RoPE and the write into the paged cache, straight from the qkv product.
 
 For prefill and mixed passes. Decode rows do the same inside the attention kernel (decode_attention.py), which saves
-a launch per layer; `rotate_row` is shared so that both write the same bits.
+a launch per layer; `turn` is shared so that both write the same bits.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -59,24 +59,31 @@ def rope_kv_reference(
 
 
 @triton.jit
-def rotate_row(x, offset, inside, norm, table, eps, factor, D: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Normed and rotated heads: x + offset points at element 0 of each head [rows, 1]; table at its cos_sin row; factor
-    is what the whole row is scaled by first.
-
-    Each element is loaded with its partner half a head away instead of being shuffled: the second load is a cache hit.
-    """
+def load_pairs(x, offset, inside, D: tl.constexpr):
+    """Heads as they are, and beside each element the one half a head away: x + offset points at element 0 of each head
+    [rows, 1]. Loaded twice instead of being shuffled: the second load is a cache hit."""
     d = tl.arange(0, D)[None, :]
-    half: tl.constexpr = D // 2
-    partner = (d + half) % D
-    mine = tl.load(x + offset + d, mask=inside, other=0.0).to(tl.float32) * factor
-    other = tl.load(x + offset + partner, mask=inside, other=0.0).to(tl.float32) * factor
+    mine = tl.load(x + offset + d, mask=inside, other=0.0)
+    return mine, tl.load(x + offset + (d + D // 2) % D, mask=inside, other=0.0)
+
+
+@triton.jit
+def load_turn(table, inside, D: tl.constexpr):
+    """Cosines and sines [rows, D] of rows of cos_sin."""
+    d = tl.arange(0, D)[None, :] % (D // 2)
+    return tl.load(table + d, mask=inside, other=0.0), tl.load(table + D // 2 + d, mask=inside, other=0.0)
+
+
+@triton.jit
+def turn(mine, other, weight, other_weight, cos, sin, eps, factor, D: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Heads scaled by the factor of their row, normed where the model does so, and rotated."""
+    mine = mine.to(tl.float32) * factor
+    other = other.to(tl.float32) * factor
     if HAS_NORM:
         rstd = 1.0 / tl.sqrt(tl.sum(mine * mine, axis=1) / D + eps)
-        mine = mine * rstd[:, None] * tl.load(norm + d).to(tl.float32)
-        other = other * rstd[:, None] * tl.load(norm + partner).to(tl.float32)
-    cos = tl.load(table + d % half, mask=inside, other=0.0)
-    sin = tl.load(table + half + d % half, mask=inside, other=0.0)
-    return mine * cos + tl.where(d < half, -other, other) * sin
+        mine = mine * rstd[:, None] * weight.to(tl.float32)
+        other = other * rstd[:, None] * other_weight.to(tl.float32)
+    return mine * cos + tl.where(tl.arange(0, D)[None, :] < D // 2, -other, other) * sin
 
 
 @triton.jit
@@ -115,12 +122,18 @@ def _rope_kv_kernel(
     if H:
         factor = row_factor(stream, token, eps, H)
 
+    cos, sin = load_turn(table, True, D)
+    q_weight, q_other_weight = load_pairs(q_norm, 0, HAS_NORM, D)
+    k_weight, k_other_weight = load_pairs(k_norm, 0, HAS_NORM, D)
+
     head = tl.arange(0, BLOCK_Q)[:, None]
-    q = rotate_row(source, head * D, head < Q, q_norm, table, eps, factor, D, HAS_NORM)
+    mine, other = load_pairs(source, head * D, head < Q, D)
+    q = turn(mine, other, q_weight, q_other_weight, cos, sin, eps, factor, D, HAS_NORM)
     tl.store(q_out + token * Q * D + head * D + d, q.to(q_out.dtype.element_ty), mask=head < Q)
 
     head = tl.arange(0, BLOCK_K)[:, None]
-    k = rotate_row(source + Q * D, head * D, head < K, k_norm, table, eps, factor, D, HAS_NORM)
+    mine, other = load_pairs(source + Q * D, head * D, head < K, D)
+    k = turn(mine, other, k_weight, k_other_weight, cos, sin, eps, factor, D, HAS_NORM)
     v = tl.load(source + (Q + K) * D + head * D + d, mask=head < K, other=0.0).to(tl.float32) * factor
     place = (page * P + position % P) * K * D + head * D + d
     tl.store(k_cache + place, k.to(k_cache.dtype.element_ty), mask=head < K)

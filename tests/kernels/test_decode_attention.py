@@ -7,6 +7,7 @@ import torch
 
 from paceline.kernels.decode_attention import (
     ALL_UNITS,
+    NONE_SHARED,
     OWN_UNITS,
     SHARED_UNITS,
     DecodeTuning,
@@ -93,7 +94,11 @@ def test_shared_chunks_give_the_same_result_as_own_ones(seed: int) -> None:
             seed=seed,
         )
         for share in (False, True)
-        for parts in ([(ALL_UNITS,), (SHARED_UNITS, OWN_UNITS), (OWN_UNITS, SHARED_UNITS)] if share else [(ALL_UNITS,)])
+        for parts in (
+            [(ALL_UNITS,), (SHARED_UNITS, OWN_UNITS), (OWN_UNITS, SHARED_UNITS)]
+            if share
+            else [(ALL_UNITS,), (NONE_SHARED,)]
+        )
     ]
     assert sharing.units, "this case shares nothing and tests nothing"
     assert relative_error(outs[1], outs[0]) < 1e-5
@@ -149,7 +154,7 @@ def check(
     with_norm: bool = True,
     shared_pages: list[tuple[int, int, int]] | None = None,
     shared: tuple[list[tuple[int, int, int, int]], list[int], list[int]] | None = None,
-    parts: tuple[int, ...] = (ALL_UNITS,),
+    parts: tuple[int, ...] = (NONE_SHARED,),
     raw: bool = False,
     seed: int = 0,
 ) -> torch.Tensor:
