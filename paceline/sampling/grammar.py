@@ -14,14 +14,14 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from paceline.request import Grammar, InvalidRequest, Request
-from paceline.sampling.values import Masks
+from paceline.sampling.values import Bits, Masks
 from paceline.scheduler.plan import Plan, Updates
 from paceline.text.tokenizer import Tokenizer
 
@@ -159,15 +159,16 @@ class Grammars:
     def apply_to(self, plan: Plan) -> bool:
         return bool(self._matchers) and any(id(request) in self._matchers for request in _sampling(plan))
 
-    def masks(self, plan: Plan) -> Masks:
+    def masks(self, plan: Plan, room: Callable[[int, int], Bits]) -> Masks:
         rows: list[int] = []
         matchers: list[tuple[Any, int]] = []
         for row, request in enumerate(_sampling(plan)):
+            followed = self._matchers.get(id(request))
             # One that has ended meanwhile may say anything: nobody will hear it.
-            if id(request) in self._matchers and not request.is_finished:
-                matchers.append((self._matchers[id(request)][1], len(rows)))
+            if followed is not None and not request.is_finished:
+                matchers.append((followed[1], len(rows)))
                 rows.append(row)
-        bits = np.zeros((len(rows), -(-self._vocab_size // 32)), np.int32)
+        bits = room(len(rows), -(-self._vocab_size // 32))
         if matchers:
             self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * 4, len(rows))
             for matcher, place in matchers:
