@@ -11,6 +11,7 @@ from paceline.engine.cuda_device import AttentionTuning, ChunkChoice, CudaDevice
 from paceline.engine.cuda_graphs import buckets
 from paceline.engine.cuda_inputs import ShareRule
 from paceline.engine.cuda_model import GpuModel, Tuning
+from paceline.engine.cuda_sampling import mask_words
 from paceline.engine.cuda_streams import streams_of
 from paceline.engine.kv_cache import num_kv_pages
 from paceline.kernels._triton import HAS_TRITON
@@ -75,5 +76,7 @@ def _workspace_bytes(model: GpuModel, scheduler: SchedulerConfig, chunks: ChunkC
     rows, context, spec = scheduler.max_running, scheduler.context_tokens, model.spec
     partials = max_units(buckets(rows), context + 1, chunks) * (spec.q_size + spec.num_heads + 32)
     tables = rows * context * 2
-    adjustments = adjust_bytes(rows, context + 1)
-    return adjustments + 4 * (partials + tables) + scheduler.max_batch_tokens * spec.q_size * model.dtype.itemsize
+    adjustments, masks = adjust_bytes(rows, context + 1), mask_words(rows, spec.vocab_size)
+    return (
+        adjustments + 4 * (partials + tables + masks) + scheduler.max_batch_tokens * spec.q_size * model.dtype.itemsize
+    )

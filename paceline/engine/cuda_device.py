@@ -25,11 +25,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from paceline.engine.cuda_graphs import DecodeGraphs, Kind, kind_of
+from paceline.engine.cuda_graphs import DecodeGraphs, Kind, Part, kind_of
 from paceline.engine.cuda_inputs import SHARED_CHUNKS, Packed, PlanPacker, ShareRule, Span
 from paceline.engine.cuda_model import AttendKernel, GpuModel
-from paceline.engine.cuda_sampling import CudaSampling, MaskBuffer, Told
-from paceline.engine.cuda_streams import Event, Streams
+from paceline.engine.cuda_sampling import CudaSampling, Told
+from paceline.engine.cuda_streams import Event, Graph, Streams
 from paceline.engine.executor import Result
 from paceline.kernels._triton import cdiv
 from paceline.kernels.adjust import write_runs
@@ -48,7 +48,7 @@ from paceline.kernels.extend_attention import ExtendTuning, extend_attention, ex
 from paceline.kernels.gather_tokens import gather_tokens
 from paceline.kernels.rope_kv import rope_kv
 from paceline.kernels.slot_state import SlotState, apply_diff
-from paceline.sampling.values import Masks
+from paceline.sampling.values import Bits, Masks
 from paceline.scheduler.plan import NO_TOKENS, Plan
 
 # rows, query heads per KV head, query heads in a unit that rows share or 0, whether contexts are short
@@ -94,7 +94,6 @@ class _Flight:
         self._streams, self._device = streams, device
         self.uploaded, self.began, self.ended, self.copied = (streams.event() for _ in range(4))
         self.results = streams.pinned(max_rows)
-        self.masks = MaskBuffer(streams, device)
         self.pending: _Pending | None = None
         self._grow(_FIRST_WORDS)
 
@@ -136,10 +135,17 @@ class _Pending:
         self.told: list[Told] = []  # kept until the copies are there
         self.delayed: Callable[[Masks], None] | None = None
 
+    def mask_room(self, num_rows: int, num_words: int) -> Bits:
+        return self._device.mask_room(self, num_rows, num_words)
+
     def sample(self, masks: Masks) -> None:
         assert self.delayed is not None, "this pass was not delayed, or has its masks already"
         finish, self.delayed = self.delayed, None
         finish(masks)
+
+    @property
+    def is_over(self) -> bool:
+        return self._result is not None
 
     def wait(self) -> Result:
         assert self.delayed is None, "a delayed pass was waited for before its masks came"
@@ -207,8 +213,7 @@ class CudaDevice:
         self._attention = DecodeWorkspace.empty(
             max_running, capacity, spec.num_heads, spec.num_kv_heads, spec.head_dim, device
         )
-        self._sampling = CudaSampling(streams, self.state, max_running, max_row_tokens + 1, _DEPTH)
-        self._graph_logits: dict[int, Tensor] = {}  # by rows: where a graph that does not sample leaves them
+        self._sampling = CudaSampling(streams, self.state, max_running, max_row_tokens + 1, spec.vocab_size, _DEPTH)
         tokens = len(model._x)
         self._slots, self._positions = (torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(2))
         self._q = torch.zeros(tokens, spec.num_heads, spec.head_dim, dtype=model.dtype, device=device)
@@ -251,7 +256,7 @@ class CudaDevice:
             flight.pending.wait()  # long over; only a caller that launches and does not wait finds it unread
         packed = self._packer.pack(plan)
         flight.send(packed)
-        logits = index = None
+        logits = index = choose = None
         told: list[Told] = []
         with streams.use(streams.engine):
             flight.uploaded.wait(streams.engine)
@@ -260,14 +265,17 @@ class CudaDevice:
                 # Before the diff: a graph that is captured now must not see its rows.
                 kind = kind_of(packed.num_rows, packed.num_own_tokens, packed.has_filters, packed.tile)
                 if delayed or packed.asks:
-                    kind = kind._replace(filters=False, samples=False)
+                    kind = kind._replace(filters=False, part=Part.LOGITS)
                 else:
                     kind = kind._replace(adjusts=packed.adjusts)
                 bucket = self.graphs.bucket(packed.num_rows, kind)
                 graph = self.graphs.graph(bucket, kind)
+                if delayed and not packed.asks:
+                    behind = Kind(filters=packed.has_filters, adjusts=packed.adjusts, part=Part.TOKENS)
+                    choose = self.graphs.graph(bucket, behind)
                 self._apply(flight, packed)
                 graph.replay()
-                logits = None if kind.samples else self._graph_logits[bucket]
+                logits = None if kind.part is Part.ALL else self.model.last_logits(bucket)
             else:
                 bucket = 0
                 self._apply(flight, packed)
@@ -281,9 +289,9 @@ class CudaDevice:
         pending.told = told
         flight.pending, self._last_end = pending, flight.ended
         if delayed:
-            pending.delayed = lambda masks: self._finish(pending, flight, packed, logits, index, masks)
+            pending.delayed = lambda masks: self._finish(pending, flight, packed, logits, index, masks, choose)
         else:
-            self._finish(pending, flight, packed, logits, index, None)
+            self._finish(pending, flight, packed, logits, index)
         stats.passes += 1
         stats.graphs += packed.is_decode
         if packed.is_decode:
@@ -295,15 +303,20 @@ class CudaDevice:
     @torch.inference_mode()
     def _finish(
         self, pending: _Pending, flight: _Flight, packed: Packed, logits: Tensor | None, index: Tensor | None,
-        masks: Masks | None,
+        masks: Masks | None = None, choose: Graph | None = None,
     ) -> None:  # fmt: skip
-        """The end of a pass: tokens are chosen, unless its graph has done that, and brought to the host."""
+        """The end of a pass: tokens are chosen, by `choose` if there is one, unless its graph has done that; and
+        brought to the host."""
         streams, sampling = self._streams, self._sampling
-        sent = None if masks is None else flight.masks.send(masks)
+        if masks is not None:
+            sampling.masks.send(masks)
         self._num_steps += bool(packed.num_sampled)
         results = sampling.results[self._num_steps % _DEPTH]
         with streams.use(streams.engine):
-            if logits is not None:
+            if choose is not None:
+                sampling.masks.arrived.wait(streams.engine)
+                choose.replay()
+            elif logits is not None:
                 num_asked = len(packed.asks)
                 asked = flight.part(packed.asked)
                 tell = (
@@ -311,12 +324,12 @@ class CudaDevice:
                     if num_asked
                     else None
                 )
-                if sent is not None:
-                    flight.masks.arrived.wait(streams.engine)
-                slots, positions = self._slots, self._positions
+                if masks is not None:
+                    sampling.masks.arrived.wait(streams.engine)
                 sampling.choose(
-                    logits, slots, positions, index, adjusts=packed.adjusts, filters=packed.has_filters, masks=sent
-                )
+                    logits, self._slots, self._positions, index, adjusts=packed.adjusts, filters=packed.has_filters,
+                    masked=masks is not None,
+                )  # fmt: skip
                 if tell is not None:
                     pending.told.append(tell(results))
             flight.ended.record(streams.engine)
@@ -327,6 +340,12 @@ class CudaDevice:
             for told in pending.told:
                 told.copy()
             flight.copied.record(streams.copy)
+
+    def mask_room(self, pending: _Pending, num_rows: int, num_words: int) -> Bits:
+        before, last = (self._ring[(self._count - back) % _DEPTH].pending for back in (2, 1))
+        assert pending is last, "masks are those of the pass that was launched last"
+        assert before is None or before.is_over, "the pass before may still read its masks"
+        return self._sampling.masks.room(num_rows, num_words)
 
     def close(self) -> None:
         self._streams.synchronize()
@@ -341,15 +360,18 @@ class CudaDevice:
     def _decode(self, rows: int, kind: Kind) -> None:
         model, state = self.model, self.state
         slots, positions = self._slots[:rows], self._positions[:rows]
+        if kind.part is Part.TOKENS:
+            self._sampling.choose(
+                model.last_logits(rows), slots, positions, None, adjusts=kind.adjusts, filters=kind.filters, masked=True
+            )
+            return
         pdl = 0 if kind.tile else model.early_start(rows)
         raw = not kind.tile and model.takes_raw(rows, fused=True)
         attend = self._decode_attention(rows, state.num_rows, kind, pdl, self._sampling.step, raw=raw)
         gather_tokens(state, model.embedding, model.input(rows), slots, positions, squares=model.squares(rows))
         logits = model.logits(model.forward(rows, attend, fused=True, raw=raw, pdl=pdl))
-        if kind.samples:
+        if kind.part is Part.ALL:
             self._sampling.choose(logits, slots, positions, None, adjusts=kind.adjusts, filters=kind.filters)
-        else:
-            self._graph_logits[rows] = logits
 
     def _decode_attention(
         self, rows: int, num_rows: Tensor, kind: Kind, pdl: int, step: Tensor | None = None, *, raw: bool,
@@ -399,8 +421,10 @@ class CudaDevice:
     def _decode_nothing(self, rows: int, kind: Kind) -> None:
         """A decode pass without live rows: compiles what there is to compile and leaves no trace."""
         self.state.num_rows.zero_()
+        self._sampling.masks.num_masks.zero_()
         self._decode(rows, kind)
-        self._sampling.step.sub_(1)
+        if kind.part is not Part.TOKENS:
+            self._sampling.step.sub_(1)
         self.state.num_rows.fill_(self._packer.num_rows)
 
     # ------------------------------------------------------------------ a pass with prompts

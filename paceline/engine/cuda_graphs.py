@@ -1,4 +1,5 @@
-"""Decode passes as CUDA graphs: one for each batch bucket, from the gathered tokens to the sampled ones.
+"""Decode passes as CUDA graphs: one for each batch bucket, from the gathered tokens to the sampled ones; or one up to
+the logits and one behind them, where the host has something to say in between.
 
 A graph is captured from the very function that would run otherwise, after that has run once with no live row, which
 compiles its kernels and changes nothing. Rows beyond the real ones are padding: attention and sampling skip them, and
@@ -9,12 +10,19 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from enum import Enum
 from typing import NamedTuple
 
 from paceline.engine.cuda_streams import Graph, Streams
 
 SHORT_ROWS = 128  # with more rows than this, short contexts have a graph of their own
 _SHORT_TOKENS = 512  # of context per row on average; both sides were measured, not where they meet (docs/log.md)
+
+
+class Part(Enum):
+    ALL = "all"
+    LOGITS = "logits"  # it ends with them
+    TOKENS = "tokens"  # it begins with logits and masks
 
 
 class Kind(NamedTuple):
@@ -24,7 +32,7 @@ class Kind(NamedTuple):
     short: bool = False  # rows have a few hundred tokens of their own
     tile: int = 0  # query heads in a unit that several rows share; 0: nobody shares
     adjusts: bool = False  # some row has penalties, biases or forbidden tokens
-    samples: bool = True  # else it ends with the logits, and tokens are chosen by launches of their own
+    part: Part = Part.ALL
 
 
 def kind_of(num_rows: int, num_own_tokens: int, filters: bool, tile: int) -> Kind:

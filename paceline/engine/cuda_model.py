@@ -152,6 +152,10 @@ class GpuModel:
         """[N, V]; overwritten by the next pass."""
         return torch.mm(hidden, self.head.T, out=self._logits[: len(hidden)])
 
+    def last_logits(self, rows: int) -> Tensor:
+        """Where the last pass has left them, if it had so many rows."""
+        return self._logits[:rows]
+
     def _choose(self, product: _Product, rows: int) -> LinearTuning | None:
         """The fused kernel for a product of so many rows; None for cuBLAS."""
         most = _MAX_FUSED_ROWS if product.weight.numel() < _LARGE_WEIGHT else _MAX_FUSED_ROWS_LARGE

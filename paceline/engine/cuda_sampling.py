@@ -2,7 +2,8 @@
 
 Adjusting and sampling are part of a decode pass's graph. Two things are not: masks, which the host knows only when the
 pass before has ended, and logprobs, whose number differs from pass to pass. A pass with either runs its graph up to the
-logits, and the kernels behind them are launched one by one, some ten of them, while the graph still runs.
+logits. With masks, what is behind them is a second graph, so that the host, which has just computed the masks, has one
+launch to do before the forward pass ends; with logprobs it is launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from paceline.kernels.adjust import AdjustState, adjust_logits, mask_logits
 from paceline.kernels.sampling import SampleWorkspace, sample
 from paceline.kernels.slot_state import SlotState
 from paceline.sampling.logprobs import MOST_ROWS, Ask, split
-from paceline.sampling.values import LogprobRun, Masks
+from paceline.sampling.values import Bits, LogprobRun, Masks
 
 
 @dataclass(slots=True, eq=False)
@@ -55,34 +57,53 @@ class Told:
 
 
 class MaskBuffer:
-    """Where the masks of one pass at a time come to the device."""
+    """Where masks come to the device: those of one pass at a time, and always to the same place, where a graph
+    finds them.
 
-    def __init__(self, streams: Streams, device: torch.device) -> None:
-        self._streams, self._device = streams, device
+    Masks of a pass are written when the one before has been waited for; nobody reads that one's any more.
+    """
+
+    def __init__(self, streams: Streams, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._streams = streams
         self.arrived: Event = streams.event()
-        self._host = self._staging = torch.empty(0, dtype=torch.int32)
+        # num_masks, rows, bits; parts begin where Triton always finds the same alignment
+        self._bits_from = ALIGN + cdiv(max_rows, ALIGN) * ALIGN
+        self._num_words = cdiv(vocab_size, 32)
+        self._host: Tensor | None = None  # made at first use: few engines need it, and there is always room
+        self._words = torch.zeros(mask_words(max_rows, vocab_size), dtype=torch.int32, device=device)
+        self.num_masks, self.rows = self._words[:1], self._words[ALIGN : ALIGN + max_rows]
+        self.bits = self._words[self._bits_from :].view(max_rows, self._num_words)
 
-    def send(self, masks: Masks) -> tuple[Tensor, Tensor]:
-        """Puts masks on their way. Returns rows [N] and bits [N, words], there once `arrived` has passed."""
-        num_rows, num_words = masks.bits.shape
-        first = cdiv(num_rows, ALIGN) * ALIGN  # bits begin where Triton always finds the same alignment
-        size = first + num_rows * num_words
-        if size > len(self._host):
-            self._host = self._streams.pinned(2 * size)
-            self._staging = torch.empty(2 * size, dtype=torch.int32, device=self._device)
+    def room(self, num_rows: int, num_words: int) -> Bits:
+        assert num_words == self._num_words, f"masks have {num_words} words, and the vocabulary {self._num_words}"
+        if self._host is None:
+            self._host = self._streams.pinned(len(self._words))
+        return self._host.numpy()[self._bits_from :][: num_rows * num_words].reshape(num_rows, num_words)
+
+    def send(self, masks: Masks) -> None:
+        """Puts masks, whose bits are in the room, on their way: they are there once `arrived` has passed."""
+        assert self._host is not None, "bits are written into the room first"
         words = self._host.numpy()
-        words[:num_rows] = masks.rows
-        words[first:size] = masks.bits.reshape(-1)
+        assert not masks.bits.size or np.shares_memory(masks.bits, words), "bits are written into the room"
+        words[0] = len(masks.rows)
+        words[ALIGN : ALIGN + len(masks.rows)] = masks.rows
+        size = self._bits_from + masks.bits.size
         with self._streams.use(self._streams.copy):
-            self._staging[:size].copy_(self._host[:size], non_blocking=True)
+            self._words[:size].copy_(self._host[:size], non_blocking=True)
         self.arrived.record(self._streams.copy)
-        return self._staging[:num_rows], self._staging[first:size].view(num_rows, num_words)
+
+
+def mask_words(max_rows: int, vocab_size: int) -> int:
+    return ALIGN + cdiv(max_rows, ALIGN) * ALIGN + max_rows * cdiv(vocab_size, 32)
 
 
 class CudaSampling:
-    def __init__(self, streams: Streams, state: SlotState, max_running: int, max_length: int, depth: int) -> None:
+    def __init__(
+        self, streams: Streams, state: SlotState, max_running: int, max_length: int, vocab_size: int, depth: int
+    ) -> None:
         device = state.token_pool.device
         self._streams, self._state = streams, state
+        self.masks = MaskBuffer(streams, max_running, vocab_size, device)
         self._workspace = SampleWorkspace.empty(max_running, device)
         self.adjust = AdjustState.empty(max_running, max_length, device)
         self.results = torch.zeros(depth, max_running, dtype=torch.int32, device=device)
@@ -90,14 +111,14 @@ class CudaSampling:
 
     def choose(
         self, logits: Tensor, slots: Tensor, positions: Tensor, index: Tensor | None, *, adjusts: bool, filters: bool,
-        masks: tuple[Tensor, Tensor] | None = None,
+        masked: bool = False,
     ) -> None:  # fmt: skip
         """The next token of every row, into the token pool and the results of this step. Changes the logits."""
         state = self._state
         if adjusts:
             adjust_logits(logits, slots, positions, state.num_rows, state.token_pool, self.adjust, index)
-        if masks is not None and len(masks[0]):
-            mask_logits(logits, *masks)
+        if masked:
+            mask_logits(logits, self.masks.num_masks, self.masks.rows, self.masks.bits)
         sample(
             logits, slots, positions, state.num_rows, state, self.results, self.step, self._workspace, index=index,
             filters=filters,

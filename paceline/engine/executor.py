@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paceline.sampling.values import LogprobRun, Masks
+from paceline.sampling.values import Bits, LogprobRun, Masks
 from paceline.scheduler.plan import Plan
 
 
@@ -32,8 +32,12 @@ class Executor(Protocol):
 
 
 class DelayedPending(Pending, Protocol):
+    def mask_room(self, num_rows: int, num_words: int) -> Bits:
+        """Where the bits of this pass's masks are to be written: memory from which the device takes them without
+        another copy. Called once, when the pass before has been waited for."""
+
     def sample(self, masks: Masks) -> None:
-        """The tokens can be chosen now. Called once, before `wait`."""
+        """The tokens can be chosen now; the masks' bits lie in the room. Called once, before `wait`."""
 
 
 class MaskedExecutor(Executor, Protocol):

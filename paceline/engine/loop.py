@@ -21,7 +21,7 @@ from typing import Protocol, cast
 
 from paceline.engine.executor import DelayedPending, Executor, MaskedExecutor, Pending, Result
 from paceline.request import Request
-from paceline.sampling.values import LogprobRun, Masks
+from paceline.sampling.values import Bits, LogprobRun, Masks
 from paceline.scheduler.plan import Plan, Updates
 from paceline.scheduler.scheduler import Scheduler
 
@@ -32,8 +32,8 @@ class Constraints(Protocol):
     def apply_to(self, plan: Plan) -> bool:
         """Whether some row of this pass does."""
 
-    def masks(self, plan: Plan) -> Masks:
-        """All passes before this one are committed."""
+    def masks(self, plan: Plan, room: Callable[[int, int], Bits]) -> Masks:
+        """All passes before this one are committed. Bits are written into `room(rows, words)`."""
 
     def advance(self, updates: Updates) -> None:
         """These tokens have come."""
@@ -43,7 +43,8 @@ class Trace(Protocol):
     """Is told what the host did and what came of it, on the loop's thread. Times are the loop's clock's."""
 
     def span(self, what: str, step: int, began: float, ended: float) -> None:
-        """The host's time for one pass: "plan", "launch", "wait", "commit" or "text"."""
+        """The host's time for one pass: "plan", "launch", "wait", "commit", "masks" (what came
+        of it, for the pass behind it) or "text"."""
 
     def passed(self, plan: Plan, result: Result) -> None:
         """A pass was waited for."""
@@ -110,12 +111,16 @@ class Loop:
         updates = self.scheduler.commit(one.plan, result.tokens, now, result.device_s, result.counts)
         self.last_step = one.plan.step
         self.logprobs = tuple((one.plan.requests[run.row], run) for run in result.logprobs)
-        if self.constraints is not None:
-            self.constraints.advance(updates)
-            for other in self._launched:
-                self._sample(other)
         if self.trace is not None:
             self.trace.span("commit", one.plan.step, now, self.clock())
+        if self.constraints is not None:
+            began = self.clock()
+            self.constraints.advance(updates)
+            delayed = [other for other in self._launched if other.delayed is not None]
+            for other in delayed:
+                self._sample(other)
+            if delayed and self.trace is not None:
+                self.trace.span("masks", one.plan.step, began, self.clock())
         return updates
 
     def _launch(self, plan: Plan) -> _Launched:
@@ -130,7 +135,7 @@ class Loop:
     def _sample(self, one: _Launched) -> None:
         if one.delayed is not None:
             assert self.constraints is not None, "nobody else delays a pass"
-            one.delayed.sample(self.constraints.masks(one.plan))
+            one.delayed.sample(self.constraints.masks(one.plan, one.delayed.mask_room))
             one.delayed = None
 
     def _wait(self, one: _Launched) -> Result:

@@ -25,7 +25,7 @@ from paceline.config import ConfigError, SchedulerConfig
 from paceline.engine.executor import DelayedPending, Executor, MaskedExecutor, Pending, Result
 from paceline.engine.pass_features import PassFeatures, read_features
 from paceline.request import Request
-from paceline.sampling.values import Masks
+from paceline.sampling.values import Bits, Masks
 from paceline.scheduler.journal import Event, Kind
 from paceline.scheduler.plan import Plan
 
@@ -239,6 +239,9 @@ class _RecordedPending:
         self._recorder, self._pending = recorder, pending
         self.step, self.at, self.num_in_flight, self.features = step, at, num_in_flight, features
         self.host_s, self.launch_s = host_s, launch_s
+
+    def mask_room(self, num_rows: int, num_words: int) -> Bits:
+        return cast(DelayedPending, self._pending).mask_room(num_rows, num_words)
 
     def sample(self, masks: Masks) -> None:
         cast(DelayedPending, self._pending).sample(masks)

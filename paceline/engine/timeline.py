@@ -19,7 +19,7 @@ import numpy as np
 from paceline.engine.executor import Result
 from paceline.scheduler.plan import Plan
 
-HOST_LANES = ("plan", "launch", "wait", "commit", "text")
+HOST_LANES = ("plan", "launch", "wait", "commit", "masks", "text")
 
 
 class Span(NamedTuple):

@@ -27,7 +27,7 @@ from paceline.model.decoder import Attend
 from paceline.model.spec import ModelSpec
 from paceline.sampling.logprobs import Ask, LogprobAsks, prompt_runs, top_of
 from paceline.sampling.sampler import Sampler
-from paceline.sampling.values import LogprobRun, Masks
+from paceline.sampling.values import Bits, LogprobRun, Masks
 from paceline.scheduler.plan import NO_TOKENS, Plan
 
 
@@ -149,6 +149,9 @@ class _Pending:
     def settle(self, result: Result | None, error: ExecutorFailed | None) -> None:
         self._result, self._error = result, error
         self._done.set()
+
+    def mask_room(self, num_rows: int, num_words: int) -> Bits:
+        return np.empty((num_rows, num_words), np.int32)
 
     def sample(self, masks: Masks) -> None:
         self._masks.put(masks)

@@ -299,8 +299,10 @@ def mask_logits_reference(logits: torch.Tensor, rows: torch.Tensor, bits: torch.
 
 
 @triton.jit
-def _mask_kernel(logits, rows, bits, logits_stride, bits_stride, vocab, BLOCK: tl.constexpr):
+def _mask_kernel(logits, num_masks, rows, bits, logits_stride, bits_stride, vocab, BLOCK: tl.constexpr):
     item = tl.program_id(0)
+    if item >= tl.load(num_masks):
+        return
     row = tl.load(rows + item).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = column < vocab
@@ -310,9 +312,12 @@ def _mask_kernel(logits, rows, bits, logits_stride, bits_stride, vocab, BLOCK: t
     tl.store(logits + row * logits_stride + column, worst.to(logits.dtype.element_ty), mask=within & out)
 
 
-def mask_logits(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor, block: int = 2048) -> None:
-    """logits[rows[i], t] becomes minus infinity where bit t % 32 of bits[i, t // 32] [N, ceil(V / 32)] is not set."""
+def mask_logits(
+    logits: torch.Tensor, num_masks: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor, block: int = 2048
+) -> None:
+    """logits[rows[i], t] becomes minus infinity where bit t % 32 of bits[i, t // 32] [N, ceil(V / 32)] is not set, for
+    the first num_masks [1] of N; as many as logits has rows at most."""
     vocab = logits.shape[1]
-    _mask_kernel[(len(rows), cdiv(vocab, block))](
-        logits, rows, bits, logits.stride(0), bits.stride(0), vocab, BLOCK=block, num_warps=4
+    _mask_kernel[(len(logits), cdiv(vocab, block))](
+        logits, num_masks, rows, bits, logits.stride(0), bits.stride(0), vocab, BLOCK=block, num_warps=4
     )

@@ -131,7 +131,6 @@ def _sample_kernel(
     vocab,
     WORDS: tl.constexpr,
     APPROX: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
     FILTERS: tl.constexpr,
     SPLITS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -142,9 +141,7 @@ def _sample_kernel(
     split = tl.program_id(1)
     if row >= tl.load(num_rows):
         return
-    source = row
-    if HAS_INDEX:
-        source = tl.load(index + row)
+    source = tl.load(index + row)
     slot = tl.load(slots + source).to(tl.int64)
     position = tl.load(positions + source)
     params = sampling + slot * WORDS
@@ -240,7 +237,6 @@ def _collect_kernel(
     vocab,
     WORDS: tl.constexpr,
     APPROX: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
     SPLITS: tl.constexpr,
     GROUPS: tl.constexpr,
     PER_SPLIT: tl.constexpr,
@@ -251,9 +247,7 @@ def _collect_kernel(
     split = tl.program_id(1)
     if row >= tl.load(num_rows):
         return
-    source = row
-    if HAS_INDEX:
-        source = tl.load(index + row)
+    source = tl.load(index + row)
     slot = tl.load(slots + source).to(tl.int64)
     params = sampling + slot * WORDS
     if not _is_narrow(params):
@@ -373,18 +367,16 @@ def _filter_kernel(
     max_rows,
     depth,
     vocab,
+    splits,
     WORDS: tl.constexpr,
     APPROX: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
-    SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     if row >= tl.load(num_rows):
         return
-    source = row
-    if HAS_INDEX:
-        source = tl.load(index + row)
+    source = tl.load(index + row)
     slot = tl.load(slots + source).to(tl.int64)
     params = sampling + slot * WORDS
     if not _has_filters(params):
@@ -403,10 +395,11 @@ def _filter_kernel(
     lane = tl.arange(0, BLOCK)
 
     if chosen >= 0:
-        part = row * SPLITS + tl.arange(0, SPLITS)
-        tops = tl.load(part_top + part)
+        split = tl.arange(0, MAX_SPLITS)
+        part = row * splits + split
+        tops = tl.load(part_top + part, mask=split < splits, other=-float("inf"))
         highest = tl.max(tops, axis=0)
-        mass = tl.sum(tl.load(part_sum + part) * tl.exp(tops - highest), axis=0)
+        mass = tl.sum(tl.load(part_sum + part, mask=split < splits, other=0.0) * tl.exp(tops - highest), axis=0)
     else:
         top = tl.full([BLOCK], -1.0e30, tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
@@ -470,6 +463,7 @@ class SampleWorkspace:
     candidate_ids: torch.Tensor
     counts: torch.Tensor  # [R, splits] int32
     bound: torch.Tensor  # [R] int32
+    order: torch.Tensor  # [R] int32: 0, 1, ...; the index of rows that have none, so that kernels know one case
 
     @classmethod
     def empty(cls, rows: int, device: torch.device | str, splits: int = 128) -> SampleWorkspace:
@@ -490,6 +484,7 @@ class SampleWorkspace:
             candidate_ids=ints(max(rows, 128) * _CANDIDATES),
             counts=ints(rows * splits),
             bound=ints(rows),
+            order=torch.arange(rows, dtype=torch.int32, device=device),
         )
 
 
@@ -536,7 +531,7 @@ def sample(
         results.shape[0],
         vocab,
     )
-    which = slots if index is None else index
+    which = workspace.order if index is None else index
     _sample_kernel[(rows, splits)](
         logits,
         which,
@@ -555,7 +550,6 @@ def sample(
         *common,
         WORDS=SAMPLING_WORDS,
         APPROX=logits.is_cuda,  # the interpreter knows no assembly
-        HAS_INDEX=index is not None,
         FILTERS=filters,
         SPLITS=splits,
         GROUPS=groups,
@@ -580,7 +574,6 @@ def sample(
             *common,
             WORDS=SAMPLING_WORDS,
             APPROX=logits.is_cuda,
-            HAS_INDEX=index is not None,
             SPLITS=splits,
             GROUPS=groups,
             PER_SPLIT=per_split,
@@ -598,10 +591,10 @@ def sample(
             workspace.part_sum,
             workspace.winner,
             *common,
+            splits,
             WORDS=SAMPLING_WORDS,
             APPROX=logits.is_cuda,
-            HAS_INDEX=index is not None,
-            SPLITS=splits,
+            MAX_SPLITS=workspace.part_top.shape[1],
             BLOCK=8 * block,
             num_warps=16,
         )

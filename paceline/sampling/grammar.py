@@ -8,19 +8,20 @@ on all cores at once, while the device computes the logits they are for (`engine
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from paceline.request import Grammar, InvalidRequest, Request
-from paceline.sampling.values import Masks
+from paceline.sampling.values import Bits, Masks
 from paceline.scheduler.plan import Plan, Updates
 from paceline.text.tokenizer import Tokenizer
 
@@ -32,6 +33,15 @@ _NUM_COMPILERS = 2
 # What one grammar may cost, in llguidance's units: compiling about a second, and a mask of some milliseconds.
 _LIMITS = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 200_000, "max_grammar_size": 500_000,
            "max_items_in_row": 2000, "step_max_items": 50_000, "max_lexer_states": 50_000}  # fmt: skip
+
+# Classes of tokens that a mask takes as a whole where all of a class may come; the others it goes through byte by byte.
+# A string with few characters left takes no class of longer ones, so there are many lengths: llguidance's own classes
+# begin at 10 characters, and every mask near a string's end then costs a walk through the whole vocabulary.
+_SLICES = [r"[\x20\x0A\x0D\x09]+",
+           *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (1, 2, 3, 4, 5, 6, 8, 10, 14, 20, 30)),
+           r'[^"\\\x00-\x1F\x7F]+']  # fmt: skip
+_MAX_FORCED, _MAX_FORCED_BYTES = 1 << 14, 256  # texts whose tokens are kept, and how long each may be
+_MAX_THREADS = 16
 
 # Without a bound a weak model writes blanks for ever; a schema may say otherwise (its "x-guidance").
 _JSON = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
@@ -134,9 +144,9 @@ class Grammars:
             if self._ll_tokenizer is None:
                 wrapped = llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer))
                 self._ll_tokenizer = llguidance.LLTokenizer(
-                    wrapped, n_vocab=self._vocab_size, eos_token=sorted(self._tokenizer.eos_ids)
+                    wrapped, n_vocab=self._vocab_size, eos_token=sorted(self._tokenizer.eos_ids), slices=_SLICES
                 )
-                self._executor = llguidance.LLExecutor(num_threads=max(1, min(8, (os.cpu_count() or 2) - 1)))
+                self._executor = llguidance.LLExecutor(num_threads=max(1, min(_MAX_THREADS, _num_cores() - 1)))
 
     # ------------------------------------------------------------------ following, on the engine's thread
 
@@ -149,15 +159,16 @@ class Grammars:
     def apply_to(self, plan: Plan) -> bool:
         return bool(self._matchers) and any(id(request) in self._matchers for request in _sampling(plan))
 
-    def masks(self, plan: Plan) -> Masks:
+    def masks(self, plan: Plan, room: Callable[[int, int], Bits]) -> Masks:
         rows: list[int] = []
         matchers: list[tuple[Any, int]] = []
         for row, request in enumerate(_sampling(plan)):
+            followed = self._matchers.get(id(request))
             # One that has ended meanwhile may say anything: nobody will hear it.
-            if id(request) in self._matchers and not request.is_finished:
-                matchers.append((self._matchers[id(request)][1], len(rows)))
+            if followed is not None and not request.is_finished:
+                matchers.append((followed[1], len(rows)))
                 rows.append(row)
-        bits = np.zeros((len(rows), -(-self._vocab_size // 32)), np.int32)
+        bits = room(len(rows), -(-self._vocab_size // 32))
         if matchers:
             self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * 4, len(rows))
             for matcher, place in matchers:
@@ -194,7 +205,11 @@ _NAMES = {"json_schema": "JSON schema", "json_object": "JSON object", "regex": "
 
 
 class _Vocabulary:
-    """Our tokenizer in the words llguidance asks for."""
+    """Our tokenizer in the words llguidance asks for.
+
+    Where a grammar leaves one text, a mask asks for its tokens, on any of llguidance's threads and under Python's lock:
+    they wait for each other. The texts are few, names of properties mostly, so their tokens are kept.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.eos_token_id = min(tokenizer.eos_ids, default=0)
@@ -202,11 +217,13 @@ class _Vocabulary:
         self.tokens = [tokenizer.token_bytes(index) for index in range(tokenizer.vocab_size)]
         self.special_token_ids = sorted(tokenizer.special_ids)
         self._encode = tokenizer.encode
+        self._ids_of = functools.lru_cache(_MAX_FORCED)(self._tokenize)
 
-    def __call__(self, text: str | bytes) -> list[int]:
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", "replace")
-        return self._encode(text, add_special=False)
+    def __call__(self, text: bytes) -> list[int]:
+        return self._ids_of(text) if len(text) <= _MAX_FORCED_BYTES else self._tokenize(text)
+
+    def _tokenize(self, text: bytes) -> list[int]:
+        return self._encode(text.decode("utf-8", "replace"), add_special=False)
 
 
 def _settle(future: Future[Compiled], compiled: Compiled = None, error: InvalidRequest | None = None) -> None:
@@ -283,6 +300,11 @@ def num_repeats(pattern: str) -> int:
 def _one_line(matcher: Any) -> str:
     text = " ".join(matcher.get_error().split())
     return text if len(text) <= 300 else text[:297] + "..."
+
+
+def _num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _llguidance() -> Any:

@@ -7,12 +7,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+Bits = npt.NDArray[np.int32]  # [rows, words]: token t may come if bit t % 32 of word t // 32 is set
+
 
 class Masks(NamedTuple):
     """Which tokens may come, for the rows of a pass that obey a grammar."""
 
     rows: npt.NDArray[np.int64]  # of the sampling rows
-    bits: npt.NDArray[np.int32]  # [rows, words]: token t may come if bit t % 32 of word t // 32 is set
+    bits: Bits
 
 
 class LogprobRun(NamedTuple):

@@ -39,7 +39,13 @@ def test_every_run_ends_in_a_result_and_both_modes_stand_side_by_side(
     assert all(0 <= one["gpu_idle_share"] < 1 and 0 <= one["hidden_share"] <= 1 for one in found)
     assert found[2]["hit_rate"] > found[0]["hit_rate"] == 0, "groups share their beginnings"
     on, off = found[:2]
-    assert off["hidden_share"] <= on["hidden_share"] and off["lanes_us"].keys() == {"plan", "launch", "commit", "text"}
+    assert off["hidden_share"] <= on["hidden_share"] and off["lanes_us"].keys() == {
+        "plan",
+        "launch",
+        "commit",
+        "masks",
+        "text",
+    }
     events = json.loads(trace.read_text())["traceEvents"]
     assert sum(event["ph"] == "X" and event["pid"] == 2 for event in events) > 20
     assert "measured ceilings" in printed and "in steady decode" in printed

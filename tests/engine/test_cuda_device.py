@@ -14,10 +14,11 @@ from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.build import assemble
 from paceline.engine.cuda_build import build_cuda
 from paceline.engine.cuda_device import CudaDevice
-from paceline.engine.cuda_graphs import buckets
+from paceline.engine.cuda_graphs import Kind, Part, buckets
 from paceline.engine.cuda_inputs import PlanPacker, ShareRule
+from paceline.engine.cuda_streams import Graph
 from paceline.engine.engine import Engine
-from paceline.kernels._triton import HAS_TRITON
+from paceline.kernels._triton import HAS_TRITON, cdiv
 from paceline.kernels.decode_units import Chunks
 from paceline.kernels.linear import LinearTuning
 from paceline.kernels.slot_state import SlotState, apply_diff_reference
@@ -26,6 +27,7 @@ from paceline.model.decoder import Decoder
 from paceline.model.registry import shape
 from paceline.model.weights import random_weights
 from paceline.request import Grammar, Request, SamplingParams
+from paceline.sampling.values import Masks
 from paceline.scheduler import Scheduler
 from paceline.scheduler.plan import Join, Plan
 from paceline.text.synthetic import synthetic_tokenizer
@@ -198,28 +200,77 @@ def compared(outputs: list[RequestOutput]) -> list[Any]:
     return [(one.token_ids, one.finish_reason, rounded(one.logprobs), rounded(one.prompt_logprobs)) for one in outputs]
 
 
-def everything_on_the_cpu() -> list[Any]:
+def on_the_cpu(params: list[SamplingParams]) -> list[Any]:
     plain = decoder("tiny-qwen3")
     config = EngineConfig(device="cpu", threads=1, overlap="off")
     with LLM.from_engine(assemble(plain, synthetic_tokenizer(plain.spec.vocab_size), config, BASE)) as llm:
-        return compared(llm.generate(PROMPTS, EVERYTHING))
+        return compared(llm.generate(PROMPTS, params))
 
 
 def test_penalties_biases_logprobs_and_grammars_are_those_of_the_cpu() -> None:
     llm, device = on_kernels("tiny-qwen3")
     with llm:
-        assert compared(llm.generate(PROMPTS, EVERYTHING)) == everything_on_the_cpu()
+        assert compared(llm.generate(PROMPTS, EVERYTHING)) == on_the_cpu(EVERYTHING)
         assert device.stats.graphs > 2
         # Another owner of such a slot, who asks nothing.
         few = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         assert llm.generate(PROMPTS[3:], few)[0].token_ids == expected("tiny-qwen3", PROMPTS[3:], few)[0]
 
 
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_passes_with_masks_choose_by_a_graph_of_their_own(overlap: str) -> None:
+    params = [
+        SamplingParams(temperature=0, max_tokens=6, grammar=Grammar.regex("([a-d]{2} )+")),
+        SamplingParams(temperature=0.7, top_k=1, max_tokens=4, seed=1, grammar=Grammar.regex("[0-9]{9}")),
+        SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, frequency_penalty=1.5),
+        SamplingParams(temperature=0, max_tokens=3, grammar=Grammar.choice(["yes", "no"])),
+    ]
+    llm, device = on_kernels("tiny-qwen3", overlap=overlap)
+    chosen: list[Kind] = []
+    graph = device.graphs.graph
+
+    def noting(size: int, kind: Kind) -> Graph:
+        chosen.append(kind)
+        return graph(size, kind)
+
+    device.graphs.graph = noting  # type: ignore[method-assign]
+    with llm:
+        assert compared(llm.generate(PROMPTS, params)) == on_the_cpu(params)
+    behind = {(kind.filters, kind.adjusts) for kind in chosen if kind.part is Part.TOKENS}
+    assert {(True, True), (False, False)} <= behind, "the masks of few rows and of many, with filters and without"
+
+
+def test_masks_are_not_written_while_the_pass_before_reads_its_own() -> None:
+    llm, device = on_kernels("tiny-qwen3")
+    with llm:
+        request = Request("a", np.arange(3, 8), SamplingParams(max_tokens=9))
+        scheduler = Scheduler(SchedulerConfig(**BASE))
+        scheduler.add(request, 0.0)
+
+        def launch() -> Any:
+            plan = scheduler.plan(0.0)
+            assert plan is not None
+            return device.launch_delayed(plan)
+
+        words = cdiv(device.model.spec.vocab_size, 32)
+        first = launch()
+        bits = first.mask_room(1, words)
+        bits[:] = -1
+        first.sample(Masks(np.array([0]), bits))
+        second = launch()
+        with pytest.raises(AssertionError, match="may still read"):
+            second.mask_room(1, words)
+        first.wait()
+        assert second.mask_room(1, words).shape == (1, words)
+        with pytest.raises(AssertionError, match="written into the room"):
+            second.sample(Masks(np.array([0]), np.zeros((1, words), np.int32)))
+
+
 def test_retracted_requests_keep_their_penalties_and_grammars() -> None:
     llm, _ = on_kernels("tiny-qwen3", overlap="off")
     retract_often(llm)
     with llm:
-        assert compared(llm.generate(PROMPTS, EVERYTHING)) == everything_on_the_cpu()
+        assert compared(llm.generate(PROMPTS, EVERYTHING)) == on_the_cpu(EVERYTHING)
         assert llm.engine.scheduler.counters.retractions > 2
 
 

@@ -14,20 +14,22 @@ from paceline.engine.build import build_engine
 from paceline.engine.executor import Result
 from paceline.engine.timeline import HOST_LANES, Timeline, write_trace
 from paceline.llm import LLM
-from paceline.request import SamplingParams
+from paceline.request import Grammar, SamplingParams
 from tests.helpers import harness, request
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-def recorded(overlap: str, tmp_path: Path) -> tuple[Timeline, dict[str, list[dict[str, Any]]]]:
+def recorded(
+    overlap: str, tmp_path: Path, params: SamplingParams = PARAMS
+) -> tuple[Timeline, dict[str, list[dict[str, Any]]]]:
     """A run and its trace's spans by lane, in order of time."""
     timeline = Timeline()
     engine = build_engine(
         load="random", shape="tiny-llama", threads=1, kv_tokens=2048, overlap=overlap, chunk_tokens=16, trace=timeline
     )
     with LLM.from_engine(engine) as llm:
-        llm.generate([[1, 2, 3], list(range(3, 60)), [9, 8]], PARAMS)
+        llm.generate([[1, 2, 3], list(range(3, 60)), [9, 8]], params)
     write_trace(tmp_path / "out.json", [timeline])
     trace = json.loads((tmp_path / "out.json").read_text())
     names = {
@@ -49,11 +51,22 @@ def recorded(overlap: str, tmp_path: Path) -> tuple[Timeline, dict[str, list[dic
 def test_lanes_hold_every_pass_once_and_do_not_overlap_within_themselves(overlap: str, tmp_path: Path) -> None:
     timeline, lanes = recorded(overlap, tmp_path)
     steps = [one.step for one in timeline.passes]
-    assert set(lanes) == {*HOST_LANES, "passes"} and len(steps) > 12
+    assert set(lanes) == {*HOST_LANES, "passes"} - {"masks"} and len(steps) > 12
     for name, events in lanes.items():
         assert [event["args"]["step"] for event in events] == steps, name
         for one, other in pairwise(events):
             assert one["ts"] + one["dur"] <= other["ts"] + 1e-2, f"{name}: {one} reaches into {other}"
+
+
+def test_masks_have_a_lane_behind_the_commit_they_follow_from(tmp_path: Path) -> None:
+    digits = SamplingParams(temperature=0, max_tokens=9, grammar=Grammar.regex("[0-9]{20}"))
+    _, lanes = recorded("on", tmp_path, digits)
+    commits = {event["args"]["step"]: event["ts"] + event["dur"] for event in lanes["commit"]}
+    texts = {event["args"]["step"]: event["ts"] for event in lanes["text"]}
+    assert len(lanes["masks"]) >= 8
+    for event in lanes["masks"]:
+        step = event["args"]["step"]
+        assert commits[step] <= event["ts"] + 1e-2 and event["ts"] + event["dur"] <= texts[step] + 1e-2
 
 
 def test_with_overlap_the_next_launch_lies_before_the_commit_and_without_behind_it(tmp_path: Path) -> None:

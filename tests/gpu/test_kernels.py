@@ -274,7 +274,7 @@ def test_adjusting_and_masking_at_size() -> None:
     bits = ints(np.random.default_rng(4).integers(-(2**31), 2**31, (7, vocab // 32)))
     masked, chosen = logits.cpu(), ints([3, 9, 0, 38, 11, 12, 13])
     mask_logits_reference(masked, chosen.cpu(), bits.cpu())
-    mask_logits(logits, chosen, bits)
+    mask_logits(logits, ints([len(chosen)]), chosen, bits)
     assert torch.equal(logits.cpu(), masked)
 
 

@@ -97,10 +97,10 @@ def test_rows_are_adjusted_as_on_the_cpu_pass_after_pass(indexed: bool) -> None:
 def test_masks_rule_tokens_out() -> None:
     logits = torch.randn(5, VOCAB)
     theirs = logits.clone()
-    rows = torch.tensor([3, 0], dtype=torch.int32)
-    bits = torch.from_numpy(RNG.integers(-(2**31), 2**31, (2, 3)).astype(np.int32))
+    rows = torch.tensor([3, 0, 1], dtype=torch.int32)
+    bits = torch.from_numpy(RNG.integers(-(2**31), 2**31, (3, 3)).astype(np.int32))
     bits[1, 2] = -1
-    mask_logits_reference(theirs, rows, bits)
-    mask_logits(logits, rows, bits, block=32)
+    mask_logits_reference(theirs, rows[:2], bits[:2])
+    mask_logits(logits, torch.tensor([2], dtype=torch.int32), rows, bits, block=32)  # what is left of others is no mask
     assert torch.equal(logits, theirs)
     assert logits[3].isinf().any() and not logits[1].isinf().any() and not logits[0, 64:].isinf().any()

@@ -20,7 +20,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("splits", [1, 4, 64])  # the last: more than rows this short are cut into
 def test_every_row_samples_by_its_own_parameters(splits: int) -> None:
     torch.manual_seed(splits)
     rows = len(PARAMS)

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 
 from paceline.engine.build import build_engine
@@ -270,3 +271,43 @@ def test_an_engine_that_closes_answers_those_who_wait_for_grammars(monkeypatch: 
 )  # fmt: skip
 def test_repeats_are_counted(pattern: str, count: int) -> None:
     assert num_repeats(pattern) == count
+
+
+def masks_along(grammars: Grammars, grammar: Grammar, count: int) -> list[np.ndarray]:
+    """The masks of an answer of random tokens."""
+    rng, matcher, masks = random.Random(3), grammars.compile(grammar).result().deep_copy(), []
+    while len(masks) < count and not matcher.is_stopped():
+        masks.append(np.frombuffer(matcher.compute_bitmask(), np.uint8))
+        assert matcher.consume_token(rng.choice(np.flatnonzero(np.unpackbits(masks[-1], bitorder="little"))))
+    return masks
+
+
+def test_token_classes_change_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = synthetic_tokenizer(4096)
+    ours, plain = Grammars(tokenizer, 4096), Grammars(tokenizer, 4096)
+    found = [
+        Grammar.json_schema({"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 9}),
+        Grammar.regex(r"([a-z]{2,7} ){20}"),
+        *(Grammar.json_schema(schema) for schema in SCHEMAS[:40]),
+    ]
+    expected = [masks_along(ours, grammar, 40) for grammar in found]
+    monkeypatch.setattr("paceline.sampling.grammar._SLICES", [])
+    for grammar, masks in zip(found, expected, strict=True):
+        assert np.array_equal(masks_along(plain, grammar, 40), masks)
+
+
+def test_a_text_that_a_grammar_forces_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = synthetic_tokenizer(4096)
+    texts: list[str] = []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **how: texts.append(text) or encode(text, **how))
+    grammars = Grammars(tokenizer, 4096)
+    forced = Grammar.json_schema(
+        {"type": "object", "required": ["first name"], "properties": {"first name": {"const": "y" * 300}},
+         "additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+    )  # fmt: skip
+    masks = masks_along(grammars, forced, 200)
+    first = [text for text in texts if len(text) <= 256]
+    assert np.array_equal(masks_along(grammars, forced, 200), masks)
+    assert first and [text for text in texts if len(text) <= 256] == first
+    assert len(texts) > len(first), "long ones are not kept"
