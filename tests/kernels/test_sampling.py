@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.kernels.sampling import SampleWorkspace, gumbel_reference, sample, sample_reference
+from paceline.kernels.sampling import SampleWorkspace, cut_rows, gumbel_reference, sample, sample_reference
 from paceline.kernels.slot_state import SlotState, sampling_words
 
 VOCAB = 3000
@@ -67,6 +67,17 @@ def test_ties_go_to_the_smaller_token_and_filters_may_be_left_out() -> None:
     zero, one = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     sample(logits, zero, zero, one, state, results, zero, SampleWorkspace.empty(1, "cpu"), filters=False, block=128)
     assert results.item() == 300
+
+
+@pytest.mark.parametrize("max_rows", [1, 32, 33, 64, 96, 128, 300])
+def test_every_batch_of_a_workspace_has_room_for_its_candidates(max_rows: int) -> None:
+    """Between 33 and 63 rows of a large vocabulary have most of them: twice as many as larger batches."""
+    workspace = SampleWorkspace.empty(max_rows, "meta")
+    for rows in range(1, max_rows + 1):
+        for vocab in (500, 32_000, 151_936):
+            splits, groups = cut_rows(rows, vocab, workspace.part_value.shape[1], block=1024)
+            assert rows * splits * groups <= workspace.candidates.numel() == workspace.candidate_ids.numel()
+            assert rows * splits <= workspace.counts.numel()
 
 
 def test_noise_is_gumbel_and_depends_on_seed_position_and_token() -> None:
