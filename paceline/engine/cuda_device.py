@@ -420,12 +420,18 @@ class CudaDevice:
 
     def _decode_nothing(self, rows: int, kind: Kind) -> None:
         """A decode pass without live rows: compiles what there is to compile and leaves no trace."""
-        self.state.num_rows.zero_()
-        self._sampling.masks.num_masks.zero_()
+        # What the pass before shared is still there: its units would be read, and counted as arrived, without the rest
+        # of their rows.
+        masks = self._sampling.masks.num_masks
+        counts = [self.state.num_rows, masks, *(units.num_shared for units in self._units.values())]
+        before = [count.clone() for count in counts]
+        for count in counts:
+            count.zero_()
         self._decode(rows, kind)
         if kind.part is not Part.TOKENS:
             self._sampling.step.sub_(1)
-        self.state.num_rows.fill_(self._packer.num_rows)
+        for count, value in zip(counts, before, strict=True):
+            count.copy_(value)
 
     # ------------------------------------------------------------------ a pass with prompts
 

@@ -51,7 +51,7 @@ class Packed:
     tile: int  # query heads in a unit of decode attention that several rows share; 0: nobody shares
     num_own_tokens: int  # KV positions of decodes that no other row has
     num_saved_tokens: int  # KV positions that decodes do not read because another row of their unit does
-    num_decodes: int
+    num_decodes: int  # rows that decode attention serves: the plan's decodes, or all rows of a pass that a graph runs
     num_rows: int
     num_tokens: int
     num_sampled: int
@@ -85,12 +85,11 @@ class ShareRule:
     prompts: bool = True  # whether prompts may share tiles: where no layer has a window
     target_units: int = 24  # of the shared ones, times the KV heads: fewer leave multiprocessors idle
 
-    def choose(self, plan: Plan) -> tuple[SharedUnits | None, int]:
-        """What the decodes of `plan` share, and how many query heads a tile of them has."""
-        rows, common = _of_rows(plan, 0, plan.num_decodes)
+    def choose(self, plan: Plan, num_decodes: int) -> tuple[SharedUnits | None, int]:
+        """What the first `num_decodes` rows of `plan` share, and how many query heads a tile of them has."""
+        rows, common = _of_rows(plan, 0, num_decodes)
         least = self.chunks[-1]
         worth = int((common // least).sum()) * least
-        num_decodes = plan.num_decodes
         if not worth or worth < self.least_saving * int(plan.starts[:num_decodes].sum()):
             return None, 0
         borders = np.flatnonzero(np.concatenate([[0], common // least, [0]]) == 0)
@@ -142,17 +141,14 @@ class PlanPacker:
         self._adjusted = np.zeros(max_running, np.bool_)  # also what the device has in the slot's lists
         self.logprobs = LogprobAsks(max_running, vocab_size)
 
-    @property
-    def num_rows(self) -> int:
-        """How many rows the device believes it has."""
-        return len(self._rows)
-
     def pack(self, plan: Plan) -> Packed:
-        diff, adjust = self._diff(plan), self._adjust(plan)
         slots, samples, lengths = plan.slots, plan.samples, plan.lengths
-        asks = self.logprobs.of_output(plan)
         num_sampled = int(np.count_nonzero(samples))
+        # A prompt of which all but the last token is cached runs as a decode does, where all the others are decodes.
         is_decode = plan.num_tokens == plan.num_rows == num_sampled
+        num_decodes = plan.num_rows if is_decode else plan.num_decodes
+        diff, adjust = self._diff(plan, num_decodes), self._adjust(plan)
+        asks = self.logprobs.of_output(plan)
         parts, at = [diff], cdiv(len(diff), ALIGN) * ALIGN
         spans = [Span(0, 0)] * 10
         columns: tuple[Column, ...] = ()
@@ -176,12 +172,12 @@ class PlanPacker:
         # A row that samples is advanced by the device itself; another one stays where the diff has put it.
         self._computed[slots] = plan.starts + np.where(samples, lengths, 0)
         filtered = bool(self._filtered[slots].any())
-        own, saved = int(plan.starts[: plan.num_decodes].sum()), 0
+        own, saved = int(plan.starts[:num_decodes].sum()), 0
         if self._shared is not None:
             own, saved = own - int(self._shared.covered.sum()) * self._shared.chunk, self._shared.num_saved_tokens
         adjusted = bool(self._adjusted[slots].any())
         return Packed(
-            tuple(parts), at, is_decode, filtered, adjusted, tuple(asks), self._tile, own, saved, plan.num_decodes,
+            tuple(parts), at, is_decode, filtered, adjusted, tuple(asks), self._tile, own, saved, num_decodes,
             len(slots), plan.num_tokens, num_sampled, *spans,
         )  # fmt: skip
 
@@ -196,15 +192,15 @@ class PlanPacker:
         shared = shared_tiles(rows, common, query_starts, self._tokens_per_tile, self._share_rule.chunks[-1])
         return (alone, None) if shared is None else (np.setdiff1d(alone, shared.rows), shared)
 
-    def _share(self, plan: Plan) -> bool:
-        """Sees to it that `_shared` is what this plan's decodes share. Whether that is news to the device."""
+    def _share(self, plan: Plan, num_decodes: int) -> bool:
+        """Sees to it that `_shared` is what this pass's decodes share. Whether that is news to the device."""
         if self._share_rule is None or plan.sharing is self._sharing:
             return False
         self._sharing, before = plan.sharing, self._shared
-        self._shared, self._tile = self._share_rule.choose(plan)
+        self._shared, self._tile = self._share_rule.choose(plan, num_decodes)
         return self._shared is not None or before is not None
 
-    def _diff(self, plan: Plan) -> Column:
+    def _diff(self, plan: Plan, num_decodes: int) -> Column:
         joins = plan.joins
         words = np.stack([self._join(join.slot, join.request) for join in joins]) if joins else None
         stale = self._computed[plan.slots] != plan.starts
@@ -221,7 +217,7 @@ class PlanPacker:
             join_sampling=words,
             token_runs=[(join.slot, 0, join.tokens) for join in joins],
             row_slots=rows,
-            shared=(self._shared or NOTHING_SHARED) if self._share(plan) else None,
+            shared=(self._shared or NOTHING_SHARED) if self._share(plan, num_decodes) else None,
         )
 
     def _join(self, slot: int, request: Request) -> Column:

@@ -27,7 +27,8 @@ from paceline.kernels._triton import cdiv, tl, triton
 from paceline.kernels.noise import gumbel, gumbel_reference, noise_keys
 from paceline.kernels.slot_state import SAMPLING_WORDS, SlotState
 
-_CANDIDATES = 2048  # places for a row's best logits, and groups whose maxima find them
+_CANDIDATES = 2048  # groups of a row whose maxima find its best logits, and places for these
+_LEAST_GROUPS = 32  # of a program, which has as many places: with fewer, a lucky block overflows them
 
 
 def sample_reference(
@@ -459,7 +460,7 @@ class SampleWorkspace:
     part_sum: torch.Tensor
     arrived: torch.Tensor  # [R] int32
     winner: torch.Tensor  # [R] int32
-    candidates: torch.Tensor  # [rows * splits * groups at most] float32, likewise candidate_ids int32
+    candidates: torch.Tensor  # [R, places] float32, likewise candidate_ids int32
     candidate_ids: torch.Tensor
     counts: torch.Tensor  # [R, splits] int32
     bound: torch.Tensor  # [R] int32
@@ -470,9 +471,10 @@ class SampleWorkspace:
         def floats() -> torch.Tensor:
             return torch.empty(rows, splits, device=device)
 
-        def ints(size: int) -> torch.Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=device)
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
 
+        places = max(_CANDIDATES, _LEAST_GROUPS * splits)
         return cls(
             part_value=floats(),
             part_token=torch.empty(rows, splits, dtype=torch.int32, device=device),
@@ -480,20 +482,20 @@ class SampleWorkspace:
             part_sum=floats(),
             arrived=ints(rows),
             winner=ints(rows),
-            candidates=torch.empty(max(rows, 128) * _CANDIDATES, device=device),  # few rows: `_cut` takes more for each
-            candidate_ids=ints(max(rows, 128) * _CANDIDATES),
-            counts=ints(rows * splits),
+            candidates=torch.empty(rows, places, device=device),
+            candidate_ids=ints(rows, places),
+            counts=ints(rows, splits),
             bound=ints(rows),
             order=torch.arange(rows, dtype=torch.int32, device=device),
         )
 
 
-def _cut(rows: int, vocab: int, most_splits: int, block: int) -> tuple[int, int]:
-    """Into how many parts a row is cut, and how many groups of logits, or candidates, each of them has."""
+def cut_rows(rows: int, vocab: int, max_splits: int, block: int) -> tuple[int, int]:
+    """How many programs share a row of logits, and how many groups each of them makes where top-k is small."""
     splits = 1
-    while splits < most_splits and rows * splits < 4096 and vocab > block * splits:
+    while splits < max_splits and rows * splits < 4096 and vocab > block * splits:
         splits *= 2
-    return splits, min(max(_CANDIDATES // splits, 32), block)
+    return splits, min(max(_CANDIDATES // splits, _LEAST_GROUPS), block)
 
 
 def sample(
@@ -516,10 +518,12 @@ def sample(
     the host. `filters=False` leaves out the launch that top-k, top-p and min-p need; no row may then ask for them.
     """
     rows, vocab = logits.shape
-    splits, groups = _cut(rows, vocab, workspace.part_value.shape[1], block)
+    splits, groups = cut_rows(rows, vocab, workspace.part_value.shape[1], block)
     per_split = cdiv(cdiv(vocab, splits), block) * block
     assert groups * splits >= 128, f"{groups * splits} groups are too few for the largest narrow top-k"
-    assert rows * groups * splits <= len(workspace.candidates), f"candidates of {rows} rows need more room"
+    assert rows * groups * splits <= workspace.candidates.numel(), (
+        f"{rows} rows of {groups * splits} candidates do not fit {tuple(workspace.candidates.shape)} places"
+    )
     common = (
         state.token_pool,
         state.num_computed,

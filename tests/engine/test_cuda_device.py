@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,24 +21,33 @@ from paceline.engine.cuda_inputs import PlanPacker, ShareRule
 from paceline.engine.cuda_streams import Graph
 from paceline.engine.engine import Engine
 from paceline.kernels._triton import HAS_TRITON, cdiv
-from paceline.kernels.decode_units import Chunks
+from paceline.kernels.decode_units import Chunks, DecodeUnits
 from paceline.kernels.linear import LinearTuning
 from paceline.kernels.slot_state import SlotState, apply_diff_reference
 from paceline.llm import LLM, RequestOutput
 from paceline.model.decoder import Decoder
 from paceline.model.registry import shape
 from paceline.model.weights import random_weights
-from paceline.request import Grammar, Request, SamplingParams
+from paceline.request import FinishReason, Grammar, Request, SamplingParams
 from paceline.sampling.values import Masks
 from paceline.scheduler import Scheduler
-from paceline.scheduler.plan import Join, Plan
+from paceline.scheduler.invariants import check as check_invariants
+from paceline.scheduler.plan import Join, Plan, Sharing
 from paceline.text.synthetic import synthetic_tokenizer
+from tests.kernels.bounds import checked_bounds
 
 pytestmark = [
     pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
+
+
+@pytest.fixture(autouse=HAS_TRITON)
+def _in_bounds() -> Iterator[None]:
+    with checked_bounds():
+        yield
+
 
 CONTEXT = 192
 RNG = np.random.default_rng(5)
@@ -137,6 +148,29 @@ def test_shared_reads_change_no_token() -> None:
     assert found[0] == found[1] == [expected("tiny-qwen3", [p], q)[0] for p, q in zip(prompts, params, strict=True)]
 
 
+def test_a_graph_captured_between_passes_that_share_leaves_no_trace() -> None:
+    """The one row with a filter ends early, so another kind of graph is captured while shared units lie there."""
+    shared = RNG.integers(3, 512, 40).tolist()
+    prompts = [[*shared, 7], [*shared, 9, 9], [*shared, 5]]
+    params = [replace(GREEDY, max_tokens=6), SamplingParams(max_tokens=3, seed=2, top_k=1, ignore_eos=True)]
+    llm, device = on_kernels("tiny-qwen3")
+    capture, found = device.graphs._run_empty, []
+
+    def capturing(size: int, kind: Any) -> None:
+        num_shared = int(device._units[0].num_shared)
+        capture(size, kind)
+        assert int(device._units[0].num_shared) == num_shared
+        assert not device._attention.arrived.any()
+        found.append(num_shared)
+
+    device.graphs._run_empty = capturing
+    with llm:
+        llm.generate(shared, replace(GREEDY, max_tokens=1))
+        outputs = llm.generate(prompts, [params[0], params[1], params[0]])
+    assert any(found)
+    assert outputs[2].token_ids == expected("tiny-qwen3", prompts[2:], params[0])[0]
+
+
 def test_serial_small_chunks_and_pages_change_nothing() -> None:
     llm, _ = on_kernels("tiny-qwen3", overlap="off", chunk_tokens=5, page_size=1, num_pages=256)
     with llm:
@@ -164,6 +198,44 @@ def test_retracted_requests_say_the_same() -> None:
         found = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
         assert llm.engine.scheduler.counters.retractions > 2
     assert found == expected("tiny-qwen3", PROMPTS, GREEDY)
+
+
+def test_a_disturbed_run_stays_in_bounds() -> None:
+    """Retractions and aborts while passes are in flight, too few pages, and rows with filters that come and go."""
+    rng = random.Random(3)
+    long = [rng.randrange(3, 512) for _ in range(50)]
+    prompts, params = [], []
+    for _ in range(8):
+        prefix = long[: rng.choice((0, 20, 50, 50))]
+        prompts.append([*prefix, *(rng.randrange(3, 512) for _ in range(rng.randint(1, 20)))])
+        options: dict[str, Any] = {"max_tokens": rng.randint(2, 6), "ignore_eos": True}
+        options |= rng.choice(({"temperature": 0}, {"top_k": rng.choice((1, 40))}, {"top_p": 0.9}, {"seed": 5}))
+        if rng.random() < 0.5:
+            options |= {"stop_token_ids": tuple(range(0, 512, 9)), "min_tokens": min(2, options["max_tokens"])}
+        params.append(SamplingParams(**options))
+    llm, device = on_kernels("tiny-qwen3", num_pages=44, max_running=4)
+    scheduler = llm.engine.scheduler
+    plan, steps = scheduler.plan, iter(range(10**6))
+
+    def planning(now: float) -> Plan | None:
+        running = [*scheduler.admission.decoding, *scheduler.admission.prefilling]
+        step = next(steps)
+        if running and step % 3 == 2 and (victim := rng.choice(running)).retractions < 2:
+            scheduler._retract(victim, now, "a test")
+        elif running and step in (4, 7):
+            scheduler.abort(rng.choice(running).id, now)
+        found = plan(now) or plan(now)
+        check_invariants(scheduler)
+        return found
+
+    scheduler.plan = planning  # type: ignore[method-assign]
+    with llm:
+        outputs = llm.generate(prompts, params)
+        assert scheduler.counters.retractions > 2 and device.stats.saved_tokens > 0
+    assert FinishReason.ABORT in {output.finish_reason for output in outputs}
+    for prompt, one, output in zip(prompts, params, outputs, strict=True):
+        if one.temperature == 0:
+            assert output.token_ids == expected("tiny-qwen3", [prompt], one)[0][: len(output.token_ids)]
 
 
 def test_sampling_obeys_seeds_filters_and_the_least_length() -> None:
@@ -285,11 +357,11 @@ def plan_of(slots: list[int], starts: list[int], lengths: list[int], **fields: A
         return np.array(values, np.int32)
 
     none = column([])
-    given = {"joins": (), "page_slots": none, "page_indices": none, "page_ids": none, **fields}
+    given = {"joins": (), "page_slots": none, "page_indices": none, "page_ids": none, "requests": (), **fields}
     return Plan(
         step=0, slots=column(slots), starts=column(starts), lengths=column(lengths),
-        samples=np.ones(len(slots), np.bool_), num_decodes=len(slots), requests=(), num_tokens=sum(lengths),
-        num_context_tokens=0, **given,
+        samples=np.ones(len(slots), np.bool_), num_tokens=sum(lengths), num_context_tokens=0,
+        **{"num_decodes": len(slots), **given},
     )  # fmt: skip
 
 
@@ -309,3 +381,20 @@ def test_of_two_writes_to_one_page_entry_the_later_counts() -> None:
              {"page_slots": [1, 0, 1], "page_indices": [2, 2, 2], "page_ids": [7, 8, 9]}.items()}  # fmt: skip
     apply_diff_reference(packer.pack(plan_of([1], [0], [1], **pages)).parts[0], state)
     assert state.page_table[:2, 2].tolist() == [8, 9]
+
+
+def test_a_prompt_of_one_token_among_decodes_shares_nothing_of_who_was_there_before() -> None:
+    """A graph runs it as a row like the others, so the device must know that none of its chunks are in shared units."""
+    packer = PlanPacker(4, 100, 8, ShareRule(group=2, max_units=64, chunks=(16,), least_saving=0))
+    state, units = SlotState.empty(4, 64, 2, 4, "cpu"), DecodeUnits.empty(4, 64, 64, "cpu")
+    requests = tuple(Request(str(row), np.arange(20), SamplingParams(max_tokens=30)) for row in range(3))
+    for request in requests:
+        request.max_tokens = 30
+    for starts, num_decodes, shared in (([40, 40, 40], 3, [0, 1, 2]), ([41, 41, 5], 2, [0, 1])):
+        rows = np.array(shared, np.int32)
+        sharing = Sharing(rows, np.full(len(rows) - 1, 35, np.int32))
+        plan = plan_of([0, 1, 2], starts, [1, 1, 1], num_decodes=num_decodes, requests=requests, sharing=sharing)
+        packed = packer.pack(plan)
+        assert packed.is_decode
+        apply_diff_reference(packed.parts[0], state, units)
+        assert units.shared_chunks[:3].tolist() == [2 if row in shared else 0 for row in range(3)]

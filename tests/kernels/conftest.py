@@ -1,8 +1,11 @@
 """Kernels run in Triton's interpreter here: right or wrong shows on any machine, speed does not."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from paceline.kernels._triton import HAS_TRITON
+from tests.kernels.bounds import checked_bounds
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -13,3 +16,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.filterwarnings("ignore::DeprecationWarning"))
         if not HAS_TRITON and "without_triton" not in item.name:
             item.add_marker(pytest.mark.skip(reason="triton is not installed, so its interpreter is not either"))
+
+
+@pytest.fixture(autouse=HAS_TRITON)
+def _in_bounds() -> Iterator[None]:
+    with checked_bounds():
+        yield

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.kernels.sampling import SampleWorkspace, _cut, gumbel_reference, sample, sample_reference
+from paceline.kernels.sampling import SampleWorkspace, cut_rows, gumbel_reference, sample, sample_reference
 from paceline.kernels.slot_state import SlotState, sampling_words
 
 VOCAB = 3000
@@ -58,16 +58,6 @@ def test_every_row_samples_by_its_own_parameters(splits: int) -> None:
     assert not workspace.arrived.any()
 
 
-@pytest.mark.parametrize("max_rows", [1, 8, 48, 64, 100, 256])
-def test_candidates_of_every_batch_have_room(max_rows: int) -> None:
-    """48 rows of a large vocabulary are cut finest: in a workspace for 64 they wrote over what lay behind it."""
-    workspace = SampleWorkspace.empty(max_rows, "meta")
-    for rows in range(1, max_rows + 1):
-        splits, groups = _cut(rows, 151_936, workspace.part_value.shape[1], 1024)
-        assert rows * splits <= workspace.part_value.numel() == len(workspace.counts)
-        assert rows * splits * groups <= len(workspace.candidates) == len(workspace.candidate_ids)
-
-
 def test_ties_go_to_the_smaller_token_and_filters_may_be_left_out() -> None:
     state = SlotState.empty(slots=1, max_length=8, page_size=1, rows=1, device="cpu")
     state.sampling[0] = torch.from_numpy(sampling_words(0, 0, 1, 0, 0))
@@ -77,6 +67,17 @@ def test_ties_go_to_the_smaller_token_and_filters_may_be_left_out() -> None:
     zero, one = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     sample(logits, zero, zero, one, state, results, zero, SampleWorkspace.empty(1, "cpu"), filters=False, block=128)
     assert results.item() == 300
+
+
+@pytest.mark.parametrize("max_rows", [1, 32, 33, 64, 96, 128, 300])
+def test_every_batch_of_a_workspace_has_room_for_its_candidates(max_rows: int) -> None:
+    """Between 33 and 63 rows of a large vocabulary have most of them: twice as many as larger batches."""
+    workspace = SampleWorkspace.empty(max_rows, "meta")
+    for rows in range(1, max_rows + 1):
+        for vocab in (500, 32_000, 151_936):
+            splits, groups = cut_rows(rows, vocab, workspace.part_value.shape[1], block=1024)
+            assert rows * splits * groups <= workspace.candidates.numel() == workspace.candidate_ids.numel()
+            assert rows * splits <= workspace.counts.numel()
 
 
 def test_noise_is_gumbel_and_depends_on_seed_position_and_token() -> None:

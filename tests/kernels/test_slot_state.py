@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 import torch
 
 from paceline.kernels.decode_units import NOTHING_SHARED, DecodeUnits, SharedUnits
@@ -110,3 +111,15 @@ def test_ragged_rows_gather_consecutive_tokens() -> None:
     expected = gather_tokens_reference(state, embeddings, token_rows, query_starts, 6)
     for got, want in zip((out, slots, positions), expected, strict=True):
         assert torch.equal(got, want)
+
+
+def test_a_page_behind_the_table_is_out_of_bounds() -> None:
+    """The bounds that all these tests run under (bounds.py): of the last slot, one entry too far is nobody's."""
+    from triton.runtime.errors import InterpreterError
+
+    state = random_state()
+    slots, indices = state.page_table.shape
+    apply_diff(torch.from_numpy(pack_diff(column(slots - 1), column(indices - 1), column(7))), state, num_programs=1)
+    assert state.page_table[-1, -1] == 7
+    with pytest.raises(InterpreterError, match="_apply_diff_kernel: 1 of 1 addresses of a store are outside"):
+        apply_diff(torch.from_numpy(pack_diff(column(slots - 1), column(indices), column(7))), state, num_programs=1)

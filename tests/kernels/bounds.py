@@ -1,0 +1,78 @@
+"""Catches kernels that read or write outside of the tensors they were given, in Triton's interpreter.
+
+There as on a GPU most such accesses hit memory that belongs to somebody else and nothing shows; a mask that is wrong
+for one shape is found by whoever runs that shape. Views count as they are cut, not the storage behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+
+class OutOfBounds(AssertionError):
+    pass
+
+
+@contextmanager
+def checked_bounds() -> Iterator[None]:
+    """Within, every launch raises at its first access that lies in none of its tensors."""
+    from triton.runtime import interpreter
+
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    load, store, atomic = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
+    call = executor.__call__
+    begins = ends = np.empty(0, np.uint64)
+    kernel = ""
+
+    def check(kind: str, pointers: Any, mask: Any) -> None:
+        addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)].reshape(-1)
+        if not len(addresses):
+            return
+        size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8)
+        # Extents may overlap, but of all that begin at or before an address the furthest end is what counts.
+        at = np.searchsorted(begins, addresses, side="right") - 1
+        outside = (at < 0) | (addresses + size > ends[at])
+        if outside.any():
+            raise OutOfBounds(f"{kernel}: {int(outside.sum())} of {len(addresses)} addresses of a {kind} are outside")
+
+    def calling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal begins, ends, kernel
+        extents = sorted(_extent(arg) for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor))
+        begins = np.array([begin for begin, _ in extents], np.uint64)
+        ends = np.maximum.accumulate(np.array([end for _, end in extents], np.uint64))
+        kernel = self.fn.__name__
+        return call(self, *args, **kwargs)
+
+    def loading(self: Any, pointers: Any, mask: Any, *rest: Any, **options: Any) -> Any:
+        check("load", pointers, mask)
+        return load(self, pointers, mask, *rest, **options)
+
+    def storing(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        check("store", pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    def adding(self: Any, operation: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        check("atomic", pointers, mask)
+        return atomic(self, operation, pointers, value, mask, *rest)
+
+    with (
+        patch.object(executor, "__call__", calling),
+        patch.object(builder, "create_masked_load", loading),
+        patch.object(builder, "create_masked_store", storing),
+        patch.object(builder, "create_atomic_rmw", adding),
+    ):
+        yield
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    begin = tensor.data_ptr()
+    if not tensor.numel():
+        return begin, begin
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
