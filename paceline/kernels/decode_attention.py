@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.kernels._triton import next_power_of_2, prefetch, tl, triton
+from paceline.kernels._triton import launched, next_power_of_2, prefetch, tl, triton
 from paceline.kernels.decode_units import DecodeUnits
 from paceline.kernels.rope_kv import rope_kv_reference, rotate_row
 
@@ -105,6 +105,7 @@ def _prefetch_unit(
     prefetch(v_cache + place[:, None] + line[None, :])
 
 
+@launched
 @triton.jit
 def _decode_attention_kernel(
     qkv,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.kernels._triton import next_power_of_2, tl, triton
+from paceline.kernels._triton import launched, next_power_of_2, tl, triton
 
 
 def rms_norm_reference(
@@ -24,6 +24,7 @@ def rms_norm_reference(
     return normed.to(x.dtype), total
 
 
+@launched
 @triton.jit
 def _rms_norm_kernel(
     x,

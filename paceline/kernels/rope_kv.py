@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.kernels._triton import next_power_of_2, tl, triton
+from paceline.kernels._triton import launched, next_power_of_2, tl, triton
 
 
 def rope_table(positions: int, head_dim: int, base: float, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -75,6 +75,7 @@ def rotate_row(x, offset, inside, norm, table, eps, D: tl.constexpr, HAS_NORM: t
     return mine * cos + tl.where(d < half, -other, other) * sin
 
 
+@launched
 @triton.jit
 def _rope_kv_kernel(
     qkv,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.kernels._triton import cdiv, tl, triton
+from paceline.kernels._triton import cdiv, launched, tl, triton
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
@@ -15,6 +15,7 @@ def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
+@launched
 @triton.jit
 def _silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
