@@ -139,6 +139,34 @@ def test_a_stop_token_is_no_text(engine: Engine) -> None:
     assert output.text == engine.tokenizer.decode(whole.token_ids[:first], at_start=False)
 
 
+def test_text_that_is_wanted_at_the_end_is_made_on_the_way(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    push, sizes = TextStream.push, []
+
+    def noting(self: TextStream, ids: Iterable[int]) -> str:
+        listed = list(ids)
+        sizes.append(len(listed))
+        return push(self, listed)
+
+    monkeypatch.setattr(TextStream, "push", noting)
+    prompts, llm = ["one", "two", "three and more"] * 7, LLM.from_engine(engine)
+    outputs = llm.generate(prompts, greedy(90))
+    for output in outputs:
+        assert output.text == engine.tokenizer.decode(output.token_ids, at_start=False)
+    assert sum(sizes) == 90 * len(prompts), "every token is made text once"
+    assert max(sizes) <= 40, "at their ends, which come together, little is left to do"
+    assert len(sizes) <= 12 * len(prompts), "and not token by token"
+
+    def breaking(self: TextStream, ids: Iterable[int]) -> str:
+        raise ValueError("a broken text")
+
+    monkeypatch.setattr(TextStream, "push", breaking)
+    with pytest.raises(EngineFailed, match="a broken text"):
+        llm.generate("one", greedy(90))
+    assert not engine.ask(lambda scheduler: scheduler.has_work).result(), "it ended where it broke"
+    monkeypatch.undo()
+    assert llm.generate("one", greedy(90))[0].text == outputs[0].text
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "error", "message"),
     [
