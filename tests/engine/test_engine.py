@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Iterable
@@ -162,9 +163,31 @@ def test_text_that_is_wanted_at_the_end_is_made_on_the_way(engine: Engine, monke
     monkeypatch.setattr(TextStream, "push", breaking)
     with pytest.raises(EngineFailed, match="a broken text"):
         llm.generate("one", greedy(90))
-    assert not engine.ask(lambda scheduler: scheduler.has_work).result(), "it ended where it broke"
+    assert not engine.ask(lambda scheduler: len(scheduler.requests)).result(), "it ended where it broke"
     monkeypatch.undo()
     assert llm.generate("one", greedy(90))[0].text == outputs[0].text
+
+
+def test_garbage_is_not_collected_in_the_middle_of_generate(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, seen = engine.loop.step, set()
+
+    def noting() -> Any:
+        seen.add(gc.isenabled())
+        return step()
+
+    monkeypatch.setattr(engine.loop, "step", noting)
+    llm = LLM.from_engine(engine)
+    llm.generate("hello", greedy(5))
+    assert seen == {False} and gc.isenabled()
+    with pytest.raises(Refused):
+        llm.generate([1] * 5, greedy(10**9))
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        llm.generate("hello", greedy(5))
+        assert not gc.isenabled(), "whoever has turned it off keeps it off"
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
