@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
@@ -70,6 +71,19 @@ class RequestOutput:
         return self.choices[0].logprobs
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection stops the engine too, for as long as many passes take where there are many prompts to look through.
+    The engine itself collects what is young once a minute."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class LLM:
     """A model, loaded and ready.
 
@@ -93,6 +107,7 @@ class LLM:
     def tokenizer(self) -> Any:
         return self.engine.tokenizer
 
+    @_no_garbage_collection()
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -1,13 +1,15 @@
 """The executor for CUDA: launches passes and never waits for one.
 
     host    pack N+1 ─▶ pinned buffer            wait for the event of N ─▶ tokens of N
-    copy            └─▶ staging N+1 (event) ┐              ┌─▶ pinned results of N (event)
-    engine  ── pass N ──────────────────────┴─ pass N+1 ───┴─ …
+    copy            └─▶ staging N+1 (event) ┐
+    engine  ── pass N ──────────────────────┴─ pass N+1 ───┬─ …
+    results ── pinned results of N - 1 (event) ────────────┴─▶ pinned results of N + 1 (event)
 
 The engine stream runs passes and applies every change of device state; the copy stream brings each pass's packed
-upload into a staging buffer and its results out. A pass uses one of a few `_Flight`s, whose buffers are not touched
-again before its results have been read. Tokens chain on the device: sampling writes them into `token_pool`, where the
-next pass finds them. What a pass does follows from its plan alone.
+upload into a staging buffer, the results stream its results out. On one stream the upload of N+1 stood behind the
+results of N, and so behind N itself, and N+1 began a copy late. A pass uses one of a few `_Flight`s, whose buffers are
+not touched again before its results have been read. Tokens chain on the device: sampling writes them into `token_pool`,
+where the next pass finds them. What a pass does follows from its plan alone.
 
 A decode pass is one small kernel that applies the upload, and one graph. A pass with prompts is launched kernel by
 kernel, which takes the host a few milliseconds; they are hidden behind the pass before.
@@ -333,13 +335,13 @@ class CudaDevice:
                 if tell is not None:
                     pending.told.append(tell(results))
             flight.ended.record(streams.engine)
-        with streams.use(streams.copy):
-            flight.ended.wait(streams.copy)
+        with streams.use(streams.results):
+            flight.ended.wait(streams.results)
             if packed.num_sampled:
                 flight.results[: packed.num_sampled].copy_(results[: packed.num_sampled], non_blocking=True)
             for told in pending.told:
                 told.copy()
-            flight.copied.record(streams.copy)
+            flight.copied.record(streams.results)
 
     def mask_room(self, pending: _Pending, num_rows: int, num_words: int) -> Bits:
         before, last = (self._ring[(self._count - back) % _DEPTH].pending for back in (2, 1))

@@ -37,7 +37,7 @@ class Told:
     host_ids: Tensor
 
     def copy(self) -> None:
-        """On the copy stream, behind the pass."""
+        """On the results stream, behind the pass."""
         self.host_chances.copy_(self.chances.view(torch.int32).reshape(-1), non_blocking=True)
         self.host_ids.copy_(self.ids.reshape(-1), non_blocking=True)
 

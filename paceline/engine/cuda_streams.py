@@ -35,7 +35,8 @@ class Graph(Protocol):
 
 class Streams(Protocol):
     engine: Any  # runs passes and applies every change of device state
-    copy: Any  # brings uploads into staging buffers, and results out
+    copy: Any  # brings uploads into staging buffers
+    results: Any  # brings results out; behind them, an upload would wait for the pass that yields them
     side: Any  # for what can run beside the engine stream's own launches
 
     def follow(self, later: Any, earlier: Any) -> None:
@@ -61,6 +62,7 @@ class CudaStreams:
         self.device = device
         self.engine: Any = _cuda.Stream(device)
         self.copy: Any = _cuda.Stream(device)
+        self.results: Any = _cuda.Stream(device)
         self.side: Any = _cuda.Stream(device)
         self._pool: Any = None
 
@@ -121,7 +123,7 @@ class _HostGraph:
 
 
 class HostStreams:
-    engine = copy = side = None
+    engine = copy = results = side = None
 
     def follow(self, later: Any, earlier: Any) -> None: ...
 

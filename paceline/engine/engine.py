@@ -58,6 +58,7 @@ Prompt = str | Sequence[int] | Tokens
 _IDLE_S = 1.0  # without work, after which the books are checked and garbage is collected, once
 _MOST_PROMISES = 10_000
 _YOUNG_GARBAGE_S = 60.0  # how often young garbage is collected in an engine that is never idle
+_QUIET_STEPS = 16  # in which every quiet request's text is made once, as far as it has come
 
 
 class EngineFailed(PacelineError):
@@ -114,7 +115,9 @@ class _Live:
     text: Text
     sink: Sink
     is_quiet: bool  # one piece, at the end; a stop string must be looked for all the time
-    num_tokens: int = 0
+    num_tokens: int = 0  # that have been told
+    texts: list[str] = field(default_factory=list)  # of a quiet one, made and not told
+    num_in_texts: int = 0  # tokens
     is_new: bool = True  # no piece has gone out
     logprobs: list[TokenLogprob] = field(default_factory=list)  # since the last piece
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # told with the first piece
@@ -125,6 +128,11 @@ class _Live:
         prompt = tuple(self.prompt_logprobs) if self.is_new else ()
         logprobs, self.logprobs, self.is_new = tuple(self.logprobs), [], False
         return {"logprobs": logprobs, "prompt_logprobs": prompt} if logprobs or prompt else {}
+
+    def catch_up(self, end: int) -> None:
+        """Makes the text of a quiet request's first `end` tokens, as far as it is not made."""
+        self.texts.append(self.text.push(self.request.output[self.num_in_texts : end]))
+        self.num_in_texts = end
 
 
 @dataclass(slots=True, eq=False)
@@ -184,6 +192,7 @@ class Engine:
         self._on_close = on_close
         self._numbers = itertools.count()
         self._live: dict[str, _Live] = {}  # the engine's thread alone
+        self._num_loud = 0  # of them, those that are not quiet
         self._compiling: dict[str, _Live] = {}  # likewise: they wait for their grammar, and no one waits for them
         self._wake = threading.Condition()
         # to add, to end, questions; under `_wake`
@@ -487,6 +496,7 @@ class Engine:
             live.sink.refuse(error)
         else:
             self._live[request.id] = live
+            self._num_loud += not live.is_quiet
             if compiled is not None:
                 self.grammars.attach(request, compiled)
 
@@ -532,6 +542,29 @@ class Engine:
 
     def _take(self, updates: Updates) -> None:
         told = self._take_logprobs() if self.loop.logprobs else {}
+        if self._num_loud:
+            self._tell(updates, told)
+        self._catch_up(updates.requests)
+        self._end_all(updates.finished)
+        for request, why in self.grammars.take_failures():
+            self.scheduler.finish(request.id, FinishReason.ERROR, self.clock())
+            self._end(self._live[request.id], FinishReason.ERROR, error=why)
+
+    def _catch_up(self, requests: Sequence[Request]) -> None:
+        """Makes text that nobody waits for yet, a few requests in each step: at their ends, which come together where
+        they began together, it would hold up the next pass."""
+        for request in requests[self.loop.last_step % _QUIET_STEPS :: _QUIET_STEPS]:
+            live = self._live.get(request.id)
+            if live is None or not live.is_quiet or live.request is not request or request.is_finished:
+                continue  # of one that has ended, the last token may be no text
+            try:
+                live.catch_up(len(request.output))
+            except Exception as error:  # of this request's text: the others go on
+                self._end(live, FinishReason.ERROR, error=repr(error))
+                self.scheduler.finish(request.id, FinishReason.ERROR, self.clock())
+
+    def _tell(self, updates: Updates, told: dict[int, LogprobRun]) -> None:
+        """What this pass said, to those who want to hear it at once."""
         # A request that the scheduler ended with `stop` got its stop token in this very pass: that one is no text.
         stopped = {id(item.request) for item in updates.finished if item.reason is FinishReason.STOP}
         texts: dict[str, tuple[list[str], list[int]]] = {}
@@ -566,10 +599,6 @@ class Engine:
                 self._end(live, reason, text, tuple(tokens_of))
             else:
                 self._put(live, Piece(text, tuple(tokens_of), **live.take_logprobs()))
-        self._end_all(updates.finished)
-        for request, why in self.grammars.take_failures():
-            self.scheduler.finish(request.id, FinishReason.ERROR, self.clock())
-            self._end(self._live[request.id], FinishReason.ERROR, error=why)
 
     def _end_all(self, finished: Iterable[Finished]) -> None:
         for item in finished:
@@ -580,14 +609,14 @@ class Engine:
     def _end(self, live: _Live, reason: FinishReason, text: str = "", tokens: tuple[int, ...] = (),
              error: str | None = None) -> None:  # fmt: skip
         request = live.request
-        if self._live.get(request.id) is live:
-            del self._live[request.id]
+        self._forget(live)
         self.grammars.detach(request)
         if live.is_quiet and error is None:
             tokens, live.num_tokens = tuple(request.output), len(request.output)
             try:
                 # The scheduler ended it with `stop` at its stop token: that one is no text.
-                text = live.text.push(tokens[:-1] if reason is FinishReason.STOP else tokens)
+                live.catch_up(len(tokens) - (reason is FinishReason.STOP))
+                text = "".join(live.texts)
             except Exception as failure:  # of this request's text: the others go on
                 reason, error = FinishReason.ERROR, repr(failure)
         if error is None:
@@ -598,11 +627,16 @@ class Engine:
             vector = request.pooled.vector().tobytes()
         self._put(live, Piece(text, tokens, reason, usage, Timings.of(request), error, vector, **live.take_logprobs()))
 
+    def _forget(self, live: _Live) -> None:
+        if self._live.get(live.request.id) is live:
+            del self._live[live.request.id]
+            self._num_loud -= not live.is_quiet
+
     def _put(self, live: _Live, piece: Piece) -> None:
         try:
             live.sink.put(piece)
         except Exception as error:  # whoever listens is broken; the others are not
-            self._live.pop(live.request.id, None)
+            self._forget(live)
             self.scheduler.finish(live.request.id, FinishReason.ERROR, self.clock())
             live.sink.refuse(EngineFailed(f"request {live.request.id} has nobody to take its output ({error!r})."))
 
@@ -615,7 +649,7 @@ class Engine:
             except RuntimeError:  # that loop was closed: nobody is left to listen
                 for request_id, live in list(self._live.items()):
                     if isinstance(live.sink, _AsyncSink) and live.sink.loop is loop:
-                        del self._live[request_id]
+                        self._forget(live)
                         self.scheduler.abort(request_id, self.clock())
         self.after_step()
 

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.kernels._triton import cdiv, tl, triton
+from paceline.kernels._triton import cdiv, launched, tl, triton
 
 Column = npt.NDArray[np.int32]
 
@@ -110,6 +110,7 @@ def write_runs_reference(packed: Column, state: AdjustState) -> None:
         state.words[slot, first : first + count] = words[offset : offset + count]
 
 
+@launched
 @triton.jit
 def _write_runs_kernel(packed, words, stride, BLOCK: tl.constexpr):
     runs = tl.load(packed)
@@ -166,6 +167,7 @@ def adjust_logits_reference(
                 line[token] = FORBIDDEN
 
 
+@launched
 @triton.jit
 def _adjust_kernel(
     logits,
@@ -298,6 +300,7 @@ def mask_logits_reference(logits: torch.Tensor, rows: torch.Tensor, bits: torch.
         logits[row, one == 0] = -torch.inf
 
 
+@launched
 @triton.jit
 def _mask_kernel(logits, num_masks, rows, bits, logits_stride, bits_stride, vocab, BLOCK: tl.constexpr):
     item = tl.program_id(0)

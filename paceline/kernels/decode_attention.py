@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.kernels._triton import next_power_of_2, prefetch, tl, triton
+from paceline.kernels._triton import launched, next_power_of_2, prefetch, tl, triton
 from paceline.kernels.decode_units import DecodeUnits
 from paceline.kernels.rms_norm import row_factor
 from paceline.kernels.rope_kv import load_pairs, load_turn, rope_kv_reference, turn
@@ -94,6 +94,7 @@ def _fold(
     tl.store(target, (value / tl.where(total > 0.0, total, 1.0)).to(out.dtype.element_ty), mask=inside_column)
 
 
+@launched
 @triton.jit
 def _decode_attention_kernel(
     qkv,

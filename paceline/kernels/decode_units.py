@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.kernels._triton import cdiv, next_power_of_2, tl, triton
+from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
 
 Words = npt.NDArray[np.int32]
 
@@ -197,6 +197,7 @@ def decode_units_reference(
     return [[*unit, *rows[unit[0]][:3]] for unit in units], rows
 
 
+@launched
 @triton.jit
 def _decode_units_kernel(
     row_slots,

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.kernels._triton import next_power_of_2, tl, triton
+from paceline.kernels._triton import launched, next_power_of_2, tl, triton
 
 Words = npt.NDArray[np.int32]
 
@@ -127,6 +127,7 @@ def _absorb(scores, v, top, total, acc):
     return higher, total * keep + tl.sum(weight, axis=1), tl.dot(weight.to(v.dtype), v, acc * keep[:, None])
 
 
+@launched
 @triton.jit
 def _extend_attention_kernel(
     q,
@@ -201,6 +202,7 @@ def _extend_attention_kernel(
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside[:, None])
 
 
+@launched
 @triton.jit
 def _extend_shared_kernel(
     q,

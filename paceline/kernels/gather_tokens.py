@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.kernels._triton import next_power_of_2, tl, triton
+from paceline.kernels._triton import launched, next_power_of_2, tl, triton
 from paceline.kernels.slot_state import SlotState
 
 
@@ -32,6 +32,7 @@ def gather_tokens_reference(
     return embeddings[ids], slots.int(), positions.int()
 
 
+@launched
 @triton.jit
 def _gather_tokens_kernel(
     token_pool,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.kernels._triton import cdiv, next_power_of_2, prefetch, tl, triton
+from paceline.kernels._triton import cdiv, launched, next_power_of_2, prefetch, tl, triton
 
 
 def linear_reference(
@@ -45,6 +45,7 @@ def linear_reference(
     return out if residual is None else out + residual.double()
 
 
+@launched
 @triton.jit(do_not_specialize=["M"])  # one binary for every batch of a tile size: start-up compiles less
 def _linear_kernel(
     x,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.kernels._triton import next_power_of_2, tl, triton
+from paceline.kernels._triton import launched, next_power_of_2, tl, triton
 
 
 def rms_norm_reference(
@@ -38,6 +38,7 @@ def row_factor(stream, row, eps, H: tl.constexpr):
     return 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / H + eps)
 
 
+@launched
 @triton.jit
 def _rms_norm_kernel(
     x,

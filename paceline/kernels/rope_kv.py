@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.kernels._triton import next_power_of_2, tl, triton
+from paceline.kernels._triton import launched, next_power_of_2, tl, triton
 from paceline.kernels.rms_norm import row_factor, row_factor_reference
 
 
@@ -86,6 +86,7 @@ def turn(mine, other, weight, other_weight, cos, sin, eps, factor, D: tl.constex
     return mine * cos + tl.where(tl.arange(0, D)[None, :] < D // 2, -other, other) * sin
 
 
+@launched
 @triton.jit
 def _rope_kv_kernel(
     qkv,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.kernels._triton import cdiv, tl, triton
+from paceline.kernels._triton import cdiv, launched, tl, triton
 from paceline.kernels.noise import gumbel, gumbel_reference, noise_keys
 from paceline.kernels.slot_state import SAMPLING_WORDS, SlotState
 
@@ -105,6 +105,7 @@ def _kth_largest(keys, k):
     return low
 
 
+@launched
 @triton.jit
 def _sample_kernel(
     logits,
@@ -213,6 +214,7 @@ def _sample_kernel(
                 )
 
 
+@launched
 @triton.jit
 def _collect_kernel(
     logits,
@@ -348,6 +350,7 @@ def _kth_key(line, inverse, highest, k, vocab, BLOCK: tl.constexpr):
     return low
 
 
+@launched
 @triton.jit
 def _filter_kernel(
     logits,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.kernels._triton import cdiv, tl, triton
+from paceline.kernels._triton import cdiv, launched, tl, triton
 from paceline.kernels.rms_norm import row_factor, row_factor_reference
 
 
@@ -19,6 +19,7 @@ def silu_mul_reference(
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
+@launched
 @triton.jit
 def _silu_mul_kernel(gate_up, out, stream, width, eps, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)

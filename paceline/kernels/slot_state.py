@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.kernels._triton import tl, triton
+from paceline.kernels._triton import launched, tl, triton
 from paceline.kernels.decode_units import DecodeUnits, SharedUnits
 
 Column = npt.NDArray[np.int32]
@@ -146,6 +146,7 @@ def apply_diff_reference(diff: Column, state: SlotState, units: DecodeUnits | No
         units.shared_chunks[:covered] = counts.int()
 
 
+@launched
 @triton.jit
 def _apply_diff_kernel(
     diff,

@@ -8,6 +8,7 @@ that will be in use at any time from now on, if every request ends where it is e
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -69,15 +70,9 @@ class Outlook:
     """
 
     def __init__(self, page_size: int, own: Ints, remaining: Ints) -> None:
-        self._page_size = page_size
-        self._own = own
-        self._remaining = remaining
-        self._sort()
-
-    def _sort(self) -> None:
-        size = self._page_size
-        order = np.argsort(-self._remaining, kind="stable")
-        self._own, self._remaining = self._own[order], self._remaining[order]
+        size = self._page_size = page_size
+        order = np.argsort(-remaining, kind="stable")
+        self._own, self._remaining = own[order], remaining[order]
         # peaks[i] = sum over j <= i of ceil((own[j] + remaining[i]) / size), without a loop over pairs: beyond
         # its whole pages, request j needs one more page, two if its last page overflows, none if it has no rest.
         count = len(order)
@@ -88,26 +83,43 @@ class Outlook:
         pages, rest = self._remaining // size, self._remaining % size
         overflowing = np.where(rest > 0, ranks - at_most[ranks - 1, size - np.maximum(rest, 1)], -at_most[:, 0])
         self._peaks = np.cumsum(self._own // size) + ranks * (pages + 1) + overflowing
-        self._joined: list[tuple[int, int]] = []
+        # Requests that are asked about in one step are often alike, and one that joins was asked about before.
+        self._joining: dict[tuple[int, int], _Joining] = {}
 
     def peak_with(self, own: int, remaining: int) -> int:
         """The peak if a request with that many own and expected tokens joined."""
-        if self._joined:
-            joined = np.array(self._joined, dtype=np.int64)
-            self._own = np.concatenate([self._own, joined[:, 0]])
-            self._remaining = np.concatenate([self._remaining, joined[:, 1]])
-            self._sort()
-        size = self._page_size
-        place = int(np.searchsorted(-self._remaining, -remaining, side="right"))
-        peak = -(-(own + remaining) // size)
-        if place:
-            grown = (self._own[:place] + (remaining + size - 1)) // size
-            peak = max(peak + int(grown.sum()), int(self._peaks[:place].max()))
-        if place < len(self._peaks):
-            also = (self._remaining[place:] + (own + size - 1)) // size
-            peak = max(peak, int((self._peaks[place:] + also).max()))
-        return peak
+        return self._with(own, remaining).peak
 
     def add(self, own: int, remaining: int) -> None:
-        """A request has joined. Nothing is computed before somebody asks again."""
-        self._joined.append((own, remaining))
+        """A request has joined."""
+        joining = self._with(own, remaining)
+        place = joining.place
+        self._own = _inserted(self._own, place, own)
+        self._remaining = _inserted(self._remaining, place, remaining)
+        self._peaks = np.concatenate([self._peaks[:place], [joining.at_its_end], joining.later])
+        self._joining.clear()
+
+    def _with(self, own: int, remaining: int) -> _Joining:
+        joining = self._joining.get((own, remaining))
+        if joining is None:
+            size = self._page_size
+            place = int(np.searchsorted(-self._remaining, -remaining, side="right"))
+            before = int(((self._own[:place] + (remaining + size - 1)) // size).sum())
+            at_its_end = before - (-(own + remaining) // size)
+            later = self._peaks[place:] + (self._remaining[place:] + (own + size - 1)) // size
+            peak = max(at_its_end, int(self._peaks[:place].max(initial=0)), int(later.max(initial=0)))
+            joining = self._joining[own, remaining] = _Joining(peak, place, at_its_end, later)
+        return joining
+
+
+class _Joining(NamedTuple):
+    """What one more request would do to an outlook."""
+
+    peak: int
+    place: int  # how many run longer
+    at_its_end: int  # pages in use
+    later: Ints  # pages in use whenever one of those that run less long ends: it is still there
+
+
+def _inserted(column: Ints, place: int, value: int) -> Ints:
+    return np.concatenate([column[:place], [value], column[place:]])

@@ -22,14 +22,14 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, at_start: bool = False) -> None:
         """`at_start`: the ids begin a text instead of continuing a prompt, so that the space
         SentencePiece puts before the first word is dropped."""
-        self._token_bytes = tokenizer.token_bytes
+        self._bytes_of = tokenizer.bytes_of
         self._skip = tokenizer.special_ids if skip_special else frozenset()
         self._strip = at_start and tokenizer.strips_leading_space
         self._utf8 = _UTF8("replace")
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these ids complete; it may be empty."""
-        data = b"".join(self._token_bytes(index) for index in ids if index not in self._skip)
+        data = self._bytes_of(ids, self._skip)
         if self._strip and data:
             data, self._strip = data.removeprefix(b" "), False
         return self._utf8.decode(data)

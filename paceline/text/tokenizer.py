@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,20 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = byte_level_alphabet()
+_FOREIGN = 0x10000  # no byte: what is below 256 and not in the alphabet
+_BYTES = dict.fromkeys(range(256), _FOREIGN) | {ord(character): byte for character, byte in _ALPHABET.items()}
+
+
+class _Bytes(dict[int, bytes]):
+    """By id, computed when first asked for."""
+
+    def __init__(self, compute: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __missing__(self, index: int) -> bytes:
+        found = self[int(index)] = self._compute(int(index))
+        return found
 
 
 class Tokenizer:
@@ -60,7 +74,7 @@ class Tokenizer:
         """`eos_ids` all end an answer; `eos_id` is the one that templates call eos_token."""
         self._core = core
         self._plain: tokenizers.Tokenizer | None = None  # made on first use: reads special tokens as text
-        self._bytes: dict[int, bytes] = {}
+        self._bytes = _Bytes(self._compute_bytes)
         self._byte_level, self.strips_leading_space = _decoder_kind(core)
         added = core.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
@@ -106,7 +120,7 @@ class Tokenizer:
         """The text of `ids`. Bytes that are no UTF-8 become U+FFFD. `at_start`: the ids begin a text, so
         the space that SentencePiece puts before the first word is dropped."""
         skip = self.special_ids if skip_special else frozenset()
-        data = b"".join(self.token_bytes(index) for index in ids if index not in skip)
+        data = self.bytes_of(ids, skip)
         if at_start and self.strips_leading_space:
             data = data.removeprefix(b" ")
         return data.decode("utf-8", "replace")
@@ -114,10 +128,12 @@ class Tokenizer:
     def token_bytes(self, index: int) -> bytes:
         """What one token adds to a text. An id beyond the vocabulary adds nothing: models are often
         padded."""
-        found = self._bytes.get(index)
-        if found is None:
-            found = self._bytes[int(index)] = self._compute_bytes(int(index))
-        return found
+        return self._bytes[index]
+
+    def bytes_of(self, ids: Iterable[int], skip: frozenset[int] = frozenset()) -> bytes:
+        """What all of them add, without those to skip."""
+        known = self._bytes
+        return b"".join([known[index] for index in ids if index not in skip])
 
     def token_id(self, token: str) -> int | None:
         """The id of a token given as the vocabulary spells it."""
@@ -138,9 +154,10 @@ class Tokenizer:
             return b""
         if self._byte_level:
             # Added tokens are plain text; where one happens to be spelt in the alphabet it reads the same.
-            if all(character in _ALPHABET for character in token):
-                return bytes(_ALPHABET[character] for character in token)
-            return token.encode("utf-8")
+            try:
+                return token.translate(_BYTES).encode("latin-1")
+            except UnicodeEncodeError:
+                return token.encode("utf-8")
         if match := _BYTE_TOKEN.match(token):
             return bytes([int(match[1], 16)])
         return token.replace("▁", " ").encode("utf-8")

@@ -18,7 +18,7 @@ from paceline.engine.cuda_build import build_cuda
 from paceline.engine.cuda_device import CudaDevice
 from paceline.engine.cuda_graphs import Kind, Part, buckets
 from paceline.engine.cuda_inputs import PlanPacker, ShareRule
-from paceline.engine.cuda_streams import Graph
+from paceline.engine.cuda_streams import Graph, HostStreams, _HostEvent
 from paceline.engine.engine import Engine
 from paceline.kernels._triton import HAS_TRITON, cdiv
 from paceline.kernels.decode_units import Chunks, DecodeUnits
@@ -100,6 +100,18 @@ def expected(name: str, prompts: list[list[int]], params: SamplingParams) -> lis
     engine = assemble(plain, tokenizer, EngineConfig(device="cpu", threads=1, overlap="off"), BASE)
     with LLM.from_engine(engine) as llm:
         return [output.token_ids for output in llm.generate(prompts, params)]
+
+
+def test_an_upload_waits_for_nothing_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the results of the pass before it would wait for that pass, and the next one would begin late."""
+    waited: list[str] = []
+    for name in ("engine", "copy", "results", "side"):
+        monkeypatch.setattr(HostStreams, name, name)
+    monkeypatch.setattr(_HostEvent, "wait", lambda self, stream: waited.append(stream))
+    llm, _ = on_kernels("tiny-qwen3")
+    with llm:
+        llm.generate(PROMPTS, GREEDY)
+    assert set(waited) == {"engine", "results"}
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen2", "tiny-smollm3"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Iterable
@@ -137,6 +138,56 @@ def test_a_stop_token_is_no_text(engine: Engine) -> None:
     output = llm.generate("hello there", greedy(20, stop_token_ids=(token,)))[0]
     assert (output.token_ids, output.finish_reason) == (whole.token_ids[: first + 1], FinishReason.STOP)
     assert output.text == engine.tokenizer.decode(whole.token_ids[:first], at_start=False)
+
+
+def test_text_that_is_wanted_at_the_end_is_made_on_the_way(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    push, sizes = TextStream.push, []
+
+    def noting(self: TextStream, ids: Iterable[int]) -> str:
+        listed = list(ids)
+        sizes.append(len(listed))
+        return push(self, listed)
+
+    monkeypatch.setattr(TextStream, "push", noting)
+    prompts, llm = ["one", "two", "three and more"] * 7, LLM.from_engine(engine)
+    outputs = llm.generate(prompts, greedy(90))
+    for output in outputs:
+        assert output.text == engine.tokenizer.decode(output.token_ids, at_start=False)
+    assert sum(sizes) == 90 * len(prompts), "every token is made text once"
+    assert max(sizes) <= 40, "at their ends, which come together, little is left to do"
+    assert len(sizes) <= 12 * len(prompts), "and not token by token"
+
+    def breaking(self: TextStream, ids: Iterable[int]) -> str:
+        raise ValueError("a broken text")
+
+    monkeypatch.setattr(TextStream, "push", breaking)
+    with pytest.raises(EngineFailed, match="a broken text"):
+        llm.generate("one", greedy(90))
+    assert not engine.ask(lambda scheduler: len(scheduler.requests)).result(), "it ended where it broke"
+    monkeypatch.undo()
+    assert llm.generate("one", greedy(90))[0].text == outputs[0].text
+
+
+def test_garbage_is_not_collected_in_the_middle_of_generate(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, seen = engine.loop.step, set()
+
+    def noting() -> Any:
+        seen.add(gc.isenabled())
+        return step()
+
+    monkeypatch.setattr(engine.loop, "step", noting)
+    llm = LLM.from_engine(engine)
+    llm.generate("hello", greedy(5))
+    assert seen == {False} and gc.isenabled()
+    with pytest.raises(Refused):
+        llm.generate([1] * 5, greedy(10**9))
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        llm.generate("hello", greedy(5))
+        assert not gc.isenabled(), "whoever has turned it off keeps it off"
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
