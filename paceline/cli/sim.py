@@ -189,6 +189,9 @@ def experiment(
 @app.command()
 def fit(
     recordings: Annotated[list[Path], typer.Argument(help="Recordings of one device and model, made with --record.")],
+    source: Annotated[
+        str | None, typer.Option(help="What the profile says it is from; the files' names if not given.")
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the profile to this file, for --gpu.")] = None,
     json_file: Json = None,
 ) -> None:
@@ -196,8 +199,9 @@ def fit(
     from paceline.simulator.fit import Recording
     from paceline.simulator.fit import fit as fit_to
 
-    read = [Recording.read(path) for path in recordings]
-    fitted = fit_to(read, ", ".join(path.name for path in recordings))
+    every = [Recording.read(path) for path in recordings]
+    read = [one.warm() for one in every]
+    fitted = fit_to(read, source or ", ".join(path.name for path in recordings))
     console = Console()
     table = Table(title=f"{fitted.profile.device}, {fitted.profile.model}: passes held out of the fit")
     for title in ("passes", "count", "measured s", "predicted s", "error of the sum", "mean error of a pass"):
@@ -207,6 +211,8 @@ def fit(
                       f"{error.total:+.2%}", f"{error.mean_absolute:.2%}")  # fmt: skip
     console.print(table)
     runs = _replayed(read, recordings, fitted.profile, console)
+    if cold := [run.name for one, kept in zip(every, read, strict=True) for run in one.runs if run not in kept.runs]:
+        console.print(f"Left out, because kernels were compiled on the way: {', '.join(cold)}.")
     if save is not None:
         fitted.profile.save(save)
     if json_file is not None:
@@ -218,33 +224,33 @@ def _replayed(
     read: Sequence[Recording], paths: Sequence[Path], profile: Profile, console: Console
 ) -> list[dict[str, Any]]:
     """Whole runs again on the virtual GPU, from their requests alone."""
-    from paceline.simulator.replay import replay
+    from paceline.simulator.replay import replay, replay_held_out
 
-    found = [item for path, one in zip(paths, read, strict=True) for item in replay(path, one, profile)]
+    found = [(path.stem, item) for path, one in zip(paths, read, strict=True) for item in replay(path, one, profile)]
     if not found:
         return []
+    held_out = replay_held_out(paths, read)
     table = Table(
         title="Recorded runs, simulated from their requests alone",
-        caption="Seconds from the first arrival to the last token. A process's first run also loads and compiles.",
+        caption="Seconds from the arrivals before the first pass to the last token, and ms of a pass on the device. "
+        "Held out: the error of a profile that is fitted to every second run, of which this is none.",
     )
-    for title in (
-        "run",
-        "measured s",
-        "simulated s",
-        "error",
-        "ms a pass",
-        "simulated",
-        "error ",
-        "passes",
-        "simulated ",
-    ):
-        table.add_column(title.strip(), justify="left" if title == "run" else "right")
-    for item in found:
-        table.add_row(item.name, f"{item.measured_s:.3f}", f"{item.simulated_s:.3f}", f"{item.total_error:+.2%}",
-                      f"{item.measured_pass_s * 1e3:.3f}", f"{item.simulated_pass_s * 1e3:.3f}",
-                      f"{item.pass_error:+.2%}", f"{item.measured_passes:,}", f"{item.simulated_passes:,}")  # fmt: skip
+    for title in ("recording", "run", "s", "simulated", "error", "held out", "ms", "simulated", "error", "held out",
+                  "passes", "simulated"):  # fmt: skip
+        table.add_column(title, justify="left" if title in ("recording", "run") else "right")
+    rows = []
+    for index, (stem, item) in enumerate(found):
+        other = held_out[index] if held_out else None
+        errors = (f"{other.total_error:+.2%}", f"{other.pass_error:+.2%}") if other else ("", "")
+        table.add_row(
+            stem, item.name, f"{item.measured_s:.3f}", f"{item.simulated_s:.3f}", f"{item.total_error:+.2%}", errors[0],
+            f"{item.measured_pass_s * 1e3:.3f}", f"{item.simulated_pass_s * 1e3:.3f}", f"{item.pass_error:+.2%}",
+            errors[1], f"{item.measured_passes:,}", f"{item.simulated_passes:,}",
+        )  # fmt: skip
+        held = dataclasses.asdict(other) if other else None
+        rows.append({"recording": stem, **dataclasses.asdict(item), "held_out": held})
     console.print(table)
-    return [dataclasses.asdict(item) for item in found]
+    return rows
 
 
 @app.command()

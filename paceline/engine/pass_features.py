@@ -1,17 +1,19 @@
 """What a pass has to do, in numbers: what its time depends on.
 
 The recorder writes these numbers beside the measured time and the virtual GPU computes its time from them, so a fit
-means the same in both places. They come from the plan alone, as all that an executor knows.
+means the same in both places. They come from the plan alone, as all that an executor knows; what ended since the last
+launch, which costs the host its text, is told apart from them.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
 
+from paceline.request import Request
 from paceline.scheduler.plan import Plan
 
 
@@ -24,7 +26,7 @@ class PassFeatures(msgspec.Struct, frozen=True, gc=False):
     num_sampled: int
     bucket: int  # rows of the graph that runs a pass of decodes; 0: a pass with prompts
     context_tokens: int  # KV positions read by decode rows
-    repeated_tokens: int  # of these, what an earlier decode row of this pass has in common with one
+    repeated_tokens: int  # KV positions that a row, decode or prompt, has in common with one before it
     longest_context: int  # of one decode row
     prompt_context_tokens: int  # KV positions before the prompt rows' new ones
     prompt_pairs: int  # of a new prompt token and a position it attends to
@@ -34,12 +36,33 @@ class PassFeatures(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def own_tokens(self) -> int:
-        """KV positions that decode rows read, each counted once however many rows read it."""
-        return self.context_tokens - self.repeated_tokens
+        """KV positions that rows read, each counted once however many rows read it."""
+        return self.context_tokens + self.prompt_context_tokens - self.repeated_tokens
 
     @property
     def has_prompts(self) -> bool:
         return self.num_prompts > 0
+
+    @property
+    def has_decodes(self) -> bool:
+        return self.num_decodes > 0
+
+    @property
+    def has_repeated(self) -> bool:
+        return self.repeated_tokens > 0
+
+
+class Ended(msgspec.Struct, frozen=True, gc=False):
+    """Requests that ended since the launch before: what the host has to do for them before the next one."""
+
+    num_requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    @classmethod
+    def of(cls, requests: Iterable[Request]) -> Ended:
+        sizes = [(len(one.prompt), len(one.output)) for one in requests]
+        return cls(len(sizes), sum(prompt for prompt, _ in sizes), sum(output for _, output in sizes))
 
 
 def bucket_of(num_rows: int, buckets: Sequence[int]) -> int:

@@ -90,11 +90,14 @@ class VirtualExecutor:
         clock: Clock,
         step_time: PassTime = SMALL_MODEL_H200,
         tokens: Callable[[Plan], np.ndarray] | None = None,
+        launching: Callable[[Plan], float] | None = None,
     ) -> None:
-        """`tokens`: what a plan's sampling rows yield; zeros if not given."""
+        """`tokens`: what a plan's sampling rows yield; zeros if not given. `launching`: seconds for which the host
+        goes on launching kernels of a pass while the device runs the first ones; none if not given."""
         self._clock = clock
         self._step_time = step_time
         self._tokens = tokens
+        self._launching = launching
         self._idle_from = 0.0
         self.busy_s = 0.0
         self.span = (0.0, 0.0)  # from when to when the last launched pass runs
@@ -103,6 +106,10 @@ class VirtualExecutor:
         seconds = self._step_time.of(plan)
         starts = max(self._idle_from, self._clock.now)
         idle_s = starts - self._idle_from
+        if self._launching is not None:
+            launched = self._clock.now + self._launching(plan)
+            seconds = max(seconds, launched - starts)  # its last kernel cannot end before it is launched
+            self._clock.advance_to(launched)
         self._idle_from = starts + seconds
         self.busy_s += seconds
         self.span = (starts, self._idle_from)

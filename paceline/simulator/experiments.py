@@ -144,7 +144,7 @@ LANE_SHARES = (1.0, 0.5, 0.25)
 def waiting_curve(max_wait: float, requests: int = 400, **options: Any) -> Run:
     """More than the GPU can do, and 40 system prompts of 1,500 tokens in a pool that holds ten of them."""
     work = WorkloadConfig(
-        requests=requests, rate=40, prompt_tokens=2000, shared=0.75, groups=40, output_tokens=64, seed=1
+        requests=requests, rate=80, prompt_tokens=2000, shared=0.75, groups=40, output_tokens=64, seed=1
     )
     config = SchedulerConfig(num_pages=1000, max_running=8, max_wait=max_wait, context_tokens=16_384, **options)
     return simulate(make_workload("prefixes", work), config, load_profile(GPU))

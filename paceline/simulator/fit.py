@@ -1,28 +1,35 @@
 """Coefficients from recordings: `paceline sim fit`.
 
 Decodes, prompts and the host are fitted each on their own, by least squares without negative coefficients; short
-passes weigh more than their seconds. Every fifth pass is held out: the error printed is of passes that the fit has not
-seen. The profile that is kept is fitted to all of them.
+passes weigh more than their seconds. What loads, compiles or waits for its launch says nothing about a device and is
+left out, run by run where marks name runs, else pass by pass. Every fifth pass is held out: the error printed is of
+passes that the fit has not seen. The profile that is kept is fitted to all of them.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.config import ConfigError
-from paceline.engine.pass_features import PassFeatures
+from paceline.engine.pass_features import Ended, PassFeatures
 from paceline.engine.recording import Header, Mark, RecordedPass, RecordedRequest, read_recording
-from paceline.simulator.profile import DECODE_TERMS, HOST_TERMS, PROMPT_TERMS, SHARED_TERMS, Linear, Profile
+from paceline.simulator.profile import DECODE_TERMS, ENDED_TERMS, HOST_TERMS, PROMPT_TERMS, Linear, Profile
 
 Matrix = npt.NDArray[np.float64]
 _HELD_OUT = 5
+_DECODES, _PROMPTS = 20, 5  # passes that a fit needs at least
 _FAR = 1.5  # times what a first fit predicts: something was loaded or compiled on the way
+_COMPILED_S = 0.05  # no launch takes so long
+_ROUNDING_S = 2e-6  # of recorded times, added up
 # By whether a pass has prompts and whether its rows have a prefix in common
 _KIND = {
     (True, True): "with prompts", (True, False): "with prompts", (False, True): "decodes that share a prefix",
@@ -31,11 +38,25 @@ _KIND = {
 
 
 @dataclass(frozen=True, slots=True)
+class Stretch:
+    """A run of a recording: from a mark to the mark `end of` it."""
+
+    name: str
+    begins: float
+    ends: float
+    compiles: bool
+
+    def __contains__(self, at: float) -> bool:
+        return self.begins <= at <= self.ends
+
+
+@dataclass(frozen=True, slots=True)
 class Recording:
     header: Header
     passes: list[RecordedPass]
     requests: list[RecordedRequest]
-    marks: list[Mark]
+    runs: list[Stretch]
+    ended: dict[int, Ended]  # by step: the requests that ended since the launch before it
 
     @classmethod
     def read(cls, path: Path) -> Recording:
@@ -51,7 +72,64 @@ class Recording:
                 marks.append(line)
         if header is None or not passes:
             raise ConfigError(f"{path.name} has no passes: record a run with --record.")
-        return cls(header, passes, requests, marks)
+        return cls(header, passes, requests, _stretches(marks, passes), _ended(requests, passes))
+
+    def only(self, runs: Iterable[Stretch]) -> Recording:
+        """Nothing but these runs of it."""
+        chosen = list(runs)
+        passes = [line for line in self.passes if any(line.at in run for run in chosen)]
+        return replace(self, passes=passes, runs=chosen)
+
+    def warm(self) -> Recording:
+        """Without runs that compile, or what lies between runs; all of it if nothing would be left."""
+        runs = [run for run in self.runs if not run.compiles]
+        return self.only(runs) if runs else self
+
+
+def halves(recordings: Sequence[Recording]) -> tuple[list[Recording], list[Recording]]:
+    """Every second run, and the others."""
+    numbers = itertools.count()
+    sides = [[(next(numbers) % 2, run) for run in one.runs] for one in recordings]
+    first, second = (
+        [one.only(run for at, run in side if at == which) for one, side in zip(recordings, sides, strict=True)]
+        for which in (0, 1)
+    )
+    return first, second
+
+
+def _stretches(marks: Sequence[Mark], passes: Sequence[RecordedPass]) -> list[Stretch]:
+    began: dict[str, float] = {}
+    found = []
+    for mark in marks:
+        name = mark.name.removeprefix("end of ")
+        if name == mark.name:
+            began[name] = mark.at
+            continue
+        compiles = any(one.launch_s > _COMPILED_S for one in passes if began[name] <= one.at <= mark.at)
+        found.append(Stretch(name, began[name], mark.at, compiles))
+    return found
+
+
+def _ended(requests: Sequence[RecordedRequest], passes: Sequence[RecordedPass]) -> dict[int, Ended]:
+    """By time: the thread that launches also commits, so an end lies between two launches."""
+    launches = [one.at for one in passes]
+    groups: dict[int, list[RecordedRequest]] = defaultdict(list)
+    for request in requests:
+        if request.finished_s is not None:
+            index = bisect.bisect_left(launches, request.at + request.finished_s - _ROUNDING_S)
+            if index < len(passes):
+                groups[passes[index].step].append(request)
+    return {
+        step: Ended(len(group), sum(one.prompt_tokens for one in group), sum(one.output_tokens for one in group))
+        for step, group in groups.items()
+    }
+
+
+class Turn(NamedTuple):
+    """One turn of the loop: a pass, and what had ended when it was launched."""
+
+    line: RecordedPass
+    ended: Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,46 +182,73 @@ def non_negative(features: Matrix, target: Matrix) -> Matrix:
     return found
 
 
-def _linear(passes: Sequence[RecordedPass], seconds: Matrix, terms: Sequence[str], rounds: int = 1) -> Linear:
-    """With more `rounds` the fit goes from the mean to the median: a host is now and then busy with something else."""
-    rows = np.array([[1.0, *(float(getattr(one.features, term)) for term in terms)] for one in passes])
+def _columns(values: Iterable[PassFeatures | Ended], terms: Sequence[str]) -> Matrix:
+    return np.array([[float(getattr(one, term)) for term in terms] for one in values])
+
+
+def _linear(base: float, terms: Sequence[str], found: Iterable[float]) -> Linear:
+    return Linear(float(base), {term: float(value) for term, value in zip(terms, found, strict=True) if value})
+
+
+def _mean(rows: Matrix, seconds: Matrix) -> Matrix:
+    weights = 1 / np.sqrt(seconds)
+    return non_negative(rows * weights[:, None], seconds * weights)
+
+
+def _robust(rows: Matrix, seconds: Matrix) -> Matrix:
+    """Of errors above 3 ms it counts on which side they are, not how large: a host is now and then busy with something
+    else, for any time."""
     weights = 1 / np.sqrt(np.maximum(seconds, 1e-9))
-    for _ in range(rounds):
+    for _ in range(20):
         found = non_negative(rows * weights[:, None], seconds * weights)
-        weights = 1 / np.sqrt(np.maximum(np.abs(rows @ found - seconds), 1e-5))
-    return Linear(float(found[0]), {term: float(value) for term, value in zip(terms, found[1:], strict=True) if value})
+        weights = 1 / np.sqrt(np.maximum(np.abs(rows @ found - seconds), 3e-3))
+    return found
 
 
 def _decodes(passes: Sequence[PassFeatures], seconds: Matrix, buckets: Sequence[int]) -> tuple[list[float], Linear]:
     """Each graph's own time, and what all of them have in common."""
     present = [bucket for bucket in buckets if any(one.bucket == bucket for one in passes)]
-    rows = np.array(
-        [
-            [
-                *(float(one.bucket == bucket) for bucket in present),
-                *(float(getattr(one, term)) for term in DECODE_TERMS),
-            ]
-            for one in passes
-        ]
-    )
-    weights = 1 / np.sqrt(seconds)
-    found = non_negative(rows * weights[:, None], seconds * weights)
+    graphs = np.array([[float(one.bucket == bucket) for bucket in present] for one in passes])
+    found = _mean(np.hstack([graphs, _columns(passes, DECODE_TERMS)]), seconds)
     bases = np.interp(buckets, present, found[: len(present)])  # graphs that never ran: between their neighbours
-    per = {term: float(value) for term, value in zip(DECODE_TERMS, found[len(present) :], strict=True) if value}
-    return [float(base) for base in bases], Linear(0.0, per)
+    return [float(base) for base in bases], _linear(0.0, DECODE_TERMS, found[len(present) :])
 
 
-def _fit(passes: Sequence[RecordedPass], header: Header, source: str) -> Profile:
-    prompts = [one for one in passes if one.features.has_prompts]
-    shared = [one for one in passes if not one.features.has_prompts and one.features.repeated_tokens]
-    decodes = [one for one in passes if not one.features.has_prompts and not one.features.repeated_tokens]
-    if len(decodes) < 20 or len(prompts) < 5:
+def _prompts(passes: Sequence[RecordedPass]) -> Linear:
+    # A device that waits for kernels to be launched is not at work. Such a pass ends with its launch: it did not if it
+    # took longer than that, or still had to be waited for when the next one was launched.
+    free = [one for one in passes if (one.device_s or 0.0) > one.launch_s or one.wait_s > 1e-3]
+    chosen = free if len(free) >= _PROMPTS else passes
+    ones = np.ones((len(chosen), 1))
+    found = _mean(np.hstack([ones, _columns((one.features for one in chosen), PROMPT_TERMS)]), _seconds(chosen))
+    return _linear(found[0], PROMPT_TERMS, found[1:])
+
+
+def _host(turns: Sequence[Turn]) -> tuple[Linear, Linear, float]:
+    """A turn of the loop, what ended requests add to it, and what of a launch runs beside the device."""
+    turns = [one for one in turns if one.line.num_in_flight]  # with nothing in flight the host may have slept
+    ours = np.hstack([np.ones((len(turns), 1)), _columns((one.line.features for one in turns), HOST_TERMS)])
+    rows = np.hstack([ours, _columns((one.ended for one in turns), ENDED_TERMS)])
+    launch = np.array([one.line.launch_s for one in turns])
+    launch_s = float(_robust(rows, launch)[1 + HOST_TERMS.index("has_prompts")])
+    beside = launch_s * ours[:, 1 + HOST_TERMS.index("has_prompts")]
+    before = np.array([one.line.host_s for one in turns]) + np.maximum(0.0, launch - beside)
+    base, *found = _robust(rows, before).tolist()
+    host, ended = found[: len(HOST_TERMS)], found[len(HOST_TERMS) :]
+    return _linear(base, HOST_TERMS, host), _linear(0.0, ENDED_TERMS, ended), launch_s
+
+
+def _fit(turns: Sequence[Turn], header: Header, source: str) -> Profile:
+    prompts = [one.line for one in turns if one.line.features.has_prompts]
+    decodes = [one.line for one in turns if not one.line.features.has_prompts]
+    if len(decodes) < _DECODES or len(prompts) < _PROMPTS:
         raise ConfigError(
-            f"{source} has {len(decodes)} passes of decodes and {len(prompts)} with prompts: a fit needs 20 and 5."
+            f"{source} has {len(decodes)} passes of decodes and {len(prompts)} with prompts: "
+            f"a fit needs {_DECODES} and {_PROMPTS}."
         )
     buckets = header.buckets or sorted({one.features.bucket for one in decodes})
     bases, decode = _decodes([one.features for one in decodes], _seconds(decodes), buckets)
-    busy = [one for one in passes if one.host_s + one.launch_s < 0.05]  # longer ones slept: there was nothing to do
+    host, ended, launch_s = _host(turns)
     return Profile(
         device=header.device,
         model=header.model,
@@ -152,9 +257,10 @@ def _fit(passes: Sequence[RecordedPass], header: Header, source: str) -> Profile
         buckets=list(buckets),
         bucket_s=bases,
         decode=decode,
-        shared=_linear(shared, _seconds(shared), SHARED_TERMS) if len(shared) >= 20 else None,
-        prompt=_linear(prompts, _seconds(prompts), PROMPT_TERMS),
-        host=_linear(busy, np.array([one.host_s + one.launch_s for one in busy]), HOST_TERMS, rounds=20),
+        prompt=_prompts(prompts),
+        host=host,
+        ended=ended,
+        launch_s=launch_s,
     )
 
 
@@ -167,32 +273,42 @@ def fit(recordings: Sequence[Recording], source: str) -> Fitted:
     headers = {(one.header.device, one.header.model, tuple(one.header.buckets)) for one in recordings}
     if len(headers) > 1:
         raise ConfigError(f"the recordings are of different devices, models or graphs: {sorted(headers)}.")
-    source_header = recordings[0].header
-    passes = [line for one in recordings for line in one.passes if line.device_s]
-    first = _fit(_usual(passes), source_header, source)
-    passes = [one for one in passes if (one.device_s or 0.0) <= _FAR * first.device_s(one.features)]
-    held = [one for index, one in enumerate(passes) if index % _HELD_OUT == 0]
-    seen = [one for index, one in enumerate(passes) if index % _HELD_OUT]
-    trial = _fit(seen, source_header, source)
+    largest = max((one.header for one in recordings), key=lambda header: header.num_pages)
+    turns = [
+        Turn(line, one.ended.get(line.step, Ended()))
+        for one in recordings
+        for line in one.passes
+        if line.device_s and line.launch_s <= _COMPILED_S
+    ]
+    first = _fit(_usual(turns), largest, source)
+    turns = [one for one in turns if (one.line.device_s or 0.0) <= _FAR * first.device_s(one.line.features)]
+    held = [one.line for index, one in enumerate(turns) if index % _HELD_OUT == 0]
+    trial = _fit([one for index, one in enumerate(turns) if index % _HELD_OUT], largest, source)
     groups: dict[str, list[RecordedPass]] = defaultdict(list)
     for one in held:
-        groups[_KIND[one.features.has_prompts, one.features.repeated_tokens > 0]].append(one)
+        groups[_KIND[one.features.has_prompts, one.features.has_repeated]].append(one)
         groups["all"].append(one)
     errors = {name: error(trial.device_s, group) for name, group in sorted(groups.items())}
-    return Fitted(_fit(passes, source_header, source), errors)
+    return Fitted(_fit(turns, largest, source), errors)
 
 
-def _usual(passes: Sequence[RecordedPass]) -> list[RecordedPass]:
+def can_fit(recordings: Sequence[Recording]) -> bool:
+    with_prompts = [line.features.has_prompts for one in recordings for line in one.passes if line.device_s]
+    return with_prompts.count(False) >= 2 * _DECODES and with_prompts.count(True) >= 2 * _PROMPTS
+
+
+def _usual(turns: Sequence[Turn]) -> list[Turn]:
     """Without those that took three times as long as the median of passes like them."""
 
-    def kind(one: RecordedPass) -> tuple[int, int, bool]:
-        return one.features.bucket, one.features.num_prompt_tokens.bit_length(), one.features.repeated_tokens > 0
+    def kind(one: Turn) -> tuple[int, int, bool]:
+        features = one.line.features
+        return features.bucket, features.num_prompt_tokens.bit_length(), features.has_repeated
 
     kinds: dict[tuple[int, int, bool], list[float]] = defaultdict(list)
-    for one in passes:
-        kinds[kind(one)].append(one.device_s or 0.0)
+    for one in turns:
+        kinds[kind(one)].append(one.line.device_s or 0.0)
     medians = {name: float(np.median(values)) for name, values in kinds.items()}
-    return [one for one in passes if (one.device_s or 0.0) <= 3 * medians[kind(one)]]
+    return [one for one in turns if (one.line.device_s or 0.0) <= 3 * medians[kind(one)]]
 
 
 def error(predict: Callable[[PassFeatures], float], passes: Sequence[RecordedPass]) -> Error:

@@ -1,13 +1,15 @@
 """A device in numbers: how long a pass takes it and its host, fitted from a recording.
 
 A pass of decodes runs as a graph: it takes what the graph's bucket takes with nothing to read, and something for every
-KV position read; where rows have a prefix in common, another kernel reads it once. A pass with prompts takes something
-for each new token and each pair of tokens that meet in attention.
+KV position read, once where rows have a prefix in common. A pass with prompts takes something for each new token, each
+pair of tokens that meet in attention, and what its decodes read; its kernels are launched one by one while the device
+runs the first of them. The host's time is results, text and planning; most of it where requests end or join.
 No coefficient is negative: a pass does not get faster by having more to do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,16 @@ from typing import Any
 import msgspec
 
 from paceline.config import ConfigError
-from paceline.engine.pass_features import PassFeatures, read_features
+from paceline.engine.pass_features import Ended, PassFeatures, read_features
 from paceline.engine.virtual import VirtualClock
-from paceline.scheduler.plan import Plan
+from paceline.scheduler.plan import Finished, Plan
 
 _FOLDER = Path(__file__).parent / "profiles"
-# What the time of each kind of pass, and of the host, may depend on: names of PassFeatures
-DECODE_TERMS = ("context_tokens",)
-SHARED_TERMS = ("own_tokens", "repeated_tokens", "bucket")
-PROMPT_TERMS = ("num_prompt_tokens", "prompt_pairs", "prompt_context_tokens", "num_sampled", "context_tokens")
-HOST_TERMS = ("num_decodes", "num_prompts", "has_prompts", "num_joins", "join_tokens", "num_page_changes")
+# What the time of each kind of pass, and of the host, may depend on: names of PassFeatures, and of Ended
+DECODE_TERMS = ("own_tokens", "has_repeated", "longest_context")
+PROMPT_TERMS = ("num_prompt_tokens", "prompt_pairs", "own_tokens", "repeated_tokens", "num_decodes", "has_decodes")
+HOST_TERMS = ("num_decodes", "has_prompts", "num_joins", "join_tokens", "num_page_changes")
+ENDED_TERMS = ("num_requests", "prompt_tokens", "output_tokens")
 
 
 class Linear(msgspec.Struct, frozen=True, dict=True):
@@ -33,7 +35,7 @@ class Linear(msgspec.Struct, frozen=True, dict=True):
     base: float
     per: dict[str, float]
 
-    def seconds(self, features: PassFeatures) -> float:
+    def seconds(self, features: PassFeatures | Ended) -> float:
         total = self.base
         for name, coefficient in self.per.items():
             total += coefficient * getattr(features, name)
@@ -50,9 +52,10 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
     buckets: list[int]
     bucket_s: list[float]
     decode: Linear  # beside the graph's own time
-    shared: Linear | None  # of decodes that have a prefix in common; None: they were never seen, and it is read by each
     prompt: Linear
-    host: Linear
+    host: Linear  # of one turn of the loop: results of a pass, planning and launching another
+    ended: Linear  # of the host, for requests that ended in between
+    launch_s: float  # of the host, for kernels of a pass with prompts that it launches while the device runs others
 
     @cached_property
     def _by_bucket(self) -> dict[int, float]:
@@ -61,8 +64,6 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
     def device_s(self, features: PassFeatures) -> float:
         if features.has_prompts:
             return self.prompt.seconds(features)
-        if features.repeated_tokens and self.shared is not None:
-            return self.shared.seconds(features)
         base = self._by_bucket.get(features.bucket)
         if base is None:  # more rows than were ever recorded: each costs what the last ones did
             rows, seconds = self.buckets[-2:], self.bucket_s[-2:]
@@ -70,9 +71,9 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
             base = seconds[1] + slope * (features.bucket - rows[1])
         return base + self.decode.seconds(features)
 
-    def host_s(self, features: PassFeatures) -> float:
-        """Of one turn of the loop: results and text of a pass, planning and launching another."""
-        return self.host.seconds(features)
+    def host_s(self, features: PassFeatures, ended: Ended) -> float:
+        """Until the device can begin with the pass, if it has nothing else to do."""
+        return self.host.seconds(features) + self.ended.seconds(ended)
 
     def save(self, path: Path) -> None:
         text = msgspec.json.encode(_rounded(msgspec.to_builtins(self)))
@@ -109,15 +110,26 @@ def load_profile(name: str) -> Profile:
 
 class Charged:
     """A profile's times on a clock: the host's pass when a pass is launched, so what overlap hides can be seen; the
-    device's are what the virtual executor is told."""
+    device's, and what is launched beside it, are what the virtual executor is told."""
 
     def __init__(self, profile: Profile, clock: VirtualClock) -> None:
         self._profile, self._clock = profile, clock
+        self._ended = Ended()
         self.host_s = 0.0
+
+    def ended(self, finished: Sequence[Finished]) -> None:
+        """These came with the last results; the host is busy with them before the next launch."""
+        self._ended = Ended.of(one.request for one in finished)
 
     def of(self, plan: Plan) -> float:
         features = read_features(plan, self._profile.buckets)
-        host_s = self._profile.host_s(features)
+        host_s = self._profile.host_s(features, self._ended)
+        self._ended = Ended()
         self.host_s += host_s
         self._clock.advance(host_s)
         return self._profile.device_s(features)
+
+    def launching(self, plan: Plan) -> float:
+        seconds = self._profile.launch_s if plan.num_prefill_tokens else 0.0
+        self.host_s += seconds
+        return seconds

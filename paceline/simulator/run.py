@@ -199,7 +199,7 @@ def simulate(
     began = time.perf_counter()
     clock = VirtualClock()
     charged = Charged(profile, clock)
-    executor = VirtualExecutor(clock, charged, _Script(arrivals))
+    executor = VirtualExecutor(clock, charged, _Script(arrivals), charged.launching)
     scheduler = Scheduler(config)
     watched = executor if observer is None else _Watched(executor, clock, observer)
     loop = Loop(scheduler, watched, clock, overlap=overlap)
@@ -226,6 +226,7 @@ def simulate(
         updates = loop.step()
         assert updates is not None, f"{len(scheduler.requests)} requests are left and none can run"
         passes += 1
+        charged.ended(updates.finished)
         meter.note(clock.now)
         if observer is not None:
             observer.committed(scheduler, clock.now)

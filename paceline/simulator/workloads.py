@@ -146,9 +146,10 @@ def _tenants(config: WorkloadConfig) -> Iterator[Arrival]:
 
 def _nano(config: WorkloadConfig) -> Iterator[Arrival]:
     work = bench_nano(config.requests)
-    for number, (prompt, params) in enumerate(zip(work.prompts, work.params, strict=True)):
-        tokens = np.array(prompt, np.int32)
-        yield Arrival(0.0, f"nano-{number}", tokens, np.zeros(params.max_tokens or 0, np.int32))
+    sizes = [params.max_tokens or 0 for params in work.params]
+    for number in sorted(range(len(sizes)), key=lambda index: -sizes[index]):  # as `generate` gives them to the engine
+        tokens = np.array(work.prompts[number], np.int32)
+        yield Arrival(0.0, f"nano-{number}", tokens, np.zeros(sizes[number], np.int32))
 
 
 def _gsp(config: WorkloadConfig) -> Iterator[Arrival]:

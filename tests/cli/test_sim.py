@@ -37,10 +37,19 @@ def test_compare_shows_each_policy_and_draws_them(tmp_path: Path) -> None:
 
 
 def test_fit_prints_the_held_out_error_and_its_profile_can_be_used(tmp_path: Path) -> None:
-    record(tmp_path / "run.jsonl", noise=0.02)
-    result = sim("fit", str(tmp_path / "run.jsonl"), "--save", str(tmp_path / "gpu.json"))
+    record(tmp_path / "run.jsonl", noise=0.02, runs=3, requests=200, compile_s=0.3)
+    result = sim("fit", str(tmp_path / "run.jsonl"), "--source", "here and today", "--save", str(tmp_path / "gpu.json"),
+                 "--json", str(tmp_path / "fit.json"))  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "held out" in result.output and "simulated from their requests alone" in " ".join(result.output.split())
+    assert "Left out, because kernels were compiled on the way: run 0." in " ".join(result.output.split())
+    runs = json.loads((tmp_path / "fit.json").read_text())["runs"]
+    assert [(run["recording"], run["name"], run["held_out"]["name"]) for run in runs] == [
+        ("run", "run 1", "run 1"),
+        ("run", "run 2", "run 2"),
+    ]
+    assert all(run["simulated_s"] != run["held_out"]["simulated_s"] for run in runs)
+    assert json.loads((tmp_path / "gpu.json").read_text())["source"] == "here and today"
     assert sim("run", str(tmp_path / "run.jsonl"), "--gpu", str(tmp_path / "gpu.json")).exit_code == 0
 
 

@@ -95,6 +95,16 @@ def test_equal_blocks_are_equal_prefixes_of_one_tenant_and_nothing_else(tmp_path
                 assert (left == right) == (same and ours[:end] == theirs[:end])
 
 
+def test_the_same_prompt_of_two_tenants_has_nothing_in_common(tmp_path: Path) -> None:
+    """Also if they end one after the other."""
+    added = [
+        Request(name, np.arange(12), SamplingParams(max_tokens=1), tenant=name) for name in ("one", "two", "three")
+    ]
+    lines = lines_of(tmp_path / "run.jsonl", harness(), added)
+    blocks = [block for line in lines if isinstance(line, RecordedRequest) for block in line.blocks]
+    assert len(blocks) == len(set(blocks)) == 9
+
+
 def test_two_recordings_of_the_same_prompt_have_nothing_in_common(tmp_path: Path) -> None:
     """Else a list of likely prompts would tell which were asked."""
     one, two = (

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,7 +17,7 @@ from paceline.engine.virtual import VirtualClock, VirtualExecutor
 from paceline.request import Request, SamplingParams
 from paceline.scheduler import Plan, Scheduler
 from paceline.simulator.compare import Comparison, scheduler_config
-from paceline.simulator.profile import Charged, load_profile, profile_names
+from paceline.simulator.profile import Charged, Linear, load_profile, profile_names
 from paceline.simulator.run import Run, simulate
 from paceline.simulator.workloads import EOS, Arrival, make_workload
 
@@ -78,18 +79,43 @@ def test_overlap_hides_the_host_and_nothing_else() -> None:
     assert {one.id: one.output_tokens for one in on.served} == {one.id: one.output_tokens for one in off.served}
 
 
-def test_without_overlap_host_and_device_add_up() -> None:
-    tokens = np.arange(100, dtype=np.int32)
+@pytest.mark.parametrize("prompt_tokens", [100, 8000])
+def test_without_overlap_host_and_device_add_up(prompt_tokens: int) -> None:
+    """All but the kernels of prompts, which are launched while the first of them run."""
+    tokens = np.arange(prompt_tokens, dtype=np.int32)
     found = simulate([Arrival(0.0, "one", tokens, tokens[:20])], SchedulerConfig(), H200, overlap=False)
-    assert found.seconds == pytest.approx(found.host_s + found.busy_s)
+    beside = (found.passes - 19) * H200.launch_s
+    assert found.seconds == pytest.approx(found.host_s + found.busy_s - beside)
+
+
+def test_a_short_prompt_takes_as_long_as_its_launch() -> None:
+    tokens = np.arange(100, dtype=np.int32)
+    arrivals = [Arrival(0.0, "one", tokens, tokens[:1])]
+    assert simulate(arrivals, SchedulerConfig(), H200).busy_s == pytest.approx(H200.launch_s)
+    quick = simulate(arrivals, SchedulerConfig(), msgspec.structs.replace(H200, launch_s=0.0))
+    assert 0 < quick.busy_s < H200.launch_s
+
+
+def test_ended_requests_keep_the_host_busy_before_the_next_launch() -> None:
+    tokens = np.arange(100, dtype=np.int32)
+    arrivals = [Arrival(0.0, "short", tokens, tokens[:10]), Arrival(0.0, "long", tokens + 1, tokens[:30])]
+    free, busy = (
+        simulate(
+            arrivals, SchedulerConfig(), msgspec.structs.replace(H200, ended=Linear(0.0, {"output_tokens": seconds}))
+        )
+        for seconds in (0.0, 0.01)
+    )
+    assert busy.host_s - free.host_s == pytest.approx(10 * 0.01), "nothing is launched after the last one"
+    assert 0.09 < busy.seconds - free.seconds <= 0.1
 
 
 @pytest.mark.parametrize("name", profile_names())
 def test_no_profile_gets_faster_with_more_to_do(name: str) -> None:
     profile = load_profile(name)
     assert min(profile.bucket_s) > 0
-    parts = [part for part in (profile.decode, profile.shared, profile.prompt, profile.host) if part is not None]
+    parts = (profile.decode, profile.prompt, profile.host, profile.ended)
     assert all(value >= 0 for part in parts for value in (part.base, *part.per.values()))
+    assert profile.launch_s >= 0
 
 
 def test_runs_in_processes_are_the_runs_here() -> None:
