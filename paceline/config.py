@@ -64,6 +64,9 @@ class SchedulerConfig:
     max_batch_tokens: int = option(8192, "tokens in one forward pass", low=1)
     max_prefill_tokens: int = option(8192, "prompt tokens in one forward pass", low=1)
     chunk_tokens: int = option(2048, "prompt tokens of one request in one forward pass", low=1)
+    chunk_context: int = option(
+        2048, "context at which a prompt token takes twice its time; chunks behind it shrink while others decode", low=1
+    )
     batching: str = option(
         "mixed", "mixed: decodes always run; prefill-first: prompts alone, when there are any; static: no joining",
         choices=BATCHING,
@@ -234,7 +237,7 @@ class OfflineConfig:
     batches: str = option("1,256", "batch sizes of sweep")
     scale: float = option(1.0, "below 1: fewer requests, shorter prompts and outputs, to try it", low=0.001, high=1.0)
     trace: str | None = option(None, "file for a timeline of all runs, host and device, that Perfetto opens")
-    running: int = option(256, "requests that run while the long prompts of `long` arrive", low=1)
+    running: int = option(240, "requests that run while the long prompts of `long` arrive", low=1)
     soak_seconds: float = option(300.0, "seconds that soak lasts", low=0.1)
 
     def __post_init__(self) -> None:

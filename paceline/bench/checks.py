@@ -468,6 +468,7 @@ def _long(lab: Lab, running: int, prompt_tokens: int, num_prompts: int, quiet_to
             row.ended.wait()
     assert ended > between, "the running requests ended before the first prompt came: give more memory"
     busy = [one for one in timeline.passes if one.num_prompts and between < one.waited < ended]
+    assert busy, "no pass had a prompt: give more slots than requests that run"
     quiet = [one for one in timeline.passes if not one.num_prompts and began < one.waited < between]
     return _Gaps(
         quiet=[gap for row in rows for gap in row.between(began, between)],

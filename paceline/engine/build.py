@@ -215,7 +215,9 @@ def choose_device(config: EngineConfig) -> str:
 def _scheduler_config(spec: ModelSpec, given: Mapping[str, Any], device: str) -> SchedulerConfig:
     """What was asked for, on top of what suits the device and this model."""
     defaults = _CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS
-    options = {**defaults, "context_tokens": spec.context_tokens, **given}
+    options = {
+        **defaults, "context_tokens": spec.context_tokens, "chunk_context": spec.double_cost_context, **given,
+    }  # fmt: skip
     # The decode of every running request must fit a step: whichever of the two was not asked for gives way.
     if "max_batch_tokens" not in given and isinstance(options["max_running"], int):
         options["max_batch_tokens"] = max(options["max_batch_tokens"], options["max_running"])

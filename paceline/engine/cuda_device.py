@@ -46,7 +46,14 @@ from paceline.kernels.decode_attention import (
     decode_attention_tuning,
 )
 from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_chunks, decode_units
-from paceline.kernels.extend_attention import ExtendTuning, extend_attention, extend_shared, tokens_per_tile
+from paceline.kernels.extend_attention import (
+    ExtendTuning,
+    ExtendWorkspace,
+    extend_attention,
+    extend_shared,
+    extend_splits,
+    tokens_per_tile,
+)
 from paceline.kernels.gather_tokens import gather_tokens
 from paceline.kernels.rope_kv import rope_kv
 from paceline.kernels.slot_state import SlotState, apply_diff
@@ -192,6 +199,7 @@ class CudaDevice:
         # The interpreter runs programs one after the other, and idle ones cost it as much as others.
         self._few_programs = None if device.type == "cuda" else 2
         self._extend_tuning = ExtendTuning()
+        self._extend_parts = ExtendWorkspace.empty(self._extend_tuning, spec.head_dim, device)
         group = spec.num_heads // spec.num_kv_heads
         # One more than a row can have, since the last sampled token is stored and never fed.
         self.state = SlotState.empty(max_running, max_row_tokens + 1, page_size, max_running, device)
@@ -281,7 +289,8 @@ class CudaDevice:
             else:
                 bucket = 0
                 self._apply(flight, packed)
-                hidden = self._extend(packed, flight)
+                num_keys = int((plan.starts + plan.lengths)[plan.num_decodes :].max(initial=0))
+                hidden = self._extend(packed, flight, num_keys)
                 told = self._tell_prompts(plan, hidden)
                 if packed.num_sampled:
                     index = flight.part(packed.sampled)
@@ -437,8 +446,8 @@ class CudaDevice:
 
     # ------------------------------------------------------------------ a pass with prompts
 
-    def _extend(self, packed: Packed, flight: _Flight) -> Tensor:
-        """Hidden states of all the pass's tokens."""
+    def _extend(self, packed: Packed, flight: _Flight, num_keys: int) -> Tensor:
+        """Hidden states of all the pass's tokens, whose prompts see so many positions at most."""
         model, state, spec = self.model, self.state, self.model.spec
         count = packed.num_tokens
         slots, positions, q = self._slots[:count], self._positions[:count], self._q[:count]
@@ -460,6 +469,7 @@ class CudaDevice:
         all_qkv, all_out = model.attention_buffers(count)
         decode_qkv, prompt_qkv, decode_out = all_qkv[:decodes], all_qkv[decodes:], all_out[:decodes]
         heads = all_out.view(-1, spec.num_heads, spec.head_dim)
+        splits = extend_splits(len(tiles), spec.num_kv_heads, num_keys)
         prompt_stream = model.input(count)[decodes:] if raw else None
 
         def attend(index: int, qkv: Tensor, out: Tensor) -> None:
@@ -474,7 +484,7 @@ class CudaDevice:
                 if len(tiles):
                     extend_attention(
                         q, cache[0], cache[1], state.page_table, tiles, state.row_slots, positions, query_starts, heads,
-                        window=layer.window, tuning=self._extend_tuning,
+                        window=layer.window, tuning=self._extend_tuning, splits=splits, workspace=self._extend_parts,
                     )  # fmt: skip
                 if len(shared_tiles):
                     extend_shared(

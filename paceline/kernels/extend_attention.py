@@ -3,6 +3,10 @@
 The keys and values of the pass are already in the cache (rope_kv.py), so a chunk, a cache hit and a whole prompt are
 the same thing here. The heads that share a KV head are packed into one tile, so K and V are read once for all.
 
+A few queries behind a long context are few tiles, and one program a tile and KV head would leave most multiprocessors
+idle for as long as it takes to walk through it. Then the keys of a tile are split: each part leaves a partial result,
+and whoever finishes last folds them, in order.
+
 Rows with few queries behind the same long prefix go into one tile together (`shared_tiles`): it reads the prefix once,
 without a mask, and then what each of them has of its own.
 """
@@ -22,6 +26,9 @@ from paceline.kernels._triton import launched, next_power_of_2, tl, triton
 
 Words = npt.NDArray[np.int32]
 
+_SPLIT_PROGRAMS = 264  # two for each multiprocessor of an H200
+_SPLIT_KEYS = 512  # fewer a part are not worth the fold
+
 
 @dataclass(frozen=True, slots=True)
 class ExtendTuning:
@@ -33,6 +40,31 @@ class ExtendTuning:
 
 def tokens_per_tile(tuning: ExtendTuning, group: int) -> int:
     return tuning.block_m // next_power_of_2(group)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExtendWorkspace:
+    """For tiles whose keys are split. Layers reuse it since they run in order. Counts are zero between launches."""
+
+    partials: torch.Tensor  # [programs, block_m, D] float32
+    lse: torch.Tensor  # [programs, block_m] float32, base 2
+    arrived: torch.Tensor  # [programs] int32
+
+    @classmethod
+    def empty(cls, tuning: ExtendTuning, head_dim: int, device: torch.device | str) -> ExtendWorkspace:
+        return cls(
+            partials=torch.empty(_SPLIT_PROGRAMS, tuning.block_m, head_dim, device=device),
+            lse=torch.empty(_SPLIT_PROGRAMS, tuning.block_m, device=device),
+            arrived=torch.zeros(_SPLIT_PROGRAMS, dtype=torch.int32, device=device),
+        )
+
+
+def extend_splits(num_tiles: int, kv_heads: int, num_keys: int) -> int:
+    """Into how many parts to split the keys, at most num_keys, of each of so many tiles."""
+    splits = 1
+    while 2 * splits * num_tiles * kv_heads <= _SPLIT_PROGRAMS and num_keys // (2 * splits) >= _SPLIT_KEYS:
+        splits *= 2
+    return splits
 
 
 def extend_tiles(starts: Words, lengths: Words, tokens: int, rows: Words | None = None) -> Words:
@@ -139,6 +171,9 @@ def _extend_attention_kernel(
     positions,
     query_starts,
     out,
+    partials,
+    lse,
+    arrived,
     table_stride,
     scale,
     Q: tl.constexpr,
@@ -179,14 +214,18 @@ def _extend_attention_kernel(
         begin = tl.maximum(start + offset + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
     # Keys up to here are seen by every query of the tile: no mask. A window masks at both ends, so it masks always.
     plain = begin if WINDOW else (start + offset + 1) // BLOCK_N * BLOCK_N
+    splits = tl.num_programs(2)
+    size = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), splits) * BLOCK_N
+    begin += tl.program_id(2) * size
+    end = tl.minimum(begin + size, end)
     table = page_table + slot * table_stride
-    for at in tl.range(begin, plain, BLOCK_N, num_stages=STAGES):
+    for at in tl.range(begin, tl.minimum(plain, end), BLOCK_N, num_stages=STAGES):
         n = at + tl.arange(0, BLOCK_N)
         page = tl.load(table + n // P).to(tl.int64)
         source = (((page * P + n % P) * K + kv_head) * D)[:, None] + d[None, :]
         scores = tl.dot(queries, tl.trans(tl.load(k_cache + source))) * scale
         top, total, acc = _absorb(scores, tl.load(v_cache + source), top, total, acc)
-    for at in tl.range(plain, end, BLOCK_N, num_stages=STAGES):
+    for at in tl.range(tl.maximum(plain, begin), end, BLOCK_N, num_stages=STAGES):
         n = at + tl.arange(0, BLOCK_N)
         cached = n < end
         page = tl.load(table + n // P, mask=cached, other=0).to(tl.int64)
@@ -198,8 +237,34 @@ def _extend_attention_kernel(
         scores = tl.where(seen, tl.dot(queries, tl.trans(k)) * scale, -float("inf"))
         v = tl.load(v_cache + source, mask=cached[:, None], other=0.0)
         top, total, acc = _absorb(scores, v, top, total, acc)
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside[:, None])
+    total = tl.where(total == 0.0, 1.0, total)  # a part may have nothing that a query sees
+    acc = acc / total[:, None]
+    if splits == 1:
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside[:, None])
+    else:
+        whose = tile * K + kv_head
+        mine = (whose * splits + tl.program_id(2)).to(tl.int64) * BLOCK_M + m
+        tl.store(partials + mine[:, None] * D + d[None, :], acc)
+        tl.store(lse + mine, top + tl.log2(total))
+        tl.debug_barrier()  # every thread's partial before the one atomic that announces them
+        if tl.atomic_add(arrived + whose, 1, sem="acq_rel") == splits - 1:
+            tl.store(arrived + whose, 0)
+            top = tl.full([BLOCK_M], -1.0e30, tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, D], tl.float32)
+            for split in range(0, splits):
+                at = (whose * splits + split).to(tl.int64) * BLOCK_M + m
+                # .cg: written by other multiprocessors in this launch, so the first-level cache must not answer.
+                weight = tl.load(lse + at, cache_modifier=".cg")
+                piece = tl.load(partials + at[:, None] * D + d[None, :], cache_modifier=".cg")
+                higher = tl.maximum(top, weight)
+                keep = tl.exp2(top - higher)
+                weight = tl.exp2(weight - higher)
+                acc = acc * keep[:, None] + piece * weight[:, None]
+                total = total * keep + weight
+                top = higher
+            acc = acc / total[:, None]
+            tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside[:, None])
 
 
 @launched
@@ -312,17 +377,22 @@ def extend_attention(
     out: torch.Tensor,
     window: int = 0,
     tuning: ExtendTuning = ExtendTuning(),  # noqa: B008  (frozen)
+    splits: int = 1,
+    workspace: ExtendWorkspace | None = None,
 ) -> None:
     """out [T, Q, D] = causal attention of q [T, Q, D] over each row's cache [pages, P, K, D] up to its own position.
 
     Row r's queries are q[query_starts[r]:query_starts[r + 1]] in slot row_slots[r], at consecutive positions of
     which positions [T] holds each. tiles [n, 2] is `extend_tiles` for `tokens_per_tile`; rows it does not name (the
-    decodes of a mixed pass) are left alone. All index tensors are int32 on the device.
+    decodes of a mixed pass) are left alone. All index tensors are int32 on the device. splits: `extend_splits`; more
+    than one need a workspace.
     """
     page_size, kv_heads, head_dim = k_cache.shape[1:]
     q_heads = q.shape[1]
     group = q_heads // kv_heads
-    _extend_attention_kernel[(kv_heads, tiles.shape[0])](
+    programs = kv_heads * tiles.shape[0] * splits
+    assert splits == 1 or (workspace is not None and programs <= len(workspace.lse)), f"no room for {programs} parts"
+    _extend_attention_kernel[(kv_heads, tiles.shape[0], splits)](
         q,
         k_cache,
         v_cache,
@@ -332,6 +402,9 @@ def extend_attention(
         positions,
         query_starts,
         out,
+        out if workspace is None else workspace.partials,
+        out if workspace is None else workspace.lse,
+        out if workspace is None else workspace.arrived,
         page_table.stride(0),
         head_dim**-0.5 * 1.4426950408889634,
         Q=q_heads,

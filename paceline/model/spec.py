@@ -118,6 +118,12 @@ class ModelSpec:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def double_cost_context(self) -> int:
+        """Context at which attention takes as long for a token as the matrices do, which run at twice its speed."""
+        matrices = self.hidden_size * (2 * self.q_size + 2 * self.kv_size + 3 * self.ffn_size)
+        return max(1, matrices // (4 * self.q_size))
+
+    @property
     def num_parameters(self) -> int:
         """Parameters as stored: a tied output matrix counts once."""
         per_layer = (

@@ -22,6 +22,8 @@ from paceline.scheduler.orders import Order
 from paceline.scheduler.plan import Join
 from paceline.scheduler.retraction import is_protected
 
+LEAST_CHUNK = 16  # prompt tokens that go on however long it takes
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
@@ -338,7 +340,7 @@ class Admission:
         assert slot is not None, f"request {request.id} is not running"
         start = int(slots.computed[slot])
         room = (int(slots.num_pages[slot]) + memory.num_available_pages) * memory.page_size - start
-        length = min(limit, request.num_tokens - start, room)
+        length = min(limit, self._longest_chunk(start), request.num_tokens - start, room)
         if length <= 0:
             return 0
         memory.cover(request, start + length)
@@ -350,6 +352,12 @@ class Admission:
         if self._config.prefix_wait:
             self._hide_sharers(request, above.depth)
         return length
+
+    def _longest_chunk(self, start: int) -> int:
+        """Tokens of one prompt in one pass. A token reads all the context before it: while others decode, chunks
+        get shorter towards the end of a long prompt, so that they wait no longer there than at its beginning."""
+        most, context = self._config.chunk_tokens, self._config.chunk_context
+        return max(most * context // (context + start), min(most, LEAST_CHUNK)) if self.decoding else most
 
     def _hide_sharers(self, request: Request, depth_before: int) -> None:
         """Whoever shares enough of what this chunk computes waits the one step it takes."""

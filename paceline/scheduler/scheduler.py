@@ -21,7 +21,7 @@ import numpy.typing as npt
 from paceline.config import SchedulerConfig
 from paceline.request import FinishReason, InvalidRequest, Phase, Refused, Request, as_tokens
 from paceline.scheduler.acceptance import accept
-from paceline.scheduler.admission import Admission
+from paceline.scheduler.admission import LEAST_CHUNK, Admission
 from paceline.scheduler.budget import Ints, OutputLengths
 from paceline.scheduler.explain import explain
 from paceline.scheduler.invariants import find_faults
@@ -34,7 +34,6 @@ from paceline.scheduler.sharing import find_sharing
 from paceline.scheduler.step_time import StepTimeFit
 
 MAX_IN_FLIGHT = 2  # passes planned and not committed
-_LEAST_CHUNK = 16  # prompt tokens that go on even when decodes alone miss the inter-token target
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -281,7 +280,7 @@ class Scheduler:
             context = int(self.memory.slots.computed[self._decoding_slots()].sum()) + num_decodes
             within = model.prefill_tokens_within(config.itl_target, num_decodes, context)
             if within is not None:
-                budget = min(budget, max(within, _LEAST_CHUNK))
+                budget = min(budget, max(within, LEAST_CHUNK))
         return budget
 
     def _decoding_slots(self) -> Column:

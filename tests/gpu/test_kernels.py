@@ -29,9 +29,11 @@ from paceline.kernels.decode_attention import (
 from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_units
 from paceline.kernels.extend_attention import (
     ExtendTuning,
+    ExtendWorkspace,
     extend_attention,
     extend_attention_reference,
     extend_shared,
+    extend_splits,
     extend_tiles,
     shared_tiles,
     tokens_per_tile,
@@ -197,6 +199,26 @@ def test_extend_at_size(window: int) -> None:
         q, cache.k, cache.v, cache.page_table, list(range(4)), starts, query_starts, window
     )
     assert relative_error(out, expected) < 1e-2
+
+
+def test_a_few_queries_behind_a_long_context_at_size() -> None:
+    starts, lengths = [30_000, 9_000], [100, 1]
+    cache = random_cache(2, 30_208, 16, 8, 128, BF16, "cuda")
+    query_starts = [0, *np.cumsum(lengths).tolist()]
+    positions = ints(np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]))
+    q, tuning = randn(sum(lengths), 16, 128), ExtendTuning()
+    tiles = ints(extend_tiles(np.array(starts, np.int32), np.array(lengths, np.int32), tokens_per_tile(tuning, 2)))
+    splits, workspace = extend_splits(len(tiles), 8, 30_100), ExtendWorkspace.empty(tuning, 128, "cuda")
+    assert splits == 8
+    expected = extend_attention_reference(q, cache.k, cache.v, cache.page_table, [0, 1], starts, query_starts)
+    for _ in range(3):
+        out = torch.full_like(q, torch.nan)
+        extend_attention(
+            q, cache.k, cache.v, cache.page_table, tiles, ints(range(2)), positions, ints(query_starts), out, 0, tuning,
+            splits, workspace,
+        )  # fmt: skip
+        assert relative_error(out, expected) < 1e-2
+        assert not workspace.arrived.any()
 
 
 def test_prompts_that_share_tiles_at_size() -> None:

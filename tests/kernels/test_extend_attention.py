@@ -4,9 +4,11 @@ import torch
 
 from paceline.kernels.extend_attention import (
     ExtendTuning,
+    ExtendWorkspace,
     extend_attention,
     extend_attention_reference,
     extend_shared,
+    extend_splits,
     extend_tiles,
     shared_tiles,
     tokens_per_tile,
@@ -18,9 +20,11 @@ from tests.kernels.cases import poisoned, random_cache, relative_error
     ("page_size", "q_heads", "kv_heads", "head_dim", "window"),
     [(1, 2, 2, 64, 0), (16, 4, 2, 64, 0), (64, 6, 2, 64, 0), (16, 8, 1, 128, 0), (16, 4, 2, 64, 20)],
 )
+@pytest.mark.parametrize("splits", [1, 2, 8])
 def test_extend_attention_matches_its_reference(
-    page_size: int, q_heads: int, kv_heads: int, head_dim: int, window: int
+    page_size: int, q_heads: int, kv_heads: int, head_dim: int, window: int, splits: int
 ) -> None:
+    """Of 8 parts, some have no keys at all."""
     starts, lengths, slots = [0, 33, 16, 70], [20, 1, 16, 9], [3, 0, 2, 1]
     query_starts = [0, *np.cumsum(lengths).tolist()]
     tokens = query_starts[-1]
@@ -33,6 +37,7 @@ def test_extend_attention_matches_its_reference(
     )
     positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]).astype(np.int32)
     out = poisoned(tokens, q_heads, head_dim, dtype=torch.float32)
+    workspace = ExtendWorkspace.empty(tuning, head_dim, "cpu")
     extend_attention(
         q,
         cache.k,
@@ -45,8 +50,19 @@ def test_extend_attention_matches_its_reference(
         out,
         window,
         tuning,
+        splits,
+        workspace,
     )
     assert relative_error(out, expected) < 1e-5
+    assert not workspace.arrived.any()
+
+
+def test_few_tiles_behind_a_long_context_are_split_as_far_as_there_is_room() -> None:
+    assert extend_splits(num_tiles=32, kv_heads=8, num_keys=32_000) == 1
+    assert extend_splits(num_tiles=2, kv_heads=8, num_keys=32_000) == 16
+    assert extend_splits(num_tiles=1, kv_heads=8, num_keys=2_100) == 4
+    assert extend_splits(num_tiles=1, kv_heads=8, num_keys=900) == 1
+    assert extend_splits(num_tiles=0, kv_heads=8, num_keys=0) == 1
 
 
 def test_tiles_cover_every_query_once_and_begin_with_the_longest_past() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -152,6 +154,22 @@ def test_several_prompts_are_prefilled_at_once() -> None:
     subject.add(*(request(prompt(number, range(40)), max_tokens=1) for number in range(3)))
     subject.step()
     assert subject.executor.plans[0].lengths.tolist() == [8, 8, 8]
+
+
+def test_chunks_behind_a_long_context_are_shorter_while_others_decode() -> None:
+    """At twice the context that doubles a token's time, a third of the tokens; alone, as many as ever."""
+    options: dict[str, Any] = {"chunk_tokens": 60, "chunk_context": 50, "num_pages": 2000, "context_tokens": 8000}
+    beside, alone = harness(**options), harness(**options)
+    beside.add(request(max_tokens=40))
+    beside.step()
+    for subject in (beside, alone):
+        subject.add(request(prompt(1, range(299)), max_tokens=1))
+        subject.run()
+    chunks = [plan.num_prefill_tokens for plan in beside.executor.plans[1:] if plan.num_prefill_tokens]
+    starts = [sum(chunks[:index]) for index in range(len(chunks))]
+    assert sum(chunks) == 300
+    assert chunks[:-1] == [max(60 * 50 // (50 + start), 16) for start in starts[:-1]]
+    assert [plan.num_prefill_tokens for plan in alone.executor.plans if plan.num_prefill_tokens] == [60] * 5
 
 
 def test_an_inter_token_target_bounds_the_prefill_beside_decodes() -> None:
