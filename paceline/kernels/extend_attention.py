@@ -253,10 +253,10 @@ def _extend_attention_kernel(
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, D], tl.float32)
             for split in range(0, splits):
-                at = (whose * splits + split).to(tl.int64) * BLOCK_M + m
+                part = (whose * splits + split).to(tl.int64) * BLOCK_M + m
                 # .cg: written by other multiprocessors in this launch, so the first-level cache must not answer.
-                weight = tl.load(lse + at, cache_modifier=".cg")
-                piece = tl.load(partials + at[:, None] * D + d[None, :], cache_modifier=".cg")
+                weight = tl.load(lse + part, cache_modifier=".cg")
+                piece = tl.load(partials + part[:, None] * D + d[None, :], cache_modifier=".cg")
                 higher = tl.maximum(top, weight)
                 keep = tl.exp2(top - higher)
                 weight = tl.exp2(weight - higher)
