@@ -65,7 +65,10 @@ class SchedulerConfig:
     max_prefill_tokens: int = option(8192, "prompt tokens in one forward pass", low=1)
     chunk_tokens: int = option(2048, "prompt tokens of one request in one forward pass", low=1)
     chunk_context: int = option(
-        2048, "context at which a prompt token takes twice its time; chunks behind it shrink while others decode", low=1
+        2048,
+        "context at which a prompt token takes twice its time: chunks shrink by it where others decode and nobody "
+        "waits",
+        low=1,
     )
     batching: str = option(
         "mixed", "mixed: decodes always run; prefill-first: prompts alone, when there are any; static: no joining",

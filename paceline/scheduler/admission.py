@@ -355,9 +355,12 @@ class Admission:
 
     def _longest_chunk(self, start: int) -> int:
         """Tokens of one prompt in one pass. A token reads all the context before it: while others decode, chunks
-        get shorter towards the end of a long prompt, so that they wait no longer there than at its beginning."""
+        get shorter towards the end of a long prompt, so that they wait no longer there than at its beginning. Where
+        requests wait for admission, it is more urgent that prompts get done."""
         most, context = self._config.chunk_tokens, self._config.chunk_context
-        return max(most * context // (context + start), min(most, LEAST_CHUNK)) if self.decoding else most
+        if not self.decoding or self._memory.tree.root.num_waiting:
+            return most
+        return max(most * context // (context + start), min(most, LEAST_CHUNK))
 
     def _hide_sharers(self, request: Request, depth_before: int) -> None:
         """Whoever shares enough of what this chunk computes waits the one step it takes."""

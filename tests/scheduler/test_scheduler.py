@@ -172,6 +172,15 @@ def test_chunks_behind_a_long_context_are_shorter_while_others_decode() -> None:
     assert [plan.num_prefill_tokens for plan in alone.executor.plans if plan.num_prefill_tokens] == [60] * 5
 
 
+def test_chunks_are_full_where_somebody_waits() -> None:
+    subject = harness(chunk_tokens=60, chunk_context=50, max_running=2, num_pages=2000, context_tokens=8000)
+    subject.add(request(max_tokens=40))
+    subject.step()
+    subject.add(*(request(prompt(number, range(299)), max_tokens=1) for number in (1, 2)))
+    subject.run()
+    assert [plan.num_prefill_tokens for plan in subject.executor.plans[1:] if plan.num_prefill_tokens][:5] == [60] * 5
+
+
 def test_an_inter_token_target_bounds_the_prefill_beside_decodes() -> None:
     limited = harness(itl_target=0.00125, chunk_tokens=200, num_pages=2000)
     limited.add(request(max_tokens=200))
