@@ -159,6 +159,32 @@ def _absorb(scores, v, top, total, acc):
     return higher, total * keep + tl.sum(weight, axis=1), tl.dot(weight.to(v.dtype), v, acc * keep[:, None])
 
 
+@triton.jit
+def _fold_parts(
+    partials, lse, out, first_part, num_parts, place, inside, first_column, D: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Half of the columns of a tile, from the parts its keys were split into, ascending."""
+    m = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, D // 2)
+    top = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D // 2], tl.float32)
+    for part in range(0, num_parts):
+        row = (first_part + part).to(tl.int64) * BLOCK_M + m
+        # .cg: written by other multiprocessors in this launch, so the first-level cache must not answer.
+        weight = tl.load(lse + row, cache_modifier=".cg")
+        source = row[:, None] * D + first_column + column[None, :]
+        piece = tl.load(partials + source, cache_modifier=".cg")
+        higher = tl.maximum(top, weight)
+        keep = tl.exp2(top - higher)
+        weight = tl.exp2(weight - higher)
+        acc = acc * keep[:, None] + piece * weight[:, None]
+        total = total * keep + weight
+        top = higher
+    target = out + place[:, None] + first_column + column[None, :]
+    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
+
+
 @launched
 @triton.jit
 def _extend_attention_kernel(
@@ -183,6 +209,7 @@ def _extend_attention_kernel(
     D: tl.constexpr,
     P: tl.constexpr,
     WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -201,7 +228,8 @@ def _extend_attention_kernel(
     inside = (token < length) & (m % PADDED_G < G)
     position = start + token
     d = tl.arange(0, D)
-    place = ((first + token).to(tl.int64) * Q + kv_head * G + m % PADDED_G)[:, None] * D + d[None, :]
+    query = ((first + token).to(tl.int64) * Q + kv_head * G + m % PADDED_G) * D
+    place = query[:, None] + d[None, :]
     queries = tl.load(q + place, mask=inside[:, None], other=0.0)
 
     top = tl.full([BLOCK_M], -1.0e30, tl.float32)
@@ -214,18 +242,20 @@ def _extend_attention_kernel(
         begin = tl.maximum(start + offset + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
     # Keys up to here are seen by every query of the tile: no mask. A window masks at both ends, so it masks always.
     plain = begin if WINDOW else (start + offset + 1) // BLOCK_N * BLOCK_N
-    splits = tl.num_programs(2)
-    size = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), splits) * BLOCK_N
-    begin += tl.program_id(2) * size
-    end = tl.minimum(begin + size, end)
+    if SPLIT:
+        splits = tl.num_programs(2)
+        size = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), splits) * BLOCK_N
+        begin += tl.program_id(2) * size
+        end = tl.minimum(begin + size, end)
+        plain = tl.maximum(begin, tl.minimum(plain, end // BLOCK_N * BLOCK_N))
     table = page_table + slot * table_stride
-    for at in tl.range(begin, tl.minimum(plain, end), BLOCK_N, num_stages=STAGES):
+    for at in tl.range(begin, plain, BLOCK_N, num_stages=STAGES):
         n = at + tl.arange(0, BLOCK_N)
         page = tl.load(table + n // P).to(tl.int64)
         source = (((page * P + n % P) * K + kv_head) * D)[:, None] + d[None, :]
         scores = tl.dot(queries, tl.trans(tl.load(k_cache + source))) * scale
         top, total, acc = _absorb(scores, tl.load(v_cache + source), top, total, acc)
-    for at in tl.range(tl.maximum(plain, begin), end, BLOCK_N, num_stages=STAGES):
+    for at in tl.range(plain, end, BLOCK_N, num_stages=STAGES):
         n = at + tl.arange(0, BLOCK_N)
         cached = n < end
         page = tl.load(table + n // P, mask=cached, other=0).to(tl.int64)
@@ -239,7 +269,7 @@ def _extend_attention_kernel(
         top, total, acc = _absorb(scores, v, top, total, acc)
     total = tl.where(total == 0.0, 1.0, total)  # a part may have nothing that a query sees
     acc = acc / total[:, None]
-    if splits == 1:
+    if not SPLIT:
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside[:, None])
     else:
         whose = tile * K + kv_head
@@ -249,22 +279,8 @@ def _extend_attention_kernel(
         tl.debug_barrier()  # every thread's partial before the one atomic that announces them
         if tl.atomic_add(arrived + whose, 1, sem="acq_rel") == splits - 1:
             tl.store(arrived + whose, 0)
-            top = tl.full([BLOCK_M], -1.0e30, tl.float32)
-            total = tl.zeros([BLOCK_M], tl.float32)
-            acc = tl.zeros([BLOCK_M, D], tl.float32)
-            for split in range(0, splits):
-                part = (whose * splits + split).to(tl.int64) * BLOCK_M + m
-                # .cg: written by other multiprocessors in this launch, so the first-level cache must not answer.
-                weight = tl.load(lse + part, cache_modifier=".cg")
-                piece = tl.load(partials + part[:, None] * D + d[None, :], cache_modifier=".cg")
-                higher = tl.maximum(top, weight)
-                keep = tl.exp2(top - higher)
-                weight = tl.exp2(weight - higher)
-                acc = acc * keep[:, None] + piece * weight[:, None]
-                total = total * keep + weight
-                top = higher
-            acc = acc / total[:, None]
-            tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside[:, None])
+            for first_column in tl.static_range(0, D, D // 2):  # two halves: a whole row of both would not fit
+                _fold_parts(partials, lse, out, whose * splits, splits, query, inside, first_column, D, BLOCK_M)
 
 
 @launched
@@ -414,6 +430,7 @@ def extend_attention(
         D=head_dim,
         P=page_size,
         WINDOW=window,
+        SPLIT=splits > 1,
         BLOCK_M=tuning.block_m,
         BLOCK_N=tuning.block_n,
         STAGES=tuning.num_stages,

@@ -61,7 +61,7 @@ def main() -> None:
     full = SamplingParams(max_tokens=4, ignore_eos=True, top_k=20, top_p=0.9, repetition_penalty=1.1)
     with LLM.from_engine(Engine(Scheduler(config), device, tokenizer, vocab_size=spec.vocab_size)) as llm:
         llm.generate(prompts, [greedy] * 5 + [full])
-        llm.generate(prompts[:1], greedy)
+        llm.generate([common + common[:400]], greedy)
     ints = torch.zeros(4, 64, dtype=torch.int32)  # a grammar would notice that its masks do nothing
     mask_logits(torch.zeros(4, 2048, dtype=torch.bfloat16), ints[0, :1], ints[1, :4], ints)
     modules = [vars(module) for name, module in sys.modules.items() if name.startswith("paceline.kernels.")]
