@@ -28,7 +28,7 @@ Matrix = npt.NDArray[np.float64]
 _HELD_OUT = 5
 _DECODES, _PROMPTS = 20, 5  # passes that a fit needs at least
 _FAR = 1.5  # times what a first fit predicts: something was loaded or compiled on the way
-_COMPILED_S = 0.05  # no launch takes so long
+_COMPILED_S = 0.05  # no launch takes so long, unless it compiles or waits
 _ROUNDING_S = 2e-6  # of recorded times, added up
 # By whether a pass has prompts and whether its rows have a prefix in common
 _KIND = {
@@ -100,14 +100,26 @@ def halves(recordings: Sequence[Recording]) -> tuple[list[Recording], list[Recor
 def _stretches(marks: Sequence[Mark], passes: Sequence[RecordedPass]) -> list[Stretch]:
     began: dict[str, float] = {}
     found = []
+    compiled = _compiled(passes)
     for mark in marks:
         name = mark.name.removeprefix("end of ")
         if name == mark.name:
             began[name] = mark.at
             continue
-        compiles = any(one.launch_s > _COMPILED_S for one in passes if began[name] <= one.at <= mark.at)
+        compiles = any(began[name] <= one.at <= mark.at for one in compiled)
         found.append(Stretch(name, began[name], mark.at, compiles))
     return found
+
+
+def _compiled(passes: Sequence[RecordedPass]) -> list[RecordedPass]:
+    """Those with a long launch of which the device lost half or more: it idled before the pass, or took longer than
+    with passes like it. A launch that waits for passes in flight is as long, but then the device is at work."""
+    usual = _medians([one for one in passes if one.launch_s <= _COMPILED_S])
+
+    def lost_s(one: RecordedPass) -> float:
+        return (one.idle_s or 0.0) + (one.device_s or 0.0) - usual.get(_likeness(one.features), 0.0)
+
+    return [one for one in passes if one.launch_s > _COMPILED_S and lost_s(one) > one.launch_s / 2]
 
 
 def _ended(requests: Sequence[RecordedRequest], passes: Sequence[RecordedPass]) -> dict[int, Ended]:
@@ -299,16 +311,20 @@ def can_fit(recordings: Sequence[Recording]) -> bool:
 
 def _usual(turns: Sequence[Turn]) -> list[Turn]:
     """Without those that took three times as long as the median of passes like them."""
+    medians = _medians([one.line for one in turns])
+    return [one for one in turns if (one.line.device_s or 0.0) <= 3 * medians[_likeness(one.line.features)]]
 
-    def kind(one: Turn) -> tuple[int, int, bool]:
-        features = one.line.features
-        return features.bucket, features.num_prompt_tokens.bit_length(), features.has_repeated
 
-    kinds: dict[tuple[int, int, bool], list[float]] = defaultdict(list)
-    for one in turns:
-        kinds[kind(one)].append(one.line.device_s or 0.0)
-    medians = {name: float(np.median(values)) for name, values in kinds.items()}
-    return [one for one in turns if (one.line.device_s or 0.0) <= 3 * medians[kind(one)]]
+def _likeness(features: PassFeatures) -> tuple[int, int, bool]:
+    """The same for passes that should take about as long."""
+    return features.bucket, features.num_prompt_tokens.bit_length(), features.has_repeated
+
+
+def _medians(passes: Sequence[RecordedPass]) -> dict[tuple[int, int, bool], float]:
+    groups: dict[tuple[int, int, bool], list[float]] = defaultdict(list)
+    for one in passes:
+        groups[_likeness(one.features)].append(one.device_s or 0.0)
+    return {likeness: float(np.median(seconds)) for likeness, seconds in groups.items()}
 
 
 def error(predict: Callable[[PassFeatures], float], passes: Sequence[RecordedPass]) -> Error:

@@ -135,6 +135,17 @@ def test_a_run_that_compiles_kernels_is_left_out(tmp_path: Path) -> None:
         assert abs(one.total_error) < 0.02 and abs(one.pass_error) < 0.02
 
 
+@pytest.mark.parametrize(("launch_s", "compiles"), [(0.1, False), (1.0, True)])
+def test_a_long_launch_that_the_device_does_not_wait_for_compiles_nothing(
+    tmp_path: Path, launch_s: float, compiles: bool
+) -> None:
+    """Passes with prompts of the 14B take 0.1 to 0.4 s: 0.1 s of the host are hidden behind them, one second is not."""
+    record(tmp_path / "run.jsonl", profile=load_profile("h200-qwen3-14b"), runs=3, compile_s=launch_s)
+    read = Recording.read(tmp_path / "run.jsonl")
+    assert max(one.launch_s for one in read.passes if one.at in read.runs[0]) > launch_s
+    assert [run.compiles for run in read.runs] == [compiles, False, False]
+
+
 def test_a_run_is_held_out_by_a_fit_to_the_others(tmp_path: Path) -> None:
     paths = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
     record(paths[0], runs=3, noise=0.03, requests=200)
@@ -181,6 +192,16 @@ def test_the_shipped_profile_predicts_whole_runs(name: str) -> None:
     assert found.seconds == pytest.approx(last - first, rel=0.05)
     measured = sum(one.device_s or 0.0 for one in passes) / len(passes)
     assert found.busy_s / found.passes == pytest.approx(measured, rel=0.03)
+
+
+def test_the_shipped_14b_predicts_nano() -> None:
+    """Two recorded runs took 21.374 and 21.451 s, 1,024 passes each, 20.84 and 20.94 ms a pass on the device."""
+    config = SchedulerConfig(num_pages=40_427, max_running=256, context_tokens=40_960, max_wait=math.inf)
+    work = make_workload("nano", WorkloadConfig(requests=SIZES["nano"]))
+    found = simulate(work, config, load_profile("h200-qwen3-14b"))
+    assert found.passes == 1024
+    assert found.seconds == pytest.approx(21.41, rel=0.05)
+    assert found.busy_s / found.passes == pytest.approx(20.89e-3, rel=0.03)
 
 
 def test_a_profile_survives_being_saved(tmp_path: Path) -> None:
