@@ -84,6 +84,7 @@ class ShareRule:
     least_saving: float = 0.1  # of all positions: less is not worth cutting everything at chunks
     prompts: bool = True  # whether prompts may share tiles: where no layer has a window
     target_units: int = 24  # of the shared ones, times the KV heads: fewer leave multiprocessors idle
+    least_of_pairs: int = 1024  # positions that two rows share, where no three do: less they find in the L2 anyway
 
     def choose(self, plan: Plan, num_decodes: int) -> tuple[SharedUnits | None, int]:
         """What the first `num_decodes` rows of `plan` share, and how many query heads a tile of them has."""
@@ -95,7 +96,7 @@ class ShareRule:
         borders = np.flatnonzero(np.concatenate([[0], common // least, [0]]) == 0)
         heads = int(np.diff(borders).max()) * self.group  # of the rows that stand together at most
         tile = next((tile for tile in TILES if heads <= tile), TILES[-1])
-        if tile < 2 * self.group:
+        if tile < 2 * self.group or (heads == 2 * self.group and int(common.max()) < self.least_of_pairs):
             return None, 0
         ends = np.array([len(one.prompt) + one.max_tokens for one in plan.requests[:num_decodes]])
         found = None

@@ -8,7 +8,8 @@ A unit begins with a chain of loads: its record, what that leads to, the first k
 reading a hundred tokens each, so everything the record leads to is asked for before anything is waited for.
 
 A row of several chunks leaves one float32 partial per chunk. Whoever finishes last (an atomic count per row and head)
-folds them, in the order of the chunks whoever that is: a second launch per layer would cost more than the fold.
+folds them, in the order of the chunks whoever that is: a second launch per layer would cost more than the fold. A unit
+of several rows folds all of which it is the last at once: one row after the other took longer than what they share.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -94,6 +95,46 @@ def _fold(
     tl.store(target, (value / tl.where(total > 0.0, total, 1.0)).to(out.dtype.element_ty), mask=inside_column)
 
 
+@triton.jit
+def _load_part(partials, lse, first_part, num_parts, index, column, Q: tl.constexpr, D: tl.constexpr):
+    inside = index < num_parts
+    source = first_part + index * Q
+    # .cg: written by other multiprocessors in this launch, so the first-level cache must not answer.
+    weight = tl.load(lse + source, mask=inside, other=-float("inf"), cache_modifier=".cg")
+    place = source[:, None] * D + column[None, :]
+    return weight, tl.load(partials + place, mask=inside[:, None], other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _add_part(top, total, acc, weight, piece):
+    higher = tl.maximum(top, weight)
+    keep = tl.exp2(top - higher)
+    weight = tl.exp2(weight - higher)
+    return higher, total * keep + weight, acc * keep[:, None] + piece * weight[:, None]
+
+
+@triton.jit
+def _fold_tile(
+    partials, lse, out, place, first_part, num_parts, first_column, Q: tl.constexpr, D: tl.constexpr,
+    BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Some columns of all the heads of a tile that have parts to fold, ascending. One row after the other, each would
+    wait for its loads."""
+    column = first_column + tl.arange(0, COLUMNS)
+    top = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+    for start in range(0, tl.max(num_parts, axis=0), 2):
+        # Two at a time, so that their loads are under way together.
+        weight, piece = _load_part(partials, lse, first_part, num_parts, start, column, Q, D)
+        next_weight, next_piece = _load_part(partials, lse, first_part, num_parts, start + 1, column, Q, D)
+        top, total, acc = _add_part(top, total, acc, weight, piece)
+        top, total, acc = _add_part(top, total, acc, next_weight, next_piece)
+    target = out + place[:, None] + column[None, :]
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=(num_parts > 0)[:, None])
+
+
 @launched
 @triton.jit
 def _decode_attention_kernel(
@@ -131,6 +172,7 @@ def _decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     COLUMNS: tl.constexpr,
     FOLD: tl.constexpr,
+    FOLD_COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
@@ -252,28 +294,33 @@ def _decode_attention_kernel(
             tl.store(partials + partial[:, None] * D + d[None, :], acc, mask=inside[:, None])
             tl.store(lse + partial, top + tl.log2(total), mask=inside)
             tl.debug_barrier()  # every thread's partial before the one atomic that announces them
-            if PART >= 2 or num_queries == 1:
+            if PART == 3:
                 count = arrived + row * K + kv_head
                 if tl.atomic_add(count, 1, sem="acq_rel") == num_chunks - 1:
                     _fold(partials, lse, out, row, own_partial, num_chunks, kv_head, Q, G, D, COLUMNS, FOLD)
                     tl.store(count, 0)
             else:
-                # All rows are announced at once: one after the other, each would wait for the memory.
-                query = tl.arange(0, BLOCK_M)
-                owners = tl.load(query_rows + first_query + query, mask=query < num_queries, other=0)
-                counts = arrived + owners * K + kv_head
-                before = tl.atomic_add(counts, 1, mask=query < num_queries, sem="acq_rel")
-                chunks = tl.load(rows + owners * 4 + 1, mask=query < num_queries, other=0)
-                is_last = (query < num_queries) & (before == chunks - 1)
-                if tl.max(is_last.to(tl.int32), axis=0) > 0:
-                    for one in range(0, num_queries):
-                        if tl.max((is_last & (query == one)).to(tl.int32), axis=0) > 0:
-                            owner = tl.load(query_rows + first_query + one)
-                            _fold(
-                                partials, lse, out, owner, tl.load(rows + owner * 4 + 2), tl.load(rows + owner * 4 + 1),
-                                kv_head, Q, G, D, COLUMNS, FOLD,
-                            )  # fmt: skip
-                            tl.store(arrived + owner * K + kv_head, 0)
+                # Whoever folds a row of a batch in which some share, it must come to the same: all do it this way.
+                parts = tl.zeros([BLOCK_M], tl.int32)
+                if PART == 2 or num_queries == 1:
+                    count = arrived + row * K + kv_head
+                    if tl.atomic_add(count, 1, sem="acq_rel") == num_chunks - 1:
+                        tl.store(count, 0)
+                        parts = tl.where(inside, num_chunks, 0)
+                else:
+                    # All rows are announced at once: one after the other, each would wait for the memory.
+                    query = tl.arange(0, BLOCK_M)
+                    owners = tl.load(query_rows + first_query + query, mask=query < num_queries, other=0)
+                    counts = arrived + owners * K + kv_head
+                    before = tl.atomic_add(counts, 1, mask=query < num_queries, sem="acq_rel")
+                    chunks = tl.load(rows + owners * 4 + 1, mask=query < num_queries, other=0)
+                    is_last = (query < num_queries) & (before == chunks - 1)
+                    tl.store(counts, 0, mask=is_last)
+                    parts = tl.where(inside, tl.gather(tl.where(is_last, chunks, 0), m // G, 0), 0)
+                if tl.max(parts, axis=0) > 0:
+                    place, part = (tile_rows * Q + head).to(tl.int64) * D, first_partial.to(tl.int64) * Q + head
+                    for column in tl.static_range(0, D, FOLD_COLUMNS):
+                        _fold_tile(partials, lse, out, place, part, parts, column, Q, D, BLOCK_M, FOLD_COLUMNS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -318,7 +365,10 @@ def decode_attention_tuning(rows: int, group: int, tile: int, short: bool = Fals
     on empty rows.
     """
     if tile:
-        return DecodeTuning(block_m=tile, max_registers=168)
+        # Of 64 heads, what the loop needs does not fit fewer registers.
+        return DecodeTuning(
+            block_m=tile, num_stages=2 if tile == 64 else 3, max_registers=255 if tile == 64 else 168
+        )  # fmt: skip
     if rows > 192 or (short and rows > 128):
         return DecodeTuning(block_m=next_power_of_2(group), block_n=32, num_warps=2, num_stages=4)
     return DecodeTuning(block_m=next_power_of_2(group), max_registers=168 if rows <= 16 else 128)
@@ -390,6 +440,7 @@ def decode_attention(
         BLOCK_N=tuning.block_n,
         COLUMNS=columns,
         FOLD=max(1024 // columns, 2),
+        FOLD_COLUMNS=head_dim if tuning.block_m <= 32 else head_dim // 2,
         STAGES=tuning.num_stages,
         PREFETCH=tuning.prefetch and k_cache.is_cuda,  # the interpreter knows no assembly
         PDL=pdl,

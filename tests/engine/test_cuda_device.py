@@ -83,7 +83,7 @@ def small_tiles(rows: int, columns: int, gated: bool) -> LinearTuning | None:
 
 def on_kernels(name: str, **options: Any) -> tuple[LLM, CudaDevice]:
     overlap = options.pop("overlap", "on")
-    rule = partial(ShareRule, chunks=(32, 16))
+    rule = partial(ShareRule, chunks=(32, 16), least_of_pairs=16)
     config = SchedulerConfig(**{**BASE, **options})
     device, config = build_cuda(
         decoder(name), EngineConfig(), config, None, tuning=small_tiles, chunks=lambda rows: Chunks(16, 64, 4),
@@ -395,9 +395,20 @@ def test_of_two_writes_to_one_page_entry_the_later_counts() -> None:
     assert state.page_table[:2, 2].tolist() == [8, 9]
 
 
+def test_two_rows_share_only_what_the_cache_does_not_keep_for_them() -> None:
+    rule = ShareRule(group=2, max_units=64, chunks=(16,), least_saving=0, least_of_pairs=64)
+    requests = tuple(Request(str(row), np.arange(90), SamplingParams(max_tokens=30)) for row in range(3))
+    for request in requests:
+        request.max_tokens = 30
+    for count, common, is_shared in ((2, 48, False), (2, 64, True), (3, 48, True)):
+        sharing = Sharing(np.arange(count, dtype=np.int32), np.full(count - 1, common, np.int32))
+        plan = plan_of([0, 1, 2], [90] * 3, [1] * 3, num_decodes=3, requests=requests, sharing=sharing)
+        assert (rule.choose(plan, 3)[0] is not None) == is_shared
+
+
 def test_a_prompt_of_one_token_among_decodes_shares_nothing_of_who_was_there_before() -> None:
     """A graph runs it as a row like the others, so the device must know that none of its chunks are in shared units."""
-    packer = PlanPacker(4, 100, 8, ShareRule(group=2, max_units=64, chunks=(16,), least_saving=0))
+    packer = PlanPacker(4, 100, 8, ShareRule(group=2, max_units=64, chunks=(16,), least_saving=0, least_of_pairs=16))
     state, units = SlotState.empty(4, 64, 2, 4, "cpu"), DecodeUnits.empty(4, 64, 64, "cpu")
     requests = tuple(Request(str(row), np.arange(20), SamplingParams(max_tokens=30)) for row in range(3))
     for request in requests:
