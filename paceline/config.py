@@ -66,8 +66,8 @@ class SchedulerConfig:
     chunk_tokens: int = option(2048, "prompt tokens of one request in one forward pass", low=1)
     chunk_context: int = option(
         2048,
-        "context at which a prompt token takes twice its time: chunks shrink by it where others decode and nobody "
-        "waits",
+        "context at which a prompt token takes twice its time: where others decode and nobody waits, chunks are half "
+        "as long, and shrink by it",
         low=1,
     )
     batching: str = option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -157,19 +158,21 @@ def test_several_prompts_are_prefilled_at_once() -> None:
 
 
 def test_chunks_behind_a_long_context_are_shorter_while_others_decode() -> None:
-    """At twice the context that doubles a token's time, a third of the tokens; alone, as many as ever."""
-    options: dict[str, Any] = {"chunk_tokens": 60, "chunk_context": 50, "num_pages": 2000, "context_tokens": 8000}
+    """Half as many as alone, a third of that at twice the context that doubles a token's time; in whole tiles."""
+    options: dict[str, Any] = {"chunk_tokens": 600, "chunk_context": 500, "num_pages": 9000, "context_tokens": 8000,
+                               "max_batch_tokens": 1000, "max_prefill_tokens": 1000}  # fmt: skip
     beside, alone = harness(**options), harness(**options)
     beside.add(request(max_tokens=40))
     beside.step()
     for subject in (beside, alone):
-        subject.add(request(prompt(1, range(299)), max_tokens=1))
+        subject.add(request(prompt(1, range(2999)), max_tokens=1))
         subject.run()
     chunks = [plan.num_prefill_tokens for plan in beside.executor.plans[1:] if plan.num_prefill_tokens]
     starts = [sum(chunks[:index]) for index in range(len(chunks))]
-    assert sum(chunks) == 300
-    assert chunks[:-1] == [max(60 * 50 // (50 + start), 16) for start in starts[:-1]]
-    assert [plan.num_prefill_tokens for plan in alone.executor.plans if plan.num_prefill_tokens] == [60] * 5
+    assert sum(chunks) == 3000
+    assert chunks[:3] == [320, 192, 192]  # of 300, 182 and 148
+    assert chunks[:-1] == [64 * math.ceil(600 * 500 // (2 * (500 + start)) / 64) for start in starts[:-1]]
+    assert [plan.num_prefill_tokens for plan in alone.executor.plans if plan.num_prefill_tokens] == [600] * 5
 
 
 def test_chunks_are_full_where_somebody_waits() -> None:
