@@ -194,9 +194,23 @@ MUTANTS = [
     Mutant(
         "masks are made before the last token is known",
         "engine/loop.py",
-        "        if not self._launched:\n            self._sample(one)",
-        "        if True:\n            self._sample(one)",
+        "        if not self._launched:\n            # Nothing",
+        "        if True:\n            # Nothing",
         ["tests/sampling/test_grammar.py"],
+    ),
+    Mutant(
+        "a pass is launched before the one before it has its masks",
+        "engine/loop.py",
+        "                self._prepare(plan)\n            self._choose()\n",
+        "                self._prepare(plan)\n",
+        ["tests/engine/test_loop.py"],
+    ),
+    Mutant(
+        "what a worker raises is lost",
+        "sampling/worker.py",
+        "            raise error\n",
+        "            pass\n",
+        ["tests/sampling/test_worker.py"],
     ),
     Mutant(
         "a frequency penalty counts the prompt",

@@ -231,6 +231,7 @@ class CudaDevice:
 
         self._ring = [_Flight(streams, max_running, device) for _ in range(_DEPTH)]
         self._count = 0
+        self._prepared: tuple[Plan, _Flight, Packed] | None = None  # what the next launch finds done
         self._last_end: Event | None = None
         streams.synchronize()  # what was filled on the default stream is there before the engine stream begins
 
@@ -252,20 +253,36 @@ class CudaDevice:
         """Starts a pass and returns at once. Passes run in launch order."""
         return self._start(plan, delayed=False)
 
+    @torch.inference_mode()
+    def prepare(self, plan: Plan) -> None:
+        """Packs the plan and sends it ahead; the next launch is of this plan."""
+        assert self._prepared is None, "a plan was prepared and not launched"
+        began = time.perf_counter()
+        self._prepared = plan, *self._send(plan)
+        self.stats.launch_s += time.perf_counter() - began
+
     def launch_delayed(self, plan: Plan) -> _Pending:
         """As `launch`, up to the logits; `sample` goes on."""
         return self._start(plan, delayed=True)
+
+    def _send(self, plan: Plan) -> tuple[_Flight, Packed]:
+        """Puts a plan on its way, in the flight of the next launch. Passes before may still be running, or wait for
+        their masks: what they need is in flights of their own."""
+        flight = self._ring[self._count % _DEPTH]
+        if flight.pending is not None:
+            flight.pending.wait()  # long over; only a caller that launches and does not wait finds it unread
+        packed = self._packer.pack(plan)
+        flight.send(packed)
+        return flight, packed
 
     @torch.inference_mode()
     def _start(self, plan: Plan, *, delayed: bool) -> _Pending:
         began = time.perf_counter()
         streams, stats = self._streams, self.stats
-        flight = self._ring[self._count % _DEPTH]
+        prepared, flight, packed = self._prepared or (plan, *self._send(plan))
+        assert prepared is plan, "another plan was prepared than is launched"
+        self._prepared = None
         self._count += 1
-        if flight.pending is not None:
-            flight.pending.wait()  # long over; only a caller that launches and does not wait finds it unread
-        packed = self._packer.pack(plan)
-        flight.send(packed)
         logits = index = choose = None
         told: list[Told] = []
         with streams.use(streams.engine):

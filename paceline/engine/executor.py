@@ -34,7 +34,7 @@ class Executor(Protocol):
 class DelayedPending(Pending, Protocol):
     def mask_room(self, num_rows: int, num_words: int) -> Bits:
         """Where the bits of this pass's masks are to be written: memory from which the device takes them without
-        another copy. Called once, when the pass before has been waited for."""
+        another copy. Called once, when the pass before has been waited for and before another is launched."""
 
     def sample(self, masks: Masks) -> None:
         """The tokens can be chosen now; the masks' bits lie in the room. Called once, before `wait`."""
@@ -42,6 +42,10 @@ class DelayedPending(Pending, Protocol):
 
 class MaskedExecutor(Executor, Protocol):
     """One whose rows can be told what they may say."""
+
+    def prepare(self, plan: Plan) -> None:
+        """Does what launching this plan takes and what does not depend on the passes before. May be left out; else
+        the next launch is of this plan."""
 
     def launch_delayed(self, plan: Plan) -> DelayedPending:
         """As `launch`, when the host does not know yet what some rows may say: the pass runs up to its logits, and

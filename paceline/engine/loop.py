@@ -5,11 +5,14 @@ device always has work queued while the host thinks. Nothing else differs; both 
 overlapped but lets the device come to rest before each launch: a fault that goes away under it is a race.
 
 Rows that obey a grammar may only say what follows from their last token. A pass with such rows is launched up to its
-logits; while the device computes them, the pass before is committed, the grammars take its tokens, and with their
-masks the tokens of the launched pass are chosen:
+logits; while the device computes them, the pass before is committed and the grammars take its tokens. Their masks are
+computed on a thread beside this one, which meanwhile goes on as far as it can without them: text, the next plan, and
+what of its launch needs no pass before it. Then the masks go up, the tokens of the launched pass are chosen, and the
+next one is launched behind it:
 
-    device   ... sample N | forward N+1 ............................ | sample N+1 | forward N+2
-    host                  | wait N, commit N, advance, masks of N+1 -^ | plan N+2, launch
+    device   sample N | forward N+1 ............................................ | sample N+1 | forward N+2
+    worker                              | masks of N+1 ..................... |
+    host     wait N, commit N, advance -^ text of N, plan N+2, prepare N+2   |-^ launch N+2, wait N+1
 """
 
 from __future__ import annotations
@@ -35,6 +38,12 @@ class Constraints(Protocol):
     def masks(self, plan: Plan, room: Callable[[int, int], Bits]) -> Masks:
         """All passes before this one are committed. Bits are written into `room(rows, words)`."""
 
+    def start_masks(self, plan: Plan, room: Callable[[int, int], Bits]) -> None:
+        """As `masks`, beside this thread: `wait_masks` comes before anything else is asked than `apply_to`."""
+
+    def wait_masks(self) -> Masks:
+        """Those that were started."""
+
     def advance(self, updates: Updates) -> None:
         """These tokens have come."""
 
@@ -43,8 +52,8 @@ class Trace(Protocol):
     """Is told what the host did and what came of it, on the loop's thread. Times are the loop's clock's."""
 
     def span(self, what: str, step: int, began: float, ended: float) -> None:
-        """The host's time for one pass: "plan", "launch", "wait", "commit", "masks" (what came
-        of it, for the pass behind it) or "text"."""
+        """The host's time for one pass: "plan", "launch" (in two parts where one is prepared), "wait", "commit",
+        "masks" (what came of it, for the pass behind it: starting them, and later waiting for them) or "text"."""
 
     def passed(self, plan: Plan, result: Result) -> None:
         """A pass was waited for."""
@@ -81,6 +90,7 @@ class Loop:
         self.last_step = -1  # the last pass that was committed
         self.logprobs: tuple[tuple[Request, LogprobRun], ...] = ()  # what the last step told; whoever reads it takes it
         self._launched: deque[_Launched] = deque()
+        self._masking: _Launched | None = None  # the pass whose masks are being computed
         self._awaited: Plan | None = None
 
     def step(self) -> Updates | None:
@@ -94,6 +104,9 @@ class Loop:
                 break
             if self.trace is not None:
                 self.trace.span("plan", plan.step, began, self.clock())
+            if self._masking is not None and not self.sync:
+                self._prepare(plan)
+            self._choose()
             if self.sync:
                 for one in self._launched:
                     one.result = one.result or self._wait(one)
@@ -101,6 +114,7 @@ class Loop:
             self._launched.append(self._launch(plan))
             if self.trace is not None:
                 self.trace.span("launch", plan.step, began, self.clock())
+        self._choose()  # there was nothing to plan
         if not self._launched:
             return None
         one = self._launched.popleft()
@@ -116,27 +130,40 @@ class Loop:
         if self.constraints is not None:
             began = self.clock()
             self.constraints.advance(updates)
-            delayed = [other for other in self._launched if other.delayed is not None]
-            for other in delayed:
-                self._sample(other)
-            if delayed and self.trace is not None:
-                self.trace.span("masks", one.plan.step, began, self.clock())
+            behind = self._launched[0] if self._launched else None
+            if behind is not None and behind.delayed is not None:
+                self.constraints.start_masks(behind.plan, behind.delayed.mask_room)
+                self._masking = behind
+                if self.trace is not None:
+                    self.trace.span("masks", one.plan.step, began, self.clock())
         return updates
+
+    def _prepare(self, plan: Plan) -> None:
+        began = self.clock()
+        cast(MaskedExecutor, self.executor).prepare(plan)
+        if self.trace is not None:
+            self.trace.span("launch", plan.step, began, self.clock())
 
     def _launch(self, plan: Plan) -> _Launched:
         if self.constraints is None or not self.constraints.apply_to(plan):
             return _Launched(plan, self.executor.launch(plan))
         pending = cast(MaskedExecutor, self.executor).launch_delayed(plan)
-        one = _Launched(plan, pending, delayed=pending)
         if not self._launched:
-            self._sample(one)  # nothing is in flight before it: what its rows may say is known
-        return one
+            # Nothing is in flight before it: what its rows may say is known.
+            pending.sample(self.constraints.masks(plan, pending.mask_room))
+            return _Launched(plan, pending)
+        return _Launched(plan, pending, delayed=pending)
 
-    def _sample(self, one: _Launched) -> None:
-        if one.delayed is not None:
-            assert self.constraints is not None, "nobody else delays a pass"
-            one.delayed.sample(self.constraints.masks(one.plan, one.delayed.mask_room))
-            one.delayed = None
+    def _choose(self) -> None:
+        """Has the tokens chosen of the pass whose masks are being computed, if there is one."""
+        if (one := self._masking) is None:
+            return
+        began = self.clock()
+        assert self.constraints is not None and one.delayed is not None, "masks are started for a pass that waits"
+        one.delayed.sample(self.constraints.wait_masks())
+        one.delayed = self._masking = None
+        if self.trace is not None:
+            self.trace.span("masks", self.last_step, began, self.clock())
 
     def _wait(self, one: _Launched) -> Result:
         began = self.clock()

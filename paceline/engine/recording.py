@@ -122,6 +122,7 @@ class Recorder:
         self._buckets = buckets
         self._returned = self._began
         self._in_flight = 0
+        self._prepared_s = 0.0  # of the next launch, what was done ahead
         defaults = SchedulerConfig()
         names = set(SchedulerConfig.__dataclass_fields__) - {"page_size", "num_pages", "max_running"}
         given = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(defaults, name)}
@@ -203,13 +204,19 @@ class Recorder:
 
     # ------------------------------------------------------------------ passes
 
+    def prepare(self, prepare: Callable[[Plan], None], plan: Plan) -> None:
+        began = self._clock()
+        prepare(plan)
+        self._prepared_s = self._clock() - began
+
     def launch(self, launch: Callable[[Plan], Pending], plan: Plan) -> _RecordedPending:
         began = self._clock()
         pending = launch(plan)
         launched = self._clock()
+        ahead, self._prepared_s = self._prepared_s, 0.0
         recorded = _RecordedPending(
-            self, pending, plan.step, began - self._began, self._in_flight, began - self._returned, launched - began,
-            read_features(plan, self._buckets),
+            self, pending, plan.step, began - self._began, self._in_flight, began - self._returned - ahead,
+            launched - began + ahead, read_features(plan, self._buckets),
         )  # fmt: skip
         self._in_flight += 1
         self._returned = self._clock()  # what recording takes is not the host's
@@ -234,6 +241,9 @@ class _Recorded:
 
     def launch(self, plan: Plan) -> Pending:
         return self._recorder.launch(self._executor.launch, plan)
+
+    def prepare(self, plan: Plan) -> None:
+        self._recorder.prepare(cast(MaskedExecutor, self._executor).prepare, plan)
 
     def launch_delayed(self, plan: Plan) -> DelayedPending:
         return self._recorder.launch(cast(MaskedExecutor, self._executor).launch_delayed, plan)

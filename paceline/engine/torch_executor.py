@@ -191,6 +191,9 @@ class TorchExecutor:
         """Starts a pass and returns at once. After an error every pass ends in that error."""
         return self._start(_Pending(plan, delayed=False))
 
+    def prepare(self, plan: Plan) -> None:
+        """Nothing: launching is handing over, and the worker does the rest."""
+
     def launch_delayed(self, plan: Plan) -> _Pending:
         """As `launch`; the worker waits for the masks before it chooses tokens."""
         pending = _Pending(plan, delayed=True)

@@ -2,7 +2,8 @@
 
 llguidance does the parsing. A grammar is compiled on a worker thread, within limits on its size and on the work it
 takes, and kept: a request gets a copy of the compiled one, which then follows its tokens. Masks of a pass are computed
-on all cores at once, while the device computes the logits they are for (`engine/loop.py`).
+on several cores at once, beside the engine's thread and while the device computes the logits they are for
+(`engine/loop.py`). Between `start_masks` and `wait_masks` nobody else may touch the matchers of that pass.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 
 from paceline.request import Grammar, InvalidRequest, Request
 from paceline.sampling.values import Bits, Masks
+from paceline.sampling.worker import Worker
 from paceline.scheduler.plan import Plan, Updates
 from paceline.text.tokenizer import Tokenizer
 
@@ -41,7 +43,7 @@ _SLICES = [r"[\x20\x0A\x0D\x09]+",
            *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (1, 2, 3, 4, 5, 6, 8, 10, 14, 20, 30)),
            r'[^"\\\x00-\x1F\x7F]+']  # fmt: skip
 _MAX_FORCED, _MAX_FORCED_BYTES = 1 << 14, 256  # texts whose tokens are kept, and how long each may be
-_MAX_THREADS = 16
+_MAX_THREADS = 6  # more of them only add to the slowest steps (docs/log.md)
 
 # Without a bound a weak model writes blanks for ever; a schema may say otherwise (its "x-guidance").
 _JSON = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
@@ -63,6 +65,8 @@ class Grammars:
         # The engine's thread alone:
         self._matchers: dict[int, tuple[Request, Any]] = {}
         self._failures: list[tuple[Request, str]] = []
+        self._worker: Worker | None = None  # made at first use
+        self._started: Masks | None = None
 
     # ------------------------------------------------------------------ compiling, on any thread
 
@@ -87,6 +91,10 @@ class Grammars:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._worker is not None:
+            # Masks that are being computed are written to the executor's memory: not after it is closed.
+            self._worker.close()
+            self._worker = None
         with self._lock:
             for future in self._compiled.values():
                 _settle(future, error=InvalidRequest("grammar was still being compiled when the engine was closed."))
@@ -160,6 +168,26 @@ class Grammars:
         return bool(self._matchers) and any(id(request) in self._matchers for request in _sampling(plan))
 
     def masks(self, plan: Plan, room: Callable[[int, int], Bits]) -> Masks:
+        matchers, masks = self._rows(plan, room)
+        self._fill(matchers, masks.bits)
+        return masks
+
+    def start_masks(self, plan: Plan, room: Callable[[int, int], Bits]) -> None:
+        """As `masks`, on another thread: `wait_masks` has them. Requests may end in between, and nothing advances."""
+        if self._worker is None:
+            self._worker = Worker("paceline-masks")
+        matchers, self._started = self._rows(plan, room)
+        bits = self._started.bits
+        self._worker.start(lambda: self._fill(matchers, bits))
+
+    def wait_masks(self) -> Masks:
+        assert self._worker is not None and self._started is not None, "no masks were started"
+        masks, self._started = self._started, None
+        self._worker.wait()
+        return masks
+
+    def _rows(self, plan: Plan, room: Callable[[int, int], Bits]) -> tuple[list[tuple[Any, int]], Masks]:
+        """Which rows get masks, with their matchers; the bits are still to be written."""
         rows: list[int] = []
         matchers: list[tuple[Any, int]] = []
         for row, request in enumerate(_sampling(plan)):
@@ -168,13 +196,15 @@ class Grammars:
             if followed is not None and not request.is_finished:
                 matchers.append((followed[1], len(rows)))
                 rows.append(row)
-        bits = room(len(rows), -(-self._vocab_size // 32))
+        return matchers, Masks(np.array(rows, np.int64), room(len(rows), -(-self._vocab_size // 32)))
+
+    def _fill(self, matchers: list[tuple[Any, int]], bits: Bits) -> None:
+        """On any thread; Python's lock is free while it computes."""
         if matchers:
-            self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * 4, len(rows))
+            self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * 4, len(matchers))
             for matcher, place in matchers:
                 if matcher.is_error():
                     bits[place] = -1  # its request ends with the next tokens, which it will not take
-        return Masks(np.array(rows, np.int64), bits)
 
     def advance(self, updates: Updates) -> None:
         if not self._matchers:

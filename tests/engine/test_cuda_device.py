@@ -350,6 +350,56 @@ def test_masks_are_not_written_while_the_pass_before_reads_its_own() -> None:
             second.sample(Masks(np.array([0]), np.zeros((1, words), np.int32)))
 
 
+def test_a_plan_is_sent_while_the_pass_before_waits_for_its_masks() -> None:
+    def tokens(*, ahead: bool) -> list[int]:
+        llm, device = on_kernels("tiny-qwen3")
+        with llm:
+            request = Request("a", np.arange(3, 8), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+            scheduler = Scheduler(SchedulerConfig(**BASE))
+            scheduler.add(request, 0.0)
+            words = cdiv(device.model.spec.vocab_size, 32)
+            found: list[int] = []
+            before: tuple[Plan, Any] | None = None
+
+            def take(plan: Plan, pending: Any) -> None:
+                result = pending.wait()
+                scheduler.commit(plan, result.tokens, 0.0)
+                found.extend(result.tokens.tolist())
+
+            plan = scheduler.plan(0.0)
+            while plan is not None:
+                pending = device.launch_delayed(plan)
+                if before is not None:
+                    take(*before)
+                bits = pending.mask_room(1, words)
+                bits[:] = 1 << (3 * len(found))  # few tokens, others each time
+                following = scheduler.plan(0.0)
+                if following is not None and ahead:
+                    device.prepare(following)
+                pending.sample(Masks(np.array([0]), bits))
+                plan, before = following, (plan, pending)
+            assert before is not None
+            take(*before)
+            return found
+
+    found = tokens(ahead=True)
+    assert found == tokens(ahead=False) and len(set(found)) == 5
+
+
+def test_a_plan_that_was_prepared_is_the_next_to_be_launched() -> None:
+    llm, device = on_kernels("tiny-qwen3")
+    with llm:
+        scheduler = Scheduler(SchedulerConfig(**BASE))
+        scheduler.add(Request("a", np.arange(3, 8), SamplingParams(max_tokens=9)), 0.0)
+        first, second = scheduler.plan(0.0), scheduler.plan(0.0)
+        assert first is not None and second is not None
+        device.prepare(first)
+        with pytest.raises(AssertionError, match="another plan was prepared"):
+            device.launch(second)
+        with pytest.raises(AssertionError, match="prepared and not launched"):
+            device.prepare(second)
+
+
 def test_retracted_requests_keep_their_penalties_and_grammars() -> None:
     llm, _ = on_kernels("tiny-qwen3", overlap="off")
     retract_often(llm)

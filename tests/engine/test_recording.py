@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from paceline.config import ConfigError, SchedulerConfig
+from paceline.engine.executor import Pending
 from paceline.engine.loop import Loop
 from paceline.engine.pass_features import PassFeatures, read_features
 from paceline.engine.recording import Header, Line, Mark, RecordedPass, RecordedRequest, Recorder, read_recording
@@ -192,3 +194,28 @@ def test_what_is_no_recording_is_refused_with_its_line(tmp_path: Path) -> None:
         list(read_recording(path))
     with pytest.raises(ConfigError, match="cannot be written: No such file or directory"):
         record(tmp_path / "missing" / "run.jsonl", harness())
+
+
+def test_what_is_prepared_ahead_is_part_of_the_launch(tmp_path: Path) -> None:
+    run = harness(overlap=True)
+    recorder = record(tmp_path / "run.jsonl", run)
+    run.add(*requests(1))
+    plan = run.scheduler.plan(run.clock())
+    assert plan is not None
+
+    class Preparing:
+        def prepare(self, plan: Plan) -> None:
+            run.clock.advance(0.25)
+
+        def launch(self, plan: Plan) -> Pending:
+            run.clock.advance(0.5)
+            return run.executor.launch(plan)
+
+    watched: Any = recorder.watch(Preparing())
+    run.clock.advance(1.0)
+    watched.prepare(plan)
+    run.clock.advance(2.0)
+    watched.launch(plan).wait()
+    recorder.close()
+    (line,) = [line for line in read_recording(tmp_path / "run.jsonl") if isinstance(line, RecordedPass)]
+    assert (line.host_s, line.launch_s) == (3.0, 0.75)

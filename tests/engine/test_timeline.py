@@ -58,15 +58,22 @@ def test_lanes_hold_every_pass_once_and_do_not_overlap_within_themselves(overlap
             assert one["ts"] + one["dur"] <= other["ts"] + 1e-2, f"{name}: {one} reaches into {other}"
 
 
-def test_masks_have_a_lane_behind_the_commit_they_follow_from(tmp_path: Path) -> None:
+def test_masks_are_started_behind_a_commit_and_waited_for_behind_the_next_plan(tmp_path: Path) -> None:
     digits = SamplingParams(temperature=0, max_tokens=9, grammar=Grammar.regex("[0-9]{20}"))
     _, lanes = recorded("on", tmp_path, digits)
-    commits = {event["args"]["step"]: event["ts"] + event["dur"] for event in lanes["commit"]}
-    texts = {event["args"]["step"]: event["ts"] for event in lanes["text"]}
-    assert len(lanes["masks"]) >= 8
-    for event in lanes["masks"]:
-        step = event["args"]["step"]
-        assert commits[step] <= event["ts"] + 1e-2 and event["ts"] + event["dur"] <= texts[step] + 1e-2
+    of = {name: {event["args"]["step"]: event for event in events} for name, events in lanes.items()}
+
+    def follow(*events: dict[str, Any]) -> bool:
+        return all(one["ts"] + one["dur"] <= other["ts"] + 1e-2 for one, other in pairwise(events))
+
+    started, waited = lanes["masks"][::2], lanes["masks"][1::2]
+    assert len(started) == len(waited) >= 8
+    for start, wait in zip(started, waited, strict=True):
+        step = start["args"]["step"]
+        assert wait["args"]["step"] == step
+        assert follow(of["commit"][step], start, of["text"][step], wait, of["wait"][step + 1])
+        if step + 2 in of["plan"]:
+            assert follow(of["text"][step], of["plan"][step + 2], wait, of["launch"][step + 2])
 
 
 def test_with_overlap_the_next_launch_lies_before_the_commit_and_without_behind_it(tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ import json
 import random
 import re
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -14,8 +17,9 @@ import numpy as np
 import pytest
 
 from paceline.engine.build import build_engine
+from paceline.engine.engine import Engine, EngineFailed
 from paceline.llm import LLM, RequestOutput
-from paceline.request import FinishReason, Grammar, InvalidRequest, SamplingParams
+from paceline.request import FinishReason, Grammar, InvalidRequest, Request, SamplingParams
 from paceline.sampling.grammar import Grammars, num_repeats
 from paceline.text.synthetic import synthetic_tokenizer
 
@@ -262,6 +266,125 @@ def test_an_engine_that_closes_answers_those_who_wait_for_grammars(monkeypatch: 
         monkeypatch.setattr(llm.engine.grammars, "compile", lambda grammar: Future())
         llm.engine.submit("one", SamplingParams(grammar=Grammar.regex("a")), sink=sink)
     assert sink.ended.is_set() and sink.last.finish_reason is FinishReason.ABORT
+
+
+class Held:
+    """The third masks that are computed beside an engine take until they are let go."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.go_on, self.count = threading.Event(), 0
+        self._fill, engine.grammars._fill = engine.grammars._fill, self.fill  # type: ignore[method-assign]
+
+    def fill(self, matchers: Any, bits: Any) -> None:
+        if threading.current_thread().name == "paceline-masks":
+            self.count += 1
+            assert self.count != 3 or self.go_on.wait(30)
+        self._fill(matchers, bits)
+
+
+class Telling(Sink):
+    """Calls back with its third token: on the engine's thread, when the third masks were started."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        super().__init__()
+        self.call = call
+        self.tokens: list[int] = []
+
+    def put(self, piece: Any) -> None:
+        self.tokens += piece.token_ids
+        if piece.token_ids and len(self.tokens) == 3:
+            self.call()
+        super().put(piece)
+
+
+LETTERS = SamplingParams(grammar=Grammar.regex("[a-f]{20}"), seed=1)
+
+
+def test_one_that_is_aborted_while_its_masks_are_computed_harms_no_other() -> None:
+    with make() as llm:
+        engine = llm.engine
+        expected = llm.generate("hello", LETTERS)[0].token_ids
+        held, gone = Held(engine), Sink()
+        detach, ended = engine.grammars.detach, []
+
+        def detaching(request: Any) -> None:
+            detach(request)
+            ended.append(held.count)
+            held.go_on.set()
+
+        def abort() -> None:
+            engine.abort(next(key for key, live in engine._live.items() if live.sink is gone))
+
+        engine.grammars.detach = detaching  # type: ignore[method-assign]
+        stays = Telling(abort)
+        engine.submit_all([engine.encode("hello"), engine.encode("world")], [LETTERS] * 2, [stays, gone])
+        assert gone.ended.wait(30) and gone.last.finish_reason is FinishReason.ABORT
+        assert stays.ended.wait(30) and stays.last.finish_reason is FinishReason.STOP
+        assert stays.tokens == expected
+        assert ended[0] == 3, "it was detached while the third masks were computed"
+        assert not engine.grammars._matchers
+
+
+def test_an_engine_is_closed_while_masks_are_computed() -> None:
+    engine = make().engine
+    held, closer = Held(engine), threading.Thread(target=engine.close)
+
+    def close() -> None:
+        closer.start()
+        while not engine._closing:
+            time.sleep(0.001)
+
+    sink = Telling(close)
+    engine.submit("hello", LETTERS, sink=sink)
+    assert sink.ended.wait(30) and sink.last.finish_reason is FinishReason.ABORT
+    closer.join(0.05)
+    executor: Any = engine.executor
+    assert closer.is_alive() and not executor._closed, "masks are written to the executor's memory"
+    held.go_on.set()
+    closer.join(30)
+    assert not closer.is_alive() and executor._closed
+    assert engine.failure is None and engine.grammars._worker is None
+
+
+def test_masks_that_cannot_be_computed_end_everything_with_an_answer() -> None:
+    with make() as llm:
+        engine, sink = llm.engine, Sink()
+        fill = engine.grammars._fill
+
+        def breaking(matchers: Any, bits: Any) -> None:
+            if threading.current_thread().name == "paceline-masks":
+                raise MemoryError("no room for masks")
+            fill(matchers, bits)
+
+        engine.grammars._fill = breaking  # type: ignore[method-assign]
+        engine.submit("hello", LETTERS, sink=sink)
+        assert sink.ended.wait(30) and sink.last.finish_reason is FinishReason.ERROR
+        assert sink.last.error == "MemoryError: no room for masks"
+        with pytest.raises(EngineFailed, match="no room for masks"):
+            engine.submit("hello", LETTERS, sink=Sink())
+
+
+def test_masks_that_were_started_are_those_that_are_computed_at_once() -> None:
+    grammars = Grammars(synthetic_tokenizer(4096), 4096)
+    requests = [Request(str(index), np.arange(3), SamplingParams()) for index in range(20)]
+    for request, schema in zip(requests, SCHEMAS, strict=False):
+        if request is not requests[3]:
+            grammars.attach(request, grammars.compile(Grammar.json_schema(schema)).result())
+    plan: Any = SimpleNamespace(requests=tuple(requests), samples=np.arange(20) != 5)
+
+    def room(rows: int, words: int) -> Any:
+        return np.zeros((rows, words), np.int32)
+
+    expected = grammars.masks(plan, room)
+    grammars.start_masks(plan, room)
+    for request in requests[:10]:
+        grammars.detach(request)
+    found = grammars.wait_masks()
+    assert np.array_equal(found.rows, expected.rows) and len(found.rows) == 18
+    assert np.array_equal(found.bits, expected.bits) and found.bits.any(axis=1).all()
+    grammars.start_masks(plan, room)
+    assert len(grammars.wait_masks().rows) == 10
+    grammars.close()
 
 
 @pytest.mark.parametrize(

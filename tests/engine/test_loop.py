@@ -1,0 +1,183 @@
+"""The order of a step when rows obey grammars: what can be done without their masks comes before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.engine.executor import Pending, Result
+from paceline.engine.timeline import Timeline
+from paceline.sampling.values import Bits, Masks
+from paceline.scheduler.plan import Plan, Updates
+from paceline.testing import Harness
+from tests.helpers import harness, request
+
+Said = list[tuple[str, int]]  # what, of which pass
+
+
+class FakeConstraints:
+    """Every pass needs masks; they are not looked at."""
+
+    def __init__(self, said: Said) -> None:
+        self.said = said
+        self.started: Plan | None = None
+
+    def apply_to(self, plan: Plan) -> bool:
+        return True
+
+    def masks(self, plan: Plan, room: Callable[[int, int], Bits]) -> Masks:
+        assert self.started is None
+        self.said.append(("masks", plan.step))
+        return Masks(np.arange(1), room(1, 1))
+
+    def start_masks(self, plan: Plan, room: Callable[[int, int], Bits]) -> None:
+        assert self.started is None
+        self.said.append(("start", plan.step))
+        self.started = plan
+        room(1, 1)
+
+    def wait_masks(self) -> Masks:
+        assert self.started is not None
+        self.said.append(("collect", self.started.step))
+        self.started = None
+        return Masks(np.arange(1), np.zeros((1, 1), np.int32))
+
+    def advance(self, updates: Updates) -> None:
+        assert self.started is None, "grammars took tokens while their masks were computed"
+        self.said.append(("advance", -1))
+
+
+class FakeDelayed:
+    def __init__(self, pending: Pending, step: int, said: Said) -> None:
+        self.pending, self.step, self.said = pending, step, said
+
+    def mask_room(self, num_rows: int, num_words: int) -> Bits:
+        return np.zeros((num_rows, num_words), np.int32)
+
+    def sample(self, masks: Masks) -> None:
+        self.said.append(("sample", self.step))
+
+    def wait(self) -> Result:
+        assert ("sample", self.step) in self.said
+        self.said.append(("wait", self.step))
+        return self.pending.wait()
+
+
+class FakeExecutor:
+    def __init__(self, launch: Callable[[Plan], Pending], said: Said) -> None:
+        self._launch, self.said = launch, said
+
+    def prepare(self, plan: Plan) -> None:
+        self.said.append(("prepare", plan.step))
+
+    def launch(self, plan: Plan) -> Pending:
+        raise AssertionError("all passes have masks")
+
+    def launch_delayed(self, plan: Plan) -> FakeDelayed:
+        self.said.append(("launch", plan.step))
+        return FakeDelayed(self._launch(plan), plan.step, self.said)
+
+
+def masked(*, overlap: bool = True, sync: bool = False) -> tuple[Harness, Said]:
+    subject, said = harness(overlap=overlap), Said()
+    loop, plan, commit = subject.loop, subject.scheduler.plan, subject.scheduler.commit
+    loop.sync, loop.constraints = sync, FakeConstraints(said)
+    loop.executor = FakeExecutor(subject.executor.launch, said)
+
+    def planning(now: float) -> Plan | None:
+        if (found := plan(now)) is not None:
+            said.append(("plan", found.step))
+        return found
+
+    def committing(which: Plan, *rest: Any) -> Updates:
+        said.append(("commit", which.step))
+        return commit(which, *rest)
+
+    subject.scheduler.plan, subject.scheduler.commit = planning, committing  # type: ignore[method-assign]
+    return subject, said
+
+
+FIRST = ["plan 1", "launch 1", "masks 1", "sample 1"]
+
+
+def step(subject: Harness, said: Said) -> list[str]:
+    before = len(said)
+    subject.step()
+    return [what if of < 0 else f"{what} {of}" for what, of in said[before:]]
+
+
+def test_the_next_pass_is_planned_and_prepared_while_masks_are_computed() -> None:
+    subject, said = masked()
+    subject.add(request(max_tokens=4))
+    assert step(subject, said) == [*FIRST, "plan 2", "launch 2", "wait 1", "commit 1", "advance", "start 2"]
+    for n in (2, 3):
+        assert step(subject, said) == [
+            f"plan {n + 1}", f"prepare {n + 1}", f"collect {n}", f"sample {n}", f"launch {n + 1}", f"wait {n}",
+            f"commit {n}", "advance", f"start {n + 1}",
+        ]  # fmt: skip
+    assert step(subject, said) == ["collect 4", "sample 4", "wait 4", "commit 4", "advance"]
+    assert not subject.scheduler.has_work
+    subject.assert_reference()
+
+
+def test_with_sync_nothing_is_sent_before_the_device_rests() -> None:
+    subject, said = masked(sync=True)
+    subject.add(request(max_tokens=3))
+    assert step(subject, said) == [*FIRST, "plan 2", "wait 1", "launch 2", "commit 1", "advance", "start 2"]
+    assert step(subject, said) == [
+        "plan 3", "collect 2", "sample 2", "wait 2", "launch 3", "commit 2", "advance", "start 3",
+    ]  # fmt: skip
+    subject.run()
+    subject.assert_reference()
+
+
+def test_without_overlap_masks_are_computed_where_they_are_needed() -> None:
+    subject, said = masked(overlap=False)
+    subject.add(request(max_tokens=2))
+    assert step(subject, said) == [*FIRST, "wait 1", "commit 1", "advance"]
+    subject.run()
+    assert not {"start", "collect", "prepare"} & {what for what, _ in said}
+    subject.assert_reference()
+
+
+def test_a_pass_whose_requests_have_all_gone_still_gets_its_masks() -> None:
+    subject, said = masked()
+    gone = request(max_tokens=9)
+    subject.add(gone)
+    assert step(subject, said)[-1] == "start 2"
+    subject.scheduler.abort(gone.id, subject.clock())
+    assert step(subject, said) == ["collect 2", "sample 2", "wait 2", "commit 2", "advance"]
+    subject.add(request(max_tokens=2))
+    subject.run()
+    subject.assert_reference()
+
+
+def test_waiting_for_masks_is_the_masks_time_and_preparing_is_the_launchs() -> None:
+    subject, _ = masked()
+    trace = subject.loop.trace = Timeline()
+    constraints, executor = subject.loop.constraints, subject.loop.executor
+
+    def slow(of: Any, name: str, seconds: float) -> None:
+        call = getattr(of, name)
+        setattr(of, name, lambda *args: (subject.clock.advance(seconds), call(*args))[1])
+
+    for of, name, seconds in ((constraints, "advance", 1.0), (constraints, "start_masks", 2.0),
+                              (constraints, "wait_masks", 4.0), (executor, "prepare", 8.0)):  # fmt: skip
+        slow(of, name, seconds)
+    subject.add(request(max_tokens=3))
+    subject.run()
+    spans = {what: [(s.step, round(s.ended - s.began)) for s in trace.spans if s.what == what]
+             for what in ("masks", "launch")}  # fmt: skip
+    assert spans["masks"] == [(1, 3), (1, 4), (2, 3), (2, 4)]
+    assert spans["launch"] == [(1, 0), (2, 0), (3, 8), (3, 0)]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_many_requests_get_the_tokens_they_get_without_masks(overlap: bool) -> None:
+    subject, _ = masked(overlap=overlap)
+    subject.add(*(request(range(1, 3 + count), max_tokens=1 + count % 5) for count in range(12)))
+    subject.run()
+    subject.assert_reference()
