@@ -9,7 +9,6 @@ on several cores at once, beside the engine's thread and while the device comput
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -42,7 +41,6 @@ _LIMITS = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 200_000, "max_gramm
 _SLICES = [r"[\x20\x0A\x0D\x09]+",
            *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (1, 2, 3, 4, 5, 6, 8, 10, 14, 20, 30)),
            r'[^"\\\x00-\x1F\x7F]+']  # fmt: skip
-_MAX_FORCED, _MAX_FORCED_BYTES = 1 << 14, 256  # texts whose tokens are kept, and how long each may be
 _MAX_THREADS = 6  # more of them only add to the slowest steps (docs/log.md)
 
 # Without a bound a weak model writes blanks for ever; a schema may say otherwise (its "x-guidance").
@@ -150,10 +148,17 @@ class Grammars:
     def _set_up(self, llguidance: Any) -> None:
         with self._setup_lock:
             if self._ll_tokenizer is None:
-                wrapped = llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer))
-                self._ll_tokenizer = llguidance.LLTokenizer(
-                    wrapped, n_vocab=self._vocab_size, eos_token=sorted(self._tokenizer.eos_ids), slices=_SLICES
-                )
+                # A copy of its own: where a grammar leaves one text, a mask asks for its tokens, and would have to ask
+                # ours under Python's lock, for which the engine's thread lets it wait.
+                try:
+                    self._ll_tokenizer = llguidance.LLTokenizer(
+                        self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=sorted(self._tokenizer.eos_ids),
+                        slices=_SLICES,
+                    )  # fmt: skip
+                except ValueError as error:
+                    raise InvalidRequest(
+                        f"grammar is given, and llguidance cannot use this model's tokenizer ({error}): leave it out."
+                    ) from None
                 self._executor = llguidance.LLExecutor(num_threads=max(1, min(_MAX_THREADS, _num_cores() - 1)))
 
     # ------------------------------------------------------------------ following, on the engine's thread
@@ -232,28 +237,6 @@ class Grammars:
 
 _NAMES = {"json_schema": "JSON schema", "json_object": "JSON object", "regex": "regular expression",
           "lark": "Lark grammar", "choice": "list of choices"}  # fmt: skip
-
-
-class _Vocabulary:
-    """Our tokenizer in the words llguidance asks for.
-
-    Where a grammar leaves one text, a mask asks for its tokens, on any of llguidance's threads and under Python's lock:
-    they wait for each other. The texts are few, names of properties mostly, so their tokens are kept.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.eos_token_id = min(tokenizer.eos_ids, default=0)
-        self.bos_token_id = tokenizer.bos_id
-        self.tokens = [tokenizer.token_bytes(index) for index in range(tokenizer.vocab_size)]
-        self.special_token_ids = sorted(tokenizer.special_ids)
-        self._encode = tokenizer.encode
-        self._ids_of = functools.lru_cache(_MAX_FORCED)(self._tokenize)
-
-    def __call__(self, text: bytes) -> list[int]:
-        return self._ids_of(text) if len(text) <= _MAX_FORCED_BYTES else self._tokenize(text)
-
-    def _tokenize(self, text: bytes) -> list[int]:
-        return self._encode(text.decode("utf-8", "replace"), add_special=False)
 
 
 def _settle(future: Future[Compiled], compiled: Compiled = None, error: InvalidRequest | None = None) -> None:

@@ -135,6 +135,10 @@ class Tokenizer:
         known = self._bytes
         return b"".join([known[index] for index in ids if index not in skip])
 
+    def to_json(self) -> str:
+        """As tokenizer.json has it."""
+        return self._core.to_str()
+
     def token_id(self, token: str) -> int | None:
         """The id of a token given as the vocabulary spells it."""
         found = self._core.token_to_id(token)

@@ -15,13 +15,17 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine, EngineFailed
 from paceline.llm import LLM, RequestOutput
 from paceline.request import FinishReason, Grammar, InvalidRequest, Request, SamplingParams
 from paceline.sampling.grammar import Grammars, num_repeats
+from paceline.scheduler.plan import Updates
 from paceline.text.synthetic import synthetic_tokenizer
+from paceline.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 120
 
@@ -419,18 +423,67 @@ def test_token_classes_change_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
         assert np.array_equal(masks_along(plain, grammar, 40), masks)
 
 
-def test_a_text_that_a_grammar_forces_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def spelt_by_pieces() -> Tokenizer:
+    """As SentencePiece has it: a space before every text, and bytes for what is in no piece."""
+    tokens = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *'▁abcdefghijklmnopqrstuvwxyz{}":,',
+              "na", "me", "name", "▁na"]  # fmt: skip
+    merges = [("n", "a"), ("m", "e"), ("na", "me"), ("▁", "na")]
+    core = tokenizers.Tokenizer(
+        models.BPE({token: index for index, token in enumerate(tokens)}, merges, byte_fallback=True)
+    )
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    core.add_special_tokens(["<s>", "</s>"])
+    return Tokenizer(core, eos_ids=(1,), bos_id=0)
+
+
+@pytest.mark.parametrize(
+    "make_tokenizer", [lambda: synthetic_tokenizer(4096), spelt_by_pieces], ids=["bytes", "pieces"]
+)
+@pytest.mark.parametrize("padding", [0, 100])
+def test_what_a_mask_allows_is_taken_also_where_a_model_has_more_ids_than_its_tokenizer(
+    make_tokenizer: Callable[[], Tokenizer], padding: int
+) -> None:
+    tokenizer = make_tokenizer()
+    grammars = Grammars(tokenizer, tokenizer.vocab_size + padding)
+    plan: Any = SimpleNamespace(samples=np.ones(1, np.bool_))
+    schema = {"type": "object", "required": ["name"], "properties": {"name": {"const": "ü na"}}}
+    for grammar, expected in (
+        (Grammar.lark('start: "\\"name name\\""'), "name name"),
+        (Grammar.json_schema({**schema, "additionalProperties": False}), {"name": "ü na"}),
+    ):
+        request = Request("a", np.arange(3), SamplingParams())
+        grammars.attach(request, grammars.compile(grammar).result())
+        plan.requests = (request,)
+        said: list[int] = []
+        while not (tokenizer.eos_ids & set(said)):
+            mask = grammars.masks(plan, lambda rows, words: np.zeros((rows, words), np.int32)).bits[0]
+            may_come = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            assert len(may_come) and may_come[-1] < tokenizer.vocab_size
+            said.append(int(may_come[0]))
+            grammars.advance(Updates((request,), np.array(said[-1:], np.int32), (), 0))
+            assert not grammars.take_failures()
+        assert json.loads(tokenizer.bytes_of(said, tokenizer.special_ids)) == expected
+    grammars.close()
+
+
+def test_llguidance_has_the_same_tokens() -> None:
     tokenizer = synthetic_tokenizer(4096)
-    texts: list[str] = []
-    encode = tokenizer.encode
-    monkeypatch.setattr(tokenizer, "encode", lambda text, **how: texts.append(text) or encode(text, **how))
     grammars = Grammars(tokenizer, 4096)
-    forced = Grammar.json_schema(
-        {"type": "object", "required": ["first name"], "properties": {"first name": {"const": "y" * 300}},
-         "additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
-    )  # fmt: skip
-    masks = masks_along(grammars, forced, 200)
-    first = [text for text in texts if len(text) <= 256]
-    assert np.array_equal(masks_along(grammars, forced, 200), masks)
-    assert first and [text for text in texts if len(text) <= 256] == first
-    assert len(texts) > len(first), "long ones are not kept"
+    grammars.compile(Grammar.regex("a")).result()
+    theirs = grammars._ll_tokenizer
+    for text in ("first name", ' {"a": [1, 2.5]}\n', "älter, größer", "x" * 300):
+        assert theirs.tokenize_str(text) == tokenizer.encode(text, add_special=False)
+    for index in set(range(4096)) - tokenizer.special_ids:
+        # The byte 255 is in no text; llguidance begins special tokens with it.
+        assert theirs.decode_bytes([index]) == tokenizer.token_bytes(index).removeprefix(b"\xff")
+
+
+def test_a_tokenizer_that_llguidance_does_not_know_is_said() -> None:
+    core = tokenizers.Tokenizer(models.BPE({"</s>": 0, "▁": 1, "a": 2}, []))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    grammars = Grammars(Tokenizer(core, eos_ids=(0,)), 3)
+    with pytest.raises(InvalidRequest, match=r"cannot use this model's tokenizer .*Metaspace.*: leave it out\."):
+        grammars.compile(Grammar.regex("a")).result()
