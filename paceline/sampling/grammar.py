@@ -41,7 +41,7 @@ _LIMITS = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 200_000, "max_gramm
 _SLICES = [r"[\x20\x0A\x0D\x09]+",
            *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (1, 2, 3, 4, 5, 6, 8, 10, 14, 20, 30)),
            r'[^"\\\x00-\x1F\x7F]+']  # fmt: skip
-_MAX_THREADS = 6  # more of them only add to the slowest steps (docs/log.md)
+_MAX_THREADS = 8  # more of them gain little (docs/log.md)
 
 # Without a bound a weak model writes blanks for ever; a schema may say otherwise (its "x-guidance").
 _JSON = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
@@ -124,8 +124,7 @@ class Grammars:
             raise InvalidRequest(f"grammar cannot be compiled ({type(error).__name__}: {error}): change it.") from error
 
     def _compile_checked(self, grammar: Grammar) -> Compiled:
-        llguidance = _llguidance()
-        self._set_up(llguidance)
+        llguidance = self.set_up()
         source = _source(llguidance.LLMatcher, grammar)
         for pattern in _patterns(grammar):
             if (count := num_repeats(pattern)) > MAX_REPEATS:
@@ -145,7 +144,10 @@ class Grammars:
                 raise InvalidRequest(f"grammar is not a {_NAMES[grammar.kind]} that can be used: {_one_line(tried)}")
         return matcher
 
-    def _set_up(self, llguidance: Any) -> None:
+    def set_up(self) -> Any:
+        """llguidance, with what all grammars need. For a large vocabulary this takes a second the first time, in which
+        llguidance lets no other thread run: a server does it before requests come."""
+        llguidance = _llguidance()
         with self._setup_lock:
             if self._ll_tokenizer is None:
                 # A copy of its own: where a grammar leaves one text, a mask asks for its tokens, and would have to ask
@@ -155,11 +157,14 @@ class Grammars:
                         self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=sorted(self._tokenizer.eos_ids),
                         slices=_SLICES,
                     )  # fmt: skip
-                except ValueError as error:
+                except (
+                    BaseException
+                ) as error:  # a panic of llguidance is one; whatever it was, it is about this tokenizer
                     raise InvalidRequest(
                         f"grammar is given, and llguidance cannot use this model's tokenizer ({error}): leave it out."
                     ) from None
                 self._executor = llguidance.LLExecutor(num_threads=max(1, min(_MAX_THREADS, _num_cores() - 1)))
+        return llguidance
 
     # ------------------------------------------------------------------ following, on the engine's thread
 

@@ -27,7 +27,7 @@ import zmq
 from paceline.config import EngineConfig, Tenant, split_options
 from paceline.engine.engine import Engine, EngineFailed
 from paceline.engine.output import Piece
-from paceline.request import PacelineError, SamplingParams
+from paceline.request import InvalidRequest, PacelineError, SamplingParams
 from paceline.server.answers import EngineSide, served_by
 from paceline.server.limits import Gate
 from paceline.server.logs import set_up_logs
@@ -304,6 +304,11 @@ def main() -> None:
     gc.freeze()
     gc.disable()
     say(up=msgspec.to_builtins(served_by(engine, setup.name)))
+    if hasattr(engine.executor, "launch_delayed"):
+        try:
+            engine.grammars.set_up()
+        except InvalidRequest as error:
+            log.info("requests with a grammar will be refused: %s", error)
     for line in sys.stdin:
         message = json.loads(line)
         if "gone" in message:

@@ -481,9 +481,19 @@ def test_llguidance_has_the_same_tokens() -> None:
         assert theirs.decode_bytes([index]) == tokenizer.token_bytes(index).removeprefix(b"\xff")
 
 
+def test_what_is_set_up_ahead_serves_the_first_grammar() -> None:
+    grammars = Grammars(synthetic_tokenizer(512), 512)
+    grammars.set_up()
+    ahead = grammars._ll_tokenizer
+    grammars.compile(Grammar.regex("a")).result()
+    assert ahead is not None and grammars._ll_tokenizer is ahead
+    grammars.close()
+
+
 def test_a_tokenizer_that_llguidance_does_not_know_is_said() -> None:
     core = tokenizers.Tokenizer(models.BPE({"</s>": 0, "▁": 1, "a": 2}, []))
     core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     grammars = Grammars(Tokenizer(core, eos_ids=(0,)), 3)
-    with pytest.raises(InvalidRequest, match=r"cannot use this model's tokenizer .*Metaspace.*: leave it out\."):
-        grammars.compile(Grammar.regex("a")).result()
+    for ask in (grammars.set_up, lambda: grammars.compile(Grammar.regex("a")).result()):
+        with pytest.raises(InvalidRequest, match=r"cannot use this model's tokenizer .*Metaspace.*: leave it out\."):
+            ask()
