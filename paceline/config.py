@@ -212,6 +212,7 @@ class EngineConfig:
 OFFLINE_PARTS = {
     "nano": "256 prompts of 100 to 1,024 tokens, as many tokens out",
     "gsp": "1,024 prompts in 64 groups with a common beginning",
+    "prompts": "32 prompts of 256 to 24,000 tokens, 32 tokens out",
     "sweep": "time per token at several batch sizes",
     "sampling": "nano with top-k, top-p and penalties on all rows, against plain",
     "grammar": "64 prompts that obey a schema each, against the same unconstrained",

@@ -30,7 +30,7 @@ import torch
 
 from paceline.bench import checks
 from paceline.bench.figures import Ceilings, Figures, figures, measure_ceilings
-from paceline.bench.workloads import Offline, gsp_offline, nano, sampled, structured, sweep
+from paceline.bench.workloads import Offline, gsp_offline, long_prompts, nano, sampled, structured, sweep
 from paceline.config import OFFLINE_PARTS, ConfigError, EngineConfig, OfflineConfig, SchedulerConfig, split_options
 from paceline.engine.build import choose_device
 from paceline.engine.cuda_device import CudaDevice
@@ -153,6 +153,9 @@ class Bench:
 
     def gsp(self) -> None:
         self._throughput("gsp", gsp_offline())
+
+    def prompts(self) -> None:
+        self._throughput("prompts", long_prompts())
 
     def sampling(self) -> None:
         """nano with top-k, top-p and penalties on all rows, against plain."""

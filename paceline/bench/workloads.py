@@ -75,6 +75,16 @@ def sweep(batch: int, output: int, seed: int = 0) -> Offline:
     return Offline([[rng.randint(0, 10_000) for _ in range(128)] for _ in range(batch)], [params] * batch)
 
 
+def long_prompts(num_requests: int = 32, output: int = 32) -> Offline:
+    """Prompts of 256 to 24,000 tokens, as many of each magnitude."""
+    rng = random.Random(3)
+    lengths = [round(256 * (24_000 / 256) ** (number / max(num_requests - 1, 1))) for number in range(num_requests)]
+    rng.shuffle(lengths)
+    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=output)
+    prompts = [[rng.randint(0, 10_000) for _ in range(length)] for length in lengths]
+    return Offline(prompts, [params] * num_requests)
+
+
 def sampled(work: Offline) -> Offline:
     """The same work with top-k, top-p and all penalties on every row."""
     return Offline(

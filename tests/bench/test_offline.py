@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.bench import offline
-from paceline.bench.workloads import gsp_offline, nano
+from paceline.bench.workloads import gsp_offline, long_prompts, nano
 from paceline.config import OFFLINE_PARTS, ConfigError, OfflineConfig
 
 KEYS = {
@@ -91,7 +91,7 @@ def test_a_check_that_fails_is_said_and_gives_the_exit_status(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("fly",), "part is 'fly': choose of nano, gsp"),
+        (("fly",), "part is 'fly': choose of nano, gsp, prompts"),
         (("nano", "--batches=1,x"), "batches is '1,x': give numbers from 1 up"),
         (("nano", "--scale=2"), "scale is 2.0: give 1.0 or less."),
         (("nano", "--shape=huge"), "shape is 'huge', which is not known"),
@@ -120,3 +120,8 @@ def test_a_scaled_workload_shares_in_proportion() -> None:
     assert len(starts) == len({tuple(prompt[:2000]) for prompt in whole.prompts[:102]})
     assert len({tuple(prompt) for prompt in part.prompts}) == 102
     assert nano().scaled(1).prompts == nano().prompts
+
+
+def test_long_prompts_are_of_all_lengths() -> None:
+    lengths = sorted(map(len, long_prompts().prompts))
+    assert lengths[0] == 256 and lengths[-1] == 24_000 and 2_000 < lengths[16] < 3_000
