@@ -7,6 +7,7 @@ only change through `Request.enter`, so an illegal step is an error where it hap
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
@@ -318,7 +319,8 @@ class Request:
     # What the scheduler knows. Only the scheduler writes below this line.
     phase: Phase = Phase.WAITING
     finish_reason: FinishReason | None = None
-    output: list[int] = field(default_factory=list)
+    # Packed: a list's integers lie all over memory, and a prefix tree that takes 272 of them in waits for each.
+    output: array[int] = field(default_factory=lambda: array("i"))
     max_tokens: int = 0  # params.max_tokens, or what context and pool leave
     stop_ids: frozenset[int] = frozenset()
     number: int = 0  # arrivals are numbered; ties are broken by it and it survives retraction

@@ -185,7 +185,7 @@ class Recorder:
     def _blocks(self, request: Request) -> list[int]:
         # A tenant or salt of its own has a cache of its own: then equal tokens are not an equal prefix.
         last = "\0".join((request.tenant, request.cache_salt, request.adapter)).encode()
-        data = request.prompt.tobytes() + np.array(request.output, np.int32).tobytes()
+        data = request.prompt.tobytes() + request.output.tobytes()
         size = 4 * self._scheduler.config.page_size
         # Requests of one group often end one after the other. What they begin with is hashed once: hashing holds the
         # interpreter's lock, for which the engine waits.

@@ -256,7 +256,7 @@ class Memory:
 
 def token_key(request: Request) -> bytes:
     """Prompt and known output as the bytes the tree compares."""
-    return request.prompt.tobytes() + np.array(request.output, dtype=np.int32).tobytes()
+    return request.prompt.tobytes() + request.output.tobytes()
 
 
 def sequence(request: Request) -> Tokens:

@@ -125,7 +125,7 @@ class Run:
         for request in harness.requests.values():
             tokens, reason = reference.run(request)
             got, why = harness.outputs[request.id], harness.reasons[request.id]
-            assert request.output == got, "what the client saw is what the scheduler remembers"
+            assert request.output.tolist() == got, "what the client saw is what the scheduler remembers"
             if why in (FinishReason.STOP, FinishReason.LENGTH):
                 assert (got, why) == (tokens, reason), f"{request.id} differs from the reference"
             else:
