@@ -50,14 +50,6 @@ def narrow(rows: int, group: int, tile: int, short: bool) -> DecodeTuning:
     return replace(found, block_n=32, num_warps=2, num_stages=4) if rows > 64 and not tile else found
 
 
-def ahead(rows: int, group: int, tile: int, short: bool) -> DecodeTuning:
-    return replace(decode_attention_tuning(rows, group, tile, short), prefetch=True)
-
-
-def narrow_ahead(rows: int, group: int, tile: int, short: bool) -> DecodeTuning:
-    return replace(narrow(rows, group, tile, short), prefetch=True)
-
-
 def more_registers(rows: int, group: int, tile: int, short: bool) -> DecodeTuning:
     return replace(decode_attention_tuning(rows, group, tile), max_registers=168)
 
@@ -87,8 +79,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "chunks up to 1,024": {"chunks": lambda rows: Chunks()},
     "chunks up to 2,048, 32 units": {"chunks": lambda rows: Chunks(64, 2048, 32)},
     "32 keys, 2 warps": {"attention_tuning": narrow},
-    "first keys ahead": {"attention_tuning": ahead},
-    "32 keys, 2 warps, ahead": {"attention_tuning": narrow_ahead},
     "168 registers": {"attention_tuning": more_registers},
     "fused up to 64 rows": {"tuning": lambda m, n, g: decode_tuning(m, n, g) if m <= 64 else None},
     **GSP,

@@ -132,7 +132,6 @@ def fused(
     tuning: LinearTuning,
     workspace: LinearWorkspace,
     pdl: int,
-    prefetch: bool,
 ) -> None:
     linear(
         x,
@@ -146,7 +145,6 @@ def fused(
         squares_out=squares if product.residual else None,
         workspace=workspace,
         pdl=pdl,
-        prefetch_weight=prefetch,
     )
 
 
@@ -156,12 +154,12 @@ def linear_workspace() -> LinearWorkspace:
     )
 
 
-def compile_linear(job: tuple[Product, int, LinearTuning, int, bool]) -> str:
-    product, rows, tuning, pdl, prefetch = job
+def compile_linear(job: tuple[Product, int, LinearTuning, int]) -> str:
+    product, rows, tuning, pdl = job
     try:
         x, out = randn(rows, product.width), randn(rows, product.columns)
         squares = torch.ones(rows, 32, device="cuda")
-        fused(product, x, weight_of(product), out, squares, tuning, linear_workspace(), pdl, prefetch)
+        fused(product, x, weight_of(product), out, squares, tuning, linear_workspace(), pdl)
         torch.cuda.synchronize()
     except Exception as error:  # a tile too large for shared memory is an answer, not a failure
         return f"{product.name} {rows} {tuning}: {type(error).__name__} {str(error)[:80]}"
@@ -195,8 +193,8 @@ def reference_product(product: Product, x: torch.Tensor, weight: torch.Tensor) -
 
 def bench_gemm(batches: tuple[int, ...]) -> Best:
     products = [p for p in PRODUCTS if p.name != "logits"]  # cuBLAS wins there by far: 78 against 99 µs at one row
-    jobs = [(p, rows, t, 0, False) for p in products for rows in batches for t in candidates(p, rows)]
-    distinct = {(p, t): i for i, (p, _, t, _, _) in enumerate(jobs)}  # one binary serves all batches of a tile size
+    jobs = [(p, rows, t, 0) for p in products for rows in batches for t in candidates(p, rows)]
+    distinct = {(p, t): i for i, (p, _, t, _) in enumerate(jobs)}  # one binary serves all batches of a tile size
     broken = compile_all(compile_linear, [jobs[i] for i in distinct.values()])
     cannot = {key for number, key in enumerate(distinct) if number in broken}
     best: Best = {}
@@ -252,7 +250,7 @@ def bench_product(
 
         def ours(weights: list[torch.Tensor] = weights, tuning: LinearTuning = tuning, pdl: int = 0) -> None:
             for w in weights:
-                fused(product, x, w, out, mine, tuning, workspace, pdl, False)  # noqa: B023
+                fused(product, x, w, out, mine, tuning, workspace, pdl)  # noqa: B023
 
         out.copy_(randn(rows, product.columns)) if product.residual else out.fill_(torch.nan)
         before = out.float()
@@ -352,24 +350,22 @@ class Rows:
 
 
 ATTENTION = [
-    DecodeTuning(block_m=2, block_n=n, num_warps=w, num_stages=s, max_registers=r, prefetch=p)
-    for n, w, s, r, p in [
-        (64, 4, 3, 128, False),
-        (64, 4, 3, 128, True),
-        (64, 4, 3, 96, False),
-        (64, 4, 3, 168, False),
-        (32, 2, 4, 128, False),
-        (32, 2, 4, 128, True),
-        (32, 2, 4, 96, False),
-        (32, 2, 5, 168, False),
-        (32, 4, 4, 80, False),
-        (32, 1, 4, 168, False),
-        (32, 1, 4, 255, False),
-        (16, 1, 6, 168, False),
+    DecodeTuning(block_m=2, block_n=n, num_warps=w, num_stages=s, max_registers=r)
+    for n, w, s, r in [
+        (64, 4, 3, 128),
+        (64, 4, 3, 96),
+        (64, 4, 3, 168),
+        (32, 2, 4, 128),
+        (32, 2, 4, 96),
+        (32, 2, 5, 168),
+        (32, 4, 4, 80),
+        (32, 1, 4, 168),
+        (32, 1, 4, 255),
+        (16, 1, 6, 168),
     ]
 ]
 SHARED = [
-    DecodeTuning(block_m=m, block_n=n, num_warps=w, num_stages=s, max_registers=r, prefetch=False)
+    DecodeTuning(block_m=m, block_n=n, num_warps=w, num_stages=s, max_registers=r)
     for m, n, w, s, r in [(16, 32, 2, 5, 168), (16, 64, 4, 5, 168), (16, 32, 2, 6, 128), (32, 32, 2, 4, 255)]
 ]
 
@@ -464,8 +460,7 @@ def report_attention(name: str, rows: Rows, found: list[tuple[float, DecodeTunin
     texts = []
     for seconds, t in found[:3]:
         tile = f"m{t.block_m} n{t.block_n} w{t.num_warps} s{t.num_stages} r{t.max_registers}"
-        how = f"{tile}{' prefetch' if t.prefetch else ''} p{t.num_programs // 132}"
-        texts.append(f"{seconds * 1e6:.1f} ({how})")
+        texts.append(f"{seconds * 1e6:.1f} ({tile} p{t.num_programs // 132})")
     rate = rows.kv_bytes / best / 1e12
     return f"{name:32} {best * 1e6:8.1f} µs {rate:6.2f} TB/s   {'  '.join(texts)}  worst {found[-1][0] * 1e6:.1f}"
 
@@ -609,7 +604,7 @@ class Decoder:
         self.table = rope_table(4096, HEAD, 1e6, "cuda")
 
     def step(
-        self, what: Scene, mode: str, best: Best, tuning: DecodeTuning, pdl: int = 0, prefetch: bool = False
+        self, what: Scene, mode: str, best: Best, tuning: DecodeTuning, pdl: int = 0
     ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, Rows]:
         """mode: cublas for every product, or fused where `best` names a tuning."""
         torch.manual_seed(len(what.lengths))
@@ -647,7 +642,7 @@ class Decoder:
             """A product of the normed stream."""
             choice = chosen.get(name)
             if choice and known and added:
-                fused(products[name], x, weight, out, squares[:, :known], choice, self.workspace, pdl, prefetch)
+                fused(products[name], x, weight, out, squares[:, :known], choice, self.workspace, pdl)
                 return
             norm_into(normed)
             if products[name].gated:
@@ -662,7 +657,7 @@ class Decoder:
             choice = chosen.get(name)
             if choice:
                 known = num_squares(HIDDEN, choice)
-                fused(products[name], source, weight, x, squares[:, :known], choice, self.workspace, pdl, prefetch)
+                fused(products[name], source, weight, x, squares[:, :known], choice, self.workspace, pdl)
                 return
             torch.mm(source, weight.T, out=delta)
             added, known = False, 0
@@ -737,15 +732,15 @@ def bench_step(best: Best) -> None:
         what = scene(name, batch, mean, 0 if name == "sweep" else spread, chunks=chunks)
         texts = []
         outputs = {}
-        variants = [("cublas", 0, False), ("cublas", 2, False), ("fused", 0, False), ("fused", 2, False)]
+        variants = [("cublas", 0), ("cublas", 2), ("fused", 0), ("fused", 2)]
         for variant in variants:
-            mode, pdl, prefetch = variant
+            mode, pdl = variant
             chosen = best or {(p.name, bucket(batch)): decode_tuning(batch, p.columns, p.gated) for p in PRODUCTS}
-            graph, logits, rows = decoder.step(what, mode, chosen, tuning, pdl, prefetch)
+            graph, logits, rows = decoder.step(what, mode, chosen, tuning, pdl)
             outputs[variant] = logits.float()
             seconds = time_graph(graph, inner=1)
-            texts.append(f"{mode}{pdl or ''}{'p' * prefetch} {seconds * 1e3:6.3f}")
-            RESULTS[f"step {name} {batch} {mode} {pdl} {prefetch}"] = seconds
+            texts.append(f"{mode}{pdl or ''} {seconds * 1e3:6.3f}")
+            RESULTS[f"step {name} {batch} {mode} {pdl}"] = seconds
             kv = rows.kv_bytes * LAYERS
             del graph, rows
         reference = outputs[variants[0]]

@@ -163,14 +163,6 @@ def launched(function: Any) -> Any:
     return Kernel(function) if isinstance(function, triton.JITFunction) else function  # else it is interpreted
 
 
-@triton.jit
-def prefetch(pointer):
-    """In a kernel: asks the L2 for the cache lines of a block of addresses, without waiting."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.kernels._triton import launched, next_power_of_2, prefetch, tl, triton
+from paceline.kernels._triton import launched, next_power_of_2, tl, triton
 from paceline.kernels.decode_units import DecodeUnits
 from paceline.kernels.rms_norm import row_factor
 from paceline.kernels.rope_kv import load_pairs, load_turn, rope_kv_reference, turn
@@ -174,7 +174,6 @@ def _decode_attention_kernel(
     FOLD: tl.constexpr,
     FOLD_COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
     PART: tl.constexpr,
 ):
@@ -207,10 +206,6 @@ def _decode_attention_kernel(
         kv_head = work % K
         head = kv_head * G + m % G
         table = page_table + slot * table_stride
-        if PREFETCH:
-            n = begin + tl.arange(0, BLOCK_N)
-            # Lanes beyond the end ask for page 0, which is as good as any other address.
-            first_pages = tl.load(table + n // P, mask=n < end, other=0).to(tl.int64)
 
         tile_rows = row + tl.zeros([BLOCK_M], tl.int32)
         position = row_position + tl.zeros([BLOCK_M], tl.int32)
@@ -240,11 +235,6 @@ def _decode_attention_kernel(
         factor = 1.0
         if H:
             factor = row_factor(stream, row, eps, H)
-        if PREFETCH:
-            line = ((first_pages * P + n % P) * K + kv_head) * D
-            part = tl.arange(0, D // 64) * 64
-            prefetch(k_cache + line[:, None] + part[None, :])
-            prefetch(v_cache + line[:, None] + part[None, :])
         q = turn(mine, other, q_weight, q_other_weight, cos, sin, eps, factor, D, HAS_NORM).to(qkv.dtype.element_ty)
 
         # Summed over the keys' axis only at the end: one exchange between warps less per tile.
@@ -353,7 +343,6 @@ class DecodeTuning:
     num_warps: int = 4
     num_stages: int = 3
     max_registers: int = 128  # per thread: a few spills cost less than a program fewer per multiprocessor
-    prefetch: bool = False
     block_m: int = 16  # query heads per unit: a shared unit holds at most block_m // G rows
 
 
@@ -442,7 +431,6 @@ def decode_attention(
         FOLD=max(1024 // columns, 2),
         FOLD_COLUMNS=head_dim if tuning.block_m <= 32 else head_dim // 2,
         STAGES=tuning.num_stages,
-        PREFETCH=tuning.prefetch and k_cache.is_cuda,  # the interpreter knows no assembly
         PDL=pdl,
         PART=part,
         num_warps=tuning.num_warps,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.kernels._triton import cdiv, launched, next_power_of_2, prefetch, tl, triton
+from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
 
 
 def linear_reference(
@@ -76,7 +76,6 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Rows vary fastest: programs that read the same weights run at the same time and share them in the L2.
@@ -91,12 +90,6 @@ def _linear_kernel(
     inside_m = m < M
     inside_n = n < N
     weight_rows = weight + (n.to(tl.int64) * K)[:, None]
-    if PREFETCH:
-        # Weights do not depend on the launch before: fetch them while it is still running.
-        line = tl.arange(0, per_split // 64)
-        prefetch(weight_rows + first + line[None, :] * 64)
-        if GATED:
-            prefetch(weight_rows + N * K + first + line[None, :] * 64)
     if PDL:
         tl.extra.cuda.gdc_wait()
         if PDL == 1:
@@ -209,7 +202,6 @@ def linear(
     squares_out: torch.Tensor | None = None,
     workspace: LinearWorkspace | None = None,
     pdl: int = 0,
-    prefetch_weight: bool = False,
 ) -> None:
     """out [M, N] = f(rms_norm(x [M, K]) @ weight [N, K]ᵀ + bias [N]) + residual [M, N].
 
@@ -227,7 +219,6 @@ def linear(
     assert width % (t.split_k * t.block_k) == 0, f"K = {width} is not a multiple of {t.split_k} x {t.block_k}"
     assert t.split_k == 1 or not gated, "split_k excludes a gate"
     assert t.split_k == 1 or workspace is not None, "split_k needs a workspace"
-    lines = width // t.split_k // 64
     _linear_kernel[(cdiv(rows, t.block_m), cdiv(columns, t.block_n), t.split_k)](
         x,
         weight,
@@ -257,7 +248,6 @@ def linear(
         BLOCK_N=t.block_n,
         BLOCK_K=t.block_k,
         STAGES=t.num_stages,
-        PREFETCH=prefetch_weight and lines & (lines - 1) == 0 and columns % t.block_n == 0,
         PDL=pdl,
         num_warps=t.num_warps,
         launch_pdl=pdl > 0,
