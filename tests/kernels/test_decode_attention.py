@@ -42,6 +42,19 @@ def test_units_follow_from_lengths_on_the_device(window: int, target_units: int)
     assert buffers.rows[:5].tolist() == rows
 
 
+@pytest.mark.parametrize("num_rows", [100, 256, 300])
+def test_tails_of_many_rows_are_ranked_among_all_of_them(num_rows: int) -> None:
+    """More rows than are compared at once, with many ties."""
+    rng = random.Random(num_rows)
+    chunks = Chunks(min_tokens=32, max_tokens=32, target_units=1)
+    lengths = [rng.randrange(MAX_LENGTH) for _ in range(num_rows)]
+    row_slots = rng.sample(range(num_rows), num_rows)
+    buffers = DecodeUnits.empty(num_rows, chunks.capacity(num_rows, MAX_LENGTH), 0, "cpu")
+    decode_units(buffers, ints(row_slots), ints([num_rows]), ints(lengths), chunks)
+    units, _ = decode_units_reference(row_slots, lengths, chunks)
+    assert buffers.units[: len(units), : len(units[0])].tolist() == units
+
+
 @pytest.mark.parametrize(
     ("page_size", "q_heads", "kv_heads", "head_dim", "window", "with_norm"),
     [
