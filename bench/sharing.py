@@ -17,7 +17,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-GROUPS, PREFIXES = (1, 2, 4, 16, 64, 256), (128, 512, 2048, 4096, 16384)
+GROUPS, PREFIXES = (1, 2, 4, 16, 64, 256), (128, 512, 2048, 16384)
 ROWS, OWN, TOKENS_OUT, POOL = 256, 128, 24, 280_000
 
 
