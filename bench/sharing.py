@@ -52,8 +52,9 @@ def measure(shared: bool, shape: str) -> dict[tuple[int, int], tuple[int, float]
                 decodes = [of for bucket, of in device.stats.by_bucket.items() if bucket]
                 each = sum(of.device_s for of in decodes) / sum(of.passes for of in decodes)
                 found[group, prefix] = (len(prompts), each * 1e3)
-                print(f"{prefix:6} tokens, groups of {group:3}, {len(prompts):3} rows, shared_reads {shared!s:5}: "
-                      f"{each * 1e3:7.3f} ms", flush=True)  # fmt: skip
+                result = {"workload": "sharing", "shape": shape, "group": group, "prefix": prefix,
+                          "rows": len(prompts), "shared_reads": shared, "ms": round(each * 1e3, 3)}  # fmt: skip
+                print("RESULT " + json.dumps(result), flush=True)
     return found
 
 
@@ -73,9 +74,6 @@ def run(shape: str) -> None:
             rows, shared_ms = on[group, prefix]
             apart_ms = off[group, prefix][1]
             cells.append(f"{apart_ms / shared_ms:.2f} ({apart_ms:.2f} / {shared_ms:.2f}; {rows})")
-            result = {"workload": "sharing", "shape": shape, "group": group, "prefix": prefix, "rows": rows,
-                      "shared_ms": round(shared_ms, 4), "apart_ms": round(apart_ms, 4)}  # fmt: skip
-            print("RESULT " + json.dumps(result))
         print(f"| {prefix} | " + " | ".join(cells), flush=True)
 
 
@@ -83,16 +81,22 @@ def plot(source: Path, target: Path) -> None:
     """Speed-up by group size, a line for each prefix, of the RESULT lines in a file."""
     from matplotlib import pyplot
 
-    lines: dict[int, list[tuple[int, float]]] = {}
+    ms: dict[tuple[int, int], dict[bool, float]] = {}
     for line in source.read_text().splitlines():
         if line.startswith("RESULT "):
             found: dict[str, Any] = json.loads(line[7:])
-            lines.setdefault(found["prefix"], []).append((found["group"], found["apart_ms"] / found["shared_ms"]))
+            ms.setdefault((found["prefix"], found["group"]), {})[found["shared_reads"]] = found["ms"]
+    lines: dict[int, list[tuple[int, float]]] = {}
+    for (prefix, group), of in sorted(ms.items()):
+        lines.setdefault(prefix, []).append((group, of[False] / of[True]))
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    for prefix, points in sorted(lines.items()):
-        groups, gains = zip(*sorted(points), strict=True)
+    for prefix, points in lines.items():
+        groups, gains = zip(*points, strict=True)
         axes.plot(groups, gains, marker="o", label=f"{prefix:,} tokens")
-    axes.set_xscale("log", base=2)
+    axes.loglog()
+    for axis, ticks in ((axes.xaxis, sorted({group for _, group in ms})), (axes.yaxis, (1, 2, 4, 8))):
+        axis.set_ticks(ticks, labels=[str(tick) for tick in ticks])
+        axis.set_minor_locator(pyplot.NullLocator())
     axes.set_xlabel("requests below one prefix")
     axes.set_ylabel("times as fast as reading it for each")
     axes.axhline(1, color="grey", linewidth=0.8)
