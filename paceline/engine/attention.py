@@ -47,6 +47,7 @@ class CpuAttention:
     def __init__(self, cache: KVCache, spec: ModelSpec, inputs: Inputs) -> None:
         self._cache = cache
         self._places = torch.from_numpy(inputs.places)
+        self._behind = torch.from_numpy(_behind(inputs, cache.page_size))
         self._num_tokens = len(inputs.tokens)
         reach = int((inputs.starts + inputs.lengths).max())
         groups: dict[int | None, list[_Group]] = {}
@@ -64,6 +65,9 @@ class CpuAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._cache.keys[layer].index_copy_(0, self._places, k)
         self._cache.values[layer].index_copy_(0, self._places, v)
+        if len(self._behind):
+            self._cache.keys[layer].index_fill_(0, self._behind, 0)
+            self._cache.values[layer].index_fill_(0, self._behind, 0)
         groups = self._layers[layer]
         if len(groups) == 1:
             return groups[0].run(layer, q, k, v).reshape(self._num_tokens, -1)
@@ -72,6 +76,16 @@ class CpuAttention:
             at = group.tokens
             out[at] = group.run(layer, q[at], k[at], v[at])
         return out.view(self._num_tokens, -1)
+
+
+def _behind(inputs: Inputs, page_size: int) -> Index:
+    """Places behind the last token of rows that begin a page in this pass: what an earlier owner left there."""
+    ends = inputs.starts + inputs.lengths
+    rows = np.flatnonzero((ends % page_size > 0) & (inputs.starts <= ends // page_size * page_size))
+    offsets = np.arange(page_size)
+    first = inputs.page_rows[rows, ends[rows] // page_size].astype(np.int64) * page_size
+    places: Index = (first[:, None] + offsets)[offsets >= (ends[rows] % page_size)[:, None]]
+    return places
 
 
 def _split(inputs: Inputs, page_size: int) -> list[tuple[Index, int]]:
@@ -127,6 +141,15 @@ def _tokens_of(inputs: Inputs, rows: Index, length: int) -> slice | Tensor:
     return torch.from_numpy((offsets[:, None] + np.arange(length)).reshape(-1))
 
 
+def _own_pages(inputs: Inputs, rows: Index, first: Index, count: int, page_size: int) -> npt.NDArray[np.int32]:
+    """Pages [rows, count] from `first` [rows, 1] on. Past a row's end its last page is read again, behind the mask, and
+    nobody else's: a weight of zero times another request's NaN would still be a NaN."""
+    last = (inputs.starts[rows] + inputs.lengths[rows] - 1) // page_size
+    at = np.minimum(first + np.arange(count), last[:, None])
+    found: npt.NDArray[np.int32] = np.take_along_axis(inputs.page_rows[rows], at, 1)
+    return found
+
+
 @dataclass(slots=True, eq=False)
 class _Reader:
     """Cached keys and values [rows, KV heads, positions, D] of some pages: a view where they lie in line."""
@@ -172,13 +195,14 @@ class _Parts:
         reach = inputs.starts[rows] + (1 if self.length == 1 else 0)
         pages = inputs.page_rows[rows]
         self._shared = _Reader.of(cache, pages[:1, :shared], shared * size) if shared else None
+        pages = _own_pages(inputs, rows, shared + np.zeros((len(rows), 1), np.int64), pages.shape[1] - shared, size)
         own = reach - shared * size
         longest = int(own.max())
         self._own: _Reader | None = None
         self._mask: Tensor | None = None
         self._absent: Tensor | None = None  # rows that have no own part though others of the group do
         if longest:
-            self._own = _Reader.of(cache, pages[:, shared : shared + -(-longest // size)], longest)
+            self._own = _Reader.of(cache, pages[:, : -(-longest // size)], longest)
             if (own < longest).any():
                 visible = torch.from_numpy(np.arange(longest) < own[:, None])[:, None, None, :]
                 self._mask = torch.zeros(visible.shape, dtype=cache.keys[0].dtype).masked_fill_(~visible, -torch.inf)
@@ -232,9 +256,8 @@ class _Windowed:
         starts = inputs.starts[rows]
         first = np.maximum(starts - window + 1, 0) // size  # the first page that anything is seen of
         num_pages = int(((starts + self.length - 1) // size - first).max()) + 1
-        # Past a row's end its last page is read again, behind the mask.
-        at = np.minimum(first[:, None] + np.arange(num_pages), inputs.page_rows.shape[1] - 1)
-        self._reader = _Reader.of(cache, np.take_along_axis(inputs.page_rows[rows], at, 1), num_pages * size)
+        pages = _own_pages(inputs, rows, first[:, None], num_pages, size)
+        self._reader = _Reader.of(cache, pages, num_pages * size)
         query = torch.from_numpy(starts[:, None] + np.arange(self.length))[:, None, :, None]
         key = torch.from_numpy(first[:, None] * size + np.arange(num_pages * size))[:, None, None, :]
         hidden = (key > query) | (key <= query - window)

@@ -134,7 +134,7 @@ class CudaSampling:
         all_ids = torch.cat([top_ids, ids], dim=1)
 
         def told(tokens: Tensor) -> Told:
-            chosen = raw.gather(1, tokens.index_select(0, rows).long()[:, None])
+            chosen = raw.gather(1, tokens.index_select(0, rows).long().clamp(min=0)[:, None])  # NO_TOKEN is no index
             return self._on_its_way(asks, torch.cat([chosen, *parts], dim=1) - total, all_ids)
 
         return told

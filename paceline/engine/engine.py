@@ -604,7 +604,10 @@ class Engine:
         for item in finished:
             live = self._live.get(item.request.id)
             if live is not None and live.request is item.request:
-                self._end(live, item.reason, error="the engine was closed" if self._closing else None)
+                error = "the engine was closed" if self._closing else None
+                if item.reason is FinishReason.ERROR:
+                    error = "the model's logits are no numbers: its weights are damaged, or too large for its dtype."
+                self._end(live, item.reason, error=error)
 
     def _end(self, live: _Live, reason: FinishReason, text: str = "", tokens: tuple[int, ...] = (),
              error: str | None = None) -> None:  # fmt: skip

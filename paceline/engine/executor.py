@@ -14,7 +14,8 @@ from paceline.scheduler.plan import Plan
 class Result(NamedTuple):
     """What a pass yielded, on the host."""
 
-    tokens: npt.NDArray[np.int32]  # one for each sampling row, in row order; or counts[i] of row i, end to end
+    # One for each sampling row, in row order; or counts[i] of row i, end to end. NO_TOKEN: its logits are no numbers.
+    tokens: npt.NDArray[np.int32]
     device_s: float | None = None  # how long the device took, where that is measured
     counts: npt.NDArray[np.int32] | None = None
     idle_s: float | None = None  # how long the device had nothing to do before, where that is measured

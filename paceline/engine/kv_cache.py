@@ -1,9 +1,9 @@
 """The KV memory of the CPU: where the keys and values of every page lie, and how much room there is.
 
 Positions are flat: position `offset` of page `page` lies at `page * page_size + offset`. Keys and values are
-apart, so that a row whose pages follow each other is read in place, without a copy. The memory starts as zeros
-and only ever holds what a model computed: padding reads positions that were never written, and a weight of
-zero times a NaN would still be a NaN.
+apart, so that a row whose pages follow each other is read in place, without a copy. Padding reads positions behind a
+row's end, in its own last page: whoever begins a page clears what is left of it, since a weight of zero times an
+earlier owner's NaN would still be a NaN.
 """
 
 from __future__ import annotations

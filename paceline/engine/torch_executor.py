@@ -93,9 +93,10 @@ class CpuDevice:
         tokens = self.sampler.sample(
             logits, inputs.sampled_slots, inputs.sampled_positions, self.tables.tokens, allowed
         )
-        self.tables.store(inputs, tokens)
+        some = np.maximum(tokens, 0)  # a row without a token goes on with one that exists, until the host has seen it
+        self.tables.store(inputs, some)
         for ask, (chances, ids, top) in zip(asks, tops, strict=True):
-            runs += (_run(ask, chances[:, tokens[ask.index]], ids, top),)
+            runs += (_run(ask, chances[:, some[ask.index]], ids, top),)
         return tokens.astype(np.int32), runs
 
     def _prompt_logprobs(self, plan: Plan, hidden: Tensor) -> tuple[LogprobRun, ...]:

@@ -79,10 +79,12 @@ def _best_of(value, index):
 
 
 @triton.jit
-def _finish(token, row, slot, position, token_pool, num_computed, results, step, pool_stride, max_rows, depth):
-    tl.store(token_pool + slot * pool_stride + position + 1, token)
+def _finish(token, row, slot, position, token_pool, num_computed, results, step, pool_stride, max_rows, depth, vocab):
+    """Where no logit was a number there is no token: the host is told -1, and the row goes on with one that exists."""
+    exists = token < vocab
+    tl.store(token_pool + slot * pool_stride + position + 1, tl.where(exists, token, 0))
     tl.store(num_computed + slot, position + 1)
-    tl.store(results + (tl.load(step) % depth) * max_rows + row, token)
+    tl.store(results + (tl.load(step) % depth) * max_rows + row, tl.where(exists, token, -1))
 
 
 @triton.jit
@@ -210,8 +212,9 @@ def _sample_kernel(
                 tl.store(winner + row, chosen)
             else:
                 _finish(
-                    chosen, row, slot, position, token_pool, num_computed, results, step, pool_stride, max_rows, depth
-                )
+                    chosen, row, slot, position, token_pool, num_computed, results, step, pool_stride, max_rows, depth,
+                    vocab,
+                )  # fmt: skip
 
 
 @launched
@@ -309,7 +312,20 @@ def _collect_kernel(
                 # Nothing above the largest: rounding must not loop for ever.
                 done = done | (tl.sum((kept & above).to(tl.int32), axis=0) == 0)
                 noisy = tl.where(above, noisy, -float("inf"))
-            _finish(chosen, row, slot, position, token_pool, num_computed, results, step, pool_stride, max_rows, depth)
+            _finish(
+                chosen,
+                row,
+                slot,
+                position,
+                token_pool,
+                num_computed,
+                results,
+                step,
+                pool_stride,
+                max_rows,
+                depth,
+                vocab,
+            )
             tl.store(winner + row, -2)
 
 
@@ -389,6 +405,11 @@ def _filter_kernel(
     if chosen == -2:
         return
     position = tl.load(positions + source)
+    if chosen >= vocab:
+        _finish(
+            chosen, row, slot, position, token_pool, num_computed, results, step, pool_stride, max_rows, depth, vocab
+        )
+        return
     inverse = 1.0 / _float_param(params, 0)
     top_k = tl.load(params + 1)
     top_k = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab)
@@ -450,7 +471,7 @@ def _filter_kernel(
         done = done | (number == 0)
         _, next_token = _best_of(best, token)
         chosen = tl.where(done, chosen, next_token)
-    _finish(chosen, row, slot, position, token_pool, num_computed, results, step, pool_stride, max_rows, depth)
+    _finish(chosen, row, slot, position, token_pool, num_computed, results, step, pool_stride, max_rows, depth, vocab)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -518,7 +539,8 @@ def sample(
 
     Row i belongs to token j = index[i] (or i) of the pass: it is stored at token_pool[slots[j], positions[j] + 1],
     num_computed[slots[j]] becomes positions[j] + 1, and results[step % depth, i] [depth, max_rows] gets a copy for
-    the host. `filters=False` leaves out the launch that top-k, top-p and min-p need; no row may then ask for them.
+    the host, or -1 (NO_TOKEN) for a row without any number. `filters=False` leaves out the launch that top-k, top-p and
+    min-p need; no row may then ask for them.
     """
     rows, vocab = logits.shape
     splits, groups = cut_rows(rows, vocab, workspace.part_value.shape[1], block)

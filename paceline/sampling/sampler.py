@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline.request import Request
 from paceline.sampling.adjust import Adjustments, adjust_row, adjustments_of
 from paceline.sampling.noise import gumbel, row_keys, token_keys
+from paceline.sampling.values import NO_TOKEN
 
 Rows = npt.NDArray[np.int64]
 
@@ -46,7 +47,8 @@ class Sampler:
     def sample(
         self, logits: Tensor, slots: Rows, positions: Rows, tokens: npt.NDArray[np.int32], masks: Tensor | None = None
     ) -> Rows:
-        """Tokens for logits [rows, vocab] of these slots, to stand at these positions. May change `logits`.
+        """Tokens for logits [rows, vocab] of these slots, to stand at these positions; NO_TOKEN for a row whose largest
+        logit is not finite. May change `logits`.
 
         `tokens` [slots, positions] are all tokens so far; `masks` [rows, vocab] is false where a token may not come.
         """
@@ -57,6 +59,15 @@ class Sampler:
             adjust_row(logits[row].numpy(), tokens[slots[row], : positions[row]], by)
         if masks is not None:
             logits.masked_fill_(~masks, -torch.inf)
+        finite = logits.amax(dim=-1).isfinite()
+        if not finite.all():
+            # Chosen as if nothing were known, so that the others can be chosen beside them.
+            found = self._choose(logits.masked_fill(~finite[:, None], 0.0), slots, positions)
+            found[~finite.numpy()] = NO_TOKEN
+            return found
+        return self._choose(logits, slots, positions)
+
+    def _choose(self, logits: Tensor, slots: Rows, positions: Rows) -> Rows:
         hot = self._temperature[slots] > 0
         if not hot.any():
             found: Rows = logits.argmax(dim=-1).numpy()

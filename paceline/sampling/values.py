@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+NO_TOKEN = -1  # of a row whose logits are no numbers
 Bits = npt.NDArray[np.int32]  # [rows, words]: token t may come if bit t % 32 of word t // 32 is set
 
 

@@ -447,7 +447,7 @@ class Scheduler:
         assert len(tokens) == len(sampled), f"{len(tokens)} tokens for {len(sampled)} sampling rows"
         values: list[int] = tokens.tolist()
         discarded: set[int] = set()
-        if self._departures == one.departures and counts is None:
+        if self._departures == one.departures and counts is None and min(values, default=0) >= 0:
             # The usual case: nobody has left since this pass was planned, so every row takes its token.
             for request, token in zip(sampled, values, strict=True):
                 request.output.append(token)
@@ -459,6 +459,10 @@ class Scheduler:
             for row, (request, token) in enumerate(zip(sampled, values, strict=True)):
                 if request.phase is Phase.FINISHED:  # while this pass was in flight, or earlier in this pass
                     discarded.add(row)
+                    continue
+                if token < 0:  # NO_TOKEN: there is nothing to go on with
+                    discarded.add(row)
+                    self._finish(request, FinishReason.ERROR, now)
                     continue
                 if request.phase is Phase.WAITING:
                     self._keep_late_token(request, token)

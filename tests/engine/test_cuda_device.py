@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from paceline.engine.cuda_graphs import Kind, Part, buckets
 from paceline.engine.cuda_inputs import PlanPacker, ShareRule
 from paceline.engine.cuda_streams import Graph, HostStreams, _HostEvent
 from paceline.engine.engine import Engine
+from paceline.engine.output import Piece
 from paceline.kernels._triton import HAS_TRITON, cdiv
 from paceline.kernels.decode_units import Chunks, DecodeUnits
 from paceline.kernels.linear import LinearTuning
@@ -82,11 +84,11 @@ def small_tiles(rows: int, columns: int, gated: bool) -> LinearTuning | None:
 
 
 def on_kernels(name: str, **options: Any) -> tuple[LLM, CudaDevice]:
-    overlap = options.pop("overlap", "on")
+    overlap, model = options.pop("overlap", "on"), options.pop("model", None) or decoder(name)
     rule = partial(ShareRule, chunks=(32, 16), least_of_pairs=16)
     config = SchedulerConfig(**{**BASE, **options})
     device, config = build_cuda(
-        decoder(name), EngineConfig(), config, None, tuning=small_tiles, chunks=lambda rows: Chunks(16, 64, 4),
+        model, EngineConfig(), config, None, tuning=small_tiles, chunks=lambda rows: Chunks(16, 64, 4),
         share_rule=rule,
     )  # fmt: skip
     tokenizer = synthetic_tokenizer(device.model.spec.vocab_size)
@@ -158,6 +160,53 @@ def test_shared_reads_change_no_token() -> None:
         assert any(packed_prompts) == shared
         assert any(kind.tile for _, kind in device.graphs._graphs) == shared
     assert found[0] == found[1] == [expected("tiny-qwen3", [p], q)[0] for p, q in zip(prompts, params, strict=True)]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter reduces with numpy, which warns of NaN
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_request_whose_logits_are_no_numbers_ends_and_harms_no_other(on_cpu: bool) -> None:
+    """Token 7 has no embedding. Whoever says it leaves NaN in memory that others get after it."""
+    model = decoder("tiny-qwen3")
+    model.embedding = model.embedding.clone()
+    model.embedding[7] = torch.nan
+    good = [prompt for prompt in PROMPTS if 7 not in prompt]
+    bad = [[5, 6, 7], [*range(10, 60), 7, 3]]
+    options = {"num_pages": 40}
+    if on_cpu:
+        tokenizer = synthetic_tokenizer(model.spec.vocab_size)
+        config = EngineConfig(device="cpu", threads=1)
+        llm = LLM.from_engine(assemble(model, tokenizer, config, {**BASE, **options}))
+    else:
+        llm, _ = on_kernels("tiny-qwen3", model=model, **options)
+    plain = expected("tiny-qwen3", good, GREEDY)
+    assert 7 not in [token for tokens in plain for token in tokens], "else they would end, too"
+    filtered = SamplingParams(top_k=5, top_p=0.9, logprobs=2, max_tokens=4, ignore_eos=True)
+
+    class Heard:
+        wants_all_at_once = True
+
+        def __init__(self) -> None:
+            self.pieces: list[Piece] = []
+            self.ended = threading.Event()
+
+        def put(self, piece: Piece) -> None:
+            self.pieces.append(piece)
+            if piece.finish_reason is not None:
+                self.ended.set()
+
+        def refuse(self, error: Exception) -> None:
+            raise AssertionError(error)
+
+    with llm:
+        for params in (GREEDY, filtered, GREEDY):
+            heard = [Heard() for _ in bad]
+            for prompt, sink in zip(bad, heard, strict=True):
+                llm.engine.submit(prompt, params, sink=sink)
+            assert [output.token_ids for output in llm.generate(good, GREEDY)] == plain
+            for sink in heard:
+                assert sink.ended.wait(20)
+                assert sink.pieces[-1].finish_reason is FinishReason.ERROR
+                assert "logits are no numbers" in str(sink.pieces[-1].error)
 
 
 def test_a_graph_captured_between_passes_that_share_leaves_no_trace() -> None:

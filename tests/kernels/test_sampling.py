@@ -4,6 +4,7 @@ import torch
 
 from paceline.kernels.sampling import SampleWorkspace, cut_rows, gumbel_reference, sample, sample_reference
 from paceline.kernels.slot_state import SlotState, sampling_words
+from paceline.sampling.values import NO_TOKEN
 
 VOCAB = 3000
 PARAMS = [
@@ -55,6 +56,28 @@ def test_every_row_samples_by_its_own_parameters(splits: int) -> None:
         slot, position = int(slots[row]), int(positions[row])
         assert state.token_pool[slot, position + 1] == token
         assert state.num_computed[slot] == position + 1
+    assert not workspace.arrived.any()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter reduces with numpy, which warns of NaN
+@pytest.mark.parametrize("nothing", [float("nan"), -float("inf")])
+@pytest.mark.parametrize("filters", [True, False])
+def test_rows_without_a_number_have_no_token_and_harm_no_other(filters: bool, nothing: float) -> None:
+    cases = PARAMS if filters else [(0.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0)] * 2
+    rows = len(cases)
+    state = SlotState.empty(slots=2 * rows, max_length=8, page_size=16, rows=2 * rows, device="cpu")
+    slots, positions = torch.arange(2 * rows).int(), torch.full((2 * rows,), 3).int()
+    for row in range(2 * rows):
+        state.sampling[row] = torch.from_numpy(sampling_words(*cases[row // 2], row))
+    logits = torch.randn(2 * rows, VOCAB) * 3
+    logits[1::2] = nothing
+    results = torch.full((2, 2 * rows), 9, dtype=torch.int32)
+    count, step = torch.tensor([2 * rows], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    workspace = SampleWorkspace.empty(2 * rows, "cpu", 4)
+    sample(logits, slots, positions, count, state, results, step, workspace, filters=filters, block=128)
+    assert results[0, 1::2].tolist() == [NO_TOKEN] * rows
+    assert results[0, ::2].tolist() == [sample_reference(logits[2 * i], *p, 2 * i, 4) for i, p in enumerate(cases)]
+    assert state.token_pool[1::2, 4].tolist() == [0] * rows, "the next pass reads it"
     assert not workspace.arrived.any()
 
 

@@ -12,6 +12,7 @@ import torch
 from paceline.request import InvalidRequest, Request, SamplingParams
 from paceline.sampling.noise import gumbel
 from paceline.sampling.sampler import Sampler
+from paceline.sampling.values import NO_TOKEN
 
 VOCAB, DRAWS = 40, 60_000
 NO_HISTORY = np.zeros((0, 0), np.int32)
@@ -79,6 +80,22 @@ def test_a_row_is_drawn_the_same_in_any_company() -> None:
     assert together.tolist() == alone == backwards.tolist()
     assert together[1] == logits[1].argmax()
     assert together[4] == logits[4].argmax()
+
+
+@pytest.mark.parametrize("nothing", [math.nan, math.inf, -math.inf])
+def test_rows_without_a_number_have_no_token_and_harm_no_other(nothing: float) -> None:
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}]
+    sampler = Sampler(VOCAB, 2 * len(kinds))
+    for slot in range(2 * len(kinds)):
+        params = SamplingParams(**kinds[slot // 2], seed=slot)
+        sampler.join(slot, Request(str(slot), np.array([1]), params))
+    slots = np.arange(2 * len(kinds))
+    logits = LOGITS.repeat(len(slots), 1)
+    alone = [int(sampler.sample(logits[[row]].clone(), slots[[row]], slots[[row]], NO_HISTORY)[0]) for row in slots]
+    logits[1::2] = nothing
+    found = sampler.sample(logits, slots, slots, NO_HISTORY)
+    assert found[1::2].tolist() == [NO_TOKEN] * len(kinds)
+    assert found[::2].tolist() == alone[::2]
 
 
 def test_neighbouring_seeds_and_positions_are_unrelated() -> None:
