@@ -102,8 +102,8 @@ MUTANTS = [
     Mutant(
         "departures are not noticed",
         "scheduler/scheduler.py",
-        "        if self._departures == one.departures and counts is None:",
-        "        if counts is None:",
+        "        if self._departures == one.departures and counts is None and min(values, default=0) >= 0:",
+        "        if counts is None and min(values, default=0) >= 0:",
     ),
     Mutant(
         "the token in flight of a retracted request is lost",
