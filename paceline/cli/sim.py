@@ -213,6 +213,8 @@ def fit(
     runs = _replayed(read, recordings, fitted.profile, console)
     if cold := [run.name for one, kept in zip(every, read, strict=True) for run in one.runs if run not in kept.runs]:
         console.print(f"Left out, because kernels were compiled on the way: {', '.join(cold)}.")
+    if cut := [name for one, kept in zip(every, read, strict=True) if kept is not one for name in one.cut_off]:
+        console.print(f"Left out, because the recording ends before they do: {', '.join(cut)}.")
     if save is not None:
         fitted.profile.save(save)
     if json_file is not None:
@@ -233,7 +235,7 @@ def _replayed(
     table = Table(
         title="Recorded runs, simulated from their requests alone",
         caption="Seconds from the arrivals before the first pass to the last token, and ms of a pass on the device. "
-        "Held out: the error of a profile that is fitted to every second run, of which this is none.",
+        "Held out: the error of a profile that is fitted to every second run of each workload, but not to this one.",
     )
     for title in ("recording", "run", "s", "simulated", "error", "held out", "ms", "simulated", "error", "held out",
                   "passes", "simulated"):  # fmt: skip

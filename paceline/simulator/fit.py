@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -46,6 +46,10 @@ class Stretch:
     ends: float
     compiles: bool
 
+    @property
+    def workload(self) -> str:
+        return self.name.partition(" ")[0]
+
     def __contains__(self, at: float) -> bool:
         return self.begins <= at <= self.ends
 
@@ -56,6 +60,7 @@ class Recording:
     passes: list[RecordedPass]
     requests: list[RecordedRequest]
     runs: list[Stretch]
+    cut_off: list[str]  # names of runs that have no end
     ended: dict[int, Ended]  # by step: the requests that ended since the launch before it
 
     @classmethod
@@ -72,7 +77,8 @@ class Recording:
                 marks.append(line)
         if header is None or not passes:
             raise ConfigError(f"{path.name} has no passes: record a run with --record.")
-        return cls(header, passes, requests, _stretches(marks, passes), _ended(requests, passes))
+        runs, cut_off = _stretches(marks, passes)
+        return cls(header, passes, requests, runs, cut_off, _ended(requests, passes))
 
     def only(self, runs: Iterable[Stretch]) -> Recording:
         """Nothing but these runs of it."""
@@ -81,15 +87,15 @@ class Recording:
         return replace(self, passes=passes, runs=chosen)
 
     def warm(self) -> Recording:
-        """Without runs that compile, or what lies between runs; all of it if nothing would be left."""
+        """Without runs that compile or are cut off, or what lies between runs; all of it if nothing would be left."""
         runs = [run for run in self.runs if not run.compiles]
         return self.only(runs) if runs else self
 
 
 def halves(recordings: Sequence[Recording]) -> tuple[list[Recording], list[Recording]]:
-    """Every second run, and the others."""
-    numbers = itertools.count()
-    sides = [[(next(numbers) % 2, run) for run in one.runs] for one in recordings]
+    """Every second run of each workload, and the others."""
+    numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+    sides = [[(next(numbers[run.workload]) % 2, run) for run in one.runs] for one in recordings]
     first, second = (
         [one.only(run for at, run in side if at == which) for one, side in zip(recordings, sides, strict=True)]
         for which in (0, 1)
@@ -97,7 +103,8 @@ def halves(recordings: Sequence[Recording]) -> tuple[list[Recording], list[Recor
     return first, second
 
 
-def _stretches(marks: Sequence[Mark], passes: Sequence[RecordedPass]) -> list[Stretch]:
+def _stretches(marks: Sequence[Mark], passes: Sequence[RecordedPass]) -> tuple[list[Stretch], list[str]]:
+    """The runs that are whole, and the names of others."""
     began: dict[str, float] = {}
     found = []
     compiled = _compiled(passes)
@@ -106,18 +113,25 @@ def _stretches(marks: Sequence[Mark], passes: Sequence[RecordedPass]) -> list[St
         if name == mark.name:
             began[name] = mark.at
             continue
-        compiles = any(began[name] <= one.at <= mark.at for one in compiled)
-        found.append(Stretch(name, began[name], mark.at, compiles))
-    return found
+        begins = began.pop(name)
+        compiles = any(begins <= one.at <= mark.at for one in compiled)
+        found.append(Stretch(name, begins, mark.at, compiles))
+    return found, list(began)
 
 
 def _compiled(passes: Sequence[RecordedPass]) -> list[RecordedPass]:
     """Those with a long launch of which the device lost half or more: it idled before the pass, or took longer than
     with passes like it. A launch that waits for passes in flight is as long, but then the device is at work."""
-    usual = _medians([one for one in passes if one.launch_s <= _COMPILED_S])
+    medians = _medians([one for one in passes if one.launch_s <= _COMPILED_S])
+
+    def usual_s(one: RecordedPass) -> float:
+        """Of those with the number of prompt tokens next to its own: all that have as many may have waited."""
+        bucket, bits, repeated = _likeness(one.features)
+        alike = [(abs(at - bits), seconds) for (b, at, r), seconds in medians.items() if (b, r) == (bucket, repeated)]
+        return min(alike, default=(0, 0.0))[1]
 
     def lost_s(one: RecordedPass) -> float:
-        return (one.idle_s or 0.0) + (one.device_s or 0.0) - usual.get(_likeness(one.features), 0.0)
+        return (one.idle_s or 0.0) + (one.device_s or 0.0) - usual_s(one)
 
     return [one for one in passes if one.launch_s > _COMPILED_S and lost_s(one) > one.launch_s / 2]
 
@@ -227,13 +241,17 @@ def _decodes(passes: Sequence[PassFeatures], seconds: Matrix, buckets: Sequence[
 
 
 def _prompts(passes: Sequence[RecordedPass]) -> Linear:
-    # A device that waits for kernels to be launched is not at work. Such a pass ends with its launch: it did not if it
-    # took longer than that, or still had to be waited for when the next one was launched.
-    free = [one for one in passes if (one.device_s or 0.0) > one.launch_s or one.wait_s > 1e-3]
-    chosen = free if len(free) >= _PROMPTS else passes
+    working = [one for one in passes if not _waits_for_launch(one)]
+    chosen = working if len(working) >= _PROMPTS else passes
     ones = np.ones((len(chosen), 1))
     found = _mean(np.hstack([ones, _columns((one.features for one in chosen), PROMPT_TERMS)]), _seconds(chosen))
     return _linear(found[0], PROMPT_TERMS, found[1:])
+
+
+def _waits_for_launch(one: RecordedPass) -> bool:
+    """A device that waits for kernels to be launched is not at work. Such a pass ends with its launch: it did not if it
+    took longer than that, or still had to be waited for when the next one was launched."""
+    return one.features.has_prompts and (one.device_s or 0.0) <= one.launch_s and one.wait_s <= 1e-3
 
 
 def _host(turns: Sequence[Turn]) -> tuple[Linear, Linear, float]:
@@ -298,6 +316,8 @@ def fit(recordings: Sequence[Recording], source: str) -> Fitted:
     trial = _fit([one for index, one in enumerate(turns) if index % _HELD_OUT], largest, source)
     groups: dict[str, list[RecordedPass]] = defaultdict(list)
     for one in held:
+        if _waits_for_launch(one):
+            continue  # it says how long the host takes
         groups[_KIND[one.features.has_prompts, one.features.has_repeated]].append(one)
         groups["all"].append(one)
     errors = {name: error(trial.device_s, group) for name, group in sorted(groups.items())}

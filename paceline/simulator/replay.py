@@ -8,7 +8,6 @@ collecting outputs after.)
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -61,12 +60,12 @@ def replay_held_out(paths: Sequence[Path], recordings: Sequence[Recording]) -> l
     first, second = halves(recordings)
     if not (can_fit(first) and can_fit(second)):
         return []
-    others = itertools.cycle([fit(side, "the other half").profile for side in (second, first)])
+    by_first, by_second = (fit(side, "the other half").profile for side in (first, second))
     found: list[Replayed] = []
-    for path, recording in zip(paths, recordings, strict=True):
+    for path, recording, ours in zip(paths, recordings, first, strict=True):
         arrivals = read_trace(path, rebased=False)
         for run in recording.runs:
-            found.extend(_replay(arrivals, recording, run, next(others)))
+            found.extend(_replay(arrivals, recording, run, by_second if run in ours.runs else by_first))
     return found
 
 

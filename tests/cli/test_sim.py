@@ -53,6 +53,18 @@ def test_fit_prints_the_held_out_error_and_its_profile_can_be_used(tmp_path: Pat
     assert sim("run", str(tmp_path / "run.jsonl"), "--gpu", str(tmp_path / "gpu.json")).exit_code == 0
 
 
+def test_fit_names_the_run_that_the_recording_ends_in(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, runs=2, requests=200)
+    text = path.read_bytes()
+    path.write_bytes(text[: text.index(b'"end of run 1"') - 3000])
+    result = sim("fit", str(path))
+    assert result.exit_code == 0, result.output
+    assert "Left out, because the recording ends before they do: run 1." in " ".join(result.output.split())
+    path.write_bytes(text[: text.index(b'"end of run 0"') - 3000])
+    assert "Left out" not in sim("fit", str(path)).output, "what there is of the only run is used"
+
+
 def test_an_experiment_is_a_table_and_a_plot(tmp_path: Path) -> None:
     result = sim("experiment", "seats", "--plots", str(tmp_path), "--json", str(tmp_path / "all.json"))
     assert result.exit_code == 0, result.output

@@ -15,7 +15,7 @@ from paceline.config import ConfigError, SchedulerConfig, WorkloadConfig
 from paceline.engine.executor import Executor, Pending
 from paceline.engine.loop import Loop
 from paceline.engine.pass_features import Ended, PassFeatures, read_features
-from paceline.engine.recording import Recorder
+from paceline.engine.recording import RecordedPass, Recorder, read_recording
 from paceline.engine.virtual import VirtualClock, VirtualExecutor
 from paceline.scheduler import Scheduler
 from paceline.scheduler.plan import Finished, Plan
@@ -121,6 +121,18 @@ def test_the_host_of_a_recording_is_found_again(tmp_path: Path) -> None:
         assert found.host_s(one.features, ended) == pytest.approx(TRUTH.host_s(one.features, ended), rel=0.05, abs=1e-4)
 
 
+def test_passes_that_wait_for_their_launch_are_no_error_of_the_device(tmp_path: Path) -> None:
+    record(tmp_path / "run.jsonl", profile=TRUTH)
+    read = Recording.read(tmp_path / "run.jsonl")
+    waiting = [
+        one
+        for one in read.passes
+        if one.features.has_prompts and (one.device_s or 0) > 2 * TRUTH.device_s(one.features)
+    ]
+    assert len(waiting) > 10, "their device time is the launch's"
+    assert fit([read], "run").held_out["with prompts"].mean_absolute < 0.05
+
+
 def test_a_run_that_compiles_kernels_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     record(path, runs=3, compile_s=0.3, requests=200)
@@ -144,6 +156,54 @@ def test_a_long_launch_that_the_device_does_not_wait_for_compiles_nothing(
     read = Recording.read(tmp_path / "run.jsonl")
     assert max(one.launch_s for one in read.passes if one.at in read.runs[0]) > launch_s
     assert [run.compiles for run in read.runs] == [compiles, False, False]
+
+
+@pytest.mark.parametrize(("launch_s", "device_s", "compiles"), [(0.15, 0.103, False), (1.0, 1.0, True)])
+def test_a_long_launch_of_a_pass_like_no_other_is_judged_by_those_next_to_it(
+    tmp_path: Path, launch_s: float, device_s: float, compiles: bool
+) -> None:
+    """The third has 2,142 prompt tokens; the second has 8,184, and the others fewer than 1,024."""
+    path = tmp_path / "run.jsonl"
+    record(path, profile=load_profile("h200-qwen3-14b"))
+    lines = list(read_recording(path))
+    (index,) = (at for at, line in enumerate(lines) if isinstance(line, RecordedPass) and line.step == 3)
+    lines[index] = msgspec.structs.replace(lines[index], launch_s=launch_s, device_s=device_s)
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    assert [run.compiles for run in Recording.read(path).runs] == [compiles]
+
+
+def test_of_a_recording_that_was_cut_off_the_whole_runs_are_used(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, runs=2, requests=200)
+    whole = Recording.read(path)
+    text = path.read_bytes()
+    path.write_bytes(text[: text.index(b'"end of run 1"') - 3000])  # in the middle of a line
+    cut = Recording.read(path)
+    assert [run.name for run in cut.runs] == ["run 0"] and cut.cut_off == ["run 1"]
+    assert len(cut.warm().passes) < len(cut.passes) < len(whole.passes)
+    assert fit([cut.warm()], "run") == fit([whole.only(whole.runs[:1])], "run")
+    assert [one.name for one in replay(path, cut.warm(), QUICK)] == ["run 0"]
+
+
+def test_a_recording_that_ends_in_its_only_run_is_used_as_far_as_it_goes(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path)
+    text = path.read_bytes()
+    path.write_bytes(text[: text.index(b'"end of run 0"') - 3000])
+    cut = Recording.read(path)
+    assert cut.runs == [] and cut.warm() == cut
+    assert fit([cut.warm()], "run").held_out["all"].mean_absolute < 0.01
+
+
+def test_both_halves_have_runs_of_each_workload(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, runs=5, requests=10)
+    names = ["nano 0", "gsp 0", "sweep 1 0", "gsp 1", "sweep 1 1"]
+    read = Recording.read(path)
+    read = read.only(dataclasses.replace(run, name=name) for run, name in zip(read.runs, names, strict=True))
+    first, second = halves([read])
+    assert [run.name for run in first[0].runs] == ["nano 0", "gsp 0", "sweep 1 0"]
+    assert [run.name for run in second[0].runs] == ["gsp 1", "sweep 1 1"]
 
 
 def test_a_run_is_held_out_by_a_fit_to_the_others(tmp_path: Path) -> None:
