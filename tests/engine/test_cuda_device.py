@@ -147,7 +147,7 @@ def test_shared_reads_change_no_token() -> None:
     rng = np.random.default_rng(7)
     long, other = rng.integers(3, 512, 40).tolist(), rng.integers(3, 512, 33).tolist()
     prompts = [[*long, 7], [*other, 4, 5], [*long, 9, 9], [*long[:20], 5], [*other, 6], [*long, *range(20, 30)]]
-    params = [replace(GREEDY, max_tokens=count) for count in (6, 3, 5, 6, 4, 6)]
+    params = [replace(GREEDY, max_tokens=count) for count in (4, 2, 3, 4, 3, 4)]
     options = {"num_pages": 96, "max_running": 6, "max_batch_tokens": 64, "max_prefill_tokens": 64}
     found = []
     for shared in (True, False):
@@ -170,8 +170,8 @@ def test_a_request_whose_logits_are_no_numbers_ends_and_harms_no_other(on_cpu: b
     model.embedding = model.embedding.clone()
     model.embedding[7] = torch.nan
     good = [prompt for prompt in PROMPTS if 7 not in prompt]
-    bad = [[5, 6, 7], [*range(10, 60), 7, 3]]
-    options = {"num_pages": 40}
+    bad = [[5, 6, 7], [*range(10, 25), 7, 3]]
+    options = {"num_pages": 24}  # so few that good ones get the bad ones' pages
     if on_cpu:
         tokenizer = synthetic_tokenizer(model.spec.vocab_size)
         config = EngineConfig(device="cpu", threads=1)
@@ -198,7 +198,7 @@ def test_a_request_whose_logits_are_no_numbers_ends_and_harms_no_other(on_cpu: b
             raise AssertionError(error)
 
     with llm:
-        for params in (GREEDY, filtered, GREEDY):
+        for params in (GREEDY, filtered):
             heard = [Heard() for _ in bad]
             for prompt, sink in zip(bad, heard, strict=True):
                 llm.engine.submit(prompt, params, sink=sink)

@@ -84,7 +84,7 @@ def test_a_raw_product_is_scaled_by_the_norm_of_its_row(with_norm: bool) -> None
     check(16, 6, 2, 64, [90, 0, 33], [2, 0, 1], Chunks(16, 64, 6), with_norm=with_norm, raw=True)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_shared_chunks_give_the_same_result_as_own_ones(seed: int) -> None:
     rng = random.Random(seed)
     q_heads, kv_heads = rng.choice([(2, 2), (4, 2), (6, 2), (8, 1)])
