@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -234,20 +236,27 @@ def _replayed(
     held_out = replay_held_out(paths, read)
     table = Table(
         title="Recorded runs, simulated from their requests alone",
+        box=SIMPLE,
+        pad_edge=False,
+        collapse_padding=True,
         caption="Seconds from the arrivals before the first pass to the last token, and ms of a pass on the device. "
         "Held out: the error of a profile that is fitted to every second run of each workload, but not to this one.",
     )
-    for title in ("recording", "run", "s", "simulated", "error", "held out", "ms", "simulated", "error", "held out",
-                  "passes", "simulated"):  # fmt: skip
-        table.add_column(title, justify="left" if title in ("recording", "run") else "right")
+    # Seven columns: a terminal of 80 characters must be able to show them.
+    for title in ("run", "s", "simulated", "off (held out)", "ms a pass", "off (held out)", "passes"):
+        table.add_column(title, justify="left" if title == "run" else "right")
+    names = Counter(item.name for _, item in found)
     rows = []
     for index, (stem, item) in enumerate(found):
         other = held_out[index] if held_out else None
-        errors = (f"{other.total_error:+.2%}", f"{other.pass_error:+.2%}") if other else ("", "")
+        held_total, held_pass = (f" ({by:+.1%})" for by in (other.total_error, other.pass_error)) if other else ("", "")
+        passes = f"{item.measured_passes:,}"
+        if item.simulated_passes != item.measured_passes:
+            passes += f", {item.simulated_passes:,}"
         table.add_row(
-            stem, item.name, f"{item.measured_s:.3f}", f"{item.simulated_s:.3f}", f"{item.total_error:+.2%}", errors[0],
-            f"{item.measured_pass_s * 1e3:.3f}", f"{item.simulated_pass_s * 1e3:.3f}", f"{item.pass_error:+.2%}",
-            errors[1], f"{item.measured_passes:,}", f"{item.simulated_passes:,}",
+            item.name if names[item.name] == 1 else f"{item.name}, {stem}", f"{item.measured_s:.2f}",
+            f"{item.simulated_s:.2f}", f"{item.total_error:+.1%}{held_total}", f"{item.measured_pass_s * 1e3:.2f}",
+            f"{item.pass_error:+.1%}{held_pass}", passes,
         )  # fmt: skip
         held = dataclasses.asdict(other) if other else None
         rows.append({"recording": stem, **dataclasses.asdict(item), "held_out": held})
