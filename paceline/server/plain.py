@@ -82,7 +82,7 @@ class Plain:
                 Route("/admin/cache", self._for_admins(self._cache), methods=["GET", "POST"]),
                 Route("/admin/drain", self._for_admins(self._drain), methods=["GET", "POST", "DELETE"]),
             ],
-            exception_handlers={HTTPException: _http_error, ApiError: _error, Exception: _error},
+            exception_handlers={HTTPException: _http_error, ApiError: _error, PacelineError: _error, Exception: _error},
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

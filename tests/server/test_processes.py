@@ -90,7 +90,9 @@ def test_while_there_is_no_engine_requests_are_told_so_at_once() -> None:
         assert response.status_code in (200, 503)  # 200: it was back already
         if response.status_code == 503:
             assert response.json()["error"]["code"] == "engine_failed" and response.headers["retry-after"]
+        assert get(served, "/v1/models").status_code in (200, 503)
         assert "paceline_engine_up" in get(served, "/metrics").text
+    assert "Traceback" not in served.output, "that there is no engine is no fault of the front end's"
 
 
 def test_a_front_end_that_is_killed_takes_nothing_with_it() -> None:
