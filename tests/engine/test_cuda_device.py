@@ -23,6 +23,7 @@ from paceline.engine.cuda_streams import Graph, HostStreams, _HostEvent
 from paceline.engine.engine import Engine
 from paceline.engine.output import Piece
 from paceline.kernels._triton import HAS_TRITON, cdiv
+from paceline.kernels.decode_attention import NONE_SHARED, decode_attention
 from paceline.kernels.decode_units import Chunks, DecodeUnits
 from paceline.kernels.linear import LinearTuning
 from paceline.kernels.slot_state import SlotState, apply_diff_reference
@@ -160,6 +161,24 @@ def test_shared_reads_change_no_token() -> None:
         assert any(packed_prompts) == shared
         assert any(kind.tile for _, kind in device.graphs._graphs) == shared
     assert found[0] == found[1] == [expected("tiny-qwen3", [p], q)[0] for p, q in zip(prompts, params, strict=True)]
+
+
+def test_where_nothing_is_shared_nothing_more_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [RNG.integers(3, 512, 20).tolist() for _ in range(2)]
+    parts: list[list[int]] = []
+    for shared in (True, False):
+        llm, _ = on_kernels("tiny-qwen3", shared_reads=shared)
+        launched: list[int] = []
+
+        def launching(*args: Any, launched: list[int] = launched, **options: Any) -> None:
+            launched.append(options["part"])
+            decode_attention(*args, **options)
+
+        monkeypatch.setattr("paceline.engine.cuda_device.decode_attention", launching)
+        with llm:
+            llm.generate(prompts, replace(GREEDY, max_tokens=2))
+        parts.append(launched)
+    assert parts[0] == parts[1] and set(parts[0]) == {NONE_SHARED}
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter reduces with numpy, which warns of NaN

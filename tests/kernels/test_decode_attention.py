@@ -17,6 +17,7 @@ from paceline.kernels.decode_attention import (
 )
 from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_units, decode_units_reference, shared_units
 from paceline.kernels.rope_kv import rope_table
+from tests.kernels import trees
 from tests.kernels.cases import poisoned, random_cache, relative_error
 from tests.kernels.trees import random_sharing
 
@@ -118,6 +119,16 @@ def test_shared_chunks_give_the_same_result_as_own_ones(seed: int) -> None:
     assert all(torch.equal(outs[0], out) for out in outs[2:]), "whoever folds a row, it comes to the same"
 
 
+def test_five_hundred_and_twelve_rows_share_one_prefix() -> None:
+    """Of one page of 64 tokens, with tails of up to two more, and wide heads."""
+    rows = 512
+    units, covered, query_rows = trees.shared_units([1] * (rows - 1), rows_per_unit=16)
+    lengths = [64 + row % 3 for row in range(rows)]
+    pages = [(row + 1, row, 1) for row in range(rows - 1)]
+    check(64, 1, 1, 128, lengths, list(range(rows)), Chunks(64, 64, 1), shared_pages=pages,
+          shared=(units, covered, query_rows), parts=(SHARED_UNITS, OWN_UNITS))  # fmt: skip
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_every_shared_chunk_is_in_exactly_one_unit(seed: int) -> None:
     """Against the plain way: chunk by chunk, row by row."""
@@ -178,7 +189,7 @@ def check(
     table = rope_table(MAX_LENGTH, head_dim, 1e4)
     norms = (torch.rand(head_dim) + 0.5, torch.rand(head_dim) + 0.5) if with_norm else (None, None)
     capacity = chunks.capacity(rows + 1, MAX_LENGTH) + 100
-    buffers = DecodeUnits.empty(rows + 1, capacity, 64, "cpu")
+    buffers = DecodeUnits.empty(rows + 1, capacity, 64 if shared is None else max(64, len(shared[2])), "cpu")
     if shared is not None:
         units, covered, query_rows = shared
         buffers.shared_units[: len(units)] = torch.tensor(units, dtype=torch.int32)
