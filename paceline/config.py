@@ -215,6 +215,7 @@ OFFLINE_PARTS = {
     "prompts": "32 prompts of 256 to 24,000 tokens, 32 tokens out",
     "sweep": "time per token at several batch sizes",
     "sampling": "nano with top-k, top-p and penalties on all rows, against plain",
+    "logprobs": "64 and 256 prompts with five alternatives to every token, against the same without",
     "grammar": "64 prompts that obey a schema each, against the same unconstrained",
     "startup": "from the start of a process to its first token",
     "profile": "which kernels a GPU's time goes to",

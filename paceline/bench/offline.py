@@ -30,7 +30,7 @@ import torch
 
 from paceline.bench import checks
 from paceline.bench.figures import Ceilings, Figures, figures, measure_ceilings
-from paceline.bench.workloads import Offline, gsp_offline, long_prompts, nano, sampled, structured, sweep
+from paceline.bench.workloads import Offline, gsp_offline, long_prompts, nano, sampled, structured, sweep, with_logprobs
 from paceline.config import OFFLINE_PARTS, ConfigError, EngineConfig, OfflineConfig, SchedulerConfig, split_options
 from paceline.engine.build import choose_device
 from paceline.engine.cuda_device import CudaDevice
@@ -166,6 +166,15 @@ class Bench:
         self._against(
             "grammar-64", lambda by: sweep(64, 256, 500 + by), lambda by: structured(64, 256, 500 + by)
         )  # fmt: skip
+
+    def logprobs(self) -> None:
+        """Prompts whose every token comes with five alternatives, against the same without. Their sampling is launched
+        behind the graph."""
+        for batch in (64, 256):
+            self._logprobs(partial(sweep, batch, 256), f"logprobs-{batch}")
+
+    def _logprobs(self, plain: Callable[[int], Offline], name: str) -> None:
+        self._against(name, plain, lambda by: with_logprobs(plain(by)))
 
     def _against(self, name: str, plain: Callable[[int], Offline], full: Callable[[int], Offline]) -> None:
         """The best of both, run in turn, after a first time that compiles and captures what each needs."""

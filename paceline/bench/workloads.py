@@ -96,6 +96,11 @@ def sampled(work: Offline) -> Offline:
     )
 
 
+def with_logprobs(work: Offline, count: int = 5) -> Offline:
+    """The same work with so many alternatives to every token."""
+    return Offline(work.prompts, [replace(params, logprobs=count) for params in work.params])
+
+
 def structured(batch: int, output: int, seed: int = 0) -> Offline:
     """`batch` prompts of 128 tokens, each answered by a schema of its own that cannot end before `output` tokens."""
     work = sweep(batch, output, seed)
