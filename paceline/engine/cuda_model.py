@@ -30,10 +30,9 @@ Tuning = Callable[[int, int, bool], LinearTuning | None]  # rows, columns, gated
 AttendKernel = Callable[[int, Tensor, Tensor], None]  # layer, qkv [T, (Q + 2K) D], out [T, Q D]
 
 _MAX_FUSED_ROWS = 128
-# The fused kernels were fitted to Qwen3-0.6B. In a whole run of the 14B shape their passes of 96 rows took longer than
-# cuBLAS's of 160 (docs/log.md).
+# The fused kernels were fitted to Qwen3-0.6B. A layer with a matrix of 8 million numbers or more is quicker with cuBLAS
+# alone, at any number of rows (docs/log.md).
 _LARGE_WEIGHT = 1 << 23
-_MAX_FUSED_ROWS_LARGE = 32
 _MAX_SPLIT = 4  # along K
 _EARLY_START = 2  # programmatic dependent launch between the fused kernels of a decode: 2 to 4% (docs/log.md)
 
@@ -77,6 +76,7 @@ class GpuModel:
         still = torch.zeros_like(decoder.cos_sin)  # layers without positions turn by nothing
         still[:, : spec.head_dim // 2] = 1
         self.layers = [self._take_over(decoder, index, still) for index in range(spec.num_layers)]
+        self._max_fused_rows = _MAX_FUSED_ROWS if self._largest_weight() < _LARGE_WEIGHT else 0
 
         def empty(rows: int, columns: int) -> Tensor:
             # Zeros: padding rows of a graph are computed like any other, and must not become infinite.
@@ -88,7 +88,7 @@ class GpuModel:
         self._both, self._act = empty(max_tokens, 2 * spec.ffn_size), empty(max_tokens, spec.ffn_size)
         self._last, self._logits = empty(max_rows, spec.hidden_size), empty(max_rows, spec.vocab_size)
         self._squares = torch.zeros(max_rows, cdiv(spec.hidden_size, 16), device=self.device)
-        fused_rows = min(max_rows, _MAX_FUSED_ROWS)
+        fused_rows = min(max_rows, self._max_fused_rows)
         widest = max(spec.hidden_size, spec.q_size + 2 * spec.kv_size)
         self._workspace = LinearWorkspace(
             torch.empty(_MAX_SPLIT * fused_rows * widest, device=self.device),
@@ -111,6 +111,10 @@ class GpuModel:
             cos_sin=decoder.cos_sin if spec.rope_layers[index] else still,
             window=spec.windows[index] or 0,
         )
+
+    def _largest_weight(self) -> int:
+        layer = self.layers[0]
+        return max(product.weight.numel() for product in (layer.qkv, layer.out, layer.gate_up, layer.down))
 
     def input(self, num_tokens: int) -> Tensor:
         """Where the embeddings [T, H] of a pass go."""
@@ -158,8 +162,7 @@ class GpuModel:
 
     def _choose(self, product: _Product, rows: int) -> LinearTuning | None:
         """The fused kernel for a product of so many rows; None for cuBLAS."""
-        most = _MAX_FUSED_ROWS if product.weight.numel() < _LARGE_WEIGHT else _MAX_FUSED_ROWS_LARGE
-        tuning = self._tuning(rows, product.columns, product.gated) if rows <= most else None
+        tuning = self._tuning(rows, product.columns, product.gated) if rows <= self._max_fused_rows else None
         if tuning is None or product.weight.shape[1] % (tuning.split_k * tuning.block_k):
             return None
         return tuning
