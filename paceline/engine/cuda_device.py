@@ -57,6 +57,7 @@ from paceline.kernels.extend_attention import (
 from paceline.kernels.gather_tokens import gather_tokens
 from paceline.kernels.rope_kv import rope_kv
 from paceline.kernels.slot_state import SlotState, apply_diff
+from paceline.sampling.logprobs import Ask
 from paceline.sampling.values import Bits, Masks
 from paceline.scheduler.plan import NO_TOKENS, Plan
 
@@ -307,11 +308,13 @@ class CudaDevice:
                 bucket = 0
                 self._apply(flight, packed)
                 num_keys = int((plan.starts + plan.lengths)[plan.num_decodes :].max(initial=0))
-                hidden = self._extend(packed, flight, num_keys)
-                told = self._tell_prompts(plan, hidden)
+                index, asks = flight.part(packed.sampled), self._packer.logprobs.of_prompts(plan)
+                hidden = self._extend(packed, flight, num_keys, None if asks else index)
+                if asks:
+                    told = self._tell_prompts(asks, plan, hidden)
+                    hidden = self.model.pick(hidden, index)
                 if packed.num_sampled:
-                    index = flight.part(packed.sampled)
-                    logits = self.model.logits(self.model.pick(hidden, index))
+                    logits = self.model.logits(hidden)
                     self._sampling.step.add_(1)
         pending = _Pending(self, flight, self._last_end, packed.num_sampled, bucket)
         pending.told = told
@@ -463,8 +466,8 @@ class CudaDevice:
 
     # ------------------------------------------------------------------ a pass with prompts
 
-    def _extend(self, packed: Packed, flight: _Flight, num_keys: int) -> Tensor:
-        """Hidden states of all the pass's tokens, whose prompts see so many positions at most."""
+    def _extend(self, packed: Packed, flight: _Flight, num_keys: int, picked: Tensor | None) -> Tensor:
+        """Hidden states of the pass's tokens: of those `picked`, or of all. Prompts see so many positions at most."""
         model, state, spec = self.model, self.state, self.model.spec
         count = packed.num_tokens
         slots, positions, q = self._slots[:count], self._positions[:count], self._q[:count]
@@ -488,6 +491,7 @@ class CudaDevice:
         heads = all_out.view(-1, spec.num_heads, spec.head_dim)
         splits = extend_splits(len(tiles), spec.num_kv_heads, num_keys)
         prompt_stream = model.input(count)[decodes:] if raw else None
+        last = len(model.layers) - 1
 
         def attend(index: int, qkv: Tensor, out: Tensor) -> None:
             layer, cache = model.layers[index], self.caches[index]
@@ -498,6 +502,8 @@ class CudaDevice:
                     prompt_qkv, prompt_q, cache[0], cache[1], state.page_table, prompt_slots, prompt_positions,
                     layer.cos_sin, layer.q_norm, layer.k_norm, spec.rms_eps, prompt_stream,
                 )  # fmt: skip
+                if index == last and picked is not None and not len(picked):
+                    return  # nobody reads what would come of it
                 if len(tiles):
                     extend_attention(
                         q, cache[0], cache[1], state.page_table, tiles, state.row_slots, positions, query_starts, heads,
@@ -509,10 +515,9 @@ class CudaDevice:
                         positions, query_starts, heads, tuning=self._extend_tuning,
                     )  # fmt: skip
 
-        return model.forward(count, attend, fused=False, raw=raw)
+        return model.forward(count, attend, fused=False, raw=raw, picked=picked)
 
-    def _tell_prompts(self, plan: Plan, hidden: Tensor) -> list[Told]:
-        asks = self._packer.logprobs.of_prompts(plan)
+    def _tell_prompts(self, asks: Sequence[Ask], plan: Plan, hidden: Tensor) -> list[Told]:
         slots = [int(plan.slots[ask.row]) for ask in asks]
         return self._sampling.tell_prompts(
             asks, slots, lambda first, count: self.model.logits(hidden[first : first + count])

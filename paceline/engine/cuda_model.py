@@ -86,7 +86,8 @@ class GpuModel:
         self._qkv = empty(max_tokens, spec.q_size + 2 * spec.kv_size)
         self._attended = empty(max_tokens, spec.q_size)
         self._both, self._act = empty(max_tokens, 2 * spec.ffn_size), empty(max_tokens, spec.ffn_size)
-        self._last, self._logits = empty(max_rows, spec.hidden_size), empty(max_rows, spec.vocab_size)
+        self._last, self._last_attended = empty(max_rows, spec.hidden_size), empty(max_rows, spec.q_size)
+        self._logits = empty(max_rows, spec.vocab_size)
         self._squares = torch.zeros(max_rows, cdiv(spec.hidden_size, 16), device=self.device)
         fused_rows = min(max_rows, self._max_fused_rows)
         widest = max(spec.hidden_size, spec.q_size + 2 * spec.kv_size)
@@ -129,10 +130,13 @@ class GpuModel:
         return self._qkv[:num_tokens], self._attended[:num_tokens]
 
     def forward(
-        self, num_tokens: int, attend: AttendKernel, *, fused: bool, raw: bool = False, pdl: int = 0
+        self, num_tokens: int, attend: AttendKernel, *, fused: bool, raw: bool = False, pdl: int = 0,
+        picked: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Hidden states [T, H] after the last norm, of the embeddings in `input`. raw: `attend` scales its qkv."""
-        return _Forward(self, num_tokens, fused, raw, pdl).run(attend)
+        """Hidden states [T, H] after the last norm, of the embeddings in `input`. raw: `attend` scales its qkv.
+
+        picked [N] int32: only of these tokens. What the last layer does behind its attention is done for them alone."""
+        return _Forward(self, num_tokens, fused, raw, pdl).run(attend, picked)
 
     def takes_raw(self, num_tokens: int, *, fused: bool) -> bool:
         """Whether attention may be given a product of the stream as it is, and scale it itself."""
@@ -181,16 +185,27 @@ class _Forward:
         self.known = 1
         self.eps = model.spec.rms_eps
 
-    def run(self, attend: AttendKernel) -> Tensor:
+    def run(self, attend: AttendKernel, picked: Tensor | None) -> Tensor:
         model = self.model
         for index, layer in enumerate(model.layers):
             self._inward(layer.qkv, self.qkv)
             attend(index, self.qkv, self.attended)
+            if picked is not None and layer is model.layers[-1]:
+                self._pick(picked)
+                if not len(picked):
+                    break  # their keys and values are all that is wanted of these tokens
             self._outward(layer.out, self.attended)
             self._inward(layer.gate_up, self.act)
             self._outward(layer.down, self.act)
         self._norm(model.norm)
         return self.normed
+
+    def _pick(self, rows: Tensor) -> None:
+        model, count = self.model, len(rows)
+        assert not self.fused, "squares are not picked"
+        self.x = torch.index_select(self.x, 0, rows, out=model._last[:count])
+        self.attended = torch.index_select(self.attended, 0, rows, out=model._last_attended[:count])
+        self.normed, self.both, self.act = (buffer[:count] for buffer in (self.normed, self.both, self.act))
 
     def _choose(self, product: _Product) -> LinearTuning | None:
         return self.model._choose(product, len(self.x)) if self.fused else None

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig, SchedulerConfig
+from paceline.engine import cuda_model
 from paceline.engine.build import assemble
 from paceline.engine.cuda_build import build_cuda
 from paceline.engine.cuda_device import CudaDevice
@@ -127,6 +128,28 @@ def test_kernels_and_the_cpu_say_the_same(name: str) -> None:
         assert 0 < device.stats.graphs < device.stats.passes
         again = llm.generate(PROMPTS[:1], GREEDY)[0]
         assert again.token_ids == wanted[0] and again.num_cached_tokens == 20
+
+
+def test_the_last_layer_does_no_more_than_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that is not its prompt's last yields keys and values; what comes behind them nobody would read."""
+    rows: list[int] = []
+    outward = cuda_model._Forward._outward
+
+    def watched(self: Any, product: Any, source: torch.Tensor) -> None:
+        if product is self.model.layers[-1].down:
+            rows.append(len(source))
+        outward(self, product, source)
+
+    monkeypatch.setattr(cuda_model._Forward, "_outward", watched)
+    prompt = RNG.integers(3, 512, 40).tolist()
+    llm, _ = on_kernels("tiny-qwen3", overlap="off", chunk_tokens=16)
+    once = replace(GREEDY, max_tokens=1)
+    with llm:
+        found = llm.generate([prompt], once)[0].token_ids
+        assert rows == [1]
+        told = llm.generate([prompt], replace(once, prompt_logprobs=0))[0]
+        assert rows == [1, 16, 16, 8] and told.token_ids == found and len(told.prompt_logprobs or ()) == 40
+    assert [found] == expected("tiny-qwen3", [prompt], once)
 
 
 def watch_prompts(device: CudaDevice) -> list[int]:
