@@ -27,7 +27,8 @@ from bench.kernel_timing import (
 )
 from paceline.kernels.decode_attention import DecodeTuning, decode_attention
 from paceline.kernels.decode_units import Chunks
-from paceline.kernels.extend_attention import ExtendTuning, extend_attention, extend_tiles, tokens_per_tile
+from paceline.kernels.extend_attention import ExtendTuning, extend_attention, tokens_per_tile
+from paceline.kernels.extend_tiles import extend_tiles, extend_units
 from paceline.kernels.rope_kv import rope_table
 
 ATTENTION = [
@@ -158,13 +159,14 @@ def bench_extend_case(starts: list[int], lengths: list[int], tuning: ExtendTunin
     tokens = sum(lengths)
     q = randn(tokens, Q_HEADS, HEAD)
     out = torch.full_like(q, torch.nan)
-    tiles = ints(extend_tiles(np.array(starts), np.array(lengths), tokens_per_tile(tuning, Q_HEADS // KV_HEADS)))
+    tiles = extend_tiles(np.array(starts), np.array(lengths), tokens_per_tile(tuning, Q_HEADS // KV_HEADS))
+    units = ints(extend_units(tiles, np.ones(len(tiles), np.int32)).units)
     positions = ints(np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]))
     query_starts = ints([0, *np.cumsum(lengths).tolist()])
 
     def work() -> None:
         extend_attention(
-            q, k, v, rows.state.page_table, tiles, rows.state.row_slots, positions, query_starts, out, tuning=tuning
+            q, k, v, rows.state.page_table, units, rows.state.row_slots, positions, query_starts, out, tuning=tuning
         )
 
     if check:

@@ -31,7 +31,8 @@ from paceline.engine.timeline import Timeline
 from paceline.kernels._triton import Kernel
 from paceline.kernels.decode_attention import DecodeWorkspace, decode_attention, decode_attention_tuning
 from paceline.kernels.decode_units import DecodeUnits, decode_chunks, decode_units
-from paceline.kernels.extend_attention import ExtendTuning, extend_attention, extend_tiles, tokens_per_tile
+from paceline.kernels.extend_attention import ExtendTuning, extend_attention, tokens_per_tile
+from paceline.kernels.extend_tiles import extend_tiles, extend_units
 from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.rope_kv import rope_kv, rope_table
 from paceline.kernels.silu_mul import silu_mul
@@ -93,7 +94,8 @@ def cases() -> tuple[dict[str, Callable[[], None]], list[torch.Tensor]]:
     decode_units(units, row_slots[:ROWS], num_rows, computed, chunks)
     prompts = np.arange(ROWS, ROWS + PROMPTS, dtype=np.int32)
     group = Q_HEADS // KV_HEADS
-    tiles = ints(extend_tiles(starts, lengths, tokens_per_tile(tuning, group), prompts))
+    tiles = extend_tiles(starts, lengths, tokens_per_tile(tuning, group), prompts)
+    prompt_units = ints(extend_units(tiles, np.ones(len(tiles), np.int32)).units)
     both = randn(tokens, 2 * FFN)
     decode_tuning = decode_attention_tuning(ROWS, group, 0)
     first_tokens, heads = ints(query_starts), attended.view(-1, Q_HEADS, HEAD)
@@ -113,7 +115,7 @@ def cases() -> tuple[dict[str, Callable[[], None]], list[torch.Tensor]]:
             tuning=decode_tuning,
         ),
         "extend_attention": lambda: extend_attention(
-            q, k_cache, v_cache, table, tiles, row_slots, positions, first_tokens, heads, tuning=tuning
+            q, k_cache, v_cache, table, prompt_units, row_slots, positions, first_tokens, heads, tuning=tuning
         ),
         "torch.mm": product,
     }  # fmt: skip

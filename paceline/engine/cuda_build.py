@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
-from paceline.engine.cuda_device import AttentionTuning, ChunkChoice, CudaDevice, max_units
+from paceline.engine.cuda_device import AttentionTuning, ChunkChoice, CudaDevice, SplitChoice, max_units
 from paceline.engine.cuda_graphs import buckets
 from paceline.engine.cuda_inputs import ShareRule
 from paceline.engine.cuda_model import GpuModel, Tuning
@@ -18,6 +18,8 @@ from paceline.kernels._triton import HAS_TRITON
 from paceline.kernels.adjust import adjust_bytes
 from paceline.kernels.decode_attention import decode_attention_tuning
 from paceline.kernels.decode_units import decode_chunks
+from paceline.kernels.extend_attention import ExtendTuning
+from paceline.kernels.extend_tiles import SplitRule
 from paceline.kernels.linear import decode_tuning
 from paceline.model.decoder import Decoder
 
@@ -44,6 +46,7 @@ def build_cuda(
     chunks: ChunkChoice = decode_chunks,
     attention_tuning: AttentionTuning = decode_attention_tuning,
     share_rule: Callable[[int, int], ShareRule] = ShareRule,
+    split_rule: SplitChoice = SplitRule,
 ) -> tuple[CudaDevice, SchedulerConfig]:
     """The executor, and the scheduler's options with the pool's size in them: `with_pages` makes them, unless the
     pool's size was asked for. The decoder is taken over."""
@@ -51,7 +54,7 @@ def build_cuda(
     model = GpuModel(decoder, max_tokens=scheduler.max_batch_tokens, max_rows=scheduler.max_running, tuning=tuning)
     page_size, context = scheduler.page_size, scheduler.context_tokens
     if with_pages is not None:
-        free = streams.free_memory() - _workspace_bytes(model, scheduler, chunks)
+        free = streams.free_memory() - _workspace_bytes(model, scheduler, chunks, split_rule)
         num_pages = num_kv_pages(
             config, model.spec, model.dtype.itemsize, page_size, context, free=max(free, 0),
             default_fraction=_KV_FRACTION, max_contexts=scheduler.max_running,
@@ -67,14 +70,16 @@ def build_cuda(
         chunks=chunks,
         attention_tuning=attention_tuning,
         share_rule=share_rule,
+        split_rule=split_rule,
     )
     return device, scheduler
 
 
-def _workspace_bytes(model: GpuModel, scheduler: SchedulerConfig, chunks: ChunkChoice) -> int:
+def _workspace_bytes(model: GpuModel, scheduler: SchedulerConfig, chunks: ChunkChoice, split_rule: SplitChoice) -> int:
     """What the device allocates beside weights, activations and KV: partial results, token and page tables."""
     rows, context, spec = scheduler.max_running, scheduler.context_tokens, model.spec
     partials = max_units(buckets(rows), context + 1, chunks) * (spec.q_size + spec.num_heads + 32)
+    partials += split_rule(spec.num_kv_heads, 0).room * ExtendTuning().block_m * (spec.head_dim + 1)
     tables = rows * context * 2
     adjustments, masks = adjust_bytes(rows, context + 1), mask_words(rows, spec.vocab_size)
     return (

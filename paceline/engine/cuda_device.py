@@ -47,13 +47,14 @@ from paceline.kernels.decode_attention import (
 )
 from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_chunks, decode_units
 from paceline.kernels.extend_attention import (
+    ExtendParts,
     ExtendTuning,
     ExtendWorkspace,
     extend_attention,
     extend_shared,
-    extend_splits,
     tokens_per_tile,
 )
+from paceline.kernels.extend_tiles import SplitRule
 from paceline.kernels.gather_tokens import gather_tokens
 from paceline.kernels.rope_kv import rope_kv
 from paceline.kernels.slot_state import SlotState, apply_diff
@@ -64,6 +65,7 @@ from paceline.scheduler.plan import NO_TOKENS, Plan
 # rows, query heads per KV head, query heads in a unit that rows share or 0, whether contexts are short
 AttentionTuning = Callable[[int, int, int, bool], DecodeTuning]
 ChunkChoice = Callable[[int], Chunks]  # rows
+SplitChoice = Callable[[int, int], SplitRule]  # KV heads, the widest window where every layer has one
 
 _DEPTH = 4  # passes whose buffers exist; two are in flight at most
 _FIRST_WORDS = 1 << 18  # of an upload buffer; it grows when a pass brings more
@@ -191,6 +193,7 @@ class CudaDevice:
         chunks: ChunkChoice = decode_chunks,
         attention_tuning: AttentionTuning = decode_attention_tuning,
         share_rule: Callable[[int, int], ShareRule] = ShareRule,
+        split_rule: SplitChoice = SplitRule,
     ) -> None:
         spec, device = model.spec, model.device
         self.model = model
@@ -200,7 +203,9 @@ class CudaDevice:
         # The interpreter runs programs one after the other, and idle ones cost it as much as others.
         self._few_programs = None if device.type == "cuda" else 2
         self._extend_tuning = ExtendTuning()
-        self._extend_parts = ExtendWorkspace.empty(self._extend_tuning, spec.head_dim, device)
+        windows = {layer.window for layer in model.layers}
+        splits = split_rule(spec.num_kv_heads, 0 if 0 in windows else max(windows))
+        self._extend_parts = ExtendWorkspace.empty(splits.room, self._extend_tuning, spec.head_dim, device)
         group = spec.num_heads // spec.num_kv_heads
         # One more than a row can have, since the last sampled token is stored and never fed.
         self.state = SlotState.empty(max_running, max_row_tokens + 1, page_size, max_running, device)
@@ -219,7 +224,7 @@ class CudaDevice:
         self._packer = PlanPacker(
             max_running, spec.vocab_size, tokens_per_tile(self._extend_tuning, group),
             replace(share_rule(group, capacity), prompts=set(self._units) == {0}) if 0 in self._units else None,
-            max_row_tokens + 1,
+            max_row_tokens + 1, splits,
         )  # fmt: skip
         self._attention = DecodeWorkspace.empty(
             max_running, capacity, spec.num_heads, spec.num_kv_heads, spec.head_dim, device
@@ -307,9 +312,8 @@ class CudaDevice:
             else:
                 bucket = 0
                 self._apply(flight, packed)
-                num_keys = int((plan.starts + plan.lengths)[plan.num_decodes :].max(initial=0))
                 index, asks = flight.part(packed.sampled), self._packer.logprobs.of_prompts(plan)
-                hidden = self._extend(packed, flight, num_keys, None if asks else index)
+                hidden = self._extend(packed, flight, None if asks else index)
                 if asks:
                     told = self._tell_prompts(asks, plan, hidden)
                     hidden = self.model.pick(hidden, index)
@@ -466,13 +470,13 @@ class CudaDevice:
 
     # ------------------------------------------------------------------ a pass with prompts
 
-    def _extend(self, packed: Packed, flight: _Flight, num_keys: int, picked: Tensor | None) -> Tensor:
-        """Hidden states of the pass's tokens: of those `picked`, or of all. Prompts see so many positions at most."""
+    def _extend(self, packed: Packed, flight: _Flight, picked: Tensor | None) -> Tensor:
+        """Hidden states of the pass's tokens: of those `picked`, or of all."""
         model, state, spec = self.model, self.state, self.model.spec
         count = packed.num_tokens
         slots, positions, q = self._slots[:count], self._positions[:count], self._q[:count]
         token_rows, query_starts = flight.part(packed.token_rows), flight.part(packed.query_starts)
-        tiles, shared_tiles = flight.part(packed.tiles).view(-1, 2), flight.part(packed.shared_tiles).view(-1, 3)
+        units, shared_tiles = flight.part(packed.units).view(-1, 5), flight.part(packed.shared_tiles).view(-1, 3)
         gather_tokens(state, model.embedding, model.input(count), slots, positions, token_rows, query_starts)
 
         decodes = packed.num_decodes
@@ -489,7 +493,8 @@ class CudaDevice:
         all_qkv, all_out = model.attention_buffers(count)
         decode_qkv, prompt_qkv, decode_out = all_qkv[:decodes], all_qkv[decodes:], all_out[:decodes]
         heads = all_out.view(-1, spec.num_heads, spec.head_dim)
-        splits = extend_splits(len(tiles), spec.num_kv_heads, num_keys)
+        folds = flight.part(packed.folds).view(-1, 5)
+        parts = ExtendParts(folds, packed.num_parts, self._extend_parts) if packed.num_parts else None
         prompt_stream = model.input(count)[decodes:] if raw else None
         last = len(model.layers) - 1
 
@@ -504,10 +509,10 @@ class CudaDevice:
                 )  # fmt: skip
                 if index == last and picked is not None and not len(picked):
                     return  # nobody reads what would come of it
-                if len(tiles):
+                if len(units):
                     extend_attention(
-                        q, cache[0], cache[1], state.page_table, tiles, state.row_slots, positions, query_starts, heads,
-                        window=layer.window, tuning=self._extend_tuning, splits=splits, workspace=self._extend_parts,
+                        q, cache[0], cache[1], state.page_table, units, state.row_slots, positions, query_starts, heads,
+                        window=layer.window, tuning=self._extend_tuning, parts=parts,
                     )  # fmt: skip
                 if len(shared_tiles):
                     extend_shared(

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from paceline.kernels._triton import cdiv
 from paceline.kernels.adjust import adjust_runs, pack_runs
 from paceline.kernels.decode_units import NOTHING_SHARED, SharedUnits, shared_units
-from paceline.kernels.extend_attention import SharedTiles, extend_tiles, shared_tiles
+from paceline.kernels.extend_tiles import SharedTiles, SplitRule, extend_tiles, extend_units, shared_tiles
 from paceline.kernels.slot_state import pack_diff, sampling_words
 from paceline.request import Request
 from paceline.sampling.adjust import adjustments_of, seen_tokens
@@ -55,9 +55,11 @@ class Packed:
     num_rows: int
     num_tokens: int
     num_sampled: int
+    num_parts: int  # of tiles whose keys are split
     token_rows: Span
     query_starts: Span
-    tiles: Span
+    units: Span  # tiles of prompts, whole or in parts
+    folds: Span  # of tiles whose keys are split
     sampled: Span  # the last token of each sampling row
     decodes: Span  # one word: num_decodes
     shared_tiles: Span  # of prompts that share what they begin with
@@ -127,9 +129,10 @@ def _of_rows(plan: Plan, first: int, end: int) -> tuple[Column, Column]:
 class PlanPacker:
     def __init__(
         self, max_running: int, vocab_size: int, tokens_per_tile: int, share_rule: ShareRule | None = None,
-        max_length: int = 0,
+        max_length: int = 0, split_rule: SplitRule = SplitRule(kv_heads=1),  # noqa: B008
     ) -> None:  # fmt: skip
         self._share_rule = share_rule
+        self._split_rule = split_rule
         self._sharing: Sharing | None = None  # what `_shared` was made of
         self._shared: SharedUnits | None = None  # as the device has it
         self._tile = 0
@@ -151,20 +154,25 @@ class PlanPacker:
         diff, adjust = self._diff(plan, num_decodes), self._adjust(plan)
         asks = self.logprobs.of_output(plan)
         parts, at = [diff], cdiv(len(diff), ALIGN) * ALIGN
-        spans = [Span(0, 0)] * 10
+        spans = [Span(0, 0)] * 11
+        num_parts = 0
         columns: tuple[Column, ...] = ()
         if not is_decode:
             query_starts = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
             alone, shared = self._prompts(plan, query_starts)
+            tiles = extend_tiles(plan.starts, lengths, self._tokens_per_tile, alone)
+            units = extend_units(tiles, self._split_rule.parts(tiles[:, 2]))
+            num_parts = units.num_parts
             columns = (
                 np.repeat(np.arange(len(slots), dtype=np.int32), lengths),
                 query_starts,
-                extend_tiles(plan.starts, lengths, self._tokens_per_tile, alone).reshape(-1),
+                units.units.reshape(-1),
+                units.folds.reshape(-1),
                 (query_starts[1:] - 1)[samples],
                 np.array([plan.num_decodes], np.int32),
                 *((shared.tiles.reshape(-1), shared.rows, shared.tokens.reshape(-1)) if shared else ()),
             )
-        columns += (_NONE,) * (8 - len(columns))
+        columns += (_NONE,) * (9 - len(columns))
         for number, column in enumerate((*columns, adjust, _asked(asks))):
             if len(column):
                 parts.append(column)
@@ -179,7 +187,7 @@ class PlanPacker:
         adjusted = bool(self._adjusted[slots].any())
         return Packed(
             tuple(parts), at, is_decode, filtered, adjusted, tuple(asks), self._tile, own, saved, num_decodes,
-            len(slots), plan.num_tokens, num_sampled, *spans,
+            len(slots), plan.num_tokens, num_sampled, num_parts, *spans,
         )  # fmt: skip
 
     def _prompts(self, plan: Plan, query_starts: Column) -> tuple[Column, SharedTiles | None]:

@@ -3,9 +3,9 @@
 The keys and values of the pass are already in the cache (rope_kv.py), so a chunk, a cache hit and a whole prompt are
 the same thing here. The heads that share a KV head are packed into one tile, so K and V are read once for all.
 
-A few queries behind a long context are few tiles, and one program a tile and KV head would leave most multiprocessors
-idle for as long as it takes to walk through it. Then the keys of a tile are split: each part leaves a partial result,
-and whoever finishes last folds them, in order.
+Which tiles there are is the host's business (extend_tiles.py). Where the keys of some are split, each part leaves a
+partial result and a second launch folds them; the others write what they have. A fold by whoever finishes last would
+save the launch, but pull all parts of a tile through one multiprocessor.
 
 Rows with few queries behind the same long prefix go into one tile together (`shared_tiles`): it reads the prefix once,
 without a mask, and then what each of them has of its own.
@@ -18,16 +18,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from paceline.kernels._triton import launched, next_power_of_2, tl, triton
 
-Words = npt.NDArray[np.int32]
-
-_SPLIT_PROGRAMS = 264  # two for each multiprocessor of an H200
-_SPLIT_KEYS = 512  # fewer a part are not worth the fold
+_FOLD_HEADS, _FOLD_PARTS = 8, 8  # of a tile that one program folds at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,81 +39,26 @@ def tokens_per_tile(tuning: ExtendTuning, group: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExtendWorkspace:
-    """For tiles whose keys are split. Layers reuse it since they run in order. Counts are zero between launches."""
+    """Partial results of one layer at a time; layers reuse it since they run in order."""
 
-    partials: torch.Tensor  # [programs, block_m, D] float32
-    lse: torch.Tensor  # [programs, block_m] float32, base 2
-    arrived: torch.Tensor  # [programs] int32
+    partials: torch.Tensor  # [room, block_m, D] float32
+    lse: torch.Tensor  # [room, block_m] float32, base 2
 
     @classmethod
-    def empty(cls, tuning: ExtendTuning, head_dim: int, device: torch.device | str) -> ExtendWorkspace:
+    def empty(cls, room: int, tuning: ExtendTuning, head_dim: int, device: torch.device | str) -> ExtendWorkspace:
         return cls(
-            partials=torch.empty(_SPLIT_PROGRAMS, tuning.block_m, head_dim, device=device),
-            lse=torch.empty(_SPLIT_PROGRAMS, tuning.block_m, device=device),
-            arrived=torch.zeros(_SPLIT_PROGRAMS, dtype=torch.int32, device=device),
+            partials=torch.empty(room, tuning.block_m, head_dim, device=device),
+            lse=torch.empty(room, tuning.block_m, device=device),
         )
 
 
-def extend_splits(num_tiles: int, kv_heads: int, num_keys: int) -> int:
-    """Into how many parts to split the keys, at most num_keys, of each of so many tiles."""
-    splits = 1
-    while 2 * splits * num_tiles * kv_heads <= _SPLIT_PROGRAMS and num_keys // (2 * splits) >= _SPLIT_KEYS:
-        splits *= 2
-    return splits
-
-
-def extend_tiles(starts: Words, lengths: Words, tokens: int, rows: Words | None = None) -> Words:
-    """[tiles, 2]: (row, first token within the row's queries) of all rows or of these, the tile with most keys first so
-    that none starts late."""
-    counts = -(-lengths // tokens)
-    if rows is not None:
-        named = np.zeros(len(lengths), np.bool_)
-        named[rows] = True
-        counts[~named] = 0
-    tile_rows = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
-    begins = np.arange(len(tile_rows), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
-    offsets = (begins * tokens).astype(np.int32)
-    order = np.argsort(-(starts[tile_rows] + offsets), kind="stable")
-    return np.stack([tile_rows[order], offsets[order]], axis=1).astype(np.int32)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class SharedTiles:
-    """Tiles of several rows each, with all their queries."""
+class ExtendParts:
+    """For a pass in which some tiles have their keys split: `ExtendUnits` on the device, and where partials go."""
 
-    tiles: Words  # [n, 3]: first of its rows, number of rows, positions that all of them begin with
-    rows: Words  # of the tiles, one after the other
-    tokens: Words  # [n, tokens per tile]: which of the pass's tokens; -1: none
-
-
-def shared_tiles(rows: Words, common: Words, query_starts: Words, tokens: int, least: int) -> SharedTiles | None:
-    """Rows in depth-first order, of which rows[i] and rows[i + 1] begin with the same common[i] positions. Neighbours
-    with `least` of them in common and no more than half a tile of queries each are put together. None: there are none.
-    """
-    lengths = np.diff(query_starts)
-    groups: list[tuple[list[int], int]] = []  # rows, positions in common
-    members: list[int] = []
-    depth = filled = 0
-    for row, before in zip(rows.tolist(), [0, *common.tolist()], strict=True):
-        length = int(lengths[row])
-        if members and min(depth, before) >= least and filled + length <= tokens and 2 * length <= tokens:
-            members.append(row)
-            depth, filled = min(depth, before), filled + length
-            continue
-        if len(members) > 1:
-            groups.append((members, depth))
-        members, depth, filled = ([row], 1 << 30, length) if 2 * length <= tokens else ([], 0, 0)
-    if len(members) > 1:
-        groups.append((members, depth))
-    if not groups:
-        return None
-    counts = np.array([len(group) for group, _ in groups])
-    found = np.full((len(groups), tokens), -1, np.int32)
-    for index, (group, _) in enumerate(groups):
-        queries = np.concatenate([np.arange(query_starts[row], query_starts[row + 1]) for row in group])
-        found[index, : len(queries)] = queries
-    tiles = np.stack([np.cumsum(counts) - counts, counts, [depth for _, depth in groups]], axis=1)
-    return SharedTiles(tiles.astype(np.int32), np.array([row for group, _ in groups for row in group], np.int32), found)
+    folds: torch.Tensor  # [m, 5]
+    num_parts: int
+    workspace: ExtendWorkspace
 
 
 def extend_attention_reference(
@@ -160,29 +100,13 @@ def _absorb(scores, v, top, total, acc):
 
 
 @triton.jit
-def _fold_parts(
-    partials, lse, out, first_part, num_parts, place, inside, first_column, D: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """Half of the columns of a tile, from the parts its keys were split into, ascending."""
-    m = tl.arange(0, BLOCK_M)
-    column = tl.arange(0, D // 2)
-    top = tl.full([BLOCK_M], -1.0e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D // 2], tl.float32)
-    for part in range(0, num_parts):
-        row = (first_part + part).to(tl.int64) * BLOCK_M + m
-        # .cg: written by other multiprocessors in this launch, so the first-level cache must not answer.
-        weight = tl.load(lse + row, cache_modifier=".cg")
-        source = row[:, None] * D + first_column + column[None, :]
-        piece = tl.load(partials + source, cache_modifier=".cg")
-        higher = tl.maximum(top, weight)
-        keep = tl.exp2(top - higher)
-        weight = tl.exp2(weight - higher)
-        acc = acc * keep[:, None] + piece * weight[:, None]
-        total = total * keep + weight
-        top = higher
-    target = out + place[:, None] + first_column + column[None, :]
-    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
+def _places(tile, query_starts, kv_head, m, Q: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, D: tl.constexpr):
+    """Where in the output the query heads m of a tile begin, and which of them there are."""
+    row = tl.load(tile)
+    first = tl.load(query_starts + row)
+    token = tl.load(tile + 1) + m // PADDED_G
+    inside = (token < tl.load(query_starts + row + 1) - first) & (m % PADDED_G < G)
+    return ((first + token).to(tl.int64) * Q + kv_head * G + m % PADDED_G) * D, inside
 
 
 @launched
@@ -192,14 +116,13 @@ def _extend_attention_kernel(
     k_cache,
     v_cache,
     page_table,
-    tiles,
+    units,
     row_slots,
     positions,
     query_starts,
     out,
     partials,
     lse,
-    arrived,
     table_stride,
     scale,
     Q: tl.constexpr,
@@ -214,10 +137,10 @@ def _extend_attention_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    tile = tl.program_id(1)
+    unit = units + tl.program_id(1) * 5
     kv_head = tl.program_id(0)
-    row = tl.load(tiles + tile * 2)
-    offset = tl.load(tiles + tile * 2 + 1)
+    row = tl.load(unit)
+    offset = tl.load(unit + 1)
     slot = tl.load(row_slots + row).to(tl.int64)
     first = tl.load(query_starts + row)
     length = tl.load(query_starts + row + 1) - first
@@ -228,8 +151,7 @@ def _extend_attention_kernel(
     inside = (token < length) & (m % PADDED_G < G)
     position = start + token
     d = tl.arange(0, D)
-    query = ((first + token).to(tl.int64) * Q + kv_head * G + m % PADDED_G) * D
-    place = query[:, None] + d[None, :]
+    place = ((first + token).to(tl.int64) * Q + kv_head * G + m % PADDED_G)[:, None] * D + d[None, :]
     queries = tl.load(q + place, mask=inside[:, None], other=0.0)
 
     top = tl.full([BLOCK_M], -1.0e30, tl.float32)
@@ -243,10 +165,11 @@ def _extend_attention_kernel(
     # Keys up to here are seen by every query of the tile: no mask. A window masks at both ends, so it masks always.
     plain = begin if WINDOW else (start + offset + 1) // BLOCK_N * BLOCK_N
     if SPLIT:
-        splits = tl.num_programs(2)
-        size = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), splits) * BLOCK_N
-        begin += tl.program_id(2) * size
-        end = tl.minimum(begin + size, end)
+        part = tl.load(unit + 2)
+        num_parts = tl.load(unit + 3)
+        blocks = tl.cdiv(end - begin, BLOCK_N)
+        end = tl.minimum(begin + (part + 1) * blocks // num_parts * BLOCK_N, end)
+        begin += part * blocks // num_parts * BLOCK_N
         plain = tl.maximum(begin, tl.minimum(plain, end // BLOCK_N * BLOCK_N))
     table = page_table + slot * table_stride
     for at in tl.range(begin, plain, BLOCK_N, num_stages=STAGES):
@@ -271,16 +194,58 @@ def _extend_attention_kernel(
     acc = acc / total[:, None]
     if not SPLIT:
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside[:, None])
+    elif tl.load(unit + 3) == 1:
+        # Worked out again: kept through the loops, these would not fit into registers.
+        again, inside = _places(unit, query_starts, kv_head, m, Q, G, PADDED_G, D)
+        tl.store(out + again[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=inside[:, None])
     else:
-        whose = tile * K + kv_head
-        mine = (whose * splits + tl.program_id(2)).to(tl.int64) * BLOCK_M + m
+        mine = ((tl.load(unit + 4) + tl.load(unit + 2)) * K + kv_head).to(tl.int64) * BLOCK_M + m
         tl.store(partials + mine[:, None] * D + d[None, :], acc)
         tl.store(lse + mine, top + tl.log2(total))
-        tl.debug_barrier()  # every thread's partial before the one atomic that announces them
-        if tl.atomic_add(arrived + whose, 1, sem="acq_rel") == splits - 1:
-            tl.store(arrived + whose, 0)
-            for first_column in tl.static_range(0, D, D // 2):  # two halves: a whole row of both would not fit
-                _fold_parts(partials, lse, out, whose * splits, splits, query, inside, first_column, D, BLOCK_M)
+
+
+@launched
+@triton.jit
+def _extend_fold_kernel(
+    folds,
+    query_starts,
+    partials,
+    lse,
+    out,
+    Q: tl.constexpr,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    PADDED_G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Some query heads of a tile, from the parts its keys were split into. PARTS at once: their loads wait together."""
+    kv_head = tl.program_id(0)
+    tile = folds + tl.program_id(2) * 5
+    num_parts = tl.load(tile + 3)
+    first_part = tl.load(tile + 4)
+    m = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    d = tl.arange(0, D)
+    place, inside = _places(tile, query_starts, kv_head, m, Q, G, PADDED_G, D)
+    top = tl.full([HEADS], -1.0e30, tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, D], tl.float32)
+    for at in range(0, num_parts, PARTS):
+        part = at + tl.arange(0, PARTS)
+        here = (part < num_parts)[:, None] & inside[None, :]
+        source = ((first_part + part) * K + kv_head).to(tl.int64)[:, None] * BLOCK_M + m[None, :]
+        weight = tl.load(lse + source, mask=here, other=-float("inf"))
+        pieces = tl.load(partials + source[:, :, None] * D + d[None, None, :], mask=here[:, :, None], other=0.0)
+        higher = tl.maximum(top, tl.max(weight, axis=0))
+        keep = tl.exp2(top - higher)
+        weight = tl.exp2(weight - higher[None, :])
+        acc = acc * keep[:, None] + tl.sum(pieces * weight[:, :, None], axis=0)
+        total = total * keep + tl.sum(weight, axis=0)
+        top = higher
+    acc = acc / tl.where(inside, total, 1.0)[:, None]
+    tl.store(out + place[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=inside[:, None])
 
 
 @launched
@@ -386,41 +351,41 @@ def extend_attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     page_table: torch.Tensor,
-    tiles: torch.Tensor,
+    units: torch.Tensor,
     row_slots: torch.Tensor,
     positions: torch.Tensor,
     query_starts: torch.Tensor,
     out: torch.Tensor,
     window: int = 0,
     tuning: ExtendTuning = ExtendTuning(),  # noqa: B008  (frozen)
-    splits: int = 1,
-    workspace: ExtendWorkspace | None = None,
+    parts: ExtendParts | None = None,
 ) -> None:
     """out [T, Q, D] = causal attention of q [T, Q, D] over each row's cache [pages, P, K, D] up to its own position.
 
     Row r's queries are q[query_starts[r]:query_starts[r + 1]] in slot row_slots[r], at consecutive positions of
-    which positions [T] holds each. tiles [n, 2] is `extend_tiles` for `tokens_per_tile`; rows it does not name (the
-    decodes of a mixed pass) are left alone. All index tensors are int32 on the device. splits: `extend_splits`; more
-    than one need a workspace.
+    which positions [T] holds each. units [n, 5] is that of `extend_units` for `tokens_per_tile`; rows it does not name
+    (the decodes of a mixed pass) are left alone. All index tensors are int32 on the device. Without `parts` every unit
+    is taken for a whole tile.
     """
     page_size, kv_heads, head_dim = k_cache.shape[1:]
     q_heads = q.shape[1]
     group = q_heads // kv_heads
-    programs = kv_heads * tiles.shape[0] * splits
-    assert splits == 1 or (workspace is not None and programs <= len(workspace.lse)), f"no room for {programs} parts"
-    _extend_attention_kernel[(kv_heads, tiles.shape[0], splits)](
+    workspace = None if parts is None else parts.workspace
+    if parts is not None:
+        used, room = parts.num_parts * kv_heads, len(parts.workspace.lse)
+        assert used <= room, f"{used} partial results in room for {room}"
+    _extend_attention_kernel[(kv_heads, units.shape[0])](
         q,
         k_cache,
         v_cache,
         page_table,
-        tiles,
+        units,
         row_slots,
         positions,
         query_starts,
         out,
         out if workspace is None else workspace.partials,
         out if workspace is None else workspace.lse,
-        out if workspace is None else workspace.arrived,
         page_table.stride(0),
         head_dim**-0.5 * 1.4426950408889634,
         Q=q_heads,
@@ -430,9 +395,15 @@ def extend_attention(
         D=head_dim,
         P=page_size,
         WINDOW=window,
-        SPLIT=splits > 1,
+        SPLIT=parts is not None,
         BLOCK_M=tuning.block_m,
         BLOCK_N=tuning.block_n,
         STAGES=tuning.num_stages,
         num_warps=tuning.num_warps,
     )
+    if parts is not None and workspace is not None:
+        _extend_fold_kernel[(kv_heads, tuning.block_m // _FOLD_HEADS, parts.folds.shape[0])](
+            parts.folds, query_starts, workspace.partials, workspace.lse, out, Q=q_heads, K=kv_heads, G=group,
+            PADDED_G=next_power_of_2(group), D=head_dim, BLOCK_M=tuning.block_m, HEADS=_FOLD_HEADS, PARTS=_FOLD_PARTS,
+            num_warps=4,
+        )  # fmt: skip

@@ -19,13 +19,14 @@ from paceline.engine.build import assemble
 from paceline.engine.cuda_build import build_cuda
 from paceline.engine.cuda_device import CudaDevice
 from paceline.engine.cuda_graphs import Kind, Part, buckets
-from paceline.engine.cuda_inputs import PlanPacker, ShareRule
+from paceline.engine.cuda_inputs import Packed, PlanPacker, ShareRule
 from paceline.engine.cuda_streams import Graph, HostStreams, _HostEvent
 from paceline.engine.engine import Engine
 from paceline.engine.output import Piece
 from paceline.kernels._triton import HAS_TRITON, cdiv
 from paceline.kernels.decode_attention import NONE_SHARED, decode_attention
 from paceline.kernels.decode_units import Chunks, DecodeUnits
+from paceline.kernels.extend_tiles import SplitRule
 from paceline.kernels.linear import LinearTuning
 from paceline.kernels.slot_state import SlotState, apply_diff_reference
 from paceline.llm import LLM, RequestOutput
@@ -87,11 +88,12 @@ def small_tiles(rows: int, columns: int, gated: bool) -> LinearTuning | None:
 
 def on_kernels(name: str, **options: Any) -> tuple[LLM, CudaDevice]:
     overlap, model = options.pop("overlap", "on"), options.pop("model", None) or decoder(name)
+    split_rule = options.pop("split_rule", SplitRule)
     rule = partial(ShareRule, chunks=(32, 16), least_of_pairs=16)
     config = SchedulerConfig(**{**BASE, **options})
     device, config = build_cuda(
         model, EngineConfig(), config, None, tuning=small_tiles, chunks=lambda rows: Chunks(16, 64, 4),
-        share_rule=rule,
+        share_rule=rule, split_rule=split_rule,
     )  # fmt: skip
     tokenizer = synthetic_tokenizer(device.model.spec.vocab_size)
     engine = Engine(Scheduler(config), device, tokenizer, vocab_size=device.model.spec.vocab_size, overlap=overlap)
@@ -152,15 +154,14 @@ def test_the_last_layer_does_no_more_than_is_asked_of_it(monkeypatch: pytest.Mon
     assert [found] == expected("tiny-qwen3", [prompt], once)
 
 
-def watch_prompts(device: CudaDevice) -> list[int]:
-    """Will hold, for each pass, how many words name tiles that several prompts share."""
-    found: list[int] = []
+def watch_packed(device: CudaDevice) -> list[Packed]:
+    """Will hold what was packed for each pass."""
+    found: list[Packed] = []
     pack = device._packer.pack
 
-    def packing(plan: Plan) -> Any:
-        packed = pack(plan)
-        found.append(packed.shared_tiles.count)
-        return packed
+    def packing(plan: Plan) -> Packed:
+        found.append(pack(plan))
+        return found[-1]
 
     device._packer.pack = packing  # type: ignore[method-assign]
     return found
@@ -176,14 +177,31 @@ def test_shared_reads_change_no_token() -> None:
     found = []
     for shared in (True, False):
         llm, device = on_kernels("tiny-qwen3", shared_reads=shared, **options)
-        packed_prompts = watch_prompts(device)
+        packed = watch_packed(device)
         with llm:
             llm.generate([long, other], replace(GREEDY, max_tokens=1))
             found.append([output.token_ids for output in llm.generate(prompts, params)])
         assert (device.stats.saved_tokens > 0) == shared
-        assert any(packed_prompts) == shared
+        assert any(one.shared_tiles.count for one in packed) == shared
         assert any(kind.tile for _, kind in device.graphs._graphs) == shared
     assert found[0] == found[1] == [expected("tiny-qwen3", [p], q)[0] for p, q in zip(prompts, params, strict=True)]
+
+
+def test_keys_in_parts_change_no_token() -> None:
+    """A few tokens behind a long hit, beside another prompt, in a layer without and one with a window, of which some
+    parts see nothing."""
+    params = replace(GREEDY, max_tokens=2)
+    rng = np.random.default_rng(3)
+    long, short = rng.integers(3, 512, 70).tolist(), rng.integers(3, 512, 11).tolist()
+    prompts = [[*long, 5, 6, 7], short]
+    rule = partial(SplitRule, num_programs=8, least_keys=16, part_keys=2)
+    llm, device = on_kernels("tiny-qwen2", split_rule=rule)
+    packed = watch_packed(device)
+    with llm:
+        llm.generate(long, replace(GREEDY, max_tokens=1))
+        assert [one.token_ids for one in llm.generate(prompts, params)] == expected("tiny-qwen2", prompts, params)
+    tiles = [(one.units.count // 5, one.num_parts) for one in packed if one.num_parts]
+    assert any(units > parts for units, parts in tiles), "no whole tile beside parts"
 
 
 def test_where_nothing_is_shared_nothing_more_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,16 +28,15 @@ from paceline.kernels.decode_attention import (
 )
 from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_units
 from paceline.kernels.extend_attention import (
+    ExtendParts,
     ExtendTuning,
     ExtendWorkspace,
     extend_attention,
     extend_attention_reference,
     extend_shared,
-    extend_splits,
-    extend_tiles,
-    shared_tiles,
     tokens_per_tile,
 )
+from paceline.kernels.extend_tiles import SplitRule, extend_tiles, extend_units, shared_tiles
 from paceline.kernels.linear import LinearTuning, LinearWorkspace, linear, linear_reference, num_squares
 from paceline.kernels.rms_norm import rms_norm, rms_norm_reference
 from paceline.kernels.rope_kv import rope_kv, rope_kv_reference, rope_table
@@ -190,10 +189,11 @@ def test_extend_at_size(window: int) -> None:
     assert relative_error(q, expected_q) < 1e-3
     assert relative_error(cache.k, k) < 1e-3
     tuning = ExtendTuning()
-    tiles = ints(extend_tiles(np.array(starts, np.int32), np.array(lengths, np.int32), tokens_per_tile(tuning, 2)))
+    tiles = extend_tiles(np.array(starts, np.int32), np.array(lengths, np.int32), tokens_per_tile(tuning, 2))
+    units = ints(extend_units(tiles, np.ones(len(tiles), np.int32)).units)
     out = torch.full_like(q, torch.nan)
     extend_attention(
-        q, cache.k, cache.v, cache.page_table, tiles, ints(range(4)), positions, ints(query_starts), out, window, tuning
+        q, cache.k, cache.v, cache.page_table, units, ints(range(4)), positions, ints(query_starts), out, window, tuning
     )
     expected = extend_attention_reference(
         q, cache.k, cache.v, cache.page_table, list(range(4)), starts, query_starts, window
@@ -201,24 +201,43 @@ def test_extend_at_size(window: int) -> None:
     assert relative_error(out, expected) < 1e-2
 
 
-def test_a_few_queries_behind_a_long_context_at_size() -> None:
-    starts, lengths = [30_000, 9_000], [100, 1]
-    cache = random_cache(2, 30_208, 16, 8, 128, BF16, "cuda")
+@pytest.mark.parametrize(
+    ("starts", "lengths", "q_heads", "window", "num_split"),
+    [
+        ([30_000, 9_000], [100, 1], 16, 0, 3),
+        ([24_000, 0, 0], [64, 576, 576], 16, 0, 1),
+        ([24_000], [138], 16, 0, 3),
+        ([16_000, 0, 0, 0], [1024, 512, 512, 3], 16, 0, 16),
+        ([20_000, 700], [40, 300], 40, 0, 3),
+        ([24_000, 0], [64, 576], 16, 5000, 1),
+    ],
+)
+def test_a_few_queries_behind_a_long_context_at_size(
+    starts: list[int], lengths: list[int], q_heads: int, window: int, num_split: int
+) -> None:
+    """Beside other prompts, which are not split; twice the same to the bit."""
+    rows, longest = len(starts), max(starts) + 1088
+    cache = random_cache(rows, longest, 16, 8, 128, BF16, "cuda")
     query_starts = [0, *np.cumsum(lengths).tolist()]
     positions = ints(np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]))
-    q, tuning = randn(sum(lengths), 16, 128), ExtendTuning()
-    tiles = ints(extend_tiles(np.array(starts, np.int32), np.array(lengths, np.int32), tokens_per_tile(tuning, 2)))
-    splits, workspace = extend_splits(len(tiles), 8, 30_100), ExtendWorkspace.empty(tuning, 128, "cuda")
-    assert splits == 8
-    expected = extend_attention_reference(q, cache.k, cache.v, cache.page_table, [0, 1], starts, query_starts)
+    q, tuning, rule = randn(sum(lengths), q_heads, 128), ExtendTuning(), SplitRule(8, window)
+    per_tile = tokens_per_tile(tuning, q_heads // 8)
+    tiles = extend_tiles(np.array(starts, np.int32), np.array(lengths, np.int32), per_tile)
+    units = extend_units(tiles, rule.parts(tiles[:, 2]))
+    assert len(units.folds) == num_split
+    workspace = ExtendWorkspace.empty(rule.room, tuning, 128, "cuda")
+    parts = ExtendParts(ints(units.folds), units.num_parts, workspace)
+    slots = list(range(rows))
+    expected = extend_attention_reference(q, cache.k, cache.v, cache.page_table, slots, starts, query_starts, window)
+    outs = []
     for _ in range(3):
-        out = torch.full_like(q, torch.nan)
+        outs.append(torch.full_like(q, torch.nan))
         extend_attention(
-            q, cache.k, cache.v, cache.page_table, tiles, ints(range(2)), positions, ints(query_starts), out, 0, tuning,
-            splits, workspace,
+            q, cache.k, cache.v, cache.page_table, ints(units.units), ints(slots), positions, ints(query_starts),
+            outs[-1], window, tuning, parts,
         )  # fmt: skip
-        assert relative_error(out, expected) < 1e-2
-        assert not workspace.arrived.any()
+        assert relative_error(outs[-1], expected) < 1e-2
+        assert torch.equal(outs[-1], outs[0])
 
 
 def test_prompts_that_share_tiles_at_size() -> None:
@@ -235,12 +254,13 @@ def test_prompts_that_share_tiles_at_size() -> None:
     found = shared_tiles(np.arange(16, dtype=np.int32), np.full(15, 2048, np.int32), query_starts, tokens, 256)
     assert found is not None and len(found.rows) == 14
     rest = np.setdiff1d(np.arange(16, dtype=np.int32), found.rows)
-    tiles = ints(extend_tiles(np.array(starts, np.int32), np.array(lengths, np.int32), tokens, rest))
+    tiles = extend_tiles(np.array(starts, np.int32), np.array(lengths, np.int32), tokens, rest)
+    units = ints(extend_units(tiles, np.ones(len(tiles), np.int32)).units)
     out = torch.full_like(q, torch.nan)
     both = (ints(range(16)), positions, ints(query_starts))
     parts = (ints(part) for part in (found.tiles, found.rows, found.tokens))
     extend_shared(q, cache.k, cache.v, cache.page_table, *parts, *both, out, tuning)
-    extend_attention(q, cache.k, cache.v, cache.page_table, tiles, *both, out, tuning=tuning)
+    extend_attention(q, cache.k, cache.v, cache.page_table, units, *both, out, tuning=tuning)
     expected = extend_attention_reference(
         q, cache.k, cache.v, cache.page_table, list(range(16)), starts, query_starts.tolist()
     )
