@@ -1,9 +1,13 @@
-"""Attention of decodes and of prompts, by tuning; prompts beside torch's own on contiguous keys."""
+"""Attention of decodes and of prompts, by tuning; prompts beside torch's own on contiguous keys, and with keys split
+by one rule or another."""
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,8 +31,14 @@ from bench.kernel_timing import (
 )
 from paceline.kernels.decode_attention import DecodeTuning, decode_attention
 from paceline.kernels.decode_units import Chunks
-from paceline.kernels.extend_attention import ExtendTuning, extend_attention, tokens_per_tile
-from paceline.kernels.extend_tiles import extend_tiles, extend_units
+from paceline.kernels.extend_attention import (
+    ExtendParts,
+    ExtendTuning,
+    ExtendWorkspace,
+    extend_attention,
+    tokens_per_tile,
+)
+from paceline.kernels.extend_tiles import ExtendUnits, SplitRule, Words, extend_tiles, extend_units
 from paceline.kernels.rope_kv import rope_table
 
 ATTENTION = [
@@ -224,4 +234,101 @@ def bench_extend() -> None:
             f"sdpa flash {plain * 1e6:8.0f} µs   {best3}"
         )
     print("Prefill attention, per layer")
+    print("\n".join(lines), flush=True)
+
+
+# ---- prompts whose keys are split -----------------------------------------------------------------------------------
+
+Split = Callable[[Words], Words]  # keys of tiles to parts
+
+
+def for_the_whole_pass(keys: Words) -> Words:
+    """All tiles alike, in twice as many parts as long as the programs fit: the rule before `SplitRule`."""
+    parts = 1
+    while 2 * parts * len(keys) * KV_HEADS <= 264 and int(keys.max()) // (2 * parts) >= 512:
+        parts *= 2
+    return np.full(len(keys), parts, np.int32)
+
+
+RULE = partial(SplitRule, KV_HEADS)
+SPLITS: dict[str, Split] = {
+    "none": lambda keys: np.ones(len(keys), np.int32),
+    "whole pass": for_the_whole_pass,
+    "by tile": RULE().parts,
+    "load 1": RULE(loads=(1.0,)).parts,
+    "load 1/2": RULE(loads=(0.5,)).parts,
+    "load 1/4": RULE(loads=(0.25,)).parts,
+    "256 keys": RULE(least_keys=256).parts,
+    "1024 keys": RULE(least_keys=1024).parts,
+    "2048 keys": RULE(least_keys=2048).parts,
+}
+SPLIT_CASES = {
+    "64 after 24000, 2 x 576": ([24_000, 0, 0], [64, 576, 576]),
+    "256 after 24000, 2 x 576": ([24_000, 0, 0], [256, 576, 576]),
+    "138 after 24000": ([24_000], [138]),
+    "1024 after 16000, 2 x 512": ([16_000, 0, 0], [1024, 512, 512]),
+    "16 x 1024": ([0] * 16, [1024] * 16),
+    "1 x 8192": ([0], [8192]),
+    "2048 after 30720": ([30_720], [2048]),
+    "3 x 1024 after 30000": ([30_000] * 3, [1024] * 3),
+}
+
+
+class SplitCase:
+    """Rows of prompts, and keys of some layers that take turns, so that none finds its own in the L2."""
+
+    def __init__(self, starts: list[int], lengths: list[int], layers: int = 4) -> None:
+        self.tuning = ExtendTuning()
+        self.starts, self.lengths = np.array(starts, np.int32), np.array(lengths, np.int32)
+        self.rows = Rows(Scene("splits", tuple((self.starts + self.lengths).tolist())))
+        self.caches = [randn(2, self.rows.num_pages, PAGE, KV_HEADS, HEAD) for _ in range(layers)]
+        self.q = randn(sum(lengths), Q_HEADS, HEAD)
+        self.positions = ints(np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]))
+        self.query_starts = ints([0, *np.cumsum(lengths).tolist()])
+
+    def units(self, split: Split) -> ExtendUnits:
+        tiles = extend_tiles(self.starts, self.lengths, tokens_per_tile(self.tuning, Q_HEADS // KV_HEADS))
+        return extend_units(tiles, split(tiles[:, 2]))
+
+    def run(self, made: ExtendUnits) -> tuple[float, torch.Tensor]:
+        """Seconds a layer, and the last one's output."""
+        units, state, out = ints(made.units), self.rows.state, torch.full_like(self.q, torch.nan)
+        workspace = ExtendWorkspace.empty(made.num_parts * KV_HEADS, self.tuning, HEAD, "cuda")
+        parts = ExtendParts(ints(made.folds), made.num_parts, workspace) if made.num_parts else None
+
+        def work() -> None:
+            for k, v in self.caches:
+                extend_attention(
+                    self.q, k, v, state.page_table, units, state.row_slots, self.positions, self.query_starts, out,
+                    tuning=self.tuning, parts=parts,
+                )  # fmt: skip
+
+        return timed(work) / len(self.caches), out
+
+    def host_seconds(self, split: Split) -> float:
+        times = []
+        for _ in range(50):
+            began = time.perf_counter()
+            self.units(split)
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+
+
+def bench_splits() -> None:
+    lines = [f"{'':26}" + "".join(f"{name:>17}" for name in (*SPLITS, "host, by tile"))]
+    for name, (starts, lengths) in SPLIT_CASES.items():
+        case = SplitCase(starts, lengths)
+        _, plain = case.run(case.units(SPLITS["none"]))
+        line, found = f"{name:26}", {}
+        for rule, split in SPLITS.items():
+            made = case.units(split)
+            found[rule], out = case.run(made)
+            error = float((out.float() - plain.float()).norm() / plain.float().norm())
+            assert error < 1e-2, f"{name}: keys split by {rule!r} and whole ones are {error} apart"
+            line += f"{found[rule] * 1e6:10.1f} ({len(made.units):4})"
+        found["host"] = case.host_seconds(SPLITS["by tile"])
+        lines.append(f"{line}{found['host'] * 1e6:17.0f}")
+        RESULTS[f"splits {name}"] = found
+        del case
+    print("Prefill attention with keys split by different rules: µs per layer (units of a KV head)")
     print("\n".join(lines), flush=True)
