@@ -49,6 +49,7 @@ from paceline.kernels.decode_attention import DecodeTuning, decode_attention
 from paceline.kernels.decode_units import Chunks
 from paceline.kernels.gather_tokens import gather_tokens
 from paceline.kernels.linear import LinearTuning, decode_tuning, num_squares
+from paceline.kernels.logprobs import TOLD_WORDS, LogprobWorkspace, chosen_logprobs, top_logprobs
 from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.rope_kv import rope_table
 from paceline.kernels.sampling import SampleWorkspace, sample
@@ -92,9 +93,24 @@ def bench_sampling() -> None:
             seconds = timed(work) / len(logits)
             lines.append(f"{name:22} b{batch:<4} {seconds * 1e6:8.1f} µs")
             RESULTS[f"sampling {name} {batch}"] = seconds
+        told = torch.zeros(4, batch, TOLD_WORDS, dtype=torch.int32, device="cuda")
+        places = LogprobWorkspace.empty(batch, "cuda")
+        for count in (0, 5, 20):
+            for row in range(batch):
+                rows.state.sampling[row] = torch.from_numpy(sampling_words(0.0, 0, 1.0, 0.0, row, count)).cuda()
+
+            def tell() -> None:
+                for line in logits:  # noqa: B023
+                    common = (rows.state.num_rows, rows.state.sampling)  # noqa: B023
+                    top_logprobs(line, slots, *common, told, step, places)  # noqa: B023
+                    chosen_logprobs(line, slots, *common, results, told, step, places)  # noqa: B023
+
+            seconds = timed(tell) / len(logits)
+            lines.append(f"{f'logprobs {count}':22} b{batch:<4} {seconds * 1e6:8.1f} µs")
+            RESULTS[f"logprobs {count} {batch}"] = seconds
         plain = timed(lambda: [line.argmax(-1) for line in logits]) / len(logits)  # noqa: B023
         lines.append(f"{'torch argmax':22} b{batch:<4} {plain * 1e6:8.1f} µs")
-    print("Sampling, vocabulary 151,936")
+    print("Sampling and logprobs, vocabulary 151,936")
     print("\n".join(lines), flush=True)
 
 

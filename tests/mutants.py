@@ -234,6 +234,27 @@ MUTANTS = [
         ["tests/oracle/test_sampling.py"],
     ),
     Mutant(
+        "a lane that won tells nothing more",
+        "kernels/logprobs.py",
+        "keys = tl.where(lane == its_lane, left, keys)",
+        "keys = tl.where(lane == its_lane, nothing, keys)",
+        ["tests/kernels/test_logprobs.py"],
+    ),
+    Mutant(
+        "logprobs of a biased token are those of the bias",
+        "engine/cuda_sampling.py",
+        "raw = logits.clone() if adjusts else logits",
+        "raw = logits",
+        ["tests/engine/test_cuda_device.py"],
+    ),
+    Mutant(
+        "logprobs of a request that has left are told to the next one",
+        "engine/loop.py",
+        "rows[id(request)] for request in updates.requests",
+        "row for row, _ in enumerate(updates.requests)",
+        ["tests/engine/test_engine.py"],
+    ),
+    Mutant(
         "a small top-k forgets the equals of its last",
         "kernels/sampling.py",
         "        if most <= GROUPS:",

@@ -168,8 +168,7 @@ class Bench:
         )  # fmt: skip
 
     def logprobs(self) -> None:
-        """Prompts whose every token comes with five alternatives, against the same without. Their sampling is launched
-        behind the graph."""
+        """Prompts whose every token comes with five alternatives, against the same without."""
         for batch in (64, 256):
             self._logprobs(partial(sweep, batch, 256), f"logprobs-{batch}")
 

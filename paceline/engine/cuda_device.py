@@ -30,7 +30,7 @@ from torch import Tensor
 from paceline.engine.cuda_graphs import DecodeGraphs, Kind, Part, kind_of
 from paceline.engine.cuda_inputs import SHARED_CHUNKS, Packed, PlanPacker, ShareRule, Span
 from paceline.engine.cuda_model import AttendKernel, GpuModel
-from paceline.engine.cuda_sampling import CudaSampling, Told
+from paceline.engine.cuda_sampling import CudaSampling, Told, told_columns
 from paceline.engine.cuda_streams import Event, Graph, Streams
 from paceline.engine.executor import Result
 from paceline.kernels._triton import cdiv
@@ -56,6 +56,7 @@ from paceline.kernels.extend_attention import (
 )
 from paceline.kernels.extend_tiles import SplitRule
 from paceline.kernels.gather_tokens import gather_tokens
+from paceline.kernels.logprobs import TOLD_WORDS
 from paceline.kernels.rope_kv import rope_kv
 from paceline.kernels.slot_state import SlotState, apply_diff
 from paceline.sampling.logprobs import Ask
@@ -106,6 +107,7 @@ class _Flight:
         self._streams, self._device = streams, device
         self.uploaded, self.began, self.ended, self.copied = (streams.event() for _ in range(4))
         self.results = streams.pinned(max_rows)
+        self.told = streams.pinned(max_rows * TOLD_WORDS).view(max_rows, TOLD_WORDS)
         self.pending: _Pending | None = None
         self._grow(_FIRST_WORDS)
 
@@ -138,13 +140,15 @@ def max_units(sizes: Sequence[int], max_length: int, chunks: ChunkChoice) -> int
 
 
 class _Pending:
-    __slots__ = ("_before", "_bucket", "_device", "_flight", "_num_tokens", "_result", "delayed", "told")
+    __slots__ = ("_before", "_bucket", "_device", "_flight", "_packed", "_result", "delayed", "told_prompts")
 
-    def __init__(self, device: CudaDevice, flight: _Flight, before: Event | None, num_tokens: int, bucket: int) -> None:
+    def __init__(
+        self, device: CudaDevice, flight: _Flight, before: Event | None, packed: Packed, bucket: int, told: list[Told]
+    ) -> None:
         self._device, self._flight, self._before = device, flight, before
-        self._num_tokens, self._bucket = num_tokens, bucket
+        self._packed, self._bucket = packed, bucket
         self._result: Result | None = None
-        self.told: list[Told] = []  # kept until the copies are there
+        self.told_prompts = told  # kept until the copies are there
         self.delayed: Callable[[Masks], None] | None = None
 
     def mask_room(self, num_rows: int, num_words: int) -> Bits:
@@ -170,11 +174,13 @@ class _Pending:
             stats.note(self._bucket, device_s)
             idle_s = self._before.elapsed_time(flight.began) / 1e3 if self._before is not None else 0.0
             stats.idle_s += idle_s
-            # A copy: the flight's buffer belongs to a later pass soon.
-            tokens = flight.results[: self._num_tokens].numpy().copy() if self._num_tokens else NO_TOKENS
-            runs = tuple(run for told in self.told for run in told.runs())
-            self.told = []
-            self._result = Result(tokens, device_s, idle_s=idle_s, logprobs=runs)
+            # Copies: the flight's buffers belong to a later pass soon.
+            count, width = self._packed.num_sampled, self._packed.logprobs
+            tokens = flight.results[:count].numpy().copy() if count else NO_TOKENS
+            logprobs = None if width is None else told_columns(flight.told[:count].numpy().copy(), width)
+            runs = tuple(told.run() for told in self.told_prompts)
+            self.told_prompts = []
+            self._result = Result(tokens, device_s, idle_s=idle_s, logprobs=logprobs, prompt_logprobs=runs)
         return self._result
 
 
@@ -296,19 +302,15 @@ class CudaDevice:
             flight.began.record(streams.engine)
             if packed.is_decode:
                 # Before the diff: a graph that is captured now must not see its rows.
-                kind = kind_of(packed.num_rows, packed.num_own_tokens, packed.has_filters, packed.tile)
-                if delayed or packed.asks:
-                    kind = kind._replace(filters=False, part=Part.LOGITS)
-                else:
-                    kind = kind._replace(adjusts=packed.adjusts)
+                kind = kind_of(packed.num_rows, packed.num_own_tokens, packed.tile)
+                behind = Kind(packed.has_filters, adjusts=packed.adjusts, logprobs=packed.logprobs is not None)
+                kind = kind._replace(part=Part.LOGITS) if delayed else behind._replace(short=kind.short, tile=kind.tile)
                 bucket = self.graphs.bucket(packed.num_rows, kind)
                 graph = self.graphs.graph(bucket, kind)
-                if delayed and not packed.asks:
-                    behind = Kind(filters=packed.has_filters, adjusts=packed.adjusts, part=Part.TOKENS)
-                    choose = self.graphs.graph(bucket, behind)
+                if delayed:
+                    choose = self.graphs.graph(bucket, behind._replace(part=Part.TOKENS))
                 self._apply(flight, packed)
                 graph.replay()
-                logits = None if kind.part is Part.ALL else self.model.last_logits(bucket)
             else:
                 bucket = 0
                 self._apply(flight, packed)
@@ -320,8 +322,7 @@ class CudaDevice:
                 if packed.num_sampled:
                     logits = self.model.logits(hidden)
                     self._sampling.step.add_(1)
-        pending = _Pending(self, flight, self._last_end, packed.num_sampled, bucket)
-        pending.told = told
+        pending = _Pending(self, flight, self._last_end, packed, bucket, told)
         flight.pending, self._last_end = pending, flight.ended
         if delayed:
             pending.delayed = lambda masks: self._finish(pending, flight, packed, logits, index, masks, choose)
@@ -346,33 +347,26 @@ class CudaDevice:
         if masks is not None:
             sampling.masks.send(masks)
         self._num_steps += bool(packed.num_sampled)
-        results = sampling.results[self._num_steps % _DEPTH]
+        at, count = self._num_steps % _DEPTH, packed.num_sampled
         with streams.use(streams.engine):
             if choose is not None:
                 sampling.masks.arrived.wait(streams.engine)
                 choose.replay()
             elif logits is not None:
-                num_asked = len(packed.asks)
-                asked = flight.part(packed.asked)
-                tell = (
-                    sampling.tell_output(packed.asks, asked[:num_asked], asked[num_asked:].view(num_asked, -1), logits)
-                    if num_asked
-                    else None
-                )
                 if masks is not None:
                     sampling.masks.arrived.wait(streams.engine)
                 sampling.choose(
                     logits, self._slots, self._positions, index, adjusts=packed.adjusts, filters=packed.has_filters,
-                    masked=masks is not None,
+                    logprobs=packed.logprobs is not None, masked=masks is not None,
                 )  # fmt: skip
-                if tell is not None:
-                    pending.told.append(tell(results))
             flight.ended.record(streams.engine)
         with streams.use(streams.results):
             flight.ended.wait(streams.results)
-            if packed.num_sampled:
-                flight.results[: packed.num_sampled].copy_(results[: packed.num_sampled], non_blocking=True)
-            for told in pending.told:
+            if count:
+                flight.results[:count].copy_(sampling.results[at, :count], non_blocking=True)
+            if packed.logprobs is not None:
+                flight.told[:count].copy_(sampling.told[at, :count], non_blocking=True)
+            for told in pending.told_prompts:
                 told.copy()
             flight.copied.record(streams.results)
 
@@ -397,8 +391,9 @@ class CudaDevice:
         slots, positions = self._slots[:rows], self._positions[:rows]
         if kind.part is Part.TOKENS:
             self._sampling.choose(
-                model.last_logits(rows), slots, positions, None, adjusts=kind.adjusts, filters=kind.filters, masked=True
-            )
+                model.last_logits(rows), slots, positions, None, adjusts=kind.adjusts, filters=kind.filters,
+                logprobs=kind.logprobs, masked=True,
+            )  # fmt: skip
             return
         pdl = 0 if kind.tile else model.early_start(rows)
         raw = not kind.tile and model.takes_raw(rows, fused=True)
@@ -406,7 +401,9 @@ class CudaDevice:
         gather_tokens(state, model.embedding, model.input(rows), slots, positions, squares=model.squares(rows))
         logits = model.logits(model.forward(rows, attend, fused=True, raw=raw, pdl=pdl))
         if kind.part is Part.ALL:
-            self._sampling.choose(logits, slots, positions, None, adjusts=kind.adjusts, filters=kind.filters)
+            self._sampling.choose(
+                logits, slots, positions, None, adjusts=kind.adjusts, filters=kind.filters, logprobs=kind.logprobs
+            )
 
     def _decode_attention(
         self, rows: int, num_rows: Tensor, kind: Kind, pdl: int, step: Tensor | None = None, *, raw: bool,

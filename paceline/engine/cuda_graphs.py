@@ -33,10 +33,12 @@ class Kind(NamedTuple):
     tile: int = 0  # query heads in a unit that several rows share; 0: nobody shares
     adjusts: bool = False  # some row has penalties, biases or forbidden tokens
     part: Part = Part.ALL
+    logprobs: bool = False  # some row asks how likely its tokens are
 
 
-def kind_of(num_rows: int, num_own_tokens: int, filters: bool, tile: int) -> Kind:
-    return Kind(filters, num_rows > SHORT_ROWS and num_own_tokens < _SHORT_TOKENS * num_rows, tile)
+def kind_of(num_rows: int, num_own_tokens: int, tile: int) -> Kind:
+    """As far as the forward pass has a say in it."""
+    return Kind(short=num_rows > SHORT_ROWS and num_own_tokens < _SHORT_TOKENS * num_rows, tile=tile)
 
 
 def buckets(max_rows: int) -> list[int]:

@@ -19,7 +19,7 @@ from paceline.kernels.extend_tiles import SharedTiles, SplitRule, extend_tiles, 
 from paceline.kernels.slot_state import pack_diff, sampling_words
 from paceline.request import Request
 from paceline.sampling.adjust import adjustments_of, seen_tokens
-from paceline.sampling.logprobs import Ask, LogprobAsks
+from paceline.sampling.logprobs import LogprobAsks, Width
 from paceline.scheduler.plan import Plan, Sharing
 
 Column = npt.NDArray[np.int32]
@@ -47,7 +47,7 @@ class Packed:
     is_decode: bool  # one token a row, all of them sample: a graph can run it
     has_filters: bool  # some row samples with top-k, top-p or min-p
     adjusts: bool  # some row has penalties, biases or forbidden tokens
-    asks: tuple[Ask, ...]  # for logprobs of output tokens
+    logprobs: Width | None  # what there is to tell of the output, if some sampling row asks
     tile: int  # query heads in a unit of decode attention that several rows share; 0: nobody shares
     num_own_tokens: int  # KV positions of decodes that no other row has
     num_saved_tokens: int  # KV positions that decodes do not read because another row of their unit does
@@ -66,7 +66,6 @@ class Packed:
     tile_rows: Span
     tile_tokens: Span
     adjust: Span  # what to write into slots' lists of adjustments
-    asked: Span  # of each ask, its row of the logits; then ids that were asked for, all equally many
 
     def write(self, target: Column) -> None:
         """Copies all parts into the upload buffer."""
@@ -152,9 +151,8 @@ class PlanPacker:
         is_decode = plan.num_tokens == plan.num_rows == num_sampled
         num_decodes = plan.num_rows if is_decode else plan.num_decodes
         diff, adjust = self._diff(plan, num_decodes), self._adjust(plan)
-        asks = self.logprobs.of_output(plan)
         parts, at = [diff], cdiv(len(diff), ALIGN) * ALIGN
-        spans = [Span(0, 0)] * 11
+        spans = [Span(0, 0)] * 10
         num_parts = 0
         columns: tuple[Column, ...] = ()
         if not is_decode:
@@ -173,7 +171,7 @@ class PlanPacker:
                 *((shared.tiles.reshape(-1), shared.rows, shared.tokens.reshape(-1)) if shared else ()),
             )
         columns += (_NONE,) * (9 - len(columns))
-        for number, column in enumerate((*columns, adjust, _asked(asks))):
+        for number, column in enumerate((*columns, adjust)):
             if len(column):
                 parts.append(column)
                 spans[number] = Span(at, len(column))
@@ -186,8 +184,8 @@ class PlanPacker:
             own, saved = own - int(self._shared.covered.sum()) * self._shared.chunk, self._shared.num_saved_tokens
         adjusted = bool(self._adjusted[slots].any())
         return Packed(
-            tuple(parts), at, is_decode, filtered, adjusted, tuple(asks), self._tile, own, saved, num_decodes,
-            len(slots), plan.num_tokens, num_sampled, num_parts, *spans,
+            tuple(parts), at, is_decode, filtered, adjusted, self.logprobs.of_output(plan), self._tile, own, saved,
+            num_decodes, len(slots), plan.num_tokens, num_sampled, num_parts, *spans,
         )  # fmt: skip
 
     def _prompts(self, plan: Plan, query_starts: Column) -> tuple[Column, SharedTiles | None]:
@@ -236,7 +234,9 @@ class PlanPacker:
         self._filtered[slot] = not params.is_greedy and (top_k > 0 or params.top_p < 1 or params.min_p > 0)
         self.logprobs.join(slot, request)
         temperature = 0.0 if params.is_greedy else params.temperature
-        return sampling_words(temperature, top_k, params.top_p, params.min_p, params.seed or 0)
+        return sampling_words(
+            temperature, top_k, params.top_p, params.min_p, params.seed or 0, params.logprobs, params.logprob_token_ids
+        )
 
     def _adjust(self, plan: Plan) -> Column:
         """What the device must write of new owners' adjustments; of most plans nothing."""
@@ -253,14 +253,6 @@ class PlanPacker:
                 runs.append((join.slot, 0, np.zeros(1, np.int32)))
             self._adjusted[join.slot] = by is not None
         return pack_runs(runs) if runs else _NONE
-
-
-def _asked(asks: list[Ask]) -> Column:
-    if not asks:
-        return _NONE
-    most = max(len(ask.ids) for ask in asks)
-    ids = [[*ask.ids, *[0] * (most - len(ask.ids))] for ask in asks]
-    return np.concatenate([np.array([ask.index for ask in asks], np.int32), np.array(ids, np.int32).reshape(-1)])
 
 
 def _last_written(slots: Column, indices: Column, pages: Column) -> tuple[Column, Column, Column]:

@@ -1,18 +1,24 @@
 """From logits to tokens on a GPU: adjustments, masks, sampling, and how likely the tokens were.
 
-Adjusting and sampling are part of a decode pass's graph. Two things are not: masks, which the host knows only when the
-pass before has ended, and logprobs, whose number differs from pass to pass. A pass with either runs its graph up to the
-logits. With masks, what is behind them is a second graph, so that the host, which has just computed the masks, has one
-launch to do before the forward pass ends; with logprobs it is launched kernel by kernel.
+All of it is part of a decode pass's graph. Masks, which the host knows only when the pass before has ended, cut it in
+two: one graph ends with the logits, and what is behind them is another, so that the host, which has just computed the
+masks, has one launch to do before the forward pass ends.
+
+Logprobs are told of the logits as the model gave them. Their kernel comes first, before adjusting and masking change
+these, and has a place of the same size for every row; it reads in the slot's words what the row asks. Only how likely
+the chosen token was is known last. A mask has left that token's logit alone; where rows are adjusted, a copy of all
+logits is kept for it, which takes as much memory again in graphs and beside them.
+
+Of prompts they are launched kernel by kernel, as all of a pass with prompts is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,17 +26,27 @@ from paceline.engine.cuda_inputs import ALIGN
 from paceline.engine.cuda_streams import Event, Streams
 from paceline.kernels._triton import cdiv
 from paceline.kernels.adjust import AdjustState, adjust_logits, mask_logits
+from paceline.kernels.logprobs import (
+    ASKED,
+    TOLD_WORDS,
+    TOP_CHANCES,
+    TOP_IDS,
+    LogprobWorkspace,
+    chosen_logprobs,
+    top_logprobs,
+)
 from paceline.kernels.sampling import SampleWorkspace, sample
 from paceline.kernels.slot_state import SlotState
-from paceline.sampling.logprobs import MOST_ROWS, Ask, split
-from paceline.sampling.values import Bits, LogprobRun, Masks
+from paceline.sampling.logprobs import MOST_ROWS, Ask, Width, split
+from paceline.sampling.values import Bits, LogprobRun, Logprobs, Masks
 
 
 @dataclass(slots=True, eq=False)
 class Told:
-    """Log-chances on their way to the host: [n, 1 + k] of tokens and alternatives, and the ids [n, k] of these."""
+    """Log-chances of a prompt's tokens on their way to the host: [n, 1 + k] of these and of alternatives, whose ids are
+    [n, k]."""
 
-    asks: Sequence[Ask]
+    ask: Ask
     chances: Tensor
     ids: Tensor
     host_chances: Tensor
@@ -41,19 +57,22 @@ class Told:
         self.host_chances.copy_(self.chances.view(torch.int32).reshape(-1), non_blocking=True)
         self.host_ids.copy_(self.ids.reshape(-1), non_blocking=True)
 
-    def runs(self) -> list[LogprobRun]:
+    def run(self) -> LogprobRun:
         """Once the copy is there."""
         chances = self.host_chances.view(torch.float32).numpy().reshape(self.chances.shape).copy()
         ids = self.host_ids.numpy().reshape(self.ids.shape).copy()
-        found, at, most = [], 0, self.ids.shape[1] - max(len(ask.ids) for ask in self.asks)
-        for ask in self.asks:
-            rows = slice(at, at + ask.count)
-            at += ask.count
-            # All rows have as many columns as the one that asks most.
-            kept = [*range(ask.num_top), *range(most, most + len(ask.ids))]
-            found.append(LogprobRun(ask.row, ask.first, chances[rows, 0], ids[rows][:, kept],
-                                    chances[rows, 1:][:, kept]))  # fmt: skip
-        return found
+        return LogprobRun(self.ask.row, self.ask.first, chances[:, 0], ids, chances[:, 1:])
+
+
+def told_columns(words: npt.NDArray[np.int32], width: Width) -> Logprobs:
+    """What the device told of rows [n, TOLD_WORDS], as far as somebody asks."""
+
+    def floats(first: int, count: int) -> npt.NDArray[np.float32]:
+        return words[:, first : first + count].view(np.float32)
+
+    num_top, num_ids = width
+    ids = words[:, TOP_IDS : TOP_IDS + num_top]
+    return Logprobs(floats(0, 1)[:, 0], ids, floats(TOP_CHANCES, num_top), floats(ASKED, num_ids))
 
 
 class MaskBuffer:
@@ -106,15 +125,21 @@ class CudaSampling:
         self.masks = MaskBuffer(streams, max_running, vocab_size, device)
         self._workspace = SampleWorkspace.empty(max_running, device)
         self.adjust = AdjustState.empty(max_running, max_length, device)
+        self._logprobs = LogprobWorkspace.empty(max_running, device)
         self.results = torch.zeros(depth, max_running, dtype=torch.int32, device=device)
+        self.told = torch.zeros(depth, max_running, TOLD_WORDS, dtype=torch.int32, device=device)
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
 
     def choose(
         self, logits: Tensor, slots: Tensor, positions: Tensor, index: Tensor | None, *, adjusts: bool, filters: bool,
-        masked: bool = False,
+        logprobs: bool, masked: bool = False,
     ) -> None:  # fmt: skip
-        """The next token of every row, into the token pool and the results of this step. Changes the logits."""
-        state = self._state
+        """The next token of every row, into the token pool and the results of this step, and what is to be told of it.
+        Changes the logits."""
+        state, raw = self._state, logits
+        if logprobs:
+            top_logprobs(logits, slots, state.num_rows, state.sampling, self.told, self.step, self._logprobs, index)
+            raw = logits.clone() if adjusts else logits
         if adjusts:
             adjust_logits(logits, slots, positions, state.num_rows, state.token_pool, self.adjust, index)
         if masked:
@@ -123,21 +148,10 @@ class CudaSampling:
             logits, slots, positions, state.num_rows, state, self.results, self.step, self._workspace, index=index,
             filters=filters,
         )  # fmt: skip
-
-    def tell_output(self, asks: Sequence[Ask], rows: Tensor, ids: Tensor, logits: Tensor) -> Callable[[Tensor], Told]:
-        """Remembers the logits of rows [n] before they are changed. What is returned is to be called with the tokens
-        [sampling rows] that were chosen; ids [n, m] are those that were asked for."""
-        raw = logits.index_select(0, rows).float()
-        total = raw.logsumexp(dim=-1, keepdim=True)
-        top, top_ids = _top(raw, max(ask.num_top for ask in asks))
-        parts = [top, raw.gather(1, ids.long())]
-        all_ids = torch.cat([top_ids, ids], dim=1)
-
-        def told(tokens: Tensor) -> Told:
-            chosen = raw.gather(1, tokens.index_select(0, rows).long().clamp(min=0)[:, None])  # NO_TOKEN is no index
-            return self._on_its_way(asks, torch.cat([chosen, *parts], dim=1) - total, all_ids)
-
-        return told
+        if logprobs:
+            chosen_logprobs(
+                raw, slots, state.num_rows, state.sampling, self.results, self.told, self.step, self._logprobs, index
+            )
 
     def tell_prompts(
         self, asks: Sequence[Ask], slots: Sequence[int], logits_of: Callable[[int, int], Tensor]
@@ -150,12 +164,9 @@ class CudaSampling:
                 tokens = self._state.token_pool[slot, part.first : part.first + part.count].long()
                 top, top_ids = _top(chances, part.num_top)
                 both = torch.cat([chances.gather(1, tokens[:, None]), top], dim=1)
-                found.append(self._on_its_way([part], both, top_ids))
+                pinned = self._streams.pinned
+                found.append(Told(part, both, top_ids, pinned(both.numel()), pinned(top_ids.numel())))
         return found
-
-    def _on_its_way(self, asks: Sequence[Ask], chances: Tensor, ids: Tensor) -> Told:
-        pinned: Any = self._streams.pinned
-        return Told(asks, chances, ids, pinned(chances.numel()), pinned(ids.numel()))
 
 
 def _top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:

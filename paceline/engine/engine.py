@@ -42,7 +42,7 @@ from paceline.request import (
     as_tokens,
 )
 from paceline.sampling.grammar import Compiled, Grammars
-from paceline.sampling.values import LogprobRun
+from paceline.sampling.values import LogprobRun, Logprobs
 from paceline.scheduler.forecast import seconds_until_admitted
 from paceline.scheduler.plan import Finished, Updates
 from paceline.scheduler.scheduler import Scheduler
@@ -379,8 +379,7 @@ class Engine:
             request.prefill_only, request.pooled = True, Pooled(pooling)
             if pooling == "mean":  # a cached token has no hidden state any more
                 request.compute_from = 0
-        is_quiet = sink.wants_all_at_once and not params.stop and params.logprobs is None
-        live = _Live(request, self.text_of(params), sink, is_quiet)
+        live = _Live(request, self.text_of(params), sink, is_quiet=sink.wants_all_at_once and not params.stop)
         if params.grammar is not None:
             live.compiling = self.grammars.compile(params.grammar)
             if live.compiling.done():
@@ -510,24 +509,35 @@ class Engine:
         with contextlib.suppress(EngineFailed):  # it has answered already
             self._post([go_on])
 
-    def _take_logprobs(self) -> dict[int, LogprobRun]:
-        """What the last pass told: of prompts, kept until their first piece; of outputs, by request."""
-        told, self.loop.logprobs = self.loop.logprobs, ()
-        outputs = {}
+    def _keep_prompt_logprobs(self, told: Iterable[tuple[Request, LogprobRun]]) -> None:
+        """What the last pass told of prompts, until their first piece."""
         for request, run in told:
-            if run.first >= len(request.prompt):
-                outputs[id(request)] = run
-                continue
-            live, prompt = self._live.get(request.id), request.prompt
+            live = self._live.get(request.id)
             if live is None or live.request is not request:
                 continue
-            for index in range(len(run.chosen)):
-                # After a retraction the same positions are computed and told again.
-                if run.first + index == len(live.prompt_logprobs) + 1 and run.first + index < len(prompt):
-                    live.prompt_logprobs.append(
-                        TokenLogprob.of(int(prompt[run.first + index]), run, index, run.ids.shape[1])
-                    )
-        return outputs
+            # After a retraction the same positions are computed and told again.
+            known = len(live.prompt_logprobs) + 1 - run.first
+            if known >= 0:
+                tokens = request.prompt[run.first + known : run.first + len(run.chosen)].tolist()
+                columns = (column[known:].tolist() for column in run[2:])
+                for token, chosen, ids, chances in zip(tokens, *columns, strict=True):
+                    live.prompt_logprobs.append(TokenLogprob(token, chosen, tuple(zip(ids, chances, strict=True))))
+
+    def _keep_logprobs(self, updates: Updates, told: Logprobs) -> None:
+        """What the last pass told of its tokens, until their piece."""
+        # All rows' numbers at once: taken one by one out of the arrays they cost several times as much.
+        columns = (column.tolist() for column in told)
+        for request, token, chosen, ids, chances, asked in zip(
+            updates.requests, updates.tokens.tolist(), *columns, strict=True
+        ):
+            count = request.params.logprobs
+            live = None if count is None else self._live.get(request.id)
+            if live is None or live.request is not request:
+                continue
+            top = tuple(zip(ids, chances, strict=True))[:count]  # all of them, where nobody asks more
+            if asked:
+                top += tuple(zip(request.params.logprob_token_ids, asked, strict=False))  # another row may ask more
+            live.logprobs.append(TokenLogprob(token, chosen, top))
 
     def _retry_after(self) -> float | None:
         """When there is likely room for one more. Whoever was told a time before and has not come back goes first:
@@ -541,9 +551,13 @@ class Engine:
         return seconds
 
     def _take(self, updates: Updates) -> None:
-        told = self._take_logprobs() if self.loop.logprobs else {}
+        logprobs, self.loop.logprobs = self.loop.logprobs, None
+        prompt_logprobs, self.loop.prompt_logprobs = self.loop.prompt_logprobs, ()
+        self._keep_prompt_logprobs(prompt_logprobs)
+        if logprobs is not None:
+            self._keep_logprobs(updates, logprobs)
         if self._num_loud:
-            self._tell(updates, told)
+            self._tell(updates)
         self._catch_up(updates.requests)
         self._end_all(updates.finished)
         for request, why in self.grammars.take_failures():
@@ -563,7 +577,7 @@ class Engine:
                 self._end(live, FinishReason.ERROR, error=repr(error))
                 self.scheduler.finish(request.id, FinishReason.ERROR, self.clock())
 
-    def _tell(self, updates: Updates, told: dict[int, LogprobRun]) -> None:
+    def _tell(self, updates: Updates) -> None:
         """What this pass said, to those who want to hear it at once."""
         # A request that the scheduler ended with `stop` got its stop token in this very pass: that one is no text.
         stopped = {id(item.request) for item in updates.finished if item.reason is FinishReason.STOP}
@@ -575,8 +589,6 @@ class Engine:
             live.num_tokens += 1
             texts_of, tokens_of = texts.setdefault(request.id, ([], []))
             tokens_of.append(token)
-            if (run := told.get(id(request))) is not None:
-                live.logprobs.append(TokenLogprob.of(token, run, 0, run.ids.shape[1]))
             if id(request) in stopped and live.num_tokens == len(request.output):
                 continue
             try:
@@ -622,6 +634,8 @@ class Engine:
                 text = "".join(live.texts)
             except Exception as failure:  # of this request's text: the others go on
                 reason, error = FinishReason.ERROR, repr(failure)
+        elif live.is_quiet:
+            live.logprobs = []  # of tokens that are not told
         if error is None:
             text += live.text.close()
         usage = Usage(len(request.prompt), request.num_cached, live.num_tokens)

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paceline.sampling.values import Bits, LogprobRun, Masks
+from paceline.sampling.values import Bits, LogprobRun, Logprobs, Masks
 from paceline.scheduler.plan import Plan
 
 
@@ -19,7 +19,8 @@ class Result(NamedTuple):
     device_s: float | None = None  # how long the device took, where that is measured
     counts: npt.NDArray[np.int32] | None = None
     idle_s: float | None = None  # how long the device had nothing to do before, where that is measured
-    logprobs: tuple[LogprobRun, ...] = ()
+    logprobs: Logprobs | None = None  # of the tokens, if somebody asks
+    prompt_logprobs: tuple[LogprobRun, ...] = ()
 
 
 class Pending(Protocol):

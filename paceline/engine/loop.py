@@ -20,11 +20,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress
 from typing import Protocol, cast
 
 from paceline.engine.executor import DelayedPending, Executor, MaskedExecutor, Pending, Result
 from paceline.request import Request
-from paceline.sampling.values import Bits, LogprobRun, Masks
+from paceline.sampling.values import Bits, LogprobRun, Logprobs, Masks
 from paceline.scheduler.plan import Plan, Updates
 from paceline.scheduler.scheduler import Scheduler
 
@@ -88,7 +89,9 @@ class Loop:
         self.trace = trace
         self.constraints = constraints
         self.last_step = -1  # the last pass that was committed
-        self.logprobs: tuple[tuple[Request, LogprobRun], ...] = ()  # what the last step told; whoever reads it takes it
+        # What the last step told of the tokens in its updates, row by row, and of prompts; whoever reads it takes it.
+        self.logprobs: Logprobs | None = None
+        self.prompt_logprobs: tuple[tuple[Request, LogprobRun], ...] = ()
         self._launched: deque[_Launched] = deque()
         self._masking: _Launched | None = None  # the pass whose masks are being computed
         self._awaited: Plan | None = None
@@ -124,7 +127,8 @@ class Loop:
         now = self.clock()
         updates = self.scheduler.commit(one.plan, result.tokens, now, result.device_s, result.counts)
         self.last_step = one.plan.step
-        self.logprobs = tuple((one.plan.requests[run.row], run) for run in result.logprobs)
+        self.logprobs = None if result.logprobs is None else _kept(result.logprobs, one.plan, updates)
+        self.prompt_logprobs = tuple((one.plan.requests[run.row], run) for run in result.prompt_logprobs)
         if self.trace is not None:
             self.trace.span("commit", one.plan.step, now, self.clock())
         if self.constraints is not None:
@@ -189,3 +193,11 @@ class Loop:
             )
             steps += 1
         return steps
+
+
+def _kept(told: Logprobs, plan: Plan, updates: Updates) -> Logprobs:
+    """Without the rows whose tokens were discarded."""
+    if not updates.num_discarded:
+        return told
+    rows = {id(request): row for row, request in enumerate(compress(plan.requests, plan.samples))}
+    return told.of_rows([rows[id(request)] for request in updates.requests])

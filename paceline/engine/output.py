@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.request import FinishReason, Request
-from paceline.sampling.values import LogprobRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +36,13 @@ class Timings:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):  # a tuple: there is one for every token, and the engine's thread makes them
     """The logarithm of a token's chance, as the model gave it, and of some alternatives: the likeliest first, then
     those that were asked for by id."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-
-    @classmethod
-    def of(cls, token: int, run: LogprobRun, index: int, num_top: int) -> TokenLogprob:
-        """The one at `index` of a run; of a prompt and an output that want different numbers, each gets its own."""
-        found = zip(run.ids[index].tolist(), run.logprobs[index].tolist(), strict=True)
-        return cls(token, float(run.chosen[index]), tuple(found)[:num_top])
 
 
 @dataclass(frozen=True, slots=True)

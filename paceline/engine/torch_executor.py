@@ -25,7 +25,7 @@ from paceline.engine.inputs import SlotTables
 from paceline.engine.kv_cache import KVCache
 from paceline.model.decoder import Attend
 from paceline.model.spec import ModelSpec
-from paceline.sampling.logprobs import Ask, LogprobAsks, prompt_runs, top_of
+from paceline.sampling.logprobs import Ask, LogprobAsks, output_logprobs, prompt_runs
 from paceline.sampling.sampler import Sampler
 from paceline.sampling.values import Bits, LogprobRun, Masks
 from paceline.scheduler.plan import NO_TOKENS, Plan
@@ -36,9 +36,9 @@ class ExecutorFailed(RuntimeError):
 
 
 class Device(Protocol):
-    def run(self, plan: Plan, masks: Callable[[], Masks] | None) -> tuple[np.ndarray, tuple[LogprobRun, ...]]:
-        """Carries one plan out and returns the sampled tokens (int32) and what was asked of logprobs, on the host.
-        `masks` waits until the host knows what some rows may say."""
+    def run(self, plan: Plan, masks: Callable[[], Masks] | None) -> Result:
+        """Carries one plan out. How long it took need not be said. `masks` waits until the host knows what some rows
+        may say."""
 
 
 class Model(Protocol):
@@ -72,7 +72,7 @@ class CpuDevice:
         self._asks = LogprobAsks(max_running, spec.vocab_size)
 
     @torch.inference_mode()
-    def run(self, plan: Plan, masks: Callable[[], Masks] | None) -> tuple[np.ndarray, tuple[LogprobRun, ...]]:
+    def run(self, plan: Plan, masks: Callable[[], Masks] | None) -> Result:
         for join in plan.joins:
             self.sampler.join(join.slot, join.request)
             self._asks.join(join.slot, join.request)
@@ -83,31 +83,28 @@ class CpuDevice:
         runs = self._prompt_logprobs(plan, hidden)
         self._pool(plan, inputs.offsets, hidden)
         if not len(inputs.sampled):
-            return NO_TOKENS, runs
+            return Result(NO_TOKENS, prompt_logprobs=runs)
         if len(inputs.sampled) < len(hidden):
             hidden = hidden[torch.from_numpy(inputs.sampled)]
         logits = self.logits(hidden)
-        asks = self._asks.of_output(plan)
-        tops = [top_of(logits[ask.index : ask.index + 1], ask.num_top, ask.ids) for ask in asks]
+        width = self._asks.of_output(plan)
+        tell = None if width is None else output_logprobs(self._asks, width, inputs.sampled_slots, logits)
         allowed = None if masks is None else _unpacked(masks(), *logits.shape)
         tokens = self.sampler.sample(
             logits, inputs.sampled_slots, inputs.sampled_positions, self.tables.tokens, allowed
         )
         some = np.maximum(tokens, 0)  # a row without a token goes on with one that exists, until the host has seen it
         self.tables.store(inputs, some)
-        for ask, (chances, ids, top) in zip(asks, tops, strict=True):
-            runs += (_run(ask, chances[:, some[ask.index]], ids, top),)
-        return tokens.astype(np.int32), runs
+        return Result(tokens.astype(np.int32), logprobs=None if tell is None else tell(some), prompt_logprobs=runs)
 
     def _prompt_logprobs(self, plan: Plan, hidden: Tensor) -> tuple[LogprobRun, ...]:
         def tokens_of(ask: Ask) -> Tensor:
             row = self.tables.tokens[plan.slots[ask.row], ask.first : ask.first + ask.count]
             return torch.from_numpy(row.astype(np.int64))
 
-        found = prompt_runs(
+        return prompt_runs(
             self._asks.of_prompts(plan), lambda index, count: self.logits(hidden[index : index + count]), tokens_of
         )
-        return tuple(_run(*parts) for parts in found)
 
     def _pool(self, plan: Plan, offsets: np.ndarray, hidden: Tensor) -> None:
         """Hands the hidden states of prompts over that are to be embedded."""
@@ -130,10 +127,6 @@ def _unpacked(masks: Masks, num_rows: int, vocab_size: int) -> Tensor:
     bits = np.unpackbits(masks.bits.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
     allowed[torch.from_numpy(masks.rows)] = torch.from_numpy(bits.astype(np.bool_))
     return allowed
-
-
-def _run(ask: Ask, chosen: Tensor, ids: Tensor, top: Tensor) -> LogprobRun:
-    return LogprobRun(ask.row, ask.first, chosen.numpy(), ids.to(torch.int32).numpy(), top.numpy())
 
 
 class _Pending:
@@ -226,7 +219,7 @@ class TorchExecutor:
                 continue
             began = time.perf_counter()
             try:
-                tokens, logprobs = self.device.run(pending.plan, pending.wait_masks if pending.delayed else None)
+                result = self.device.run(pending.plan, pending.wait_masks if pending.delayed else None)
             except BaseException as error:  # whatever it was, somebody waits for an answer
                 self._error = ExecutorFailed(f"pass {pending.plan.step} failed: {type(error).__name__}: {error}")
                 self._error.__cause__ = error
@@ -234,5 +227,5 @@ class TorchExecutor:
             else:
                 idle_s = None if ended is None else began - ended
                 ended = time.perf_counter()
-                pending.settle(Result(tokens, ended - began, idle_s=idle_s, logprobs=logprobs), None)
+                pending.settle(result._replace(device_s=ended - began, idle_s=idle_s), None)
             del pending  # a plan keeps its requests alive; nothing may while the thread is idle

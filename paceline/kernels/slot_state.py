@@ -31,11 +31,14 @@ import torch
 
 from paceline.kernels._triton import launched, tl, triton
 from paceline.kernels.decode_units import DecodeUnits, SharedUnits
+from paceline.request import MAX_LOGPROBS
 
 Column = npt.NDArray[np.int32]
 
 HEADER_WORDS = 16
-SAMPLING_WORDS = 6  # temperature, top_k, top_p, min_p, seed low, seed high; floats as their bits
+# temperature, top_k, top_p, min_p, seed low, seed high; floats as their bits. Then what is asked of logprobs: 0, or 1 +
+# how many alternatives; how many ids, and these.
+SAMPLING_WORDS = 8 + MAX_LOGPROBS
 _EMPTY: Column = np.empty(0, np.int32)
 
 
@@ -63,11 +66,22 @@ class SlotState:
         )
 
 
-def sampling_words(temperature: float, top_k: int, top_p: float, min_p: float, seed: int) -> Column:
+def sampling_words(
+    temperature: float, top_k: int, top_p: float, min_p: float, seed: int, logprobs: int | None = None,
+    logprob_ids: Sequence[int] = (),
+) -> Column:  # fmt: skip
     """One slot's sampling parameters. 0 turns temperature, top_k or min_p off; 1.0 turns top_p off."""
     floats = np.array([temperature, top_p, min_p], np.float32).view(np.int32)
     halves = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32).view(np.int32)
-    return np.array([floats[0], top_k, floats[1], floats[2], *halves], np.int32)
+    asks = 0 if logprobs is None else 1 + logprobs
+    assert asks <= 1 + MAX_LOGPROBS and len(logprob_ids) <= MAX_LOGPROBS, (
+        f"{logprobs} alternatives and {len(logprob_ids)} ids do not fit"
+    )
+    words = np.zeros(SAMPLING_WORDS, np.int32)
+    words[: 8 + len(logprob_ids)] = (
+        floats[0], top_k, floats[1], floats[2], *halves, asks, len(logprob_ids), *logprob_ids
+    )  # fmt: skip
+    return words
 
 
 def pack_diff(

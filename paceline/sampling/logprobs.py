@@ -10,27 +10,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.request import Request
+from paceline.request import MAX_LOGPROBS, Request
+from paceline.sampling.values import LogprobRun, Logprobs
 from paceline.scheduler.plan import Plan
 
 MOST_ROWS = 256  # of logits at a time
 
 
+class Width(NamedTuple):
+    """How many columns there are to tell of a pass's output."""
+
+    num_top: int
+    num_ids: int
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """`count` logits, of the pass's tokens from `index` on, are wanted for the tokens at `first` and after."""
+    """`count` logits, of the pass's tokens from `index` on, are wanted for the prompt's tokens at `first` and after."""
 
     row: int
     index: int
     count: int
     first: int
     num_top: int
-    ids: tuple[int, ...]
 
 
 class LogprobAsks:
@@ -38,27 +47,23 @@ class LogprobAsks:
 
     def __init__(self, max_running: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._output = np.full(max_running, -1, np.int64)  # how many alternatives; -1: nothing is asked
+        self.num_top = np.full(max_running, -1, np.int64)  # how many alternatives; -1: nothing is asked
+        self.num_ids = np.zeros(max_running, np.int64)
+        self.ids = np.zeros((max_running, MAX_LOGPROBS), np.int64)
         self._prompt = np.full(max_running, -1, np.int64)
-        self._ids: list[tuple[int, ...]] = [()] * max_running
 
     def join(self, slot: int, request: Request) -> None:
         params = request.params
-        self._output[slot] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
+        self.num_top[slot] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
         self._prompt[slot] = -1 if params.prompt_logprobs is None else min(params.prompt_logprobs, self._vocab_size)
-        self._ids[slot] = params.logprob_token_ids
+        self.num_ids[slot] = len(params.logprob_token_ids)
+        self.ids[slot, : len(params.logprob_token_ids)] = params.logprob_token_ids
 
-    def of_output(self, plan: Plan) -> list[Ask]:
-        """One for each sampling row that asks; `index` counts sampling rows."""
-        if not (self._output[plan.slots] >= 0).any():
-            return []
-        rows = np.flatnonzero(plan.samples)
-        slots = plan.slots[rows]
-        return [
-            Ask(int(rows[i]), i, 1, int(plan.starts[rows[i]] + plan.lengths[rows[i]]), int(self._output[slots[i]]),
-                self._ids[slots[i]])
-            for i in np.flatnonzero(self._output[slots] >= 0).tolist()
-        ]  # fmt: skip
+    def of_output(self, plan: Plan) -> Width | None:
+        """None if no sampling row asks."""
+        slots = plan.slots[plan.samples]
+        num_top = int(self.num_top[slots].max(initial=-1))
+        return None if num_top < 0 else Width(num_top, int(self.num_ids[slots].max()))
 
     def of_prompts(self, plan: Plan) -> list[Ask]:
         """For each row that computes part of a prompt and asks; `index` counts the pass's tokens."""
@@ -69,7 +74,7 @@ class LogprobAsks:
             count = min(int(plan.lengths[row]), len(plan.requests[row].prompt) - 1 - start)
             if count > 0:
                 index = int(plan.lengths[:row].sum())
-                found.append(Ask(row, index, count, start + 1, int(self._prompt[slot]), ()))
+                found.append(Ask(row, index, count, start + 1, int(self._prompt[slot])))
         return found
 
 
@@ -80,24 +85,60 @@ def split(ask: Ask, most: int = MOST_ROWS) -> Iterator[Ask]:
         yield replace(ask, index=ask.index + at, count=count, first=ask.first + at)
 
 
-def top_of(logits: Tensor, num_top: int, ids: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Of logits [n, V]: all log-chances, the ids of the alternatives and theirs."""
-    chances = logits.float().log_softmax(dim=-1)
-    top, top_ids = chances.topk(num_top, dim=-1)
-    if ids:
-        asked = torch.tensor([ids], device=logits.device).expand(len(logits), -1)
-        top, top_ids = torch.cat([top, chances.gather(1, asked)], 1), torch.cat([top_ids, asked], 1)
-    return chances, top_ids, top
+def numbers(logits: Tensor) -> Tensor:
+    """As float32, minus infinity for what is no number or below any that a model means: as the GPU's kernel has it."""
+    values = logits.float()
+    return torch.where(values > -1e30, values, -torch.inf)
+
+
+def top_ids(logits: Tensor, count: int) -> Tensor:
+    """The ids [n, count] of the largest of `numbers` [n, V], best first, equals by lower id: which of these `topk`
+    takes, nobody says."""
+    if not count:
+        return torch.empty(len(logits), 0, dtype=torch.int64)
+    least = logits.topk(count, dim=-1).values[:, -1:]
+    rows, ids = (part.numpy() for part in (logits >= least).nonzero(as_tuple=True))
+    order = np.lexsort((ids, -logits.numpy()[rows, ids], rows))
+    firsts = np.searchsorted(rows, np.arange(len(logits)))
+    return torch.from_numpy(ids[order[firsts[:, None] + np.arange(count)]])
+
+
+def output_logprobs(
+    asks: LogprobAsks, width: Width, slots: npt.NDArray[np.int64], logits: Tensor
+) -> Callable[[npt.NDArray[np.int64]], Logprobs]:
+    """Reads logits [n, V] of these slots' rows before they are changed. What is returned is to be called with the
+    tokens [n] that were chosen."""
+    rows = np.flatnonzero(asks.num_top[slots] >= 0)
+    raw = numbers(logits[torch.from_numpy(rows)])
+    chances = raw.log_softmax(dim=-1)
+    ids = top_ids(raw, width.num_top)
+    asked = torch.from_numpy(asks.ids[slots[rows], : width.num_ids])
+
+    def told(tokens: npt.NDArray[np.int64]) -> Logprobs:
+        def column(of: Tensor) -> npt.NDArray[np.float32]:
+            found = np.zeros((len(slots), of.shape[1]), np.float32)
+            found[rows] = chances.gather(1, of).numpy()
+            return found
+
+        all_ids = np.zeros((len(slots), width.num_top), np.int32)
+        all_ids[rows] = ids.numpy()
+        chosen = column(torch.from_numpy(tokens[rows, None]))[:, 0]
+        return Logprobs(chosen, all_ids, column(ids), column(asked))
+
+    return told
 
 
 def prompt_runs(
     asks: list[Ask], logits_of: Callable[[int, int], Tensor], tokens_of: Callable[[Ask], Tensor]
-) -> Iterator[tuple[Ask, Tensor, Tensor, Tensor]]:
-    """What each part of a prompt was asked: log-chances of its tokens, ids and log-chances of alternatives.
-
-    `logits_of(index, count)` are those of the pass's tokens, `tokens_of` the tokens that follow them.
-    """
+) -> tuple[LogprobRun, ...]:
+    """What each part of a prompt was asked. `logits_of(index, count)` are those of the pass's tokens, `tokens_of` the
+    tokens that follow them."""
+    found = []
     for ask in asks:
         for part in split(ask):
-            chances, ids, top = top_of(logits_of(part.index, part.count), part.num_top, part.ids)
-            yield part, chances.gather(1, tokens_of(part)[:, None])[:, 0], ids, top
+            raw = numbers(logits_of(part.index, part.count))
+            chances, ids = raw.log_softmax(dim=-1), top_ids(raw, part.num_top)
+            chosen = chances.gather(1, tokens_of(part)[:, None])[:, 0]
+            found.append(LogprobRun(part.row, part.first, chosen.numpy(), ids.int().numpy(),
+                                    chances.gather(1, ids).numpy()))  # fmt: skip
+    return tuple(found)

@@ -18,11 +18,27 @@ class Masks(NamedTuple):
     bits: Bits
 
 
+Chances = npt.NDArray[np.float32]
+
+
+class Logprobs(NamedTuple):
+    """Of the tokens that a pass chose, a row each. Each has as many columns as the one that asks most; what a row did
+    not ask for has no meaning."""
+
+    chosen: Chances  # [n]
+    top_ids: npt.NDArray[np.int32]  # [n, k]: the likeliest, best first, equals by lower id
+    top: Chances  # [n, k]
+    asked: Chances  # [n, m]: of the ids that were asked for
+
+    def of_rows(self, rows: list[int]) -> Logprobs:
+        return Logprobs(self.chosen[rows], self.top_ids[rows], self.top[rows], self.asked[rows])
+
+
 class LogprobRun(NamedTuple):
-    """Of one row of a plan: the tokens that stand at positions from `first` on."""
+    """Of one row of a plan: the prompt's tokens that stand at positions from `first` on."""
 
     row: int
     first: int
-    chosen: npt.NDArray[np.float32]  # [n]
-    ids: npt.NDArray[np.int32]  # [n, k]: the likeliest, best first, then those that were asked for by id
-    logprobs: npt.NDArray[np.float32]  # [n, k]
+    chosen: Chances  # [n]
+    ids: npt.NDArray[np.int32]  # [n, k]: the likeliest, best first
+    logprobs: Chances  # [n, k]

@@ -393,17 +393,17 @@ def compared(outputs: list[RequestOutput]) -> list[Any]:
     return [(one.token_ids, one.finish_reason, rounded(one.logprobs), rounded(one.prompt_logprobs)) for one in outputs]
 
 
-def on_the_cpu(params: list[SamplingParams]) -> list[Any]:
+def on_the_cpu(params: list[SamplingParams], prompts: list[list[int]] = PROMPTS) -> list[RequestOutput]:
     plain = decoder("tiny-qwen3")
     config = EngineConfig(device="cpu", threads=1, overlap="off")
     with LLM.from_engine(assemble(plain, synthetic_tokenizer(plain.spec.vocab_size), config, BASE)) as llm:
-        return compared(llm.generate(PROMPTS, params))
+        return llm.generate(prompts, params)
 
 
 def test_penalties_biases_logprobs_and_grammars_are_those_of_the_cpu() -> None:
     llm, device = on_kernels("tiny-qwen3")
     with llm:
-        assert compared(llm.generate(PROMPTS, EVERYTHING)) == on_the_cpu(EVERYTHING)
+        assert compared(llm.generate(PROMPTS, EVERYTHING)) == compared(on_the_cpu(EVERYTHING))
         assert device.stats.graphs > 2
         # Another owner of such a slot, who asks nothing.
         few = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -428,7 +428,7 @@ def test_passes_with_masks_choose_by_a_graph_of_their_own(overlap: str) -> None:
 
     device.graphs.graph = noting  # type: ignore[method-assign]
     with llm:
-        assert compared(llm.generate(PROMPTS, params)) == on_the_cpu(params)
+        assert compared(llm.generate(PROMPTS, params)) == compared(on_the_cpu(params))
     behind = {(kind.filters, kind.adjusts) for kind in chosen if kind.part is Part.TOKENS}
     assert {(True, True), (False, False)} <= behind, "the masks of few rows and of many, with filters and without"
 
@@ -509,11 +509,66 @@ def test_a_plan_that_was_prepared_is_the_next_to_be_launched() -> None:
             device.prepare(second)
 
 
+def ids_told(output: RequestOutput) -> list[list[int]]:
+    return [[one.token_id, *(token for token, _ in one.top)] for one in output.logprobs or ()]
+
+
+def chances_told(output: RequestOutput) -> list[float]:
+    return [value for one in output.logprobs or () for value in (one.logprob, *(value for _, value in one.top))]
+
+
+LIKELY = [
+    SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=20),
+    SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
+    SamplingParams(temperature=0.7, top_k=1, seed=1, max_tokens=6, ignore_eos=True, logprobs=1, logit_bias={9: 20.0}),
+    SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0),
+]
+
+
+@pytest.mark.parametrize("case", ["as it is", "with masks", "nobody adjusts"])
+def test_logprobs_come_out_of_the_graphs(case: str) -> None:
+    """Rows that ask for 20, 1 and no alternatives beside one that asks nothing; 5 join when that one has ended."""
+    params = [*LIKELY, replace(LIKELY[0], logprobs=5, max_tokens=4, logprob_token_ids=(3, 500))]
+    if case == "with masks":
+        params[3] = replace(params[3], ignore_eos=False, grammar=Grammar.regex("[a-d]{9}"), logprobs=5)
+    if case == "nobody adjusts":
+        params[2] = replace(params[2], logit_bias=())
+    prompts = [*PROMPTS, PROMPTS[1]]
+    llm, device = on_kernels("tiny-qwen3")
+    ran: list[Kind] = []
+    graph = device.graphs.graph
+
+    def noting(size: int, kind: Kind) -> Graph:
+        ran.append(kind)
+        return graph(size, kind)
+
+    device.graphs.graph = noting  # type: ignore[method-assign]
+    with llm:
+        outputs = llm.generate(prompts, params)
+        for ours, cpus in zip(outputs, on_the_cpu(params, prompts), strict=True):
+            assert (ours.token_ids, ours.finish_reason) == (cpus.token_ids, cpus.finish_reason)
+            assert ids_told(ours) == ids_told(cpus)
+            np.testing.assert_allclose(chances_told(ours), chances_told(cpus), atol=1e-3)
+        told = [kind for kind in ran if kind.logprobs]
+        # Whoever comes next asks nothing, and pays nothing.
+        del ran[:]
+        llm.generate(PROMPTS[:2], GREEDY)
+        assert ran and not any(kind.logprobs for kind in ran)
+    part = Part.TOKENS if case == "with masks" else Part.ALL
+    assert {(case != "nobody adjusts", part)} <= {(kind.adjusts, kind.part) for kind in told}
+    biased = outputs[2].logprobs
+    assert biased is not None and outputs[1].logprobs is None
+    if case == "nobody adjusts":
+        assert biased[0].token_id == biased[0].top[0][0] and biased[0].logprob == biased[0].top[0][1]
+    else:
+        assert biased[-1].token_id == 9 != biased[-1].top[0][0], "what the model thinks of it, not the bias"
+
+
 def test_retracted_requests_keep_their_penalties_and_grammars() -> None:
     llm, _ = on_kernels("tiny-qwen3", overlap="off")
     retract_often(llm)
     with llm:
-        assert compared(llm.generate(PROMPTS, EVERYTHING)) == on_the_cpu(EVERYTHING)
+        assert compared(llm.generate(PROMPTS, EVERYTHING)) == compared(on_the_cpu(EVERYTHING))
         assert llm.engine.scheduler.counters.retractions > 2
 
 

@@ -168,6 +168,70 @@ def test_text_that_is_wanted_at_the_end_is_made_on_the_way(engine: Engine, monke
     assert llm.generate("one", greedy(90))[0].text == outputs[0].text
 
 
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_everybody_is_told_the_chances_of_their_own_tokens(overlap: str) -> None:
+    """Streamed or at the end, also where requests end and leave while a pass with their rows is in flight."""
+    engine = build_engine(load="random", shape="tiny-llama", threads=1, kv_tokens=8192, overlap=overlap)
+    llm = LLM.from_engine(engine)
+    with llm:
+        prompts = [f"prompt number {index}" for index in range(9)]
+        whole = llm.generate(prompts, greedy(12))
+        params = [
+            greedy(12, logprobs=None if index % 3 == 2 else index, stop_token_ids=(output.token_ids[index],))
+            for index, output in enumerate(whole)
+        ]
+        alone = [llm.generate(prompt, one)[0] for prompt, one in zip(prompts, params, strict=True)]
+        together = llm.generate(prompts, params)
+
+        async def all_at_once() -> list[list[Piece]]:
+            each = zip(prompts, params, strict=True)
+            return await asyncio.gather(*(collect(engine, prompt, one) for prompt, one in each))
+
+        streamed = asyncio.run(all_at_once())
+        assert overlap == "off" or engine.scheduler.counters.discarded_tokens > 0
+    for one, expected, output, pieces in zip(params, alone, together, streamed, strict=True):
+        assert output.token_ids == expected.token_ids
+        assert output.text == expected.text == "".join(piece.text for piece in pieces)
+        if one.logprobs is None:
+            assert output.logprobs is None and not any(piece.logprobs for piece in pieces)
+            continue
+        assert expected.logprobs is not None and output.logprobs is not None
+        for told in (expected.logprobs, output.logprobs, [each for piece in pieces for each in piece.logprobs]):
+            assert [each.token_id for each in told] == output.token_ids
+            assert [len(each.top) for each in told] == [one.logprobs] * len(told)
+            for each, same in zip(told, expected.logprobs, strict=True):
+                assert each.logprob == pytest.approx(same.logprob, abs=1e-4)
+                assert all(token != each.token_id or value == each.logprob for token, value in each.top)
+        assert all(len(piece.logprobs) == len(piece.token_ids) for piece in pieces)
+
+
+def test_chances_that_are_wanted_at_the_end_come_in_one_piece(engine: Engine) -> None:
+    class Patient:
+        wants_all_at_once = True
+
+        def __init__(self) -> None:
+            self.pieces: SimpleQueue[Piece] = SimpleQueue()
+
+        def put(self, piece: Piece) -> None:
+            self.pieces.put(piece)
+
+        def refuse(self, error: PacelineError) -> None:
+            raise AssertionError(error)
+
+    sink = Patient()
+    engine.submit("hello", greedy(20, logprobs=2, prompt_logprobs=1), sink=sink)
+    piece = sink.pieces.get(timeout=20)
+    assert piece.finish_reason is FinishReason.LENGTH and sink.pieces.empty()
+    assert [one.token_id for one in piece.logprobs] == list(piece.token_ids) and len(piece.token_ids) == 20
+    assert piece.usage is not None and len(piece.prompt_logprobs) == piece.usage.prompt_tokens - 1
+    # Whoever ends in an error is told no tokens, and no chances of any.
+    engine.submit("hello", SamplingParams(temperature=0, ignore_eos=True, logprobs=2), sink=sink)
+    wait_until(lambda: any(live.logprobs for live in list(engine._live.values())))
+    engine.close()
+    piece = sink.pieces.get(timeout=20)
+    assert (piece.error, piece.token_ids, piece.logprobs) == ("the engine was closed", (), ())
+
+
 def test_garbage_is_not_collected_in_the_middle_of_generate(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     step, seen = engine.loop.step, set()
 

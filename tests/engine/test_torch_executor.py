@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.engine.executor import Result
 from paceline.engine.torch_executor import ExecutorFailed, TorchExecutor
 
 
@@ -22,12 +23,12 @@ class FakeDevice:
         self.ran: list[int] = []
         self._fails_at = fails_at
 
-    def run(self, plan: Any, masks: Any) -> tuple[np.ndarray, tuple[()]]:
+    def run(self, plan: Any, masks: Any) -> Result:
         assert self.go.wait(10), "nobody let the pass run"
         self.ran.append(plan.step)
         if plan.step == self._fails_at:
             raise MemoryError("no room")
-        return np.array([plan.step], np.int32), ()
+        return Result(np.array([plan.step], np.int32))
 
 
 def test_launch_returns_at_once_and_passes_run_in_order() -> None:

@@ -38,6 +38,16 @@ from paceline.kernels.extend_attention import (
 )
 from paceline.kernels.extend_tiles import SplitRule, extend_tiles, extend_units, shared_tiles
 from paceline.kernels.linear import LinearTuning, LinearWorkspace, linear, linear_reference, num_squares
+from paceline.kernels.logprobs import (
+    ASKED,
+    TOLD_WORDS,
+    TOP_CHANCES,
+    TOP_IDS,
+    LogprobWorkspace,
+    chosen_logprobs,
+    top_logprobs,
+    top_logprobs_reference,
+)
 from paceline.kernels.rms_norm import rms_norm, rms_norm_reference
 from paceline.kernels.rope_kv import rope_kv, rope_kv_reference, rope_table
 from paceline.kernels.sampling import SampleWorkspace, sample, sample_reference
@@ -279,6 +289,35 @@ def test_sampling_at_size() -> None:
     sample(logits, slots, positions, ints([rows]), state, results, ints([2]), SampleWorkspace.empty(rows, "cuda"))
     expected = [sample_reference(logits[row].cpu(), *p, 1000 + row, 8) for row, p in enumerate(params)]
     assert results[0].tolist() == expected
+
+
+@pytest.mark.parametrize("vocab", [151_936, 49_151])
+@pytest.mark.parametrize("rows", [1, 7, 64, 256])
+def test_logprobs_at_size(rows: int, vocab: int) -> None:
+    """Bfloat16 logits have many equals; some rows have little else, or few numbers. Every third row asks nothing."""
+    asks = [None if row % 3 == 2 else (20, 5, 0, 1)[row % 4] for row in range(rows)]
+    ids = (0, vocab - 1, vocab // 2)
+    sampling = torch.stack([torch.from_numpy(sampling_words(0, 0, 1, 0, 0, ask, ids)) for ask in asks]).cuda()
+    logits = (torch.randn(rows, vocab, device="cuda") * 3).to(BF16)
+    logits[::5] = (logits[::5] / 3).round()
+    logits[3::7, 5:] = -torch.inf
+    slots, results = torch.arange(rows, device="cuda").int(), ints([[17] * rows, [4] * rows])
+    told, workspace = ints(np.full((2, rows, TOLD_WORDS), -77)), LogprobWorkspace.empty(rows, "cuda")
+    for _ in range(2):  # the second time as the first
+        top_logprobs(logits, slots, ints([rows]), sampling, told, ints([1]), workspace)
+        chosen_logprobs(logits, slots, ints([rows]), sampling, results, told, ints([1]), workspace)
+    assert not workspace.arrived.any() and (told[0] == -77).all()
+    for row in range(0, rows, max(1, rows // 40)):
+        words, num_top = told[1, row].cpu(), asks[row]
+        if num_top is None:
+            assert (words == -77).all()
+            continue
+        top, chances, asked = top_logprobs_reference(logits[row].float().cpu(), num_top, list(ids))
+        assert words[TOP_IDS : TOP_IDS + num_top].tolist() == top
+        floats = words.view(torch.float32)
+        found = torch.cat([floats[:1], floats[TOP_CHANCES : TOP_CHANCES + num_top], floats[ASKED : ASKED + len(ids)]])
+        expected = torch.cat([chances[[4]], chances[top], asked])
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_adjusting_and_masking_at_size() -> None:

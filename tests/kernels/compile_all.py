@@ -58,7 +58,7 @@ def main() -> None:
     common = [5 + index % 500 for index in range(900)]
     prompts = [[*common, index] for index in range(6)]
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    full = SamplingParams(max_tokens=4, ignore_eos=True, top_k=20, top_p=0.9, repetition_penalty=1.1)
+    full = SamplingParams(max_tokens=4, ignore_eos=True, top_k=20, top_p=0.9, repetition_penalty=1.1, logprobs=5)
     with LLM.from_engine(Engine(Scheduler(config), device, tokenizer, vocab_size=spec.vocab_size)) as llm:
         llm.generate(prompts, [greedy] * 5 + [full])
         llm.generate([common + common[:400]], greedy)

@@ -44,7 +44,7 @@ def test_a_packed_diff_changes_what_it_names_and_nothing_else() -> None:
         start_slots=column(3, 1),
         start_positions=column(11, 12),
         join_slots=column(3, 4),
-        join_sampling=np.stack([sampling_words(0.6, 20, 0.9, 0.1, 1 << 40 | 7), sampling_words(0, 0, 1, 0, 2)]),
+        join_sampling=np.stack([sampling_words(0.6, 20, 0.9, 0.1, 1 << 40 | 7, 5), sampling_words(0, 0, 1, 0, 2)]),
         token_runs=[(3, 5, tokens), (4, 0, column(1, 2, 3))],
         row_slots=column(3, 4),
     )
@@ -79,7 +79,8 @@ def test_an_empty_diff_changes_nothing() -> None:
     expected = copied(state)
     apply_diff(torch.from_numpy(pack_diff()), state, num_programs=2)
     assert same(state, expected)
-    assert pack_diff(join_slots=column(1), join_sampling=np.ones((1, SAMPLING_WORDS), np.int32)).size == 16 + 7
+    words = np.ones((1, SAMPLING_WORDS), np.int32)
+    assert pack_diff(join_slots=column(1), join_sampling=words).size == 17 + SAMPLING_WORDS
 
 
 def test_decode_rows_gather_their_last_token_and_padding_gets_zeros() -> None:
