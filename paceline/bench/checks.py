@@ -35,7 +35,7 @@ from paceline.engine.build import assemble
 from paceline.engine.cuda_device import CudaDevice
 from paceline.engine.engine import Engine
 from paceline.engine.executor import Pending, Result
-from paceline.engine.output import Piece
+from paceline.engine.output import Piece, TokenLogprob
 from paceline.engine.timeline import Timeline
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
@@ -361,6 +361,7 @@ class _Clocked:
     wants_all_at_once: bool = False
     times: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     last: Piece | None = None
     refused: PacelineError | None = None
     started: threading.Event = field(default_factory=threading.Event)
@@ -369,6 +370,7 @@ class _Clocked:
     def put(self, piece: Piece) -> None:
         self.times.extend([time.perf_counter()] * len(piece.token_ids))
         self.tokens.extend(piece.token_ids)
+        self.logprobs.extend(piece.logprobs)
         if piece.finish_reason is not None:
             assert not self.ended.is_set(), "a request ended twice"
             self.last = piece
@@ -530,6 +532,11 @@ class _Sent:
         if piece is None or piece.finish_reason is None:
             return f"refused: {self.sink.refused}" if self.sink.refused else "never ended"
         reason, count, limit = piece.finish_reason, len(self.sink.tokens), params.max_tokens or 0
+        if params.logprobs is not None and [one.token_id for one in self.sink.logprobs] != self.sink.tokens:
+            return f"told the chances of {len(self.sink.logprobs)} other tokens than its {count}"
+        told = self.sink.logprobs if params.temperature == 0 and not params.min_tokens and params.logprobs else []
+        if any((one.token_id, one.logprob) != one.top[0] for one in told):
+            return "greedy, and another token was told to be the likeliest"
         if reason is FinishReason.LENGTH:
             return None if count == limit else f"ended by length with {count} of {limit} tokens"
         if reason is FinishReason.STOP:
@@ -553,9 +560,9 @@ def soak(
     num_tokens: int = 200,
     seed: int = 0,
 ) -> Verdict:
-    """Random joins, aborts, deadlines and retractions in a small pool, with shared prefixes and all kinds of sampling.
-    The scheduler's books are counted again at every step, every output is complete, greedy ones are within the margin.
-    """
+    """Random joins, aborts, deadlines and retractions in a small pool, with shared prefixes, all kinds of sampling and
+    logprobs. The scheduler's books are counted again at every step, every output is complete, greedy ones are within
+    the margin."""
     spec, rng = lab.spec(4), random.Random(seed)  # through more random layers, roundings alone change most tokens
     prefixes = [[rng.randrange(spec.vocab_size) for _ in range(rng.randint(longest // 8, longest))] for _ in range(8)]
     faults: list[str] = []
@@ -633,6 +640,8 @@ def _random_request(
     if rng.random() < 0.5:  # then its length is not known in advance
         options["stop_token_ids"] = tuple(rng.sample(range(spec.vocab_size), min(64, spec.vocab_size // 4)))
         options["min_tokens"] = rng.choice((0, min(4, count)))
+    if rng.random() < 0.3:
+        options["logprobs"] = rng.choice((0, 1, 5, 20))
     timeout = rng.choice((0.05, 0.5)) if rng.random() < 0.05 else None
     return _Sent(prompt, SamplingParams(**options), _Clocked(wants_all_at_once=rng.random() < 0.5), timeout=timeout)
 
@@ -677,7 +686,11 @@ def tiny(lab: Lab) -> Verdict:
         "max_running": 4, "context_tokens": 512, "max_batch_tokens": 128, "max_prefill_tokens": 128, "chunk_tokens": 64,
     }  # fmt: skip
     with lab.llm(spec, kv_tokens=2048, **options) as llm:
-        params = [*_greedy([6, 5, 4]), SamplingParams(max_tokens=5, ignore_eos=True, top_k=20, seed=1), *_greedy([3])]
+        params = [
+            *_greedy([6, 5, 4]),
+            SamplingParams(max_tokens=5, ignore_eos=True, top_k=20, seed=1, logprobs=3),
+            *_greedy([3]),
+        ]
         found = sum(map(len, _tokens(llm, prompts, params)))
     return Verdict(found == 23, f"{found} of 23 tokens")
 
