@@ -57,6 +57,15 @@ class SchedulerConfig:
     shared_reads: bool = option(True, "rows below the same cached prefix read its KV together, once")
     eviction: str = option("lru", "which cached prefix goes first when memory is short", choices=EVICTION)
     partial_eviction: bool = option(True, "take only the pages needed, from a cached prefix's tail; else all of it")
+    num_host_pages: int = option(
+        0, "pages of host memory that keep what is evicted, to be fetched when it is needed again; 0: it is dropped",
+        low=0,
+    )  # fmt: skip
+    max_swap_pages: int = option(128, "pages that go to host memory, and that come back, with one pass at most", low=1)
+    host_page_cost: float = option(
+        0.0, "prompt tokens that are computed in the time a page takes to come back from host memory: what is cheaper "
+        "to compute is not kept there", low=0.0,
+    )  # fmt: skip
     pin_quota_pages: int = option(0, "pages that pinned prefixes may hold at most", low=0)
 
     # A step
@@ -113,9 +122,25 @@ class SchedulerConfig:
                 f"pin_quota_pages is {self.pin_quota_pages}, all of num_pages = {self.num_pages}: "
                 "leave pages for requests."
             )
+        if self.num_host_pages and not self.prefix_cache:
+            raise ConfigError(
+                f"num_host_pages is {self.num_host_pages} and prefix_cache is off: nothing is kept then; leave one out."
+            )
+        if self.num_host_pages and self.host_from_token >= self.context_tokens:
+            raise ConfigError(
+                f"num_host_pages is {self.num_host_pages}, and with a host_page_cost of {self.host_page_cost:g} tokens "
+                f"all of a context of {self.context_tokens} is quicker to compute than to fetch: leave it out."
+            )
         for tenant, weight in self.tenant_weights.items():
             if not (isinstance(weight, int | float) and weight > 0 and math.isfinite(weight)):
                 raise ConfigError(f"tenant_weights[{tenant!r}] is {weight!r}: give a number above 0.")
+
+    @property
+    def host_from_token(self) -> int:
+        """Where in a prompt fetching a page begins to be cheaper than computing it, which takes the longer the more
+        context it reads."""
+        first = self.chunk_context * (self.host_page_cost / self.page_size - 1)
+        return max(0, math.ceil(first / self.page_size)) * self.page_size
 
 
 def check_options(config: Any) -> None:
@@ -181,6 +206,10 @@ class EngineConfig:
         choices=OVERLAP,
     )  # fmt: skip
     kv_tokens: int | None = option(None, "tokens of KV memory; a share of the free memory if not given", low=1)
+    host_kv_tokens: int = option(
+        0, "tokens of host memory for KV that is evicted, which is fetched from there instead of computed again where "
+        "that is quicker; 0: none", low=0,
+    )  # fmt: skip
     kv_memory_fraction: float | None = option(
         None, "share of the free memory that becomes KV memory; 0.3 on a CPU and 0.9 on a GPU if not given",
         low=0.001, high=0.95,

@@ -332,6 +332,7 @@ class Request:
     retractions: int = 0
     overtaken: int = 0  # how many were admitted past it while it did not fit
     num_cached: int = 0  # prompt tokens found in the tree at first admission
+    num_fetched: int = 0  # of these, brought back from host memory
     num_in_flight: int = 0  # tokens still to come for a request that holds no slot any more
     slot: int | None = None
     key: bytes = b""  # running: the tokens it was admitted with, four bytes each: what the tree compares

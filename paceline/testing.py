@@ -17,7 +17,7 @@ from paceline.engine.executor import Result
 from paceline.engine.loop import Loop
 from paceline.engine.virtual import VirtualClock
 from paceline.request import FinishReason, Request
-from paceline.scheduler import Plan, Scheduler, StepTime, Updates
+from paceline.scheduler import Plan, Scheduler, StepTime, Swap, Updates
 from paceline.scheduler.invariants import check
 
 _MASK = (1 << 64) - 1
@@ -96,9 +96,11 @@ class ScriptedExecutor:
     vocab: int = 64
     lazy: bool = False
     draft: int = 0
+    num_host_pages: int = 0
     step_time: StepTime = _FLAT_TIME
     plans: list[Plan] = field(default_factory=list)
     _memory: np.ndarray = field(init=False)
+    _host: np.ndarray = field(init=False)  # [host pages, positions]
     _rows: dict[int, dict[int, int]] = field(default_factory=dict)  # slot -> index -> page
     _tokens: dict[int, list[int]] = field(default_factory=dict)
     _seeds: dict[int, int] = field(default_factory=dict)
@@ -106,12 +108,19 @@ class ScriptedExecutor:
 
     def __post_init__(self) -> None:
         # Memory that was never written must not look like memory that was.
-        self._memory = np.random.default_rng(0).integers(0, 1 << 63, self.num_pages * self.page_size, dtype=np.uint64)
+        size = self.num_pages + self.num_host_pages, self.page_size
+        self._memory, self._host = np.split(
+            np.random.default_rng(0).integers(0, 1 << 63, size, dtype=np.uint64), [self.num_pages]
+        )
+        self._memory = self._memory.reshape(-1)
 
     @classmethod
     def for_scheduler(cls, scheduler: Scheduler, **options: object) -> ScriptedExecutor:
         config = scheduler.config
-        return cls(config.num_pages, config.page_size, draft=config.draft_tokens, **options)  # type: ignore[arg-type]
+        return cls(
+            config.num_pages, config.page_size, draft=config.draft_tokens, num_host_pages=config.num_host_pages,
+            **options,  # type: ignore[arg-type]
+        )  # fmt: skip
 
     def launch(self, plan: Plan) -> ScriptedPending:
         pending = ScriptedPending(self, plan)
@@ -128,6 +137,8 @@ class ScriptedExecutor:
         return pending.result
 
     def _run(self, plan: Plan) -> Result:
+        if plan.swap is not None:
+            self._move(plan.swap)
         for join in plan.joins:
             self._tokens[join.slot] = join.tokens.tolist()
             self._seeds[join.slot] = _seed(join.request)
@@ -146,6 +157,14 @@ class ScriptedExecutor:
         flat = np.array([token for tokens in sampled for token in tokens], np.int32)
         counts = np.array([len(tokens) for tokens in sampled], np.int32) if self.draft else None
         return Result(flat, self.step_time.of(plan), counts)
+
+    def _move(self, swap: Swap) -> None:
+        pages = self._memory.reshape(-1, self.page_size)
+        assert not set(swap.spill_hosts.tolist()) & set(swap.fetch_hosts.tolist()), "a host page is written and read"
+        for written in (swap.spill_hosts, swap.fetch_pages):
+            assert len(set(written.tolist())) == len(written), "a page is written twice"
+        self._host[swap.spill_hosts] = pages[swap.spill_pages]
+        pages[swap.fetch_pages] = self._host[swap.fetch_hosts]
 
     def _draft(self, request: Request, slot: int, position: int) -> list[int]:
         room = len(request.prompt) + request.max_tokens - 1 - position

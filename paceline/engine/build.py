@@ -17,7 +17,7 @@ import torch
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig, split_options
 from paceline.engine.cpu_decoder import CpuDecoder
 from paceline.engine.engine import Engine, Facts
-from paceline.engine.kv_cache import check_model_fits, num_kv_pages
+from paceline.engine.kv_cache import check_model_fits, free_memory, num_host_pages, num_kv_pages
 from paceline.engine.loop import Trace
 from paceline.engine.torch_executor import CpuDevice, Model, TorchExecutor
 from paceline.engine.virtual_build import build_virtual
@@ -131,6 +131,13 @@ def assemble(
         raise ConfigError(
             f"kv_tokens is {config.kv_tokens} and num_pages is {scheduler_config.num_pages}: give one of them."
         )
+    if not on_gpu and "num_pages" not in scheduler_options:
+        num_pages = num_kv_pages(config, spec, dtype.itemsize, page_size, scheduler_config.context_tokens)
+        scheduler_options = {**scheduler_options, "num_pages": num_pages}
+    host = _host_options(config, scheduler_options, page_size, spec, dtype.itemsize, on_gpu=on_gpu)
+    if host or not on_gpu:
+        scheduler_options = {**scheduler_options, **host}
+        scheduler_config = _scheduler_config(spec, scheduler_options, "cuda" if on_gpu else "cpu")
     executor: CudaDevice | TorchExecutor
     if on_gpu:
         from paceline.engine.cuda_build import build_cuda  # only here: the CPU needs no Triton
@@ -146,20 +153,33 @@ def assemble(
         )
         executor.warm_up()
         return _engine(executor, scheduler_config, spec, facts, tokenizer, config, trace)
-    if "num_pages" not in scheduler_options:
-        num_pages = num_kv_pages(
-            config, decoder.spec, decoder.dtype.itemsize, page_size, scheduler_config.context_tokens
-        )
-        scheduler_config = _scheduler_config(decoder.spec, {**scheduler_options, "num_pages": num_pages}, "cpu")
     device = CpuDevice(
         decoder,
         num_pages=scheduler_config.num_pages,
         page_size=page_size,
         max_running=scheduler_config.max_running,
         max_row_tokens=min(scheduler_config.context_tokens, scheduler_config.num_pages * page_size),
+        num_host_pages=scheduler_config.num_host_pages,
     )
     executor = TorchExecutor(device, num_threads=config.threads)
     return _engine(executor, scheduler_config, spec, facts, tokenizer, config, trace)
+
+
+def _host_options(
+    config: EngineConfig, given: Mapping[str, Any], page_size: int, spec: ModelSpec, dtype_bytes: int, *, on_gpu: bool
+) -> dict[str, Any]:
+    """The scheduler's options of host memory, where some is asked for."""
+    found: dict[str, Any] = {}
+    page_bytes = page_size * spec.kv_bytes_per_token(dtype_bytes)
+    if config.host_kv_tokens:
+        if "num_host_pages" in given:
+            raise ConfigError(
+                f"host_kv_tokens is {config.host_kv_tokens} and num_host_pages is {given['num_host_pages']}: "
+                "give one of them."
+            )
+        free = free_memory() - (0 if on_gpu else given["num_pages"] * page_bytes)
+        found["num_host_pages"] = num_host_pages(config, page_size, page_bytes, free=max(free, 0))
+    return found
 
 
 def _engine(

@@ -50,6 +50,8 @@ def build_cuda(
 ) -> tuple[CudaDevice, SchedulerConfig]:
     """The executor, and the scheduler's options with the pool's size in them: `with_pages` makes them, unless the
     pool's size was asked for. The decoder is taken over."""
+    if scheduler.num_host_pages:
+        raise ConfigError(f"num_host_pages is {scheduler.num_host_pages}, which a GPU does not use yet: leave it out.")
     streams = streams_of(decoder.device)
     model = GpuModel(decoder, max_tokens=scheduler.max_batch_tokens, max_rows=scheduler.max_running, tuning=tuning)
     page_size, context = scheduler.page_size, scheduler.context_tokens

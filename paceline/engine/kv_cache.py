@@ -16,12 +16,15 @@ from torch import Tensor
 
 from paceline.config import ConfigError, EngineConfig
 from paceline.model.spec import ModelSpec
+from paceline.scheduler.plan import Swap
 
 _LEAST_TOKENS = 64  # below this a server could not answer anything worth asking
 
 
 class KVCache:
-    def __init__(self, spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype, num_host_pages: int = 0
+    ) -> None:
         self.page_size, self.num_pages = page_size, num_pages
         shape = (2, num_pages * page_size, spec.num_kv_heads, spec.head_dim)
         layers = [_zeros(shape, dtype) for _ in range(spec.num_layers)]
@@ -31,6 +34,19 @@ class KVCache:
         self._pages = [layer.view(2 * num_pages, -1) for layer in layers]
         self._row = (page_size, spec.num_kv_heads, spec.head_dim)
         self._scratch = torch.empty(0, dtype=dtype)
+        # A host tier beside memory that is the host's itself gains nothing but room; it is the GPU's plain twin.
+        self._hosts = [_zeros((2, num_host_pages, pages.shape[1]), dtype) for pages in self._pages]
+
+    def swap(self, swap: Swap) -> None:
+        """Copies pages out, then others in."""
+        spill_pages, spill_hosts, fetch_pages, fetch_hosts = (
+            torch.from_numpy(ids).long()
+            for ids in (swap.spill_pages, swap.spill_hosts, swap.fetch_pages, swap.fetch_hosts)
+        )
+        for layer, host in zip(self._pages, self._hosts, strict=True):
+            pages = layer.view(2, self.num_pages, -1)
+            host[:, spill_hosts] = pages[:, spill_pages]
+            pages[:, fetch_pages] = host[:, fetch_hosts]
 
     def gather(self, layer: int, both: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """Keys and values [rows, positions, KV heads, D] of the pages in `both`: those of the keys, then of the
@@ -90,6 +106,21 @@ def num_kv_pages(
             f"the model leaves room for {num_tokens} tokens of KV memory ({_gib(free)} free, {per_token} bytes a "
             f"token, pages of {page_size}): choose a smaller model, free some memory, or raise kv_memory_fraction "
             f"(now {fraction})."
+        )
+    return num_pages
+
+
+def num_host_pages(config: EngineConfig, page_size: int, page_bytes: int, *, free: int) -> int:
+    """How many pages of host memory keep what leaves the device, where `free` bytes of it are left."""
+    num_pages = config.host_kv_tokens // page_size
+    if config.host_kv_tokens and not num_pages:
+        raise ConfigError(
+            f"host_kv_tokens is {config.host_kv_tokens}, less than a page of {page_size}: raise it, or leave it out."
+        )
+    if num_pages * page_bytes > free:
+        raise ConfigError(
+            f"host_kv_tokens is {config.host_kv_tokens}, which takes {_gib(num_pages * page_bytes)} of host memory, "
+            f"and {_gib(free)} are free: lower it to {free // page_bytes * page_size} or less."
         )
     return num_pages
 

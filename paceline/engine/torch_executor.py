@@ -62,17 +62,20 @@ class CpuDevice:
     """Torch on the CPU: its memory is the host's, so nothing is uploaded and nothing comes back late."""
 
     def __init__(
-        self, decoder: Model, *, num_pages: int, page_size: int, max_running: int, max_row_tokens: int
-    ) -> None:
+        self, decoder: Model, *, num_pages: int, page_size: int, max_running: int, max_row_tokens: int,
+        num_host_pages: int = 0,
+    ) -> None:  # fmt: skip
         spec = decoder.spec
         self.decoder = decoder
-        self.cache = KVCache(spec, num_pages, page_size, decoder.dtype)
+        self.cache = KVCache(spec, num_pages, page_size, decoder.dtype, num_host_pages)
         self.tables = SlotTables(max_running, max_row_tokens, page_size)
         self.sampler = Sampler(spec.vocab_size, max_running)
         self._asks = LogprobAsks(max_running, spec.vocab_size)
 
     @torch.inference_mode()
     def run(self, plan: Plan, masks: Callable[[], Masks] | None) -> Result:
+        if plan.swap is not None:
+            self.cache.swap(plan.swap)
         for join in plan.joins:
             self.sampler.join(join.slot, join.request)
             self._asks.join(join.slot, join.request)

@@ -2,7 +2,7 @@
 
 from paceline.scheduler.journal import Counters, Event, Journal, Kind
 from paceline.scheduler.memory import PinError
-from paceline.scheduler.plan import Finished, Join, Plan, Updates
+from paceline.scheduler.plan import Finished, Join, Plan, Swap, Updates
 from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.step_time import StepTime
 
@@ -17,5 +17,6 @@ __all__ = [
     "Plan",
     "Scheduler",
     "StepTime",
+    "Swap",
     "Updates",
 ]

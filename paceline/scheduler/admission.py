@@ -205,6 +205,8 @@ class Admission:
         if config.prefix_wait and coming >= config.prefix_wait_tokens:
             return Obstacle("a prefix that is being computed")
         to_compute = request.num_tokens - hit.depth
+        if memory.host is not None:
+            to_compute -= memory.host.tokens_below(hit, request.node)
         if to_compute > config.chunk_tokens and len(self.prefilling) >= self._max_long_prompts():
             return Obstacle("longer prompts to be computed")
         # Locking its prefix takes those pages out of the evictable ones. So lock first and count afterwards:
@@ -337,6 +339,12 @@ class Admission:
         skipped = memory.skip_computed(request)
         self._journal.counters.hit_tokens += skipped
         request.num_cached += skipped
+        if memory.host is not None:
+            fetched = memory.fetch(request, memory.host)
+            if not request.retractions:  # what comes back then was its own
+                request.num_cached += fetched
+                request.num_fetched += fetched
+            limit = min(limit, memory.most_to_compute(request, memory.host))
         slot = request.slot
         assert slot is not None, f"request {request.id} is not running"
         start = int(slots.computed[slot])

@@ -19,7 +19,10 @@ def explain(scheduler: Scheduler, request_id: str) -> str:
         return f"Request {request_id} is decoding: {len(request.output)} of at most {request.max_tokens} tokens."
     if request.slot is not None:
         done = int(scheduler.memory.slots.computed[request.slot])
-        return f"Request {request_id} is computing its prompt: {done} of {request.num_tokens} tokens are planned."
+        fetched = f", {request.num_fetched} of them come from host memory" if request.num_fetched else ""
+        return (
+            f"Request {request_id} is computing its prompt: {done} of {request.num_tokens} tokens are planned{fetched}."
+        )
     reason = request.waits_for
     if not scheduler.memory.slots.num_free:
         reason = f"one of {scheduler.config.max_running} slots, all taken: a running request has to end"

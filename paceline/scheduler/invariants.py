@@ -25,7 +25,7 @@ class BrokenInvariant(AssertionError):
 
 def find_faults(scheduler: Scheduler) -> list[str]:
     """Everything that is wrong, a sentence each."""
-    return [*_pages(scheduler), *_rows(scheduler), *_tree(scheduler), *_queues(scheduler)]
+    return [*_pages(scheduler), *_rows(scheduler), *_tree(scheduler), *_host(scheduler), *_queues(scheduler)]
 
 
 def check(scheduler: Scheduler) -> None:
@@ -126,12 +126,32 @@ def _tree(scheduler: Scheduler) -> list[str]:
             faults.append(f"{where} has {len(node.pages)} pages for {len(node.key) // tree.page_bytes}")
         if is_evictable_leaf(node) and id(node) not in leaves:
             faults.append(f"{where} could be evicted and would never be found")
-        if not node.resident and not node.num_waiting:
+        if not node.resident and not node.num_waiting and not len(node.hosts) and not node.children:
             faults.append(f"{where} is a ghost that nobody waits for")
     if (num_pages, num_locked) != (tree.num_pages, tree.num_locked_pages):
         faults.append(
             f"the tree counts {tree.num_pages} pages, {tree.num_locked_pages} locked: it has {num_pages}, {num_locked}"
         )
+    return faults
+
+
+def _host(scheduler: Scheduler) -> list[str]:
+    """Every host page is free or one node's, and every such node can be found to be forgotten."""
+    host, tree, faults = scheduler.memory.host, scheduler.memory.tree, []
+    owners = [node for node in tree.nodes() if len(node.hosts)]
+    if host is None:
+        return ["there are host pages and no host memory"] if owners else []
+    pages = np.concatenate([host.pool.free_pages(), *(node.hosts for node in owners)])
+    counts = np.bincount(pages, minlength=host.pool.num_pages)
+    if (counts != 1).any():
+        faults.append(f"host pages with no owner or several: {np.flatnonzero(counts != 1).tolist()[:8]}")
+    found = host.nodes()
+    for node in owners:
+        where = f"the node ending at token {node.depth}"
+        if len(node.hosts) != len(node.key) // tree.page_bytes:
+            faults.append(f"{where} has {len(node.hosts)} host pages for {len(node.key) // tree.page_bytes}")
+        if id(node) not in found:
+            faults.append(f"{where} has host pages that would never be forgotten")
     return faults
 
 

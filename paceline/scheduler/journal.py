@@ -22,6 +22,8 @@ class Kind(StrEnum):
     ADMIT = "admit"  # detail: cached tokens, tokens to compute
     WAIT = "wait"  # detail: the reason; written when it changes
     EVICT = "evict"  # detail: pages
+    SPILL = "spill"  # detail: pages of these that go to the host, pages forgotten there for it
+    FETCH = "fetch"  # detail: tokens that come from the host and are not computed
     RETRACT = "retract"  # detail: who needed the room, pages given back
     DUPLICATE = "duplicate"  # detail: pages that two rows computed
     RESERVE = "reserve"  # memory that comes free is kept for this request
@@ -49,11 +51,14 @@ class Counters:
     admitted: int = 0  # a retracted request that comes back counts again
     prompt_tokens: int = 0  # of admitted requests, also when they come back
     hit_tokens: int = 0  # of these, found in the tree
+    fetched_tokens: int = 0  # of these, brought back from the host
     computed_tokens: int = 0  # fed to prefill
     decoded_tokens: int = 0
     discarded_tokens: int = 0  # of passes whose request had ended meanwhile
     retractions: int = 0
     evicted_pages: int = 0
+    spilled_pages: int = 0  # of these, copied to the host
+    forgotten_pages: int = 0  # there, for others
     duplicate_pages: int = 0
     overtakes: int = 0
     device_s: float = 0.0  # of passes that were committed, where it is measured

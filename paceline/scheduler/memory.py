@@ -6,6 +6,7 @@
                                   ▼ filled page)           │
                               pool.free               tree, evictable
 
+What is evicted may be kept in host memory and come back from there: host_tier.py.
 A row reads tree pages up to `request.held.depth` and private pages from there on. Pages may be handed to a later
 pass as soon as they are free, although a pass in flight still writes them: passes run in order, so whatever that
 one writes is overwritten before anybody reads it. What a discarded row wrote is never claimed.
@@ -19,6 +20,7 @@ import numpy as np
 
 from paceline.config import SchedulerConfig
 from paceline.request import PacelineError, Request, Tokens
+from paceline.scheduler.host_tier import HostTier
 from paceline.scheduler.journal import Journal, Kind
 from paceline.scheduler.node import Node
 from paceline.scheduler.page_pool import NO_PAGES, PagePool, Pages
@@ -46,6 +48,8 @@ class Memory:
         self.page_size = config.page_size
         self.pool = PagePool(config.num_pages)
         self.tree = PrefixTree(config.page_size, config.eviction, config.partial_eviction)
+        self.host = HostTier(config, self.tree, journal.counters) if config.num_host_pages else None
+        self.tree.host = self.host
         longest = min(config.context_tokens + config.draft_tokens, config.num_pages * config.page_size)
         self.slots = Slots(config.max_running, self.pages_for(longest), config.page_size)
         self.pins: dict[str, Pin] = {}
@@ -85,10 +89,15 @@ class Memory:
     def allocate(self, count: int) -> Pages:
         short = count - self.pool.num_free
         if short > 0:
+            counters = self._journal.counters
+            before = counters.spilled_pages, counters.forgotten_pages
             evicted = self.tree.evict(short)
             self.pool.free(evicted)
-            self._journal.counters.evicted_pages += len(evicted)
+            counters.evicted_pages += len(evicted)
             self._journal.write(self.now, self.tree.step, Kind.EVICT, "", len(evicted))
+            if spilled := counters.spilled_pages - before[0]:
+                forgotten = counters.forgotten_pages - before[1]
+                self._journal.write(self.now, self.tree.step, Kind.SPILL, "", spilled, forgotten)
         return self.pool.allocate(count)
 
     def hold(self, request: Request, node: Node) -> None:
@@ -127,6 +136,38 @@ class Memory:
         self._set_held(request, held)
         self.slots.computed[slot] = held.depth
         return held.depth - before
+
+    def fetch(self, request: Request, host: HostTier) -> int:
+        """Brings back what the host has of a partly computed prompt right behind what it holds. Returns the tokens."""
+        slot, held = request.slot, request.held
+        assert slot is not None and held is not None, f"request {request.id} is not running"
+        if self.slots.computed[slot] != held.depth:  # it has begun a page of its own
+            return 0
+        before = held.depth
+        end = self.num_cacheable_pages(request) * self.page_size
+        while (room := min(host.num_fetchable, self.num_available_pages)) > 0:
+            node = host.follow(held, request.key, end, room)
+            if node is None:
+                break
+            pages = self.allocate(len(node.hosts))
+            host.fetch(node, pages)
+            self.tree.lock(request, node, above=held)
+            self.slots.append_pages(slot, pages)
+            held = node
+        if held.depth > before:
+            self._set_held(request, held)
+            self.slots.computed[slot] = held.depth
+            self._journal.write(self.now, self.tree.step, Kind.FETCH, request.id, held.depth - before)
+        return held.depth - before
+
+    def most_to_compute(self, request: Request, host: HostTier) -> int:
+        """Tokens of a prompt to compute before the host has something of it again; a page of what it has, where no
+        more may be fetched with this plan: the rest follows with the next one."""
+        slot, held = request.slot, request.held
+        assert slot is not None and held is not None, f"request {request.id} is not running"
+        start, end = int(self.slots.computed[slot]), self.num_cacheable_pages(request) * self.page_size
+        at = host.begins_at(held, request.key, start, end)
+        return request.num_tokens if at is None else at - start or self.page_size
 
     def cover(self, request: Request, num_tokens: int) -> None:
         """Makes the row of `request` long enough for `num_tokens` positions."""
@@ -248,9 +289,11 @@ class Memory:
         self.tree.unlock(None, pin.node)
 
     def flush(self) -> int:
-        """Forgets every cached prefix that nobody uses. Returns the pages that came free."""
+        """Forgets every cached prefix that nobody uses, on the host too. Returns the pages that came free."""
         count = self.tree.num_evictable_pages
-        self.pool.free(self.tree.evict(count) if count else NO_PAGES)
+        self.pool.free(self.tree.evict(count, spill=False) if count else NO_PAGES)
+        if self.host is not None:
+            self.host.forget_all()
         return count
 
 

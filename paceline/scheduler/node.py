@@ -19,9 +19,11 @@ class Node:
         "depth",
         "hidden",
         "holder",
+        "hosts",
         "key",
         "last_used",
         "locks",
+        "moved",
         "name",
         "num_ending",
         "num_resident_children",
@@ -46,6 +48,8 @@ class Node:
         self.seq = seq  # unique: keeps heaps from ever comparing nodes
         self.order = seq  # breaks ties between siblings; the older one first, also after a split
         self.pages: Pages = NO_PAGES
+        self.hosts: Pages = NO_PAGES  # host pages with a copy of its KV; none, or one for each of its pages
+        self.moved = 0  # the step with which its KV last went to the host or came back
         self.children: dict[Any, Node] = {}
         self.resident = False
         self.born = 0  # the step that computes it; in flight while that step is being planned

@@ -34,8 +34,19 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Swap:
+    """Pages that move before a pass: first the device's `spill_pages` to `spill_hosts`, then `fetch_hosts` into
+    `fetch_pages`, where a page just spilled may be among them. No host page stands in both directions."""
+
+    spill_pages: Column
+    spill_hosts: Column
+    fetch_pages: Column
+    fetch_hosts: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Rows are decodes first, then prefill chunks. The order of application is: joins, page changes, the pass.
+    """Rows are decodes first, then prefill chunks. The order of application is: swap, joins, page changes, the pass.
 
     Row i feeds the tokens at positions starts[i] .. starts[i] + lengths[i] of its slot; tokens that a pass in
     flight will sample are read from the slot's token row on the device. Rows for which `samples` is true yield
@@ -56,6 +67,7 @@ class Plan:
     num_tokens: int
     num_context_tokens: int  # KV positions read, summed over rows
     sharing: Sharing | None = None  # the same object as long as nothing has changed
+    swap: Swap | None = None
 
     @property
     def num_rows(self) -> int:

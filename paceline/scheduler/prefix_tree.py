@@ -4,7 +4,8 @@ One radix tree over token pages. A node is *resident* (its pages hold KV, or wil
 have run: passes run in order), *in flight* (resident, but computed by the very pass now being planned) or a
 *ghost* (no KV; a waiting prompt would need it). A request is laid into the tree once, on arrival, as ghosts below
 what is resident; nothing is matched again while it waits: how deep it hits is the deepest resident node above
-`request.node`, wherever that has moved.
+`request.node`, wherever that has moved. A ghost may have a copy of its KV in host memory (host_tier.py), or stand above
+one that has: then it stays though nobody waits.
 
     root ── tenant ── (salt, adapter) ──[ page page page ]──┬──[ page ]            resident, locked by a running row
                                                             ├──[ page page ]       resident, unlocked: evictable
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +28,9 @@ from paceline.request import Request
 from paceline.scheduler.eviction import EvictableLeaves
 from paceline.scheduler.node import Node
 from paceline.scheduler.page_pool import NO_PAGES, Pages
+
+if TYPE_CHECKING:
+    from paceline.scheduler.host_tier import HostTier
 
 TOKEN_BYTES = 4
 
@@ -43,6 +47,7 @@ class PrefixTree:
         self._ticks = 0
         self._nodes = 0
         self.leaves = EvictableLeaves(eviction)
+        self.host: HostTier | None = None  # where evicted pages may go
         self._hidden: list[Node] = []
         self.root = self._new(None, None, b"", 0)
         self.root.resident = True
@@ -90,6 +95,11 @@ class PrefixTree:
             node = node.parent
         return np.concatenate(parts[::-1]) if parts else NO_PAGES
 
+    def below(self, node: Node, key: bytes, end: int) -> tuple[Node, int] | None:
+        """The child that continues `key` below `node`, and how many bytes of it do, up to token `end`."""
+        child = self._child(node, key) if node.depth < end else None
+        return None if child is None else (child, self._common(child, key, end * TOKEN_BYTES))
+
     def first_visible_child(self, node: Node) -> Node | None:
         """The child to be served next: the best by rank with a visible waiter below it."""
         queue = node.queue
@@ -136,7 +146,7 @@ class PrefixTree:
             else:
                 common = self._common(child, key, end)
                 if common < len(child.key):
-                    child = self._split(child, common)
+                    child = self.split(child, common)
             node = child
         request.node = node
         request.set_aside = False
@@ -234,7 +244,7 @@ class PrefixTree:
         if child is None or not child.resident or child.born == self.step:
             return None
         common = self._common(child, key, end * TOKEN_BYTES)
-        return child if common == len(child.key) else self._split(child, common)
+        return child if common == len(child.key) else self.split(child, common)
 
     def claim(self, holder: Request, node: Node, key: bytes, end: int, row: Pages, born: int) -> Node:
         """Gives the pages of `row` from `node` to token `end`, computed by pass `born`, to the tree, locked.
@@ -253,31 +263,36 @@ class PrefixTree:
             else:
                 common = self._common(child, key, end * TOKEN_BYTES)
                 if common < len(child.key):
-                    child = self._split(child, common)
+                    child = self.split(child, common)
                 if child.resident:
                     return node
             pages = row[node.depth // self.page_size : child.depth // self.page_size].copy()
-            self._make_resident(child, pages, born)
+            self.make_resident(child, pages, born)
             self.lock(holder, child, above=node)
             node = child
         return node
 
     # ------------------------------------------------------------------ eviction
 
-    def evict(self, count: int) -> Pages:
-        """Takes `count` pages from the tree, coldest leaf first and from its tail; never a locked one.
+    def evict(self, count: int, *, spill: bool = True) -> Pages:
+        """Takes `count` pages from the tree, coldest leaf first and from its tail; never a locked one. What they hold
+        goes to the host, where there is room and unless it is not to.
 
         Without partial eviction a node goes as a whole, and more than `count` pages may come.
         """
         assert count <= self.num_evictable_pages, f"{count} pages to evict, {self.num_evictable_pages} evictable"
+        host = self.host if spill else None
         freed: list[Pages] = []
         while count > 0:
             node = self.leaves.pop()
+            if host is not None:
+                host.cut(node)
             if len(node.pages) > count and self._partial_eviction:
-                self._split(node, (len(node.pages) - count) * self.page_bytes)
-            freed.append(node.pages)
-            count -= len(node.pages)
-            self._make_ghost(node)
+                self.split(node, (len(node.pages) - count) * self.page_bytes)
+            for part in (node,) if host is None else host.spill(node):
+                freed.append(part.pages)
+                count -= len(part.pages)
+                self._make_ghost(part)
         return np.concatenate(freed) if freed else NO_PAGES
 
     # ------------------------------------------------------------------ structure
@@ -320,7 +335,7 @@ class PrefixTree:
         first_difference = int((ours != theirs).argmax())
         return first_difference // self.page_size * self.page_bytes
 
-    def _split(self, node: Node, at: int) -> Node:
+    def split(self, node: Node, at: int) -> Node:
         """Cuts `node` after `at` bytes and returns the new upper part.
 
         The node itself stays the lower part, so that whoever waits or holds at its end still does.
@@ -334,6 +349,7 @@ class PrefixTree:
         for name in (
             "resident",
             "born",
+            "moved",
             "locks",
             "holder",
             "last_used",
@@ -344,6 +360,8 @@ class PrefixTree:
         ):
             setattr(upper, name, getattr(node, name))
         num_upper = at // self.page_bytes
+        if len(node.hosts):
+            upper.hosts, node.hosts = node.hosts[:num_upper], node.hosts[num_upper:]
         if node.resident:
             upper.pages, node.pages = node.pages[:num_upper], node.pages[num_upper:]
             upper.num_resident_children = 1
@@ -355,6 +373,8 @@ class PrefixTree:
         node.key = node.key[at:]
         node.name = node.key[: self.page_bytes]
         upper.children[node.name] = node
+        if self.host is not None and len(node.hosts):
+            self.host.note(upper)
         if node.num_waiting:
             self._push(upper)
             self._push(node)
@@ -362,7 +382,7 @@ class PrefixTree:
                 self._note_frontier(upper)
         return upper
 
-    def _make_resident(self, node: Node, pages: Pages, born: int) -> None:
+    def make_resident(self, node: Node, pages: Pages, born: int) -> None:
         assert node.parent is not None, "the root is resident from the beginning"
         node.resident = True
         node.born = born
@@ -397,6 +417,7 @@ class PrefixTree:
             and not node.children
             and not node.locks
             and not len(node.pages)
+            and not len(node.hosts)
             and not node.num_waiting
             and not node.num_ending
         ):

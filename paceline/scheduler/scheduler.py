@@ -348,6 +348,7 @@ class Scheduler:
             num_tokens=num_decodes + sum(chunk.length for chunk in chunks),
             num_context_tokens=num_context,
             sharing=sharing,
+            swap=None if self.memory.host is None else self.memory.host.take_swap(),
         )
         self._passes.append(_Pass(plan, sampled, tuple(ending), self._departures))
         return plan

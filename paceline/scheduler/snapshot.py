@@ -154,7 +154,7 @@ def _counters(scheduler: Scheduler) -> dict[str, Any]:
     counters = scheduler.counters
     names = (
         "steps", "added", "refused", "admitted", "prompt_tokens", "hit_tokens", "computed_tokens", "decoded_tokens",
-        "retractions", "evicted_pages",
+        "retractions", "evicted_pages", "spilled_pages", "fetched_tokens",
     )  # fmt: skip
     found: dict[str, Any] = {name: getattr(counters, name) for name in names}
     found["finished"] = {reason.value: count for reason, count in counters.finished.items() if count}

@@ -79,8 +79,8 @@ def make_request(draw: Any, number: int, now: float) -> Request:
 class Run:
     """A harness, and what to compare it with at the end."""
 
-    def __init__(self, draw: Any) -> None:
-        config = SchedulerConfig(**options(draw))
+    def __init__(self, draw: Any, **more: Any) -> None:
+        config = SchedulerConfig(**options(draw) | more)
         self.harness = Harness(
             Scheduler(config), overlap=draw([False, True]), lazy=draw([False, True]), vocab=draw([8, 64])
         )
@@ -175,14 +175,14 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=30)
 
 
-def random_run(seed: int, max_requests: int = 40, steps: int = 120) -> Run:
-    """The same, driven by one seed: quick enough to be repeated by the thousand."""
+def random_run(seed: int, max_requests: int = 40, steps: int = 120, **more: Any) -> Run:
+    """The same, driven by one seed: quick enough to be repeated by the thousand. `more` options are not drawn."""
     rng = random.Random(seed)
 
     def draw(choices: Any) -> Any:
         return rng.choice(choices)
 
-    run = Run(draw)
+    run = Run(draw, **more)
     for _ in range(steps):
         while rng.random() < 0.35 and len(run.harness.requests) < max_requests:
             run.add(draw)

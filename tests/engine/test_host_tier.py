@@ -1,0 +1,125 @@
+"""KV that goes to host memory and comes back, in whole engines: the same tokens, whatever holds them meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.engine import build, kv_cache
+from paceline.engine.build import build_engine
+from paceline.engine.loop import Loop
+from paceline.engine.virtual import VirtualClock, VirtualExecutor
+from paceline.llm import LLM
+from paceline.request import Request, SamplingParams
+from paceline.scheduler import Scheduler
+from paceline.scheduler.invariants import check
+from paceline.scheduler.plan import Plan, Swap
+
+OPTIONS: dict[str, Any] = {
+    "load": "random", "shape": "tiny-llama", "threads": 1, "dtype": "float32", "page_size": 4, "max_running": 6,
+    "max_batch_tokens": 64, "max_prefill_tokens": 64, "chunk_tokens": 16,
+}  # fmt: skip
+RNG = np.random.default_rng(7)
+BEGINNINGS = [RNG.integers(3, 500, 40).tolist() for _ in range(5)]
+# Every beginning comes up again and again, long after others have taken its memory.
+PROMPTS = [[*BEGINNINGS[number % 5][: 20 + 4 * (number % 6)], number + 3] for number in range(30)]
+PARAMS = [SamplingParams(temperature=0, max_tokens=6 + 5 * (number % 4)) for number in range(30)]
+
+
+def answers(**options: Any) -> tuple[list[list[int]], Any]:
+    """What is said to all prompts, a few at a time, and the counters."""
+    with LLM(**OPTIONS, **options) as llm:
+        found = []
+        for first in range(0, 30, 10):
+            outputs = llm.generate(PROMPTS[first : first + 10], PARAMS[first : first + 10])
+            found += [output.token_ids for output in outputs]
+        llm.engine.ask(check).result()
+        return found, llm.engine.scheduler.counters
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    found, counters = answers(num_pages=400)
+    assert counters.evicted_pages == 0
+    return found
+
+
+@pytest.mark.parametrize("overlap", ["off", "on", "sync"])
+@pytest.mark.parametrize(
+    "host", [{"num_host_pages": 200}, {"num_host_pages": 20}, {"num_host_pages": 200, "max_swap_pages": 2}, {}]
+)
+def test_tokens_are_those_of_ample_memory(expected: list[list[int]], overlap: str, host: dict[str, Any]) -> None:
+    found, counters = answers(num_pages=30, overlap=overlap, **host)
+    assert found == expected
+    assert counters.evicted_pages > 50 and counters.retractions > 0
+    assert bool(counters.fetched_tokens) == bool(counters.spilled_pages) == bool(host)
+
+
+def test_a_page_that_comes_back_wrong_changes_the_tokens(
+    expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That the above can fail: nothing is copied."""
+    monkeypatch.setattr(kv_cache.KVCache, "swap", lambda self, swap: None)
+    found, _ = answers(num_pages=30, num_host_pages=200)
+    assert found != expected
+
+
+def test_a_virtual_device_and_the_cpu_carry_out_the_same_plans() -> None:
+    """One after the other, so that what a plan may know does not depend on how long a pass takes."""
+    plans: list[Plan] = []
+    params = [replace(each, ignore_eos=True) for each in PARAMS]
+    engine = build_engine(**OPTIONS, num_pages=30, num_host_pages=60, max_swap_pages=3, overlap="off")
+    launch = engine.executor.launch
+
+    def launching(plan: Plan) -> Any:
+        plans.append(plan)
+        return launch(plan)
+
+    engine.executor.launch = launching  # type: ignore[method-assign]
+    with LLM.from_engine(engine) as llm:
+        outputs = [llm.generate([prompt], each)[0].token_ids for prompt, each in zip(PROMPTS, params, strict=True)]
+        config = engine.scheduler.config
+    said = dict(enumerate(outputs))
+    clock, scheduler = VirtualClock(), Scheduler(config)
+    seen: list[Plan] = []
+
+    def tokens(plan: Plan) -> np.ndarray:
+        seen.append(plan)
+        rows = np.flatnonzero(plan.samples).tolist()
+        return np.array([said[int(plan.requests[row].id)][len(plan.requests[row].output)] for row in rows], np.int32)
+
+    loop = Loop(scheduler, VirtualExecutor(clock, tokens=tokens), clock, overlap=False)
+    for number, (prompt, each) in enumerate(zip(PROMPTS, params, strict=True)):
+        scheduler.add(Request(str(number), np.array(prompt), each), clock())
+        loop.drain()
+    assert len(seen) == len(plans)
+    moved = 0
+    for ours, theirs in zip(seen, plans, strict=True):
+        assert np.array_equal(ours.starts, theirs.starts) and np.array_equal(ours.page_ids, theirs.page_ids)
+        assert (ours.swap is None) == (theirs.swap is None)
+        if ours.swap is not None and theirs.swap is not None:
+            moved += len(ours.swap.fetch_pages)
+            for name in Swap.__slots__:
+                assert np.array_equal(getattr(ours.swap, name), getattr(theirs.swap, name)), name
+    assert moved > 20
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host_kv_tokens": 3}, "host_kv_tokens is 3, less than a page of 4: raise it, or leave it out."),
+        ({"host_kv_tokens": 64, "num_host_pages": 4}, "host_kv_tokens is 64 and num_host_pages is 4: give one of"),
+        ({"host_kv_tokens": 10**12}, "host_kv_tokens is 1000000000000, which takes .* GiB of host memory, and .* are"),
+    ],
+)
+def test_host_memory_that_cannot_be_had_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(build.ConfigError, match=message):
+        build_engine(**OPTIONS, num_pages=30, **options)
+
+
+def test_host_memory_is_given_in_tokens() -> None:
+    with LLM(**OPTIONS, num_pages=30, host_kv_tokens=400) as llm:
+        assert llm.engine.scheduler.config.num_host_pages == 100
