@@ -179,6 +179,10 @@ def _host_options(
             )
         free = free_memory() - (0 if on_gpu else given["num_pages"] * page_bytes)
         found["num_host_pages"] = num_host_pages(config, page_size, page_bytes, free=max(free, 0))
+    if on_gpu and {**given, **found}.get("num_host_pages") and "host_page_cost" not in given:
+        from paceline.engine.cuda_build import host_page_cost
+
+        found["host_page_cost"] = host_page_cost(spec, dtype_bytes, page_size)
     return found
 
 

@@ -13,6 +13,7 @@ from paceline.engine.cuda_inputs import ShareRule
 from paceline.engine.cuda_model import GpuModel, Tuning
 from paceline.engine.cuda_sampling import mask_words
 from paceline.engine.cuda_streams import streams_of
+from paceline.engine.cuda_swap import buffer_bytes
 from paceline.engine.kv_cache import num_kv_pages
 from paceline.kernels._triton import HAS_TRITON
 from paceline.kernels.adjust import adjust_bytes
@@ -22,8 +23,11 @@ from paceline.kernels.extend_attention import ExtendTuning
 from paceline.kernels.extend_tiles import SplitRule
 from paceline.kernels.linear import decode_tuning
 from paceline.model.decoder import Decoder
+from paceline.model.spec import ModelSpec
 
 _KV_FRACTION = 0.9  # the rest is left to the CUDA context's modules, graphs and cuBLAS
+_LINK_RATE = 50e9  # bytes a second from host memory, each way: what PCIe 5 with 16 lanes should do, not measured
+_PROMPT_RATE = 700e12  # operations a second of a pass with prompts: 14B on an H200; 0.6B has 770e12
 
 
 def has_cuda() -> bool:
@@ -34,6 +38,12 @@ def check_cuda() -> None:
     if not has_cuda():
         missing = "there is no CUDA device" if HAS_TRITON else "triton is not installed"
         raise ConfigError(f"device is 'cuda' and {missing}: choose device cpu, or install what is missing.")
+
+
+def host_page_cost(spec: ModelSpec, dtype_bytes: int, page_size: int) -> float:
+    """Prompt tokens that a GPU computes while a page comes from host memory."""
+    seconds = page_size * spec.kv_bytes_per_token(dtype_bytes) / _LINK_RATE
+    return round(seconds * _PROMPT_RATE / (2 * spec.num_parameters), 3)
 
 
 def build_cuda(
@@ -50,8 +60,6 @@ def build_cuda(
 ) -> tuple[CudaDevice, SchedulerConfig]:
     """The executor, and the scheduler's options with the pool's size in them: `with_pages` makes them, unless the
     pool's size was asked for. The decoder is taken over."""
-    if scheduler.num_host_pages:
-        raise ConfigError(f"num_host_pages is {scheduler.num_host_pages}, which a GPU does not use yet: leave it out.")
     streams = streams_of(decoder.device)
     model = GpuModel(decoder, max_tokens=scheduler.max_batch_tokens, max_rows=scheduler.max_running, tuning=tuning)
     page_size, context = scheduler.page_size, scheduler.context_tokens
@@ -69,6 +77,8 @@ def build_cuda(
         page_size=page_size,
         max_running=scheduler.max_running,
         max_row_tokens=min(context, scheduler.num_pages * page_size),
+        num_host_pages=scheduler.num_host_pages,
+        max_swap_pages=scheduler.max_swap_pages,
         chunks=chunks,
         attention_tuning=attention_tuning,
         share_rule=share_rule,
@@ -84,6 +94,7 @@ def _workspace_bytes(model: GpuModel, scheduler: SchedulerConfig, chunks: ChunkC
     partials += split_rule(spec.num_kv_heads, 0).room * ExtendTuning().block_m * (spec.head_dim + 1)
     tables = rows * context * 2
     adjustments, masks = adjust_bytes(rows, context + 1), mask_words(rows, spec.vocab_size)
-    return (
-        adjustments + 4 * (partials + tables + masks) + scheduler.max_batch_tokens * spec.q_size * model.dtype.itemsize
-    )
+    page_bytes = scheduler.page_size * spec.kv_bytes_per_token(model.dtype.itemsize)
+    buffers = buffer_bytes(scheduler.max_swap_pages, page_bytes) if scheduler.num_host_pages else 0
+    queries = scheduler.max_batch_tokens * spec.q_size * model.dtype.itemsize
+    return buffers + adjustments + 4 * (partials + tables + masks) + queries

@@ -8,7 +8,8 @@
 The engine stream runs passes and applies every change of device state; the copy stream brings each pass's packed
 upload into a staging buffer, the results stream its results out. On one stream the upload of N+1 stood behind the
 results of N, and so behind N itself, and N+1 began a copy late. A pass uses one of a few `_Flight`s, whose buffers are
-not touched again before its results have been read. Tokens chain on the device: sampling writes them into `token_pool`,
+not touched again before its results have been read. Pages that go to host memory or come back do so on two streams more
+(cuda_swap.py). Tokens chain on the device: sampling writes them into `token_pool`,
 where the next pass finds them. What a pass does follows from its plan alone.
 
 A decode pass is one small kernel that applies the upload, and one graph. A pass with prompts is launched kernel by
@@ -32,6 +33,7 @@ from paceline.engine.cuda_inputs import SHARED_CHUNKS, Packed, PlanPacker, Share
 from paceline.engine.cuda_model import AttendKernel, GpuModel
 from paceline.engine.cuda_sampling import CudaSampling, Told, told_columns
 from paceline.engine.cuda_streams import Event, Graph, Streams
+from paceline.engine.cuda_swap import CudaSwap
 from paceline.engine.executor import Result
 from paceline.kernels._triton import cdiv
 from paceline.kernels.adjust import write_runs
@@ -61,7 +63,7 @@ from paceline.kernels.rope_kv import rope_kv
 from paceline.kernels.slot_state import SlotState, apply_diff
 from paceline.sampling.logprobs import Ask
 from paceline.sampling.values import Bits, Masks
-from paceline.scheduler.plan import NO_TOKENS, Plan
+from paceline.scheduler.plan import NO_TOKENS, Plan, Swap
 
 # rows, query heads per KV head, query heads in a unit that rows share or 0, whether contexts are short
 AttentionTuning = Callable[[int, int, int, bool], DecodeTuning]
@@ -90,6 +92,8 @@ class Stats:
     device_s: float = 0.0
     idle_s: float = 0.0
     by_bucket: dict[int, BucketStats] = field(default_factory=dict)  # rows of the graph; 0: passes with prompts
+    fetched_pages: int = 0
+    fetch_s: float = 0.0  # that they were on their way from host memory
     launch_s: float = 0.0  # the host, launching
     wait_s: float = 0.0  # the host, waiting for results
 
@@ -106,6 +110,7 @@ class _Flight:
     def __init__(self, streams: Streams, max_rows: int, device: torch.device) -> None:
         self._streams, self._device = streams, device
         self.uploaded, self.began, self.ended, self.copied = (streams.event() for _ in range(4))
+        self.fetch_began, self.fetched = (streams.event() for _ in range(2))
         self.results = streams.pinned(max_rows)
         self.told = streams.pinned(max_rows * TOLD_WORDS).view(max_rows, TOLD_WORDS)
         self.pending: _Pending | None = None
@@ -174,13 +179,17 @@ class _Pending:
             stats.note(self._bucket, device_s)
             idle_s = self._before.elapsed_time(flight.began) / 1e3 if self._before is not None else 0.0
             stats.idle_s += idle_s
+            fetch_s = flight.fetch_began.elapsed_time(flight.fetched) / 1e3 if self._packed.fetched.count else None
+            stats.fetch_s += fetch_s or 0.0
             # Copies: the flight's buffers belong to a later pass soon.
             count, width = self._packed.num_sampled, self._packed.logprobs
             tokens = flight.results[:count].numpy().copy() if count else NO_TOKENS
             logprobs = None if width is None else told_columns(flight.told[:count].numpy().copy(), width)
             runs = tuple(told.run() for told in self.told_prompts)
             self.told_prompts = []
-            self._result = Result(tokens, device_s, idle_s=idle_s, logprobs=logprobs, prompt_logprobs=runs)
+            self._result = Result(
+                tokens, device_s, idle_s=idle_s, logprobs=logprobs, prompt_logprobs=runs, fetch_s=fetch_s
+            )
         return self._result
 
 
@@ -196,6 +205,8 @@ class CudaDevice:
         page_size: int,
         max_running: int,
         max_row_tokens: int,
+        num_host_pages: int = 0,
+        max_swap_pages: int = 0,
         chunks: ChunkChoice = decode_chunks,
         attention_tuning: AttentionTuning = decode_attention_tuning,
         share_rule: Callable[[int, int], ShareRule] = ShareRule,
@@ -215,10 +226,11 @@ class CudaDevice:
         group = spec.num_heads // spec.num_kv_heads
         # One more than a row can have, since the last sampled token is stored and never fed.
         self.state = SlotState.empty(max_running, max_row_tokens + 1, page_size, max_running, device)
-        shape = (2, num_pages, page_size, spec.num_kv_heads, spec.head_dim)
-        self.caches = [
-            tuple(torch.zeros(shape, dtype=model.dtype, device=device).unbind(0)) for _ in range(spec.num_layers)
-        ]
+        # One piece for all layers, keys and values, so that a kernel finds all parts of a page.
+        shape = (2 * spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_dim)
+        self.kv = torch.zeros(shape, dtype=model.dtype, device=device)
+        self.caches = [(self.kv[2 * layer], self.kv[2 * layer + 1]) for layer in range(spec.num_layers)]
+        self.swap = CudaSwap(streams, self.kv, num_host_pages, max_swap_pages) if num_host_pages else None
 
         self.graphs = DecodeGraphs(streams, max_running, self._decode, self._decode_nothing)
         capacity = max_units(self.graphs.sizes, max_row_tokens + 1, chunks)
@@ -299,6 +311,8 @@ class CudaDevice:
         told: list[Told] = []
         with streams.use(streams.engine):
             flight.uploaded.wait(streams.engine)
+            if plan.swap is not None:
+                self._move(plan.swap, flight, packed)  # before it counts as begun: it may wait for the link
             flight.began.record(streams.engine)
             if packed.is_decode:
                 # Before the diff: a graph that is captured now must not see its rows.
@@ -378,6 +392,14 @@ class CudaDevice:
 
     def close(self) -> None:
         self._streams.synchronize()
+
+    def _move(self, swap: Swap, flight: _Flight, packed: Packed) -> None:
+        assert self.swap is not None, "a plan moves pages to host memory and there is none"
+        if packed.spilled.count:
+            self.swap.spill(flight.part(packed.spilled), swap.spill_hosts)
+        if packed.fetched.count:
+            self.swap.fetch(flight.part(packed.fetched), swap.fetch_hosts, flight.fetch_began, flight.fetched)
+            self.stats.fetched_pages += packed.fetched.count
 
     def _apply(self, flight: _Flight, packed: Packed) -> None:
         apply_diff(flight.diff, self.state, self._units.get(0), num_programs=self._few_programs or 64)

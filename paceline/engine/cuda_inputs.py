@@ -66,6 +66,8 @@ class Packed:
     tile_rows: Span
     tile_tokens: Span
     adjust: Span  # what to write into slots' lists of adjustments
+    spilled: Span  # pages that go to host memory before the pass
+    fetched: Span  # pages that come from there
 
     def write(self, target: Column) -> None:
         """Copies all parts into the upload buffer."""
@@ -152,7 +154,7 @@ class PlanPacker:
         num_decodes = plan.num_rows if is_decode else plan.num_decodes
         diff, adjust = self._diff(plan, num_decodes), self._adjust(plan)
         parts, at = [diff], cdiv(len(diff), ALIGN) * ALIGN
-        spans = [Span(0, 0)] * 10
+        spans = [Span(0, 0)] * 12
         num_parts = 0
         columns: tuple[Column, ...] = ()
         if not is_decode:
@@ -171,7 +173,8 @@ class PlanPacker:
                 *((shared.tiles.reshape(-1), shared.rows, shared.tokens.reshape(-1)) if shared else ()),
             )
         columns += (_NONE,) * (9 - len(columns))
-        for number, column in enumerate((*columns, adjust)):
+        moved = (_NONE, _NONE) if plan.swap is None else (plan.swap.spill_pages, plan.swap.fetch_pages)
+        for number, column in enumerate((*columns, adjust, *moved)):
             if len(column):
                 parts.append(column)
                 spans[number] = Span(at, len(column))

@@ -38,6 +38,8 @@ class Streams(Protocol):
     copy: Any  # brings uploads into staging buffers
     results: Any  # brings results out; behind them, an upload would wait for the pass that yields them
     side: Any  # for what can run beside the engine stream's own launches
+    spill: Any  # brings KV pages to host memory
+    fetch: Any  # brings them back
 
     def follow(self, later: Any, earlier: Any) -> None:
         """What is launched on `later` from now on runs after what was launched on `earlier`."""
@@ -64,6 +66,8 @@ class CudaStreams:
         self.copy: Any = _cuda.Stream(device)
         self.results: Any = _cuda.Stream(device)
         self.side: Any = _cuda.Stream(device)
+        self.spill: Any = _cuda.Stream(device)
+        self.fetch: Any = _cuda.Stream(device)
         self._pool: Any = None
 
     def follow(self, later: Any, earlier: Any) -> None:
@@ -123,7 +127,7 @@ class _HostGraph:
 
 
 class HostStreams:
-    engine = copy = results = side = None
+    engine = copy = results = side = spill = fetch = None
 
     def follow(self, later: Any, earlier: Any) -> None: ...
 

@@ -21,6 +21,7 @@ class Result(NamedTuple):
     idle_s: float | None = None  # how long the device had nothing to do before, where that is measured
     logprobs: Logprobs | None = None  # of the tokens, if somebody asks
     prompt_logprobs: tuple[LogprobRun, ...] = ()
+    fetch_s: float | None = None  # how long the pages it fetched were on their way from host memory, where measured
 
 
 class Pending(Protocol):

@@ -17,6 +17,7 @@ from paceline.engine.engine import Engine
 from paceline.kernels._triton import Kernel, triton
 from paceline.kernels.adjust import mask_logits
 from paceline.kernels.linear import LinearTuning
+from paceline.kernels.move_pages import collect_pages, place_pages
 from paceline.llm import LLM
 from paceline.model.registry import shape
 from paceline.model.weights import random_decoder
@@ -64,6 +65,8 @@ def main() -> None:
         llm.generate([common + common[:400]], greedy)
     ints = torch.zeros(4, 64, dtype=torch.int32)  # a grammar would notice that its masks do nothing
     mask_logits(torch.zeros(4, 2048, dtype=torch.bfloat16), ints[0, :1], ints[1, :4], ints)
+    for move in (collect_pages, place_pages):  # nothing left the device
+        move(device.kv.flatten(2), ints[0, :4], torch.zeros(4, len(device.kv), device.kv[0, 0].numel()).bfloat16())
     modules = [vars(module) for name, module in sys.modules.items() if name.startswith("paceline.kernels.")]
     kernels = {one._function.fn.__name__ for each in modules for one in each.values() if isinstance(one, Kernel)}
     assert kernels, "kernels are interpreted: leave TRITON_INTERPRET out"

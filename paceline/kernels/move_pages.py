@@ -1,0 +1,54 @@
+"""Pages between KV memory, where each lies in as many places as there are layers, and a buffer where it is whole."""
+
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+
+from paceline.kernels._triton import cdiv, launched, tl, triton
+
+
+def collect_pages_reference(kv: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    return kv[:, pages.long()].transpose(0, 1)
+
+
+def place_pages_reference(kv: torch.Tensor, pages: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """What the KV memory is afterwards."""
+    after = kv.clone()
+    after[:, pages.long()] = buffer.transpose(0, 1)
+    return after
+
+
+@launched
+@triton.jit
+def _move_pages_kernel(kv, buffer, pages, part_size, page_size, num_parts, OUT: tl.constexpr, BLOCK: tl.constexpr):
+    index, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < page_size
+    page = tl.load(pages + index).to(tl.int64)
+    scattered = kv + part * part_size + page * page_size + column
+    whole = buffer + (index * num_parts + part) * page_size + column
+    if OUT:
+        tl.store(whole, tl.load(scattered, mask=inside), mask=inside)
+    else:
+        tl.store(scattered, tl.load(whole, mask=inside), mask=inside)
+
+
+def collect_pages(kv: torch.Tensor, pages: torch.Tensor, buffer: torch.Tensor) -> None:
+    """buffer [N, parts, E] = the pages [N] int32 of kv [parts, pages, E]. Both are contiguous."""
+    _move(kv, pages, buffer, out=True)
+
+
+def place_pages(kv: torch.Tensor, pages: torch.Tensor, buffer: torch.Tensor) -> None:
+    """The other way. No page may stand there twice."""
+    _move(kv, pages, buffer, out=False)
+
+
+def _move(kv: torch.Tensor, pages: torch.Tensor, buffer: torch.Tensor, *, out: bool) -> None:
+    parts, num_pages, size = kv.shape
+    block = 2048
+    _move_pages_kernel[(len(pages), parts, cdiv(size, block))](
+        kv, buffer, pages, num_pages * size, size, parts, OUT=out, BLOCK=block, num_warps=4
+    )
