@@ -114,6 +114,16 @@ class HostTier:
         self.note(node)
         return parts
 
+    def join(self, node: Node) -> None:
+        """Makes a node that has left one with its end, which left before it. Pages leave one by one where requests grow
+        token by token; a node for each would make every path as long as it has pages."""
+        if len(node.children) != 1 or not len(node.hosts) or node.num_ending or node.hidden:
+            return
+        (below,) = node.children.values()
+        # With one age, they would be forgotten together anyway.
+        if len(below.hosts) and below.last_used == node.last_used and not below.hidden:
+            self._tree.merge(node)
+
     def note(self, node: Node) -> None:
         """A node has come to have host pages."""
         heappush(self._oldest, (_key(node), node.seq, node))

@@ -293,6 +293,8 @@ class PrefixTree:
                 freed.append(part.pages)
                 count -= len(part.pages)
                 self._make_ghost(part)
+                if host is not None:
+                    host.join(part)
         return np.concatenate(freed) if freed else NO_PAGES
 
     # ------------------------------------------------------------------ structure
@@ -381,6 +383,23 @@ class PrefixTree:
             if node.resident:
                 self._note_frontier(upper)
         return upper
+
+    def merge(self, upper: Node) -> None:
+        """Joins a ghost to its only child, which is one too: the inverse of `split`. Nobody waits or holds between."""
+        (node,) = upper.children.values()
+        parent = upper.parent
+        assert parent is not None and not (upper.resident or node.resident or upper.num_ending or upper.hidden), (
+            "only ghosts are merged, and at no place that somebody knows"
+        )
+        node.parent, node.name, node.order = parent, upper.name, upper.order
+        node.key = upper.key + node.key
+        node.hosts = np.concatenate([upper.hosts, node.hosts])
+        node.moved = max(upper.moved, node.moved)
+        parent.children[node.name] = node
+        upper.children, upper.hosts = {}, NO_PAGES
+        self._nodes -= 1
+        if node.num_waiting:
+            self._push(node)
 
     def make_resident(self, node: Node, pages: Pages, born: int) -> None:
         assert node.parent is not None, "the root is resident from the beginning"

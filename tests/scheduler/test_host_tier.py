@@ -166,6 +166,19 @@ def test_a_request_that_goes_while_its_pages_come_leaves_them_to_others() -> Non
     subject.assert_reference()
 
 
+def test_pages_that_leave_one_by_one_do_not_make_the_tree_deep() -> None:
+    subject = harness(num_pages=20, num_host_pages=64)
+    run(subject, prompt(range(100, 164), 91))
+    memory = subject.scheduler.memory
+    for _ in range(12):
+        memory.pool.free(memory.tree.evict(1))
+    nodes = [node for node in memory.tree.nodes() if node.depth]
+    assert [(len(node.pages), len(node.hosts)) for node in nodes] == [(4, 0), (0, 12)]
+    subject.add(request(prompt(range(100, 140), 92), 2))  # waits within the long one
+    subject.run()
+    subject.assert_reference()
+
+
 def fetched(subject: Harness, tokens: Any) -> list[int]:
     """What of a prompt's first page can come back with the plan being made: the page it comes to."""
     memory, key = subject.scheduler.memory, prompt(tokens).astype(np.int32).tobytes()
