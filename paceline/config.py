@@ -61,7 +61,7 @@ class SchedulerConfig:
         0, "pages of host memory that keep what is evicted, to be fetched when it is needed again; 0: it is dropped",
         low=0,
     )  # fmt: skip
-    max_swap_pages: int = option(128, "pages that go to host memory, and that come back, with one pass at most", low=1)
+    max_swap_pages: int = option(256, "pages that go to host memory, and that come back, with one pass at most", low=1)
     host_page_cost: float = option(
         0.0, "prompt tokens that are computed in the time a page takes to come back from host memory: what is cheaper "
         "to compute is not kept there", low=0.0,
@@ -228,6 +228,14 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+
+    def num_host_pages(self, page_size: int) -> int:
+        """`host_kv_tokens` in pages."""
+        if 0 < self.host_kv_tokens < page_size:
+            raise ConfigError(
+                f"host_kv_tokens is {self.host_kv_tokens}, less than a page of {page_size}: raise it, or leave it out."
+            )
+        return self.host_kv_tokens // page_size
 
     @property
     def overlap_mode(self) -> str:

@@ -200,6 +200,7 @@ def fit(
     """Fit a virtual GPU to recorded passes, and say how far off it is on passes and runs it has not seen."""
     from paceline.simulator.fit import Recording
     from paceline.simulator.fit import fit as fit_to
+    from paceline.simulator.profile import keep_swap
 
     every = [Recording.read(path) for path in recordings]
     read = [one.warm() for one in every]
@@ -218,7 +219,7 @@ def fit(
     if cut := [name for one, kept in zip(every, read, strict=True) if kept is not one for name in one.cut_off]:
         console.print(f"Left out, because the recording ends before they do: {', '.join(cut)}.")
     if save is not None:
-        fitted.profile.save(save)
+        keep_swap(fitted.profile, save).save(save)
     if json_file is not None:
         errors = {name: dataclasses.asdict(error) | {"total": error.total} for name, error in fitted.held_out.items()}
         json_file.write_text(json.dumps({"held_out": errors, "runs": runs}, indent=1) + "\n")

@@ -112,11 +112,7 @@ def num_kv_pages(
 
 def num_host_pages(config: EngineConfig, page_size: int, page_bytes: int, *, free: int) -> int:
     """How many pages of host memory keep what leaves the device, where `free` bytes of it are left."""
-    num_pages = config.host_kv_tokens // page_size
-    if config.host_kv_tokens and not num_pages:
-        raise ConfigError(
-            f"host_kv_tokens is {config.host_kv_tokens}, less than a page of {page_size}: raise it, or leave it out."
-        )
+    num_pages = config.num_host_pages(page_size)
     if num_pages * page_bytes > free:
         raise ConfigError(
             f"host_kv_tokens is {config.host_kv_tokens}, which takes {_gib(num_pages * page_bytes)} of host memory, "

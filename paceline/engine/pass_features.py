@@ -33,11 +33,17 @@ class PassFeatures(msgspec.Struct, frozen=True, gc=False):
     num_joins: int
     join_tokens: int
     num_page_changes: int
+    num_spilled_pages: int = 0
+    num_fetched_pages: int = 0
 
     @property
     def own_tokens(self) -> int:
         """KV positions that rows read, each counted once however many rows read it."""
         return self.context_tokens + self.prompt_context_tokens - self.repeated_tokens
+
+    @property
+    def num_moved_pages(self) -> int:
+        return self.num_spilled_pages + self.num_fetched_pages
 
     @property
     def has_prompts(self) -> bool:
@@ -90,4 +96,6 @@ def read_features(plan: Plan, buckets: Sequence[int]) -> PassFeatures:
         num_joins=len(plan.joins),
         join_tokens=sum(len(join.tokens) for join in plan.joins),
         num_page_changes=len(plan.page_ids),
+        num_spilled_pages=0 if plan.swap is None else len(plan.swap.spill_pages),
+        num_fetched_pages=0 if plan.swap is None else len(plan.swap.fetch_pages),
     )

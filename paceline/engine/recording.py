@@ -85,6 +85,7 @@ class RecordedPass(msgspec.Struct, frozen=True, tag="pass", tag_field="line"):
     device_s: float | None
     idle_s: float | None  # of the device, before this pass
     features: PassFeatures
+    fetch_s: float | None = None  # that the pages it fetched were on their way from host memory
 
 
 Line = Header | Mark | RecordedRequest | RecordedPass
@@ -226,7 +227,7 @@ class Recorder:
         self._in_flight -= 1
         self._queue.put(
             RecordedPass(one.step, round(one.at, 7), one.num_in_flight, round(one.host_s, 7), round(one.launch_s, 7),
-                         round(seconds, 7), result.device_s, result.idle_s, one.features)
+                         round(seconds, 7), result.device_s, result.idle_s, one.features, result.fetch_s)
         )  # fmt: skip
         self._returned = self._clock()
 

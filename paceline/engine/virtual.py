@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 
 from paceline.engine.executor import Result
-from paceline.scheduler.plan import Plan
+from paceline.scheduler.plan import Plan, Swap
 from paceline.scheduler.step_time import StepTime
 
 # One H200 with a 0.6B model in bfloat16: weights read once a pass, KV at 4.2 TB/s, prefill at half the matrix rate.
@@ -69,6 +70,31 @@ class WallClock:
             time.sleep(seconds)
 
 
+class Link:
+    """Between a virtual GPU and host memory: pages leave and come beside the passes, each way one plan after the other,
+    in the order of a real one (cuda_swap.py). Collecting and placing them on the device takes no time here."""
+
+    def __init__(self, page_s: float) -> None:
+        self._page_s = page_s
+        self._idle_out = self._idle_in = 0.0  # from when on nothing is on its way
+        self._leaving = deque([0.0, 0.0], 2)  # when the buffers are empty again, that of the last spill last
+        self._filled: dict[int, float] = {}  # when each host page has its content
+
+    def starts(self, swap: Swap, now: float, idle_from: float) -> float:
+        """When a pass can begin that is launched `now` on a device with work until `idle_from`."""
+        begins = max(now, idle_from)
+        if len(swap.spill_hosts):
+            begins = max(begins, self._leaving[0])
+            self._idle_out = max(self._idle_out, begins) + self._page_s * len(swap.spill_hosts)
+            self._leaving.append(self._idle_out)
+            self._filled.update(dict.fromkeys(swap.spill_hosts.tolist(), self._idle_out))
+        if len(swap.fetch_hosts):
+            filled = max(self._filled[host] for host in swap.fetch_hosts.tolist())
+            self._idle_in = max(self._idle_in, now, filled) + self._page_s * len(swap.fetch_hosts)
+            begins = max(begins, self._idle_in)
+        return begins
+
+
 class _VirtualPending:
     def __init__(self, clock: Clock, ends: float, result: Result) -> None:
         self._clock = clock
@@ -91,13 +117,16 @@ class VirtualExecutor:
         step_time: PassTime = SMALL_MODEL_H200,
         tokens: Callable[[Plan], np.ndarray] | None = None,
         launching: Callable[[Plan], float] | None = None,
+        link: Link | None = None,
     ) -> None:
         """`tokens`: what a plan's sampling rows yield; zeros if not given. `launching`: seconds for which the host
-        goes on launching kernels of a pass while the device runs the first ones; none if not given."""
+        goes on launching kernels of a pass while the device runs the first ones; none if not given. `link`: to host
+        memory; if not given, moving pages takes no time."""
         self._clock = clock
         self._step_time = step_time
         self._tokens = tokens
         self._launching = launching
+        self._link = link
         self._idle_from = 0.0
         self.busy_s = 0.0
         self.span = (0.0, 0.0)  # from when to when the last launched pass runs
@@ -105,6 +134,8 @@ class VirtualExecutor:
     def launch(self, plan: Plan) -> _VirtualPending:
         seconds = self._step_time.of(plan)
         starts = max(self._idle_from, self._clock.now)
+        if self._link is not None and plan.swap is not None:
+            starts = self._link.starts(plan.swap, self._clock.now, self._idle_from)
         idle_s = starts - self._idle_from
         if self._launching is not None:
             launched = self._clock.now + self._launching(plan)

@@ -10,7 +10,15 @@ from typing import Any
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.engine.engine import Engine, Facts
 from paceline.engine.loop import Trace
-from paceline.engine.virtual import SMALL_MODEL_H200, ClockTokens, VirtualExecutor, VirtualTokens, WallClock, slowed
+from paceline.engine.virtual import (
+    SMALL_MODEL_H200,
+    ClockTokens,
+    Link,
+    VirtualExecutor,
+    VirtualTokens,
+    WallClock,
+    slowed,
+)
 from paceline.scheduler import Scheduler
 from paceline.text.synthetic import SMALLEST, synthetic_tokenizer
 
@@ -18,6 +26,7 @@ NAME = "virtual"
 VOCAB_SIZE = 32_768
 KV_BYTES_PER_TOKEN = 114_688  # of the model whose times are charged
 _KV_TOKENS = 524_288
+_LINK_RATE = 50e9  # bytes a second to host memory, each way
 
 
 def build_virtual(
@@ -29,9 +38,19 @@ def build_virtual(
     options = dict(scheduler_options)
     if config.kv_tokens is not None and "num_pages" in options:
         raise ConfigError(f"kv_tokens is {config.kv_tokens} and num_pages is {options['num_pages']}: give one of them.")
+    page_size = options.get("page_size", SchedulerConfig().page_size)
     if "num_pages" not in options:
-        page_size = options.get("page_size", SchedulerConfig().page_size)
         options["num_pages"] = max(1, (config.kv_tokens or _KV_TOKENS) // page_size)
+    page_s = page_size * KV_BYTES_PER_TOKEN / _LINK_RATE
+    if config.host_kv_tokens and "num_host_pages" in options:
+        raise ConfigError(
+            f"host_kv_tokens is {config.host_kv_tokens} and num_host_pages is {options['num_host_pages']}: "
+            "give one of them."
+        )
+    if config.host_kv_tokens:
+        options["num_host_pages"] = config.num_host_pages(page_size)
+    if options.get("num_host_pages"):
+        options.setdefault("host_page_cost", page_s / SMALL_MODEL_H200.per_prefill_token)
     scheduler_config = SchedulerConfig(**options)
     tokenizer = synthetic_tokenizer(VOCAB_SIZE)
     tokens: VirtualTokens | ClockTokens
@@ -39,7 +58,10 @@ def build_virtual(
         tokens = ClockTokens(SMALLEST, VOCAB_SIZE, lambda: executor.span[1])
     else:
         tokens = virtual_tokens(scheduler_config.max_running)
-    executor = VirtualExecutor(WallClock(), slowed(SMALL_MODEL_H200, config.virtual_slowdown), tokens)
+    executor = VirtualExecutor(
+        WallClock(), slowed(SMALL_MODEL_H200, config.virtual_slowdown), tokens,
+        link=Link(page_s * config.virtual_slowdown),
+    )  # fmt: skip
     scheduler = Scheduler(scheduler_config)
     recorder = None
     if config.record is not None:

@@ -20,10 +20,12 @@ def scheduler_config(arrivals: Sequence[Arrival], profile: Profile, options: Map
     """What was asked for; else all the memory of the profile's device, and a context as long as the longest request."""
     page_size = int(options.get("page_size", SchedulerConfig().page_size))
     longest = max((len(one.prompt) + (one.max_tokens or len(one.output)) for one in arrivals), default=2)
-    defaults = {
+    defaults: dict[str, float] = {
         "num_pages": max(1, profile.kv_tokens // max(1, page_size)),
         "context_tokens": max(SchedulerConfig().context_tokens, longest),
     }
+    if options.get("num_host_pages"):
+        defaults["host_page_cost"] = profile.host_page_cost(page_size)
     chosen = {**defaults, **options}
     if "max_batch_tokens" not in options and isinstance(chosen.get("max_running"), int):
         chosen["max_batch_tokens"] = max(SchedulerConfig().max_batch_tokens, chosen["max_running"])

@@ -17,6 +17,7 @@ from paceline.config import SchedulerConfig, WorkloadConfig
 from paceline.engine.virtual import VirtualClock, VirtualExecutor
 from paceline.request import Request, SamplingParams
 from paceline.scheduler import Scheduler
+from paceline.simulator.compare import scheduler_config
 from paceline.simulator.profile import load_profile
 from paceline.simulator.run import Run, simulate
 from paceline.simulator.workloads import Arrival, make_workload
@@ -161,6 +162,17 @@ def overlap(rows: int, enabled: bool, gpu: str = GPU) -> Run:
     return simulate(arrivals, config, load_profile(gpu), overlap=enabled)
 
 
+CHAT_POOL = 100_000  # tokens of KV on the device
+
+
+def host_memory(host_tokens: int, requests: int = 300, gpu: str = "h200-qwen3-14b") -> Run:
+    """Turns of chats that grow to 17,000 tokens, more than the pool holds, with so much host memory behind it."""
+    work = WorkloadConfig(requests=requests, rate=0.8, prompt_tokens=6000, shared=0.1, output_tokens=200, seed=1)
+    arrivals, profile = make_workload("chat", work), load_profile(gpu)
+    options = {"num_pages": CHAT_POOL // 16, "num_host_pages": host_tokens // 16}
+    return simulate(arrivals, scheduler_config(arrivals, profile, options), profile)
+
+
 # ---------------------------------------------------------------------- by name
 
 
@@ -289,6 +301,28 @@ def _small_pool() -> Report:
     )  # fmt: skip
 
 
+def _host_memory() -> Report:
+    sizes = [times * CHAT_POOL for times in (0, 1, 2, 4)]
+    runs = {size: host_memory(size) for size in sizes}
+    shares: dict[str, list[float]] = {"on the device": [], "fetched": [], "computed": []}
+    rows: list[list[str | float]] = []
+    for size, run in runs.items():
+        found, counters = run.summary(), run.counters
+        parts = (counters.hit_tokens, counters.fetched_tokens, counters.computed_tokens)
+        for name, part in zip(shares, parts, strict=True):
+            shares[name].append(round(part / counters.prompt_tokens, 2))
+        rows.append([size, *(share[-1] for share in shares.values()), round(found["ttft_p50_ms"] / 1e3, 3),
+                     round(found["ttft_p99_ms"] / 1e3, 2), round(found["busy"], 3)])  # fmt: skip
+    return Report(
+        ["host memory, tokens", "found on the device", "fetched", "computed", "first token p50 s", "p99 s", "GPU busy"],
+        rows,
+        f"300 turns of chats on a 14B with {CHAT_POOL:,} tokens of KV memory; shares of all prompt tokens. The link is "
+        "assumed to do 50 GB/s each way.",
+        Plot("bars", [f"{size:,}" for size in sizes], list(shares.values()), list(shares), "tokens of host memory",
+             "share of prompt tokens"),
+    )  # fmt: skip
+
+
 EXPERIMENTS: dict[str, Experiment] = {
     "seats": Experiment("Seats in use, static and continuous batching", _seats),
     "system-prompt": Experiment("A shared system prompt: hit rate by order", _system_prompt),
@@ -296,4 +330,5 @@ EXPERIMENTS: dict[str, Experiment] = {
     "max-wait": Experiment("Hit rate against waiting, as max_wait goes from 0 to infinity", _max_wait),
     "overlap": Experiment("GPU idle time and throughput, with and without overlap", _overlap),
     "small-pool": Experiment("A pool too small for its load", _small_pool),
+    "host-memory": Experiment("Chats that do not fit, with and without host memory", _host_memory),
 }

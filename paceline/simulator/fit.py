@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -321,7 +322,21 @@ def fit(recordings: Sequence[Recording], source: str) -> Fitted:
         groups[_KIND[one.features.has_prompts, one.features.has_repeated]].append(one)
         groups["all"].append(one)
     errors = {name: error(trial.device_s, group) for name, group in sorted(groups.items())}
-    return Fitted(_fit(turns, largest, source), errors)
+    profile = _fit(turns, largest, source)
+    if (token_s := _swap_token_s(recordings)) is not None:
+        profile = msgspec.structs.replace(profile, swap_token_s=token_s, swap_source=f"measured: {source}")
+    return Fitted(profile, errors)
+
+
+def _swap_token_s(recordings: Sequence[Recording]) -> float | None:
+    """Of all that was fetched together; None if nothing was."""
+    seconds, tokens = 0.0, 0
+    for one in recordings:
+        for line in one.passes:
+            if line.fetch_s is not None:
+                seconds += line.fetch_s
+                tokens += line.features.num_fetched_pages * one.header.page_size
+    return seconds / tokens if tokens else None
 
 
 def can_fit(recordings: Sequence[Recording]) -> bool:

@@ -3,7 +3,8 @@
 A pass of decodes runs as a graph: it takes what the graph's bucket takes with nothing to read, and something for every
 KV position read, once where rows have a prefix in common. A pass with prompts takes something for each new token, each
 pair of tokens that meet in attention, and what its decodes read; its kernels are launched one by one while the device
-runs the first of them. The host's time is results, text and planning; most of it where requests end or join.
+runs the first of them. The host's time is results, text and planning; most of it where requests end or join. Pages go
+to host memory and come back beside the passes (`Link`), at so many tokens a second each way.
 No coefficient is negative: a pass does not get faster by having more to do.
 """
 
@@ -25,7 +26,7 @@ _FOLDER = Path(__file__).parent / "profiles"
 # What the time of each kind of pass, and of the host, may depend on: names of PassFeatures, and of Ended
 DECODE_TERMS = ("own_tokens", "has_repeated", "longest_context")
 PROMPT_TERMS = ("num_prompt_tokens", "prompt_pairs", "own_tokens", "repeated_tokens", "num_decodes", "has_decodes")
-HOST_TERMS = ("num_decodes", "has_prompts", "num_joins", "join_tokens", "num_page_changes")
+HOST_TERMS = ("num_decodes", "has_prompts", "num_joins", "join_tokens", "num_page_changes", "num_moved_pages")
 ENDED_TERMS = ("num_requests", "prompt_tokens", "output_tokens")
 
 
@@ -56,6 +57,8 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
     host: Linear  # of one turn of the loop: results of a pass, planning and launching another
     ended: Linear  # of the host, for requests that ended in between
     launch_s: float  # of the host, for kernels of a pass with prompts that it launches while the device runs others
+    swap_token_s: float | None = None  # to bring a token's KV to host memory, or back; None: not known
+    swap_source: str = ""  # where that is from
 
     @cached_property
     def _by_bucket(self) -> dict[int, float]:
@@ -75,6 +78,19 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
         """Until the device can begin with the pass, if it has nothing else to do."""
         return self.host.seconds(features) + self.ended.seconds(ended)
 
+    def swap_page_s(self, page_size: int) -> float:
+        """Of a page, each way."""
+        if self.swap_token_s is None:
+            raise ConfigError(
+                f"num_host_pages is given, and the profile of {self.model} does not say how long KV takes to host "
+                "memory: set its swap_token_s, or fit it to a recording with num_host_pages."
+            )
+        return page_size * self.swap_token_s
+
+    def host_page_cost(self, page_size: int) -> float:
+        """The scheduler's option: prompt tokens that are computed while a page comes back."""
+        return round(self.swap_page_s(page_size) / self.prompt.per["num_prompt_tokens"], 3)
+
     def save(self, path: Path) -> None:
         text = msgspec.json.encode(_rounded(msgspec.to_builtins(self)))
         path.write_bytes(msgspec.json.format(text, indent=1) + b"\n")
@@ -87,6 +103,22 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+class _Swap(msgspec.Struct, frozen=True):
+    swap_token_s: float | None = None
+    swap_source: str = ""
+
+
+def keep_swap(profile: Profile, path: Path) -> Profile:
+    """With the time to host memory that is in `path` already, where the profile says none."""
+    if profile.swap_token_s is not None or not path.exists():
+        return profile
+    try:
+        kept = msgspec.json.decode(path.read_bytes(), type=_Swap)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path.name} is there and no profile: {error}.") from None
+    return msgspec.structs.replace(profile, swap_token_s=kept.swap_token_s, swap_source=kept.swap_source)
 
 
 def profile_names() -> list[str]:

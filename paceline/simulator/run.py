@@ -19,7 +19,7 @@ import numpy.typing as npt
 from paceline.config import SchedulerConfig
 from paceline.engine.executor import Pending
 from paceline.engine.loop import Loop
-from paceline.engine.virtual import VirtualClock, VirtualExecutor
+from paceline.engine.virtual import Link, VirtualClock, VirtualExecutor
 from paceline.request import Refused, Request
 from paceline.scheduler import Scheduler
 from paceline.scheduler.journal import Counters
@@ -113,9 +113,11 @@ class Run:
             "passes": self.passes,
             "tokens_per_s": output / self.seconds if self.seconds else 0.0,
             "hit_rate": counters.hit_rate,
+            "fetch_rate": counters.fetched_tokens / max(1, counters.prompt_tokens),
             "busy": self.busy_s / self.seconds if self.seconds else 0.0,
             "retractions": counters.retractions,
             "evicted_pages": counters.evicted_pages,
+            "spilled_pages": counters.spilled_pages,
             "mean_waiting": self.mean_waiting,
             "fairness": self.fairness(),
         }
@@ -199,7 +201,8 @@ def simulate(
     began = time.perf_counter()
     clock = VirtualClock()
     charged = Charged(profile, clock)
-    executor = VirtualExecutor(clock, charged, _Script(arrivals), charged.launching)
+    link = Link(profile.swap_page_s(config.page_size)) if config.num_host_pages else None
+    executor = VirtualExecutor(clock, charged, _Script(arrivals), charged.launching, link)
     scheduler = Scheduler(config)
     watched = executor if observer is None else _Watched(executor, clock, observer)
     loop = Loop(scheduler, watched, clock, overlap=overlap)

@@ -120,6 +120,21 @@ def test_host_memory_that_cannot_be_had_is_refused(options: dict[str, Any], mess
         build_engine(**OPTIONS, num_pages=30, **options)
 
 
+def test_a_virtual_engine_has_host_memory_too() -> None:
+    prompts = [[number + 10] * 3000 for number in range(3)]
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    with LLM(executor="virtual", kv_tokens=4096, host_kv_tokens=16_384) as llm:
+        for prompt in [*prompts, *prompts]:
+            llm.generate([prompt], params)
+        counters, config = llm.engine.scheduler.counters, llm.engine.scheduler.config
+        assert config.num_host_pages == 1024 and config.host_page_cost == pytest.approx(12.23, rel=0.01)
+        assert counters.fetched_tokens > 4000
+    with pytest.raises(build.ConfigError, match="host_kv_tokens is 3, less than a page of 16"):
+        build_engine(executor="virtual", host_kv_tokens=3)
+    with pytest.raises(build.ConfigError, match="host_kv_tokens is 64 and num_host_pages is 4: give one of them"):
+        build_engine(executor="virtual", host_kv_tokens=64, num_host_pages=4)
+
+
 def test_host_memory_is_given_in_tokens() -> None:
     with LLM(**OPTIONS, num_pages=30, host_kv_tokens=400) as llm:
         assert llm.engine.scheduler.config.num_host_pages == 100

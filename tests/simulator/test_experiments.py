@@ -8,6 +8,8 @@ import pytest
 
 from paceline.bench.scheduler import gsp_hit_rate
 from paceline.simulator.experiments import (
+    CHAT_POOL,
+    host_memory,
     overlap,
     seats_used,
     shared_system_prompt,
@@ -58,6 +60,14 @@ def test_waiting_longer_buys_hits_and_the_ends_of_the_curve_are_in_order() -> No
     assert first_come["hit_rate"] < 0.8 * cache_first["hit_rate"]
     assert first_come["wait_p99_ms"] < cache_first["wait_p99_ms"]
     assert first_come["hit_rate"] < waiting_curve(0.2).summary()["hit_rate"]
+
+
+def test_chats_that_do_not_fit_come_back_from_host_memory() -> None:
+    without, some = (host_memory(size) for size in (0, 2 * CHAT_POOL))
+    assert without.counters.fetched_tokens == 0 < some.counters.fetched_tokens
+    assert some.counters.computed_tokens < 0.75 * without.counters.computed_tokens
+    assert some.summary()["ttft_p50_ms"] < 0.6 * without.summary()["ttft_p50_ms"]
+    assert some.summary()["ttft_p99_ms"] < 0.5 * without.summary()["ttft_p99_ms"]
 
 
 @pytest.mark.parametrize("rows", [1, 64])

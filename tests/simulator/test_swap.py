@@ -1,0 +1,150 @@
+"""Host memory behind a virtual GPU: what it costs, and when that shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from paceline.cli.sim import app
+from paceline.config import ConfigError, WorkloadConfig
+from paceline.engine.executor import Result
+from paceline.engine.loop import Loop
+from paceline.engine.recording import RecordedPass, Recorder, read_recording
+from paceline.engine.virtual import Link, VirtualClock, VirtualExecutor
+from paceline.scheduler import Plan, Scheduler
+from paceline.scheduler.plan import Swap
+from paceline.simulator.compare import scheduler_config
+from paceline.simulator.fit import Recording, fit
+from paceline.simulator.profile import Charged, keep_swap, load_profile
+from paceline.simulator.replay import recorded_config
+from paceline.simulator.run import Run, simulate
+from paceline.simulator.workloads import make_workload
+
+H200 = load_profile("h200-qwen3-14b")
+
+
+def swap(spills: list[int], fetches: list[int]) -> Swap:
+    none = np.empty(0, np.int32)
+    ids = {name: np.array(hosts, np.int32) if hosts else none for name, hosts in (("s", spills), ("f", fetches))}
+    return Swap(ids["s"], ids["s"], ids["f"], ids["f"])
+
+
+def test_what_leaves_delays_nobody_until_both_buffers_are_full() -> None:
+    link = Link(1.0)
+    assert link.starts(swap([0, 1, 2], []), now=10.0, idle_from=5.0) == 10.0  # leaves until 13
+    assert link.starts(swap([3], []), now=10.0, idle_from=11.0) == 11.0  # behind it, until 14
+    assert link.starts(swap([4], []), now=11.0, idle_from=12.0) == 13.0, "the first buffer is empty then"
+
+
+def test_a_pass_waits_for_what_it_fetches_and_that_comes_while_another_runs() -> None:
+    link = Link(1.0)
+    link.starts(swap([0, 1], []), now=0.0, idle_from=0.0)
+    assert link.starts(swap([], [0, 1]), now=10.0, idle_from=15.0) == 15.0, "it has come by then"
+    assert link.starts(swap([], [0, 1]), now=20.0, idle_from=15.0) == 22.0
+    assert link.starts(swap([], [0]), now=20.0, idle_from=22.5) == 23.0, "one after the other"
+
+
+def test_what_is_fetched_must_have_left_before() -> None:
+    link = Link(1.0)
+    link.starts(swap([0, 1, 2, 3], []), now=0.0, idle_from=0.0)
+    assert link.starts(swap([], [3]), now=1.0, idle_from=1.0) == 5.0
+
+
+def run(num_host_pages: int, profile: Any = H200, **options: Any) -> Run:
+    """Chats in a pool too small for them."""
+    work = WorkloadConfig(requests=60, rate=1.0, prompt_tokens=3000, shared=0.1, output_tokens=100, seed=2)
+    arrivals = make_workload("chat", work)
+    config = scheduler_config(arrivals, profile, {"num_pages": 1200, "num_host_pages": num_host_pages, **options})
+    return simulate(arrivals, config, profile)
+
+
+def test_the_same_arrivals_give_the_same_run_and_a_slow_link_shows() -> None:
+    one, two, without = run(8000), run(8000), run(0)
+    assert one.journal == two.journal and one.summary() == two.summary()
+    assert one.counters.fetched_tokens > 0 == without.counters.fetched_tokens
+    assert one.counters.computed_tokens < 0.8 * without.counters.computed_tokens
+    assert sum(one.ttft) < 0.8 * sum(without.ttft)
+    slow = msgspec.structs.replace(H200, swap_token_s=100 * (H200.swap_token_s or 0.0))
+    assert sum(run(8000, slow, host_page_cost=1.0).ttft) > 2 * sum(without.ttft)
+
+
+def test_a_link_so_slow_that_nothing_is_worth_fetching_is_refused() -> None:
+    slow = msgspec.structs.replace(H200, swap_token_s=1e-2)
+    with pytest.raises(ConfigError, match="is quicker to compute than to fetch"):
+        run(8000, slow)
+
+
+def test_a_profile_that_knows_no_link_says_so() -> None:
+    unknown = msgspec.structs.replace(H200, swap_token_s=None)
+    with pytest.raises(ConfigError, match="does not say how long KV takes to host memory: set its swap_token_s"):
+        run(8000, unknown)
+    assert run(0, unknown).counters.fetched_tokens == 0
+
+
+def test_shipped_profiles_say_that_their_link_is_assumed() -> None:
+    for name, kv_bytes in (("h200-qwen3-0.6b", 114_688), ("h200-qwen3-14b", 163_840)):
+        profile = load_profile(name)
+        assert profile.swap_token_s == pytest.approx(kv_bytes / 50e9, rel=1e-3)
+        assert profile.swap_source.startswith("assumed")
+
+
+class Timed:
+    """A virtual executor that says how long its fetches took, as a GPU does."""
+
+    def __init__(self, executor: VirtualExecutor, page_s: float) -> None:
+        self._executor, self._page_s = executor, page_s
+
+    def launch(self, plan: Plan) -> Any:
+        pending = self._executor.launch(plan)
+        count = 0 if plan.swap is None else len(plan.swap.fetch_pages)
+        pending._result = Result(*pending._result[:-1], fetch_s=count * self._page_s if count else None)
+        return pending
+
+
+def test_a_fit_finds_the_link_and_replays_the_moves(tmp_path: Path) -> None:
+    path, clock = tmp_path / "rec.jsonl", VirtualClock()
+    work = WorkloadConfig(requests=80, rate=2.0, prompt_tokens=3000, shared=0.1, output_tokens=40, seed=2)
+    arrivals = make_workload("chat", work)
+    config = scheduler_config(arrivals, H200, {"num_pages": 1200, "num_host_pages": 8000, "max_swap_pages": 64})
+    scheduler, charged = Scheduler(config), Charged(H200, clock)
+    executor = VirtualExecutor(clock, charged, launching=charged.launching, link=Link(H200.swap_page_s(16)))
+    recorder = Recorder(path, scheduler, clock, device="toy", model="toy", overlap="on", buckets=H200.buckets)
+    loop = Loop(scheduler, recorder.watch(Timed(executor, H200.swap_page_s(16))), clock)
+    for arrival in arrivals:
+        scheduler.add(arrival.request(), clock())
+        loop.drain()
+    recorder.close()
+    lines = [line for line in read_recording(path) if isinstance(line, RecordedPass)]
+    assert sum(line.features.num_fetched_pages for line in lines) * 16 == scheduler.counters.fetched_tokens > 0
+    assert sum(line.features.num_spilled_pages for line in lines) == scheduler.counters.spilled_pages > 0
+    recording = Recording.read(path)
+    assert recorded_config(recording.header) == config
+    found = fit([recording], "toy").profile
+    assert found.swap_token_s == pytest.approx(H200.swap_token_s)
+    assert found.swap_source == "measured: toy"
+
+
+def test_saving_a_fit_without_fetches_keeps_the_link_that_was_there(tmp_path: Path) -> None:
+    path, fitted = tmp_path / "gpu.json", msgspec.structs.replace(H200, swap_token_s=None, swap_source="")
+    assert keep_swap(fitted, path).swap_token_s is None
+    H200.save(path)
+    assert keep_swap(fitted, path) == H200
+    measured = msgspec.structs.replace(H200, swap_token_s=1.0, swap_source="measured: now")
+    assert keep_swap(measured, path) == measured
+    path.write_text("no profile")
+    with pytest.raises(ConfigError, match=r"gpu\.json is there and no profile"):
+        keep_swap(fitted, path)
+
+
+def test_the_command_takes_host_memory() -> None:
+    from typer.testing import CliRunner
+
+    options = ["--requests", "30", "--prompt-tokens", "2000", "--num-pages", "500", "--gpu", "h200-qwen3-14b"]
+    said = CliRunner().invoke(app, ["run", "chat", *options, "--num-host-pages", "4000"])
+    assert said.exit_code == 0, said.output
+    (line,) = (line for line in said.output.splitlines() if "fetch_rate" in line)
+    assert float(line.split("│")[2]) > 0
