@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine, EngineFailed, Prompt
-from paceline.engine.output import Piece, Timings, TokenLogprob
+from paceline.engine.output import Piece, Timings, TokenLogprob, Usage
 from paceline.request import FinishReason, InvalidRequest, PacelineError, SamplingParams
 
 Message = Mapping[str, Any]
@@ -49,6 +49,7 @@ class RequestOutput:
     choices: list[Choice]
     num_cached_tokens: int  # of the prompt; they were computed for an earlier one
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_fetched_tokens: int = 0  # of the cached ones: from host memory
 
     @property
     def text(self) -> str:
@@ -247,7 +248,7 @@ class _Collector:
 def _output(prompt: list[int], params: SamplingParams, sinks: Sequence[_Collector]) -> RequestOutput:
     """The choices that were asked for, the best first where there are more candidates."""
     choices: list[Choice] = []
-    cached: list[int] = []
+    usages: list[Usage] = []
     is_ranked = len(sinks) > params.n
     for sink in sinks:
         piece = sink.last
@@ -258,13 +259,13 @@ def _output(prompt: list[int], params: SamplingParams, sinks: Sequence[_Collecto
         wants = is_ranked or params.logprobs is not None
         choices.append(Choice("".join(sink.texts), sink.token_ids, piece.finish_reason, piece.timings,
                               sink.logprobs if wants else None))  # fmt: skip
-        cached.append(piece.usage.cached_tokens)
+        usages.append(piece.usage)
     if is_ranked:
         choices = sorted(choices, key=lambda choice: -choice.mean_logprob)[: params.n]
         if params.logprobs is None:
             choices = [replace(choice, logprobs=None) for choice in choices]
     told = None if params.prompt_logprobs is None else [None, *sinks[0].prompt_logprobs]
-    return RequestOutput(prompt, choices, cached[0], told)
+    return RequestOutput(prompt, choices, usages[0].cached_tokens, told, usages[0].fetched_tokens)
 
 
 class _Bar:

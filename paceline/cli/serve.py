@@ -106,11 +106,12 @@ def _say_hello(served: Served, url: str, seconds: float) -> None:
         "temperature": 0,
     }
     say = Console(highlight=False, soft_wrap=True).print
-    kv_bytes = served.kv_tokens * served.kv_bytes_per_token
+    kv_bytes, host_bytes = (tokens * served.kv_bytes_per_token for tokens in (served.kv_tokens, served.host_kv_tokens))
+    host = f", {served.host_kv_tokens:,} more in host memory ({size(host_bytes)})" if served.host_kv_tokens else ""
     rows = {
         "model": f"{served.name}: {served.family} family, {count(served.num_parameters)} parameters, {served.dtype}",
         "device": served.device,
-        "memory": f"KV of {served.kv_tokens:,} tokens ({size(kv_bytes)}), context {served.context_tokens:,}, "
+        "memory": f"KV of {served.kv_tokens:,} tokens ({size(kv_bytes)}){host}, context {served.context_tokens:,}, "
         f"{served.max_running} requests at once",
         "address": url,
     }

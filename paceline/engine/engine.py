@@ -638,7 +638,7 @@ class Engine:
             live.logprobs = []  # of tokens that are not told
         if error is None:
             text += live.text.close()
-        usage = Usage(len(request.prompt), request.num_cached, live.num_tokens)
+        usage = Usage(len(request.prompt), request.num_cached, live.num_tokens, request.num_fetched)
         vector = None
         if request.pooled is not None and reason is FinishReason.LENGTH:
             vector = request.pooled.vector().tobytes()

@@ -10,11 +10,13 @@ from paceline.request import FinishReason, Request
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request. Cached ones are part of the prompt's and were not computed again."""
+    """Tokens of a request. Cached ones are part of the prompt's and were not computed again; fetched ones are those of
+    them that came from host memory."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    fetched_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, tag="request", tag_field="lin
     cached_tokens: int
     retractions: int
     known_length: bool = True  # nothing but its length could end it, and the scheduler knew
+    fetched_tokens: int = 0  # of the cached ones, from host memory
 
 
 class RecordedPass(msgspec.Struct, frozen=True, tag="pass", tag_field="line"):
@@ -181,6 +182,7 @@ class Recorder:
             cached_tokens=request.num_cached,
             retractions=request.retractions,
             known_length=request.ends_by_length,
+            fetched_tokens=request.num_fetched,
         )
 
     def _blocks(self, request: Request) -> list[int]:

@@ -47,6 +47,7 @@ def served_by(engine: Engine, name: str) -> Served:
         max_tokens=min(config.context_tokens, (config.num_pages - config.pin_quota_pages) * config.page_size),
         max_running=config.max_running,
         kv_tokens=config.num_pages * config.page_size,
+        host_kv_tokens=config.num_host_pages * config.page_size,
         kv_bytes_per_token=facts.kv_bytes_per_token,
     )
 
@@ -130,6 +131,7 @@ def _state(scheduler: Scheduler, request: Request, now: float) -> RequestState:
         state=request.phase.value,
         prompt_tokens=len(request.prompt),
         cached_tokens=request.num_cached,
+        fetched_tokens=request.num_fetched,
         output_tokens=len(request.output),
         max_tokens=request.max_tokens,
         age_s=now - request.arrival,
@@ -140,11 +142,13 @@ def _state(scheduler: Scheduler, request: Request, now: float) -> RequestState:
 
 
 def _stats(scheduler: Scheduler) -> Stats:
-    page_size = scheduler.config.page_size
+    page_size, host = scheduler.config.page_size, scheduler.memory.host
     return Stats(
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting,
         num_finished={reason.value: count for reason, count in scheduler.counters.finished.items()},
         kv_tokens=scheduler.config.num_pages * page_size,
         kv_tokens_free=scheduler.memory.num_available_pages * page_size,
+        host_kv_tokens=scheduler.config.num_host_pages * page_size,
+        host_kv_tokens_free=0 if host is None else host.pool.num_free * page_size,
     )

@@ -46,6 +46,7 @@ class Served:
     max_tokens: int  # of a prompt and its output together, by context and memory
     max_running: int
     kv_tokens: int
+    host_kv_tokens: int
     kv_bytes_per_token: int
 
 
@@ -58,6 +59,8 @@ class Stats:
     num_finished: Mapping[str, int] = field(default_factory=dict)  # by reason
     kv_tokens: int = 0
     kv_tokens_free: int = 0  # empty, or a cached prefix that nobody is using
+    host_kv_tokens: int = 0
+    host_kv_tokens_free: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class RequestState:
     state: str
     prompt_tokens: int
     cached_tokens: int
+    fetched_tokens: int  # of the cached ones, from host memory
     output_tokens: int
     max_tokens: int
     age_s: float

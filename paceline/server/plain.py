@@ -258,7 +258,9 @@ class Plain:
             return _json(await self._change_cache(await self._body(request, CacheAction)))
         stats = await self._client.ask(GetStats())
         pins = await self._client.ask(GetPins())
-        return _json({"kv_tokens": stats.kv_tokens, "kv_tokens_free": stats.kv_tokens_free, "pins": pins})
+        return _json({"kv_tokens": stats.kv_tokens, "kv_tokens_free": stats.kv_tokens_free,
+                      "host_kv_tokens": stats.host_kv_tokens, "host_kv_tokens_free": stats.host_kv_tokens_free,
+                      "pins": pins})  # fmt: skip
 
     async def _change_cache(self, asked: CacheAction) -> dict[str, Any]:
         if asked.action == "flush":

@@ -135,6 +135,14 @@ def test_a_virtual_engine_has_host_memory_too() -> None:
         build_engine(executor="virtual", host_kv_tokens=64, num_host_pages=4)
 
 
+def test_outputs_tell_what_came_from_the_host() -> None:
+    with LLM(**OPTIONS, num_pages=12, num_host_pages=60) as llm:
+        first, _, again = (llm.generate([PROMPTS[number]], PARAMS[number])[0] for number in (4, 1, 4))
+    assert (first.num_cached_tokens, first.num_fetched_tokens) == (0, 0)
+    assert again.num_cached_tokens == 36 and again.token_ids == first.token_ids
+    assert 0 < again.num_fetched_tokens <= 36
+
+
 def test_host_memory_is_given_in_tokens() -> None:
     with LLM(**OPTIONS, num_pages=30, host_kv_tokens=400) as llm:
         assert llm.engine.scheduler.config.num_host_pages == 100

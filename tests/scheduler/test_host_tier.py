@@ -47,6 +47,16 @@ def test_a_prefix_that_was_evicted_comes_back_and_is_not_computed_again() -> Non
     assert admitted.detail == (16 - again.num_fetched, 1), "found on the device, and to be computed"
 
 
+def test_a_request_says_what_it_fetches() -> None:
+    subject = small(chunk_tokens=4)
+    run(subject, prompt(A, 91))
+    run(subject, prompt(B, 92))
+    subject.add(one := request(prompt(A, range(93, 99)), 1))
+    subject.step()
+    said = f"20 of 22 tokens are planned, {one.num_fetched} of them come from host memory."
+    assert one.num_fetched >= 12 and subject.scheduler.explain(one.id).endswith(said)
+
+
 def test_without_host_memory_nothing_moves_and_it_is_computed_again() -> None:
     subject = small(num_host_pages=0)
     for tokens in (prompt(A, 91), prompt(B, 92), prompt(A, 93)):

@@ -119,6 +119,24 @@ def test_metrics_are_what_prometheus_reads_and_count_what_happened(engine: Engin
     assert samples["paceline_http_responses_total", "/v1/completions", "200", "front-end-0"] == 3
 
 
+def test_metrics_tell_what_was_found_from_what_came_from_the_host() -> None:
+    engine = build_virtual(EngineConfig(executor="virtual", kv_tokens=2048, host_kv_tokens=8192), {})
+    caller = caller_of(engine)
+    for token in (1000, 1001, 1000):
+        caller.ok("/v1/completions", {"model": "virtual", "prompt": [token] * 1600, "max_tokens": 2,
+                                      "ignore_eos": True})  # fmt: skip
+    samples = {
+        sample.name.removeprefix("paceline_"): sample.value
+        for family in text_string_to_metric_families(caller.request("GET", "/metrics").text)
+        for sample in family.samples
+    }
+    engine.close()
+    assert 0 < samples["prefix_cache_fetched_total"] == engine.scheduler.counters.fetched_tokens
+    assert samples["prefix_cache_hits_total"] + samples["prefix_cache_fetched_total"] == 1584
+    assert samples["host_kv_tokens"] == 8192 and samples["spilled_pages_total"] > samples["forgotten_pages_total"] == 0
+    assert samples["host_kv_tokens_used"] == 16 * samples["spilled_pages_total"]
+
+
 def test_a_route_that_clients_make_up_is_no_label(engine: Engine) -> None:
     caller = caller_of(engine)
     for number in range(5):
