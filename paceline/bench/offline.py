@@ -14,12 +14,14 @@ import gc
 import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 import time
 import traceback
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,13 +32,23 @@ import torch
 
 from paceline.bench import checks
 from paceline.bench.figures import Ceilings, Figures, figures, measure_ceilings
-from paceline.bench.workloads import Offline, gsp_offline, long_prompts, nano, sampled, structured, sweep, with_logprobs
+from paceline.bench.workloads import (
+    Offline,
+    chats,
+    gsp_offline,
+    long_prompts,
+    nano,
+    sampled,
+    structured,
+    sweep,
+    with_logprobs,
+)
 from paceline.config import OFFLINE_PARTS, ConfigError, EngineConfig, OfflineConfig, SchedulerConfig, split_options
 from paceline.engine.build import choose_device
 from paceline.engine.cuda_device import CudaDevice
 from paceline.engine.timeline import Timeline, write_trace
 from paceline.engine.torch_executor import CpuDevice, Model, TorchExecutor
-from paceline.llm import LLM
+from paceline.llm import LLM, RequestOutput
 from paceline.request import PacelineError, SamplingParams
 
 Make = Callable[..., LLM]
@@ -52,6 +64,7 @@ class Run(NamedTuple):
     num_requests: int
     num_tokens: int
     hit_rate: float
+    outputs: list[RequestOutput]
 
     @property
     def seconds(self) -> float:
@@ -108,7 +121,10 @@ class Bench:
             torch.cuda.empty_cache()
 
     def timed(self, work: Offline, name: str, overlap: str) -> Run:
-        llm, work = self.llm, self._fitted(work)
+        llm = self.llm
+        return self._timed(llm, self._fitted(work), name, overlap)
+
+    def _timed(self, llm: LLM, work: Offline, name: str, overlap: str) -> Run:
         engine, timeline = llm.engine, Timeline()
         device = engine.executor if isinstance(engine.executor, CudaDevice) else None
 
@@ -139,7 +155,7 @@ class Bench:
         )
         if self.config.trace is not None:
             self.timelines.append(timeline)
-        return Run(achieved, timeline, len(outputs), found, cached / sum(map(len, work.prompts)))
+        return Run(achieved, timeline, len(outputs), found, cached / sum(map(len, work.prompts)), outputs)
 
     def _fitted(self, work: Offline) -> Offline:
         """For this model, and as small as was asked for."""
@@ -156,6 +172,53 @@ class Bench:
 
     def prompts(self) -> None:
         self._throughput("prompts", long_prompts())
+
+    def chats(self) -> None:
+        """Every turn begins when all chats have had the one before; by then others may have taken their memory."""
+        for mode in self.config.overlap_modes:
+            for repeat in range(self.config.repeats):
+                self._chats(f"chats {repeat}", 7 * repeat + (mode == "off"), mode)
+
+    def _chats(self, name: str, shift: int, overlap: str) -> None:
+        llm, rng = self.llm, random.Random(shift)
+        device = llm.engine.executor if isinstance(llm.engine.executor, CudaDevice) else None
+        work = self._fitted(chats().shifted(shift))
+        turns: list[Run] = []
+        link_bytes, link_s, found = 0, 0.0, Counter[str]()
+        for turn in range(6):
+            turns.append(run := self._timed(llm, work, f"{name} turn {turn}", overlap))
+            for prompt, output in zip(work.prompts, run.outputs, strict=True):
+                found["prompt"] += len(prompt)
+                found["cached"] += output.num_cached_tokens
+                found["fetched"] += output.num_fetched_tokens
+            if device is not None:
+                link_bytes += device.stats.fetched_pages * device.kv[:, 0].nbytes
+                link_s += device.stats.fetch_s
+            asked = max(1, round(400 * self.config.scale))
+            work = work._replace(prompts=[
+                [*prompt, *output.token_ids, *(rng.choice(prompt) for _ in range(asked))]
+                for prompt, output in zip(work.prompts, run.outputs, strict=True)
+            ])  # fmt: skip
+        seconds, tokens = sum(run.seconds for run in turns), sum(run.num_tokens for run in turns)
+        hits = found["cached"] - found["fetched"]
+        rate = round(link_bytes / link_s / 1e9, 2) if link_s else None
+        self.print_result({
+            "workload": "chats", "shape": self.name, "seconds": round(seconds, 4),
+            "tokens_per_s": round(tokens / seconds, 1),
+            "gpu_idle_share": round(sum(run.figures.idle_share * run.seconds for run in turns) / seconds, 5),
+            "host_us_per_step": round(sum(run.figures.host_us_per_step * run.seconds for run in turns) / seconds, 1),
+            "hit_rate": round(hits / found["prompt"], 4),
+            "startup_s": None if self.startup_s is None else round(self.startup_s, 2), "overlap": overlap,
+            "fetch_rate": round(found["fetched"] / found["prompt"], 4), "fetched_tokens": found["fetched"],
+            "computed_tokens": found["prompt"] - found["cached"], "fetch_gb_s": rate,
+            "num_host_pages": llm.engine.scheduler.config.num_host_pages,
+        })  # fmt: skip
+        at = f" at {rate} GB/s" if rate else ""
+        self.table.append(
+            f"{name:10} overlap {overlap:4} {seconds:8.3f} s; of {found['prompt']:,} prompt tokens {hits:,} found, "
+            f"{found['fetched']:,} fetched{at}, {found['prompt'] - found['cached']:,} computed"
+        )
+        print(self.table[-1], flush=True)
 
     def sampling(self) -> None:
         """nano with top-k, top-p and penalties on all rows, against plain."""

@@ -85,6 +85,13 @@ def long_prompts(num_requests: int = 32, output: int = 32) -> Offline:
     return Offline(prompts, [params] * num_requests)
 
 
+def chats(num_chats: int = 64, output: int = 64) -> Offline:
+    """Chats that begin with 1,000 to 3,000 tokens of their own."""
+    rng = random.Random(4)
+    prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(1000, 3000))] for _ in range(num_chats)]
+    return Offline(prompts, [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=output)] * num_chats)
+
+
 def sampled(work: Offline) -> Offline:
     """The same work with top-k, top-p and all penalties on every row."""
     return Offline(

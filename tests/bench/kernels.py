@@ -20,10 +20,10 @@ SMALL: dict[str, Any] = {
 
 
 def assemble_kernels(
-    decoder: Decoder, tokenizer: Tokenizer, config: EngineConfig, options: Mapping[str, Any]
+    decoder: Decoder, tokenizer: Tokenizer, config: EngineConfig, options: Mapping[str, Any], num_pages: int = 128
 ) -> Engine:
     """As `assemble` on a GPU. What a check asks for is cut to what the interpreter can bear."""
-    scheduler = SchedulerConfig(num_pages=128, **{**options, **SMALL})
+    scheduler = SchedulerConfig(num_pages=num_pages, **{**options, **SMALL})
     device, scheduler = build_cuda(
         decoder, config, scheduler, None, tuning=lambda *_: None, chunks=lambda rows: Chunks(16, 64, 4)
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ import torch
 from paceline.bench import checks
 from paceline.bench.checks import Lab
 from paceline.config import ConfigError
+from paceline.engine.cuda_swap import CudaSwap
+from paceline.engine.kv_cache import KVCache
 from paceline.kernels._triton import HAS_TRITON
 from paceline.model.spec import ModelSpec
 from paceline.sampling.sampler import Sampler
@@ -49,6 +53,30 @@ def test_alone_passes_on_a_right_engine_and_fails_on_a_wrong_one(monkeypatch: py
     assert verdict.passed and "4 outputs equal" in verdict.text, verdict.text
     unlike_alone(monkeypatch)
     assert not checks.alone(LAB, batch=12, some=4, **SMALL).passed
+
+
+CHATS: dict[str, Any] = {"chats": 4, "turns": 3, "longest": 60, "num_tokens": 4, "kv_tokens": 128}
+
+
+def test_swap_passes_on_a_right_engine_and_fails_on_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab("tiny-qwen3", CPU, "float32", {"threads": 1, "page_size": 4})
+    verdict = checks.swap(lab, **CHATS)
+    assert verdict.passed, verdict.text
+    monkeypatch.setattr(KVCache, "swap", lambda self, swap: None)
+    assert not checks.swap(lab, **CHATS).passed
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("is_right", [True, False])
+def test_swap_compares_pages_on_kernels(monkeypatch: pytest.MonkeyPatch, is_right: bool) -> None:
+    if not is_right:  # pages come back in another order
+        fetch = CudaSwap.fetch
+        monkeypatch.setattr(CudaSwap, "fetch", lambda self, pages, hosts, *rest: fetch(self, pages, hosts[::-1], *rest))
+    lab = replace(KERNELS, assemble=partial(assemble_kernels, num_pages=12))
+    verdict = checks.swap(lab, chats=2, turns=2, longest=40, num_tokens=2, kv_tokens=48)
+    assert verdict.passed == is_right, verdict.text
+    assert " 0 of them wrong" in verdict.text or not is_right
 
 
 def test_soak_counts_what_happened() -> None:

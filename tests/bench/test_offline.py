@@ -51,6 +51,19 @@ def test_every_run_ends_in_a_result_and_both_modes_stand_side_by_side(
     assert "measured ceilings" in printed and "in steady decode" in printed
 
 
+@pytest.mark.parametrize("host", [(), ("--host-kv-tokens=16384",)])
+def test_chats_say_what_was_found_fetched_and_computed(
+    capsys: pytest.CaptureFixture[str], host: tuple[str, ...]
+) -> None:
+    arguments = ("chats", *TINY, "--repeats=1", "--kv-tokens=512", "--context-tokens=512", "--scale=0.06", *host)
+    assert offline.main(arguments) == 0
+    printed = capsys.readouterr().out
+    (found,) = results(printed)
+    assert found.keys() >= KEYS and found["workload"] == "chats" and found["computed_tokens"] > 0
+    assert bool(found["fetched_tokens"]) == bool(found["fetch_rate"]) == bool(host)
+    assert f"{found['fetched_tokens']:,} fetched" in printed
+
+
 def test_startup_starts_a_process_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert offline.main(("startup", *TINY)) == 0
     (found,) = results(capsys.readouterr().out)
