@@ -268,6 +268,34 @@ MUTANTS = [
         "len(self._text)",
         ["tests/text/test_tools.py"],
     ),
+    Mutant(
+        "a page on its way to the host is forgotten there",
+        "scheduler/host_tier.py",
+        "            if node.moved == self._tree.step:\n                moving",
+        "            if False:\n                moving",
+        ["tests/scheduler/test_host_tier.py"],
+    ),
+    Mutant(
+        "a page is fetched with the plan that spills it",
+        "scheduler/host_tier.py",
+        " or child.moved == tree.step:",
+        ":",
+        ["tests/scheduler/test_host_tier.py"],
+    ),
+    Mutant(
+        "a fetch does not wait for the copy that fills its host pages",
+        "engine/cuda_swap.py",
+        "            if last > self._num_spills - _RECENT:",
+        "            if last > self._num_spills:",
+        ["tests/engine/test_cuda_swap.py"],
+    ),
+    Mutant(
+        "a buffer is filled while its copy leaves",
+        "engine/cuda_swap.py",
+        "            self._copied[(number - 2) % _RECENT].wait(streams.engine)  # it read this buffer",
+        "            pass",
+        ["tests/engine/test_cuda_swap.py"],
+    ),
 ]
 
 

@@ -265,8 +265,10 @@ class CudaDevice:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Captures every graph, so that no request waits for it."""
+        """Captures every graph and compiles what moves pages, so that no request waits for it."""
         with self._streams.use(self._streams.engine):
+            if self.swap is not None:
+                self.swap.warm_up()
             self.graphs.capture_all()
 
     def reset_stats(self) -> None:

@@ -69,6 +69,12 @@ class CudaSwap:
         self._num_spills = self._num_fetches = 0
         self._filled_by = np.full(num_host_pages, -_RECENT, np.int64)  # the spill that wrote each host page last
 
+    def warm_up(self) -> None:
+        """Moves a page out and back to where it was."""
+        page = torch.zeros(1, dtype=torch.int32, device=self._kv.device)
+        for move in (collect_pages, place_pages):
+            move(self._kv, page, self._out[0][:1])
+
     def spill(self, pages: Tensor, hosts: Column) -> None:
         """Copies device pages [N] to host pages. Called while the engine's stream is in use."""
         streams, number = self._streams, self._num_spills

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from paceline.config import SchedulerConfig
 from paceline.engine.recording import Header
 from paceline.simulator.fit import Recording, Stretch, can_fit, fit, halves
@@ -84,6 +86,8 @@ def _replay(arrivals: Sequence[Arrival], recording: Recording, run: Stretch, pro
     if not requests or not passes:
         return
     first, last = span_of(recording, run)
+    if profile.swap_token_s is None:  # nothing was fetched, or moving is part of the passes, as on a CPU
+        profile = msgspec.structs.replace(profile, swap_token_s=0.0)
     coming = [one.later(-min(one.at, first)) for one in arrivals if one.at in run]
     found = simulate(coming, recorded_config(recording.header), profile, overlap=recording.header.overlap != "off")
     measured = sum(one.device_s or 0.0 for one in passes)

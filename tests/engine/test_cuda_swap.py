@@ -45,6 +45,13 @@ def test_pages_that_were_on_the_host_say_what_the_cpu_says() -> None:
         assert device.stats.fetched_pages * 4 == counters.fetched_tokens and device.stats.fetch_s > 0
 
 
+def test_warming_up_changes_nothing() -> None:
+    kv = torch.randn(4, 3, 2, 8)
+    before = kv.clone()
+    CudaSwap(HostStreams(), kv, 2, 1).warm_up()
+    assert torch.equal(kv, before)
+
+
 def test_host_memory_that_cannot_be_pinned_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def pinned(self: Any, size: int) -> Any:
         raise RuntimeError("CUDA error: out of memory")

@@ -20,7 +20,7 @@ from paceline.scheduler.plan import Swap
 from paceline.simulator.compare import scheduler_config
 from paceline.simulator.fit import Recording, fit
 from paceline.simulator.profile import Charged, keep_swap, load_profile
-from paceline.simulator.replay import recorded_config
+from paceline.simulator.replay import recorded_config, replay
 from paceline.simulator.run import Run, simulate
 from paceline.simulator.workloads import make_workload
 
@@ -126,6 +126,28 @@ def test_a_fit_finds_the_link_and_replays_the_moves(tmp_path: Path) -> None:
     found = fit([recording], "toy").profile
     assert found.swap_token_s == pytest.approx(H200.swap_token_s)
     assert found.swap_source == "measured: toy"
+
+
+def test_a_recording_of_a_device_that_does_not_time_its_fetches_is_replayed(tmp_path: Path) -> None:
+    path, clock = tmp_path / "rec.jsonl", VirtualClock()
+    work = WorkloadConfig(requests=40, rate=2.0, prompt_tokens=3000, shared=0.1, output_tokens=40, seed=2)
+    arrivals = make_workload("chat", work)
+    config = scheduler_config(arrivals, H200, {"num_pages": 1200, "num_host_pages": 8000})
+    scheduler, charged = Scheduler(config), Charged(H200, clock)
+    executor = VirtualExecutor(clock, charged, launching=charged.launching)
+    recorder = Recorder(path, scheduler, clock, device="toy", model="toy", overlap="on", buckets=H200.buckets)
+    loop = Loop(scheduler, recorder.watch(executor), clock)
+    recorder.mark("chats")
+    for arrival in arrivals:
+        scheduler.add(arrival.request(), clock())
+        loop.drain()
+    recorder.mark("end of chats")
+    recorder.close()
+    recording = Recording.read(path)
+    profile = fit([recording], "toy").profile
+    assert scheduler.counters.fetched_tokens > 0 and profile.swap_token_s is None
+    (replayed,) = replay(path, recording, profile)
+    assert replayed.measured_passes > 0
 
 
 def test_saving_a_fit_without_fetches_keeps_the_link_that_was_there(tmp_path: Path) -> None:
