@@ -725,6 +725,8 @@ def swap(
     asked: list[list[int]] = []
     answers: list[list[int]] = []
     options: dict[str, Any] = {"num_host_pages": 8 * kv_tokens // 16, "max_swap_pages": 48, "host_page_cost": 0.0}
+    if lab.options.get("host_kv_tokens"):
+        del options["num_host_pages"]
     with lab.llm(spec, kv_tokens=kv_tokens, **options) as llm:
         device = llm.engine.executor
         spy = _PageSpy(device.swap) if isinstance(device, CudaDevice) and device.swap is not None else None

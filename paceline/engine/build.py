@@ -17,7 +17,7 @@ import torch
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig, split_options
 from paceline.engine.cpu_decoder import CpuDecoder
 from paceline.engine.engine import Engine, Facts
-from paceline.engine.kv_cache import check_model_fits, free_memory, num_host_pages, num_kv_pages
+from paceline.engine.kv_cache import check_host_fits, check_model_fits, free_memory, num_kv_pages
 from paceline.engine.loop import Trace
 from paceline.engine.torch_executor import CpuDevice, Model, TorchExecutor
 from paceline.engine.virtual_build import build_virtual
@@ -170,16 +170,19 @@ def _host_options(
 ) -> dict[str, Any]:
     """The scheduler's options of host memory, where some is asked for."""
     found: dict[str, Any] = {}
-    page_bytes = page_size * spec.kv_bytes_per_token(dtype_bytes)
     if config.host_kv_tokens:
         if "num_host_pages" in given:
             raise ConfigError(
                 f"host_kv_tokens is {config.host_kv_tokens} and num_host_pages is {given['num_host_pages']}: "
                 "give one of them."
             )
+        found["num_host_pages"] = config.num_host_pages(page_size)
+    count = found.get("num_host_pages", given.get("num_host_pages", 0))
+    if count:
+        page_bytes = page_size * spec.kv_bytes_per_token(dtype_bytes)
         free = free_memory() - (0 if on_gpu else given["num_pages"] * page_bytes)
-        found["num_host_pages"] = num_host_pages(config, page_size, page_bytes, free=max(free, 0))
-    if on_gpu and {**given, **found}.get("num_host_pages") and "host_page_cost" not in given:
+        check_host_fits(count, page_bytes, page_size, free=max(free, 0))
+    if count and on_gpu and "host_page_cost" not in given:
         from paceline.engine.cuda_build import host_page_cost
 
         found["host_page_cost"] = host_page_cost(spec, dtype_bytes, page_size)

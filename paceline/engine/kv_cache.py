@@ -110,15 +110,15 @@ def num_kv_pages(
     return num_pages
 
 
-def num_host_pages(config: EngineConfig, page_size: int, page_bytes: int, *, free: int) -> int:
-    """How many pages of host memory keep what leaves the device, where `free` bytes of it are left."""
-    num_pages = config.num_host_pages(page_size)
-    if num_pages * page_bytes > free:
+def check_host_fits(num_host_pages: int, page_bytes: int, page_size: int, *, free: int) -> None:
+    """Raises if the host memory for what leaves the device is more than the `free` bytes of it."""
+    if num_host_pages * page_bytes > free:
+        most = free // page_bytes
         raise ConfigError(
-            f"host_kv_tokens is {config.host_kv_tokens}, which takes {_gib(num_pages * page_bytes)} of host memory, "
-            f"and {_gib(free)} are free: lower it to {free // page_bytes * page_size} or less."
+            f"num_host_pages is {num_host_pages} (host_kv_tokens {num_host_pages * page_size}), which takes "
+            f"{_gib(num_host_pages * page_bytes)} of host memory, and {_gib(free)} are free: lower it to {most} "
+            f"({most * page_size}) or less."
         )
-    return num_pages
 
 
 def check_model_fits(spec: ModelSpec, dtype_bytes: int, *, free: int | None = None) -> None:

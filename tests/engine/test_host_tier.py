@@ -112,7 +112,11 @@ def test_a_virtual_device_and_the_cpu_carry_out_the_same_plans() -> None:
     [
         ({"host_kv_tokens": 3}, "host_kv_tokens is 3, less than a page of 4: raise it, or leave it out."),
         ({"host_kv_tokens": 64, "num_host_pages": 4}, "host_kv_tokens is 64 and num_host_pages is 4: give one of"),
-        ({"host_kv_tokens": 10**12}, "host_kv_tokens is 1000000000000, which takes .* GiB of host memory, and .* are"),
+        (
+            {"host_kv_tokens": 10**12},
+            r"\(host_kv_tokens 1000000000000\), which takes .* of host memory, and .* are free",
+        ),
+        ({"num_host_pages": 10**12}, r"num_host_pages is 1000000000000 .*: lower it to \d+ \(\d+\) or less."),
     ],
 )
 def test_host_memory_that_cannot_be_had_is_refused(options: dict[str, Any], message: str) -> None:
