@@ -94,7 +94,9 @@ class SchedulerConfig:
     output_weight: float = option(2.0, "what a decoded token costs a tenant, in prompt tokens", low=0.0)
     tenant_weights: Mapping[str, float] = option({}, "share of each tenant against the others; 1 if not given")
     prefix_wait: bool = option(True, "wait one step for a prefix that is being computed instead of computing it again")
-    prefix_wait_tokens: int = option(32, "fewest saved tokens worth waiting a step for", low=1)
+    prefix_wait_tokens: int = option(
+        32, "fewest saved tokens worth waiting a step for, be they computed or in host memory", low=1
+    )
     look_ahead: int = option(8, "requests that may be tried past one that does not fit, in one step", low=0)
     max_overtakes: int = option(64, "requests admitted past one that does not fit before memory is kept for it", low=0)
     retract_gap: float = option(

@@ -41,6 +41,7 @@ class HostTier:
         self.pool = PagePool(config.num_host_pages)
         self.from_token = config.host_from_token  # what lies before it is cheaper to compute than to fetch
         self._most = config.max_swap_pages  # each way, with one pass
+        self._least_tokens = config.prefix_wait_tokens
         self._oldest: list[tuple[Key, int, Node]] = []  # a heap of nodes with host pages; keys may be out of date
         # Of the plan being made
         self._spills: list[tuple[Pages, Pages]] = []  # device pages, host pages
@@ -68,13 +69,15 @@ class HostTier:
         return count * self._tree.page_size
 
     def begins_at(self, node: Node, key: bytes, start: int, end: int) -> int | None:
-        """The first token from `start` up to `end` of `key`, below `node`, whose page is on the host alone."""
+        """The first token from `start` up to `end` of `key`, below `node`, from which on enough lies on the host alone
+        to be worth another pass."""
         tree = self._tree
         start = -(-start // tree.page_size) * tree.page_size
         while (found := tree.below(node, key, end)) is not None:
             child, common = found
-            if not child.resident and len(child.hosts) and start < node.depth + common // TOKEN_BYTES:
-                return max(node.depth, start)
+            first, stop = max(node.depth, start), node.depth + common // TOKEN_BYTES
+            if not child.resident and len(child.hosts) and stop - first >= self._least_tokens:
+                return first
             if common < len(child.key):
                 break
             node = child

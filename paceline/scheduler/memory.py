@@ -161,8 +161,8 @@ class Memory:
         return held.depth - before
 
     def most_to_compute(self, request: Request, host: HostTier) -> int:
-        """Tokens of a prompt to compute before the host has something of it again; a page of what it has, where no
-        more may be fetched with this plan: the rest follows with the next one."""
+        """Tokens of a prompt to compute before the host has enough of it again to wait for the next plan; a page of
+        what it has, where no more may be fetched with this one."""
         slot, held = request.slot, request.held
         assert slot is not None and held is not None, f"request {request.id} is not running"
         start, end = int(self.slots.computed[slot]), self.num_cacheable_pages(request) * self.page_size

@@ -110,7 +110,7 @@ def test_a_retracted_request_comes_back_by_the_same_way() -> None:
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_no_plan_moves_more_pages_than_it_may(most: int) -> None:
     """A long prompt comes back over several passes, which compute a page each meanwhile."""
-    subject = harness(num_pages=20, num_host_pages=64, max_swap_pages=most)
+    subject = harness(num_pages=20, num_host_pages=64, max_swap_pages=most, prefix_wait_tokens=1)
     long = range(100, 164)
     run(subject, prompt(long, 91))
     for start in range(200, 360, 8):  # a few pages at a time, so that all of them can be spilled
@@ -126,19 +126,29 @@ def test_no_plan_moves_more_pages_than_it_may(most: int) -> None:
     subject.assert_reference()
 
 
-def test_what_is_cheaper_to_compute_is_neither_kept_nor_fetched() -> None:
-    """A page costs 12 tokens to fetch and 4 to compute, 8 from token 4 on, 12 from token 8 on."""
-    subject = small(num_pages=9, num_host_pages=32, host_page_cost=12.0, chunk_context=4)
+def behind_a_gap(**options: Any) -> tuple[Any, list[Any]]:
+    """A prompt of which the host has tokens 8 to 32 and nobody the first 8; and its passes."""
+    subject = small(num_pages=9, num_host_pages=32, host_page_cost=12.0, chunk_context=4, **options)
     assert subject.scheduler.memory.host.from_token == 8
     run(subject, prompt(A, range(60, 76), 91))
     run(subject, prompt(B, C, 92))
     before = len(subject.executor.plans)
     again = run(subject, prompt(A, range(60, 76), 93))
+    subject.assert_reference()
+    return again, [plan for plan in subject.executor.plans[before:] if plan.num_prefill_tokens]
+
+
+def test_what_is_cheaper_to_compute_is_neither_kept_nor_fetched() -> None:
+    """A page costs 12 tokens to fetch and 4 to compute, 8 from token 4 on, 12 from token 8 on."""
+    again, (first, second) = behind_a_gap(prefix_wait_tokens=24)
     assert again.num_fetched == 24
-    first, second = (plan for plan in subject.executor.plans[before:] if plan.num_prefill_tokens)
     assert (first.starts.tolist(), first.lengths.tolist()) == ([0], [8]), "up to where the host goes on"
     assert (second.starts.tolist(), second.lengths.tolist()) == ([32], [1])
-    subject.assert_reference()
+
+
+def test_what_is_not_worth_another_pass_is_computed_with_the_rest() -> None:
+    again, (only,) = behind_a_gap(prefix_wait_tokens=25)
+    assert again.num_fetched == 0 and only.lengths.tolist() == [33]
 
 
 @pytest.mark.parametrize(("tokens", "is_there"), [(A, False), (C, True)])
