@@ -26,7 +26,7 @@ from paceline.model.decoder import Decoder
 from paceline.model.spec import ModelSpec
 
 _KV_FRACTION = 0.9  # the rest is left to the CUDA context's modules, graphs and cuBLAS
-_LINK_RATE = 50e9  # bytes a second from host memory, each way: what PCIe 5 with 16 lanes should do, not measured
+_LINK_RATE = 53e9  # bytes a second from host memory, as measured on the host of an H200 (PCIe 5, 16 lanes)
 _PROMPT_RATE = 700e12  # operations a second of a pass with prompts: 14B on an H200; 0.6B has 770e12
 
 

@@ -316,8 +316,7 @@ def _host_memory() -> Report:
     return Report(
         ["host memory, tokens", "found on the device", "fetched", "computed", "first token p50 s", "p99 s", "GPU busy"],
         rows,
-        f"300 turns of chats on a 14B with {CHAT_POOL:,} tokens of KV memory; shares of all prompt tokens. The link is "
-        "assumed to do 50 GB/s each way.",
+        f"300 turns of chats on a 14B with {CHAT_POOL:,} tokens of KV memory; shares of all prompt tokens.",
         Plot("bars", [f"{size:,}" for size in sizes], list(shares.values()), list(shares), "tokens of host memory",
              "share of prompt tokens"),
     )  # fmt: skip

@@ -62,7 +62,7 @@ def test_host_memory_that_cannot_be_pinned_is_a_clear_error(monkeypatch: pytest.
 
 
 def test_a_small_model_on_a_fast_gpu_fetches_only_what_lies_deep() -> None:
-    assert host_page_cost(shape("qwen3-0.6b"), 2, 16) == pytest.approx(16 * 114_688 / 50e9 * 700e12 / 1.2e9, rel=0.02)
+    assert host_page_cost(shape("qwen3-0.6b"), 2, 16) == pytest.approx(16 * 114_688 / 53e9 * 700e12 / 1.2e9, rel=0.02)
     assert 16 < host_page_cost(shape("qwen3-0.6b"), 2, 16) < 32
     assert host_page_cost(shape("qwen3-14b"), 2, 16) < 2
 
