@@ -462,12 +462,14 @@ def _long(lab: Lab, running: int, prompt_tokens: int, num_prompts: int, quiet_to
         length = min(512, room // 4)
         kept = _greedy([min(room, config.context_tokens) - length - config.page_size])[0]
         rows = [_Clocked() for _ in range(running)]
+        # Made now: while it runs, this thread would hold Python's lock for as long as several passes take.
+        long_prompts = iter([prompt(prompt_tokens) for _ in range(1 + num_prompts)])
         names = [engine.submit(prompt(length), kept, sink=row) for row in rows]
         _wait_for(engine, lambda: all(len(row.tokens) > 8 for row in rows))
 
         def send_prompt() -> float:
             sink, sent = _Clocked(), time.perf_counter()
-            engine.submit(prompt(prompt_tokens), shortest, sink=sink)
+            engine.submit(next(long_prompts), shortest, sink=sink)
             _wait_for(engine, sink.ended.is_set)
             if sink.refused is not None:
                 raise sink.refused
