@@ -17,13 +17,14 @@ def documented_files() -> set[str]:
     text = (ROOT / "docs" / "architecture.md").read_text()
     block = re.search(r"```\npaceline/\n(.*?)```", text, re.DOTALL)
     assert block, "docs/architecture.md has no tree"
-    files, folder = set(), ""
+    files, folders = set(), list[str]()
     for line in block[1].splitlines():
-        name = line.split()[0]
+        name, depth = line.split()[0], (len(line) - len(line.lstrip())) // 2 - 1
+        del folders[depth:]
         if name.endswith("/"):
-            folder = name
+            folders.append(name)
         else:
-            files.add((folder if line.startswith("    ") else "") + name)
+            files.add("".join(folders) + name)
     return files
 
 

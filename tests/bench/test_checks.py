@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from paceline.bench import checks
-from paceline.bench.checks import Lab
+from paceline.bench.checks import Lab, soaking
+from paceline.bench.checks.lab import Clocked
 from paceline.config import ConfigError
 from paceline.engine.cuda_swap import CudaSwap
 from paceline.engine.kv_cache import KVCache
@@ -91,13 +93,13 @@ def test_soak_fails_when_the_books_do_not_add_up(monkeypatch: pytest.MonkeyPatch
     def leak(scheduler: Any) -> None:
         raise AssertionError("a page has two owners")
 
-    monkeypatch.setattr(checks, "check_invariants", leak)
+    monkeypatch.setattr(soaking, "check_invariants", leak)
     verdict = checks.soak(LAB, 0.2, live=8, running=4, longest=40, num_tokens=8)
     assert not verdict.passed and "the engine failed: a page has two owners" in verdict.text
 
 
 def test_soak_fails_when_tokens_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks._Clocked, "put", _forgetful(checks._Clocked.put))
+    monkeypatch.setattr(Clocked, "put", _forgetful(Clocked.put))
     verdict = checks.soak(LAB, 0.5, live=8, running=4, longest=40, num_tokens=8)
     assert not verdict.passed and "ended by length with" in verdict.text
 
@@ -137,7 +139,7 @@ def test_the_sanitizer_is_run_if_there_is_one(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     tool = tmp_path / "bin" / "compute-sanitizer"
-    if not list(checks.Path("/usr/local").glob("cuda*/bin/compute-sanitizer")):
+    if not list(Path("/usr/local").glob("cuda*/bin/compute-sanitizer")):
         assert checks.sanitizer(["true"]) == (None, "this host has no compute-sanitizer")
     tool.parent.mkdir()
     for errors, status in ((0, 0), (2, 3)):
