@@ -231,13 +231,19 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_options(self)
 
-    def num_host_pages(self, page_size: int) -> int:
-        """`host_kv_tokens` in pages."""
+    def num_host_pages(self, page_size: int, given: Mapping[str, Any]) -> int:
+        """`host_kv_tokens` in pages; else what `given`, the scheduler's options, say."""
+        if self.host_kv_tokens and "num_host_pages" in given:
+            raise ConfigError(
+                f"host_kv_tokens is {self.host_kv_tokens} and num_host_pages is {given['num_host_pages']}: "
+                "give one of them."
+            )
         if 0 < self.host_kv_tokens < page_size:
             raise ConfigError(
                 f"host_kv_tokens is {self.host_kv_tokens}, less than a page of {page_size}: raise it, or leave it out."
             )
-        return self.host_kv_tokens // page_size
+        pages: int = given.get("num_host_pages", 0)
+        return self.host_kv_tokens // page_size or pages
 
     @property
     def overlap_mode(self) -> str:

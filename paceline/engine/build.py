@@ -169,20 +169,14 @@ def _host_options(
     config: EngineConfig, given: Mapping[str, Any], page_size: int, spec: ModelSpec, dtype_bytes: int, *, on_gpu: bool
 ) -> dict[str, Any]:
     """The scheduler's options of host memory, where some is asked for."""
-    found: dict[str, Any] = {}
-    if config.host_kv_tokens:
-        if "num_host_pages" in given:
-            raise ConfigError(
-                f"host_kv_tokens is {config.host_kv_tokens} and num_host_pages is {given['num_host_pages']}: "
-                "give one of them."
-            )
-        found["num_host_pages"] = config.num_host_pages(page_size)
-    count = found.get("num_host_pages", given.get("num_host_pages", 0))
-    if count:
-        page_bytes = page_size * spec.kv_bytes_per_token(dtype_bytes)
-        free = free_memory() - (0 if on_gpu else given["num_pages"] * page_bytes)
-        check_host_fits(count, page_bytes, page_size, free=max(free, 0))
-    if count and on_gpu and "host_page_cost" not in given:
+    count = config.num_host_pages(page_size, given)
+    if not count:
+        return {}
+    page_bytes = page_size * spec.kv_bytes_per_token(dtype_bytes)
+    free = free_memory() - (0 if on_gpu else given["num_pages"] * page_bytes)
+    check_host_fits(count, page_bytes, page_size, free=max(free, 0))
+    found: dict[str, Any] = {"num_host_pages": count}
+    if on_gpu and "host_page_cost" not in given:
         from paceline.engine.cuda_build import host_page_cost
 
         found["host_page_cost"] = host_page_cost(spec, dtype_bytes, page_size)

@@ -42,14 +42,8 @@ def build_virtual(
     if "num_pages" not in options:
         options["num_pages"] = max(1, (config.kv_tokens or _KV_TOKENS) // page_size)
     page_s = page_size * KV_BYTES_PER_TOKEN / _LINK_RATE
-    if config.host_kv_tokens and "num_host_pages" in options:
-        raise ConfigError(
-            f"host_kv_tokens is {config.host_kv_tokens} and num_host_pages is {options['num_host_pages']}: "
-            "give one of them."
-        )
-    if config.host_kv_tokens:
-        options["num_host_pages"] = config.num_host_pages(page_size)
-    if options.get("num_host_pages"):
+    if count := config.num_host_pages(page_size, options):
+        options["num_host_pages"] = count
         options.setdefault("host_page_cost", page_s / SMALL_MODEL_H200.per_prefill_token)
     scheduler_config = SchedulerConfig(**options)
     tokenizer = synthetic_tokenizer(VOCAB_SIZE)
