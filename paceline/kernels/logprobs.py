@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
+from paceline.kernels.sampling import order_key
 from paceline.kernels.slot_state import SAMPLING_WORDS
 from paceline.request import MAX_LOGPROBS
 
@@ -53,9 +54,7 @@ def _logit(line, column, within):
 @triton.jit
 def _rank_key(value, column):
     """Integers in the order of the logits and, among equals, against that of their columns."""
-    bits = value.to(tl.int32, bitcast=True)
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
+    return (order_key(value).to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
 
 
 @triton.jit

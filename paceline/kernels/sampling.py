@@ -88,9 +88,9 @@ def _finish(token, row, slot, position, token_pool, num_computed, results, step,
 
 
 @triton.jit
-def _order_key(value):
-    """Integers in the order of the floats."""
-    bits = value.to(tl.int32, bitcast=True)
+def order_key(value):
+    """Integers in the order of the floats. Zeros are equal, whatever their sign."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -201,7 +201,7 @@ def _sample_kernel(
         tl.store(arrived + row, 0)
         if narrow:
             all_groups = row.to(tl.int64) * (SPLITS * GROUPS) + tl.arange(0, SPLITS * GROUPS)
-            keys = _order_key(tl.load(candidates + all_groups, cache_modifier=".cg"))
+            keys = order_key(tl.load(candidates + all_groups, cache_modifier=".cg"))
             tl.store(bound + row, _kth_largest(keys, tl.load(params + 1)).to(tl.int32))
         else:
             part = row * SPLITS + tl.arange(0, SPLITS)
@@ -268,7 +268,7 @@ def _collect_kernel(
     for start in range(split * PER_SPLIT, tl.minimum((split + 1) * PER_SPLIT, vocab), BLOCK):
         column = start + lane
         value = tl.load(line + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
-        found = (_order_key(value) >= least_key) & (value > -float("inf"))
+        found = (order_key(value) >= least_key) & (value > -float("inf"))
         number = tl.sum(found.to(tl.int32), axis=0)
         if number > 0:
             to = count + tl.cumsum(found.to(tl.int32), axis=0) - 1
@@ -293,7 +293,7 @@ def _collect_kernel(
             highest = tl.max(value, axis=0)
             # Fewer than k may be left to choose from; then all are kept.
             top_k = tl.minimum(tl.load(params + 1), tl.sum(within.to(tl.int32), axis=0))
-            kept = within & (_order_key(value) >= _kth_largest(_order_key(value), top_k))
+            kept = within & (order_key(value) >= _kth_largest(order_key(value), top_k))
             chances = tl.where(kept, tl.exp(value - highest), 0.0)
             top_p = _float_param(params, 2)
             allowed = tl.where(top_p < 1.0, top_p * tl.sum(chances, axis=0), float("inf"))
@@ -337,7 +337,7 @@ def _kth_key(line, inverse, highest, k, vocab, BLOCK: tl.constexpr):
     bound keeps exactly k, or when nothing is left between the bracket's ends.
     """
     lane = tl.arange(0, BLOCK)
-    high = _order_key(highest).to(tl.int64)
+    high = order_key(highest).to(tl.int64)
     low = high * 0 - 2147483648
     while low < high:
         quarter = (high - low + 3) // 4
@@ -350,7 +350,7 @@ def _kth_key(line, inverse, highest, k, vocab, BLOCK: tl.constexpr):
         for start in range(0, vocab, BLOCK):
             column = start + lane
             value = tl.load(line + column, mask=column < vocab, other=-float("inf")).to(tl.float32) * inverse
-            key = tl.where(column < vocab, _order_key(value), -2147483648)
+            key = tl.where(column < vocab, order_key(value), -2147483648)
             ones += (key >= one).to(tl.int32)
             twos += (key >= two).to(tl.int32)
             threes += (key >= three).to(tl.int32)
@@ -442,7 +442,7 @@ def _filter_kernel(
         for start in range(0, vocab, BLOCK):
             column = start + lane
             value = tl.load(line + column, mask=column < vocab, other=-float("inf")).to(tl.float32) * inverse
-            kept += tl.where(_order_key(value) >= bound_key, tl.exp(value - highest), 0.0)
+            kept += tl.where(order_key(value) >= bound_key, tl.exp(value - highest), 0.0)
         mass = tl.sum(kept, axis=0)
     allowed_mass = tl.where(top_p < 1.0, top_p * mass, float("inf"))
     least = tl.where(min_p > 0.0, highest + tl.log(tl.where(min_p > 0.0, min_p, 1.0)), -float("inf"))

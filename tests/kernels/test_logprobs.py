@@ -93,6 +93,8 @@ def test_rows_of_a_pass_with_prompts_stand_at_their_last_tokens() -> None:
 
 CONFUSING = {
     "flat": torch.zeros(1000),
+    "zeros of both signs": torch.where(torch.arange(1000) % 2 > 0, 0.0, -0.0),
+    "negative zeros first": torch.where(torch.arange(1000) < 500, -0.0, 0.0) - (torch.arange(1000) % 128 > 3).float(),
     "many equals": torch.where(torch.arange(1000) % 3 > 0, 0.0, 1.0),
     "ties": torch.randint(0, 4, (1000,), generator=torch.Generator().manual_seed(1)).float(),
     "all in one lane": torch.where(torch.arange(1000) % 128 == 5, 9.0, 0.0) + torch.arange(1000) / 1e3,
