@@ -44,19 +44,19 @@ SHAPE, TOKENS = os.environ.get("SHAPE", "qwen3-0.6b"), int(os.environ.get("TOKEN
 TWICE = ("as shipped", "16,384 tokens a pass")  # the first prompts of a process wait for cuBLAS to load its kernels
 
 
-def narrow(rows: int, group: int, tile: int, short: bool) -> DecodeTuning:
-    """32 keys and 2 warps from 65 rows on."""
-    found = decode_attention_tuning(rows, group, tile, short)
-    return replace(found, block_n=32, num_warps=2, num_stages=4) if rows > 64 and not tile else found
+Tunings = tuple[DecodeTuning, DecodeTuning]
 
 
-def more_registers(rows: int, group: int, tile: int, short: bool) -> DecodeTuning:
-    return replace(decode_attention_tuning(rows, group, tile), max_registers=168)
+def tall(rows: int, group: int, tile: int, short: bool) -> Tunings:
+    """64 keys, of which one tile is on its way."""
+    own, shared = decode_attention_tuning(rows, group, tile, short)
+    return replace(own, block_n=64, num_warps=4, num_stages=2, max_registers=128), shared
 
 
 def sharing(own: dict[str, Any], shared: dict[str, Any]) -> Any:
-    def choose(rows: int, group: int, tile: int, short: bool) -> DecodeTuning:
-        return replace(decode_attention_tuning(rows, group, tile, short), **(shared if tile else own))
+    def choose(rows: int, group: int, tile: int, short: bool) -> Tunings:
+        of_own, of_shared = decode_attention_tuning(rows, group, tile, short)
+        return replace(of_own, **own), replace(of_shared, **shared)
 
     return choose
 
@@ -65,10 +65,10 @@ GSP: dict[str, dict[str, Any]] = {
     "gsp as shipped": {},
     "gsp S 2048": {"share_rule": partial(ShareRule, target_units=16)},
     "gsp S 512": {"share_rule": partial(ShareRule, target_units=64)},
-    "gsp shared 32 keys 4 warps 5 stages": {
-        "attention_tuning": sharing({}, {"block_n": 32, "num_stages": 5, "max_registers": 128})
+    "gsp shared 32 keys 4 warps 3 stages": {
+        "attention_tuning": sharing({}, {"block_n": 32, "num_stages": 3, "max_registers": 128})
     },
-    "gsp shared 64 keys 4 warps 5 stages": {"attention_tuning": sharing({}, {"num_stages": 5})},
+    "gsp shared 64 keys 4 warps 3 stages": {"attention_tuning": sharing({}, {"num_stages": 3})},
     "gsp shared 64 keys 8 warps": {"attention_tuning": sharing({}, {"num_warps": 8, "max_registers": 128})},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -78,8 +78,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "16,384 tokens a pass": {"step_tokens": 16_384},
     "chunks up to 1,024": {"chunks": lambda rows: Chunks()},
     "chunks up to 2,048, 32 units": {"chunks": lambda rows: Chunks(64, 2048, 32)},
-    "32 keys, 2 warps": {"attention_tuning": narrow},
-    "168 registers": {"attention_tuning": more_registers},
+    "64 keys": {"attention_tuning": tall},
     "fused up to 64 rows": {"tuning": lambda m, n, g: decode_tuning(m, n, g) if m <= 64 else None},
     **GSP,
 }
@@ -193,10 +192,10 @@ def attention_tunings(llm: LLM) -> None:
     print(f"    {'tile keys warps stages registers':36}" + "".join(f"{batch:>10}" for batch in batches))
     for given in TUNINGS:
 
-        def choose(rows: int, group: int, tile: int, short: bool, given: Any = given) -> DecodeTuning:
-            found = decode_attention_tuning(rows, group, tile)
+        def choose(rows: int, group: int, tile: int, short: bool, given: Any = given) -> Tunings:
+            own, shared = decode_attention_tuning(rows, group, tile)
             names = ("block_m", "block_n", "num_warps", "num_stages", "max_registers")
-            return replace(found, **dict(zip(names, given, strict=True))) if given else found
+            return (replace(own, **dict(zip(names, given, strict=True))) if given else own), shared
 
         device._attention_tuning = choose
         kept.append(device.graphs._graphs)  # their memory pool must not be empty at any time
@@ -214,12 +213,11 @@ def attention_tunings(llm: LLM) -> None:
 
 TUNINGS: list[tuple[int, ...]] = [
     (),
-    (16, 64, 4, 3, 128),
-    (16, 64, 4, 4, 128),
-    (16, 128, 4, 3, 168),
-    (16, 128, 8, 3, 128),
-    (16, 32, 2, 4, 168),
+    (16, 32, 4, 3, 128),
+    (16, 32, 2, 3, 168),
+    (16, 64, 4, 2, 128),
     (16, 64, 2, 3, 255),
+    (16, 128, 4, 2, 168),
 ]
 
 

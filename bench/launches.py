@@ -97,7 +97,7 @@ def cases() -> tuple[dict[str, Callable[[], None]], list[torch.Tensor]]:
     tiles = extend_tiles(starts, lengths, tokens_per_tile(tuning, group), prompts)
     prompt_units = ints(extend_units(tiles, np.ones(len(tiles), np.int32)).units)
     both = randn(tokens, 2 * FFN)
-    decode_tuning = decode_attention_tuning(ROWS, group, 0)
+    decode_tuning, _ = decode_attention_tuning(ROWS, group, 0)
     first_tokens, heads = ints(query_starts), attended.view(-1, Q_HEADS, HEAD)
     square, turned = randn(HIDDEN, HIDDEN), randn(tokens, HIDDEN)
 

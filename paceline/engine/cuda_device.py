@@ -65,8 +65,9 @@ from paceline.sampling.logprobs import Ask
 from paceline.sampling.values import Bits, Masks
 from paceline.scheduler.plan import NO_TOKENS, Plan, Swap
 
-# rows, query heads per KV head, query heads in a unit that rows share or 0, whether contexts are short
-AttentionTuning = Callable[[int, int, int, bool], DecodeTuning]
+# rows, query heads per KV head, query heads in a unit that rows share or 0, whether contexts are short -> for units of
+# one row, and for those that rows share
+AttentionTuning = Callable[[int, int, int, bool], tuple[DecodeTuning, DecodeTuning]]
 ChunkChoice = Callable[[int], Chunks]  # rows
 SplitChoice = Callable[[int, int], SplitRule]  # KV heads, the widest window where every layer has one
 
@@ -446,8 +447,7 @@ class CudaDevice:
             step = None  # counted once, by whichever cut comes first
         group = spec.num_heads // spec.num_kv_heads
         stream = model.input(rows) if raw else None
-        own = self._attention_tuning(rows, group, 0, kind.short)
-        shared = self._attention_tuning(rows, group, kind.tile, kind.short)
+        own, shared = self._attention_tuning(rows, group, kind.tile, kind.short)
         if self._few_programs is not None:
             own, shared = (replace(one, num_programs=self._few_programs) for one in (own, shared))
 

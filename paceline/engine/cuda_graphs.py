@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from paceline.engine.cuda_streams import Graph, Streams
 
-SHORT_ROWS = 128  # with more rows than this, short contexts have a graph of their own
+SHORT_ROWS = 96  # with more rows than this, short contexts have a graph of their own
 _SHORT_TOKENS = 512  # of context per row on average; both sides were measured, not where they meet (docs/log.md)
 
 

@@ -217,6 +217,8 @@ def _decode_attention_kernel(
                 tile_rows = tl.load(query_rows + first_query + m // G, mask=inside, other=0)
                 position = tl.load(rows + tile_rows * 4, mask=inside, other=0)
                 first_partial = tl.load(rows + tile_rows * 4 + 2, mask=inside, other=0)
+        n = begin + tl.arange(0, BLOCK_N)
+        page = tl.load(table + n // P, mask=n < end, other=0)
         mine, other = load_pairs(qkv, (tile_rows * qkv_stride + head * D)[:, None], inside[:, None], D)
         own_cos, own_sin = load_turn(cos_sin + row_position * D, True, D)
         cos, sin = own_cos, own_sin
@@ -256,10 +258,8 @@ def _decode_attention_kernel(
         for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
             n = start + tl.arange(0, BLOCK_N)
             cached = n < end
-            page = tl.load(table + n // P, mask=cached, other=0)
-            if WIDE:
-                page = page.to(tl.int64)
-            place = (((page * P + n % P) * K + kv_head) * D)[:, None] + d[None, :]
+            wide_page = page.to(tl.int64) if WIDE else page
+            place = (((wide_page * P + n % P) * K + kv_head) * D)[:, None] + d[None, :]
             k = tl.load(k_cache + place, mask=cached[:, None], other=0.0)
             scores = tl.dot(q, tl.trans(k)) * scale
             if WINDOW:
@@ -273,6 +273,8 @@ def _decode_attention_kernel(
             totals = totals * keep[:, None] + weight
             acc = tl.dot(weight.to(v.dtype), v, acc * keep[:, None])
             top = higher
+            # A tile ahead, since Triton keeps fewer tiles of keys on their way where a load in the loop leads to them.
+            page = tl.load(table + (n + BLOCK_N) // P, mask=n + BLOCK_N < end, other=0)
 
         total = tl.sum(totals, axis=1)
         acc = acc / total[:, None]
@@ -339,28 +341,34 @@ ALL_UNITS, SHARED_UNITS, OWN_UNITS, NONE_SHARED = 0, 1, 2, 3
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
     num_programs: int = 132 * 16
-    block_n: int = 64
+    block_n: int = 32
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = 3  # tiles of keys that are read or on their way, and one
     max_registers: int = 128  # per thread: a few spills cost less than a program fewer per multiprocessor
     block_m: int = 16  # query heads per unit: a shared unit holds at most block_m // G rows
 
 
-def decode_attention_tuning(rows: int, group: int, tile: int, short: bool = False) -> DecodeTuning:
-    """What was fastest on an H200 at 1 to 256 rows with 16 / 8 heads; see docs/log.md.
+def decode_attention_tuning(
+    rows: int, group: int, tile: int, short: bool = False
+) -> tuple[DecodeTuning, DecodeTuning]:  # fmt: skip
+    """For the units that one row has of its own, and for those of `tile` query heads that several rows share. What was
+    fastest on an H200 at 1 to 256 rows with 2, 4 and 5 query heads a KV head; see docs/log.md.
 
-    `short`: the rows have a few hundred tokens each, so that many small programs win; so they do where there are many
-    rows. Without sharing the tile holds just the heads of one KV head: a tile of 16 spends a third of its instructions
-    on empty rows.
+    `short`: many rows have a few hundred tokens each, so that many small programs win. Own units have tiles of just the
+    heads of one KV head: a tile of 16 spends a third of its instructions on empty rows.
     """
+    heads = next_power_of_2(group)
     if tile:
-        # Of 64 heads, what the loop needs does not fit fewer registers.
-        return DecodeTuning(
-            block_m=tile, num_stages=2 if tile == 64 else 3, max_registers=255 if tile == 64 else 168
-        )  # fmt: skip
-    if rows > 192 or (short and rows > 128):
-        return DecodeTuning(block_m=next_power_of_2(group), block_n=32, num_warps=2, num_stages=4)
-    return DecodeTuning(block_m=next_power_of_2(group), max_registers=168 if rows <= 16 else 128)
+        # Beside each other. Of 64 heads, what the loop needs does not fit fewer registers.
+        own = DecodeTuning(block_m=heads, block_n=16, num_warps=2)
+        return own, DecodeTuning(block_m=tile, block_n=64, num_stages=2, max_registers=255 if tile == 64 else 168)
+    if short and heads <= 4:
+        own = DecodeTuning(block_m=heads, block_n=16, num_warps=1, num_stages=4, max_registers=255)
+    elif rows > 128 and heads <= 4:
+        own = DecodeTuning(block_m=heads, num_warps=2, max_registers=168)
+    else:
+        own = DecodeTuning(block_m=heads)
+    return own, own
 
 
 def decode_attention(

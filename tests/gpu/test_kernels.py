@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.kernels._triton import next_power_of_2
 from paceline.kernels.adjust import (
     AdjustState,
     adjust_logits,
@@ -19,12 +18,14 @@ from paceline.kernels.adjust import (
     write_runs_reference,
 )
 from paceline.kernels.decode_attention import (
+    NONE_SHARED,
     OWN_UNITS,
     SHARED_UNITS,
     DecodeTuning,
     DecodeWorkspace,
     decode_attention,
     decode_attention_reference,
+    decode_attention_tuning,
 )
 from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_units
 from paceline.kernels.extend_attention import (
@@ -70,7 +71,7 @@ def randn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda").to(BF16)
 
 
-@pytest.mark.parametrize(("pdl", "block_m"), [(0, 16), (1, 16), (2, 8)])
+@pytest.mark.parametrize(("pdl", "rows", "short"), [(2, 64, False), (0, 256, False), (0, 256, True), (1, 64, False)])
 @pytest.mark.parametrize(
     ("lengths", "page_size", "q_heads", "kv_heads", "head_dim", "window"),
     [
@@ -83,9 +84,11 @@ def randn(*shape: int) -> torch.Tensor:
     ],
 )
 def test_decode_attention_at_size(
-    lengths: list[int], page_size: int, q_heads: int, kv_heads: int, head_dim: int, window: int, pdl: int, block_m: int
-) -> None:
-    check_decode(lengths, page_size, q_heads, kv_heads, head_dim, window, pdl, DecodeTuning(block_m=block_m))
+    lengths: list[int], page_size: int, q_heads: int, kv_heads: int, head_dim: int, window: int, pdl: int, rows: int,
+    short: bool,
+) -> None:  # fmt: skip
+    tunings = decode_attention_tuning(rows, q_heads // kv_heads, 0, short)
+    check_decode(lengths, page_size, q_heads, kv_heads, head_dim, window, pdl, tunings)
 
 
 @pytest.mark.parametrize("block_m", [16, 32, 64])
@@ -95,9 +98,8 @@ def test_decode_attention_with_shared_chunks(seed: int, block_m: int) -> None:
     group = rng.choice([1, 2, 5])
     sharing = random_sharing(rng, rows=96, max_length=2600, chunk=512, rows_per_unit=block_m // group)
     shared = (sharing.units, sharing.covered, sharing.query_rows)
-    check_decode(
-        sharing.lengths, 16, 4 * group, 4, 128, 0, 0, DecodeTuning(block_m=block_m), sharing.shared_pages(16), shared
-    )
+    tunings = decode_attention_tuning(96, group, block_m)
+    check_decode(sharing.lengths, 16, 4 * group, 4, 128, 0, 0, tunings, sharing.shared_pages(16), shared)
 
 
 def check_decode(
@@ -108,7 +110,7 @@ def check_decode(
     head_dim: int,
     window: int,
     pdl: int,
-    tuning: DecodeTuning = DecodeTuning(),  # noqa: B008
+    tunings: tuple[DecodeTuning, DecodeTuning],
     shared_pages: list[tuple[int, int, int]] | None = None,
     shared: tuple[list[tuple[int, int, int, int]], list[int], list[int]] | None = None,
 ) -> None:
@@ -136,10 +138,10 @@ def check_decode(
         decode_units(buffers, slots, ints([rows]), positions, chunks, window)
         inputs = (qkv, cache.k, cache.v, cache.page_table, table, *norms, EPS, buffers, workspace, out, window)
         if shared is None:
-            decode_attention(*inputs, tuning, pdl)
+            decode_attention(*inputs, tunings[0], pdl, NONE_SHARED)
         else:
-            decode_attention(*inputs, tuning, pdl, SHARED_UNITS)
-            decode_attention(*inputs, DecodeTuning(block_m=next_power_of_2(q_heads // kv_heads)), pdl, OWN_UNITS)
+            decode_attention(*inputs, tunings[1], pdl, SHARED_UNITS)
+            decode_attention(*inputs, tunings[0], pdl, OWN_UNITS)
         by_row = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert float(by_row.max()) < 1.5e-2, f"row {int(by_row.argmax())} is off by {float(by_row.max())}"
         assert relative_error(cache.k, k) < 1e-3
