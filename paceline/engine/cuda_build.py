@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.engine.cuda_device import AttentionTuning, ChunkChoice, CudaDevice, SplitChoice, max_units
 from paceline.engine.cuda_graphs import buckets
-from paceline.engine.cuda_inputs import ShareRule
+from paceline.engine.cuda_inputs import PROMPT_SIZES, ShareRule
 from paceline.engine.cuda_model import GpuModel, Tuning
 from paceline.engine.cuda_sampling import mask_words
 from paceline.engine.cuda_streams import streams_of
@@ -57,6 +57,7 @@ def build_cuda(
     attention_tuning: AttentionTuning = decode_attention_tuning,
     share_rule: Callable[[int, int], ShareRule] = ShareRule,
     split_rule: SplitChoice = SplitRule,
+    prompt_sizes: Sequence[int] = PROMPT_SIZES,
 ) -> tuple[CudaDevice, SchedulerConfig]:
     """The executor, and the scheduler's options with the pool's size in them: `with_pages` makes them, unless the
     pool's size was asked for. The decoder is taken over."""
@@ -83,6 +84,7 @@ def build_cuda(
         attention_tuning=attention_tuning,
         share_rule=share_rule,
         split_rule=split_rule,
+        prompt_sizes=prompt_sizes,
     )
     return device, scheduler
 

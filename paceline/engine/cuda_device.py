@@ -12,8 +12,10 @@ not touched again before its results have been read. Pages that go to host memor
 (cuda_swap.py). Tokens chain on the device: sampling writes them into `token_pool`,
 where the next pass finds them. What a pass does follows from its plan alone.
 
-A decode pass is one small kernel that applies the upload, and one graph. A pass with prompts is launched kernel by
-kernel, which takes the host a few milliseconds; they are hidden behind the pass before.
+A decode pass is one small kernel that applies the upload, and one graph. A pass with many prompt tokens is launched
+kernel by kernel, which takes the host a few milliseconds; they are hidden behind the pass before. With few of them they
+would not be: such a pass is a graph, too, up to the logits, as soon as it has been seen a few times. What changes from
+one to the next lies in the upload, and is copied to where the graph reads it.
 
 Noise is keyed by seed, position and token, as on the CPU, but by another hash (kernels/sampling.py): a seed gives the
 same tokens on every run of one kind of device, not across kinds.
@@ -28,9 +30,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from paceline.engine.cuda_graphs import DecodeGraphs, Kind, Part, kind_of
-from paceline.engine.cuda_inputs import SHARED_CHUNKS, Packed, PlanPacker, ShareRule, Span
+from paceline.engine.cuda_graphs import Kind, Part, PassGraphs, kind_of
+from paceline.engine.cuda_inputs import PROMPT_SIZES, SHARED_CHUNKS, Packed, PlanPacker, ShareRule, Span
 from paceline.engine.cuda_model import AttendKernel, GpuModel
+from paceline.engine.cuda_prompts import PromptPasses
 from paceline.engine.cuda_sampling import CudaSampling, Told, told_columns
 from paceline.engine.cuda_streams import Event, Graph, Streams
 from paceline.engine.cuda_swap import CudaSwap
@@ -48,18 +51,9 @@ from paceline.kernels.decode_attention import (
     decode_attention_tuning,
 )
 from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_chunks, decode_units
-from paceline.kernels.extend_attention import (
-    ExtendParts,
-    ExtendTuning,
-    ExtendWorkspace,
-    extend_attention,
-    extend_shared,
-    tokens_per_tile,
-)
 from paceline.kernels.extend_tiles import SplitRule
 from paceline.kernels.gather_tokens import gather_tokens
 from paceline.kernels.logprobs import TOLD_WORDS
-from paceline.kernels.rope_kv import rope_kv
 from paceline.kernels.slot_state import SlotState, apply_diff
 from paceline.sampling.logprobs import Ask
 from paceline.sampling.values import Bits, Masks
@@ -212,6 +206,7 @@ class CudaDevice:
         attention_tuning: AttentionTuning = decode_attention_tuning,
         share_rule: Callable[[int, int], ShareRule] = ShareRule,
         split_rule: SplitChoice = SplitRule,
+        prompt_sizes: Sequence[int] = PROMPT_SIZES,
     ) -> None:
         spec, device = model.spec, model.device
         self.model = model
@@ -220,10 +215,8 @@ class CudaDevice:
         self._chunks, self._attention_tuning = chunks, attention_tuning
         # The interpreter runs programs one after the other, and idle ones cost it as much as others.
         self._few_programs = None if device.type == "cuda" else 2
-        self._extend_tuning = ExtendTuning()
         windows = {layer.window for layer in model.layers}
         splits = split_rule(spec.num_kv_heads, 0 if 0 in windows else max(windows))
-        self._extend_parts = ExtendWorkspace.empty(splits.room, self._extend_tuning, spec.head_dim, device)
         group = spec.num_heads // spec.num_kv_heads
         # One more than a row can have, since the last sampled token is stored and never fed.
         self.state = SlotState.empty(max_running, max_row_tokens + 1, page_size, max_running, device)
@@ -233,25 +226,29 @@ class CudaDevice:
         self.caches = [(self.kv[2 * layer], self.kv[2 * layer + 1]) for layer in range(spec.num_layers)]
         self.swap = CudaSwap(streams, self.kv, num_host_pages, max_swap_pages) if num_host_pages else None
 
-        self.graphs = DecodeGraphs(streams, max_running, self._decode, self._decode_nothing)
+        self.graphs = PassGraphs(streams, max_running, self._run, self._run_nothing)
         capacity = max_units(self.graphs.sizes, max_row_tokens + 1, chunks)
         # Layers with a window share nothing: the others' units are the only ones with room for it.
         self._units = {
             layer.window: DecodeUnits.empty(max_running, capacity, 0 if layer.window else capacity, device)
             for layer in model.layers
         }
-        self._packer = PlanPacker(
-            max_running, spec.vocab_size, tokens_per_tile(self._extend_tuning, group),
-            replace(share_rule(group, capacity), prompts=set(self._units) == {0}) if 0 in self._units else None,
-            max_row_tokens + 1, splits,
-        )  # fmt: skip
         self._attention = DecodeWorkspace.empty(
             max_running, capacity, spec.num_heads, spec.num_kv_heads, spec.head_dim, device
         )
         self._sampling = CudaSampling(streams, self.state, max_running, max_row_tokens + 1, spec.vocab_size, _DEPTH)
         tokens = len(model._x)
         self._slots, self._positions = (torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(2))
-        self._q = torch.zeros(tokens, spec.num_heads, spec.head_dim, dtype=model.dtype, device=device)
+        sizes = [size for size in prompt_sizes if size <= tokens]
+        self._prompts = PromptPasses(
+            model, self.state, self.caches, self._slots, self._positions, self._decode_attention, splits.room,
+            max_running, sizes,
+        )  # fmt: skip
+        self._packer = PlanPacker(
+            max_running, spec.vocab_size, self._prompts.tokens_per_tile,
+            replace(share_rule(group, capacity), prompts=set(self._units) == {0}) if 0 in self._units else None,
+            max_row_tokens + 1, splits, sizes,
+        )  # fmt: skip
         self._num_steps = 0  # what the device's counter will stand at when all that was launched has run
 
         self._ring = [_Flight(streams, max_running, device) for _ in range(_DEPTH)]
@@ -310,7 +307,7 @@ class CudaDevice:
         assert prepared is plan, "another plan was prepared than is launched"
         self._prepared = None
         self._count += 1
-        logits = index = choose = None
+        logits = index = choose = graph = None
         told: list[Told] = []
         with streams.use(streams.engine):
             flight.uploaded.wait(streams.engine)
@@ -330,14 +327,23 @@ class CudaDevice:
                 graph.replay()
             else:
                 bucket = 0
+                asks = self._packer.logprobs.of_prompts(plan)
+                if packed.room is not None and packed.num_sampled and not asks:
+                    graph = self.graphs.with_prompts(Kind(tile=packed.tile, room=packed.room))
                 self._apply(flight, packed)
-                index, asks = flight.part(packed.sampled), self._packer.logprobs.of_prompts(plan)
-                hidden = self._extend(packed, flight, None if asks else index)
-                if asks:
-                    told = self._tell_prompts(asks, plan, hidden)
-                    hidden = self.model.pick(hidden, index)
+                index = flight.part(packed.sampled)[: packed.num_sampled]
+                if graph is not None:
+                    self._prompts.place(packed, flight.part)
+                    graph.replay()
+                    logits = self.model.last_logits(packed.num_sampled)
+                else:
+                    rows = self.graphs.bucket(packed.num_decodes, Kind(tile=packed.tile)) if packed.num_decodes else 0
+                    hidden = self._prompts.run(packed, flight.part, rows, None if asks else index)
+                    if asks:
+                        told = self._tell_prompts(asks, plan, hidden)
+                        hidden = self.model.pick(hidden, index)
+                    logits = self.model.logits(hidden) if packed.num_sampled else None
                 if packed.num_sampled:
-                    logits = self.model.logits(hidden)
                     self._sampling.step.add_(1)
         pending = _Pending(self, flight, self._last_end, packed, bucket, told)
         flight.pending, self._last_end = pending, flight.ended
@@ -346,7 +352,7 @@ class CudaDevice:
         else:
             self._finish(pending, flight, packed, logits, index)
         stats.passes += 1
-        stats.graphs += packed.is_decode
+        stats.graphs += graph is not None
         if packed.is_decode:
             stats.decode_context_tokens += plan.num_context_tokens
             stats.saved_tokens += packed.num_saved_tokens
@@ -409,7 +415,30 @@ class CudaDevice:
         if packed.adjust.count:
             write_runs(flight.part(packed.adjust), self._sampling.adjust, self._few_programs or 128)
 
-    # ------------------------------------------------------------------ a pass of decodes: what a graph holds
+    # ------------------------------------------------------------------ what a graph holds
+
+    def _run(self, rows: int, kind: Kind) -> None:
+        if kind.room is not None:
+            self.model.logits(self._prompts.run_placed(rows, kind.tile, kind.room))
+        else:
+            self._decode(rows, kind)
+
+    def _run_nothing(self, rows: int, kind: Kind) -> None:
+        """A pass without live rows: compiles what there is to compile and leaves no trace."""
+        # What the pass before shared is still there: its units would be read, and counted as arrived, without the rest
+        # of their rows.
+        masks = self._sampling.masks.num_masks
+        counts = [self.state.num_rows, masks, *(units.num_shared for units in self._units.values())]
+        before = [count.clone() for count in counts]
+        for count in counts:
+            count.zero_()
+        if kind.room is not None:
+            self._prompts.place_nothing(kind.room)
+        self._run(rows, kind)
+        if kind.part is not Part.TOKENS and kind.room is None:
+            self._sampling.step.sub_(1)
+        for count, value in zip(counts, before, strict=True):
+            count.copy_(value)
 
     def _decode(self, rows: int, kind: Kind) -> None:
         model, state = self.model, self.state
@@ -422,7 +451,7 @@ class CudaDevice:
             return
         pdl = 0 if kind.tile else model.early_start(rows)
         raw = not kind.tile and model.takes_raw(rows, fused=True)
-        attend = self._decode_attention(rows, state.num_rows, kind, pdl, self._sampling.step, raw=raw)
+        attend = self._decode_attention(rows, state.num_rows, kind, self._sampling.step, raw=raw)
         gather_tokens(state, model.embedding, model.input(rows), slots, positions, squares=model.squares(rows))
         logits = model.logits(model.forward(rows, attend, fused=True, raw=raw, pdl=pdl))
         if kind.part is Part.ALL:
@@ -431,9 +460,8 @@ class CudaDevice:
             )
 
     def _decode_attention(
-        self, rows: int, num_rows: Tensor, kind: Kind, pdl: int, step: Tensor | None = None, *, raw: bool,
-        at_once: bool = False,
-    ) -> AttendKernel:  # fmt: skip
+        self, rows: int, num_rows: Tensor, kind: Kind, step: Tensor | None = None, *, raw: bool, at_once: bool = False
+    ) -> AttendKernel:
         """Cuts the KV of the first `num_rows` rows, of `rows` at most, into units; what is returned reads them. raw: it
         is given products of the stream as it is.
 
@@ -441,7 +469,7 @@ class CudaDevice:
         differ in size; with `at_once` it is one, slower on the device and quicker to launch.
         """
         model, state, spec, streams = self.model, self.state, self.model.spec, self._streams
-        chunks = self._chunks(rows)
+        chunks, pdl = self._chunks(rows), 0 if kind.tile else model.early_start(rows)
         for window, units in self._units.items():
             decode_units(units, state.row_slots[:rows], num_rows, state.num_computed, chunks, window, step)
             step = None  # counted once, by whichever cut comes first
@@ -473,75 +501,6 @@ class CudaDevice:
             streams.follow(streams.engine, streams.side)
 
         return attend
-
-    def _decode_nothing(self, rows: int, kind: Kind) -> None:
-        """A decode pass without live rows: compiles what there is to compile and leaves no trace."""
-        # What the pass before shared is still there: its units would be read, and counted as arrived, without the rest
-        # of their rows.
-        masks = self._sampling.masks.num_masks
-        counts = [self.state.num_rows, masks, *(units.num_shared for units in self._units.values())]
-        before = [count.clone() for count in counts]
-        for count in counts:
-            count.zero_()
-        self._decode(rows, kind)
-        if kind.part is not Part.TOKENS:
-            self._sampling.step.sub_(1)
-        for count, value in zip(counts, before, strict=True):
-            count.copy_(value)
-
-    # ------------------------------------------------------------------ a pass with prompts
-
-    def _extend(self, packed: Packed, flight: _Flight, picked: Tensor | None) -> Tensor:
-        """Hidden states of the pass's tokens: of those `picked`, or of all."""
-        model, state, spec = self.model, self.state, self.model.spec
-        count = packed.num_tokens
-        slots, positions, q = self._slots[:count], self._positions[:count], self._q[:count]
-        token_rows, query_starts = flight.part(packed.token_rows), flight.part(packed.query_starts)
-        units, shared_tiles = flight.part(packed.units).view(-1, 5), flight.part(packed.shared_tiles).view(-1, 3)
-        gather_tokens(state, model.embedding, model.input(count), slots, positions, token_rows, query_starts)
-
-        decodes = packed.num_decodes
-        kind = Kind(tile=packed.tile)
-        raw = not kind.tile and model.takes_raw(count, fused=False)
-        read = None
-        if decodes:
-            rows = self.graphs.bucket(decodes, kind)  # a graph's size: what it runs is compiled already
-            pdl = 0 if kind.tile else model.early_start(rows)
-            read = self._decode_attention(rows, flight.part(packed.decodes), kind, pdl, raw=raw, at_once=True)
-        # Made once and not in every layer: the host has little time for such a pass.
-        prompt_q, prompt_slots, prompt_positions = q[decodes:], slots[decodes:], positions[decodes:]
-        tile_rows, tile_tokens = flight.part(packed.tile_rows), flight.part(packed.tile_tokens)
-        all_qkv, all_out = model.attention_buffers(count)
-        decode_qkv, prompt_qkv, decode_out = all_qkv[:decodes], all_qkv[decodes:], all_out[:decodes]
-        heads = all_out.view(-1, spec.num_heads, spec.head_dim)
-        folds = flight.part(packed.folds).view(-1, 5)
-        parts = ExtendParts(folds, packed.num_parts, self._extend_parts) if packed.num_parts else None
-        prompt_stream = model.input(count)[decodes:] if raw else None
-        last = len(model.layers) - 1
-
-        def attend(index: int, qkv: Tensor, out: Tensor) -> None:
-            layer, cache = model.layers[index], self.caches[index]
-            if read is not None:
-                read(index, decode_qkv, decode_out)
-            if decodes < count:
-                rope_kv(
-                    prompt_qkv, prompt_q, cache[0], cache[1], state.page_table, prompt_slots, prompt_positions,
-                    layer.cos_sin, layer.q_norm, layer.k_norm, spec.rms_eps, prompt_stream,
-                )  # fmt: skip
-                if index == last and picked is not None and not len(picked):
-                    return  # nobody reads what would come of it
-                if len(units):
-                    extend_attention(
-                        q, cache[0], cache[1], state.page_table, units, state.row_slots, positions, query_starts, heads,
-                        window=layer.window, tuning=self._extend_tuning, parts=parts,
-                    )  # fmt: skip
-                if len(shared_tiles):
-                    extend_shared(
-                        q, cache[0], cache[1], state.page_table, shared_tiles, tile_rows, tile_tokens, state.row_slots,
-                        positions, query_starts, heads, tuning=self._extend_tuning,
-                    )  # fmt: skip
-
-        return model.forward(count, attend, fused=False, raw=raw, picked=picked)
 
     def _tell_prompts(self, asks: Sequence[Ask], plan: Plan, hidden: Tensor) -> list[Told]:
         slots = [int(plan.slots[ask.row]) for ask in asks]

@@ -1,5 +1,6 @@
-"""Decode passes as CUDA graphs: one for each batch bucket, from the gathered tokens to the sampled ones; or one up to
-the logits and one behind them, where the host has something to say in between.
+"""Passes as CUDA graphs. Of decodes: one for each batch bucket, from the gathered tokens to the sampled ones; or one up
+to the logits and one behind them, where the host has something to say in between. Of prompts and decodes: one for each
+number of tokens, up to the logits, where these are so few that launching kernel by kernel takes longer than computing.
 
 A graph is captured from the very function that would run otherwise, after that has run once with no live row, which
 compiles its kernels and changes nothing. Rows beyond the real ones are padding: attention and sampling skip them, and
@@ -9,14 +10,18 @@ the products compute zeros, so a bucket costs little more than the batch in it.
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
+from paceline.engine.cuda_inputs import Room
 from paceline.engine.cuda_streams import Graph, Streams
 
 SHORT_ROWS = 96  # with more rows than this, short contexts have a graph of their own
 _SHORT_TOKENS = 512  # of context per row on average; both sides were measured, not where they meet (docs/log.md)
+
+FREQUENT = 3  # times that a pass with prompts is launched kernel by kernel before it is worth capturing
 
 
 class Part(Enum):
@@ -34,6 +39,7 @@ class Kind(NamedTuple):
     adjusts: bool = False  # some row has penalties, biases or forbidden tokens
     part: Part = Part.ALL
     logprobs: bool = False  # some row asks how likely its tokens are
+    room: Room | None = None  # of a pass with prompts; its graph ends with the logits
 
 
 def kind_of(num_rows: int, num_own_tokens: int, tile: int) -> Kind:
@@ -49,7 +55,7 @@ def buckets(max_rows: int) -> list[int]:
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
-class DecodeGraphs:
+class PassGraphs:
     def __init__(
         self,
         streams: Streams,
@@ -61,6 +67,7 @@ class DecodeGraphs:
         self.sizes = buckets(max_rows)
         self._streams, self._run, self._run_empty = streams, run, run_empty
         self._graphs: dict[tuple[int, Kind], Graph] = {}
+        self._uses: Counter[Kind] = Counter()  # of passes that can do without a graph
 
     def bucket(self, num_rows: int, kind: Kind) -> int:
         """The smallest bucket that holds so many rows. Where rows share, every second one is left out: those graphs
@@ -75,6 +82,11 @@ class DecodeGraphs:
             self._run_empty(size, kind)
             graph = self._graphs[size, kind] = self._streams.capture(lambda: self._run(size, kind))
         return graph
+
+    def with_prompts(self, kind: Kind) -> Graph | None:
+        """The graph of a pass with prompts, whatever the number of rows; None while it is not worth capturing."""
+        self._uses[kind] += 1
+        return self.graph(self.sizes[-1], kind) if self._uses[kind] >= FREQUENT else None
 
     def capture_all(self) -> None:
         """All buckets without filters, the largest first, so that the smaller ones find their memory there."""

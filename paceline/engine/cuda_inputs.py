@@ -3,11 +3,16 @@
 The device keeps its own state by slot; the host only keeps what it needs to know what it must not send again: how many
 tokens each slot's device counter stands at, and which rows the device has. Sampling advances the counter of its row,
 so a row of a steady decode is never mentioned.
+
+Of a pass with prompts the host says it all: tokens, tiles, who samples. Where they are few, these columns are padded to
+one of a few sizes (`Room`), so that one graph serves every such pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +32,9 @@ Column = npt.NDArray[np.int32]
 ALIGN = 32  # words: parts begin on borders that Triton's pointer specialisation does not tell apart
 SHARED_CHUNKS = (2048, 1024, 512, 256)  # positions that rows share or not as a whole
 TILES = (16, 32, 64)  # query heads in a unit that several rows share
+PROMPT_SIZES = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)  # tokens of a pass that a graph runs
+_MORE_TILES = 32  # than those tokens fill: each prompt may end within one
+_SPLITS = ((0, 0), (32, 16), (128, 64))  # parts that keys are split into, and tiles they are of
 _NONE: Column = np.empty(0, np.int32)
 
 
@@ -36,6 +44,41 @@ class Span:
 
     first: int
     count: int
+
+
+def lay_out(counts: Iterable[int], at: int = 0) -> tuple[list[Span], int]:
+    """Where parts of so many words lie, one after the other from `at` on, and where the next would begin."""
+    spans = []
+    for count in counts:
+        spans.append(Span(at, count))
+        at += cdiv(count, ALIGN) * ALIGN
+    return spans, at
+
+
+class Room(NamedTuple):
+    """What the columns of a pass with prompts are padded to. Tokens, units and folds of row -1 are nobody's."""
+
+    tokens: int
+    units: int
+    folds: int
+
+    def counts(self, max_rows: int) -> tuple[int, ...]:
+        """Words of token_rows, query_starts, units, folds, sampled and live."""
+        return self.tokens, max_rows + 1, 5 * self.units, 5 * self.folds, max_rows, 2
+
+
+def rooms(tokens: int, tokens_per_tile: int) -> list[Room]:
+    """Of a pass of up to so many tokens, ascending."""
+    tiles = cdiv(tokens, tokens_per_tile) + _MORE_TILES
+    return [Room(tokens, tiles + parts, folds) for parts, folds in _SPLITS]
+
+
+def largest_room(sizes: Sequence[int], tokens_per_tile: int) -> Room | None:
+    return rooms(sizes[-1], tokens_per_tile)[-1] if sizes else None
+
+
+def _padded(column: Column, count: int, value: int) -> Column:
+    return np.concatenate([column, np.full(count - len(column), value, np.int32)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,12 +99,13 @@ class Packed:
     num_tokens: int
     num_sampled: int
     num_parts: int  # of tiles whose keys are split
+    room: Room | None  # what the next six are padded to, if a graph could run a pass with prompts
     token_rows: Span
     query_starts: Span
     units: Span  # tiles of prompts, whole or in parts
     folds: Span  # of tiles whose keys are split
     sampled: Span  # the last token of each sampling row
-    decodes: Span  # one word: num_decodes
+    live: Span  # two words: where the tokens of prompts begin, behind one for each decode, and where they end
     shared_tiles: Span  # of prompts that share what they begin with
     tile_rows: Span
     tile_tokens: Span
@@ -131,7 +175,9 @@ class PlanPacker:
     def __init__(
         self, max_running: int, vocab_size: int, tokens_per_tile: int, share_rule: ShareRule | None = None,
         max_length: int = 0, split_rule: SplitRule = SplitRule(kv_heads=1),  # noqa: B008
+        prompt_sizes: Sequence[int] = (),
     ) -> None:  # fmt: skip
+        self._prompt_sizes = prompt_sizes
         self._share_rule = share_rule
         self._split_rule = split_rule
         self._sharing: Sharing | None = None  # what `_shared` was made of
@@ -153,9 +199,7 @@ class PlanPacker:
         is_decode = plan.num_tokens == plan.num_rows == num_sampled
         num_decodes = plan.num_rows if is_decode else plan.num_decodes
         diff, adjust = self._diff(plan, num_decodes), self._adjust(plan)
-        parts, at = [diff], cdiv(len(diff), ALIGN) * ALIGN
-        spans = [Span(0, 0)] * 12
-        num_parts = 0
+        num_parts, room = 0, None
         columns: tuple[Column, ...] = ()
         if not is_decode:
             query_starts = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
@@ -169,16 +213,19 @@ class PlanPacker:
                 units.units.reshape(-1),
                 units.folds.reshape(-1),
                 (query_starts[1:] - 1)[samples],
-                np.array([plan.num_decodes], np.int32),
+                np.array([plan.num_decodes, plan.num_tokens], np.int32),
                 *((shared.tiles.reshape(-1), shared.rows, shared.tokens.reshape(-1)) if shared else ()),
             )
+            room = None if shared else self._room(plan.num_tokens, len(units.units), len(units.folds))
+            if room is not None:
+                counts = room.counts(len(self._computed))
+                columns = tuple(
+                    _padded(*padding) for padding in zip(columns, counts, (-1, 0, -1, -1, 0, 0), strict=True)
+                )
         columns += (_NONE,) * (9 - len(columns))
         moved = (_NONE, _NONE) if plan.swap is None else (plan.swap.spill_pages, plan.swap.fetch_pages)
-        for number, column in enumerate((*columns, adjust, *moved)):
-            if len(column):
-                parts.append(column)
-                spans[number] = Span(at, len(column))
-                at += cdiv(len(column), ALIGN) * ALIGN
+        parts = (diff, *columns, adjust, *moved)
+        (_, *spans), num_words = lay_out(map(len, parts))
         # A row that samples is advanced by the device itself; another one stays where the diff has put it.
         self._computed[slots] = plan.starts + np.where(samples, lengths, 0)
         filtered = bool(self._filtered[slots].any())
@@ -187,9 +234,17 @@ class PlanPacker:
             own, saved = own - int(self._shared.covered.sum()) * self._shared.chunk, self._shared.num_saved_tokens
         adjusted = bool(self._adjusted[slots].any())
         return Packed(
-            tuple(parts), at, is_decode, filtered, adjusted, self.logprobs.of_output(plan), self._tile, own, saved,
-            num_decodes, len(slots), plan.num_tokens, num_sampled, num_parts, *spans,
+            parts, num_words, is_decode, filtered, adjusted, self.logprobs.of_output(plan), self._tile, own, saved,
+            num_decodes, len(slots), plan.num_tokens, num_sampled, num_parts, room, *spans,
         )  # fmt: skip
+
+    def _room(self, num_tokens: int, num_units: int, num_folds: int) -> Room | None:
+        """The smallest that holds so much."""
+        tokens = next((size for size in self._prompt_sizes if size >= num_tokens), None)
+        if tokens is None:
+            return None
+        fitting = rooms(tokens, self._tokens_per_tile)
+        return next((room for room in fitting if num_units <= room.units and num_folds <= room.folds), None)
 
     def _prompts(self, plan: Plan, query_starts: Column) -> tuple[Column, SharedTiles | None]:
         """The rows with prompts that have tiles of their own, and the tiles of the others."""

@@ -140,6 +140,8 @@ def _extend_attention_kernel(
     unit = units + tl.program_id(1) * 5
     kv_head = tl.program_id(0)
     row = tl.load(unit)
+    if row < 0:
+        return
     offset = tl.load(unit + 1)
     slot = tl.load(row_slots + row).to(tl.int64)
     first = tl.load(query_starts + row)
@@ -224,6 +226,8 @@ def _extend_fold_kernel(
     """Some query heads of a tile, from the parts its keys were split into. PARTS at once: their loads wait together."""
     kv_head = tl.program_id(0)
     tile = folds + tl.program_id(2) * 5
+    if tl.load(tile) < 0:
+        return
     num_parts = tl.load(tile + 3)
     first_part = tl.load(tile + 4)
     m = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -364,8 +368,8 @@ def extend_attention(
 
     Row r's queries are q[query_starts[r]:query_starts[r + 1]] in slot row_slots[r], at consecutive positions of
     which positions [T] holds each. units [n, 5] is that of `extend_units` for `tokens_per_tile`; rows it does not name
-    (the decodes of a mixed pass) are left alone. All index tensors are int32 on the device. Without `parts` every unit
-    is taken for a whole tile.
+    (the decodes of a mixed pass) are left alone, units and folds of row -1 are nobody's. All index tensors are int32
+    on the device. Without `parts` every unit is taken for a whole tile.
     """
     page_size, kv_heads, head_dim = k_cache.shape[1:]
     q_heads = q.shape[1]

@@ -25,11 +25,14 @@ def gather_tokens_reference(
     """(rows [T, H], slots [T], positions [T])."""
     token = torch.arange(num_tokens, device=embeddings.device)
     rows = token if token_rows is None else token_rows[:num_tokens].long()
+    live = rows >= 0
+    rows = rows.clamp(min=0)
     slots = state.row_slots[rows].long()
     offset = 0 if query_starts is None else token - query_starts[rows]
-    positions = state.num_computed[slots] + offset
+    positions = torch.where(live, state.num_computed[slots] + offset, 0)
     ids = state.token_pool[slots, positions.long()].long()
-    return embeddings[ids], slots.int(), positions.int()
+    found = torch.where(live[:, None], embeddings[ids], torch.zeros_like(embeddings[:1]))
+    return found, torch.where(live, slots, 0).int(), positions.int()
 
 
 @launched
@@ -61,11 +64,14 @@ def _gather_tokens_kernel(
     offset = 0
     if RAGGED:
         row = tl.load(token_rows + token)
-        offset = token - tl.load(query_starts + row)
+        live = row >= 0
+        offset = token - tl.load(query_starts + row, mask=live, other=0)
+        slot = tl.load(row_slots + row, mask=live, other=0)
+        position = tl.where(live, tl.load(num_computed + slot) + offset, 0)
     else:
         live = token < tl.load(num_rows)
-    slot = tl.load(row_slots + row)
-    position = tl.load(num_computed + slot) + offset
+        slot = tl.load(row_slots + row)
+        position = tl.load(num_computed + slot) + offset
     token_id = tl.load(token_pool + slot.to(tl.int64) * pool_stride + position, mask=live, other=0).to(tl.int64)
     # A padding row gets zeros, so that nothing unbounded travels through the products.
     value = tl.load(embeddings + token_id * hidden + column, mask=inside & live, other=0.0)
@@ -90,7 +96,8 @@ def gather_tokens(
     """out [T, H], slots [T] and positions [T] (int32) for the tokens of a pass; embeddings [V, H].
 
     Without token_rows, token i is row i's only one (a decode pass; rows from num_rows on get zeros). With them,
-    token i belongs to row token_rows[i] [T], whose tokens begin at query_starts[row] [R + 1]. squares [T, 1], where
+    token i belongs to row token_rows[i] [T], whose tokens begin at query_starts[row] [R + 1]; of row -1 it is nobody's
+    and gets zeros. squares [T, 1], where
     given, takes each row's sum of squares for the norm that follows (linear.py).
     """
     assert (token_rows is None) == (query_starts is None), "token_rows and query_starts come together"

@@ -100,6 +100,7 @@ def _rope_kv_kernel(
     q_norm,
     k_norm,
     stream,
+    live,
     qkv_stride,
     table_stride,
     eps,
@@ -109,10 +110,15 @@ def _rope_kv_kernel(
     P: tl.constexpr,
     H: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
+    if HAS_LIVE:
+        first, end = tl.load(live), tl.load(live + 1)
+        if (token < first) | (token >= end):
+            return
     slot = tl.load(slots + token).to(tl.int64)
     position = tl.load(positions + token)
     page = tl.load(page_table + slot * table_stride + position // P).to(tl.int64)
@@ -154,12 +160,14 @@ def rope_kv(
     k_norm: torch.Tensor | None,
     eps: float,
     stream: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
 ) -> None:
     """q_out [T, Q, D] and the caches [pages, P, K, D] from qkv [T, (Q + 2K) D]. With `stream` [T, H], qkv is the
     product of a stream that was not normed, and is scaled here.
 
     page_table [S, pages per slot], slots [T] and positions [T] are int32, cos_sin [positions, D] float32. q_norm and
-    k_norm [D] are given together or not at all. All T tokens are live: a padded pass slices its tensors.
+    k_norm [D] are given together or not at all. With `live` [2] int32 only the tokens from the one to before the other
+    are: decodes come first, padding last.
     """
     tokens = qkv.shape[0]
     _, page_size, kv_heads, head_dim = k_cache.shape
@@ -176,6 +184,7 @@ def rope_kv(
         qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm,
         qkv if stream is None else stream,
+        slots if live is None else live,
         qkv.stride(0),
         page_table.stride(0),
         eps,
@@ -185,6 +194,7 @@ def rope_kv(
         P=page_size,
         H=0 if stream is None else stream.shape[1],
         HAS_NORM=q_norm is not None,
+        HAS_LIVE=live is not None,
         BLOCK_Q=next_power_of_2(q_heads),
         BLOCK_K=next_power_of_2(kv_heads),
         num_warps=4,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig, SchedulerConfig
-from paceline.engine import cuda_model
+from paceline.engine import cuda_graphs, cuda_inputs, cuda_model
 from paceline.engine.build import assemble
 from paceline.engine.cuda_build import build_cuda
 from paceline.engine.cuda_device import CudaDevice
@@ -88,12 +88,12 @@ def small_tiles(rows: int, columns: int, gated: bool) -> LinearTuning | None:
 
 def on_kernels(name: str, **options: Any) -> tuple[LLM, CudaDevice]:
     overlap, model = options.pop("overlap", "on"), options.pop("model", None) or decoder(name)
-    split_rule = options.pop("split_rule", SplitRule)
+    split_rule, sizes = options.pop("split_rule", SplitRule), options.pop("prompt_sizes", ())
     rule = partial(ShareRule, chunks=(32, 16), least_of_pairs=16)
     config = SchedulerConfig(**{**BASE, **options})
     device, config = build_cuda(
         model, EngineConfig(), config, None, tuning=small_tiles, chunks=lambda rows: Chunks(16, 64, 4),
-        share_rule=rule, split_rule=split_rule,
+        share_rule=rule, split_rule=split_rule, prompt_sizes=sizes,
     )  # fmt: skip
     tokenizer = synthetic_tokenizer(device.model.spec.vocab_size)
     engine = Engine(Scheduler(config), device, tokenizer, vocab_size=device.model.spec.vocab_size, overlap=overlap)
@@ -130,6 +130,78 @@ def test_kernels_and_the_cpu_say_the_same(name: str) -> None:
         assert 0 < device.stats.graphs < device.stats.passes
         again = llm.generate(PROMPTS[:1], GREEDY)[0]
         assert again.token_ids == wanted[0] and again.num_cached_tokens == 20
+
+
+@pytest.fixture
+def prompts_by_graph(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options for passes with prompts that are captured when first seen, with little padding: each costs a program."""
+    monkeypatch.setattr(cuda_graphs, "FREQUENT", 1)
+    monkeypatch.setattr(cuda_inputs, "_MORE_TILES", 3)
+    monkeypatch.setattr(cuda_inputs, "_SPLITS", ((0, 0), (9, 4)))
+    return {"prompt_sizes": (8, 16, 32)}
+
+
+def rooms_of(device: CudaDevice) -> list[Kind]:
+    """Of the graphs with prompts that were captured."""
+    return [kind for _, kind in device.graphs._graphs if kind.room is not None]
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen2", "tiny-smollm3"])
+def test_prompts_by_graph_say_the_same(name: str, prompts_by_graph: dict[str, Any]) -> None:
+    """Chunks, prompts alone and beside decodes, hits of which little is left: all that samples is replayed."""
+    wanted = expected(name, PROMPTS, GREEDY)
+    llm, device = on_kernels(name, overlap="off", **prompts_by_graph)
+    packed = watch_packed(device)
+    with llm:
+        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == wanted
+        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == wanted
+    # Prompts that share tiles have no graph.
+    assert device.stats.graphs == sum(one.num_sampled > 0 and not one.shared_tiles.count for one in packed)
+    assert len({kind.room.tokens for kind in rooms_of(device) if kind.room}) > 1
+    mixed = [one for one in packed if one.room and one.num_decodes]
+    assert mixed and any(one.num_tokens < one.room.tokens for one in mixed if one.room)
+
+
+def test_a_graph_of_prompts_is_captured_when_it_has_been_missed() -> None:
+    llm, device = on_kernels("tiny-qwen3", prompt_sizes=(16,), prefix_cache=False)
+    with llm:
+        for number in range(cuda_graphs.FREQUENT + 1):
+            device.reset_stats()
+            llm.generate([PROMPTS[3]], replace(GREEDY, max_tokens=1))
+            assert device.stats.graphs == (number >= cuda_graphs.FREQUENT - 1)
+            assert len(rooms_of(device)) == device.stats.graphs
+
+
+def test_capturing_a_graph_of_prompts_leaves_no_trace(prompts_by_graph: dict[str, Any]) -> None:
+    llm, device = on_kernels("tiny-qwen3", **prompts_by_graph)
+    capture, seen = device.graphs._run_empty, []
+
+    def capturing(size: int, kind: Kind) -> None:
+        state = device.state
+        watched = [device.kv, state.token_pool, state.num_computed, state.num_rows, device._sampling.step]
+        before = [tensor.clone() for tensor in watched]
+        capture(size, kind)
+        if kind.room is not None:
+            seen.append(kind)
+            assert all(map(torch.equal, watched, before)) and not device._attention.arrived.any()
+
+    device.graphs._run_empty = capturing
+    with llm:
+        assert [one.token_ids for one in llm.generate(PROMPTS, GREEDY)] == expected("tiny-qwen3", PROMPTS, GREEDY)
+    assert seen
+
+
+def test_what_does_not_fit_a_room_is_launched_kernel_by_kernel(
+    prompts_by_graph: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_inputs, "_SPLITS", ((0, 0),))
+    llm, device = on_kernels("tiny-qwen3", max_running=6, overlap="off", **prompts_by_graph)
+    packed = watch_packed(device)
+    prompts = [RNG.integers(3, 512, 2).tolist() for _ in range(6)]  # a tile each, and there is room for four
+    with llm:
+        found = [one.token_ids for one in llm.generate(prompts, replace(GREEDY, max_tokens=1))]
+    assert found == expected("tiny-qwen3", prompts, replace(GREEDY, max_tokens=1))
+    assert [(one.num_tokens, one.room) for one in packed] == [(12, None)]
 
 
 def test_the_last_layer_does_no_more_than_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +274,22 @@ def test_keys_in_parts_change_no_token() -> None:
         assert [one.token_ids for one in llm.generate(prompts, params)] == expected("tiny-qwen2", prompts, params)
     tiles = [(one.units.count // 5, one.num_parts) for one in packed if one.num_parts]
     assert any(units > parts for units, parts in tiles), "no whole tile beside parts"
+
+
+def test_keys_in_parts_by_graph_change_no_token(prompts_by_graph: dict[str, Any]) -> None:
+    """One graph for passes with and without parts of tiles; the second leaves what the first has in the workspace."""
+    params = replace(GREEDY, max_tokens=2)
+    rng = np.random.default_rng(3)
+    long, short = rng.integers(3, 512, 70).tolist(), rng.integers(3, 512, 11).tolist()
+    rule = partial(SplitRule, num_programs=8, least_keys=16, part_keys=2)
+    llm, device = on_kernels("tiny-qwen2", split_rule=rule, **prompts_by_graph)
+    packed = watch_packed(device)
+    with llm:
+        llm.generate(long, replace(GREEDY, max_tokens=1))
+        for prompts in ([[*long, 5, 6, 7], short], [[*long, 9], [*long, 8, 7], short[:9]]):
+            assert [one.token_ids for one in llm.generate(prompts, params)] == expected("tiny-qwen2", prompts, params)
+    assert any(one.num_parts and one.room for one in packed)
+    assert any(kind.room and kind.room.folds for kind in rooms_of(device))
 
 
 def test_where_nothing_is_shared_nothing_more_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +409,8 @@ def test_retracted_requests_say_the_same() -> None:
     assert found == expected("tiny-qwen3", PROMPTS, GREEDY)
 
 
-def test_a_disturbed_run_stays_in_bounds() -> None:
+@pytest.mark.parametrize("by_graph", [False, True])
+def test_a_disturbed_run_stays_in_bounds(by_graph: bool, prompts_by_graph: dict[str, Any]) -> None:
     """Retractions and aborts while passes are in flight, too few pages, and rows with filters that come and go."""
     rng = random.Random(3)
     long = [rng.randrange(3, 512) for _ in range(50)]
@@ -334,7 +423,7 @@ def test_a_disturbed_run_stays_in_bounds() -> None:
         if rng.random() < 0.5:
             options |= {"stop_token_ids": tuple(range(0, 512, 9)), "min_tokens": min(2, options["max_tokens"])}
         params.append(SamplingParams(**options))
-    llm, device = on_kernels("tiny-qwen3", num_pages=44, max_running=4)
+    llm, device = on_kernels("tiny-qwen3", num_pages=44, max_running=4, **(prompts_by_graph if by_graph else {}))
     scheduler = llm.engine.scheduler
     plan, steps = scheduler.plan, iter(range(10**6))
 
@@ -354,6 +443,7 @@ def test_a_disturbed_run_stays_in_bounds() -> None:
         outputs = llm.generate(prompts, params)
         assert scheduler.counters.retractions > 2 and device.stats.saved_tokens > 0
     assert FinishReason.ABORT in {output.finish_reason for output in outputs}
+    assert any(kind.tile for kind in rooms_of(device)) == by_graph
     for prompt, one, output in zip(prompts, params, outputs, strict=True):
         if one.temperature == 0:
             assert output.token_ids == expected("tiny-qwen3", [prompt], one)[0][: len(output.token_ids)]
@@ -400,8 +490,11 @@ def on_the_cpu(params: list[SamplingParams], prompts: list[list[int]] = PROMPTS)
         return llm.generate(prompts, params)
 
 
-def test_penalties_biases_logprobs_and_grammars_are_those_of_the_cpu() -> None:
-    llm, device = on_kernels("tiny-qwen3")
+@pytest.mark.parametrize("by_graph", [False, True])
+def test_penalties_biases_logprobs_and_grammars_are_those_of_the_cpu(
+    by_graph: bool, prompts_by_graph: dict[str, Any]
+) -> None:
+    llm, device = on_kernels("tiny-qwen3", **(prompts_by_graph if by_graph else {}))
     with llm:
         assert compared(llm.generate(PROMPTS, EVERYTHING)) == compared(on_the_cpu(EVERYTHING))
         assert device.stats.graphs > 2

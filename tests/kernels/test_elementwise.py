@@ -77,3 +77,21 @@ def test_rope_kv_rotates_and_writes_the_cache(
     assert relative_error(q, expected) < 1e-6
     assert relative_error(cache.k, k) < 1e-6
     assert relative_error(cache.v, v) < 1e-6 if raw else torch.equal(cache.v, v)
+
+
+def test_rope_kv_leaves_decodes_and_padding_alone() -> None:
+    """Of six tokens the first two are decodes', which attention writes, and the last is nobody's."""
+    cache = random_cache(3, 40, 16, 2, 64, torch.float32)
+    k, v = cache.k.clone(), cache.v.clone()
+    qkv, table = torch.randn(6, 8 * 64), rope_table(40, 64, 1e4)
+    slots = torch.tensor([2, 1, 0, 0, 1, 0], dtype=torch.int32)
+    positions = torch.tensor([15, 16, 17, 18, 39, 0], dtype=torch.int32)
+    middle = slice(2, 5)
+    expected = rope_kv_reference(
+        qkv[middle], k, v, cache.page_table, slots[middle], positions[middle], table, None, None, 1e-6
+    )
+    q, live = poisoned(6, 4, 64, dtype=torch.float32), torch.tensor([2, 5], dtype=torch.int32)
+    rope_kv(qkv, q, cache.k, cache.v, cache.page_table, slots, positions, table, None, None, 1e-6, live=live)
+    assert relative_error(q[middle], expected) < 1e-6
+    assert q[:2].isnan().all() and q[5:].isnan().all()
+    assert relative_error(cache.k, k) < 1e-6 and torch.equal(cache.v, v)

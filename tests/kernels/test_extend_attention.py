@@ -99,6 +99,9 @@ def test_extend_attention_matches_its_reference(
     parts = {"none": [1], "some": [9, 1, 3], "all": [8]}[split]
     units = extend_units(tiles, np.resize(ints(*parts), len(tiles)))
     assert relative_error(prompts.attend(units, window), prompts.expected(window)) < 1e-5
+    nobody = np.full((3, 5), -1, np.int32)
+    padded = ExtendUnits(np.concatenate([units.units, nobody]), np.concatenate([units.folds, nobody]), units.num_parts)
+    assert torch.equal(prompts.attend(padded, window), prompts.attend(units, window))
 
 
 RULE = SplitRule(kv_heads=2, num_programs=16, room=64, least_keys=32, part_keys=4)

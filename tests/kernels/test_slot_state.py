@@ -104,14 +104,15 @@ def test_ragged_rows_gather_consecutive_tokens() -> None:
     state = random_state()
     state.row_slots[:3] = torch.tensor([4, 0, 2])
     embeddings = torch.randn(50, 24)
-    token_rows = torch.tensor([0, 1, 1, 1, 2, 2], dtype=torch.int32)
+    token_rows = torch.tensor([0, 1, 1, 1, 2, 2, -1, -1], dtype=torch.int32)
     query_starts = torch.tensor([0, 1, 4, 6], dtype=torch.int32)
-    out = poisoned(6, 24, dtype=torch.float32)
-    slots, positions = torch.empty(6, dtype=torch.int32), torch.empty(6, dtype=torch.int32)
+    out = poisoned(8, 24, dtype=torch.float32)
+    slots, positions = torch.empty(8, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
     gather_tokens(state, embeddings, out, slots, positions, token_rows, query_starts)
-    expected = gather_tokens_reference(state, embeddings, token_rows, query_starts, 6)
+    expected = gather_tokens_reference(state, embeddings, token_rows, query_starts, 8)
     for got, want in zip((out, slots, positions), expected, strict=True):
         assert torch.equal(got, want)
+    assert not out[6:].any(), "padding"
 
 
 def test_a_page_behind_the_table_is_out_of_bounds() -> None:
