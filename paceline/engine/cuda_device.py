@@ -269,6 +269,12 @@ class CudaDevice:
                 self.swap.warm_up()
             self.graphs.capture_all()
 
+    @torch.inference_mode()
+    def chore(self) -> bool:
+        """Captures one of the graphs with prompts, so that no such pass waits for it later."""
+        with self._streams.use(self._streams.engine):
+            return self.graphs.capture_one(Kind(room=room) for room in self._prompts.rooms)
+
     def reset_stats(self) -> None:
         self.stats = Stats()
         self._last_end = None

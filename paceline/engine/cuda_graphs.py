@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NamedTuple
 
@@ -86,7 +86,17 @@ class PassGraphs:
     def with_prompts(self, kind: Kind) -> Graph | None:
         """The graph of a pass with prompts, whatever the number of rows; None while it is not worth capturing."""
         self._uses[kind] += 1
-        return self.graph(self.sizes[-1], kind) if self._uses[kind] >= FREQUENT else None
+        is_there = (self.sizes[-1], kind) in self._graphs
+        return self.graph(self.sizes[-1], kind) if is_there or self._uses[kind] >= FREQUENT else None
+
+    def capture_one(self, kinds: Iterable[Kind]) -> bool:
+        """Captures the first of these graphs with prompts that is missing. Whether one was. Not before such a pass has
+        run: until then there are kernels to compile, which takes longer than anybody should wait."""
+        missing = next((kind for kind in kinds if (self.sizes[-1], kind) not in self._graphs), None)
+        if missing is None or not self._uses:
+            return False
+        self.graph(self.sizes[-1], missing)
+        return True
 
     def capture_all(self) -> None:
         """All buckets without filters, the largest first, so that the smaller ones find their memory there."""

@@ -73,10 +73,6 @@ def rooms(tokens: int, tokens_per_tile: int) -> list[Room]:
     return [Room(tokens, tiles + parts, folds) for parts, folds in _SPLITS]
 
 
-def largest_room(sizes: Sequence[int], tokens_per_tile: int) -> Room | None:
-    return rooms(sizes[-1], tokens_per_tile)[-1] if sizes else None
-
-
 def _padded(column: Column, count: int, value: int) -> Column:
     return np.concatenate([column, np.full(count - len(column), value, np.int32)])
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.engine.cuda_graphs import Kind
-from paceline.engine.cuda_inputs import Packed, Room, Span, largest_room, lay_out
+from paceline.engine.cuda_inputs import Packed, Room, Span, lay_out, rooms
 from paceline.engine.cuda_model import AttendKernel, GpuModel
 from paceline.kernels.extend_attention import (
     ExtendParts,
@@ -61,8 +61,8 @@ class PromptPasses:
         self._workspace = ExtendWorkspace.empty(split_room, self._tuning, spec.head_dim, model.device)
         self._q = torch.zeros(len(slots), spec.num_heads, spec.head_dim, dtype=model.dtype, device=model.device)
         self._max_rows = max_rows
-        most = largest_room(sizes, self.tokens_per_tile)
-        num_words = lay_out(most.counts(max_rows))[1] if most is not None else 0
+        self.rooms = [rooms(size, self.tokens_per_tile)[0] for size in sizes]  # for prompts whose keys are not split
+        num_words = lay_out(rooms(sizes[-1], self.tokens_per_tile)[-1].counts(max_rows))[1] if sizes else 0
         self._placed = torch.zeros(num_words, dtype=torch.int32, device=model.device)  # where graphs read
 
     def run(self, packed: Packed, part: Part, rows: int, picked: Tensor | None) -> Tensor:

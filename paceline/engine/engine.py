@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("paceline.engine")
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Tokens
-_IDLE_S = 1.0  # without work, after which the books are checked and garbage is collected, once
+_IDLE_S = 1.0  # without work, after which the engine looks after itself
 _MOST_PROMISES = 10_000
 _YOUNG_GARBAGE_S = 60.0  # how often young garbage is collected in an engine that is never idle
 _QUIET_STEPS = 16  # in which every quiet request's text is made once, as far as it has come
@@ -187,7 +187,7 @@ class Engine:
         self.work_s = 0.0  # time in which there was something to do
         self._progress = Progress(0, False, clock())
         self._promised: list[float] = []  # times at which refused requests were asked to come again
-        self._checked = True  # whether it was looked after since it was last busy
+        self._chores: Iterator[None] | None = None  # what is left to do while nobody asks for anything
         self._collected = clock()
         self._on_close = on_close
         self._numbers = itertools.count()
@@ -431,9 +431,9 @@ class Engine:
 
     def _wait_for_work(self) -> bool:
         """Sleeps while there is nothing to do, then takes the inbox. False when the engine is to end."""
+        if not self.scheduler.has_work:
+            self._rest()
         with self._wake:
-            if not self.scheduler.has_work:
-                self._rest()
             inbox, self._inbox = self._inbox, []
             closing = self._closing
         for item in inbox:
@@ -454,23 +454,37 @@ class Engine:
         return not closing
 
     def _rest(self) -> None:
-        """Sleeps until something comes, and once in between, when all is quiet, looks after itself."""
+        """Sleeps until something comes, and in between, when all is quiet, looks after itself, bit by bit."""
         if self._progress.has_work:
             self._progress = dataclasses.replace(self._progress, has_work=False)
-        while not (self._inbox or self._closing):
-            woken = self._wake.wait(None if self._checked else _IDLE_S)
-            if not woken and not self._checked and not (self._inbox or self._closing):
-                self._checked = True
-                for fault in self.scheduler.check_idle(self.clock()):
-                    log.error("the books did not add up and were opened anew: %s", fault)
-                gc.collect()
-                self._collected = self.clock()
+        patience = _IDLE_S
+        while not self._is_called(None if self._chores is None else patience):
+            patience = 0.0
+            if self._chores is not None and next(self._chores, "done") == "done":
+                self._chores = None
         self._progress = Progress(self._progress.num_passes, True, self.clock())
+
+    def _is_called(self, timeout: float | None) -> bool:
+        """Whether something has come, or comes in time."""
+        with self._wake:
+            return self._wake.wait_for(lambda: bool(self._inbox or self._closing), timeout)
+
+    def _look_after(self) -> Iterator[None]:
+        """What is done once whenever there is nothing else to do. Whoever comes waits for one step of it at most."""
+        for fault in self.scheduler.check_idle(self.clock()):
+            log.error("the books did not add up and were opened anew: %s", fault)
+        yield
+        gc.collect()
+        self._collected = self.clock()
+        yield
+        chore = getattr(self.executor, "chore", None)
+        while chore is not None and chore():
+            yield
 
     def _note_pass(self) -> None:
         now, before = self.clock(), self._progress
         self.work_s += now - before.since
-        self._checked = False
+        self._chores = self._look_after()
         self._progress = Progress(before.num_passes + 1, True, now)
         if now - self._collected > _YOUNG_GARBAGE_S and not gc.isenabled():
             self._collected = now

@@ -34,6 +34,13 @@ class Executor(Protocol):
         """Starts a pass and returns at once. Passes run in launch order."""
 
 
+class BusyExecutor(Executor, Protocol):
+    """One that makes use of idle time."""
+
+    def chore(self) -> bool:
+        """Does a little of what later passes will be glad of. Whether there was something. No pass is in flight."""
+
+
 class DelayedPending(Pending, Protocol):
     def mask_room(self, num_rows: int, num_words: int) -> Bits:
         """Where the bits of this pass's masks are to be written: memory from which the device takes them without

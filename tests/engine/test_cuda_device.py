@@ -172,6 +172,22 @@ def test_a_graph_of_prompts_is_captured_when_it_has_been_missed() -> None:
             assert len(rooms_of(device)) == device.stats.graphs
 
 
+def test_idle_time_goes_into_graphs_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a pass with prompts has run; then such a pass finds its graph, however rare it is."""
+    monkeypatch.setattr(cuda_inputs, "_MORE_TILES", 3)
+    llm, device = on_kernels("tiny-qwen3", prompt_sizes=(8, 16), prefix_cache=False)
+    once = replace(GREEDY, max_tokens=1)
+    with llm:
+        assert not device.chore() and not rooms_of(device), "nothing is compiled yet"
+        wanted = llm.generate([PROMPTS[3], PROMPTS[1]], once)
+        assert [device.chore(), device.chore(), device.chore()] == [True, True, False]
+        assert [kind.room.tokens for kind in rooms_of(device) if kind.room] == [8, 16]
+        device.reset_stats()
+        found = llm.generate([PROMPTS[3], PROMPTS[1]], once)
+        assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+        assert device.stats.graphs == device.stats.passes == 1
+
+
 def test_capturing_a_graph_of_prompts_leaves_no_trace(prompts_by_graph: dict[str, Any]) -> None:
     llm, device = on_kernels("tiny-qwen3", **prompts_by_graph)
     capture, seen = device.graphs._run_empty, []

@@ -368,6 +368,35 @@ def test_a_closed_event_loop_leaves_no_request_behind(engine: Engine) -> None:
     del kept
 
 
+def test_idle_time_is_used_bit_by_bit_and_whoever_comes_goes_first(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.engine.engine._IDLE_S", 0.3)
+    llm, go_on = LLM.from_engine(engine), threading.Event()
+    events: list[str] = []
+
+    def chore() -> bool:
+        events.append("chore")
+        assert go_on.wait(10)
+        return events.count("chore") < 3
+
+    def ask() -> None:
+        llm.generate("hello", greedy(2))
+        events.append("answer")
+
+    monkeypatch.setattr(engine.executor, "chore", chore, raising=False)
+    ask()
+    wait_until(lambda: "chore" in events)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_until(lambda: engine._inbox)  # while the chore is under way
+    go_on.set()
+    asking.join(10)
+    wait_until(lambda: events.count("chore") == 3)
+    time.sleep(0.4)
+    assert events == ["answer", "chore", "answer", "chore", "chore"]
+
+
 def test_an_idle_engine_uses_no_cpu(engine: Engine) -> None:
     LLM.from_engine(engine).generate("hello", greedy(3))
     time.sleep(0.05)
