@@ -334,13 +334,17 @@ class CudaDevice:
             else:
                 bucket = 0
                 asks = self._packer.logprobs.of_prompts(plan)
-                if packed.room is not None and packed.num_sampled and not asks:
-                    graph = self.graphs.with_prompts(Kind(tile=packed.tile, room=packed.room))
+                padded = packed.room is not None and packed.num_sampled > 0 and not asks
+                kind = Kind(tile=packed.tile, room=packed.room)
+                graph = self.graphs.with_prompts(kind) if padded else None
                 self._apply(flight, packed)
                 index = flight.part(packed.sampled)[: packed.num_sampled]
-                if graph is not None:
+                if padded:
                     self._prompts.place(packed, flight.part)
-                    graph.replay()
+                    if graph is not None:
+                        graph.replay()
+                    else:
+                        self._run(self.graphs.sizes[-1], kind)  # what the graph will be, to the last bit
                     logits = self.model.last_logits(packed.num_sampled)
                 else:
                     rows = self.graphs.bucket(packed.num_decodes, Kind(tile=packed.tile)) if packed.num_decodes else 0

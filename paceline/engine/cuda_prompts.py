@@ -1,7 +1,9 @@
 """Passes with prompts on a GPU: decodes first, one token each, then the tokens of prompts.
 
-Such a pass is launched kernel by kernel from its upload, with as many programs as it has work; or it is captured once
-for a `Room`, over words that always lie at the same place, and what a pass has less than the room holds is nobody's.
+Such a pass is launched kernel by kernel from its upload, with as many programs as it has work. Or, where tokens are few
+and some are sampled from, it is what a graph holds: made for a `Room`, over words that always lie at the same place,
+and what a pass has less than the room holds is nobody's. So it is before the graph is captured, too: products of
+another number of rows would round otherwise.
 """
 
 from __future__ import annotations
@@ -74,14 +76,14 @@ class PromptPasses:
             part(packed.live),
         )  # fmt: skip
         tiles = (shared.view(-1, 3), part(packed.tile_rows), part(packed.tile_tokens)) if len(shared) else None
-        return self._run(packed.num_tokens, rows, packed.tile, words, packed.num_parts, tiles)
+        return self._run(packed.num_tokens, rows, packed.tile, words, packed.num_parts, tiles, at_once=True)
 
     # ------------------------------------------------------------------ by graph
 
     def run_placed(self, rows: int, tile: int, room: Room) -> Tensor:
         """Hidden states [rows, H] of the tokens that are sampled from, in a pass of up to so many tokens and rows."""
         num_parts = len(self._workspace.lse) // self._model.spec.num_kv_heads if room.folds else 0  # at most
-        return self._run(room.tokens, rows, tile, self._words_of(room), num_parts, None, is_graph=True)
+        return self._run(room.tokens, rows, tile, self._words_of(room), num_parts, None, at_once=False)
 
     def place(self, packed: Packed, part: Part) -> None:
         """Puts what a graph will read where it reads it."""
@@ -106,7 +108,7 @@ class PromptPasses:
 
     def _run(
         self, count: int, rows: int, tile: int, words: _Words, num_parts: int,
-        shared: tuple[Tensor, Tensor, Tensor] | None, *, is_graph: bool = False,
+        shared: tuple[Tensor, Tensor, Tensor] | None, *, at_once: bool,
     ) -> Tensor:  # fmt: skip
         model, state, spec, tuning, picked = self._model, self._state, self._model.spec, self._tuning, words.picked
         slots, positions, q = self._slots[:count], self._positions[:count], self._q[:count]
@@ -117,7 +119,7 @@ class PromptPasses:
         read = None
         if rows:
             # Two launches in every layer where rows share, or one that is quicker to launch.
-            read = self._decode_attention(rows, words.live[:1], Kind(tile=tile), raw=raw, at_once=not is_graph)
+            read = self._decode_attention(rows, words.live[:1], Kind(tile=tile), raw=raw, at_once=at_once)
         # Made once and not in every layer: the host has little time for such a pass.
         decode_qkv, decode_out = model.attention_buffers(rows)
         heads = model.attention_buffers(count)[1].view(-1, spec.num_heads, spec.head_dim)
