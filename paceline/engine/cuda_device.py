@@ -241,8 +241,8 @@ class CudaDevice:
         self._slots, self._positions = (torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(2))
         sizes = [size for size in prompt_sizes if size <= tokens]
         self._prompts = PromptPasses(
-            model, self.state, self.caches, self._slots, self._positions, self._decode_attention, splits.room,
-            max_running, sizes,
+            model, streams, self.state, self.caches, self._slots, self._positions, self._decode_attention,
+            splits.room, max_running, sizes,
         )  # fmt: skip
         self._packer = PlanPacker(
             max_running, spec.vocab_size, self._prompts.tokens_per_tile,

@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.engine.cuda_graphs import Kind
 from paceline.engine.cuda_inputs import Packed, Room, Span, lay_out, rooms
 from paceline.engine.cuda_model import AttendKernel, GpuModel
+from paceline.engine.cuda_streams import Streams
 from paceline.kernels.extend_attention import (
     ExtendParts,
     ExtendTuning,
@@ -51,12 +52,13 @@ class _Words:
 
 class PromptPasses:
     def __init__(
-        self, model: GpuModel, state: SlotState, caches: Sequence[tuple[Tensor, Tensor]], slots: Tensor,
-        positions: Tensor, decode_attention: DecodeAttention, split_room: int, max_rows: int, sizes: Sequence[int],
+        self, model: GpuModel, streams: Streams, state: SlotState, caches: Sequence[tuple[Tensor, Tensor]],
+        slots: Tensor, positions: Tensor, decode_attention: DecodeAttention, split_room: int, max_rows: int,
+        sizes: Sequence[int],
     ) -> None:  # fmt: skip
         """slots and positions [T]: of a pass's tokens, for whoever samples."""
         spec = model.spec
-        self._model, self._state, self._caches = model, state, caches
+        self._model, self._streams, self._state, self._caches = model, streams, state, caches
         self._slots, self._positions, self._decode_attention = slots, positions, decode_attention
         self._tuning = ExtendTuning()
         self.tokens_per_tile = tokens_per_tile(self._tuning, spec.num_heads // spec.num_kv_heads)
@@ -123,13 +125,20 @@ class PromptPasses:
         # Made once and not in every layer: the host has little time for such a pass.
         decode_qkv, decode_out = model.attention_buffers(rows)
         heads = model.attention_buffers(count)[1].view(-1, spec.num_heads, spec.head_dim)
+        # Decodes wait for the memory and prompts for the multiprocessors. In a graph, where it costs no launch, they do
+        # so side by side; where decodes share, the side is taken.
+        beside, streams = not at_once and not tile, self._streams
         parts = ExtendParts(words.folds, num_parts, self._workspace) if num_parts else None
         stream = model.input(count) if raw else None
         last = len(model.layers) - 1
 
         def attend(index: int, qkv: Tensor, out: Tensor) -> None:
             layer, cache = model.layers[index], self._caches[index]
-            if read is not None:
+            if beside and read is not None:
+                streams.follow(streams.side, streams.engine)
+                with streams.use(streams.side):
+                    read(index, decode_qkv, decode_out)
+            elif read is not None:
                 read(index, decode_qkv, decode_out)
             rope_kv(
                 qkv, q, cache[0], cache[1], state.page_table, slots, positions, layer.cos_sin, layer.q_norm,
@@ -147,5 +156,7 @@ class PromptPasses:
                     q, cache[0], cache[1], state.page_table, *shared, state.row_slots, positions, query_starts, heads,
                     tuning=tuning,
                 )  # fmt: skip
+            if beside:
+                streams.follow(streams.engine, streams.side)
 
         return model.forward(count, attend, fused=False, raw=raw, picked=picked)
