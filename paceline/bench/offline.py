@@ -102,14 +102,14 @@ class Bench:
 
     def load(self) -> LLM:
         """A model that has said its first token."""
-        began = time.perf_counter()
+        age, began = process_age_s(), time.perf_counter()
         llm = self.make()
         loaded = time.perf_counter()
         llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
         self.startup_s = process_age_s()
         pages = llm.engine.scheduler.config.num_pages
-        print(f"loaded in {loaded - began:.1f} s, first token {time.perf_counter() - loaded:.2f} s later, "
-              f"process is {self.startup_s:.1f} s old, {pages} pages", flush=True)  # fmt: skip
+        print(f"process {age:.1f} s old, then loaded in {loaded - began:.1f} s, first token "
+              f"{time.perf_counter() - loaded:.2f} s later, {pages} pages", flush=True)  # fmt: skip
         return llm
 
     def close(self) -> None:
@@ -312,6 +312,8 @@ class Bench:
                 lines = []
                 for line in child.stdout:
                     lines.append(line)
+                    if line.startswith("process "):
+                        print(line, end="")  # what it took the time for
                     if line.startswith("FIRST TOKEN"):
                         seconds.append(time.perf_counter() - began)
             assert child.returncode == 0, f"the process ended with {child.returncode}: {''.join(lines)}"

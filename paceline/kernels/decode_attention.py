@@ -343,7 +343,7 @@ class DecodeTuning:
     num_programs: int = 132 * 16
     block_n: int = 32
     num_warps: int = 4
-    num_stages: int = 3  # tiles of keys that are read or on their way, and one
+    num_stages: int = 3  # one more than tiles of keys that are being used or on their way
     max_registers: int = 128  # per thread: a few spills cost less than a program fewer per multiprocessor
     block_m: int = 16  # query heads per unit: a shared unit holds at most block_m // G rows
 

@@ -14,6 +14,7 @@ one writes is overwritten before anybody reads it. What a discarded row wrote is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,41 +124,47 @@ class Memory:
 
     def skip_computed(self, request: Request) -> int:
         """Moves a partly computed prompt forward over what others have computed meanwhile. Returns the tokens."""
-        slot, held = request.slot, request.held
-        assert slot is not None and held is not None, f"request {request.id} is not running"
-        if self.slots.computed[slot] != held.depth:  # it has begun a page of its own
-            return 0
-        before = held.depth
-        end = self.num_cacheable_pages(request) * self.page_size
-        while (child := self.tree.follow(held, request.key, end)) is not None:
-            self.tree.lock(request, child, above=held)
-            self.slots.append_pages(slot, child.pages)
-            held = child
-        self._set_held(request, held)
-        self.slots.computed[slot] = held.depth
-        return held.depth - before
+
+        def computed(held: Node, end: int) -> tuple[Node, Pages] | None:
+            child = self.tree.follow(held, request.key, end)
+            return None if child is None else (child, child.pages)
+
+        return self._go_on(request, computed)
 
     def fetch(self, request: Request, host: HostTier) -> int:
         """Brings back what the host has of a partly computed prompt right behind what it holds. Returns the tokens."""
+
+        def fetched(held: Node, end: int) -> tuple[Node, Pages] | None:
+            room = min(host.num_fetchable, self.num_available_pages)
+            node = host.follow(held, request.key, end, room) if room > 0 else None
+            if node is None:
+                return None
+            pages = self.allocate(len(node.hosts))
+            host.fetch(node, pages)
+            return node, pages
+
+        count = self._go_on(request, fetched)
+        if count:
+            self._journal.write(self.now, self.tree.step, Kind.FETCH, request.id, count)
+        return count
+
+    def _go_on(self, request: Request, below: Callable[[Node, int], tuple[Node, Pages] | None]) -> int:
+        """Takes what is `below` the node a prompt holds, as far as its pages may be shared, until there is no more.
+        Returns the tokens."""
         slot, held = request.slot, request.held
         assert slot is not None and held is not None, f"request {request.id} is not running"
         if self.slots.computed[slot] != held.depth:  # it has begun a page of its own
             return 0
         before = held.depth
         end = self.num_cacheable_pages(request) * self.page_size
-        while (room := min(host.num_fetchable, self.num_available_pages)) > 0:
-            node = host.follow(held, request.key, end, room)
-            if node is None:
-                break
-            pages = self.allocate(len(node.hosts))
-            host.fetch(node, pages)
+        while (found := below(held, end)) is not None:
+            node, pages = found
             self.tree.lock(request, node, above=held)
             self.slots.append_pages(slot, pages)
             held = node
         if held.depth > before:
             self._set_held(request, held)
             self.slots.computed[slot] = held.depth
-            self._journal.write(self.now, self.tree.step, Kind.FETCH, request.id, held.depth - before)
         return held.depth - before
 
     def most_to_compute(self, request: Request, host: HostTier) -> int:

@@ -2,14 +2,23 @@
 
 An engine of a tiny model runs on the CPU with a driver that only compiles, so that every kernel sees the arguments it
 will have. What comes out means nothing: nothing is computed. The interpreter takes much that the compiler refuses.
+
+With the name of a shape it compiles that model's decode passes of every size and prints what became of the kernels:
+registers, bytes that did not fit them, shared memory, and so how many programs a multiprocessor can hold. That a loop
+has fewer tiles on their way than it was told shows there, and nowhere else but in its time.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
+import tempfile
+from dataclasses import replace
 from typing import Any
 
 import torch
+from triton import knobs
 
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cuda_build import build_cuda
@@ -26,16 +35,20 @@ from paceline.scheduler import Scheduler
 from paceline.text.synthetic import synthetic_tokenizer
 from tests.kernels.test_launch import FakeDriver
 
+Constants = tuple[tuple[str, int], ...]
 
-def compile_only() -> set[str]:
-    """From now on launches compile and do nothing else. Returns the names of what will have been compiled."""
-    names: set[str] = set()
+
+def compile_only() -> dict[str, dict[Constants, Any]]:
+    """From now on launches compile and do nothing else. Returns what will have been compiled: by the name of a kernel,
+    and by its constants."""
+    found: dict[str, dict[Constants, Any]] = {}
     kind: Any = triton.JITFunction
     run = kind.run
 
     def running(self: Any, *args: Any, **kwargs: Any) -> None:
-        names.add(self.fn.__name__)
-        run(self, *args, **{**kwargs, "warmup": True})
+        compiled = run(self, *args, **{**kwargs, "warmup": True})
+        constants = tuple((name, value) for name, value in kwargs.items() if isinstance(value, int))
+        found.setdefault(self.fn.__name__, {})[constants] = compiled
 
     def launching(self: Kernel, grid: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         self._function[grid](*args, **constants)
@@ -43,11 +56,49 @@ def compile_only() -> set[str]:
     kind.run = running
     Kernel._launch = launching  # type: ignore[method-assign]
     triton.runtime.driver.set_active(FakeDriver())
-    return names
+    return found
+
+
+_SHARED_BYTES, _REGISTERS, _WARPS = 227 * 1024, 65536, 64  # of a multiprocessor
+
+
+def resources(compiled: Any) -> str:
+    """What a program takes, and how many of them a multiprocessor holds."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = [str(knobs.nvidia.cuobjdump.path), "-res-usage", file.name]
+        said = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.findall(rf"{what}:(\d+)", said)[-1]) for what in ("REG", "STACK"))
+    warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
+    held = min(_REGISTERS // (registers * 32 * warps), _WARPS // warps, _SHARED_BYTES // (shared + 1024))
+    return f"{registers:9} {stack:7} {shared / 1024:9.1f} {warps:5} {held:9}"
+
+
+def print_resources(name: str) -> None:
+    found = compile_only()
+    # Kernels know of one layer and, but for sampling, nothing of the vocabulary.
+    spec = shape(name)
+    spec = replace(spec, num_layers=1, windows=spec.windows[:1], rope_layers=spec.rope_layers[:1], vocab_size=2048)
+    decoder = random_decoder(spec, dtype="bfloat16", device="cpu", max_positions=2048)
+    options: dict[str, Any] = {"context_tokens": 2048, "num_pages": 256, "max_batch_tokens": 512}
+    device, config = build_cuda(decoder, EngineConfig(), SchedulerConfig(**options), None)
+    device.warm_up()
+    with LLM.from_engine(
+        Engine(Scheduler(config), device, synthetic_tokenizer(2048), vocab_size=spec.vocab_size)
+    ) as llm:
+        llm.generate([[5] * 900], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    print("registers spilled shared KB warps at once")
+    for kernel, variants in sorted(found.items()):
+        print(kernel)
+        in_all = set.intersection(*map(set, variants))
+        for constants, compiled in variants.items():
+            own = ", ".join(f"{name} {value:d}" for name, value in constants if (name, value) not in in_all)
+            print(f"{resources(compiled)}   {own}")
 
 
 def main() -> None:
-    names = compile_only()
+    found = compile_only()
     spec = shape("tiny-qwen3")
     options: dict[str, Any] = {"context_tokens": 2048, "num_pages": 512, "max_running": 8, "chunk_tokens": 64}
     decoder = random_decoder(spec, dtype="bfloat16", device="cpu", max_positions=2048)
@@ -70,10 +121,14 @@ def main() -> None:
     modules = [vars(module) for name, module in sys.modules.items() if name.startswith("paceline.kernels.")]
     kernels = {one._function.fn.__name__ for each in modules for one in each.values() if isinstance(one, Kernel)}
     assert kernels, "kernels are interpreted: leave TRITON_INTERPRET out"
-    print(f"compiled: {', '.join(sorted(names))}; not launched: {', '.join(sorted(kernels - names)) or 'none'}")
-    assert not kernels - names, "some kernel was not launched"
+    missing = kernels - found.keys()
+    print(f"compiled: {', '.join(sorted(found))}; not launched: {', '.join(sorted(missing)) or 'none'}")
+    assert not missing, "some kernel was not launched"
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main()
+    if len(sys.argv) > 1:
+        print_resources(sys.argv[1])
+    else:
+        main()

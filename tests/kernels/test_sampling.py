@@ -113,6 +113,7 @@ def test_noise_is_gumbel_and_depends_on_seed_position_and_token() -> None:
 
 CONFUSING = {
     "flat": torch.zeros(1500),
+    "zeros of both signs": torch.where(torch.arange(1500) % 50 > 0, -0.0, 0.0),
     "many equals": torch.where(torch.arange(1500) % 2 > 0, 0.0, 1.0),
     "ties": torch.randint(0, 4, (1500,), generator=torch.Generator().manual_seed(1)).float(),
     "ruled out": torch.where(torch.arange(1500) % 7 > 0, -torch.inf, torch.randn(1500)),
