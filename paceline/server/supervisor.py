@@ -10,8 +10,10 @@ supervisor itself is killed, the others find their input ended and end too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import os
 import shutil
 import signal
 import socket
@@ -79,7 +81,10 @@ class _Child:
 
     def kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+            # Not by the process's own `kill`: that looks first whether it has ended, and so may take the status away
+            # from asyncio, which then knows neither it nor the process.
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and that is about to be noticed
+                os.kill(self._process.pid, signal.SIGKILL)
 
     def _write(self, line: bytes) -> None:
         if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():

@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from paceline.server.supervisor import _Child
 from tests.server.process import Served
 from tests.server.virtual import (
     assert_nothing_is_left,
@@ -244,3 +245,21 @@ def test_a_server_that_cannot_start_says_why_and_ends(arguments: tuple[str, ...]
     run = subprocess.run([sys.executable, "-m", "paceline.cli", "serve", "--port", "0", *arguments], check=False,
                          capture_output=True, text=True, timeout=120)  # fmt: skip
     assert run.returncode == 2 and message in run.stderr and "Traceback" not in run.stderr, run.stderr
+
+
+def test_a_child_that_is_killed_again_keeps_its_status(caplog: pytest.LogCaptureFixture) -> None:
+    async def killed() -> int:
+        child = _Child("nobody", {}, print)
+        child._process = process = await asyncio.create_subprocess_exec(
+            sys.executable, "-S", "-c", "input()", stdin=asyncio.subprocess.PIPE
+        )
+        while process.returncode is None:
+            child.kill()
+            await asyncio.sleep(0)
+        return process.returncode
+
+    async def many() -> list[int]:
+        return [await killed() for _ in range(20)]
+
+    assert asyncio.run(many()) == [-signal.SIGKILL] * 20
+    assert "Unknown child process" not in caplog.text
