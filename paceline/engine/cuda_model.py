@@ -205,7 +205,7 @@ class _Forward:
         assert not self.fused, "squares are not picked"
         self.x = torch.index_select(self.x, 0, rows, out=model._last[:count])
         self.attended = torch.index_select(self.attended, 0, rows, out=model._last_attended[:count])
-        self.normed, self.both, self.act = (buffer[:count] for buffer in (self.normed, self.both, self.act))
+        self.normed, self.both, self.act = (buffer[:count] for buffer in (model._normed, model._both, model._act))
 
     def _choose(self, product: _Product) -> LinearTuning | None:
         return self.model._choose(product, len(self.x)) if self.fused else None

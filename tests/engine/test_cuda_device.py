@@ -220,6 +220,14 @@ def test_what_does_not_fit_a_room_is_launched_kernel_by_kernel(
     assert [(one.num_tokens, one.room) for one in packed] == [(12, None)]
 
 
+def test_a_room_may_have_fewer_tokens_than_there_are_rows(prompts_by_graph: dict[str, Any]) -> None:
+    once = replace(GREEDY, max_tokens=2)
+    llm, device = on_kernels("tiny-qwen3", max_running=6, overlap="off", **{**prompts_by_graph, "prompt_sizes": (4,)})
+    with llm:
+        assert [llm.generate([[7, 8, 9]], once)[0].token_ids] == expected("tiny-qwen3", [[7, 8, 9]], once)
+    assert [kind.room.tokens for kind in rooms_of(device) if kind.room] == [4]
+
+
 def test_the_last_layer_does_no_more_than_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk that is not its prompt's last yields keys and values; what comes behind them nobody would read."""
     rows: list[int] = []
