@@ -420,7 +420,7 @@ class CudaDevice:
                 logprobs=kind.logprobs, masked=True,
             )  # fmt: skip
             return
-        pdl = 0 if kind.tile else model.early_start(rows)
+        pdl = not kind.tile and model.starts_early(rows)
         raw = not kind.tile and model.takes_raw(rows, fused=True)
         attend = self._decode_attention(rows, state.num_rows, kind, pdl, self._sampling.step, raw=raw)
         gather_tokens(state, model.embedding, model.input(rows), slots, positions, squares=model.squares(rows))
@@ -431,7 +431,7 @@ class CudaDevice:
             )
 
     def _decode_attention(
-        self, rows: int, num_rows: Tensor, kind: Kind, pdl: int, step: Tensor | None = None, *, raw: bool,
+        self, rows: int, num_rows: Tensor, kind: Kind, pdl: bool, step: Tensor | None = None, *, raw: bool,
         at_once: bool = False,
     ) -> AttendKernel:  # fmt: skip
         """Cuts the KV of the first `num_rows` rows, of `rows` at most, into units; what is returned reads them. raw: it
@@ -506,7 +506,7 @@ class CudaDevice:
         read = None
         if decodes:
             rows = self.graphs.bucket(decodes, kind)  # a graph's size: what it runs is compiled already
-            pdl = 0 if kind.tile else model.early_start(rows)
+            pdl = not kind.tile and model.starts_early(rows)
             read = self._decode_attention(rows, flight.part(packed.decodes), kind, pdl, raw=raw, at_once=True)
         # Made once and not in every layer: the host has little time for such a pass.
         prompt_q, prompt_slots, prompt_positions = q[decodes:], slots[decodes:], positions[decodes:]
