@@ -72,7 +72,7 @@ def fused(
     squares: torch.Tensor,
     tuning: LinearTuning,
     workspace: LinearWorkspace,
-    pdl: int = 0,
+    pdl: bool = False,
 ) -> None:
     linear(
         x,

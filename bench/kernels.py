@@ -129,7 +129,7 @@ class Decoder:
         self.table = rope_table(4096, HEAD, 1e6, "cuda")
 
     def step(
-        self, what: Scene, mode: str, best: Best, tuning: DecodeTuning, pdl: int = 0
+        self, what: Scene, mode: str, best: Best, tuning: DecodeTuning, pdl: bool = False
     ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, Rows]:
         """mode: cublas for every product, or fused where `best` names a tuning."""
         torch.manual_seed(len(what.lengths))
@@ -249,15 +249,15 @@ def bench_step(best: Best) -> None:
         what = scene(name, batch, mean, 0 if name == "sweep" else spread, chunks=chunks)
         texts = []
         outputs = {}
-        for mode, pdl in [("cublas", 0), ("fused", 0), ("fused", 2)]:
+        for mode, pdl in [("cublas", False), ("fused", False), ("fused", True)]:
             graph, logits, rows = decoder.step(what, mode, best or shipped(batch), tuning, pdl)
             outputs[mode, pdl] = logits.float()
             seconds = time_graph(graph, inner=1)
-            texts.append(f"{mode}{pdl or ''} {seconds * 1e3:6.3f}")
-            RESULTS[f"step {name} {batch} {mode} {pdl}"] = seconds
+            texts.append(f"{mode}{' early' * pdl} {seconds * 1e3:6.3f}")
+            RESULTS[f"step {name} {batch} {mode}{' early' * pdl}"] = seconds
             kv = rows.kv_bytes * LAYERS
             del graph, rows
-        reference = outputs["cublas", 0]
+        reference = outputs["cublas", False]
         error = max(float((o - reference).norm() / reference.norm()) for o in outputs.values())
         floor = (kv + 2 * (LAYERS * 15.73e6 + VOCAB * HIDDEN)) / 4.23e12
         lines.append(

@@ -459,7 +459,7 @@ class CudaDevice:
                 logprobs=kind.logprobs, masked=True,
             )  # fmt: skip
             return
-        pdl = 0 if kind.tile else model.early_start(rows)
+        pdl = not kind.tile and model.starts_early(rows)
         raw = not kind.tile and model.takes_raw(rows, fused=True)
         attend = self._decode_attention(rows, state.num_rows, kind, self._sampling.step, raw=raw)
         gather_tokens(state, model.embedding, model.input(rows), slots, positions, squares=model.squares(rows))
@@ -479,7 +479,7 @@ class CudaDevice:
         differ in size; with `at_once` it is one, slower on the device and quicker to launch.
         """
         model, state, spec, streams = self.model, self.state, self.model.spec, self._streams
-        chunks, pdl = self._chunks(rows), 0 if kind.tile else model.early_start(rows)
+        chunks, pdl = self._chunks(rows), not kind.tile and model.starts_early(rows)
         for window, units in self._units.items():
             decode_units(units, state.row_slots[:rows], num_rows, state.num_computed, chunks, window, step)
             step = None  # counted once, by whichever cut comes first

@@ -34,7 +34,6 @@ _MAX_FUSED_ROWS = 128
 # alone, at any number of rows (docs/log.md).
 _LARGE_WEIGHT = 1 << 23
 _MAX_SPLIT = 4  # along K
-_EARLY_START = 2  # programmatic dependent launch between the fused kernels of a decode: 2 to 4% (docs/log.md)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,7 +129,7 @@ class GpuModel:
         return self._qkv[:num_tokens], self._attended[:num_tokens]
 
     def forward(
-        self, num_tokens: int, attend: AttendKernel, *, fused: bool, raw: bool = False, pdl: int = 0,
+        self, num_tokens: int, attend: AttendKernel, *, fused: bool, raw: bool = False, pdl: bool = False,
         picked: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Hidden states [T, H] after the last norm, of the embeddings in `input`. raw: `attend` scales its qkv.
@@ -147,10 +146,9 @@ class GpuModel:
         """A bias comes after the factor; and a stream that was not normed is too large for float16."""
         return product.bias is None and self.dtype is not torch.float16
 
-    def early_start(self, num_tokens: int) -> int:
-        """The `pdl` of a decode's kernels."""
-        fused = self._choose(self.layers[0].qkv, num_tokens) is not None
-        return _EARLY_START if fused and self.device.type == "cuda" else 0
+    def starts_early(self, num_tokens: int) -> bool:
+        """The `pdl` of a decode's kernels: where the products of a layer are fused, 4 to 6% (docs/log.md)."""
+        return self._choose(self.layers[0].qkv, num_tokens) is not None and self.device.type == "cuda"
 
     def pick(self, hidden: Tensor, index: Tensor) -> Tensor:
         """Rows of `hidden` by `index` [N] int32."""
@@ -176,7 +174,7 @@ class _Forward:
     """One pass being put together. `known`: how many columns of squares hold the sums of squares of x's rows; 0: nobody
     left them."""
 
-    def __init__(self, model: GpuModel, num_tokens: int, fused: bool, raw: bool, pdl: int) -> None:
+    def __init__(self, model: GpuModel, num_tokens: int, fused: bool, raw: bool, pdl: bool) -> None:
         self.model = model
         self.fused, self.raw, self.pdl = fused, raw, pdl
         self.x, self.normed = model._x[:num_tokens], model._normed[:num_tokens]

@@ -186,10 +186,6 @@ def _decode_attention_kernel(
     if PART == 2:
         units += tl.load(num_shared) * 16
         num_work -= tl.load(num_shared) * K
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        if PDL == 1:
-            tl.extra.cuda.gdc_launch_dependents()
     for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
         unit = units + work // K * 16
         row = tl.load(unit)
@@ -219,6 +215,9 @@ def _decode_attention_kernel(
                 first_partial = tl.load(rows + tile_rows * 4 + 2, mask=inside, other=0)
         n = begin + tl.arange(0, BLOCK_N)
         page = tl.load(table + n // P, mask=n < end, other=0)
+        if PDL:
+            # Up to here all was known before the pass's first layer.
+            tl.extra.cuda.gdc_wait()
         mine, other = load_pairs(qkv, (tile_rows * qkv_stride + head * D)[:, None], inside[:, None], D)
         own_cos, own_sin = load_turn(cos_sin + row_position * D, True, D)
         cos, sin = own_cos, own_sin
@@ -276,6 +275,8 @@ def _decode_attention_kernel(
             # A tile ahead, since Triton keeps fewer tiles of keys on their way where a load in the loop leads to them.
             page = tl.load(table + (n + BLOCK_N) // P, mask=n + BLOCK_N < end, other=0)
 
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
         total = tl.sum(totals, axis=1)
         acc = acc / total[:, None]
         if num_chunks == 1:
@@ -313,6 +314,9 @@ def _decode_attention_kernel(
                     place, part = (tile_rows * Q + head).to(tl.int64) * D, first_partial.to(tl.int64) * Q + head
                     for column in tl.static_range(0, D, FOLD_COLUMNS):
                         _fold_tile(partials, lse, out, place, part, parts, column, Q, D, BLOCK_M, FOLD_COLUMNS)
+    if PDL:
+        # Whoever had nothing to do, too: what waits for this launch relies on it that the one before has ended.
+        tl.extra.cuda.gdc_wait()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -385,7 +389,7 @@ def decode_attention(
     out: torch.Tensor,
     window: int = 0,
     tuning: DecodeTuning = DecodeTuning(),  # noqa: B008  (frozen)
-    pdl: int = 0,
+    pdl: bool = False,
     part: int = ALL_UNITS,
     stream: torch.Tensor | None = None,
 ) -> None:
@@ -443,5 +447,5 @@ def decode_attention(
         PART=part,
         num_warps=tuning.num_warps,
         maxnreg=tuning.max_registers,
-        launch_pdl=pdl > 0,
+        launch_pdl=pdl,
     )

@@ -29,8 +29,9 @@ _FOLD_HEADS, _FOLD_PARTS = 8, 8  # of a tile that one program folds at once
 class ExtendTuning:
     block_m: int = 128  # query heads per tile: block_m / G tokens
     block_n: int = 64
-    num_warps: int = 4
-    num_stages: int = 3
+    num_warps: int = 8
+    num_stages: int = 2
+    max_registers: int = 128  # two programs fit a multiprocessor
 
 
 def tokens_per_tile(tuning: ExtendTuning, group: int) -> int:
@@ -194,13 +195,11 @@ def _extend_attention_kernel(
         top, total, acc = _absorb(scores, v, top, total, acc)
     total = tl.where(total == 0.0, 1.0, total)  # a part may have nothing that a query sees
     acc = acc / total[:, None]
-    if not SPLIT:
-        tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside[:, None])
-    elif tl.load(unit + 3) == 1:
+    if tl.load(unit + 3) == 1:
         # Worked out again: kept through the loops, these would not fit into registers.
         again, inside = _places(unit, query_starts, kv_head, m, Q, G, PADDED_G, D)
         tl.store(out + again[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=inside[:, None])
-    else:
+    elif SPLIT:
         mine = ((tl.load(unit + 4) + tl.load(unit + 2)) * K + kv_head).to(tl.int64) * BLOCK_M + m
         tl.store(partials + mine[:, None] * D + d[None, :], acc)
         tl.store(lse + mine, top + tl.log2(total))
@@ -346,7 +345,7 @@ def extend_shared(
         q, k_cache, v_cache, page_table, tiles, tile_rows, tile_tokens, row_slots, positions, query_starts, out,
         page_table.stride(0), head_dim**-0.5 * 1.4426950408889634, Q=q_heads, K=kv_heads, G=group,
         PADDED_G=next_power_of_2(group), D=head_dim, P=page_size, BLOCK_M=tuning.block_m, BLOCK_N=tuning.block_n,
-        STAGES=tuning.num_stages, num_warps=tuning.num_warps,
+        STAGES=tuning.num_stages, num_warps=tuning.num_warps, maxnreg=tuning.max_registers,
     )  # fmt: skip
 
 
@@ -369,7 +368,7 @@ def extend_attention(
     Row r's queries are q[query_starts[r]:query_starts[r + 1]] in slot row_slots[r], at consecutive positions of
     which positions [T] holds each. units [n, 5] is that of `extend_units` for `tokens_per_tile`; rows it does not name
     (the decodes of a mixed pass) are left alone, units and folds of row -1 are nobody's. All index tensors are int32
-    on the device. Without `parts` every unit is taken for a whole tile.
+    on the device. Without `parts` every unit must be a whole tile.
     """
     page_size, kv_heads, head_dim = k_cache.shape[1:]
     q_heads = q.shape[1]
@@ -404,6 +403,7 @@ def extend_attention(
         BLOCK_N=tuning.block_n,
         STAGES=tuning.num_stages,
         num_warps=tuning.num_warps,
+        maxnreg=tuning.max_registers,
     )
     if parts is not None and workspace is not None:
         _extend_fold_kernel[(kv_heads, tuning.block_m // _FOLD_HEADS, parts.folds.shape[0])](

@@ -70,10 +70,10 @@ def _linear_kernel(
     LEAVE_SQUARES: tl.constexpr,
     NUM_SQUARES: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    GATED: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -89,29 +89,25 @@ def _linear_kernel(
     first = split * per_split
     inside_m = m < M
     inside_n = n < N
-    weight_rows = weight + (n.to(tl.int64) * K)[:, None]
+    # With a gate, the columns of a tile are those of the gate and then those they are paired with.
+    both = tl.arange(0, WIDTH)
+    column = tile_n * BLOCK_N + both % BLOCK_N
+    weights = weight + ((column + both // BLOCK_N * N).to(tl.int64) * K)[:, None] + k[None, :]
+    inputs = x + (m.to(tl.int64) * x_stride)[:, None] + k[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
-        if PDL == 1:
-            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()
 
-    factor = tl.full([BLOCK_M], 1.0, tl.float32)
     if HAS_NORM:
+        # Summed behind the loop: before it, the first weights would be asked for when the sums are known.
         part = tl.arange(0, BLOCK_S)
         inside_s = inside_m[:, None] & (part < NUM_SQUARES)[None, :]
         square = tl.load(squares + m[:, None] * squares_stride + part[None, :], mask=inside_s, other=0.0)
-        factor = 1.0 / tl.sqrt(tl.sum(square, axis=1) / K + eps)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    x_rows = x + (m.to(tl.int64) * x_stride)[:, None]
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     for start in tl.range(first, first + per_split, BLOCK_K, num_stages=STAGES):
-        column = start + k
-        a = tl.load(x_rows + column[None, :], mask=inside_m[:, None], other=0.0)
-        w = tl.load(weight_rows + column[None, :], mask=inside_n[:, None], other=0.0)
+        a = tl.load(inputs + start, mask=inside_m[:, None], other=0.0)
+        w = tl.load(weights + start, mask=(column < N)[:, None], other=0.0)
         acc = tl.dot(a, tl.trans(w), acc)
-        if GATED:
-            w_up = tl.load(weight_rows + N * K + column[None, :], mask=inside_n[:, None], other=0.0)
-            acc_up = tl.dot(a, tl.trans(w_up), acc_up)
 
     place = m.to(tl.int64)[:, None] * N + n[None, :]
     inside = inside_m[:, None] & inside_n[None, :]
@@ -128,14 +124,12 @@ def _linear_kernel(
         if is_last:
             tl.store(count, 0)
     if HAS_NORM:
-        acc = acc * factor[:, None]
-        acc_up = acc_up * factor[:, None]
+        acc = acc * (1.0 / tl.sqrt(tl.sum(square, axis=1) / K + eps))[:, None]
     if HAS_BIAS:
-        acc += tl.load(bias + n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            acc_up += tl.load(bias + N + n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+        acc += tl.load(bias + column + both // BLOCK_N * N, mask=column < N, other=0.0).to(tl.float32)[None, :]
+    if WIDTH > BLOCK_N:
+        acc, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N]), [0, 2, 1]))
+        acc = acc / (1.0 + tl.exp(-acc)) * up
     if HAS_RESIDUAL:
         acc += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     rounded = acc.to(out.dtype.element_ty)
@@ -201,7 +195,7 @@ def linear(
     residual: torch.Tensor | None = None,
     squares_out: torch.Tensor | None = None,
     workspace: LinearWorkspace | None = None,
-    pdl: int = 0,
+    pdl: bool = False,
 ) -> None:
     """out [M, N] = f(rms_norm(x [M, K]) @ weight [N, K]ᵀ + bias [N]) + residual [M, N].
 
@@ -211,7 +205,7 @@ def linear(
     [M, num_squares(N, tuning)] takes the sums of squares of what is written. K must be a multiple of
     split_k * block_k; a gate needs split_k = 1.
 
-    pdl: 0 waits for the launch before; 1 starts early and lets the next one start early; 2 starts early only.
+    pdl: starts before the launch before has ended, and lets the next one.
     """
     rows, width = x.shape
     columns = out.shape[1]
@@ -242,13 +236,13 @@ def linear(
         LEAVE_SQUARES=squares_out is not None,
         NUM_SQUARES=1 if squares is None else squares.shape[1],
         BLOCK_S=1 if squares is None else next_power_of_2(squares.shape[1]),
-        GATED=gated,
         SPLIT_K=t.split_k,
         BLOCK_M=t.block_m,
         BLOCK_N=t.block_n,
+        WIDTH=t.block_n * (2 if gated else 1),
         BLOCK_K=t.block_k,
         STAGES=t.num_stages,
         PDL=pdl,
         num_warps=t.num_warps,
-        launch_pdl=pdl > 0,
+        launch_pdl=pdl,
     )

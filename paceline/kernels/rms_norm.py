@@ -58,8 +58,7 @@ def _rms_norm_kernel(
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        if PDL == 1:
-            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         stream = residual + row * hidden + column
@@ -76,7 +75,7 @@ def rms_norm(
     eps: float,
     out: torch.Tensor,
     residual: torch.Tensor | None = None,
-    pdl: int = 0,
+    pdl: bool = False,
 ) -> None:
     """out [T, H] = norm(x [T, H]) * weight [H]; with `residual` [T, H]: residual += x in place, out = norm(residual).
 
@@ -96,5 +95,5 @@ def rms_norm(
         BLOCK=block,
         PDL=pdl,
         num_warps=min(max(block // 512, 1), 8),
-        launch_pdl=pdl > 0,
+        launch_pdl=pdl,
     )

@@ -27,8 +27,7 @@ def _silu_mul_kernel(gate_up, out, stream, width, eps, H: tl.constexpr, BLOCK: t
     inside = column < width
     if PDL:
         tl.extra.cuda.gdc_wait()
-        if PDL == 1:
-            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()
     gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
     if H:
@@ -40,7 +39,7 @@ def _silu_mul_kernel(gate_up, out, stream, width, eps, H: tl.constexpr, BLOCK: t
 
 
 def silu_mul(
-    gate_up: torch.Tensor, out: torch.Tensor, stream: torch.Tensor | None = None, eps: float = 0.0, pdl: int = 0
+    gate_up: torch.Tensor, out: torch.Tensor, stream: torch.Tensor | None = None, eps: float = 0.0, pdl: bool = False
 ) -> None:
     """out [T, F] = silu(gate_up[:, :F]) * gate_up[:, F:], for contiguous gate_up [T, 2F]. With `stream` [T, H], gate_up
     is the product of a stream that was not normed, and is scaled here."""
@@ -56,5 +55,5 @@ def silu_mul(
         BLOCK=block,
         PDL=pdl,
         num_warps=4,
-        launch_pdl=pdl > 0,
+        launch_pdl=pdl,
     )

@@ -71,7 +71,7 @@ def randn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda").to(BF16)
 
 
-@pytest.mark.parametrize(("pdl", "rows", "short"), [(2, 64, False), (0, 256, False), (0, 256, True), (1, 64, False)])
+@pytest.mark.parametrize(("pdl", "rows", "short"), [(True, 64, False), (False, 256, False), (False, 256, True)])
 @pytest.mark.parametrize(
     ("lengths", "page_size", "q_heads", "kv_heads", "head_dim", "window"),
     [
@@ -84,7 +84,7 @@ def randn(*shape: int) -> torch.Tensor:
     ],
 )
 def test_decode_attention_at_size(
-    lengths: list[int], page_size: int, q_heads: int, kv_heads: int, head_dim: int, window: int, pdl: int, rows: int,
+    lengths: list[int], page_size: int, q_heads: int, kv_heads: int, head_dim: int, window: int, pdl: bool, rows: int,
     short: bool,
 ) -> None:  # fmt: skip
     tunings = decode_attention_tuning(rows, q_heads // kv_heads, 0, short)
@@ -99,7 +99,7 @@ def test_decode_attention_with_shared_chunks(seed: int, block_m: int) -> None:
     sharing = random_sharing(rng, rows=96, max_length=2600, chunk=512, rows_per_unit=block_m // group)
     shared = (sharing.units, sharing.covered, sharing.query_rows)
     tunings = decode_attention_tuning(96, group, block_m)
-    check_decode(sharing.lengths, 16, 4 * group, 4, 128, 0, 0, tunings, sharing.shared_pages(16), shared)
+    check_decode(sharing.lengths, 16, 4 * group, 4, 128, 0, False, tunings, sharing.shared_pages(16), shared)
 
 
 def check_decode(
@@ -109,7 +109,7 @@ def check_decode(
     kv_heads: int,
     head_dim: int,
     window: int,
-    pdl: int,
+    pdl: bool,
     tunings: tuple[DecodeTuning, DecodeTuning],
     shared_pages: list[tuple[int, int, int]] | None = None,
     shared: tuple[list[tuple[int, int, int, int]], list[int], list[int]] | None = None,
