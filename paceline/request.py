@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Any, cast
@@ -201,6 +202,13 @@ class SamplingParams:
         """`logit_bias`, however it was given."""
         return cast("tuple[tuple[int, float], ...]", self.logit_bias)
 
+    def with_seed(self, seed: int) -> SamplingParams:
+        """The same with this seed, a right one: nothing is checked again, which takes as long as all else that is done
+        when a request comes."""
+        seeded = copy(self)
+        object.__setattr__(seeded, "seed", seed)
+        return seeded
+
     def each_choice(self) -> list[SamplingParams]:
         """The parameters of every answer that is to be generated, `best_of` or `n` of them, each with its own seed."""
         count = self.n if self.best_of is None else self.best_of
@@ -349,8 +357,6 @@ class Request:
         self.prefill_only = self.prefill_only or self.params.max_tokens == 0
         if len(self.prompt) == 0:
             raise InvalidRequest(f"request {self.id}: the prompt is empty: give at least one token.")
-        if self.prompt.min() < 0:
-            raise InvalidRequest(f"request {self.id}: the prompt has a negative token id: ids begin at 0.")
         if self.expected_tokens is not None and self.expected_tokens < 1:
             raise InvalidRequest(
                 f"request {self.id}: expected_tokens is {self.expected_tokens}: give at least 1, or leave it out."
@@ -386,6 +392,8 @@ def as_tokens(ids: Sequence[int] | npt.NDArray[Any]) -> Tokens:
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidRequest("a prompt is a flat list of token ids (whole numbers).")
-    if array.size and int(array.max()) > np.iinfo(np.int32).max:
+    if array.size and array.dtype != np.int32 and int(array.max()) > np.iinfo(np.int32).max:
         raise InvalidRequest(f"token id {int(array.max())} is too large: ids fit 32 bits.")
+    if array.size and array.min() < 0:
+        raise InvalidRequest(f"the prompt has a negative token id, {array.min()}: ids begin at 0.")
     return np.ascontiguousarray(array, dtype=np.int32)

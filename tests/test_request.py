@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -49,6 +50,7 @@ def test_bad_sampling_parameters_are_named(fields: dict, message: str) -> None:
     [
         ([], "the prompt is empty"),
         ([1, -2], "negative token id"),
+        ([1, -(2**32) + 5], "negative token id"),  # 5, in 32 bits
         ([[1, 2]], "a flat list of token ids"),
         ([1.5], "a flat list of token ids"),
         ([2**40], "is too large"),
@@ -73,6 +75,11 @@ def test_parameters_survive_a_journey_between_processes() -> None:
     given = SamplingParams(temperature=0.5, logit_bias={5: 1.5}, stop="x", bad_words=["a"], logprobs=3, n=2,
                            grammar=Grammar.choice(["a", "b"]), stop_token_ids=[1, 2])  # fmt: skip
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(given), type=SamplingParams) == given
+
+
+def test_a_seed_changes_nothing_else() -> None:
+    given = SamplingParams(temperature=0.5, logit_bias={5: 1.5}, stop="x", n=2)
+    assert given.with_seed(7) == replace(given, seed=7) and given.seed is None
 
 
 def test_every_choice_has_its_own_seed_and_one_asks_for_the_prompt() -> None:

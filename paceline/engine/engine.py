@@ -351,7 +351,7 @@ class Engine:
                 raise InvalidRequest(f"{name} is given, and this device computes no logits: leave it out.")
         if params.seed is None and not params.is_greedy:
             # Drawn once: after a retraction the request goes on with the same noise.
-            params = dataclasses.replace(params, seed=random.getrandbits(63))
+            params = params.with_seed(random.getrandbits(63))
         if timeout is not None and not timeout > 0:
             raise InvalidRequest(f"timeout is {timeout!r}: give seconds, more than 0.")
         tokens = self.encode(prompt)
