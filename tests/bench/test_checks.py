@@ -128,6 +128,12 @@ def test_long_refuses_prompts_that_do_not_fit() -> None:
         checks.long(LAB, running=1, prompt_tokens=3000, num_prompts=1, quiet_tokens=4)
 
 
+def test_long_needs_a_slot_for_the_prompts() -> None:
+    lab = Lab("tiny-qwen3", CPU, "float32", {"threads": 1, "kv_tokens": 32_768, "max_running": 4})
+    with pytest.raises(ConfigError, match="running is 4 and max_running 4: the prompts need a slot"):
+        checks.long(lab, running=4, prompt_tokens=600, num_prompts=1, quiet_tokens=4)
+
+
 def test_a_check_without_a_shape_says_what_it_needs() -> None:
     with pytest.raises(ConfigError, match="give a shape and no model"):
         checks.check(Lab("", CPU))

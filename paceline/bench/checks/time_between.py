@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.bench.checks.lab import Clocked, Lab, Verdict, greedy, wait_for
+from paceline.config import ConfigError
 from paceline.engine.timeline import Timeline
 
 
@@ -52,7 +53,7 @@ def _p(values: Sequence[float], percent: float) -> float:
 
 
 def long(
-    lab: Lab, running: int = 256, *, prompt_tokens: int = 32_000, num_prompts: int = 3, quiet_tokens: int = 300
+    lab: Lab, running: int = 240, *, prompt_tokens: int = 32_000, num_prompts: int = 3, quiet_tokens: int = 300
 ) -> Verdict:
     """Running requests' p99 time between tokens while long prompts arrive, one behind the other, over the same without:
     2 at most. Without is half before and half after, since contexts grow meanwhile; the first prompt, for which kernels
@@ -81,6 +82,10 @@ def _long(lab: Lab, running: int, prompt_tokens: int, num_prompts: int, quiet_to
         engine.ask(lambda _: setattr(engine.loop, "trace", timeline)).result()
         # As long as memory lets them run together with the prompts.
         config = engine.scheduler.config
+        if running >= config.max_running:
+            raise ConfigError(
+                f"running is {running} and max_running {config.max_running}: the prompts need a slot; give fewer."
+            )
         room = (config.num_pages * config.page_size - 2 * prompt_tokens) // running
         length = min(512, room // 4)
         kept = greedy([min(room, config.context_tokens) - length - config.page_size])[0]
