@@ -21,6 +21,7 @@ from paceline.engine.cuda_streams import Graph, Streams
 SHORT_ROWS = 96  # with more rows than this, short contexts have a graph of their own
 _SHORT_TOKENS = 512  # of context per row on average; both sides were measured, not where they meet (docs/log.md)
 
+MOST_GRAPHS = 192  # that are kept, of some 4 MB each: kinds and buckets could make more than a thousand
 FREQUENT = 3  # times that a pass with prompts is launched kernel by kernel before it is worth capturing
 
 
@@ -76,11 +77,14 @@ class PassGraphs:
         return self.sizes[-1 - (len(self.sizes) - 1 - at) // 2 * 2] if kind.tile else self.sizes[at]
 
     def graph(self, size: int, kind: Kind) -> Graph:
-        """The graph of a bucket, captured now if it was never used."""
-        graph = self._graphs.get((size, kind))
+        """The graph of a bucket, captured now if it is not there. What was not used for longest makes room for it."""
+        graph = self._graphs.pop((size, kind), None)
         if graph is None:
             self._run_empty(size, kind)
-            graph = self._graphs[size, kind] = self._streams.capture(lambda: self._run(size, kind))
+            graph = self._streams.capture(lambda: self._run(size, kind))
+        self._graphs[size, kind] = graph  # behind all others
+        if len(self._graphs) > MOST_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
         return graph
 
     def with_prompts(self, kind: Kind) -> Graph | None:

@@ -18,7 +18,7 @@ from paceline.engine import cuda_graphs, cuda_inputs, cuda_model
 from paceline.engine.build import assemble
 from paceline.engine.cuda_build import build_cuda
 from paceline.engine.cuda_device import CudaDevice
-from paceline.engine.cuda_graphs import Kind, Part, buckets
+from paceline.engine.cuda_graphs import Kind, Part, PassGraphs, buckets
 from paceline.engine.cuda_inputs import Packed, PlanPacker, ShareRule
 from paceline.engine.cuda_streams import Graph, HostStreams, _HostEvent
 from paceline.engine.engine import Engine
@@ -186,6 +186,15 @@ def test_idle_time_goes_into_graphs_of_prompts(monkeypatch: pytest.MonkeyPatch) 
         found = llm.generate([PROMPTS[3], PROMPTS[1]], once)
         assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
         assert device.stats.graphs == device.stats.passes == 1
+
+
+def test_the_graph_that_was_not_used_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 2)
+    captured: list[int] = []
+    graphs = PassGraphs(HostStreams(), 8, lambda size, kind: None, lambda size, kind: captured.append(size))
+    for size in (1, 2, 1, 4, 1, 2):
+        graphs.graph(size, Kind())
+    assert captured == [1, 2, 4, 2] and [size for size, _ in graphs._graphs] == [1, 2]
 
 
 def test_capturing_a_graph_of_prompts_leaves_no_trace(prompts_by_graph: dict[str, Any]) -> None:
