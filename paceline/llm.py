@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.engine.build import build_engine
-from paceline.engine.engine import Engine, EngineFailed, Prompt
-from paceline.engine.output import Piece, Timings, TokenLogprob, Usage
+from paceline.engine.engine import Engine, Prompt
+from paceline.engine.output import EngineFailed, Piece, Timings, TokenLogprob, Usage
 from paceline.request import FinishReason, InvalidRequest, PacelineError, SamplingParams
 
 Message = Mapping[str, Any]

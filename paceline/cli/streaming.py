@@ -39,7 +39,7 @@ def stream(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Ite
 
 
 def _pieces(sink: _Sink) -> Iterator[Piece]:
-    from paceline.engine.engine import EngineFailed
+    from paceline.engine.output import EngineFailed
 
     while True:
         item = sink.queue.get()

@@ -22,13 +22,14 @@ import weakref
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from paceline.engine.executor import Executor
 from paceline.engine.loop import Loop, Trace
-from paceline.engine.output import Piece, Timings, TokenLogprob, Usage
+from paceline.engine.output import EngineFailed, Piece
+from paceline.engine.telling import Live, Sink, Teller, Text
 from paceline.request import (
     MAX_BAD_WORD_TOKENS,
     FinishReason,
@@ -41,10 +42,9 @@ from paceline.request import (
     Tokens,
     as_tokens,
 )
-from paceline.sampling.grammar import Compiled, Grammars
-from paceline.sampling.values import LogprobRun, Logprobs
+from paceline.sampling.grammar import Grammars
 from paceline.scheduler.forecast import seconds_until_admitted
-from paceline.scheduler.plan import Finished, Updates
+from paceline.scheduler.plan import Updates
 from paceline.scheduler.scheduler import Scheduler
 from paceline.text.stop import TextStream
 from paceline.text.tokenizer import Tokenizer
@@ -58,11 +58,6 @@ Prompt = str | Sequence[int] | Tokens
 _IDLE_S = 1.0  # without work, after which the engine looks after itself
 _MOST_PROMISES = 10_000
 _YOUNG_GARBAGE_S = 60.0  # how often young garbage is collected in an engine that is never idle
-_QUIET_STEPS = 16  # in which every quiet request's text is made once, as far as it has come
-
-
-class EngineFailed(PacelineError):
-    """The engine cannot serve any more: a pass or the loop broke, or it was closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,56 +78,6 @@ class Progress:
     num_passes: int
     has_work: bool
     since: float  # the last pass, or the arrival of work after a rest; in the engine's clock
-
-
-class Text(Protocol):
-    """Token ids to what a piece calls its text: `TextStream`, or `TokenText`."""
-
-    @property
-    def matched(self) -> str | None: ...
-
-    def push(self, ids: Iterable[int]) -> str: ...
-
-    def close(self) -> str: ...
-
-
-class Sink(Protocol):
-    """Where a request's pieces go. Called on the engine's thread; must not block."""
-
-    @property
-    def wants_all_at_once(self) -> bool:
-        """Nothing before the end: text that nobody reads yet is not made."""
-
-    def put(self, piece: Piece) -> None: ...
-
-    def refuse(self, error: PacelineError) -> None:
-        """Instead of any piece: the request was not accepted."""
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    request: Request
-    text: Text
-    sink: Sink
-    is_quiet: bool  # one piece, at the end; a stop string must be looked for all the time
-    num_tokens: int = 0  # that have been told
-    texts: list[str] = field(default_factory=list)  # of a quiet one, made and not told
-    num_in_texts: int = 0  # tokens
-    is_new: bool = True  # no piece has gone out
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # since the last piece
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # told with the first piece
-    compiling: Future[Compiled] | None = None  # its grammar
-
-    def take_logprobs(self) -> dict[str, Any]:
-        """What a piece has to say of chances."""
-        prompt = tuple(self.prompt_logprobs) if self.is_new else ()
-        logprobs, self.logprobs, self.is_new = tuple(self.logprobs), [], False
-        return {"logprobs": logprobs, "prompt_logprobs": prompt} if logprobs or prompt else {}
-
-    def catch_up(self, end: int) -> None:
-        """Makes the text of a quiet request's first `end` tokens, as far as it is not made."""
-        self.texts.append(self.text.push(self.request.output[self.num_in_texts : end]))
-        self.num_in_texts = end
 
 
 @dataclass(slots=True, eq=False)
@@ -191,12 +136,13 @@ class Engine:
         self._collected = clock()
         self._on_close = on_close
         self._numbers = itertools.count()
-        self._live: dict[str, _Live] = {}  # the engine's thread alone
-        self._num_loud = 0  # of them, those that are not quiet
-        self._compiling: dict[str, _Live] = {}  # likewise: they wait for their grammar, and no one waits for them
+        # The engine's thread alone: those that live, and those that wait for their grammar, for whom no one waits.
+        self._teller = Teller(lambda request_id, reason: scheduler.finish(request_id, reason, clock()),
+                              self.grammars.detach)  # fmt: skip
+        self._compiling: dict[str, Live] = {}
         self._wake = threading.Condition()
         # to add, to end, questions; under `_wake`
-        self._inbox: list[_Live | tuple[str, FinishReason] | Callable[[], None]] = []
+        self._inbox: list[Live | tuple[str, FinishReason] | Callable[[], None]] = []
         self._closing = False
         self._failure: BaseException | None = None
         self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[_AsyncSink, Piece | PacelineError]]] = defaultdict(
@@ -340,7 +286,7 @@ class Engine:
 
     def _prepare(self, prompt: Prompt, params: SamplingParams | None, sink: Sink, request_id: str | None, tenant: str,
                  priority: int, timeout: float | None, cache_salt: str,
-                 pooling: str | None = None) -> _Live:  # fmt: skip
+                 pooling: str | None = None) -> Live:  # fmt: skip
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params is {params!r}: give SamplingParams.")
@@ -379,7 +325,7 @@ class Engine:
             request.prefill_only, request.pooled = True, Pooled(pooling)
             if pooling == "mean":  # a cached token has no hidden state any more
                 request.compute_from = 0
-        live = _Live(request, self.text_of(params), sink, is_quiet=sink.wants_all_at_once and not params.stop)
+        live = Live(request, self.text_of(params), sink, is_quiet=sink.wants_all_at_once and not params.stop)
         if params.grammar is not None:
             live.compiling = self.grammars.compile(params.grammar)
             if live.compiling.done():
@@ -397,7 +343,7 @@ class Engine:
             raise InvalidRequest(f"bad_words has {count} tokens: give at most {MAX_BAD_WORD_TOKENS}.")
         return tuple(sorted(ids for ids in found if ids))
 
-    def _post(self, items: Iterable[_Live | Callable[[], None]]) -> None:
+    def _post(self, items: Iterable[Live | Callable[[], None]]) -> None:
         with self._wake:
             if self._failure is not None or self._closing:
                 raise self._gone()
@@ -421,7 +367,7 @@ class Engine:
                     self._take(updates)
                 else:
                     ended = self.scheduler.take_ended()
-                    self._end_all(ended)
+                    self._teller.end_all(ended)
                     assert ended or not self.scheduler.has_work, "requests are left and none of them can run"
                 self._send()
                 if updates is not None and (trace := self.loop.trace) is not None:
@@ -439,8 +385,8 @@ class Engine:
         for item in inbox:
             if isinstance(item, tuple):
                 if not self.scheduler.finish(*item, self.clock()) and item[0] in self._compiling:
-                    self._end(self._compiling.pop(item[0]), item[1])
-            elif isinstance(item, _Live):
+                    self._teller.end(self._compiling.pop(item[0]), item[1])
+            elif isinstance(item, Live):
                 self._add(item)
             else:
                 item()
@@ -448,8 +394,8 @@ class Engine:
             for request_id in list(self.scheduler.requests):
                 self.scheduler.abort(request_id, self.clock())
             for request_id in list(self._compiling):
-                self._end(self._compiling.pop(request_id), FinishReason.ABORT)
-        self._end_all(self.scheduler.take_ended())
+                self._teller.end(self._compiling.pop(request_id), FinishReason.ABORT)
+        self._teller.end_all(self.scheduler.take_ended(), "the engine was closed" if closing else None)
         self._send()
         return not closing
 
@@ -490,7 +436,7 @@ class Engine:
             self._collected = now
             gc.collect(1)
 
-    def _add(self, live: _Live) -> None:
+    def _add(self, live: Live) -> None:
         request = live.request
         try:
             if request.id in self._compiling:
@@ -508,12 +454,11 @@ class Engine:
                 error.retry_after_s = self._retry_after()
             live.sink.refuse(error)
         else:
-            self._live[request.id] = live
-            self._num_loud += not live.is_quiet
+            self._teller.add(live)
             if compiled is not None:
                 self.grammars.attach(request, compiled)
 
-    def _compiled(self, live: _Live) -> None:
+    def _compiled(self, live: Live) -> None:
         """On the compiler's thread: the request goes on where it was left."""
 
         def go_on() -> None:
@@ -522,36 +467,6 @@ class Engine:
 
         with contextlib.suppress(EngineFailed):  # it has answered already
             self._post([go_on])
-
-    def _keep_prompt_logprobs(self, told: Iterable[tuple[Request, LogprobRun]]) -> None:
-        """What the last pass told of prompts, until their first piece."""
-        for request, run in told:
-            live = self._live.get(request.id)
-            if live is None or live.request is not request:
-                continue
-            # After a retraction the same positions are computed and told again.
-            known = len(live.prompt_logprobs) + 1 - run.first
-            if known >= 0:
-                tokens = request.prompt[run.first + known : run.first + len(run.chosen)].tolist()
-                columns = (column[known:].tolist() for column in run[2:])
-                for token, chosen, ids, chances in zip(tokens, *columns, strict=True):
-                    live.prompt_logprobs.append(TokenLogprob(token, chosen, tuple(zip(ids, chances, strict=True))))
-
-    def _keep_logprobs(self, updates: Updates, told: Logprobs) -> None:
-        """What the last pass told of its tokens, until their piece."""
-        # All rows' numbers at once: taken one by one out of the arrays they cost several times as much.
-        columns = (column.tolist() for column in told)
-        for request, token, chosen, ids, chances, asked in zip(
-            updates.requests, updates.tokens.tolist(), *columns, strict=True
-        ):
-            count = request.params.logprobs
-            live = None if count is None else self._live.get(request.id)
-            if live is None or live.request is not request:
-                continue
-            top = tuple(zip(ids, chances, strict=True))[:count]  # all of them, where nobody asks more
-            if asked:
-                top += tuple(zip(request.params.logprob_token_ids, asked, strict=False))  # another row may ask more
-            live.logprobs.append(TokenLogprob(token, chosen, top))
 
     def _retry_after(self) -> float | None:
         """When there is likely room for one more. Whoever was told a time before and has not come back goes first:
@@ -567,109 +482,10 @@ class Engine:
     def _take(self, updates: Updates) -> None:
         logprobs, self.loop.logprobs = self.loop.logprobs, None
         prompt_logprobs, self.loop.prompt_logprobs = self.loop.prompt_logprobs, ()
-        self._keep_prompt_logprobs(prompt_logprobs)
-        if logprobs is not None:
-            self._keep_logprobs(updates, logprobs)
-        if self._num_loud:
-            self._tell(updates)
-        self._catch_up(updates.requests)
-        self._end_all(updates.finished)
+        self._teller.take(updates, self.loop.last_step, logprobs, prompt_logprobs)
         for request, why in self.grammars.take_failures():
             self.scheduler.finish(request.id, FinishReason.ERROR, self.clock())
-            self._end(self._live[request.id], FinishReason.ERROR, error=why)
-
-    def _catch_up(self, requests: Sequence[Request]) -> None:
-        """Makes text that nobody waits for yet, a few requests in each step: at their ends, which come together where
-        they began together, it would hold up the next pass."""
-        for request in requests[self.loop.last_step % _QUIET_STEPS :: _QUIET_STEPS]:
-            live = self._live.get(request.id)
-            if live is None or not live.is_quiet or live.request is not request or request.is_finished:
-                continue  # of one that has ended, the last token may be no text
-            try:
-                live.catch_up(len(request.output))
-            except Exception as error:  # of this request's text: the others go on
-                self._end(live, FinishReason.ERROR, error=repr(error))
-                self.scheduler.finish(request.id, FinishReason.ERROR, self.clock())
-
-    def _tell(self, updates: Updates) -> None:
-        """What this pass said, to those who want to hear it at once."""
-        # A request that the scheduler ended with `stop` got its stop token in this very pass: that one is no text.
-        stopped = {id(item.request) for item in updates.finished if item.reason is FinishReason.STOP}
-        texts: dict[str, tuple[list[str], list[int]]] = {}
-        for request, token in zip(updates.requests, updates.tokens.tolist(), strict=True):
-            live = self._live.get(request.id)
-            if live is None or live.is_quiet or live.request is not request:
-                continue  # several tokens in one pass: those behind a stop string
-            live.num_tokens += 1
-            texts_of, tokens_of = texts.setdefault(request.id, ([], []))
-            tokens_of.append(token)
-            if id(request) in stopped and live.num_tokens == len(request.output):
-                continue
-            try:
-                texts_of.append(live.text.push((token,)))
-            except Exception as error:  # of this request's text: the others go on
-                self._end(live, FinishReason.ERROR, "".join(texts_of), tuple(tokens_of), repr(error))
-                self.scheduler.finish(request.id, FinishReason.ERROR, self.clock())
-                del texts[request.id]
-                continue
-            if live.text.matched is not None:
-                if not request.is_finished:
-                    self.scheduler.finish(request.id, FinishReason.STOP, self.clock())
-                self._end(live, FinishReason.STOP, "".join(texts_of), tuple(tokens_of))
-                del texts[request.id]
-        ended = {id(item.request): item.reason for item in updates.finished}
-        for request_id, (texts_of, tokens_of) in texts.items():
-            live = self._live[request_id]
-            text, reason = "".join(texts_of), ended.get(id(live.request))
-            if reason is not None:
-                self._end(live, reason, text, tuple(tokens_of))
-            else:
-                self._put(live, Piece(text, tuple(tokens_of), **live.take_logprobs()))
-
-    def _end_all(self, finished: Iterable[Finished]) -> None:
-        for item in finished:
-            live = self._live.get(item.request.id)
-            if live is not None and live.request is item.request:
-                error = "the engine was closed" if self._closing else None
-                if item.reason is FinishReason.ERROR:
-                    error = "the model's logits are no numbers: its weights are damaged, or too large for its dtype."
-                self._end(live, item.reason, error=error)
-
-    def _end(self, live: _Live, reason: FinishReason, text: str = "", tokens: tuple[int, ...] = (),
-             error: str | None = None) -> None:  # fmt: skip
-        request = live.request
-        self._forget(live)
-        self.grammars.detach(request)
-        if live.is_quiet and error is None:
-            tokens, live.num_tokens = tuple(request.output), len(request.output)
-            try:
-                # The scheduler ended it with `stop` at its stop token: that one is no text.
-                live.catch_up(len(tokens) - (reason is FinishReason.STOP))
-                text = "".join(live.texts)
-            except Exception as failure:  # of this request's text: the others go on
-                reason, error = FinishReason.ERROR, repr(failure)
-        elif live.is_quiet:
-            live.logprobs = []  # of tokens that are not told
-        if error is None:
-            text += live.text.close()
-        usage = Usage(len(request.prompt), request.num_cached, live.num_tokens, request.num_fetched)
-        vector = None
-        if request.pooled is not None and reason is FinishReason.LENGTH:
-            vector = request.pooled.vector().tobytes()
-        self._put(live, Piece(text, tokens, reason, usage, Timings.of(request), error, vector, **live.take_logprobs()))
-
-    def _forget(self, live: _Live) -> None:
-        if self._live.get(live.request.id) is live:
-            del self._live[live.request.id]
-            self._num_loud -= not live.is_quiet
-
-    def _put(self, live: _Live, piece: Piece) -> None:
-        try:
-            live.sink.put(piece)
-        except Exception as error:  # whoever listens is broken; the others are not
-            self._forget(live)
-            self.scheduler.finish(live.request.id, FinishReason.ERROR, self.clock())
-            live.sink.refuse(EngineFailed(f"request {live.request.id} has nobody to take its output ({error!r})."))
+            self._teller.end(self._teller.live[request.id], FinishReason.ERROR, error=why)
 
     def _send(self) -> None:
         """Lets each event loop know, once, of all that this step has for it."""
@@ -678,9 +494,9 @@ class Engine:
             try:
                 loop.call_soon_threadsafe(_put_all, items)
             except RuntimeError:  # that loop was closed: nobody is left to listen
-                for request_id, live in list(self._live.items()):
+                for request_id, live in list(self._teller.live.items()):
                     if isinstance(live.sink, _AsyncSink) and live.sink.loop is loop:
-                        self._forget(live)
+                        self._teller.forget(live)
                         self.scheduler.abort(request_id, self.clock())
         self.after_step()
 
@@ -689,12 +505,12 @@ class Engine:
             self._failure = error
             inbox, self._inbox = self._inbox, []
         for item in inbox:
-            if isinstance(item, _Live):
+            if isinstance(item, Live):
                 item.sink.refuse(self._gone())
             elif not isinstance(item, tuple):
                 item()
-        for live in [*self._live.values(), *self._compiling.values()]:
-            self._end(live, FinishReason.ERROR, error=f"{type(error).__name__}: {error}")
+        for live in [*self._teller.live.values(), *self._compiling.values()]:
+            self._teller.end(live, FinishReason.ERROR, error=f"{type(error).__name__}: {error}")
         self._compiling.clear()
         self._send()
 

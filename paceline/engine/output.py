@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.request import FinishReason, Request
+from paceline.request import FinishReason, PacelineError, Request
+
+
+class EngineFailed(PacelineError):
+    """The engine cannot serve any more: a pass or the loop broke, or it was closed."""
 
 
 @dataclass(frozen=True, slots=True)

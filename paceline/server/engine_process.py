@@ -25,8 +25,8 @@ import numpy as np
 import zmq
 
 from paceline.config import EngineConfig, Tenant, split_options
-from paceline.engine.engine import Engine, EngineFailed
-from paceline.engine.output import Piece
+from paceline.engine.engine import Engine
+from paceline.engine.output import EngineFailed, Piece
 from paceline.request import InvalidRequest, PacelineError, SamplingParams
 from paceline.server.answers import EngineSide, served_by
 from paceline.server.limits import Gate

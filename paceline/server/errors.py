@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from paceline.engine.engine import EngineFailed
+from paceline.engine.output import EngineFailed
 from paceline.request import InvalidRequest, PacelineError, Refused
 
 log = logging.getLogger("paceline.server")

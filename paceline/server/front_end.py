@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from paceline.config import ServerConfig, Tenant
-from paceline.engine.engine import EngineFailed
+from paceline.engine.output import EngineFailed
 from paceline.server.app import App
 from paceline.server.client import Served
 from paceline.server.connection import listen

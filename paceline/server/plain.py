@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from paceline import __version__
 from paceline.config import ServerConfig
-from paceline.engine.engine import EngineFailed
+from paceline.engine.output import EngineFailed
 from paceline.request import InvalidRequest, PacelineError
 from paceline.server.asgi import ClientGone, Receive, Scope, Send, read_body, send_error
 from paceline.server.client import (

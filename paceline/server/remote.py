@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from paceline.engine.engine import EngineFailed
-from paceline.engine.output import Piece
+from paceline.engine.output import EngineFailed, Piece
 from paceline.request import FinishReason, PacelineError
 from paceline.server.client import ANSWERS, Job, Question, Served
 from paceline.server.wire import Ask, End, Join, Pieces, Refusal, Reply, Submit, decode_to_front_end, encode

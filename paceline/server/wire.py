@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paceline.engine.engine import EngineFailed
-from paceline.engine.output import Piece
+from paceline.engine.output import EngineFailed, Piece
 from paceline.request import FinishReason, InvalidRequest, PacelineError, Refused
 from paceline.server.client import Job, Question
 

@@ -14,8 +14,8 @@ import pytest
 
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.build import build_engine
-from paceline.engine.engine import Engine, EngineFailed
-from paceline.engine.output import Piece
+from paceline.engine.engine import Engine
+from paceline.engine.output import EngineFailed, Piece
 from paceline.engine.timeline import Timeline
 from paceline.engine.virtual import VirtualClock, VirtualExecutor
 from paceline.engine.virtual_build import build_virtual
@@ -97,7 +97,7 @@ def test_cancelling_a_task_aborts_the_request(engine: Engine) -> None:
 
     asyncio.run(cancel())
     assert engine.scheduler.counters.finished[FinishReason.ABORT] == 1
-    assert not engine._live
+    assert not engine._teller.live
 
 
 def test_a_deadline_ends_a_request_and_keeps_what_it_has(engine: Engine) -> None:
@@ -226,7 +226,7 @@ def test_chances_that_are_wanted_at_the_end_come_in_one_piece(engine: Engine) ->
     assert piece.usage is not None and len(piece.prompt_logprobs) == piece.usage.prompt_tokens - 1
     # Whoever ends in an error is told no tokens, and no chances of any.
     engine.submit("hello", SamplingParams(temperature=0, ignore_eos=True, logprobs=2), sink=sink)
-    wait_until(lambda: any(live.logprobs for live in list(engine._live.values())))
+    wait_until(lambda: any(live.logprobs for live in list(engine._teller.live.values())))
     engine.close()
     piece = sink.pieces.get(timeout=20)
     assert (piece.error, piece.token_ids, piece.logprobs) == ("the engine was closed", (), ())
@@ -275,7 +275,7 @@ def test_bad_input_is_an_error_and_the_next_request_is_served(
     with pytest.raises(error):
         LLM.from_engine(engine).generate([[5, 6], prompt], params)
     assert len(LLM.from_engine(engine).generate([[5, 6]], greedy(4))[0].token_ids) == 4
-    wait_until(lambda: not engine.scheduler.has_work and not engine._live)
+    wait_until(lambda: not engine.scheduler.has_work and not engine._teller.live)
 
 
 def test_an_id_may_not_be_taken_twice(engine: Engine) -> None:
@@ -352,6 +352,22 @@ def test_closing_ends_what_runs_and_refuses_what_comes(engine: Engine) -> None:
         asyncio.run(collect(engine, "hello", LONG))
 
 
+def test_what_ends_by_itself_while_the_engine_is_closed_is_whole(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = engine.loop.step
+
+    def closing() -> Any:
+        updates = step()
+        engine._closing = updates is not None and bool(updates.finished)
+        return updates
+
+    monkeypatch.setattr(engine.loop, "step", closing)
+    with LLM.from_engine(engine) as llm:
+        output = llm.generate("hello", greedy(4))[0]
+    assert output.finish_reason is FinishReason.LENGTH and len(output.token_ids) == 4 and output.text
+
+
 def test_a_closed_event_loop_leaves_no_request_behind(engine: Engine) -> None:
     loop = asyncio.new_event_loop()
 
@@ -363,7 +379,7 @@ def test_a_closed_event_loop_leaves_no_request_behind(engine: Engine) -> None:
     kept = loop.run_until_complete(begin())
     loop.close()
     wait_until(lambda: not engine.scheduler.has_work)
-    assert not engine._live
+    assert not engine._teller.live
     assert len(LLM.from_engine(engine).generate("hello", greedy(3))[0].token_ids) == 3
     del kept
 
@@ -462,7 +478,7 @@ def test_a_broken_listener_harms_no_other(engine: Engine) -> None:
     engine.submit("hello", LONG, sink=Broken())
     assert len(LLM.from_engine(engine).generate("hello", greedy(5))[0].token_ids) == 5
     assert "nobody home" in str(Broken.errors[0])
-    assert not engine._live
+    assert not engine._teller.live
 
 
 def test_questions_are_answered_between_steps(engine: Engine) -> None:

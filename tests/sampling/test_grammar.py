@@ -19,7 +19,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from paceline.engine.build import build_engine
-from paceline.engine.engine import Engine, EngineFailed
+from paceline.engine.engine import Engine
+from paceline.engine.output import EngineFailed
 from paceline.llm import LLM, RequestOutput
 from paceline.request import FinishReason, Grammar, InvalidRequest, Request, SamplingParams
 from paceline.sampling.grammar import Grammars, num_repeats
@@ -317,9 +318,9 @@ def test_one_that_is_aborted_while_its_masks_are_computed_harms_no_other() -> No
             held.go_on.set()
 
         def abort() -> None:
-            engine.abort(next(key for key, live in engine._live.items() if live.sink is gone))
+            engine.abort(next(key for key, live in engine._teller.live.items() if live.sink is gone))
 
-        engine.grammars.detach = detaching  # type: ignore[method-assign]
+        engine._teller._leave = detaching
         stays = Telling(abort)
         engine.submit_all([engine.encode("hello"), engine.encode("world")], [LETTERS] * 2, [stays, gone])
         assert gone.ended.wait(30) and gone.last.finish_reason is FinishReason.ABORT
