@@ -55,8 +55,7 @@ def tall(rows: int, group: int, tile: int, short: bool) -> Tunings:
 
 def four_programs(rows: int, group: int, tile: int, short: bool) -> Tunings:
     """Above 128 rows, too, where contexts are not short: a multiprocessor holds four of four warps, six of two."""
-    own, shared = decode_attention_tuning(rows if short or tile else min(rows, 128), group, tile, short)
-    return own, shared
+    return decode_attention_tuning(rows if short or tile else min(rows, 128), group, tile, short)
 
 
 def sharing(own: dict[str, Any], shared: dict[str, Any]) -> Any:

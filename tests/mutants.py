@@ -245,7 +245,7 @@ MUTANTS = [
         "engine/cuda_sampling.py",
         "raw = logits.clone() if adjusts else logits",
         "raw = logits",
-        ["tests/engine/test_cuda_device.py"],
+        ["tests/engine/test_cuda_sampling.py"],
     ),
     Mutant(
         "logprobs of a request that has left are told to the next one",

@@ -334,19 +334,11 @@ class CudaDevice:
             else:
                 bucket = 0
                 asks = self._packer.logprobs.of_prompts(plan)
-                padded = packed.room is not None and packed.num_sampled > 0 and not asks
-                kind = Kind(tile=packed.tile, room=packed.room)
-                graph = self.graphs.with_prompts(kind) if padded else None
-                self._apply(flight, packed)
                 index = flight.part(packed.sampled)[: packed.num_sampled]
-                if padded:
-                    self._prompts.place(packed, flight.part)
-                    if graph is not None:
-                        graph.replay()
-                    else:
-                        self._run(self.graphs.sizes[-1], kind)  # what the graph will be, to the last bit
-                    logits = self.model.last_logits(packed.num_sampled)
+                if packed.room is not None and packed.num_sampled and not asks:
+                    graph, logits = self._run_padded(flight, packed, Kind(tile=packed.tile, room=packed.room))
                 else:
+                    self._apply(flight, packed)
                     rows = self.graphs.bucket(packed.num_decodes, Kind(tile=packed.tile)) if packed.num_decodes else 0
                     hidden = self._prompts.run(packed, flight.part, rows, None if asks else index)
                     if asks:
@@ -368,6 +360,17 @@ class CudaDevice:
             stats.saved_tokens += packed.num_saved_tokens
         stats.launch_s += time.perf_counter() - began
         return pending
+
+    def _run_padded(self, flight: _Flight, packed: Packed, kind: Kind) -> tuple[Graph | None, Tensor]:
+        """A pass with prompts that a graph could run: by that graph, if there is one, and its logits."""
+        graph = self.graphs.with_prompts(kind)  # before the diff, as above
+        self._apply(flight, packed)
+        self._prompts.place(packed, flight.part)
+        if graph is not None:
+            graph.replay()
+        else:
+            self._run(self.graphs.sizes[-1], kind)  # what the graph will be, to the last bit
+        return graph, self.model.last_logits(packed.num_sampled)
 
     @torch.inference_mode()
     def _finish(

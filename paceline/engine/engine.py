@@ -24,9 +24,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from concurrent.futures import Future
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
 
-from paceline.engine.executor import Executor
+from paceline.engine.executor import BusyExecutor, Executor
 from paceline.engine.loop import Loop, Trace
 from paceline.engine.output import EngineFailed, Piece
 from paceline.engine.telling import Live, Sink, Teller, Text
@@ -423,8 +423,7 @@ class Engine:
         gc.collect()
         self._collected = self.clock()
         yield
-        chore = getattr(self.executor, "chore", None)
-        while chore is not None and chore():
+        while hasattr(self.executor, "chore") and cast(BusyExecutor, self.executor).chore():
             yield
 
     def _note_pass(self) -> None:

@@ -97,8 +97,7 @@ def gather_tokens(
 
     Without token_rows, token i is row i's only one (a decode pass; rows from num_rows on get zeros). With them,
     token i belongs to row token_rows[i] [T], whose tokens begin at query_starts[row] [R + 1]; of row -1 it is nobody's
-    and gets zeros. squares [T, 1], where
-    given, takes each row's sum of squares for the norm that follows (linear.py).
+    and gets zeros. squares [T, 1], where given, takes each row's sum of squares for the norm that follows (linear.py).
     """
     assert (token_rows is None) == (query_starts is None), "token_rows and query_starts come together"
     tokens, hidden = out.shape

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from paceline.engine import cuda_graphs, cuda_inputs
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine
+from tests.kernels.bounds import checked_bounds
 
 
 @pytest.fixture
@@ -14,3 +17,18 @@ def engine() -> Iterator[Engine]:
     made = build_engine(load="random", shape="tiny-llama", threads=1, kv_tokens=4096)
     yield made
     made.close()
+
+
+@pytest.fixture
+def in_bounds() -> Iterator[None]:
+    with checked_bounds():
+        yield
+
+
+@pytest.fixture
+def prompts_by_graph(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options for passes with prompts that are captured when first seen, with little padding: each costs a program."""
+    monkeypatch.setattr(cuda_graphs, "FREQUENT", 1)
+    monkeypatch.setattr(cuda_inputs, "_MORE_TILES", 3)
+    monkeypatch.setattr(cuda_inputs, "_SPLITS", ((0, 0), (9, 4)))
+    return {"prompt_sizes": (8, 16, 32)}

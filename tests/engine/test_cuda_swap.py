@@ -20,16 +20,11 @@ from paceline.engine.cuda_build import host_page_cost
 from paceline.engine.cuda_device import _DEPTH
 from paceline.engine.cuda_streams import HostStreams
 from paceline.engine.cuda_swap import CudaSwap
-from paceline.kernels._triton import HAS_TRITON
 from paceline.model.registry import shape
 from paceline.scheduler.invariants import check as check_invariants
-from tests.engine.test_cuda_device import GREEDY, PROMPTS, expected, on_kernels
+from tests.engine.kernels import GREEDY, INTERPRETED, PROMPTS, expected, on_kernels
 
-pytestmark = [
-    pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = INTERPRETED
 
 
 def test_pages_that_were_on_the_host_say_what_the_cpu_says() -> None:
