@@ -32,7 +32,7 @@ from paceline.engine.cuda_inputs import ShareRule
 from paceline.engine.engine import Engine
 from paceline.engine.timeline import Timeline
 from paceline.kernels.decode_attention import DecodeTuning, decode_attention_tuning
-from paceline.kernels.decode_units import Chunks, decode_chunks
+from paceline.kernels.decode_units import Chunks
 from paceline.kernels.linear import decode_tuning
 from paceline.llm import LLM
 from paceline.model.registry import shape
@@ -51,11 +51,6 @@ def tall(rows: int, group: int, tile: int, short: bool) -> Tunings:
     """64 keys, of which one tile is on its way."""
     own, shared = decode_attention_tuning(rows, group, tile, short)
     return replace(own, block_n=64, num_warps=4, num_stages=2, max_registers=128), shared
-
-
-def four_programs(rows: int, group: int, tile: int, short: bool) -> Tunings:
-    """Above 128 rows, too, where contexts are not short: a multiprocessor holds four of four warps, six of two."""
-    return decode_attention_tuning(rows if short or tile else min(rows, 128), group, tile, short)
 
 
 def sharing(own: dict[str, Any], shared: dict[str, Any]) -> Any:
@@ -83,8 +78,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "16,384 tokens a pass": {"step_tokens": 16_384},
     "chunks up to 1,024": {"chunks": lambda rows: Chunks()},
     "chunks up to 2,048, 32 units": {"chunks": lambda rows: Chunks(64, 2048, 32)},
-    "uncut from 33 rows on": {"chunks": lambda rows: Chunks(max_tokens=2048) if rows > 32 else decode_chunks(rows)},
-    "four programs": {"attention_tuning": four_programs},
     "64 keys": {"attention_tuning": tall},
     "fused up to 64 rows": {"tuning": lambda m, n, g: decode_tuning(m, n, g) if m <= 64 else None},
     **GSP,

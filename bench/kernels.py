@@ -1,9 +1,9 @@
-"""Checks and times the kernels on a GPU: `python bench/kernels.py [gemm|attention|extend|splits|sampling|step ...]`.
+"""Checks and times the kernels on a GPU: `python bench/kernels.py [gemm|attention|power|extend|splits|sampling|step]`.
 
 Every part is compared with a plain alternative in the same run. Inputs rotate over 28 layers, so that nothing is timed
 out of the L2 that a real step would read from memory. Launches are timed inside a CUDA graph, as they will run.
-Products (`gemm`) and attention (`attention`, `extend`, `splits`) have files of their own, kernel_*.py; the rest is
-here.
+Products (`gemm`), attention (`attention`, `extend`, `splits`) and `power` have files of their own, kernel_*.py; the
+rest is here.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.kernel_attention import bench_attention, bench_extend, bench_splits
+from bench.kernel_power import bench_power
 from bench.kernel_products import PRODUCTS, Best, bench_gemm, fused, linear_workspace, weight_of
 from bench.kernel_timing import (
     BF16,
@@ -271,7 +272,9 @@ def bench_step(best: Best) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("parts", nargs="*", default=["gemm", "attention", "extend", "splits", "sampling", "step"])
+    parser.add_argument(
+        "parts", nargs="*", default=["gemm", "attention", "power", "extend", "splits", "sampling", "step"]
+    )
     parser.add_argument("--best", type=Path, help="tunings found by an earlier run")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -297,6 +300,7 @@ def main() -> None:
 
     part("gemm", gemm)
     part("attention", bench_attention)
+    part("power", bench_power)
     part("step", lambda: bench_step(best))
     part("extend", bench_extend)
     part("splits", bench_splits)

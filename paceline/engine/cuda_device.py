@@ -49,6 +49,7 @@ from paceline.kernels.decode_attention import (
     DecodeWorkspace,
     decode_attention,
     decode_attention_tuning,
+    tiles_fit,
 )
 from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_chunks, decode_units
 from paceline.kernels.extend_tiles import SplitRule
@@ -489,6 +490,8 @@ class CudaDevice:
         group = spec.num_heads // spec.num_kv_heads
         stream = model.input(rows) if raw else None
         own, shared = self._attention_tuning(rows, group, kind.tile, kind.short)
+        page_size = self.kv.shape[-3]
+        assert all(tiles_fit(chunks.min_tokens, page_size, one) for one in (own, shared)), f"no tiles fit: {chunks}"
         if self._few_programs is not None:
             own, shared = (replace(one, num_programs=self._few_programs) for one in (own, shared))
 

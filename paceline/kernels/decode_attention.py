@@ -135,6 +135,52 @@ def _fold_tile(
     tl.store(target, acc.to(out.dtype.element_ty), mask=(num_parts > 0)[:, None])
 
 
+@triton.jit
+def _pages(table, start, end, P: tl.constexpr, BLOCK_N: tl.constexpr, PAGED: tl.constexpr, WINDOW: tl.constexpr):
+    """The pages of a tile of keys, or the one it lies in."""
+    n = tl.arange(0, BLOCK_N)
+    if PAGED:
+        page = tl.load(table + start // P, mask=start < end, other=0)
+    elif WINDOW or BLOCK_N % P != 0:
+        page = tl.load(table + (start + n) // P, mask=start + n < end, other=0)
+    else:
+        page = tl.load(table + start // P + n // P, mask=start + n < end, other=0)
+    return page
+
+
+@triton.jit
+def _place(
+    page, start, STRIDE: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, PAGED: tl.constexpr, WINDOW: tl.constexpr
+):
+    """How far from its place in the first page a tile's keys are: one number if it lies in one page."""
+    place = page.to(tl.int64) * (P * STRIDE)
+    if PAGED:
+        if P > BLOCK_N:
+            place += start % P * STRIDE
+    else:
+        if WINDOW or BLOCK_N % P != 0:
+            # Its first key need not be a page's first.
+            n = tl.arange(0, BLOCK_N)
+            place += ((start + n) % P - n % P) * STRIDE
+        place = place[:, None]
+    return place
+
+
+@triton.jit
+def _absorb(scores, v, top, totals, acc, LAZY: tl.constexpr):
+    """One more tile of scores and values into the running softmax."""
+    higher = tl.maximum(top, tl.max(scores, axis=1))
+    keep = tl.exp2(top - higher)
+    weight = tl.exp2(scores - higher[:, None])
+    if LAZY:
+        # Soon no tile has a higher score, and to scale by one would be a fifth of all that is done.
+        if tl.max((higher > top).to(tl.int32), axis=0) > 0:
+            acc = acc * keep[:, None]
+    else:
+        acc = acc * keep[:, None]
+    return higher, totals * keep[:, None] + weight, tl.dot(weight.to(v.dtype), v, acc)
+
+
 @launched
 @triton.jit
 def _decode_attention_kernel(
@@ -167,7 +213,7 @@ def _decode_attention_kernel(
     H: tl.constexpr,
     HAS_NORM: tl.constexpr,
     WINDOW: tl.constexpr,
-    WIDE: tl.constexpr,
+    PAGED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -213,8 +259,7 @@ def _decode_attention_kernel(
                 tile_rows = tl.load(query_rows + first_query + m // G, mask=inside, other=0)
                 position = tl.load(rows + tile_rows * 4, mask=inside, other=0)
                 first_partial = tl.load(rows + tile_rows * 4 + 2, mask=inside, other=0)
-        n = begin + tl.arange(0, BLOCK_N)
-        page = tl.load(table + n // P, mask=n < end, other=0)
+        page = _pages(table, begin, end, P, BLOCK_N, PAGED, WINDOW)
         if PDL:
             # Up to here all was known before the pass's first layer.
             tl.extra.cuda.gdc_wait()
@@ -254,26 +299,30 @@ def _decode_attention_kernel(
             totals += tl.where((tl.arange(0, BLOCK_N) == 0) & is_tail, 1.0, 0.0)[None, :]
             acc += new_v.to(tl.float32)
 
-        for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        # The next tile's pages are asked for a tile ahead, since Triton keeps fewer tiles of keys on their way where a
+        # load in the loop leads to them.
+        key = tl.arange(0, BLOCK_N)[:, None] % P * (K * D) + kv_head * D + d[None, :]
+        keys, values = k_cache + key, v_cache + key
+        masked = begin
+        if PAGED:
+            masked = begin + (end - begin) // BLOCK_N * BLOCK_N
+            for start in tl.range(begin, masked, BLOCK_N, num_stages=STAGES):
+                place = _place(page, start, K * D, P, BLOCK_N, PAGED, WINDOW)
+                scores = tl.dot(q, tl.trans(tl.load(keys + place))) * scale
+                top, totals, acc = _absorb(scores, tl.load(values + place), top, totals, acc, LAZY=True)
+                page = _pages(table, start + BLOCK_N, end, P, BLOCK_N, PAGED, WINDOW)
+        for start in tl.range(masked, end, BLOCK_N, num_stages=1 if PAGED else STAGES):
             n = start + tl.arange(0, BLOCK_N)
             cached = n < end
-            wide_page = page.to(tl.int64) if WIDE else page
-            place = (((wide_page * P + n % P) * K + kv_head) * D)[:, None] + d[None, :]
-            k = tl.load(k_cache + place, mask=cached[:, None], other=0.0)
-            scores = tl.dot(q, tl.trans(k)) * scale
+            place = _place(page, start, K * D, P, BLOCK_N, PAGED, WINDOW)
+            k = tl.load(keys + place, mask=cached[:, None], other=0.0)
+            seen = cached[None, :]
             if WINDOW:
-                scores = tl.where(cached[None, :] & (n[None, :] > position[:, None] - WINDOW), scores, -float("inf"))
-            else:
-                scores = tl.where(cached[None, :], scores, -float("inf"))
-            higher = tl.maximum(top, tl.max(scores, axis=1))
-            keep = tl.exp2(top - higher)
-            weight = tl.exp2(scores - higher[:, None])
-            v = tl.load(v_cache + place, mask=cached[:, None], other=0.0)
-            totals = totals * keep[:, None] + weight
-            acc = tl.dot(weight.to(v.dtype), v, acc * keep[:, None])
-            top = higher
-            # A tile ahead, since Triton keeps fewer tiles of keys on their way where a load in the loop leads to them.
-            page = tl.load(table + (n + BLOCK_N) // P, mask=n + BLOCK_N < end, other=0)
+                seen = seen & (n[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, -float("inf"))
+            v = tl.load(values + place, mask=cached[:, None], other=0.0)
+            top, totals, acc = _absorb(scores, v, top, totals, acc, LAZY=False)
+            page = _pages(table, start + BLOCK_N, end, P, BLOCK_N, PAGED, WINDOW)
 
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
@@ -359,20 +408,28 @@ def decode_attention_tuning(
     fastest on an H200 at 1 to 256 rows with 2, 4 and 5 query heads a KV head; see docs/log.md.
 
     `short`: many rows have a few hundred tokens each, so that many small programs win. Own units have tiles of just the
-    heads of one KV head: a tile of 16 spends a third of its instructions on empty rows.
+    heads of one KV head: a tile of 16 spends a third of its instructions on empty rows. Where rows are many, tiles of
+    16 keys that lie in one page: the GPU runs at its limit of power, and what attention saves of it lets the products
+    run at a higher clock.
     """
     heads = next_power_of_2(group)
     if tile:
         # Beside each other. Of 64 heads, what the loop needs does not fit fewer registers.
         own = DecodeTuning(block_m=heads, block_n=16, num_warps=2)
         return own, DecodeTuning(block_m=tile, block_n=64, num_stages=2, max_registers=255 if tile == 64 else 168)
-    if short and heads <= 4:
+    if (rows > 192 and heads <= 8) or (short and heads <= 4):
         own = DecodeTuning(block_m=heads, block_n=16, num_warps=1, num_stages=4, max_registers=255)
     elif rows > 128 and heads <= 4:
-        own = DecodeTuning(block_m=heads, num_warps=2, max_registers=168)
+        own = DecodeTuning(block_m=heads, block_n=16, num_warps=2, num_stages=4, max_registers=168)
     else:
         own = DecodeTuning(block_m=heads)
     return own, own
+
+
+def tiles_fit(chunk: int, page_size: int, tuning: DecodeTuning) -> bool:
+    """Whether the tiles of every chunk lie in one page each, or begin with one, where the kernel counts on it."""
+    smaller, larger = sorted((page_size, tuning.block_n))
+    return larger % smaller != 0 or chunk % smaller == 0
 
 
 def decode_attention(
@@ -396,10 +453,10 @@ def decode_attention(
     """out [R, Q D] = attention of the new tokens in qkv [R, (Q + 2K) D], whose keys and values enter the caches.
 
     Caches [pages, P, K, D]; page_table [S, pages per slot] int32; cos_sin [positions, D] float32; q_norm and k_norm
-    [D] together or not at all. `units` was filled by `decode_units` with the same window in this pass. Rows beyond
-    num_rows are left as they were. `part`: a second launch takes the units that this one does not, at the same time or
-    in any order. With `stream` [R, H], qkv is the product of a stream that was not normed, and is scaled here; where
-    several rows share units it must be normed.
+    [D] together or not at all. `units` was filled by `decode_units` with the same window in this pass, in chunks that
+    `tiles_fit`. Rows beyond num_rows are left as they were. `part`: a second launch takes the units that this one does
+    not, at the same time or in any order. With `stream` [R, H], qkv is the product of a stream that was not normed, and
+    is scaled here; where several rows share units it must be normed.
     """
     page_size, kv_heads, head_dim = k_cache.shape[1:]
     q_heads = out.shape[1] // head_dim
@@ -436,7 +493,7 @@ def decode_attention(
         H=0 if stream is None else stream.shape[1],
         HAS_NORM=q_norm is not None,
         WINDOW=window,
-        WIDE=k_cache.numel() >= 1 << 31,
+        PAGED=not window and page_size % tuning.block_n == 0,
         BLOCK_M=tuning.block_m,
         BLOCK_N=tuning.block_n,
         COLUMNS=columns,

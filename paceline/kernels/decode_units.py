@@ -216,17 +216,17 @@ def _decode_units_kernel(
     MIN_TOKENS: tl.constexpr,
     DOUBLINGS: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    OWN: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_U: tl.constexpr,
     COUNT_STEP: tl.constexpr,
 ):
-    row = tl.arange(0, BLOCK_R)
-    live = row < tl.load(num_rows)
+    num_live = tl.load(num_rows)
     shared_count = tl.load(num_shared)
-    slot = tl.load(row_slots + row, mask=live, other=0)
-    position = tl.load(num_computed + slot, mask=live, other=0)
-    first = tl.maximum(position + 1 - WINDOW, 0) if WINDOW else position * 0
-
+    slot, position, first, covered = _rows_from(
+        row_slots, num_computed, shared_chunks, num_live, shared_count, 0, WINDOW, BLOCK_R
+    )
+    live = tl.arange(0, BLOCK_R) < num_live
     size = MIN_TOKENS
     for doubling in tl.static_range(1, DOUBLINGS + 1):
         larger = MIN_TOKENS << doubling
@@ -234,67 +234,93 @@ def _decode_units_kernel(
         size = tl.where(total >= target_units, larger, size)
     size = tl.where(shared_count > 0, tl.load(shared_chunk), size)
     count = tl.where(live, position // size - first // size + 1, 0)
-    covered = tl.load(shared_chunks + row, mask=live & (shared_count > 0), other=0)
-    whole = tl.where(live, count - covered - 1, 0)
-    unit = shared_count + tl.cumsum(whole, axis=0) - whole
-    num_whole = shared_count + tl.sum(whole, axis=0)
-    tl.store(num_units, num_whole + tl.sum(live.to(tl.int32), axis=0))
-    tail_begin = tl.maximum(position // size * size, first)
-    rank = tl.zeros([BLOCK_R], tl.int32)
+    num_whole = shared_count + tl.sum(tl.where(live, count - covered - 1, 0), axis=0)
+
+    # The units of this program's rows. Which ones they are, others decide: all rows pass by once more.
+    begin = tl.program_id(0) * OWN
+    own_slot, own_position, own_first, own_covered = _rows_from(
+        row_slots, num_computed, shared_chunks, num_live, shared_count, begin, WINDOW, OWN
+    )
+    row = begin + tl.arange(0, OWN)
+    mine = row < num_live
+    own_count = own_position // size - own_first // size + 1
+    own_whole = tl.where(mine, own_count - own_covered - 1, 0)
+    own_tail = own_position - tl.maximum(own_position // size * size, own_first)
+    unit = tl.zeros([OWN], tl.int32) + shared_count
+    partial = tl.zeros([OWN], tl.int32)
+    rank = tl.zeros([OWN], tl.int32) + num_whole
     for start in range(0, BLOCK_R, BLOCK_C):
         other = start + tl.arange(0, BLOCK_C)
-        alive = other < tl.load(num_rows)
-        its = tl.load(num_computed + tl.load(row_slots + other, mask=alive, other=0), mask=alive, other=0)
-        its_first = tl.maximum(its + 1 - WINDOW, 0) if WINDOW else its * 0
-        longer = (its - tl.maximum(its // size * size, its_first))[None, :] - (position - tail_begin)[:, None]
-        before = alive[None, :] & ((longer > 0) | ((longer == 0) & (other[None, :] < row[:, None])))
-        rank += tl.sum(before.to(tl.int32), axis=1)
-    if COUNT_STEP:
-        tl.store(step, tl.load(step) + 1)
+        alive = (other < num_live)[None, :]
+        _, its, its_first, its_covered = _rows_from(
+            row_slots, num_computed, shared_chunks, num_live, shared_count, start, WINDOW, BLOCK_C
+        )
+        its_count = its // size - its_first // size + 1
+        longer = (its - tl.maximum(its // size * size, its_first))[None, :] - own_tail[:, None]
+        above = other[None, :] < row[:, None]
+        partial += tl.sum(tl.where(above & alive, its_count[None, :], 0), axis=1)
+        unit += tl.sum(tl.where(above & alive, (its_count - its_covered - 1)[None, :], 0), axis=1)
+        rank += tl.sum((alive & ((longer > 0) | ((longer == 0) & above))).to(tl.int32), axis=1)
+    for i in range(0, tl.max(own_whole, axis=0) + 1):
+        is_tail = i == own_whole
+        index = own_covered + i
+        chunk = own_first // size + index
+        here = mine & (i <= own_whole)
+        record = units + tl.where(is_tail, rank, unit + i) * 16
+        tl.store(record, row, mask=here)
+        tl.store(record + 1, own_slot, mask=here)
+        tl.store(record + 2, row * 0, mask=here)
+        tl.store(record + 3, row * 0 + 1, mask=here)
+        tl.store(record + 4, tl.maximum(chunk * size, own_first), mask=here)
+        tl.store(record + 5, tl.minimum((chunk + 1) * size, own_position), mask=here)
+        tl.store(record + 6, index, mask=here)
+        tl.store(record + 7, is_tail.to(tl.int32), mask=here)
+        tl.store(record + 8, own_position, mask=here)
+        tl.store(record + 9, own_count, mask=here)
+        tl.store(record + 10, partial, mask=here)
 
-    info = rows + row * 4
-    partial = tl.cumsum(count, axis=0) - count
-    tl.store(info, position, mask=live)
-    tl.store(info + 1, count, mask=live)
-    tl.store(info + 2, partial, mask=live)
-    tl.store(info + 3, slot, mask=live)
+    if tl.program_id(0) == 0:
+        # What there is once: the number of units, the rows, and the units that rows share.
+        tl.store(num_units, num_whole + num_live)
+        if COUNT_STEP:
+            tl.store(step, tl.load(step) + 1)
+        info = rows + tl.arange(0, BLOCK_R) * 4
+        tl.store(info, position, mask=live)
+        tl.store(info + 1, count, mask=live)
+        tl.store(info + 2, tl.cumsum(count, axis=0) - count, mask=live)
+        tl.store(info + 3, slot, mask=live)
+        tl.debug_barrier()  # rows, written above by other threads, are read below
+        for start in range(0, shared_count, BLOCK_U):
+            u = start + tl.arange(0, BLOCK_U)
+            inside = u < shared_count
+            source = shared_units + u * 4
+            sharer = tl.load(source, mask=inside, other=0)
+            chunk = tl.load(source + 1, mask=inside, other=0)
+            record = units + u * 16
+            tl.store(record, sharer, mask=inside)
+            tl.store(record + 1, tl.load(row_slots + sharer, mask=inside, other=0), mask=inside)
+            tl.store(record + 2, tl.load(source + 2, mask=inside, other=0), mask=inside)
+            tl.store(record + 3, tl.load(source + 3, mask=inside, other=0), mask=inside)
+            tl.store(record + 4, chunk * size, mask=inside)
+            tl.store(record + 5, (chunk + 1) * size, mask=inside)
+            tl.store(record + 6, chunk, mask=inside)
+            tl.store(record + 7, u * 0, mask=inside)
+            for word in tl.static_range(3):
+                tl.store(record + 8 + word, tl.load(rows + sharer * 4 + word, mask=inside, other=0), mask=inside)
 
-    for i in range(0, tl.max(whole, axis=0) + 1):
-        is_tail = i == whole
-        index = covered + i
-        chunk = first // size + index
-        mine = live & (i <= whole)
-        record = units + tl.where(is_tail, num_whole + rank, unit + i) * 16
-        tl.store(record, row, mask=mine)
-        tl.store(record + 1, slot, mask=mine)
-        tl.store(record + 2, row * 0, mask=mine)
-        tl.store(record + 3, row * 0 + 1, mask=mine)
-        tl.store(record + 4, tl.maximum(chunk * size, first), mask=mine)
-        tl.store(record + 5, tl.minimum((chunk + 1) * size, position), mask=mine)
-        tl.store(record + 6, index, mask=mine)
-        tl.store(record + 7, is_tail.to(tl.int32), mask=mine)
-        tl.store(record + 8, position, mask=mine)
-        tl.store(record + 9, count, mask=mine)
-        tl.store(record + 10, partial, mask=mine)
 
-    tl.debug_barrier()  # rows, written above by other threads, are read below
-    for start in range(0, shared_count, BLOCK_U):
-        u = start + tl.arange(0, BLOCK_U)
-        mine = u < shared_count
-        source = shared_units + u * 4
-        sharer = tl.load(source, mask=mine, other=0)
-        chunk = tl.load(source + 1, mask=mine, other=0)
-        record = units + u * 16
-        tl.store(record, sharer, mask=mine)
-        tl.store(record + 1, tl.load(row_slots + sharer, mask=mine, other=0), mask=mine)
-        tl.store(record + 2, tl.load(source + 2, mask=mine, other=0), mask=mine)
-        tl.store(record + 3, tl.load(source + 3, mask=mine, other=0), mask=mine)
-        tl.store(record + 4, chunk * size, mask=mine)
-        tl.store(record + 5, (chunk + 1) * size, mask=mine)
-        tl.store(record + 6, chunk, mask=mine)
-        tl.store(record + 7, u * 0, mask=mine)
-        for word in tl.static_range(3):
-            tl.store(record + 8 + word, tl.load(rows + sharer * 4 + word, mask=mine, other=0), mask=mine)
+@triton.jit
+def _rows_from(
+    row_slots, num_computed, shared_chunks, num_live, shared_count, begin, WINDOW: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    """Of COUNT rows: slot, position, the first position they see, and how many of their chunks are in shared units."""
+    row = begin + tl.arange(0, COUNT)
+    live = row < num_live
+    slot = tl.load(row_slots + row, mask=live, other=0)
+    covered = tl.load(shared_chunks + row, mask=live & (shared_count > 0), other=0)
+    position = tl.load(num_computed + slot, mask=live, other=0)
+    first = tl.maximum(position + 1 - WINDOW, 0) if WINDOW else position * 0
+    return slot, position, first, covered
 
 
 def decode_units(
@@ -309,13 +335,14 @@ def decode_units(
     """Fills `buffers` for the rows row_slots[:num_rows]: slot s decodes the token at position num_computed[s].
 
     row_slots [R], num_rows [1], num_computed [S] and step [1] are int32 on the device. `step`, where given, is raised
-    by one: this is the first kernel of a pass and has one program. Layers with a window need their own buffers, and
-    share nothing.
+    by one. Layers with a window need their own buffers, and share nothing.
     """
     capacity = row_slots.shape[0]
     doublings = (chunks.max_tokens // chunks.min_tokens).bit_length() - 1
     assert chunks.min_tokens << doublings == chunks.max_tokens, f"chunk sizes must be powers of two apart: {chunks}"
-    _decode_units_kernel[(1,)](
+    padded = next_power_of_2(capacity)
+    own = min(padded, 16)
+    _decode_units_kernel[(cdiv(capacity, own),)](
         row_slots,
         num_rows,
         num_computed,
@@ -331,8 +358,9 @@ def decode_units(
         WINDOW=window,
         MIN_TOKENS=chunks.min_tokens,
         DOUBLINGS=doublings,
-        BLOCK_R=next_power_of_2(capacity),
-        BLOCK_C=min(next_power_of_2(capacity), 16),
+        BLOCK_R=padded,
+        OWN=own,
+        BLOCK_C=min(padded, 256),
         BLOCK_U=256,
         COUNT_STEP=step is not None,
         num_warps=8,

@@ -41,3 +41,14 @@ def random_cache(
     shape = (slots * per_slot, page_size, kv_heads, head_dim)
     k, v = (torch.randn(shape, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
     return Cache(k, v, pages.contiguous())
+
+
+def forget_behind(cache: Cache, lengths: list[int]) -> None:
+    """What the slots have not written yet is NaN, as a request may have left it that ended in it."""
+    page_size = cache.k.shape[1]
+    written = torch.zeros(cache.k.shape[:2], dtype=torch.bool, device=cache.k.device)
+    for pages, length in zip(cache.page_table.long(), lengths, strict=True):
+        at = torch.arange(length, device=pages.device)
+        written[pages[at // page_size], at % page_size] = True
+    for part in (cache.k, cache.v):
+        part[~written] = torch.nan
