@@ -11,7 +11,7 @@ import time
 import torch
 
 from bench.kernel_attention import attention_of
-from bench.kernel_timing import HEAD, KV_HEADS, PAGE, RESULTS, Rows, graph_of, randn, scene, time_graph
+from bench.kernel_timing import HEAD, KV_HEADS, PAGE, RESULTS, Rows, graph_of, mean_of, randn, scene, time_graph
 from paceline.kernels._triton import tl, triton
 from paceline.kernels.decode_attention import DecodeTuning, decode_attention_tuning
 from paceline.kernels.decode_units import Chunks
@@ -94,14 +94,9 @@ def _sustain(meter: Meter, name: str, graph: torch.cuda.CUDAGraph, num_bytes: in
     inner = max(1, int(0.05 / burst))
     began, times = time.time(), []
     while time.time() < began + _LASTS:
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        for _ in range(inner):
-            graph.replay()
-        last.record()
-        last.synchronize()
+        took = mean_of(graph, inner)
         if time.time() > began + _SETTLES:
-            times.append(first.elapsed_time(last) / inner / 1e3)
+            times.append(took)
     seconds = statistics.mean(times)
     watts, clock = meter.since(began + _SETTLES)
     RESULTS[f"power {name}"] = (burst, seconds, watts, clock)

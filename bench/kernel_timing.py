@@ -44,16 +44,18 @@ def graph_of(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
 def time_graph(graph: torch.cuda.CUDAGraph, repeats: int = 9, inner: int = 3) -> float:
     """Median seconds of one replay."""
     graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(inner):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / inner / 1e3)
-    return statistics.median(times)
+    return statistics.median(mean_of(graph, inner) for _ in range(repeats))
+
+
+def mean_of(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    """Seconds of one of so many replays in a row."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / replays / 1e3
 
 
 def timed(work: Callable[[], object]) -> float:
