@@ -14,7 +14,7 @@ from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.build import assemble
 from paceline.engine.cuda_build import build_cuda
 from paceline.engine.cuda_device import CudaDevice
-from paceline.engine.cuda_graphs import Kind
+from paceline.engine.cuda_graphs import Graph, Kind
 from paceline.engine.cuda_inputs import Packed, ShareRule
 from paceline.engine.engine import Engine
 from paceline.kernels._triton import HAS_TRITON
@@ -101,6 +101,19 @@ def watch_packed(device: CudaDevice) -> list[Packed]:
         return found[-1]
 
     device._packer.pack = packing  # type: ignore[method-assign]
+    return found
+
+
+def watch_graphs(device: CudaDevice) -> list[Kind]:
+    """Will hold the kind of every graph that is asked for."""
+    found: list[Kind] = []
+    graph = device.graphs.graph
+
+    def choosing(size: int, kind: Kind) -> Graph:
+        found.append(kind)
+        return graph(size, kind)
+
+    device.graphs.graph = choosing  # type: ignore[method-assign]
     return found
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.build import assemble
-from paceline.engine.cuda_graphs import Kind, Part
-from paceline.engine.cuda_streams import Graph
+from paceline.engine.cuda_graphs import Part
 from paceline.kernels._triton import cdiv
 from paceline.llm import LLM, RequestOutput
 from paceline.request import Grammar, Request, SamplingParams
@@ -29,6 +28,7 @@ from tests.engine.kernels import (
     expected,
     on_kernels,
     retract_often,
+    watch_graphs,
 )
 
 pytestmark = [*INTERPRETED, IN_BOUNDS]
@@ -102,14 +102,7 @@ def test_passes_with_masks_choose_by_a_graph_of_their_own(overlap: str) -> None:
         SamplingParams(temperature=0, max_tokens=3, grammar=Grammar.choice(["yes", "no"])),
     ]
     llm, device = on_kernels("tiny-qwen3", overlap=overlap)
-    chosen: list[Kind] = []
-    graph = device.graphs.graph
-
-    def noting(size: int, kind: Kind) -> Graph:
-        chosen.append(kind)
-        return graph(size, kind)
-
-    device.graphs.graph = noting  # type: ignore[method-assign]
+    chosen = watch_graphs(device)
     with llm:
         assert compared(llm.generate(PROMPTS, params)) == compared(on_the_cpu(params))
     behind = {(kind.filters, kind.adjusts) for kind in chosen if kind.part is Part.TOKENS}
@@ -210,14 +203,7 @@ def test_logprobs_come_out_of_the_graphs(case: str) -> None:
         params[2] = replace(params[2], logit_bias=())
     prompts = [*PROMPTS, PROMPTS[1]]
     llm, device = on_kernels("tiny-qwen3")
-    ran: list[Kind] = []
-    graph = device.graphs.graph
-
-    def noting(size: int, kind: Kind) -> Graph:
-        ran.append(kind)
-        return graph(size, kind)
-
-    device.graphs.graph = noting  # type: ignore[method-assign]
+    ran = watch_graphs(device)
     with llm:
         outputs = llm.generate(prompts, params)
         for ours, cpus in zip(outputs, on_the_cpu(params, prompts), strict=True):
