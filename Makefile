@@ -26,7 +26,7 @@ serve: $(RUNTIME)
 	@$(BIN)/paceline serve $(ARGS)
 
 # Two processes, for two cores: what runs in Triton's interpreter takes about half of the time.
-INTERPRETED := tests/kernels $(wildcard tests/engine/test_cuda_*.py)
+INTERPRETED := tests/kernels tests/engine/cuda
 LOG := .venv/interpreted.log
 test: $(READY)
 	@$(BIN)/python -m pytest $(INTERPRETED) > $(LOG) 2>&1 & kernels=$$!; trap "kill $$kernels" INT TERM; \

@@ -307,7 +307,7 @@ class OfflineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tenant:
+class TenantConfig:
     """One of those who share a server: a `[[tenants]]` table of the configuration file."""
 
     name: str = option("", "by which metrics and logs call it; tenants share no cached prefixes")
@@ -324,17 +324,17 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class ConfigFile:
     """A configuration file: `[server]`, `[engine]`, `[scheduler]` with their options, `[[tenants]]`, and the model."""
 
     model: str | None
     load: str | None
     shape: str | None
     options: dict[str, Any]
-    tenants: tuple[Tenant, ...]
+    tenants: tuple[TenantConfig, ...]
 
 
-def read_file(path: Path) -> File:
+def read_file(path: Path) -> ConfigFile:
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -350,9 +350,9 @@ def read_file(path: Path) -> File:
     tenants = []
     for row in rows:
         given = _table(row, "tenants", path)
-        _check_names(given, [item.name for item in dataclasses.fields(Tenant)], f"{path.name}: [[tenants]]")
+        _check_names(given, [item.name for item in dataclasses.fields(TenantConfig)], f"{path.name}: [[tenants]]")
         keys = given.get("keys", [])
-        tenants.append(Tenant(**{**given, "keys": tuple(keys) if isinstance(keys, list) else keys}))
+        tenants.append(TenantConfig(**{**given, "keys": tuple(keys) if isinstance(keys, list) else keys}))
     if len({tenant.name for tenant in tenants}) < len(tenants):
         raise ConfigError(f"{path.name}: two tenants have the same name: give each its own.")
     if len({key for tenant in tenants for key in tenant.keys}) < sum(len(tenant.keys) for tenant in tenants):
@@ -361,7 +361,7 @@ def read_file(path: Path) -> File:
     for name, value in found.items():
         if not isinstance(value, str):
             raise ConfigError(f"{path.name}: {name} is {value!r}: give a word.")
-    return File(found.get("model"), found.get("load"), found.get("shape"), options, tuple(tenants))
+    return ConfigFile(found.get("model"), found.get("load"), found.get("shape"), options, tuple(tenants))
 
 
 def _table(value: Any, name: str, path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine, Prompt
-from paceline.engine.output import EngineFailed, Piece, Timings, TokenLogprob, Usage
+from paceline.engine.output import EngineFailed, OutputDelta, Timings, TokenLogprob, TokenUsage
 from paceline.request import FinishReason, InvalidRequest, PacelineError, SamplingParams
 
 Message = Mapping[str, Any]
@@ -134,7 +134,7 @@ class LLM:
         with ExitStack() as stack:
             bar = stack.enter_context(_Bar(len(flat))) if progress else None
             gathering = _Gathering(len(flat), bar)
-            sinks = [_Collector(gathering, wants_all_at_once=bar is None) for _ in flat]
+            sinks = [_OutputCollector(gathering, wants_all_at_once=bar is None) for _ in flat]
             # Who may run longest comes first: one that begins last would run on alone when all others have ended.
             longest = [math.inf if one.max_tokens is None else one.max_tokens for _, one in flat]
             order = sorted(range(len(flat)), key=lambda index: -longest[index])
@@ -207,7 +207,7 @@ class _Gathering:
             self._refusal = self._refusal or refusal
             self._changed.notify()
 
-    def note(self, piece: Piece) -> None:
+    def note(self, piece: OutputDelta) -> None:
         if self._bar is not None:
             self._bar.note(piece)
 
@@ -220,7 +220,7 @@ class _Gathering:
 
 
 @dataclass(slots=True, eq=False)
-class _Collector:
+class _OutputCollector:
     """The sink of one request."""
 
     gathering: _Gathering
@@ -229,9 +229,9 @@ class _Collector:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    last: Piece | None = None
+    last: OutputDelta | None = None
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: OutputDelta) -> None:
         self.texts.append(piece.text)
         self.token_ids.extend(piece.token_ids)
         self.logprobs.extend(piece.logprobs)
@@ -245,10 +245,10 @@ class _Collector:
         self.gathering.one_ended(error)
 
 
-def _output(prompt: list[int], params: SamplingParams, sinks: Sequence[_Collector]) -> RequestOutput:
+def _output(prompt: list[int], params: SamplingParams, sinks: Sequence[_OutputCollector]) -> RequestOutput:
     """The choices that were asked for, the best first where there are more candidates."""
     choices: list[Choice] = []
-    usages: list[Usage] = []
+    usages: list[TokenUsage] = []
     is_ranked = len(sinks) > params.n
     for sink in sinks:
         piece = sink.last
@@ -282,7 +282,7 @@ class _Bar:
         self._num_tokens = 0
         self._began = time.monotonic()
 
-    def note(self, piece: Piece) -> None:
+    def note(self, piece: OutputDelta) -> None:
         self._num_tokens += len(piece.token_ids)
         rate = self._num_tokens / max(time.monotonic() - self._began, 1e-9)
         ended = 0 if piece.finish_reason is None else 1

@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.engine.executor import Result
 from paceline.engine.loop import Loop
-from paceline.engine.virtual import VirtualClock
+from paceline.engine.virtual.executor import VirtualClock
 from paceline.request import FinishReason, Request
 from paceline.scheduler import Plan, Scheduler, StepTime, Swap, Updates
 from paceline.scheduler.invariants import check

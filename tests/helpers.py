@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.config import SchedulerConfig
 from paceline.request import Request, SamplingParams
-from paceline.scheduler import Kind, Scheduler
+from paceline.scheduler import EventKind, Scheduler
 from paceline.testing import Harness
 
 EOS = 0
@@ -42,8 +42,8 @@ def harness(*, overlap: bool = False, lazy: bool = False, vocab: int = 64, **opt
 
 def admissions(subject: Scheduler) -> list[str]:
     """Request ids in the order they were admitted."""
-    return [event.request_id for event in subject.journal.events if event.kind is Kind.ADMIT]
+    return [event.request_id for event in subject.journal.events if event.kind is EventKind.ADMIT]
 
 
-def events(subject: Scheduler, kind: Kind, request_id: str | None = None) -> list[Any]:
+def events(subject: Scheduler, kind: EventKind, request_id: str | None = None) -> list[Any]:
     return [e for e in subject.journal.events if e.kind is kind and request_id in (None, e.request_id)]

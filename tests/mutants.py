@@ -229,8 +229,8 @@ MUTANTS = [
     Mutant(
         "logprobs are told of the wrong position",
         "sampling/logprobs.py",
-        "found.append(Ask(row, index, count, start + 1,",
-        "found.append(Ask(row, index, count, start,",
+        "found.append(LogprobRequest(row, index, count, start + 1,",
+        "found.append(LogprobRequest(row, index, count, start,",
         ["tests/oracle/test_sampling.py"],
     ),
     Mutant(
@@ -242,7 +242,7 @@ MUTANTS = [
     ),
     Mutant(
         "logprobs of a biased token are those of the bias",
-        "engine/cuda_sampling.py",
+        "engine/cuda/sampling.py",
         "raw = logits.clone() if adjusts else logits",
         "raw = logits",
         ["tests/engine/test_cuda_sampling.py"],
@@ -284,14 +284,14 @@ MUTANTS = [
     ),
     Mutant(
         "a fetch does not wait for the copy that fills its host pages",
-        "engine/cuda_swap.py",
+        "engine/cuda/swap.py",
         "            if last > self._num_spills - _RECENT:",
         "            if last > self._num_spills:",
         ["tests/engine/test_cuda_swap.py"],
     ),
     Mutant(
         "a buffer is filled while its copy leaves",
-        "engine/cuda_swap.py",
+        "engine/cuda/swap.py",
         "            self._copied[(number - 2) % _RECENT].wait(streams.engine)  # it read this buffer",
         "            pass",
         ["tests/engine/test_cuda_swap.py"],

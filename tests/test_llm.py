@@ -14,7 +14,7 @@ from paceline import LLM, RequestOutput, SamplingParams
 from paceline.config import ConfigError
 from paceline.model.fetch import fetch_default
 from paceline.request import FinishReason, InvalidRequest, Refused
-from paceline.scheduler import Kind
+from paceline.scheduler import EventKind
 
 KNOWN = [7042, 30, 198, 198, 504, 2988, 314, 42]  # what follows "The capital of France is", by hand and by others
 GREEDY_8 = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -123,5 +123,5 @@ def test_who_may_run_longest_is_added_first_and_outputs_keep_their_order(llm: LL
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 5, 3, 5)]
     outputs = llm.generate(["a", "b", "c", "d"], params)
     assert [len(output.token_ids) for output in outputs] == [1, 5, 3, 5]
-    added = [event for event in llm.engine.scheduler.journal.events if event.kind is Kind.ADD]
+    added = [event for event in llm.engine.scheduler.journal.events if event.kind is EventKind.ADD]
     assert [event.detail[1] for event in added] == [5, 5, 3, 1]

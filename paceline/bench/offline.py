@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.bench import checks
+from paceline import checks
 from paceline.bench.figures import Ceilings, Figures, figures, measure_ceilings
 from paceline.bench.workloads import (
     Offline,
@@ -45,9 +45,9 @@ from paceline.bench.workloads import (
 )
 from paceline.config import OFFLINE_PARTS, ConfigError, EngineConfig, OfflineConfig, SchedulerConfig, split_options
 from paceline.engine.build import choose_device
-from paceline.engine.cuda_device import CudaDevice
+from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner, DecoderModel
+from paceline.engine.cuda.executor import CudaExecutor
 from paceline.engine.timeline import Timeline, write_trace
-from paceline.engine.torch_executor import CpuDevice, Model, TorchExecutor
 from paceline.llm import LLM, RequestOutput
 from paceline.request import PacelineError, SamplingParams
 
@@ -56,7 +56,7 @@ _SAID = {True: "PASS", False: "FAIL", None: "NOT RUN"}
 _CONFIGS = (OfflineConfig, EngineConfig, SchedulerConfig)
 
 
-class Run(NamedTuple):
+class BenchRun(NamedTuple):
     """One timed generate()."""
 
     figures: Figures
@@ -120,13 +120,13 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def timed(self, work: Offline, name: str, overlap: str) -> Run:
+    def timed(self, work: Offline, name: str, overlap: str) -> BenchRun:
         llm = self.llm
         return self._timed(llm, self._fitted(work), name, overlap)
 
-    def _timed(self, llm: LLM, work: Offline, name: str, overlap: str) -> Run:
+    def _timed(self, llm: LLM, work: Offline, name: str, overlap: str) -> BenchRun:
         engine, timeline = llm.engine, Timeline()
-        device = engine.executor if isinstance(engine.executor, CudaDevice) else None
+        device = engine.executor if isinstance(engine.executor, CudaExecutor) else None
 
         def begin(_: object) -> None:
             engine.loop.overlap, engine.loop.sync = overlap != "off", overlap == "sync"
@@ -155,7 +155,7 @@ class Bench:
         )
         if self.config.trace is not None:
             self.timelines.append(timeline)
-        return Run(achieved, timeline, len(outputs), found, cached / sum(map(len, work.prompts)), outputs)
+        return BenchRun(achieved, timeline, len(outputs), found, cached / sum(map(len, work.prompts)), outputs)
 
     def _fitted(self, work: Offline) -> Offline:
         """For this model, and as small as was asked for."""
@@ -181,9 +181,9 @@ class Bench:
 
     def _chats(self, name: str, shift: int, overlap: str) -> None:
         llm, rng = self.llm, random.Random(shift)
-        device = llm.engine.executor if isinstance(llm.engine.executor, CudaDevice) else None
+        device = llm.engine.executor if isinstance(llm.engine.executor, CudaExecutor) else None
         work = self._fitted(chats().shifted(shift))
-        turns: list[Run] = []
+        turns: list[BenchRun] = []
         link_bytes, link_s, found = 0, 0.0, Counter[str]()
         for turn in range(6):
             turns.append(run := self._timed(llm, work, f"{name} turn {turn}", overlap))
@@ -244,8 +244,8 @@ class Bench:
         first = self.timed(full(9_000), f"{name}, first", mode)
         print(f"{name}: the first time took {first.seconds:.2f} s", flush=True)
         self.timed(plain(9_001), f"{name} plain, first", mode)
-        fast: Run | None = None
-        slow: Run | None = None
+        fast: BenchRun | None = None
+        slow: BenchRun | None = None
         for repeat in range(2 * self.config.repeats):
             runs = [self.timed(plain(2 * repeat), f"{name} plain", mode), self.timed(full(2 * repeat + 1), name, mode)]
             fast = runs[0] if fast is None or runs[0].seconds < fast.seconds else fast
@@ -260,7 +260,7 @@ class Bench:
         )
 
     def _throughput(self, name: str, work: Offline) -> None:
-        best: dict[str, Run] = {}
+        best: dict[str, BenchRun] = {}
         shift = 0
         for _ in range(self.config.repeats):
             for mode in self.config.overlap_modes:  # in turns: side by side
@@ -271,7 +271,7 @@ class Bench:
                     best[mode] = run
         for mode, run in best.items():
             print(f"{name}, overlap {mode}: {run.figures.against(self.ceilings)}")
-            if isinstance(device := self.llm.engine.executor, CudaDevice):
+            if isinstance(device := self.llm.engine.executor, CudaExecutor):
                 print_buckets(run.timeline, device)
             self.result(name, run, mode)
             self.table.append(
@@ -292,7 +292,7 @@ class Bench:
                     f"{long.figures.against(self.ceilings)}"
                 )
 
-    def _best_sweep(self, batch: int, count: int, overlap: str) -> Run:
+    def _best_sweep(self, batch: int, count: int, overlap: str) -> BenchRun:
         seed, length = 1000 * batch + 500 * (overlap == "off") + count, " short" if count == 16 else ""
         runs = [self.timed(sweep(batch, count, seed + i), f"sweep {batch} {i}{length}", overlap) for i in range(2)]
         return min(runs, key=lambda run: run.seconds)
@@ -331,7 +331,7 @@ class Bench:
         print("FIRST TOKEN", flush=True)
         llm.close()
 
-    def result(self, workload: str, run: Run, overlap: str, **more: float) -> None:
+    def result(self, workload: str, run: BenchRun, overlap: str, **more: float) -> None:
         made = run.figures
         self.print_result({
             "workload": workload, "shape": self.name, "seconds": round(run.seconds, 4),
@@ -392,7 +392,7 @@ def gap_share(events: Any) -> float:
     return gaps / whole if whole else 0.0
 
 
-def print_buckets(timeline: Timeline, device: CudaDevice) -> None:
+def print_buckets(timeline: Timeline, device: CudaExecutor) -> None:
     """Time of the passes by the size of their graph."""
     by_bucket: dict[int, list[float]] = {}
     for one in timeline.passes:
@@ -410,11 +410,13 @@ def summary(made: Figures) -> str:
     )
 
 
-def model_of(llm: LLM) -> Model | Any:
+def model_of(llm: LLM) -> DecoderModel | Any:
     executor = llm.engine.executor
-    if isinstance(executor, CudaDevice):
+    if isinstance(executor, CudaExecutor):
         return executor.model
-    assert isinstance(executor, TorchExecutor) and isinstance(executor.device, CpuDevice), "there is no third executor"
+    assert isinstance(executor, CpuExecutor) and isinstance(executor.device, CpuModelRunner), (
+        "there is no third executor"
+    )
     return executor.device.decoder
 
 
@@ -469,9 +471,9 @@ def run(
     special: dict[str, Callable[[], checks.Verdict | None]] = {
         "startup": lambda: bench.startup([*command, "first-token"]),
         "first-token": bench.first_token,
-        "long": lambda: checks.long(lab, config.running),
-        "soak": lambda: checks.soak(lab, config.soak_seconds),
-        "sanitizer": lambda: checks.sanitizer([*command, "tiny"]),
+        "long": lambda: checks.check_inter_token_latency(lab, config.running),
+        "soak": lambda: checks.check_soak(lab, config.soak_seconds),
+        "sanitizer": lambda: checks.run_sanitizer([*command, "tiny"]),
     }
     failed = []
     for part in parts:

@@ -21,7 +21,7 @@ from rich.table import Table
 from paceline.bench.workloads import gsp
 from paceline.config import POLICIES, SchedulerConfig
 from paceline.engine.loop import Loop
-from paceline.engine.virtual import VirtualClock, VirtualExecutor
+from paceline.engine.virtual.executor import VirtualClock, VirtualExecutor
 from paceline.request import FinishReason, Request, SamplingParams
 from paceline.scheduler import Scheduler
 
@@ -38,7 +38,7 @@ class Cost:
     joins_per_step: float
 
 
-class _Stream:
+class _RequestStream:
     """Requests without end: 64 system prompts in 4 tenants, own tokens, outputs of 500 to 1,500 tokens."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ def step_cost(policy: str, num_waiting: int, num_steps: int = 600) -> Cost:
     scheduler = Scheduler(
         SchedulerConfig(num_pages=40_000, max_running=RUNNING, policy=policy, max_waiting=max(WAITING) + RUNNING)
     )
-    clock, stream = VirtualClock(), _Stream()
+    clock, stream = VirtualClock(), _RequestStream()
     executor = VirtualExecutor(clock)
     requests = [next(stream) for _ in range(RUNNING + num_waiting)]
     started = time.perf_counter()

@@ -39,7 +39,7 @@ from paceline.request import SamplingParams
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamResult:
     """What one stream brought, by the client's clock."""
 
     num_prompt_tokens: int
@@ -51,10 +51,10 @@ class Answer:
     late: list[float] = field(default_factory=list)  # of each token, behind the end of its pass
 
 
-class _Stream(asyncio.Protocol):
+class _SseProtocol(asyncio.Protocol):
     """One request on a connection of its own."""
 
-    def __init__(self, request: bytes, answer: Answer, clock: _ClockReader | None) -> None:
+    def __init__(self, request: bytes, answer: StreamResult, clock: _ClockReader | None) -> None:
         self._request, self._answer, self._clock = request, answer, clock
         self._begun = False
         self._tail = self._partial = b""
@@ -106,8 +106,8 @@ class _ClockReader:
     """How old the tokens are that a virtual GPU made with `--virtual-tokens clock`."""
 
     def __init__(self) -> None:
-        from paceline.engine.virtual import ClockTokens
-        from paceline.engine.virtual_build import VOCAB_SIZE
+        from paceline.engine.virtual.build import VOCAB_SIZE
+        from paceline.engine.virtual.executor import ClockTokens
         from paceline.text.synthetic import SMALLEST, synthetic_tokenizer
 
         tokenizer = synthetic_tokenizer(VOCAB_SIZE)
@@ -138,14 +138,14 @@ class Load:
         return Load(Offline(self.work.prompts[index::of], self.work.params[index::of]), self.starts[index::of])
 
 
-def send_all(url: str, model: str, load: Load, key: str | None, begins: float, read_clock: bool) -> list[Answer]:
+def send_all(url: str, model: str, load: Load, key: str | None, begins: float, read_clock: bool) -> list[StreamResult]:
     """Sends every request at its time and reads every answer. `begins` is on this machine's monotonic clock."""
     clock = _ClockReader() if read_clock else None
     parts = urlsplit(url)
     host, port = parts.hostname or "127.0.0.1", parts.port or 80
 
-    async def one(prompt: list[int], params: SamplingParams, start: float) -> Answer:
-        answer = Answer(len(prompt))
+    async def one(prompt: list[int], params: SamplingParams, start: float) -> StreamResult:
+        answer = StreamResult(len(prompt))
         body = {
             "model": model, "prompt": prompt, "max_tokens": params.max_tokens, "temperature": params.temperature,
             "ignore_eos": params.ignore_eos, "stream": True, "stream_options": {"include_usage": True},
@@ -154,21 +154,23 @@ def send_all(url: str, model: str, load: Load, key: str | None, begins: float, r
         await asyncio.sleep(max(0.0, begins + start - time.monotonic()))
         loop = asyncio.get_running_loop()
         try:
-            _, stream = await loop.create_connection(lambda: _Stream(request, answer, clock), host, port)
+            _, stream = await loop.create_connection(lambda: _SseProtocol(request, answer, clock), host, port)
         except OSError as error:
             answer.error = str(error)
             return answer
         await stream.done
         return answer
 
-    async def main() -> list[Answer]:
+    async def main() -> list[StreamResult]:
         jobs = zip(load.work.prompts, load.work.params, load.starts, strict=True)
         return list(await asyncio.gather(*(one(*job) for job in jobs)))
 
     return asyncio.run(main())
 
 
-def run_load(url: str, model: str, load: Load, *, key: str | None, clients: int, read_clock: bool) -> list[Answer]:
+def run_load(
+    url: str, model: str, load: Load, *, key: str | None, clients: int, read_clock: bool
+) -> list[StreamResult]:
     """As `send_all`, from several processes."""
     lead = 1.0 + 0.5 * clients  # for the processes to start
     if clients == 1:
@@ -182,7 +184,7 @@ def run_load(url: str, model: str, load: Load, *, key: str | None, clients: int,
         return [answer for part in parts for answer in part.result()]
 
 
-def summary(answers: Sequence[Answer], goodput: dict[str, float] | None = None) -> dict[str, Any]:
+def summary(answers: Sequence[StreamResult], goodput: dict[str, float] | None = None) -> dict[str, Any]:
     """The figures under the names that `vllm bench serve` gives them."""
     good = [answer for answer in answers if answer.error is None]
     found: dict[str, Any] = {"completed": len(good), "failed": len(answers) - len(good)}

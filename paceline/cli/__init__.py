@@ -17,7 +17,7 @@ from paceline.cli.serve import serve
 from paceline.request import PacelineError
 
 
-class _Group(TyperGroup):
+class _CommandGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """A mistake of the user's is one line and exit code 2; a traceback is for mistakes of ours."""
         try:
@@ -27,7 +27,7 @@ class _Group(TyperGroup):
             raise typer.Exit(2) from None
 
 
-app = typer.Typer(name="paceline", cls=_Group, no_args_is_help=True, add_completion=False)
+app = typer.Typer(name="paceline", cls=_CommandGroup, no_args_is_help=True, add_completion=False)
 app.add_typer(bench.app, name="bench")
 app.add_typer(sim.app, name="sim")
 for _command in (serve, chat, generate, pull, models):

@@ -92,7 +92,7 @@ def _compare(
         raise ConfigError(
             "against is 'transformers', which is not installed: pip install transformers accelerate."
         ) from None
-    from paceline.bench.against import compare_with_transformers
+    from paceline.bench.transformers_baseline import compare_with_transformers
 
     chosen = {name: value for name, value in options.items() if name in ("threads", "scale")}
     compare_with_transformers(path, only=only or _WORKLOADS, **chosen)

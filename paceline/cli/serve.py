@@ -17,13 +17,13 @@ from paceline.config import (
     EngineConfig,
     SchedulerConfig,
     ServerConfig,
-    Tenant,
+    TenantConfig,
     read_file,
     split_options,
 )
 
 if TYPE_CHECKING:
-    from paceline.server.client import Served
+    from paceline.server.engine_client import ServedModel
 
 
 @takes(ServerConfig, EngineConfig, SchedulerConfig)
@@ -47,10 +47,10 @@ def serve(
     """
     from paceline.cli.loading import bar, fetch, name_of
     from paceline.server.run import bind, run, url_of
-    from paceline.server.supervisor import Plan
+    from paceline.server.supervisor import ServerSetup
 
     began = time.perf_counter()
-    tenants: tuple[Tenant, ...] = ()
+    tenants: tuple[TenantConfig, ...] = ()
     if config_file is not None:
         file = read_file(config_file)
         options, tenants = {**file.options, **options}, file.tenants
@@ -67,7 +67,7 @@ def serve(
         if engine.executor == "virtual":
             if model is not None or load != "weights" or shape is not None:
                 raise ConfigError("executor is 'virtual', which runs no model: leave model, load and shape out.")
-            from paceline.engine.virtual_build import NAME, VOCAB_SIZE
+            from paceline.engine.virtual.build import NAME, VOCAB_SIZE
 
             path, tokenizer, own_name = None, VOCAB_SIZE, NAME
         elif load == "random":
@@ -84,7 +84,9 @@ def serve(
             path = str(fetch(model))
             tokenizer, own_name = path, name_of(model, Path(path), None)
         name = config.served_name or own_name
-        plan = Plan(config, name, tokenizer, {"model": path, "load": load, "shape": shape, "options": rest}, tenants)
+        plan = ServerSetup(
+            config, name, tokenizer, {"model": path, "load": load, "shape": shape, "options": rest}, tenants
+        )
         with bar(f"loading {name}") as advance:
             status = run(
                 plan, taken, advance, lambda served: _say_hello(served, url_of(taken), time.perf_counter() - began)
@@ -96,7 +98,7 @@ def serve(
     Console().print("Ended.")
 
 
-def _say_hello(served: Served, url: str, seconds: float) -> None:
+def _say_hello(served: ServedModel, url: str, seconds: float) -> None:
     from paceline import __version__
     from paceline.cli.loading import count, size
 

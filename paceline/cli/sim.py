@@ -20,7 +20,7 @@ from paceline.config import POLICIES, ConfigError, SchedulerConfig, WorkloadConf
 if TYPE_CHECKING:
     from paceline.simulator.fit import Recording
     from paceline.simulator.profile import Profile
-    from paceline.simulator.run import Run
+    from paceline.simulator.run import SimulationResult
     from paceline.simulator.workloads import Arrival
 
 app = typer.Typer(help="Try policies, pools and loads on a virtual GPU.", no_args_is_help=True)
@@ -82,7 +82,7 @@ def run(
     json_file: Json = None,
     plot: PlotFile = None,
 ) -> None:
-    """Run a workload or a trace, and say what became of it."""
+    """SimulationResult a workload or a trace, and say what became of it."""
     from paceline.simulator.compare import scheduler_config
     from paceline.simulator.profile import load_profile
     from paceline.simulator.run import simulate
@@ -276,13 +276,15 @@ def ui(
     serve(host, port, lambda url: Console().print(f"The simulator is at {url} · Ctrl-C ends it.", highlight=False))
 
 
-def _speed_of(*runs: Run) -> str:
+def _speed_of(*runs: SimulationResult) -> str:
     virtual, wall = sum(run.seconds for run in runs), sum(run.wall_s for run in runs)
     passes, factor = sum(run.passes for run in runs), virtual / max(wall, 1e-9)
     return f"{virtual:,.1f} s of the GPU in {wall:,.1f} s here, {passes:,} passes: {factor:,.1f} times as fast."
 
 
-def _write(json_file: Path | None, plot: Path | None, workload: str, profile: Profile, runs: Mapping[str, Run]) -> None:
+def _write(
+    json_file: Path | None, plot: Path | None, workload: str, profile: Profile, runs: Mapping[str, SimulationResult]
+) -> None:
     if json_file is not None:
         found = {
             name: {"summary": one.summary(), "series": dataclasses.asdict(one.series), "journal": one.journal}

@@ -11,16 +11,16 @@ from paceline.request import PacelineError, SamplingParams
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
-    from paceline.engine.output import Piece
+    from paceline.engine.output import OutputDelta
 
 
-class _Sink:
+class _TerminalSink:
     wants_all_at_once = False
 
     def __init__(self) -> None:
-        self.queue: SimpleQueue[Piece | PacelineError] = SimpleQueue()
+        self.queue: SimpleQueue[OutputDelta | PacelineError] = SimpleQueue()
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: OutputDelta) -> None:
         self.queue.put(piece)
 
     def refuse(self, error: PacelineError) -> None:
@@ -28,9 +28,9 @@ class _Sink:
 
 
 @contextmanager
-def stream(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Iterator[Iterator[Piece]]:
+def stream(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Iterator[Iterator[OutputDelta]]:
     """The pieces of one request. Leaving early, an interrupt included, aborts it."""
-    sink = _Sink()
+    sink = _TerminalSink()
     request_id = engine.submit(prompt, params, sink=sink)
     try:
         yield _pieces(sink)
@@ -38,7 +38,7 @@ def stream(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Ite
         engine.abort(request_id)
 
 
-def _pieces(sink: _Sink) -> Iterator[Piece]:
+def _pieces(sink: _TerminalSink) -> Iterator[OutputDelta]:
     from paceline.engine.output import EngineFailed
 
     while True:

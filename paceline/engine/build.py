@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig, split_options
-from paceline.engine.cpu_decoder import CpuDecoder
-from paceline.engine.engine import Engine, Facts
-from paceline.engine.kv_cache import check_host_fits, check_model_fits, free_memory, num_kv_pages
+from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner, DecoderModel
+from paceline.engine.cpu.kv_cache import check_host_fits, check_model_fits, free_memory, num_kv_pages
+from paceline.engine.cpu.model import CpuModel
+from paceline.engine.engine import Engine, ModelInfo
 from paceline.engine.loop import Trace
-from paceline.engine.torch_executor import CpuDevice, Model, TorchExecutor
-from paceline.engine.virtual_build import build_virtual
+from paceline.engine.virtual.build import build_virtual
 from paceline.model.decoder import Decoder
 from paceline.model.fetch import DEFAULT_MODEL, find_model
 from paceline.model.registry import shape as named_shape
@@ -31,7 +31,7 @@ from paceline.text.synthetic import synthetic_tokenizer
 from paceline.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from paceline.engine.cuda_device import CudaDevice
+    from paceline.engine.cuda.executor import CudaExecutor
     from paceline.engine.recording import Recorder
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -92,7 +92,7 @@ def build_engine(
             tokenizer.check_fits(spec.vocab_size)
             decoder = load_decoder(path, dtype=dtype, device=device, max_positions=context, progress=progress)
         # 16-bit matrices have good kernels as they are stored; for float32 a better arrangement pays.
-        fast = CpuDecoder(decoder) if dtype == "float32" and device == "cpu" else decoder
+        fast = CpuModel(decoder) if dtype == "float32" and device == "cpu" else decoder
         del decoder
     return assemble(fast, tokenizer, config, scheduler_options, trace=trace)
 
@@ -110,7 +110,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def assemble(
-    decoder: Model,
+    decoder: DecoderModel,
     tokenizer: Tokenizer,
     config: EngineConfig,
     scheduler_options: Mapping[str, Any],
@@ -120,7 +120,7 @@ def assemble(
     """An engine around a decoder that is loaded already."""
     on_gpu = isinstance(decoder, Decoder) and decoder.device.type == "cuda"
     spec, dtype = decoder.spec, decoder.dtype
-    facts = Facts(
+    facts = ModelInfo(
         spec.family, spec.num_parameters, str(dtype).removeprefix("torch."),
         torch.cuda.get_device_name() if on_gpu else f"cpu, {_threads(config.threads or torch.get_num_threads())}",
         spec.kv_bytes_per_token(dtype.itemsize),
@@ -138,9 +138,9 @@ def assemble(
     if host or not on_gpu:
         scheduler_options = {**scheduler_options, **host}
         scheduler_config = _scheduler_config(spec, scheduler_options, "cuda" if on_gpu else "cpu")
-    executor: CudaDevice | TorchExecutor
+    executor: CudaExecutor | CpuExecutor
     if on_gpu:
-        from paceline.engine.cuda_build import build_cuda  # only here: the CPU needs no Triton
+        from paceline.engine.cuda.build import build_cuda  # only here: the CPU needs no Triton
 
         assert isinstance(decoder, Decoder), "a GPU takes the plain decoder over"
         executor, scheduler_config = build_cuda(
@@ -153,7 +153,7 @@ def assemble(
         )
         executor.warm_up()
         return _engine(executor, scheduler_config, spec, facts, tokenizer, config, trace)
-    device = CpuDevice(
+    device = CpuModelRunner(
         decoder,
         num_pages=scheduler_config.num_pages,
         page_size=page_size,
@@ -161,7 +161,7 @@ def assemble(
         max_row_tokens=min(scheduler_config.context_tokens, scheduler_config.num_pages * page_size),
         num_host_pages=scheduler_config.num_host_pages,
     )
-    executor = TorchExecutor(device, num_threads=config.threads)
+    executor = CpuExecutor(device, num_threads=config.threads)
     return _engine(executor, scheduler_config, spec, facts, tokenizer, config, trace)
 
 
@@ -177,17 +177,17 @@ def _host_options(
     check_host_fits(count, page_bytes, page_size, free=max(free, 0))
     found: dict[str, Any] = {"num_host_pages": count}
     if on_gpu and "host_page_cost" not in given:
-        from paceline.engine.cuda_build import host_page_cost
+        from paceline.engine.cuda.build import host_page_cost
 
         found["host_page_cost"] = host_page_cost(spec, dtype_bytes, page_size)
     return found
 
 
 def _engine(
-    executor: CudaDevice | TorchExecutor,
+    executor: CudaExecutor | CpuExecutor,
     scheduler_config: SchedulerConfig,
     spec: ModelSpec,
-    facts: Facts,
+    facts: ModelInfo,
     tokenizer: Tokenizer,
     config: EngineConfig,
     trace: Trace | None,
@@ -207,7 +207,7 @@ def _engine(
 
 
 def _recorder(
-    config: EngineConfig, scheduler: Scheduler, executor: CudaDevice | TorchExecutor, spec: ModelSpec
+    config: EngineConfig, scheduler: Scheduler, executor: CudaExecutor | CpuExecutor, spec: ModelSpec
 ) -> Recorder:
     from paceline.engine.recording import Recorder  # its lines need msgspec, which a bare GPU host may lack
 
@@ -215,10 +215,10 @@ def _recorder(
         Path(str(config.record)),
         scheduler,
         time.monotonic,
-        device="cpu" if isinstance(executor, TorchExecutor) else torch.cuda.get_device_name(),
+        device="cpu" if isinstance(executor, CpuExecutor) else torch.cuda.get_device_name(),
         model=f"{spec.family}-{spec.num_parameters / 1e9:.2f}b",
         overlap=config.overlap_mode,
-        buckets=[] if isinstance(executor, TorchExecutor) else list(executor.graphs.sizes),
+        buckets=[] if isinstance(executor, CpuExecutor) else list(executor.graphs.sizes),
     )
 
 
@@ -226,7 +226,7 @@ def choose_device(config: EngineConfig) -> str:
     """cuda or cpu."""
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return "cpu"
-    from paceline.engine.cuda_build import check_cuda, has_cuda
+    from paceline.engine.cuda.build import check_cuda, has_cuda
 
     if config.device == "cuda":
         check_cuda()

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
 
 from paceline.engine.executor import BusyExecutor, Executor
 from paceline.engine.loop import Loop, Trace
-from paceline.engine.output import EngineFailed, Piece
-from paceline.engine.telling import Live, Sink, Teller, Text
+from paceline.engine.output import EngineFailed, OutputDelta
+from paceline.engine.output_processor import ActiveRequest, OutputProcessor, Sink, Text
 from paceline.request import (
     MAX_BAD_WORD_TOKENS,
     FinishReason,
@@ -61,7 +61,7 @@ _YOUNG_GARBAGE_S = 60.0  # how often young garbage is collected in an engine tha
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ModelInfo:
     """What is said of a model and of what it runs on."""
 
     family: str = "unknown"
@@ -82,15 +82,15 @@ class Progress:
 
 @dataclass(slots=True, eq=False)
 class _AsyncSink:
-    """Pieces for a coroutine; those of one step cross over to its event loop together."""
+    """OutputBatch for a coroutine; those of one step cross over to its event loop together."""
 
     wants_all_at_once: ClassVar[bool] = False
 
     loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue[Piece | PacelineError]
-    outbox: dict[asyncio.AbstractEventLoop, list[tuple[_AsyncSink, Piece | PacelineError]]]
+    queue: asyncio.Queue[OutputDelta | PacelineError]
+    outbox: dict[asyncio.AbstractEventLoop, list[tuple[_AsyncSink, OutputDelta | PacelineError]]]
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: OutputDelta) -> None:
         self.outbox[self.loop].append((self, piece))
 
     def refuse(self, error: PacelineError) -> None:
@@ -105,7 +105,7 @@ class Engine:
         tokenizer: Tokenizer,
         *,
         vocab_size: int,
-        facts: Facts | None = None,
+        facts: ModelInfo | None = None,
         overlap: str = "on",
         clock: Callable[[], float] = time.monotonic,
         trace: Trace | None = None,
@@ -124,7 +124,7 @@ class Engine:
             constraints=self.grammars,
         )  # fmt: skip
         self.vocab_size = vocab_size
-        self.facts = facts or Facts()
+        self.facts = facts or ModelInfo()
         # How ids become text, and what to do when all of a step's pieces are with their sinks. An engine in a process
         # of its own sets both before the first request: text is made where it is read.
         self.text_of: Callable[[SamplingParams], Text] = lambda params: TextStream.of(self.tokenizer, params)
@@ -137,16 +137,16 @@ class Engine:
         self._on_close = on_close
         self._numbers = itertools.count()
         # The engine's thread alone: those that live, and those that wait for their grammar, for whom no one waits.
-        self._teller = Teller(lambda request_id, reason: scheduler.finish(request_id, reason, clock()),
+        self._teller = OutputProcessor(lambda request_id, reason: scheduler.finish(request_id, reason, clock()),
                               self.grammars.detach)  # fmt: skip
-        self._compiling: dict[str, Live] = {}
+        self._compiling: dict[str, ActiveRequest] = {}
         self._wake = threading.Condition()
         # to add, to end, questions; under `_wake`
-        self._inbox: list[Live | tuple[str, FinishReason] | Callable[[], None]] = []
+        self._inbox: list[ActiveRequest | tuple[str, FinishReason] | Callable[[], None]] = []
         self._closing = False
         self._failure: BaseException | None = None
-        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[_AsyncSink, Piece | PacelineError]]] = defaultdict(
-            list
+        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[_AsyncSink, OutputDelta | PacelineError]]] = (
+            defaultdict(list)
         )
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
         self._thread.start()
@@ -231,9 +231,9 @@ class Engine:
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None,
                      tenant: str = "default", priority: int = 0, timeout: float | None = None,
-                     cache_salt: str = "", pooling: str | None = None) -> AsyncIterator[Piece]:  # fmt: skip
+                     cache_salt: str = "", pooling: str | None = None) -> AsyncIterator[OutputDelta]:  # fmt: skip
         """The pieces of one request as they come. Leaving the iteration early aborts the request."""
-        queue: asyncio.Queue[Piece | PacelineError] = asyncio.Queue()
+        queue: asyncio.Queue[OutputDelta | PacelineError] = asyncio.Queue()
         sink = _AsyncSink(asyncio.get_running_loop(), queue, self._outbox)
         request_id = self.submit(prompt, params, sink=sink, request_id=request_id, tenant=tenant, priority=priority,
                                  timeout=timeout, cache_salt=cache_salt, pooling=pooling)  # fmt: skip
@@ -286,7 +286,7 @@ class Engine:
 
     def _prepare(self, prompt: Prompt, params: SamplingParams | None, sink: Sink, request_id: str | None, tenant: str,
                  priority: int, timeout: float | None, cache_salt: str,
-                 pooling: str | None = None) -> Live:  # fmt: skip
+                 pooling: str | None = None) -> ActiveRequest:  # fmt: skip
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params is {params!r}: give SamplingParams.")
@@ -325,7 +325,7 @@ class Engine:
             request.prefill_only, request.pooled = True, Pooled(pooling)
             if pooling == "mean":  # a cached token has no hidden state any more
                 request.compute_from = 0
-        live = Live(request, self.text_of(params), sink, is_quiet=sink.wants_all_at_once and not params.stop)
+        live = ActiveRequest(request, self.text_of(params), sink, is_quiet=sink.wants_all_at_once and not params.stop)
         if params.grammar is not None:
             live.compiling = self.grammars.compile(params.grammar)
             if live.compiling.done():
@@ -343,7 +343,7 @@ class Engine:
             raise InvalidRequest(f"bad_words has {count} tokens: give at most {MAX_BAD_WORD_TOKENS}.")
         return tuple(sorted(ids for ids in found if ids))
 
-    def _post(self, items: Iterable[Live | Callable[[], None]]) -> None:
+    def _post(self, items: Iterable[ActiveRequest | Callable[[], None]]) -> None:
         with self._wake:
             if self._failure is not None or self._closing:
                 raise self._gone()
@@ -386,7 +386,7 @@ class Engine:
             if isinstance(item, tuple):
                 if not self.scheduler.finish(*item, self.clock()) and item[0] in self._compiling:
                     self._teller.end(self._compiling.pop(item[0]), item[1])
-            elif isinstance(item, Live):
+            elif isinstance(item, ActiveRequest):
                 self._add(item)
             else:
                 item()
@@ -423,7 +423,7 @@ class Engine:
         gc.collect()
         self._collected = self.clock()
         yield
-        while hasattr(self.executor, "chore") and cast(BusyExecutor, self.executor).chore():
+        while hasattr(self.executor, "run_background_work") and cast(BusyExecutor, self.executor).run_background_work():
             yield
 
     def _note_pass(self) -> None:
@@ -435,7 +435,7 @@ class Engine:
             self._collected = now
             gc.collect(1)
 
-    def _add(self, live: Live) -> None:
+    def _add(self, live: ActiveRequest) -> None:
         request = live.request
         try:
             if request.id in self._compiling:
@@ -457,7 +457,7 @@ class Engine:
             if compiled is not None:
                 self.grammars.attach(request, compiled)
 
-    def _compiled(self, live: Live) -> None:
+    def _compiled(self, live: ActiveRequest) -> None:
         """On the compiler's thread: the request goes on where it was left."""
 
         def go_on() -> None:
@@ -504,7 +504,7 @@ class Engine:
             self._failure = error
             inbox, self._inbox = self._inbox, []
         for item in inbox:
-            if isinstance(item, Live):
+            if isinstance(item, ActiveRequest):
                 item.sink.refuse(self._gone())
             elif not isinstance(item, tuple):
                 item()
@@ -520,6 +520,6 @@ def _close_if_alive(reference: weakref.ref[Engine]) -> None:
         engine.close()
 
 
-def _put_all(items: list[tuple[_AsyncSink, Piece | PacelineError]]) -> None:
+def _put_all(items: list[tuple[_AsyncSink, OutputDelta | PacelineError]]) -> None:
     for sink, item in items:
         sink.queue.put_nowait(item)

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paceline.sampling.values import Bits, LogprobRun, Logprobs, Masks
+from paceline.sampling.types import Bits, LogprobRun, Logprobs, Masks
 from paceline.scheduler.plan import Plan
 
 
@@ -37,12 +37,12 @@ class Executor(Protocol):
 class BusyExecutor(Executor, Protocol):
     """One that makes use of idle time."""
 
-    def chore(self) -> bool:
+    def run_background_work(self) -> bool:
         """Does a little of what later passes will be glad of. Whether there was something. No pass is in flight."""
 
 
 class DelayedPending(Pending, Protocol):
-    def mask_room(self, num_rows: int, num_words: int) -> Bits:
+    def mask_buffer(self, num_rows: int, num_words: int) -> Bits:
         """Where the bits of this pass's masks are to be written: memory from which the device takes them without
         another copy. Called once, when the pass before has been waited for and before another is launched."""
 

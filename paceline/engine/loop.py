@@ -25,7 +25,7 @@ from typing import Protocol, cast
 
 from paceline.engine.executor import DelayedPending, Executor, MaskedExecutor, Pending, Result
 from paceline.request import Request
-from paceline.sampling.values import Bits, LogprobRun, Logprobs, Masks
+from paceline.sampling.types import Bits, LogprobRun, Logprobs, Masks
 from paceline.scheduler.plan import Plan, Updates
 from paceline.scheduler.scheduler import Scheduler
 
@@ -136,7 +136,7 @@ class Loop:
             self.constraints.advance(updates)
             behind = self._launched[0] if self._launched else None
             if behind is not None and behind.delayed is not None:
-                self.constraints.start_masks(behind.plan, behind.delayed.mask_room)
+                self.constraints.start_masks(behind.plan, behind.delayed.mask_buffer)
                 self._masking = behind
                 if self.trace is not None:
                     self.trace.span("masks", one.plan.step, began, self.clock())
@@ -154,7 +154,7 @@ class Loop:
         pending = cast(MaskedExecutor, self.executor).launch_delayed(plan)
         if not self._launched:
             # Nothing is in flight before it: what its rows may say is known.
-            pending.sample(self.constraints.masks(plan, pending.mask_room))
+            pending.sample(self.constraints.masks(plan, pending.mask_buffer))
             return _Launched(plan, pending)
         return _Launched(plan, pending, delayed=pending)
 

@@ -13,7 +13,7 @@ class EngineFailed(PacelineError):
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """Tokens of a request. Cached ones are part of the prompt's and were not computed again; fetched ones are those of
     them that came from host memory."""
 
@@ -52,13 +52,13 @@ class TokenLogprob(NamedTuple):  # a tuple: there is one for every token, and th
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class OutputDelta:
     """What came since the last piece. The last one has a finish reason, the usage and the timings."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     timings: Timings | None = None
     error: str | None = None  # with reason error: what happened
     vector: bytes | None = None  # of an embedding: float32, in the machine's order

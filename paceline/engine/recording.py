@@ -25,8 +25,8 @@ from paceline.config import ConfigError, SchedulerConfig
 from paceline.engine.executor import DelayedPending, Executor, MaskedExecutor, Pending, Result
 from paceline.engine.pass_features import PassFeatures, read_features
 from paceline.request import Request
-from paceline.sampling.values import Bits, Masks
-from paceline.scheduler.journal import Event, Kind
+from paceline.sampling.types import Bits, Masks
+from paceline.scheduler.journal import Event, EventKind
 from paceline.scheduler.plan import Plan
 
 if TYPE_CHECKING:
@@ -157,9 +157,9 @@ class Recorder:
     # ------------------------------------------------------------------ requests
 
     def _on_event(self, event: Event) -> None:
-        if event.kind is Kind.ADD:
+        if event.kind is EventKind.ADD:
             self._live[event.request_id] = self._scheduler.requests[event.request_id]
-        elif event.kind is Kind.FINISH and (request := self._live.pop(event.request_id, None)) is not None:
+        elif event.kind is EventKind.FINISH and (request := self._live.pop(event.request_id, None)) is not None:
             self._queue.put(request)  # it has ended: nothing of it changes any more
 
     def _recorded(self, request: Request) -> RecordedRequest:
@@ -261,8 +261,8 @@ class _RecordedPending:
         self.step, self.at, self.num_in_flight, self.features = step, at, num_in_flight, features
         self.host_s, self.launch_s = host_s, launch_s
 
-    def mask_room(self, num_rows: int, num_words: int) -> Bits:
-        return cast(DelayedPending, self._pending).mask_room(num_rows, num_words)
+    def mask_buffer(self, num_rows: int, num_words: int) -> Bits:
+        return cast(DelayedPending, self._pending).mask_buffer(num_rows, num_words)
 
     def sample(self, masks: Masks) -> None:
         cast(DelayedPending, self._pending).sample(masks)

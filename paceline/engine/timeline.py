@@ -22,7 +22,7 @@ from paceline.scheduler.plan import Plan
 HOST_LANES = ("plan", "launch", "wait", "commit", "masks", "text")
 
 
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     what: str
     step: int
     began: float
@@ -59,11 +59,11 @@ class Timeline:
     """
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[TimelineSpan] = []
         self.passes: list[Pass] = []
 
     def span(self, what: str, step: int, began: float, ended: float) -> None:
-        self.spans.append(Span(what, step, began, ended))
+        self.spans.append(TimelineSpan(what, step, began, ended))
 
     def passed(self, plan: Plan, result: Result) -> None:
         count = plan.num_decodes

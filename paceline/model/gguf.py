@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.model.gguf_file import GGUFFile, TensorInfo, num_stored_bytes
-from paceline.model.registry import Family, gguf_family_of, nope_layers
+from paceline.model.registry import ModelFamily, gguf_family_of, nope_layers
 from paceline.model.spec import ModelError, ModelSpec, RopeSpec, yarn_attention_factor
 from paceline.model.weights import StoredTensor
 
@@ -159,7 +159,7 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
     )
 
 
-def _rope(file: GGUFFile, family: Family) -> RopeSpec:
+def _rope(file: GGUFFile, family: ModelFamily) -> RopeSpec:
     arch = file.architecture
     theta = float(file.metadata.get(f"{arch}.rope.freq_base", family.theta))
     if "rope_freqs.weight" in file.tensors:

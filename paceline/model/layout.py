@@ -14,7 +14,7 @@ from paceline.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StoredPart:
     """A stored parameter: rows `row` to `row + num_rows` of the fused tensor `target`.
 
     A part of fewer dimensions than its target is repeated over the rows: the QK-norm weights are stored
@@ -53,7 +53,7 @@ def target_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def stored_parts(spec: ModelSpec) -> dict[str, Part]:
+def stored_parts(spec: ModelSpec) -> dict[str, StoredPart]:
     """Where each parameter goes, by its Hugging Face name."""
     parts = {
         "model.embed_tokens.weight": _whole("embedding", (spec.vocab_size, spec.hidden_size)),
@@ -66,34 +66,34 @@ def stored_parts(spec: ModelSpec) -> dict[str, Part]:
     return parts
 
 
-def _layer_parts(spec: ModelSpec, stored: str, at: str) -> Iterator[tuple[str, Part]]:
+def _layer_parts(spec: ModelSpec, stored: str, at: str) -> Iterator[tuple[str, StoredPart]]:
     hidden, ffn = spec.hidden_size, spec.ffn_size
     yield stored + "input_layernorm.weight", _whole(at + "attention_norm", (hidden,))
     yield stored + "post_attention_layernorm.weight", _whole(at + "mlp_norm", (hidden,))
     row = 0
     for name, rows in (("q", spec.q_size), ("k", spec.kv_size), ("v", spec.kv_size)):
-        yield f"{stored}self_attn.{name}_proj.weight", Part(at + "qkv", (rows, hidden), row, rows)
+        yield f"{stored}self_attn.{name}_proj.weight", StoredPart(at + "qkv", (rows, hidden), row, rows)
         if spec.qkv_bias:
-            yield f"{stored}self_attn.{name}_proj.bias", Part(at + "qkv_bias", (rows,), row, rows)
+            yield f"{stored}self_attn.{name}_proj.bias", StoredPart(at + "qkv_bias", (rows,), row, rows)
         row += rows
     yield stored + "self_attn.o_proj.weight", _whole(at + "out", (hidden, spec.q_size))
     if spec.out_bias:
         yield stored + "self_attn.o_proj.bias", _whole(at + "out_bias", (hidden,))
     if spec.qk_norm:
         heads = (spec.head_dim,)
-        yield stored + "self_attn.q_norm.weight", Part(at + "qk_norm", heads, 0, spec.num_heads)
+        yield stored + "self_attn.q_norm.weight", StoredPart(at + "qk_norm", heads, 0, spec.num_heads)
         yield (
             stored + "self_attn.k_norm.weight",
-            Part(at + "qk_norm", heads, spec.num_heads, spec.num_kv_heads),
+            StoredPart(at + "qk_norm", heads, spec.num_heads, spec.num_kv_heads),
         )
     for index, name in enumerate(("gate", "up")):
-        yield f"{stored}mlp.{name}_proj.weight", Part(at + "gate_up", (ffn, hidden), index * ffn, ffn)
+        yield f"{stored}mlp.{name}_proj.weight", StoredPart(at + "gate_up", (ffn, hidden), index * ffn, ffn)
         if spec.mlp_bias:
-            yield f"{stored}mlp.{name}_proj.bias", Part(at + "gate_up_bias", (ffn,), index * ffn, ffn)
+            yield f"{stored}mlp.{name}_proj.bias", StoredPart(at + "gate_up_bias", (ffn,), index * ffn, ffn)
     yield stored + "mlp.down_proj.weight", _whole(at + "down", (hidden, ffn))
     if spec.mlp_bias:
         yield stored + "mlp.down_proj.bias", _whole(at + "down_bias", (hidden,))
 
 
-def _whole(target: str, shape: tuple[int, ...]) -> Part:
-    return Part(target, shape, 0, shape[0])
+def _whole(target: str, shape: tuple[int, ...]) -> StoredPart:
+    return StoredPart(target, shape, 0, shape[0])

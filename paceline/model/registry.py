@@ -14,7 +14,7 @@ from paceline.model.spec import DTYPES, ModelError, ModelSpec, RopeSpec, read_ro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ModelFamily:
     """How one architecture's config is to be read."""
 
     name: str
@@ -34,21 +34,21 @@ class Family:
 
 
 FAMILIES = (
-    Family(name="llama", architecture="LlamaForCausalLM", gguf="llama", bias_key="attention_bias",
+    ModelFamily(name="llama", architecture="LlamaForCausalLM", gguf="llama", bias_key="attention_bias",
            mlp_bias_key="mlp_bias", gguf_permuted=True),
-    Family(name="mistral", architecture="MistralForCausalLM", gguf="llama", windowed="always", window=4096,
+    ModelFamily(name="mistral", architecture="MistralForCausalLM", gguf="llama", windowed="always", window=4096,
            gguf_permuted=True),
-    Family(name="smollm3", architecture="SmolLM3ForCausalLM", gguf="smollm3", bias_key="attention_bias",
+    ModelFamily(name="smollm3", architecture="SmolLM3ForCausalLM", gguf="smollm3", bias_key="attention_bias",
            mlp_bias_key="mlp_bias", windowed="switched", nope_interval=4, gguf_permuted=True,
            theta=2_000_000.0, tied=True),
-    Family(name="qwen2", architecture="Qwen2ForCausalLM", gguf="qwen2", qkv_bias=True, windowed="switched",
+    ModelFamily(name="qwen2", architecture="Qwen2ForCausalLM", gguf="qwen2", qkv_bias=True, windowed="switched",
            window=4096),
-    Family(name="qwen3", architecture="Qwen3ForCausalLM", gguf="qwen3", bias_key="attention_bias",
+    ModelFamily(name="qwen3", architecture="Qwen3ForCausalLM", gguf="qwen3", bias_key="attention_bias",
            qk_norm=True, windowed="switched", window=4096),
 )  # fmt: skip
 
 
-def family_of(architecture: str) -> Family:
+def family_of(architecture: str) -> ModelFamily:
     """The row of a config.json's architecture."""
     for family in FAMILIES:
         if family.architecture == architecture:
@@ -57,7 +57,7 @@ def family_of(architecture: str) -> Family:
     raise ModelError(f"architecture is {architecture!r}, which is not supported: supported are {known}.")
 
 
-def gguf_family_of(architecture: str) -> Family:
+def gguf_family_of(architecture: str) -> ModelFamily:
     """The row of a GGUF file's general.architecture."""
     for family in FAMILIES:
         if family.gguf == architecture:
@@ -137,7 +137,7 @@ def _first_id(value: Any) -> int | None:
     return ids[0] if ids else None
 
 
-def _rope_layers(family: Family, config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+def _rope_layers(family: ModelFamily, config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
     if not family.nope_interval:
         return (True,) * num_layers
     listed = config.get("no_rope_layers")  # in spite of its name, 1 says that the layer has rotary positions
@@ -153,7 +153,7 @@ def nope_layers(num_layers: int, interval: int) -> tuple[bool, ...]:
 
 
 def _windows(
-    family: Family, config: Mapping[str, Any], num_layers: int, rope_layers: tuple[bool, ...]
+    family: ModelFamily, config: Mapping[str, Any], num_layers: int, rope_layers: tuple[bool, ...]
 ) -> tuple[int | None, ...]:
     size = config.get("sliding_window", family.window)
     if family.windowed == "never" or size is None or (family.windowed == "switched" and not _switched_on(config)):

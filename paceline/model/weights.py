@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.model.decoder import Decoder
 from paceline.model.gguf_file import is_gguf, open_gguf
-from paceline.model.layout import Part, stored_parts, target_shapes
+from paceline.model.layout import StoredPart, stored_parts, target_shapes
 from paceline.model.registry import spec_from_config
 from paceline.model.spec import DTYPES, ModelError, ModelSpec
 
@@ -116,7 +116,9 @@ def place(
     return weights
 
 
-def _check_names(parts: Mapping[str, Part], stored: Mapping[str, StoredTensor], *, tied: bool, source: str) -> None:
+def _check_names(
+    parts: Mapping[str, StoredPart], stored: Mapping[str, StoredTensor], *, tied: bool, source: str
+) -> None:
     if missing := [name for name in parts if name not in stored]:
         raise ModelError(f"{source} lacks {_list(missing)}: the file is incomplete or of another model.")
     unexpected = [

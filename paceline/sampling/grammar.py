@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from paceline.request import Grammar, InvalidRequest, Request
-from paceline.sampling.values import Bits, Masks
+from paceline.sampling.types import Bits, Masks
 from paceline.sampling.worker import Worker
 from paceline.scheduler.plan import Plan, Updates
 from paceline.text.tokenizer import Tokenizer

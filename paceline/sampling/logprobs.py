@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from paceline.request import MAX_LOGPROBS, Request
-from paceline.sampling.values import LogprobRun, Logprobs
+from paceline.sampling.types import LogprobRun, Logprobs
 from paceline.scheduler.plan import Plan
 
 MOST_ROWS = 256  # of logits at a time
 
 
-class Width(NamedTuple):
+class LogprobWidth(NamedTuple):
     """How many columns there are to tell of a pass's output."""
 
     num_top: int
@@ -32,7 +32,7 @@ class Width(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class LogprobRequest:
     """`count` logits, of the pass's tokens from `index` on, are wanted for the prompt's tokens at `first` and after."""
 
     row: int
@@ -42,7 +42,7 @@ class Ask:
     num_top: int
 
 
-class LogprobAsks:
+class LogprobTable:
     """Who wants to know what, by slot."""
 
     def __init__(self, max_running: int, vocab_size: int) -> None:
@@ -59,13 +59,13 @@ class LogprobAsks:
         self.num_ids[slot] = len(params.logprob_token_ids)
         self.ids[slot, : len(params.logprob_token_ids)] = params.logprob_token_ids
 
-    def of_output(self, plan: Plan) -> Width | None:
+    def of_output(self, plan: Plan) -> LogprobWidth | None:
         """None if no sampling row asks."""
         slots = plan.slots[plan.samples]
         num_top = int(self.num_top[slots].max(initial=-1))
-        return None if num_top < 0 else Width(num_top, int(self.num_ids[slots].max()))
+        return None if num_top < 0 else LogprobWidth(num_top, int(self.num_ids[slots].max()))
 
-    def of_prompts(self, plan: Plan) -> list[Ask]:
+    def of_prompts(self, plan: Plan) -> list[LogprobRequest]:
         """For each row that computes part of a prompt and asks; `index` counts the pass's tokens."""
         found = []
         for row in np.flatnonzero(self._prompt[plan.slots] >= 0).tolist():
@@ -74,11 +74,11 @@ class LogprobAsks:
             count = min(int(plan.lengths[row]), len(plan.requests[row].prompt) - 1 - start)
             if count > 0:
                 index = int(plan.lengths[:row].sum())
-                found.append(Ask(row, index, count, start + 1, int(self._prompt[slot])))
+                found.append(LogprobRequest(row, index, count, start + 1, int(self._prompt[slot])))
         return found
 
 
-def split(ask: Ask, most: int = MOST_ROWS) -> Iterator[Ask]:
+def split(ask: LogprobRequest, most: int = MOST_ROWS) -> Iterator[LogprobRequest]:
     """The same in parts of which the logits are not too many at a time."""
     for at in range(0, ask.count, most):
         count = min(most, ask.count - at)
@@ -104,7 +104,7 @@ def top_ids(logits: Tensor, count: int) -> Tensor:
 
 
 def output_logprobs(
-    asks: LogprobAsks, width: Width, slots: npt.NDArray[np.int64], logits: Tensor
+    asks: LogprobTable, width: LogprobWidth, slots: npt.NDArray[np.int64], logits: Tensor
 ) -> Callable[[npt.NDArray[np.int64]], Logprobs]:
     """Reads logits [n, V] of these slots' rows before they are changed. What is returned is to be called with the
     tokens [n] that were chosen."""
@@ -129,7 +129,7 @@ def output_logprobs(
 
 
 def prompt_runs(
-    asks: list[Ask], logits_of: Callable[[int, int], Tensor], tokens_of: Callable[[Ask], Tensor]
+    asks: list[LogprobRequest], logits_of: Callable[[int, int], Tensor], tokens_of: Callable[[LogprobRequest], Tensor]
 ) -> tuple[LogprobRun, ...]:
     """What each part of a prompt was asked. `logits_of(index, count)` are those of the pass's tokens, `tokens_of` the
     tokens that follow them."""

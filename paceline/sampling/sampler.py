@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.request import Request
 from paceline.sampling.adjust import Adjustments, adjust_row, adjustments_of
 from paceline.sampling.noise import gumbel, row_keys, token_keys
-from paceline.sampling.values import NO_TOKEN
+from paceline.sampling.types import NO_TOKEN
 
 Rows = npt.NDArray[np.int64]
 

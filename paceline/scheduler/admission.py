@@ -15,8 +15,8 @@ import numpy as np
 
 from paceline.config import SchedulerConfig
 from paceline.request import Phase, Request
-from paceline.scheduler.budget import Outlook, OutputLengths
-from paceline.scheduler.journal import Journal, Kind
+from paceline.scheduler.budget import MemoryForecast, OutputLengths
+from paceline.scheduler.journal import EventKind, Journal
 from paceline.scheduler.memory import Memory, sequence, token_key
 from paceline.scheduler.orders import Order
 from paceline.scheduler.plan import Join
@@ -66,7 +66,7 @@ class Admission:
         self._joins: list[Join] = []
         self._aside: list[Request] = []
         self._did_not_fit: list[Request] = []
-        self._outlook: Outlook | None = None
+        self._outlook: MemoryForecast | None = None
         self._shared_pages = 0
 
     @property
@@ -167,7 +167,7 @@ class Admission:
         self._aside.append(request)
         if request.waits_for != obstacle.reason:
             request.waits_for = obstacle.reason
-            self._journal.write(now, self._memory.tree.step, Kind.WAIT, request.id, obstacle.reason)
+            self._journal.write(now, self._memory.tree.step, EventKind.WAIT, request.id, obstacle.reason)
         request.waits_for_pages = obstacle.num_pages
         if not obstacle.num_pages:
             return len(self._aside) <= 4 * self._config.look_ahead + 16
@@ -190,7 +190,7 @@ class Admission:
 
     def _reserve(self, request: Request, now: float) -> None:
         self.reserved = request
-        self._journal.write(now, self._memory.tree.step, Kind.RESERVE, request.id)
+        self._journal.write(now, self._memory.tree.step, EventKind.RESERVE, request.id)
 
     # ------------------------------------------------------------------ one request
 
@@ -289,7 +289,7 @@ class Admission:
                 expected = int(self._lengths.expected_remaining(generated, np.array([most]))[0])
         return max(0, expected - 1) + self._config.draft_tokens
 
-    def _look_out(self, running: list[Request]) -> Outlook:
+    def _look_out(self, running: list[Request]) -> MemoryForecast:
         """The predicted peak of everything running. In columns: this is asked in every step somebody could join."""
         slots, size = self._memory.slots, self._memory.page_size
         rows = np.array([request.slot for request in running])
@@ -303,7 +303,7 @@ class Admission:
         growth = np.where(slots.runs_full_length[rows], most, expected)
         # The prefill itself yields the first token, so a prompt grows by one position less than it has tokens to come.
         is_prefill = np.array([request.phase is Phase.PREFILL for request in running])
-        return Outlook(size, own, np.maximum(growth - is_prefill, 0) + self._config.draft_tokens)
+        return MemoryForecast(size, own, np.maximum(growth - is_prefill, 0) + self._config.draft_tokens)
 
     def _admit(self, request: Request, to_compute: int, now: float) -> None:
         memory, counters = self._memory, self._journal.counters
@@ -331,7 +331,7 @@ class Admission:
         counters.admitted += 1
         counters.prompt_tokens += request.num_tokens
         counters.hit_tokens += request.held.depth
-        self._journal.write(now, memory.tree.step, Kind.ADMIT, request.id, request.held.depth, to_compute)
+        self._journal.write(now, memory.tree.step, EventKind.ADMIT, request.id, request.held.depth, to_compute)
 
     def plan_chunk(self, request: Request, limit: int) -> int:
         """Adds up to `limit` tokens of an admitted prompt to the pass. Returns how many: fewer if memory is short."""

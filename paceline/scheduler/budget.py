@@ -60,7 +60,7 @@ class OutputLengths:
         return expected
 
 
-class Outlook:
+class MemoryForecast:
     """The predicted peak of memory over all running requests, in pages.
 
     Sorted by expected remaining output, descending: when the i-th request ends, the first i are still there and

@@ -11,7 +11,7 @@ from paceline.scheduler.orders import BaseOrder, DepthFirst, Order
 from paceline.scheduler.prefix_tree import PrefixTree
 
 
-class Tenant:
+class TenantState:
     """One tenant's share. `service` counts charged tokens divided by the weight: equal service is fair."""
 
     __slots__ = ("index", "name", "num_running", "num_waiting", "order", "service", "weight")
@@ -41,15 +41,15 @@ class Fair(BaseOrder):
     def __init__(self, tree: PrefixTree, config: SchedulerConfig) -> None:
         self._tree = tree
         self._config = config
-        self.tenants: dict[str, Tenant] = {}
+        self.tenants: dict[str, TenantState] = {}
         self._created = 0
         self._level = 0.0
         self._left_at = 0.0  # service of the last tenant that went idle
-        self._turn: Tenant | None = None
-        self._backlogged: list[tuple[float, int, Tenant]] = []
-        self._active: list[tuple[float, int, Tenant]] = []
-        self._skipped: list[Tenant] = []
-        self._asked: set[Tenant] = set()
+        self._turn: TenantState | None = None
+        self._backlogged: list[tuple[float, int, TenantState]] = []
+        self._active: list[tuple[float, int, TenantState]] = []
+        self._skipped: list[TenantState] = []
+        self._asked: set[TenantState] = set()
 
     def add(self, request: Request) -> None:
         tenant = self.tenants.get(request.tenant) or self._new_tenant(request.tenant)
@@ -112,13 +112,13 @@ class Fair(BaseOrder):
                 heappush(self._backlogged, (tenant.service, tenant.index, tenant))
         self._skipped.clear()
 
-    def _new_tenant(self, name: str) -> Tenant:
+    def _new_tenant(self, name: str) -> TenantState:
         if len(self.tenants) > 2048:
             self._forget_idle()
         config = self._config
         inner = DepthFirst(self._tree, lambda: self._tree.root.children.get(name))
         order = aged(inner, self._tree, config)
-        tenant = Tenant(self._created, name, config.tenant_weights.get(name, 1.0), order)
+        tenant = TenantState(self._created, name, config.tenant_weights.get(name, 1.0), order)
         self._created += 1
         self.tenants[name] = tenant
         return tenant
@@ -130,11 +130,11 @@ class Fair(BaseOrder):
             name: tenant for name, tenant in self.tenants.items() if tenant.is_active or tenant.service > floor
         }
 
-    def _maybe_idle(self, tenant: Tenant) -> None:
+    def _maybe_idle(self, tenant: TenantState) -> None:
         if not tenant.is_active:
             self._left_at = max(self._left_at, min(tenant.service, self._least_active(tenant.service)))
 
-    def _least_served(self) -> Tenant | None:
+    def _least_served(self) -> TenantState | None:
         skipped = self._skipped
         heap = self._backlogged
         while heap:

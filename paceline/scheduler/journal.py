@@ -16,7 +16,7 @@ from typing import NamedTuple
 from paceline.request import FinishReason
 
 
-class Kind(StrEnum):
+class EventKind(StrEnum):
     ADD = "add"
     REFUSE = "refuse"
     ADMIT = "admit"  # detail: cached tokens, tokens to compute
@@ -36,7 +36,7 @@ class Kind(StrEnum):
 class Event(NamedTuple):
     time: float
     step: int
-    kind: Kind
+    kind: EventKind
     request_id: str
     detail: tuple[object, ...]
 
@@ -76,7 +76,7 @@ class Journal:
         self.listeners: list[Callable[[Event], None]] = []
         self.counters = Counters()
 
-    def write(self, time: float, step: int, kind: Kind, request_id: str, *detail: object) -> None:
+    def write(self, time: float, step: int, kind: EventKind, request_id: str, *detail: object) -> None:
         event = Event(time, step, kind, request_id, detail)
         self.events.append(event)
         for listener in self.listeners:

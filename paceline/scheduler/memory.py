@@ -22,7 +22,7 @@ import numpy as np
 from paceline.config import SchedulerConfig
 from paceline.request import PacelineError, Request, Tokens
 from paceline.scheduler.host_tier import HostTier
-from paceline.scheduler.journal import Journal, Kind
+from paceline.scheduler.journal import EventKind, Journal
 from paceline.scheduler.node import Node
 from paceline.scheduler.page_pool import NO_PAGES, PagePool, Pages
 from paceline.scheduler.plan import Column
@@ -95,10 +95,10 @@ class Memory:
             evicted = self.tree.evict(short)
             self.pool.free(evicted)
             counters.evicted_pages += len(evicted)
-            self._journal.write(self.now, self.tree.step, Kind.EVICT, "", len(evicted))
+            self._journal.write(self.now, self.tree.step, EventKind.EVICT, "", len(evicted))
             if spilled := counters.spilled_pages - before[0]:
                 forgotten = counters.forgotten_pages - before[1]
-                self._journal.write(self.now, self.tree.step, Kind.SPILL, "", spilled, forgotten)
+                self._journal.write(self.now, self.tree.step, EventKind.SPILL, "", spilled, forgotten)
         return self.pool.allocate(count)
 
     def hold(self, request: Request, node: Node) -> None:
@@ -145,7 +145,7 @@ class Memory:
 
         count = self._go_on(request, fetched)
         if count:
-            self._journal.write(self.now, self.tree.step, Kind.FETCH, request.id, count)
+            self._journal.write(self.now, self.tree.step, EventKind.FETCH, request.id, count)
         return count
 
     def _go_on(self, request: Request, below: Callable[[Node, int], tuple[Node, Pages] | None]) -> int:
@@ -252,7 +252,7 @@ class Memory:
             self.tree.lock(request, child, above=held)
             self.pool.free(copies)
             self._journal.counters.duplicate_pages += len(copies)
-            self._journal.write(self.now, self.tree.step, Kind.DUPLICATE, request.id, len(copies))
+            self._journal.write(self.now, self.tree.step, EventKind.DUPLICATE, request.id, len(copies))
             held = child
         self._set_held(request, held)
 

@@ -25,7 +25,7 @@ from paceline.scheduler.admission import LEAST_CHUNK, Admission
 from paceline.scheduler.budget import Ints, OutputLengths
 from paceline.scheduler.explain import explain
 from paceline.scheduler.invariants import find_faults
-from paceline.scheduler.journal import Counters, Journal, Kind
+from paceline.scheduler.journal import Counters, EventKind, Journal
 from paceline.scheduler.memory import Memory, PinError
 from paceline.scheduler.plan import NO_TOKENS, Column, Finished, Plan, Sharing, Updates
 from paceline.scheduler.policy import make_order
@@ -52,7 +52,7 @@ class Scheduler:
         self.journal = Journal(config.journal_events)
         self.step_time = StepTimeFit()
         self._lengths = OutputLengths()
-        self._open_books()
+        self._reset_state()
         self.requests: dict[str, Request] = {}  # accepted and not finished
         self._arrivals = 0
         self._departures = 0  # finished or retracted: rows in flight may belong to nobody any more
@@ -71,7 +71,7 @@ class Scheduler:
         self._ones.flags.writeable = self._trues.flags.writeable = False
         self._decodes_of: Counter[str] = Counter()  # tenant -> rows
 
-    def _open_books(self, step: int = 1) -> None:
+    def _reset_state(self, step: int = 1) -> None:
         """Empty memory and queues. Passes go on being numbered from `step`."""
         self.memory = Memory(self.config, self.journal)
         self.memory.tree.step = step
@@ -126,7 +126,7 @@ class Scheduler:
             request.max_tokens = accept(request, self.config, self.memory, self.admission)
         except Refused as refusal:
             self.counters.refused += 1
-            self.journal.write(now, self.memory.tree.step, Kind.REFUSE, request.id, str(refusal))
+            self.journal.write(now, self.memory.tree.step, EventKind.REFUSE, request.id, str(refusal))
             raise
         self._arrivals += 1
         request.number = self._arrivals
@@ -139,7 +139,9 @@ class Scheduler:
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, request.number, request))
         self.counters.added += 1
-        self.journal.write(now, self.memory.tree.step, Kind.ADD, request.id, len(request.prompt), request.max_tokens)
+        self.journal.write(
+            now, self.memory.tree.step, EventKind.ADD, request.id, len(request.prompt), request.max_tokens
+        )
         self.admission.enqueue(request)
 
     def abort(self, request_id: str, now: float) -> bool:
@@ -173,7 +175,7 @@ class Scheduler:
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and not request.ends_by_length:
             self._lengths.record(len(request.output))
         self.counters.finished[reason] += 1
-        self.journal.write(now, self.memory.tree.step, Kind.FINISH, request.id, reason, len(request.output))
+        self.journal.write(now, self.memory.tree.step, EventKind.FINISH, request.id, reason, len(request.output))
         self._ended.append(Finished(request, reason))
 
     def _leave(self, request: Request, num_known: int) -> int:
@@ -398,7 +400,7 @@ class Scheduler:
         request.waits_for = "memory: it was retracted"
         self._lengths.had_to_retract()
         self.counters.retractions += 1
-        self.journal.write(now, self.memory.tree.step, Kind.RETRACT, request.id, beneficiary, num_pages)
+        self.journal.write(now, self.memory.tree.step, EventKind.RETRACT, request.id, beneficiary, num_pages)
         self.admission.enqueue_retracted(request)
 
     def _retract_for_priority(self, now: float) -> None:
@@ -536,12 +538,12 @@ class Scheduler:
             raise PinError(f"pin {name!r} expires at {expires}, and it is {now} already: give a later time.")
         probe = Request(name, as_tokens(prompt), tenant=tenant, cache_salt=cache_salt, adapter=adapter)
         num_tokens = self.memory.pin(name, probe, expires)
-        self.journal.write(now, self.memory.tree.step, Kind.PIN, name, num_tokens)
+        self.journal.write(now, self.memory.tree.step, EventKind.PIN, name, num_tokens)
         return num_tokens
 
     def unpin(self, name: str, now: float) -> None:
         self.memory.unpin(name)
-        self.journal.write(now, self.memory.tree.step, Kind.UNPIN, name)
+        self.journal.write(now, self.memory.tree.step, EventKind.UNPIN, name)
 
     def check_idle(self, now: float) -> list[str]:
         """When nothing runs or waits: counts everything again. What does not add up is reported and repaired, at the
@@ -550,11 +552,11 @@ class Scheduler:
             return []
         faults = find_faults(self)
         if faults:
-            self._open_books(self.memory.tree.step)
+            self._reset_state(self.memory.tree.step)
             self._decode_slots, self._sharing_is_known = None, False
             self._decodes_of.clear()
             self.counters.repairs += 1
-            self.journal.write(now, self.memory.tree.step, Kind.REPAIR, "", *faults)
+            self.journal.write(now, self.memory.tree.step, EventKind.REPAIR, "", *faults)
         return faults
 
     def flush_cache(self) -> int:

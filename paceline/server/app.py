@@ -14,10 +14,15 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from paceline.config import ServerConfig, Tenant
-from paceline.engine.output import Piece, Usage
-from paceline.server.answer import Answer, finish_reason_of, total_usage
-from paceline.server.asgi import (
+from paceline.config import ServerConfig, TenantConfig
+from paceline.engine.output import OutputDelta, TokenUsage
+from paceline.server.chat import ChatResponse
+from paceline.server.completions import CompletionResponse
+from paceline.server.embeddings import EmbeddingResponse
+from paceline.server.engine_client import EngineClient, Job
+from paceline.server.errors import ApiError, answer_to, shutting_down, unknown_model, wrong_method
+from paceline.server.handlers import Handlers
+from paceline.server.http import (
     ClientGone,
     EventStream,
     Receive,
@@ -28,14 +33,9 @@ from paceline.server.asgi import (
     send_json,
     unless_gone,
 )
-from paceline.server.chat import ChatAnswer
-from paceline.server.client import EngineClient, Job
-from paceline.server.completions import CompletionAnswer
-from paceline.server.embeddings import EmbeddingAnswer
-from paceline.server.errors import ApiError, answer_to, shutting_down, unknown_model, wrong_method
 from paceline.server.limits import Keys
-from paceline.server.metrics import Tally
-from paceline.server.plain import Plain
+from paceline.server.metrics import ServerCounters
+from paceline.server.response import ResponseBuilder, finish_reason_of, total_usage
 from paceline.server.types import (
     ChatRequest,
     CompletionRequest,
@@ -62,21 +62,21 @@ class App:
         *,
         name: str,
         keys: Keys | None = None,
-        tally: Tally | None = None,
+        tally: ServerCounters | None = None,
         worker: str = "front-end-0",
         tell: Callable[..., None] | None = None,
     ) -> None:
         """`tell` takes what concerns the other front ends too; without one this is the only one."""
         self._client, self._tokenizer, self._config, self._name = client, tokenizer, config, name
         self._keys = keys or Keys((), config.admin_key)
-        self._tally = tally or Tally()
+        self._tally = tally or ServerCounters()
         self.draining = False  # new requests are refused
-        self._generating: dict[str, Callable[[bytes], Answer]] = {
+        self._generating: dict[str, Callable[[bytes], ResponseBuilder]] = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._completion,
             "/v1/embeddings": self._embedding,
         }
-        self._plain = Plain(self, client, tokenizer, config, name, self._keys, self._tally, worker, tell)
+        self._plain = Handlers(self, client, tokenizer, config, name, self._keys, self._tally, worker, tell)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         read = self._generating.get(scope["path"]) if scope["type"] == "http" else None
@@ -87,7 +87,9 @@ class App:
 
     # ------------------------------------------------------------------ before there is an answer
 
-    async def _generate(self, read: Callable[[bytes], Answer], scope: Scope, receive: Receive, send: Send) -> None:
+    async def _generate(
+        self, read: Callable[[bytes], ResponseBuilder], scope: Scope, receive: Receive, send: Send
+    ) -> None:
         record = _Record(scope["path"])
         try:
             if scope["method"] != "POST":
@@ -119,26 +121,26 @@ class App:
         if log.isEnabledFor(logging.INFO):
             log.info("request", extra={"fields": record.fields(self._tokenizer if self._config.log_prompts else None)})
 
-    def _chat(self, body: bytes) -> Answer:
+    def _chat(self, body: bytes) -> ResponseBuilder:
         request = read_request(body, ChatRequest)
         self._check_model(request)
-        return ChatAnswer(request, self._tokenizer)
+        return ChatResponse(request, self._tokenizer)
 
-    def _completion(self, body: bytes) -> Answer:
+    def _completion(self, body: bytes) -> ResponseBuilder:
         request = read_request(body, CompletionRequest)
         self._check_model(request)
-        return CompletionAnswer(request, self._tokenizer, self._config.max_prompts)
+        return CompletionResponse(request, self._tokenizer, self._config.max_prompts)
 
-    def _embedding(self, body: bytes) -> Answer:
+    def _embedding(self, body: bytes) -> ResponseBuilder:
         request = read_struct(body, EmbeddingRequest)
         self._check_model(request)
-        return EmbeddingAnswer(request, self._tokenizer, self._config.max_prompts)
+        return EmbeddingResponse(request, self._tokenizer, self._config.max_prompts)
 
     def _check_model(self, request: GenerationRequest | EmbeddingRequest) -> None:
         if request.model != self._name:
             raise unknown_model(request.model, self._name)
 
-    def _jobs(self, answer: Answer, tenant: Tenant, headers: dict[bytes, bytes]) -> Sequence[Job]:
+    def _jobs(self, answer: ResponseBuilder, tenant: TenantConfig, headers: dict[bytes, bytes]) -> Sequence[Job]:
         """The answer's jobs, on this tenant's account and terms."""
         request = answer.request
         priority, salt = request.priority or 0, request.cache_salt or ""
@@ -164,7 +166,7 @@ class App:
             for job in answer.jobs
         ]
 
-    def _check_fits(self, answer: Answer) -> None:
+    def _check_fits(self, answer: ResponseBuilder) -> None:
         # The engine would refuse it too. But of several prompts the first may be streaming by then, and the error
         # would come too late to be a status.
         most_tokens = self._client.served.max_tokens
@@ -182,9 +184,9 @@ class App:
 
     # ------------------------------------------------------------------ answers
 
-    async def _whole(self, answer: Answer, jobs: Sequence[Job], record: _Record, _: Scope, send: Send) -> None:
-        parts: list[list[Piece]] = [[] for _ in jobs]
-        usages: dict[int, Usage] = {}
+    async def _whole(self, answer: ResponseBuilder, jobs: Sequence[Job], record: _Record, _: Scope, send: Send) -> None:
+        parts: list[list[OutputDelta]] = [[] for _ in jobs]
+        usages: dict[int, TokenUsage] = {}
         async with aclosing(self._client.stream(jobs)) as pieces:
             async for index, piece in pieces:
                 parts[index].append(piece)
@@ -195,9 +197,11 @@ class App:
         record.status = 200
         await send_json(send, 200, body, {"X-Request-Id": record.id})
 
-    async def _stream(self, answer: Answer, jobs: Sequence[Job], record: _Record, scope: Scope, send: Send) -> None:
+    async def _stream(
+        self, answer: ResponseBuilder, jobs: Sequence[Job], record: _Record, scope: Scope, send: Send
+    ) -> None:
         stream = EventStream(send, scope, [(b"x-request-id", record.id.encode())])
-        usages: dict[int, Usage] = {}
+        usages: dict[int, TokenUsage] = {}
         try:
             async with aclosing(self._client.stream(jobs)) as pieces:
                 async for index, piece in pieces:
@@ -239,11 +243,11 @@ class _Record:
         self._first_token_s: float | None = None
         self._queue_s: float | None = None
 
-    def begin(self, answer: Answer) -> None:
+    def begin(self, answer: ResponseBuilder) -> None:
         self.id = answer.id
         self._prompts = [job.prompt for job in answer.jobs]
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: OutputDelta) -> None:
         """The last of one of its jobs."""
         self.end = piece.finish_reason or ""
         if piece.usage is not None:

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from paceline.engine.output import Piece
+from paceline.engine.output import OutputDelta
 from paceline.request import Grammar
-from paceline.server.answer import TokenWords, finish_reason_of, new_id, now, text_of
-from paceline.server.client import Job
+from paceline.server.engine_client import Job
 from paceline.server.errors import ApiError
 from paceline.server.fields import check_message_fields, short
+from paceline.server.response import TokenWords, finish_reason_of, new_id, now, text_of
 from paceline.server.types import (
     ChatChoice,
     ChatChunk,
@@ -29,13 +29,13 @@ from paceline.server.types import (
     Message,
     ToolCall,
     ToolCallDelta,
-    Usage,
+    UsageInfo,
 )
 from paceline.text.tokenizer import Tokenizer
 from paceline.text.tools import CallBegins, CallParser, Content, Event, call_grammar, describe, style_of
 
 
-class ChatAnswer:
+class ChatResponse:
     prompt_field = "messages"
 
     def __init__(self, request: ChatRequest, tokenizer: Tokenizer) -> None:
@@ -68,7 +68,7 @@ class ChatAnswer:
         for index in range(len(self.jobs)):
             yield self._chunk([ChatChunkChoice(index, Delta(role="assistant", content=""))])
 
-    def chunks(self, index: int, piece: Piece, finish_reason: str | None) -> Iterable[bytes]:
+    def chunks(self, index: int, piece: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
         logprobs = self._logprobs([piece])
         parser = self._parsers.get(index)
         if parser is None:
@@ -86,16 +86,16 @@ class ChatAnswer:
             reason = finish_reason if is_last else None
             yield self._chunk([ChatChunkChoice(index, delta, reason, logprobs if number == 0 else None)])
 
-    def usage_chunk(self, usage: Usage) -> bytes:
+    def usage_chunk(self, usage: UsageInfo) -> bytes:
         return self._chunk([], usage)
 
-    def whole(self, pieces: Sequence[Sequence[Piece]], usage: Usage) -> bytes:
+    def whole(self, pieces: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
         choices = [self._choice(index, parts) for index, parts in enumerate(pieces)]
         return msgspec.json.encode(
             ChatCompletion(self.id, "chat.completion", self._created, self.request.model, choices, usage)
         )
 
-    def _choice(self, index: int, parts: Sequence[Piece]) -> ChatChoice:
+    def _choice(self, index: int, parts: Sequence[OutputDelta]) -> ChatChoice:
         message, reason = Message("assistant", text_of(parts)), finish_reason_of(parts[-1]) or ""
         if self._style is not None:
             parser = CallParser(self._style)
@@ -104,13 +104,13 @@ class ChatAnswer:
                 reason = "tool_calls"
         return ChatChoice(index, message, reason, self._logprobs(parts))
 
-    def _logprobs(self, parts: Sequence[Piece]) -> ChatLogprobs | None:
+    def _logprobs(self, parts: Sequence[OutputDelta]) -> ChatLogprobs | None:
         if not self.request.logprobs:
             return None
         told = [self._words.of(one) for piece in parts for one in self._words.shown(piece)]
         return ChatLogprobs(told) if told or parts[-1].finish_reason is None or len(parts) > 1 else None
 
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> bytes:
+    def _chunk(self, choices: list[ChatChunkChoice], usage: UsageInfo | None = None) -> bytes:
         shown = usage if self.request.include_usage else UNSET
         return msgspec.json.encode(
             ChatChunk(self.id, "chat.completion.chunk", self._created, self.request.model, choices, shown)

@@ -10,19 +10,19 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from paceline.engine.output import Piece, TokenLogprob
+from paceline.engine.output import OutputDelta, TokenLogprob
 from paceline.request import InvalidRequest
-from paceline.server.answer import TokenWords, finish_reason_of, finite, mean_logprob, new_id, now, text_of
-from paceline.server.client import Job
+from paceline.server.engine_client import Job
 from paceline.server.errors import ApiError
 from paceline.server.fields import short
-from paceline.server.types import CompletionRequest, TextChoice, TextCompletion, TextLogprobs, Usage
+from paceline.server.response import TokenWords, finish_reason_of, finite, mean_logprob, new_id, now, text_of
+from paceline.server.types import CompletionRequest, TextChoice, TextCompletion, TextLogprobs, UsageInfo
 from paceline.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this route alone
 
 
-class CompletionAnswer:
+class CompletionResponse:
     prompt_field = "prompt"
 
     def __init__(self, request: CompletionRequest, tokenizer: Tokenizer, max_prompts: int) -> None:
@@ -56,16 +56,16 @@ class CompletionAnswer:
     def opening(self) -> Iterable[bytes]:
         return ()
 
-    def chunks(self, index: int, piece: Piece, finish_reason: str | None) -> Iterable[bytes]:
+    def chunks(self, index: int, piece: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
         if piece.text or finish_reason is not None or piece.logprobs or index not in self._offsets:
             choice = self._choice(index, index, [piece], is_first=index not in self._offsets)
             if choice.text or choice.logprobs or finish_reason is not None:
                 yield self._encode([choice], None if self.request.include_usage else UNSET)
 
-    def usage_chunk(self, usage: Usage) -> bytes:
+    def usage_chunk(self, usage: UsageInfo) -> bytes:
         return self._encode([], usage)
 
-    def whole(self, pieces: Sequence[Sequence[Piece]], usage: Usage) -> bytes:
+    def whole(self, pieces: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
         choices: list[TextChoice] = []
         for first in range(0, len(pieces), self.jobs_per_prompt):
             jobs = list(range(first, first + self.jobs_per_prompt))
@@ -77,12 +77,12 @@ class CompletionAnswer:
             ]
         return self._encode(choices, usage)
 
-    def _choice(self, index: int, job: int, parts: Sequence[Piece], *, is_first: bool) -> TextChoice:
+    def _choice(self, index: int, job: int, parts: Sequence[OutputDelta], *, is_first: bool) -> TextChoice:
         prompt = self._texts[job // self.jobs_per_prompt] if self.request.echo and is_first else None
         text = (prompt.text if prompt else "") + text_of(parts)
         return TextChoice(index, text, finish_reason_of(parts[-1]), self._logprobs(job, parts, prompt))
 
-    def _logprobs(self, job: int, parts: Sequence[Piece], prompt: _Text | None) -> TextLogprobs | None:
+    def _logprobs(self, job: int, parts: Sequence[OutputDelta], prompt: _Text | None) -> TextLogprobs | None:
         offsets = self._offsets.setdefault(job, _Offsets())
         if self.request.logprobs is None:
             return None
@@ -114,7 +114,7 @@ class CompletionAnswer:
                            param="max_tokens", code="invalid_value")  # fmt: skip
         return request.max_tokens
 
-    def _encode(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> bytes:
+    def _encode(self, choices: list[TextChoice], usage: UsageInfo | UnsetType | None) -> bytes:
         return msgspec.json.encode(
             TextCompletion(self.id, "text_completion", self._created, self.request.model, choices, usage)
         )

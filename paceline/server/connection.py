@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 
 from paceline.config import ServerConfig
 from paceline.server.errors import ApiError
-from paceline.server.metrics import Tally
+from paceline.server.metrics import ServerCounters
 
 BACKLOG = 4096
 
@@ -47,7 +47,7 @@ class _State(ServerState):
 
 class Connection(H11Protocol):
     def __init__(
-        self, config: uvicorn.Config, state: ServerState, limits: ServerConfig, tally: Tally, loop: Any
+        self, config: uvicorn.Config, state: ServerState, limits: ServerConfig, tally: ServerCounters, loop: Any
     ) -> None:
         super().__init__(config, state, {"connection": self}, loop)
         self._limits, self._tally = limits, tally
@@ -123,7 +123,7 @@ class Connection(H11Protocol):
 
 
 async def listen(
-    app: Callable[..., Any], config: ServerConfig, taken: socket.socket, tally: Tally
+    app: Callable[..., Any], config: ServerConfig, taken: socket.socket, tally: ServerCounters
 ) -> asyncio.base_events.Server:
     """Accepts connections from now on."""
     settings = uvicorn.Config(

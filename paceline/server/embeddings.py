@@ -8,18 +8,18 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from paceline.engine.output import Piece
+from paceline.engine.output import OutputDelta
 from paceline.request import SamplingParams
-from paceline.server.answer import new_id
-from paceline.server.client import Job
 from paceline.server.completions import encode_prompts
-from paceline.server.types import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage, Usage
+from paceline.server.engine_client import Job
+from paceline.server.response import new_id
+from paceline.server.types import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage, UsageInfo
 from paceline.text.tokenizer import Tokenizer
 
 _NOTHING = SamplingParams(temperature=0, max_tokens=1)  # no token is sampled
 
 
-class EmbeddingAnswer:
+class EmbeddingResponse:
     prompt_field = "input"
     jobs_per_prompt = 1
 
@@ -35,13 +35,13 @@ class EmbeddingAnswer:
     def opening(self) -> Iterable[bytes]:
         return ()
 
-    def chunks(self, index: int, piece: Piece, finish_reason: str | None) -> Iterable[bytes]:
+    def chunks(self, index: int, piece: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
         raise AssertionError("embeddings are not streamed")
 
-    def usage_chunk(self, usage: Usage) -> bytes:
+    def usage_chunk(self, usage: UsageInfo) -> bytes:
         raise AssertionError("embeddings are not streamed")
 
-    def whole(self, pieces: Sequence[Sequence[Piece]], usage: Usage) -> bytes:
+    def whole(self, pieces: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
         data = [Embedding(index, self._shown(parts[-1].vector or b"")) for index, parts in enumerate(pieces)]
         return msgspec.json.encode(
             EmbeddingList(data, self.request.model, EmbeddingUsage(usage.prompt_tokens, usage.prompt_tokens))

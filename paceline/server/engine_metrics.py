@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.engine.engine import Engine
-from paceline.engine.output import Piece
+from paceline.engine.output import OutputDelta
 from paceline.scheduler import Scheduler
 from paceline.scheduler.fair import Fair
-from paceline.server.metrics import TOKENS, Family, Histogram
+from paceline.server.metrics import TOKENS, Histogram, MetricFamily
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class EngineMetrics:
     num_tokens: int = 0
     num_open: Callable[[], int] = lambda: 0  # requests that a front end waits for
 
-    def took(self, piece: Piece) -> None:
+    def took(self, piece: OutputDelta) -> None:
         """A request's last piece."""
         timings, usage = piece.timings, piece.usage
         if timings is not None:
@@ -39,7 +39,7 @@ class EngineMetrics:
             self.prompt_tokens.observe(usage.prompt_tokens)
             self.output_tokens.observe(usage.completion_tokens)
 
-    def collect(self, scheduler: Scheduler, engine: Engine) -> list[Family]:
+    def collect(self, scheduler: Scheduler, engine: Engine) -> list[MetricFamily]:
         counters, memory, config = scheduler.counters, scheduler.memory, scheduler.config
         used = 1 - memory.num_available_pages / config.num_pages
         busy = min(1.0, counters.device_s / engine.work_s) if engine.work_s else 1.0
@@ -47,14 +47,14 @@ class EngineMetrics:
         if isinstance(scheduler.order, Fair):
             service = {name: tenant.service * tenant.weight for name, tenant in scheduler.order.tenants.items()}
 
-        def gauge(name: str, help: str, value: float) -> Family:
-            return Family(name, "gauge", help, [({}, value)])
+        def gauge(name: str, help: str, value: float) -> MetricFamily:
+            return MetricFamily(name, "gauge", help, [({}, value)])
 
-        def counter(name: str, help: str, value: float) -> Family:
-            return Family(name, "counter", help, [({}, value)])
+        def counter(name: str, help: str, value: float) -> MetricFamily:
+            return MetricFamily(name, "counter", help, [({}, value)])
 
-        def histogram(name: str, help: str, value: Histogram) -> Family:
-            return Family(name, "histogram", help, [({}, value.state())])
+        def histogram(name: str, help: str, value: Histogram) -> MetricFamily:
+            return MetricFamily(name, "histogram", help, [({}, value.state())])
 
         return [
             gauge("num_requests_running", "Requests that hold a slot.", scheduler.num_running),
@@ -85,11 +85,11 @@ class EngineMetrics:
             counter("steps", "Forward passes.", counters.steps),
             counter("discarded_tokens", "Tokens of requests that had ended meanwhile.", counters.discarded_tokens),
             counter("repairs", "Times the books did not add up when idle.", counters.repairs),
-            Family("request_success", "counter", "Requests that ended, by reason.",
+            MetricFamily("request_success", "counter", "Requests that ended, by reason.",
                    [({"finished_reason": reason.value}, count) for reason, count in counters.finished.items()]),
-            Family("requests_refused", "counter", "Requests refused because of a limit, by tenant.",
+            MetricFamily("requests_refused", "counter", "Requests refused because of a limit, by tenant.",
                    [({"tenant": tenant}, count) for tenant, count in self.refused.items()]),
-            Family("tenant_service_tokens", "counter", "Weighted tokens a tenant was served.",
+            MetricFamily("tenant_service_tokens", "counter", "Weighted tokens a tenant was served.",
                    [({"tenant": name}, value) for name, value in service.items()]),
             histogram("time_to_first_token_seconds", "From arrival to the first token.", self.first_token),
             histogram("inter_token_latency_seconds", "From one token to the next.", self.between_tokens),

@@ -24,14 +24,24 @@ import msgspec
 import numpy as np
 import zmq
 
-from paceline.config import EngineConfig, Tenant, split_options
+from paceline.config import EngineConfig, TenantConfig, split_options
 from paceline.engine.engine import Engine
-from paceline.engine.output import EngineFailed, Piece
+from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.request import InvalidRequest, PacelineError, SamplingParams
-from paceline.server.answers import EngineSide, served_by
+from paceline.server.engine_queries import EngineQueries, served_by
 from paceline.server.limits import Gate
 from paceline.server.logs import set_up_logs
-from paceline.server.wire import Ask, End, Join, Pieces, Refusal, Reply, Submit, decode_to_engine, encode
+from paceline.server.messages import (
+    End,
+    Hello,
+    OutputBatch,
+    QueryMessage,
+    Refusal,
+    Reply,
+    Submit,
+    decode_to_engine,
+    encode,
+)
 from paceline.text.stop import TokenText
 
 log = logging.getLogger("paceline.engine")
@@ -49,13 +59,13 @@ class EngineSetup:
     shape: str | None = None
     options: dict[str, Any] = field(default_factory=dict)  # of EngineConfig and SchedulerConfig
     stall_s: float = 60.0
-    tenants: tuple[Tenant, ...] = ()
+    tenants: tuple[TenantConfig, ...] = ()
     log_level: str = "info"
     log_format: str = "text"
 
 
 @dataclass(slots=True, eq=False)
-class _Sink:
+class _FrontEndSink:
     """One request's way to its front end."""
 
     process: EngineProcess
@@ -66,7 +76,7 @@ class _Sink:
     wants_all_at_once: bool
     last_token: float | None = None
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: OutputDelta) -> None:
         self.process.pieces.append((self, piece))
 
     def refuse(self, error: PacelineError) -> None:
@@ -76,10 +86,10 @@ class _Sink:
 
 
 class EngineProcess:
-    def __init__(self, engine: Engine, address: str, *, stall_s: float, tenants: Sequence[Tenant] = ()) -> None:
+    def __init__(self, engine: Engine, address: str, *, stall_s: float, tenants: Sequence[TenantConfig] = ()) -> None:
         self._engine = engine
-        self.side = EngineSide(engine, stall_s)
-        self.pieces: list[tuple[_Sink, Piece]] = []  # of this step; the engine's thread alone
+        self.side = EngineQueries(engine, stall_s)
+        self.pieces: list[tuple[_FrontEndSink, OutputDelta]] = []  # of this step; the engine's thread alone
         self.on_failure: Callable[[], None] = lambda: None
         self._gate = Gate(tenants)
         self._context = zmq.Context()
@@ -89,7 +99,7 @@ class EngineProcess:
         # Sockets are no thread's own: answers leave from the listening thread and from the engine's.
         self._lock = threading.Lock()
         self._outlets: dict[str, zmq.Socket[bytes]] = {}
-        self._sinks: dict[str, dict[str, _Sink]] = {}  # front end -> request id -> sink
+        self._sinks: dict[str, dict[str, _FrontEndSink]] = {}  # front end -> request id -> sink
         engine.text_of = _no_text
         engine.after_step = self._send_pieces
         self.side.metrics.num_open = lambda: self.num_open
@@ -108,15 +118,15 @@ class EngineProcess:
             except Exception:  # a message that makes no sense is our own bug; the others still count
                 log.exception("a message from a front end could not be read")
 
-    def _take(self, message: Join | Submit | End | Ask) -> None:
+    def _take(self, message: Hello | Submit | End | QueryMessage) -> None:
         match message:
             case Submit():
                 self._submit(message)
             case End():
                 self._engine.finish(message.id, message.reason)
-            case Ask():
+            case QueryMessage():
                 self._ask(message)
-            case Join():
+            case Hello():
                 with self._lock:
                     outlet = self._context.socket(zmq.PUSH)
                     outlet.set_hwm(0)  # bounded by what the front end asked for
@@ -127,7 +137,7 @@ class EngineProcess:
     def _submit(self, message: Submit) -> None:
         job = message.job
         prompt = np.frombuffer(message.prompt, np.int32)
-        sink = _Sink(self, message.front_end, message.number, job.id, job.tenant, job.at_once)
+        sink = _FrontEndSink(self, message.front_end, message.number, job.id, job.tenant, job.at_once)
         try:
             self._gate.enter(job.tenant, len(prompt), time.monotonic())
         except PacelineError as error:
@@ -145,7 +155,7 @@ class EngineProcess:
             self.forget(sink)
             self.send(message.front_end, Refusal.of(message.number, error))
 
-    def _ask(self, message: Ask) -> None:
+    def _ask(self, message: QueryMessage) -> None:
         def reply(answered: Any) -> None:
             error = answered.exception()
             if error is None:
@@ -178,7 +188,7 @@ class EngineProcess:
         for request_id in requests:
             self._engine.abort(request_id)
 
-    def forget(self, sink: _Sink, num_output_tokens: int = 0) -> None:
+    def forget(self, sink: _FrontEndSink, num_output_tokens: int = 0) -> None:
         with self._lock:
             of = self._sinks.get(sink.front_end)
             if of is not None:
@@ -198,7 +208,7 @@ class EngineProcess:
     def _send_each(self) -> None:
         pieces, self.pieces = self.pieces, []
         now, metrics = time.monotonic(), self.side.metrics
-        messages: dict[str, list[tuple[int, Piece]]] = {}
+        messages: dict[str, list[tuple[int, OutputDelta]]] = {}
         for sink, piece in pieces:
             messages.setdefault(sink.front_end, []).append((sink.number, piece))
             count = len(piece.token_ids)
@@ -211,9 +221,9 @@ class EngineProcess:
                 metrics.took(piece)
                 self.forget(sink, 0 if piece.usage is None else piece.usage.completion_tokens)
         for front_end, content in messages.items():
-            self.send(front_end, Pieces(content))
+            self.send(front_end, OutputBatch(content))
 
-    def send(self, front_end: str, message: Pieces | Reply | Refusal) -> None:
+    def send(self, front_end: str, message: OutputBatch | Reply | Refusal) -> None:
         data = encode(message)
         with self._lock:
             outlet = self._outlets.get(front_end)
@@ -240,7 +250,7 @@ def build(setup: EngineSetup, progress: Callable[[int, int], None]) -> Engine:
     if weights:
         scheduler_options["tenant_weights"] = {**weights, **scheduler_options.get("tenant_weights", {})}
     if engine_options.get("executor") == "virtual":
-        from paceline.engine.virtual_build import build_virtual
+        from paceline.engine.virtual.build import build_virtual
 
         return build_virtual(EngineConfig(**engine_options), scheduler_options)
     from paceline.engine.build import build_engine
@@ -258,7 +268,7 @@ def make_a_token(engine: Engine) -> None:
     class _Wait:
         wants_all_at_once = True
 
-        def put(self, piece: Piece) -> None:
+        def put(self, piece: OutputDelta) -> None:
             if piece.finish_reason is not None:
                 errors.extend([piece.error] if piece.error else [])
                 done.set()

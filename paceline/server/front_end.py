@@ -19,16 +19,16 @@ from typing import Any
 
 import msgspec
 
-from paceline.config import ServerConfig, Tenant
+from paceline.config import ServerConfig, TenantConfig
 from paceline.engine.output import EngineFailed
 from paceline.server.app import App
-from paceline.server.client import Served
 from paceline.server.connection import listen
+from paceline.server.engine_client import ServedModel
 from paceline.server.errors import shutting_down
 from paceline.server.limits import Keys
 from paceline.server.logs import set_up_logs
-from paceline.server.metrics import Tally
-from paceline.server.remote import RemoteClient
+from paceline.server.metrics import ServerCounters
+from paceline.server.remote_client import RemoteClient
 from paceline.text.synthetic import synthetic_tokenizer
 from paceline.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -47,14 +47,14 @@ class FrontEndSetup:
     model: str
     tokenizer: str | int  # a model's path, or the size of a synthetic vocabulary
     config: ServerConfig
-    tenants: tuple[Tenant, ...] = ()
+    tenants: tuple[TenantConfig, ...] = ()
 
 
 class _FrontEnd:
     def __init__(self, setup: FrontEndSetup, tokenizer: Tokenizer) -> None:
         self._setup = setup
         self._client = RemoteClient(setup.name, setup.address, tokenizer)
-        self._tally = Tally()
+        self._tally = ServerCounters()
         self._app = App(
             self._client, tokenizer, setup.config, name=setup.model, tally=self._tally, worker=setup.name,
             keys=Keys(setup.tenants, setup.config.admin_key), tell=self._say,
@@ -95,7 +95,7 @@ class _FrontEnd:
         while line := await reader.readline():
             message = json.loads(line)
             if "up" in message:
-                self._client.connect(message["address"], msgspec.convert(message["up"], Served))
+                self._client.connect(message["address"], msgspec.convert(message["up"], ServedModel))
             elif "down" in message:
                 self._client.lose(EngineFailed(message["down"]))
             elif "loading" in message:

@@ -8,17 +8,17 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.config import Tenant
+from paceline.config import TenantConfig
 from paceline.request import Refused
 from paceline.server.errors import ApiError
 
-ANYBODY = Tenant(name="default")
+ANYBODY = TenantConfig(name="default")
 
 
 class Keys:
     """Finds the tenant behind an API key, in a time that tells nothing about the keys."""
 
-    def __init__(self, tenants: Iterable[Tenant], admin_key: str | None) -> None:
+    def __init__(self, tenants: Iterable[TenantConfig], admin_key: str | None) -> None:
         self._tenants = [(_digest(key), tenant) for tenant in tenants for key in tenant.keys]
         self._admin = None if admin_key is None else _digest(admin_key)
 
@@ -26,7 +26,7 @@ class Keys:
     def exist(self) -> bool:
         return bool(self._tenants)
 
-    def tenant(self, headers: Mapping[bytes, bytes]) -> Tenant:
+    def tenant(self, headers: Mapping[bytes, bytes]) -> TenantConfig:
         """Who is asking. Without any keys in the configuration everybody may, as one tenant."""
         if not self._tenants:
             return ANYBODY
@@ -73,7 +73,7 @@ class _Use:
 class Gate:
     """What each tenant has at once and has had of late, for all front ends together."""
 
-    def __init__(self, tenants: Sequence[Tenant]) -> None:
+    def __init__(self, tenants: Sequence[TenantConfig]) -> None:
         self._tenants = {tenant.name: tenant for tenant in tenants}
         self._uses: dict[str, _Use] = {}
         self._lock = threading.Lock()

@@ -11,7 +11,7 @@ import sys
 import time
 
 
-class _Words(logging.Formatter):
+class _TextFormatter(logging.Formatter):
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
@@ -40,7 +40,7 @@ class _Objects(logging.Formatter):
 
 def set_up_logs(level: str, format: str, process: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Objects(process) if format == "json" else _Words(process))
+    handler.setFormatter(_Objects(process) if format == "json" else _TextFormatter(process))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

@@ -26,7 +26,7 @@ class Distribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class MetricFamily:
     """One metric: for each set of labels its value, or its distribution."""
 
     name: str
@@ -49,7 +49,7 @@ class Histogram:
         return Distribution(tuple(self._bounds), tuple(self._counts), self._total)
 
 
-class Tally:
+class ServerCounters:
     """What a front end counts."""
 
     def __init__(self) -> None:
@@ -59,21 +59,21 @@ class Tally:
         self.connections = 0  # open now
         self.streams = 0  # being answered now
 
-    def families(self, worker: str) -> list[Family]:
+    def families(self, worker: str) -> list[MetricFamily]:
         label = {"worker": worker}
         return [
-            Family("http_responses", "counter", "Answers, by route and status.",
+            MetricFamily("http_responses", "counter", "Answers, by route and status.",
                    [({**label, "route": route, "status": str(status)}, count)
                     for (route, status), count in sorted(self.responses.items())]),
-            Family("http_disconnects", "counter", "Clients that went away.", [(label, self.disconnects)]),
-            Family("http_slow_clients", "counter", "Clients given up as too slow.", [(label, self.slow_clients)]),
-            Family("http_connections", "gauge", "Open connections.", [(label, self.connections)]),
-            Family("http_requests_in_progress", "gauge", "Requests being answered.", [(label, self.streams)]),
+            MetricFamily("http_disconnects", "counter", "Clients that went away.", [(label, self.disconnects)]),
+            MetricFamily("http_slow_clients", "counter", "Clients given up as too slow.", [(label, self.slow_clients)]),
+            MetricFamily("http_connections", "gauge", "Open connections.", [(label, self.connections)]),
+            MetricFamily("http_requests_in_progress", "gauge", "Requests being answered.", [(label, self.streams)]),
         ]  # fmt: skip
 
 
-class _Collector:
-    def __init__(self, families: Iterable[Family]) -> None:
+class _RegistryCollector:
+    def __init__(self, families: Iterable[MetricFamily]) -> None:
         self._families = families
 
     def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
@@ -108,9 +108,9 @@ def _cumulative(value: Distribution) -> list[tuple[str, float]]:
     return found
 
 
-def render(families: Iterable[Family], *, engine_up: bool) -> bytes:
+def render(families: Iterable[MetricFamily], *, engine_up: bool) -> bytes:
     """The text that Prometheus reads."""
-    up = Family("engine_up", "gauge", "Whether the engine answers.", [({}, int(engine_up))])
+    up = MetricFamily("engine_up", "gauge", "Whether the engine answers.", [({}, int(engine_up))])
     registry = CollectorRegistry()
-    registry.register(_Collector([up, *families]))
+    registry.register(_RegistryCollector([up, *families]))
     return generate_latest(registry)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from paceline import __version__
-from paceline.server.client import PinState, RequestState
+from paceline.server.engine_client import PinState, RequestState
 from paceline.server.fields import HARMLESS, NOT_YET, ROLES
 from paceline.server.types import (
     CacheAction,
@@ -22,7 +22,7 @@ from paceline.server.types import (
     TextCompletion,
     TokenizeRequest,
 )
-from paceline.server.types import Model as ModelType
+from paceline.server.types import ModelCard as ModelType
 
 Json = dict[str, Any]
 
@@ -96,7 +96,7 @@ def document(model: str, has_keys: bool) -> Json:
         "/v1/completions": {"post": _generates("CompletionRequest", "TextCompletion", "Continuations of prompts.")},
         "/v1/embeddings": {"post": _operation("A vector for each text.", _ref("EmbeddingList"), "EmbeddingRequest")},
         "/v1/models": {"get": _operation("What is served.", _ref("ModelList"))},
-        "/v1/models/{name}": {"get": _operation("One of them.", _ref("Model"), path="name")},
+        "/v1/models/{name}": {"get": _operation("One of them.", _ref("ModelCard"), path="name")},
         "/tokenize": {"post": _operation("Text to token ids.", _object("count", "tokens"), "TokenizeRequest")},
         "/detokenize": {"post": _operation("Token ids to text.", _object("prompt"), "DetokenizeRequest")},
         "/v1/requests": {"get": _operation("Requests that have not ended, and why they wait.", requests)},

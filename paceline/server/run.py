@@ -8,9 +8,9 @@ import socket
 from collections.abc import Callable
 
 from paceline.config import ConfigError, ServerConfig
-from paceline.server.client import Served
+from paceline.server.engine_client import ServedModel
 from paceline.server.logs import set_up_logs
-from paceline.server.supervisor import Plan, Supervisor
+from paceline.server.supervisor import ServerSetup, Supervisor
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -36,10 +36,10 @@ def url_of(taken: socket.socket) -> str:
 
 
 def run(
-    plan: Plan,
+    plan: ServerSetup,
     taken: socket.socket,
     on_loading: Callable[[int, int], None],
-    on_ready: Callable[[Served], None],
+    on_ready: Callable[[ServedModel], None],
 ) -> int:
     """Serves until SIGINT or SIGTERM. Returns the exit status."""
     set_up_logs(plan.config.log_level, plan.config.log_format, "server")

@@ -27,8 +27,8 @@ from typing import Any
 
 import msgspec
 
-from paceline.config import ConfigError, ServerConfig, Tenant
-from paceline.server.client import Served
+from paceline.config import ConfigError, ServerConfig, TenantConfig
+from paceline.server.engine_client import ServedModel
 
 log = logging.getLogger("paceline.supervisor")
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 30.0
@@ -37,14 +37,14 @@ _MARGIN_S = 5.0  # beyond what a process was given to end
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServerSetup:
     """What is to be run."""
 
     config: ServerConfig
     name: str
     tokenizer: str | int
     engine: dict[str, Any]  # of EngineSetup, but for the address
-    tenants: tuple[Tenant, ...] = ()
+    tenants: tuple[TenantConfig, ...] = ()
 
 
 class _Child:
@@ -94,18 +94,18 @@ class _Child:
 class Supervisor:
     def __init__(
         self,
-        plan: Plan,
+        plan: ServerSetup,
         taken: socket.socket,
         *,
         on_loading: Callable[[int, int], None],
-        on_ready: Callable[[Served], None],
+        on_ready: Callable[[ServedModel], None],
     ) -> None:
         self._plan, self._taken = plan, taken
         self._on_loading, self._on_ready = on_loading, on_ready
         self._folder = Path(tempfile.mkdtemp(prefix="paceline-"))
         self._front_ends: dict[str, _Child] = {}
         self._engine: _Child | None = None
-        self._up: tuple[str, Served] | None = None  # the engine's address, and what it serves
+        self._up: tuple[str, ServedModel] | None = None  # the engine's address, and what it serves
         self._down = "the engine is loading: try again in a moment."
         self._up_since = 0.0
         self._loading = True
@@ -184,7 +184,7 @@ class Supervisor:
             self._refused = line["refused"]
             self._finished.set()
         elif "up" in line:
-            served = msgspec.convert(line["up"], Served)
+            served = msgspec.convert(line["up"], ServedModel)
             self._up, self._loading = (address, served), False
             self._up_since = asyncio.get_running_loop().time()
             self._tell_all(up=line["up"], address=address)

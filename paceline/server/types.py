@@ -200,7 +200,7 @@ class CachedTokens(msgspec.Struct):
     cached_tokens: int = 0
 
 
-class Usage(msgspec.Struct):
+class UsageInfo(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -256,7 +256,7 @@ class ChatCompletion(msgspec.Struct):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: UsageInfo
 
 
 class FunctionDelta(msgspec.Struct):
@@ -290,7 +290,7 @@ class ChatChunk(msgspec.Struct):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET  # null in every chunk but the last, if usage was asked for
+    usage: UsageInfo | UnsetType | None = UNSET  # null in every chunk but the last, if usage was asked for
 
 
 class TextLogprobs(msgspec.Struct):
@@ -315,10 +315,10 @@ class TextCompletion(msgspec.Struct):
     created: int
     model: str
     choices: list[TextChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: UsageInfo | UnsetType | None = UNSET
 
 
-class Model(msgspec.Struct):
+class ModelCard(msgspec.Struct):
     id: str
     created: int
     max_model_len: int
@@ -327,7 +327,7 @@ class Model(msgspec.Struct):
 
 
 class ModelList(msgspec.Struct):
-    data: list[Model]
+    data: list[ModelCard]
     object: str = "list"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.config import ConfigError, SchedulerConfig
 from paceline.simulator.profile import Profile
-from paceline.simulator.run import Run, simulate
+from paceline.simulator.run import SimulationResult, simulate
 from paceline.simulator.workloads import Arrival
 
 
@@ -40,7 +40,7 @@ def _begin(arrivals: Sequence[Arrival], profile: Profile, overlap: bool) -> None
     _job = arrivals, profile, overlap
 
 
-def _one(config: SchedulerConfig, speed: float) -> Run:
+def _one(config: SchedulerConfig, speed: float) -> SimulationResult:
     assert _job is not None, "the process was given its work when it began"
     arrivals, profile, overlap = _job
     return simulate(faster(arrivals, speed), config, profile, overlap=overlap)
@@ -57,7 +57,9 @@ class Comparison:
         how = get_context("fork" if sys.platform == "linux" else "spawn")
         self._pool = ProcessPoolExecutor(self._count, how, _begin, (arrivals, profile, overlap))
 
-    def runs(self, configs: Mapping[str, SchedulerConfig], speed: float = 1.0) -> Iterator[tuple[str, Run]]:
+    def runs(
+        self, configs: Mapping[str, SchedulerConfig], speed: float = 1.0
+    ) -> Iterator[tuple[str, SimulationResult]]:
         """One under each config, in their order, with arrivals `speed` times as fast."""
         yield from zip(configs, self._pool.map(_one, configs.values(), [speed] * len(configs)), strict=True)
 

@@ -14,12 +14,12 @@ from typing import Any, Literal
 import numpy as np
 
 from paceline.config import SchedulerConfig, WorkloadConfig
-from paceline.engine.virtual import VirtualClock, VirtualExecutor
+from paceline.engine.virtual.executor import VirtualClock, VirtualExecutor
 from paceline.request import Request, SamplingParams
 from paceline.scheduler import Scheduler
 from paceline.simulator.compare import scheduler_config
 from paceline.simulator.profile import load_profile
-from paceline.simulator.run import Run, simulate
+from paceline.simulator.run import SimulationResult, simulate
 from paceline.simulator.workloads import Arrival, make_workload
 from paceline.testing import Harness
 
@@ -142,7 +142,7 @@ MAX_WAITS = (0.0, 0.05, 0.2, 1.0, 5.0, math.inf)
 LANE_SHARES = (1.0, 0.5, 0.25)
 
 
-def waiting_curve(max_wait: float, requests: int = 400, **options: Any) -> Run:
+def waiting_curve(max_wait: float, requests: int = 400, **options: Any) -> SimulationResult:
     """More than the GPU can do, and 40 system prompts of 1,500 tokens in a pool that holds ten of them."""
     work = WorkloadConfig(
         requests=requests, rate=80, prompt_tokens=2000, shared=0.75, groups=40, output_tokens=64, seed=1
@@ -151,7 +151,7 @@ def waiting_curve(max_wait: float, requests: int = 400, **options: Any) -> Run:
     return simulate(make_workload("prefixes", work), config, load_profile(GPU))
 
 
-def overlap(rows: int, enabled: bool, gpu: str = GPU) -> Run:
+def overlap(rows: int, enabled: bool, gpu: str = GPU) -> SimulationResult:
     """`rows` prompts of 128 tokens, 256 out: long enough that nearly all passes decode."""
     tokens = np.random.default_rng(0)
     arrivals = [
@@ -165,7 +165,7 @@ def overlap(rows: int, enabled: bool, gpu: str = GPU) -> Run:
 CHAT_POOL = 100_000  # tokens of KV on the device
 
 
-def host_memory(host_tokens: int, requests: int = 300, gpu: str = "h200-qwen3-14b") -> Run:
+def host_memory(host_tokens: int, requests: int = 300, gpu: str = "h200-qwen3-14b") -> SimulationResult:
     """Turns of chats that grow to 17,000 tokens, more than the pool holds, with so much host memory behind it."""
     work = WorkloadConfig(requests=requests, rate=0.8, prompt_tokens=6000, shared=0.1, output_tokens=200, seed=1)
     arrivals, profile = make_workload("chat", work), load_profile(gpu)

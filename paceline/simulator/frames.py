@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.config import SchedulerConfig
 from paceline.scheduler import Scheduler
-from paceline.scheduler.journal import Event, Kind
+from paceline.scheduler.journal import Event, EventKind
 from paceline.scheduler.plan import Plan
 from paceline.scheduler.snapshot import snapshot
 from paceline.simulator.profile import Profile
@@ -16,15 +16,15 @@ from paceline.simulator.workloads import Arrival
 MOST_FRAMES = 1500  # then the film ends: it is there to be looked at, `sim run` is there for long runs
 
 _SENTENCES = {
-    Kind.ADD: "arrives with {0} prompt tokens and asks for up to {1}",
-    Kind.REFUSE: "is refused: {0}",
-    Kind.ADMIT: "is admitted: {0} tokens found in the cache, {1} to compute",
-    Kind.WAIT: "waits for {0}",
-    Kind.EVICT: "{0} pages of cached prefixes are evicted",
-    Kind.RETRACT: "is retracted for {0}; {1} pages come free or evictable",
-    Kind.DUPLICATE: "computed {0} pages that another one computed too; one copy survives",
-    Kind.RESERVE: "was overtaken often enough: memory that comes free is kept for it",
-    Kind.FINISH: "finishes by {0} after {1} tokens",
+    EventKind.ADD: "arrives with {0} prompt tokens and asks for up to {1}",
+    EventKind.REFUSE: "is refused: {0}",
+    EventKind.ADMIT: "is admitted: {0} tokens found in the cache, {1} to compute",
+    EventKind.WAIT: "waits for {0}",
+    EventKind.EVICT: "{0} pages of cached prefixes are evicted",
+    EventKind.RETRACT: "is retracted for {0}; {1} pages come free or evictable",
+    EventKind.DUPLICATE: "computed {0} pages that another one computed too; one copy survives",
+    EventKind.RESERVE: "was overtaken often enough: memory that comes free is kept for it",
+    EventKind.FINISH: "finishes by {0} after {1} tokens",
 }
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from paceline.config import ConfigError
 from paceline.simulator.experiments import Plot
-from paceline.simulator.run import Run
+from paceline.simulator.run import SimulationResult
 
 # Told apart also by those who do not see all colours (Okabe and Ito), in the order of the pages' own
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")
@@ -78,7 +78,7 @@ _RATES = ("tokens", "busy")  # from one sample to the next: drawn as a moving me
 _SHARES = {"ttft": ("Time to first token", "s"), "waits": ("Waiting", "s"), "tpot": ("Time for a token", "ms")}
 
 
-def plot_runs(runs: Mapping[str, Run], path: Path) -> None:
+def plot_runs(runs: Mapping[str, SimulationResult], path: Path) -> None:
     """Runs of one workload: over time, what single requests saw, and how even tenants fared."""
     plt = _pyplot()
     figure, grid = plt.subplots(4, 3, figsize=(12, 10.5))
@@ -105,7 +105,7 @@ def plot_runs(runs: Mapping[str, Run], path: Path) -> None:
     _save(plt, figure, path)
 
 
-def _smooth(run: Run, name: str) -> Any:
+def _smooth(run: SimulationResult, name: str) -> Any:
     """Rates weighted by how long each held, over a twentieth of the samples."""
     width = max(1, len(run.series.time) // 20)
     spans = np.diff(run.series.time, prepend=0.0)

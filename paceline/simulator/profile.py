@@ -19,7 +19,7 @@ import msgspec
 
 from paceline.config import ConfigError
 from paceline.engine.pass_features import Ended, PassFeatures, read_features
-from paceline.engine.virtual import VirtualClock
+from paceline.engine.virtual.executor import VirtualClock
 from paceline.scheduler.plan import Finished, Plan
 
 _FOLDER = Path(__file__).parent / "profiles"

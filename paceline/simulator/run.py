@@ -19,7 +19,7 @@ import numpy.typing as npt
 from paceline.config import SchedulerConfig
 from paceline.engine.executor import Pending
 from paceline.engine.loop import Loop
-from paceline.engine.virtual import Link, VirtualClock, VirtualExecutor
+from paceline.engine.virtual.executor import Link, VirtualClock, VirtualExecutor
 from paceline.request import Refused, Request
 from paceline.scheduler import Scheduler
 from paceline.scheduler.journal import Counters
@@ -46,7 +46,7 @@ class Series:
     retractions: list[int] = field(default_factory=list)  # so far
 
 
-class Served(NamedTuple):
+class ServedRequest(NamedTuple):
     """What became of one request; times are seconds on the virtual clock."""
 
     id: str
@@ -61,7 +61,7 @@ class Served(NamedTuple):
     finished: float
 
     @classmethod
-    def of(cls, request: Request) -> Served:
+    def of(cls, request: Request) -> ServedRequest:
         def at(time: float | None) -> float:
             return math.nan if time is None else time
 
@@ -71,11 +71,11 @@ class Served(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class SimulationResult:
     """What became of a workload."""
 
     config: SchedulerConfig
-    served: list[Served]
+    served: list[ServedRequest]
     refused: list[str]
     counters: Counters
     journal: str  # one hash over its decisions: equal runs have equal ones
@@ -196,7 +196,7 @@ def simulate(
     overlap: bool = True,
     observer: Observer | None = None,
     max_passes: int | None = None,
-) -> Run:
+) -> SimulationResult:
     """Runs `arrivals` to their end, or to the end of so many passes."""
     began = time.perf_counter()
     clock = VirtualClock()
@@ -236,7 +236,7 @@ def simulate(
         if max_passes is not None and passes >= max_passes:
             break
     meter.close(clock.now)
-    return Run(config, [Served.of(request) for request in requests], refused, scheduler.counters,
+    return SimulationResult(config, [ServedRequest.of(request) for request in requests], refused, scheduler.counters,
                scheduler.journal.digest(), clock.now, executor.busy_s, charged.host_s, time.perf_counter() - began,
                passes, meter.mean_waiting(clock.now), meter.series)  # fmt: skip
 

@@ -93,7 +93,7 @@ def _value(name: str, text: str) -> Any:
         raise ConfigError(f"{name} is {text!r}: give {'true or false' if kind is bool else 'a number'}.") from None
 
 
-class App:
+class SimulatorApp:
     """An ASGI app: the page's files, what can be asked, and runs."""
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: object, send: Send) -> None:
@@ -130,5 +130,5 @@ def serve(host: str, port: int, ready: Callable[[str], None]) -> None:
         raise ConfigError(f"{host}:{port} cannot be listened on: {error.strerror}.") from None
     with taken:
         ready(f"http://{host}:{taken.getsockname()[1]}")
-        config = uvicorn.Config(App(), log_level="warning", access_log=False, lifespan="off")
+        config = uvicorn.Config(SimulatorApp(), log_level="warning", access_log=False, lifespan="off")
         uvicorn.Server(config).run(sockets=[taken])

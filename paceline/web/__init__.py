@@ -20,14 +20,14 @@ SECURITY = (
 )
 
 
-class File(NamedTuple):
+class WebFile(NamedTuple):
     body: bytes
     type: str
 
 
-def web_file(name: str) -> File | None:
+def web_file(name: str) -> WebFile | None:
     """A file of the pages by its path below this folder; None if there is none that may be shown."""
     path = (_FOLDER / name).resolve()
     if path.suffix not in _TYPES or not path.is_relative_to(_FOLDER) or not path.is_file():
         return None
-    return File(path.read_bytes(), _TYPES[path.suffix])
+    return WebFile(path.read_bytes(), _TYPES[path.suffix])

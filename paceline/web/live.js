@@ -29,7 +29,7 @@ function useLive() {
   return [state, problem];
 }
 
-/** Sums become rates between neighbours. Columns as in server/live.py. */
+/** Sums become rates between neighbours. Columns as in server/live_page.py. */
 function useSeries(samples, now) {
   return useMemo(() => {
     const times = [], decoded = [], computed = [], hits = [], running = [], waiting = [], p50 = [], p99 = [];

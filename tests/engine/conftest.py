@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from paceline.engine import cuda_graphs, cuda_inputs
 from paceline.engine.build import build_engine
+from paceline.engine.cuda import graphs as cuda_graphs
+from paceline.engine.cuda import inputs as cuda_inputs
 from paceline.engine.engine import Engine
 from tests.kernels.bounds import checked_bounds
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from paceline.config import ConfigError, EngineConfig
-from paceline.engine import kv_cache
 from paceline.engine.build import build_engine
-from paceline.engine.kv_cache import check_model_fits, num_kv_pages
+from paceline.engine.cpu import kv_cache
+from paceline.engine.cpu.kv_cache import check_model_fits, num_kv_pages
 from paceline.llm import LLM
 from paceline.model.registry import shape
 from paceline.model.spec import ModelError
@@ -73,7 +73,7 @@ def test_a_model_that_never_fits_twice_is_kept_once(monkeypatch: pytest.MonkeyPa
     prompts, params = [[5, 6, 7], [8] * 40, [9, 10]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(**RANDOM, kv_tokens=1024) as llm:
         expected = llm.generate(prompts, params)
-    monkeypatch.setattr("paceline.engine.cpu_decoder.free_memory", lambda: 0)
+    monkeypatch.setattr("paceline.engine.cpu.model.free_memory", lambda: 0)
     with LLM(**RANDOM, kv_tokens=1024) as llm:
         decoder = llm.engine.executor.device.decoder  # type: ignore[attr-defined]
         assert decoder._head._packed is None

@@ -15,10 +15,10 @@ import pytest
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine
-from paceline.engine.output import EngineFailed, Piece
+from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.engine.timeline import Timeline
-from paceline.engine.virtual import VirtualClock, VirtualExecutor
-from paceline.engine.virtual_build import build_virtual
+from paceline.engine.virtual.build import build_virtual
+from paceline.engine.virtual.executor import VirtualClock, VirtualExecutor
 from paceline.llm import LLM
 from paceline.request import FinishReason, Grammar, InvalidRequest, PacelineError, Refused, SamplingParams
 from paceline.scheduler import Scheduler
@@ -32,7 +32,7 @@ def greedy(count: int, **options: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **options)
 
 
-async def collect(engine: Engine, prompt: Any, params: SamplingParams, **options: Any) -> list[Piece]:
+async def collect(engine: Engine, prompt: Any, params: SamplingParams, **options: Any) -> list[OutputDelta]:
     return [piece async for piece in engine.stream(prompt, params, **options)]
 
 
@@ -47,7 +47,7 @@ def test_a_stream_says_what_generate_says(engine: Engine) -> None:
     prompts = ["hello there", "abc", "some longer prompt with words", "x"] * 4
     expected = LLM.from_engine(engine).generate(prompts, greedy(12))
 
-    async def all_at_once() -> list[list[Piece]]:
+    async def all_at_once() -> list[list[OutputDelta]]:
         return await asyncio.gather(*(collect(engine, prompt, greedy(12)) for prompt in prompts))
 
     for pieces, output in zip(asyncio.run(all_at_once()), expected, strict=True):
@@ -183,7 +183,7 @@ def test_everybody_is_told_the_chances_of_their_own_tokens(overlap: str) -> None
         alone = [llm.generate(prompt, one)[0] for prompt, one in zip(prompts, params, strict=True)]
         together = llm.generate(prompts, params)
 
-        async def all_at_once() -> list[list[Piece]]:
+        async def all_at_once() -> list[list[OutputDelta]]:
             each = zip(prompts, params, strict=True)
             return await asyncio.gather(*(collect(engine, prompt, one) for prompt, one in each))
 
@@ -210,9 +210,9 @@ def test_chances_that_are_wanted_at_the_end_come_in_one_piece(engine: Engine) ->
         wants_all_at_once = True
 
         def __init__(self) -> None:
-            self.pieces: SimpleQueue[Piece] = SimpleQueue()
+            self.pieces: SimpleQueue[OutputDelta] = SimpleQueue()
 
-        def put(self, piece: Piece) -> None:
+        def put(self, piece: OutputDelta) -> None:
             self.pieces.put(piece)
 
         def refuse(self, error: PacelineError) -> None:
@@ -302,7 +302,7 @@ def test_an_error_in_one_requests_text_harms_no_other(engine: Engine, monkeypatc
     expected = [output.token_ids for output in LLM.from_engine(engine).generate(["one", "two", "three"], greedy(9))]
     monkeypatch.setattr(TextStream, "push", breaking)
 
-    async def three() -> list[list[Piece]]:
+    async def three() -> list[list[OutputDelta]]:
         return await asyncio.gather(*(collect(engine, text, greedy(9)) for text in ("one", "two", "three")))
 
     found = asyncio.run(three())
@@ -328,7 +328,7 @@ def test_a_broken_pass_ends_everything_with_an_answer(engine: Engine) -> None:
 
     device.run = breaking
 
-    async def two() -> list[list[Piece]]:
+    async def two() -> list[list[OutputDelta]]:
         return await asyncio.gather(*(collect(engine, text, LONG) for text in ("one", "two")))
 
     for pieces in asyncio.run(two()):
@@ -340,7 +340,7 @@ def test_a_broken_pass_ends_everything_with_an_answer(engine: Engine) -> None:
 
 
 def test_closing_ends_what_runs_and_refuses_what_comes(engine: Engine) -> None:
-    async def closed() -> list[Piece]:
+    async def closed() -> list[OutputDelta]:
         task = asyncio.create_task(collect(engine, "hello", LONG))
         while not engine.scheduler.requests:
             await asyncio.sleep(0.001)
@@ -391,26 +391,26 @@ def test_idle_time_is_used_bit_by_bit_and_whoever_comes_goes_first(
     llm, go_on = LLM.from_engine(engine), threading.Event()
     events: list[str] = []
 
-    def chore() -> bool:
-        events.append("chore")
+    def run_background_work() -> bool:
+        events.append("run_background_work")
         assert go_on.wait(10)
-        return events.count("chore") < 3
+        return events.count("run_background_work") < 3
 
     def ask() -> None:
         llm.generate("hello", greedy(2))
         events.append("answer")
 
-    monkeypatch.setattr(engine.executor, "chore", chore, raising=False)
+    monkeypatch.setattr(engine.executor, "run_background_work", run_background_work, raising=False)
     ask()
-    wait_until(lambda: "chore" in events)
+    wait_until(lambda: "run_background_work" in events)
     asking = threading.Thread(target=ask)
     asking.start()
-    wait_until(lambda: engine._inbox)  # while the chore is under way
+    wait_until(lambda: engine._inbox)  # while the run_background_work is under way
     go_on.set()
     asking.join(10)
-    wait_until(lambda: events.count("chore") == 3)
+    wait_until(lambda: events.count("run_background_work") == 3)
     time.sleep(0.4)
-    assert events == ["answer", "chore", "answer", "chore", "chore"]
+    assert events == ["answer", "run_background_work", "answer", "run_background_work", "run_background_work"]
 
 
 def test_an_idle_engine_uses_no_cpu(engine: Engine) -> None:
@@ -469,7 +469,7 @@ def test_a_broken_listener_harms_no_other(engine: Engine) -> None:
         errors: list[Exception] = []  # noqa: RUF012
         wants_all_at_once = False
 
-        def put(self, piece: Piece) -> None:
+        def put(self, piece: OutputDelta) -> None:
             raise OSError("nobody home")
 
         def refuse(self, error: Exception) -> None:
@@ -512,7 +512,7 @@ def test_an_abort_takes_effect_within_two_steps() -> None:
         def __init__(self, request_id: str) -> None:
             self.request_id, self.num_pieces, self.left_at = request_id, 0, 0
 
-        def put(self, piece: Piece) -> None:
+        def put(self, piece: OutputDelta) -> None:
             self.num_pieces += 1
             if piece.finish_reason is not None:
                 assert piece.finish_reason is FinishReason.ABORT

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.engine import build, kv_cache
+from paceline.engine import build
 from paceline.engine.build import build_engine
+from paceline.engine.cpu import kv_cache
 from paceline.engine.loop import Loop
-from paceline.engine.virtual import VirtualClock, VirtualExecutor
+from paceline.engine.virtual.executor import VirtualClock, VirtualExecutor
 from paceline.llm import LLM
 from paceline.request import Request, SamplingParams
 from paceline.scheduler import Scheduler

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.engine.executor import Pending, Result
 from paceline.engine.timeline import Timeline
-from paceline.sampling.values import Bits, Masks
+from paceline.sampling.types import Bits, Masks
 from paceline.scheduler.plan import Plan, Updates
 from paceline.testing import Harness
 from tests.helpers import harness, request
@@ -54,7 +54,7 @@ class FakeDelayed:
     def __init__(self, pending: Pending, step: int, said: Said) -> None:
         self.pending, self.step, self.said = pending, step, said
 
-    def mask_room(self, num_rows: int, num_words: int) -> Bits:
+    def mask_buffer(self, num_rows: int, num_words: int) -> Bits:
         return np.zeros((num_rows, num_words), np.int32)
 
     def sample(self, masks: Masks) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.bench import checks
-from paceline.bench.checks import Lab
+from paceline.checks import Lab
 
 CHECKS: dict[str, Any] = {
     "check": {}, "logits": {}, "alone": {}, "soak": {"seconds": 20.0}, "long": {}, "tiny": {}, "swap": {},

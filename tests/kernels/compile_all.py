@@ -21,7 +21,7 @@ import torch
 from triton import knobs
 
 from paceline.config import EngineConfig, SchedulerConfig
-from paceline.engine.cuda_build import build_cuda
+from paceline.engine.cuda.build import build_cuda
 from paceline.engine.engine import Engine
 from paceline.kernels._triton import Kernel, triton
 from paceline.kernels.adjust import mask_logits

@@ -4,7 +4,7 @@ import torch
 
 from paceline.kernels.sampling import SampleWorkspace, cut_rows, gumbel_reference, sample, sample_reference
 from paceline.kernels.slot_state import SlotState, sampling_words
-from paceline.sampling.values import NO_TOKEN
+from paceline.sampling.types import NO_TOKEN
 
 VOCAB = 3000
 PARAMS = [

@@ -30,7 +30,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 
 def run(family: str, **options: Any) -> Any:
     if options.pop("pool", "ample") == "tight":
-        # Room for the largest request and little more: others are retracted, or wait.
+        # PrefillBucket for the largest request and little more: others are retracted, or wait.
         options["num_pages"] = -(-(len(PROMPTS[-1]) + NUM_TOKENS + 30) // options.get("page_size", 16))
     return greedy(family, **options)
 

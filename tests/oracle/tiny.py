@@ -13,7 +13,7 @@ import transformers
 
 from paceline.config import EngineConfig
 from paceline.engine.build import assemble
-from paceline.engine.cpu_decoder import CpuDecoder
+from paceline.engine.cpu.model import CpuModel
 from paceline.llm import LLM, RequestOutput
 from paceline.model.decoder import Decoder
 from paceline.model.weights import load_decoder
@@ -60,7 +60,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 class Pair:
     theirs: Any
     plain: Decoder
-    ours: CpuDecoder  # the same weights, as the engine runs them
+    ours: CpuModel  # the same weights, as the engine runs them
     expected: list[list[int]]  # greedy tokens of PROMPTS
 
 
@@ -78,7 +78,7 @@ def pair(family: str) -> Pair:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     folder = Path(mkdtemp(prefix="paceline-oracle-"))
     theirs.save_pretrained(folder)
-    plain, ours = load_decoder(folder, dtype="float32"), CpuDecoder(load_decoder(folder, dtype="float32"))
+    plain, ours = load_decoder(folder, dtype="float32"), CpuModel(load_decoder(folder, dtype="float32"))
     for file in folder.iterdir():
         file.unlink()
     folder.rmdir()
@@ -91,7 +91,7 @@ def pair(family: str) -> Pair:
     return Pair(theirs, plain, ours, expected)
 
 
-def make_llm(decoder: Decoder | CpuDecoder, *, overlap: str = "on", trace: Any = None, **options: Any) -> LLM:
+def make_llm(decoder: Decoder | CpuModel, *, overlap: str = "on", trace: Any = None, **options: Any) -> LLM:
     options = {"num_pages": 4096 // options.get("page_size", 16), "prefix_wait_tokens": 8, **options}
     config = EngineConfig(overlap=overlap, threads=1)
     return LLM.from_engine(assemble(decoder, synthetic_tokenizer(VOCAB), config, options, trace=trace))

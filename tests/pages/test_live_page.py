@@ -11,15 +11,15 @@ import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
-from paceline.config import ServerConfig, Tenant
+from paceline.config import ServerConfig, TenantConfig
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine
-from paceline.engine.live import Live
-from paceline.engine.output import Piece
+from paceline.engine.monitor import EngineMonitor
+from paceline.engine.output import OutputDelta
 from paceline.request import PacelineError, SamplingParams
 from paceline.server.app import App
 from paceline.server.limits import Keys
-from paceline.server.local import LocalClient
+from paceline.server.local_client import LocalClient
 from tests.pages.serving import served
 from tests.server.process import serving
 from tests.server.serving import app_of
@@ -31,9 +31,9 @@ class Sink:
     wants_all_at_once = False
 
     def __init__(self) -> None:
-        self.ended: Future[Piece] = Future()
+        self.ended: Future[OutputDelta] = Future()
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: OutputDelta) -> None:
         if piece.finish_reason is not None:
             self.ended.set_result(piece)
 
@@ -133,7 +133,7 @@ def test_it_can_be_turned_off(engine: Engine) -> None:
 
 
 def test_where_there_are_keys_it_is_for_the_admin(page: Page, engine: Engine) -> None:
-    keys = Keys([Tenant(name="team", keys=("theirs",))], "ours")
+    keys = Keys([TenantConfig(name="team", keys=("theirs",))], "ours")
     app = App(LocalClient(engine), engine.tokenizer, ServerConfig(admin_key="ours"), name="tiny", keys=keys)
     with served(app) as url:
         for key, status in ((None, 401), ("theirs", 401), ("ours", 200)):
@@ -158,7 +158,7 @@ def test_an_engine_in_a_process_of_its_own_is_shown_too() -> None:
 
 def test_asking_costs_the_engine_little(engine: Engine) -> None:
     """A bound on work, not on time: with a thousand waiting, a state is a bounded number of bytes and lines of it."""
-    live = engine.ask(lambda scheduler: Live(scheduler, engine.clock)).result()
+    live = engine.ask(lambda scheduler: EngineMonitor(scheduler, engine.clock)).result()
     sinks = send(engine, 1000, tokens=200)
     state = engine.ask(lambda _: live.state()).result()
     assert state["snapshot"]["num_waiting"] > 900

@@ -11,13 +11,13 @@ from playwright.sync_api import Page, expect
 from typer.testing import CliRunner
 
 from paceline.cli import app
-from paceline.simulator.ui import DEFAULTS, App
+from paceline.simulator.ui import DEFAULTS, SimulatorApp
 from tests.pages.serving import served
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with served(App()) as address:
+    with served(SimulatorApp()) as address:
         yield address
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.request import Request, SamplingParams
-from paceline.sampling.logprobs import LogprobAsks, Width, numbers, output_logprobs, top_ids
+from paceline.sampling.logprobs import LogprobTable, LogprobWidth, numbers, output_logprobs, top_ids
 from paceline.scheduler.plan import Plan
 
 ROWS = {
@@ -27,8 +27,8 @@ def test_the_likeliest_come_first_and_equals_by_lower_id(count: int) -> None:
     assert top_ids(logits, count).tolist() == order[:, :count].tolist()
 
 
-def asking(*each: SamplingParams) -> LogprobAsks:
-    asks = LogprobAsks(len(each), 400)
+def asking(*each: SamplingParams) -> LogprobTable:
+    asks = LogprobTable(len(each), 400)
     for slot, params in enumerate(each):
         asks.join(slot, Request(f"r{slot}", np.arange(1, 4), params))
     return asks
@@ -50,8 +50,8 @@ def test_a_pass_is_as_wide_as_its_sampling_rows_ask() -> None:
                   SamplingParams(logprobs=20))  # fmt: skip
     assert asks.of_output(plan_of([0], [True])) is None
     assert asks.of_output(plan_of([0, 3], [True, False])) is None, "a prompt that goes on samples nothing"
-    assert asks.of_output(plan_of([0, 1, 2], [True] * 3)) == Width(3, 2)
-    assert asks.of_output(plan_of([3, 2], [True, True])) == Width(20, 2)
+    assert asks.of_output(plan_of([0, 1, 2], [True] * 3)) == LogprobWidth(3, 2)
+    assert asks.of_output(plan_of([3, 2], [True, True])) == LogprobWidth(20, 2)
     asks.join(3, Request("next", np.arange(1, 4), plain))
     assert asks.of_output(plan_of([3], [True])) is None, "another owner of the slot asks nothing"
 
@@ -61,7 +61,7 @@ def test_chances_are_those_of_the_logits_before_they_are_changed() -> None:
     slots = np.array([2, 0, 1])
     logits = torch.randn(3, 400)
     chances = logits.log_softmax(-1)
-    tell = output_logprobs(asks, Width(5, 2), slots, logits)
+    tell = output_logprobs(asks, LogprobWidth(5, 2), slots, logits)
     logits.fill_(0)
     told = tell(np.array([9, 8, 7]))
     for row, token in ((0, 9), (2, 7)):

@@ -12,7 +12,7 @@ import torch
 from paceline.request import InvalidRequest, Request, SamplingParams
 from paceline.sampling.noise import gumbel
 from paceline.sampling.sampler import Sampler
-from paceline.sampling.values import NO_TOKEN
+from paceline.sampling.types import NO_TOKEN
 
 VOCAB, DRAWS = 40, 60_000
 NO_HISTORY = np.zeros((0, 0), np.int32)

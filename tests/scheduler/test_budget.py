@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.scheduler.budget import Outlook, OutputLengths
+from paceline.scheduler.budget import MemoryForecast, OutputLengths
 from tests.helpers import EOS, harness, prompt, request
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 200)), min_size=1, max_size=12)
@@ -25,7 +25,7 @@ def test_the_peak_is_that_of_the_naive_simulation(
     requests: list[tuple[int, int]], candidate: tuple[int, int], page_size: int
 ) -> None:
     own, remaining = (np.array(column, dtype=np.int64) for column in zip(*requests, strict=True))
-    outlook = Outlook(page_size, own, remaining)
+    outlook = MemoryForecast(page_size, own, remaining)
     assert outlook.peak_with(*candidate) == naive_peak([*requests, candidate], page_size)
     outlook.add(*candidate)
     assert outlook.peak_with(3, 7) == naive_peak([*requests, candidate, (3, 7)], page_size)

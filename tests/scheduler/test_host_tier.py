@@ -10,7 +10,7 @@ import pytest
 
 from paceline.config import ConfigError, SchedulerConfig
 from paceline.request import FinishReason
-from paceline.scheduler import Kind
+from paceline.scheduler import EventKind
 from paceline.scheduler.invariants import find_faults
 from paceline.testing import Harness
 from tests.helpers import events, harness, prompt, request
@@ -20,7 +20,7 @@ A, B, C = range(1, 17), range(21, 37), range(41, 57)  # four pages each
 
 
 def small(num_pages: int = 6, num_host_pages: int = 16, **options: Any) -> Harness:
-    """Room for one of the prompts above, and on the host for more."""
+    """PrefillBucket for one of the prompts above, and on the host for more."""
     return harness(num_pages=num_pages, num_host_pages=num_host_pages, **options)
 
 
@@ -42,8 +42,8 @@ def test_a_prefix_that_was_evicted_comes_back_and_is_not_computed_again() -> Non
     assert again.num_fetched >= 12
     assert counters.computed_tokens == computed + 1
     subject.assert_reference()
-    assert [event.detail for event in events(subject.scheduler, Kind.FETCH, again.id)] == [(again.num_fetched,)]
-    (admitted,) = events(subject.scheduler, Kind.ADMIT, again.id)
+    assert [event.detail for event in events(subject.scheduler, EventKind.FETCH, again.id)] == [(again.num_fetched,)]
+    (admitted,) = events(subject.scheduler, EventKind.ADMIT, again.id)
     assert admitted.detail == (16 - again.num_fetched, 1), "found on the device, and to be computed"
 
 
@@ -65,7 +65,7 @@ def test_without_host_memory_nothing_moves_and_it_is_computed_again() -> None:
     assert all(plan.swap is None for plan in subject.executor.plans)
     assert (counters.spilled_pages, counters.fetched_tokens) == (0, 0)
     assert counters.computed_tokens > 17 + 17 + 1
-    assert not events(subject.scheduler, Kind.SPILL) and not events(subject.scheduler, Kind.FETCH)
+    assert not events(subject.scheduler, EventKind.SPILL) and not events(subject.scheduler, EventKind.FETCH)
 
 
 def test_what_comes_back_keeps_its_copy_so_that_it_leaves_for_nothing() -> None:

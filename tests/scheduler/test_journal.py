@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.scheduler import Event, Kind
+from paceline.scheduler import Event, EventKind
 from tests.helpers import EOS, events, harness, prompt, request
 
 
@@ -10,16 +10,24 @@ def test_every_decision_is_written_with_its_reason() -> None:
     subject = harness(num_pages=14, page_size=2, max_running=4, vocab=4096, prefix_wait=False)
     subject.add(*(request(prompt([1] * 4, n), 14, eos_token_ids=(EOS,), expected_tokens=1) for n in range(6)))
     subject.run()
-    for kind in (Kind.ADD, Kind.ADMIT, Kind.WAIT, Kind.EVICT, Kind.RETRACT, Kind.DUPLICATE, Kind.FINISH):
+    for kind in (
+        EventKind.ADD,
+        EventKind.ADMIT,
+        EventKind.WAIT,
+        EventKind.EVICT,
+        EventKind.RETRACT,
+        EventKind.DUPLICATE,
+        EventKind.FINISH,
+    ):
         assert events(subject.scheduler, kind), f"no {kind.value} was written"
-    assert {event.detail for event in events(subject.scheduler, Kind.WAIT)} == {("memory",)}
+    assert {event.detail for event in events(subject.scheduler, EventKind.WAIT)} == {("memory",)}
 
 
 def test_a_wait_is_written_when_its_reason_changes_and_not_every_step() -> None:
     subject = harness(num_pages=8, page_size=4)
     subject.add(request(prompt(range(12)), 16), request(prompt(range(20, 32)), 16, id="second"))
     subject.run()
-    assert len(events(subject.scheduler, Kind.WAIT, "second")) == 1
+    assert len(events(subject.scheduler, EventKind.WAIT, "second")) == 1
 
 
 def test_a_steady_decode_step_writes_nothing() -> None:
@@ -40,7 +48,7 @@ def test_the_ring_is_bounded_and_listeners_hear_everything() -> None:
     subject.add(*(request([n], 2) for n in range(10)))
     subject.run()
     assert len(subject.scheduler.journal.events) == 5
-    assert sum(event.kind is Kind.FINISH for event in heard) == 10
+    assert sum(event.kind is EventKind.FINISH for event in heard) == 10
 
 
 def test_counters_add_up() -> None:

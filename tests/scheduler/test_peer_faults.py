@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.request import FinishReason, Phase, Refused
-from paceline.scheduler import Kind
+from paceline.scheduler import EventKind
 from tests.helpers import EOS, admissions, events, harness, prompt, request
 
 # ---------------------------------------------------------------------- overlap and memory
@@ -129,7 +129,7 @@ def test_a_leak_is_found_reported_and_repaired_and_the_server_goes_on() -> None:
     assert core.check_idle(1.0) == [], "not while there is work"
     core.abort(subject_id.id, 1.0)
     assert "pages with no owner" in core.check_idle(1.0)[0]
-    assert (core.counters.repairs, len(events(core, Kind.REPAIR))) == (1, 1)
+    assert (core.counters.repairs, len(events(core, EventKind.REPAIR))) == (1, 1)
     assert core.check_idle(1.0) == []
     assert core.memory.pool.num_free == 64
     core.take_ended()
@@ -159,7 +159,7 @@ def test_one_that_does_not_fit_does_not_block_all_behind_it_and_is_not_starved()
     ids = admissions(subject.scheduler)
     passed = ids[1 : ids.index("big")]
     assert 1 <= len(passed) <= 6, "some may pass, and not one more than the bound"
-    assert events(subject.scheduler, Kind.RESERVE, "big")
+    assert events(subject.scheduler, EventKind.RESERVE, "big")
 
 
 def test_the_look_ahead_goes_across_tenants() -> None:

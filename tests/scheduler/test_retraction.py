@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.request import FinishReason, Phase
-from paceline.scheduler import Kind
+from paceline.scheduler import EventKind
 from paceline.scheduler.retraction import MOST_RETRACTIONS, choose_victim
 from paceline.testing import Harness
 from tests.helpers import EOS, admissions, events, harness, prompt, request, scheduler
@@ -42,7 +42,7 @@ def test_what_a_retracted_request_computed_stays_in_the_tree() -> None:
     subject = crowded(12)
     subject.add(*(liar(n, n + 1, n + 2, n + 3, n + 4) for n in range(4)))
     subject.run()
-    returns = [event for event in events(subject.scheduler, Kind.ADMIT) if event.detail[0] > 0]
+    returns = [event for event in events(subject.scheduler, EventKind.ADMIT) if event.detail[0] > 0]
     assert subject.scheduler.counters.retractions > 0
     assert returns, "coming back is a hit"
 
@@ -52,7 +52,7 @@ def test_a_retracted_request_goes_before_new_ones() -> None:
     subject.add(*(liar(n, n + 1, n + 2) for n in range(4)))
     while not subject.scheduler.counters.retractions:
         subject.step()
-    victim = events(subject.scheduler, Kind.RETRACT)[0].request_id
+    victim = events(subject.scheduler, EventKind.RETRACT)[0].request_id
     newcomers = [request([50 + n], 2, id=f"new-{n}") for n in range(4)]
     subject.add(*newcomers)
     subject.run()
@@ -65,7 +65,7 @@ def test_the_lowest_priority_leaves_first() -> None:
     subject = crowded(12, policy="fcfs")
     subject.add(liar(1, 2, 3, priority=0, id="low"), liar(4, 5, 6, priority=5, id="high"), liar(7, 8, 9, priority=5))
     subject.run()
-    assert events(subject.scheduler, Kind.RETRACT)[0].request_id == "low"
+    assert events(subject.scheduler, EventKind.RETRACT)[0].request_id == "low"
     subject.assert_reference()
 
 
@@ -162,7 +162,7 @@ def test_a_retracted_request_may_finish_while_it_waits() -> None:
         story = [(event.request_id, event.kind) for event in subject.scheduler.journal.events]
         for one in set(late):
             kinds = [kind for request_id, kind in story if request_id == one]
-            if kinds[-2:] == [Kind.RETRACT, Kind.FINISH]:
+            if kinds[-2:] == [EventKind.RETRACT, EventKind.FINISH]:
                 return
     raise AssertionError("no such run was found: the test has lost its subject")
 
@@ -181,7 +181,7 @@ def test_priority_retracts_lower_ones_past_the_gap() -> None:
     subject.step()
     subject.add(request([3], 4, priority=3, id="high"))
     subject.step()
-    assert [event.request_id for event in events(subject.scheduler, Kind.RETRACT)] == ["low"]
+    assert [event.request_id for event in events(subject.scheduler, EventKind.RETRACT)] == ["low"]
     assert subject.requests["high"].phase is Phase.DECODING
     subject.run()
     subject.assert_reference()

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.config import BATCHING
 from paceline.request import FinishReason, InvalidRequest, Phase, Refused
-from paceline.scheduler import Kind, PinError
+from paceline.scheduler import EventKind, PinError
 from tests.helpers import EOS, admissions, events, harness, prompt, request, scheduler
 
 
@@ -209,7 +209,7 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
     ) as caught:
         subject.add(request(prompt(range(30)), max_tokens=4), 0.0)
     assert not caught.value.retry
-    assert events(subject, Kind.REFUSE)
+    assert events(subject, EventKind.REFUSE)
     assert not subject.has_work
 
 
@@ -352,7 +352,7 @@ def test_a_pinned_prefix_survives_pressure_until_it_expires() -> None:
         subject.add(request(prompt(number, range(43)), max_tokens=4))
         subject.run()
     assert subject.scheduler.match(probe) < 16
-    assert events(subject.scheduler, Kind.UNPIN)
+    assert events(subject.scheduler, EventKind.UNPIN)
 
 
 def test_pins_obey_their_quota_and_say_what_is_wrong() -> None:

@@ -13,7 +13,7 @@ from paceline.config import ServerConfig
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine
 from paceline.server.app import App
-from paceline.server.local import LocalClient
+from paceline.server.local_client import LocalClient
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hello there"}], "temperature": 0, "max_tokens": 6}

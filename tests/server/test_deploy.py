@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 from paceline.config import EngineConfig
-from paceline.engine.virtual_build import build_virtual
-from paceline.server.answers import EngineSide
-from paceline.server.client import GetMetrics
-from paceline.server.metrics import Tally, render
+from paceline.engine.virtual.build import build_virtual
+from paceline.server.engine_client import GetMetrics
+from paceline.server.engine_queries import EngineQueries
+from paceline.server.metrics import ServerCounters, render
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[2]
 def metric_names() -> set[str]:
     engine = build_virtual(EngineConfig(executor="virtual"), {"num_pages": 64})
     try:
-        families = EngineSide(engine).ask(GetMetrics()).result()
+        families = EngineQueries(engine).ask(GetMetrics()).result()
     finally:
         engine.close()
-    text = render([*families, *Tally().families("front-end-0")], engine_up=True).decode()
+    text = render([*families, *ServerCounters().families("front-end-0")], engine_up=True).decode()
     found = set()
     for name, kind in re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE):
         found |= {name, f"{name}_bucket"} if kind == "histogram" else {name}

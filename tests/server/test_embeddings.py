@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.engine.torch_executor import CpuDevice, TorchExecutor
+from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner
 from paceline.model.registry import shape
 from paceline.model.weights import random_decoder
 from tests.model.contiguous_cache import ContiguousCache
@@ -90,8 +90,8 @@ def test_a_bad_request_is_told_what_is_wrong(caller: Caller, changes: Any, param
 def test_a_device_that_cannot_pool_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine()
     try:
-        assert isinstance(engine.executor, TorchExecutor) and isinstance(engine.executor.device, CpuDevice)
-        monkeypatch.setattr(TorchExecutor, "can_pool", False)
+        assert isinstance(engine.executor, CpuExecutor) and isinstance(engine.executor.device, CpuModelRunner)
+        monkeypatch.setattr(CpuExecutor, "can_pool", False)
         response = Caller(app_of(engine)).post(PATH, ASKED)
         assert response.status_code == 400 and "does not compute yet" in response.json()["error"]["message"]
     finally:

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from paceline.engine.cpu.executor import CpuExecutor
 from paceline.engine.engine import Engine
-from paceline.engine.torch_executor import TorchExecutor
 from tests.server.serving import CHAT, COMPLETIONS, HELLO, TEXT, Caller, app_of, tiny_engine
 
 ENDLESS = {"model": "tiny", "prompt": "go on", "max_tokens": 1500, "ignore_eos": True}
@@ -132,7 +132,7 @@ def test_a_full_queue_is_429_and_says_when_to_come_again(own_engine: Callable[..
 
 def break_after(engine: Engine, num_passes: int) -> None:
     executor = engine.executor
-    assert isinstance(executor, TorchExecutor)
+    assert isinstance(executor, CpuExecutor)
     whole = executor.device.run
     left = [num_passes]
 
@@ -184,7 +184,7 @@ def test_a_mistake_of_ours_is_500_and_says_nothing_of_the_inside(
     def broken(*_: Any) -> None:
         raise KeyError("secret")
 
-    monkeypatch.setattr("paceline.server.app.ChatAnswer", broken)
+    monkeypatch.setattr("paceline.server.app.ChatResponse", broken)
     response = caller.post(CHAT, HELLO)
     assert response.status_code == 500
     assert response.json()["error"] == {

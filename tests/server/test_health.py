@@ -13,10 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.config import EngineConfig, ServerConfig
 from paceline.engine.engine import Engine
-from paceline.engine.virtual_build import build_virtual
+from paceline.engine.virtual.build import build_virtual
 from paceline.request import SamplingParams
 from paceline.server.app import App
-from paceline.server.local import LocalClient
+from paceline.server.local_client import LocalClient
 from tests.server.serving import Caller
 from tests.server.virtual import wait_until
 

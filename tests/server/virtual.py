@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.engine.virtual_build import VOCAB_SIZE, virtual_tokens
+from paceline.engine.virtual.build import VOCAB_SIZE, virtual_tokens
 from paceline.text.synthetic import synthetic_tokenizer
 from tests.server.process import Served, serving
 

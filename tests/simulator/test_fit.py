@@ -16,7 +16,7 @@ from paceline.engine.executor import Executor, Pending
 from paceline.engine.loop import Loop
 from paceline.engine.pass_features import Ended, PassFeatures, read_features
 from paceline.engine.recording import RecordedPass, Recorder, read_recording
-from paceline.engine.virtual import VirtualClock, VirtualExecutor
+from paceline.engine.virtual.executor import VirtualClock, VirtualExecutor
 from paceline.scheduler import Scheduler
 from paceline.scheduler.plan import Finished, Plan
 from paceline.simulator.fit import Recording, error, fit, halves, non_negative

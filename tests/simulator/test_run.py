@@ -13,18 +13,18 @@ import pytest
 from paceline.config import SchedulerConfig, WorkloadConfig
 from paceline.engine.build import build_engine
 from paceline.engine.loop import Loop
-from paceline.engine.virtual import VirtualClock, VirtualExecutor
+from paceline.engine.virtual.executor import VirtualClock, VirtualExecutor
 from paceline.request import Request, SamplingParams
 from paceline.scheduler import Plan, Scheduler
 from paceline.simulator.compare import Comparison, scheduler_config
 from paceline.simulator.profile import Charged, Linear, load_profile, profile_names
-from paceline.simulator.run import Run, simulate
+from paceline.simulator.run import SimulationResult, simulate
 from paceline.simulator.workloads import EOS, Arrival, make_workload
 
 H200 = load_profile("h200-qwen3-0.6b")
 
 
-def run(policy: str = "fair", *, overlap: bool = True, seed: int = 0, **options: Any) -> Run:
+def run(policy: str = "fair", *, overlap: bool = True, seed: int = 0, **options: Any) -> SimulationResult:
     work = WorkloadConfig(requests=60, rate=300, prompt_tokens=200, output_tokens=20, groups=4, seed=seed)
     config = SchedulerConfig(**{"num_pages": 150, "max_running": 8, "policy": policy} | options)
     return simulate(make_workload("prefixes", work), config, H200, overlap=overlap)

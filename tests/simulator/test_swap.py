@@ -14,14 +14,14 @@ from paceline.config import ConfigError, WorkloadConfig
 from paceline.engine.executor import Result
 from paceline.engine.loop import Loop
 from paceline.engine.recording import RecordedPass, Recorder, read_recording
-from paceline.engine.virtual import Link, VirtualClock, VirtualExecutor
+from paceline.engine.virtual.executor import Link, VirtualClock, VirtualExecutor
 from paceline.scheduler import Plan, Scheduler
 from paceline.scheduler.plan import Swap
 from paceline.simulator.compare import scheduler_config
 from paceline.simulator.fit import Recording, fit
 from paceline.simulator.profile import Charged, keep_swap, load_profile
 from paceline.simulator.replay import recorded_config, replay
-from paceline.simulator.run import Run, simulate
+from paceline.simulator.run import SimulationResult, simulate
 from paceline.simulator.workloads import make_workload
 
 H200 = load_profile("h200-qwen3-14b")
@@ -54,7 +54,7 @@ def test_what_is_fetched_must_have_left_before() -> None:
     assert link.starts(swap([], [3]), now=1.0, idle_from=1.0) == 5.0
 
 
-def run(num_host_pages: int, profile: Any = H200, **options: Any) -> Run:
+def run(num_host_pages: int, profile: Any = H200, **options: Any) -> SimulationResult:
     """Chats in a pool too small for them."""
     work = WorkloadConfig(requests=60, rate=1.0, prompt_tokens=3000, shared=0.1, output_tokens=100, seed=2)
     arrivals = make_workload("chat", work)

@@ -1,0 +1,100 @@
+"""How long the host takes from the tokens of a pass to the masks of the next: `python benchmarks/grammars.py`.
+
+64 rows, a schema each, by the number of llguidance's threads; once step after step, once with a pause as long as a pass
+between them, in which the threads fall asleep. Then the masks beside a thread that has work of its own, as the engine's
+has: how long it is blocked to start them and to wait for them. No GPU is needed, but the cores of its host are.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from paceline.bench.workloads import structured
+from paceline.request import Request
+from paceline.sampling import grammar
+from paceline.scheduler.plan import Updates
+from paceline.text.synthetic import synthetic_tokenizer
+
+ROWS, VOCAB, STEPS, PAUSE_S = 64, 151_936, 100, 0.0015
+WORK_S = 0.0004  # in which the engine's thread makes text, plans and packs
+WORDS = -(-VOCAB // 32)
+
+
+def allowed(mask: Any, rng: np.random.Generator) -> int:
+    """Some token of a mask."""
+    word = int(rng.choice(np.flatnonzero(mask)))
+    return word * 32 + int(rng.choice([bit for bit in range(32) if int(mask[word]) >> bit & 1]))
+
+
+def work(seconds: float) -> None:
+    """Holds Python's lock, as planning does."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
+def measure(num_threads: int, pause_s: float, beside: bool) -> dict[str, Any]:
+    """Microseconds of each step, to follow the tokens and to compute the masks, or to start and to wait for them."""
+    grammar._MAX_THREADS = num_threads
+    tokenizer, rng = synthetic_tokenizer(VOCAB), np.random.default_rng(0)
+    grammars = grammar.Grammars(tokenizer, VOCAB)
+    requests = [
+        Request(str(row), np.arange(3, 9), params) for row, params in enumerate(structured(ROWS, 256, 7).params)
+    ]
+    for request in requests:
+        assert request.params.grammar is not None, "all of them have one"
+        grammars.attach(request, grammars.compile(request.params.grammar).result())
+    plan: Any = SimpleNamespace(requests=tuple(requests), samples=np.ones(ROWS, np.bool_))
+    bits = np.zeros((ROWS, WORDS), np.int32)
+    spent: dict[str, list[float]] = defaultdict(list)
+
+    def timed(what: str, call: Callable[..., Any], *args: Any) -> None:
+        began = time.perf_counter()
+        call(*args)
+        spent[what].append((time.perf_counter() - began) * 1e6)
+
+    def room(rows: int, words: int) -> Any:
+        return bits[:rows]
+
+    for _ in range(STEPS):
+        if beside:
+            timed("start", grammars.start_masks, plan, room)
+            work(WORK_S)
+            timed("wait", grammars.wait_masks)
+        else:
+            timed("masks", grammars.masks, plan, room)
+        tokens = np.array([allowed(mask, rng) for mask in bits], np.int32)
+        time.sleep(pause_s)
+        timed("tokens", grammars.advance, Updates(tuple(requests), tokens, (), 0))
+    assert not grammars.take_failures(), "a token that a mask allows is taken"
+    grammars.close()
+    return {what: np.array(each) for what, each in sorted(spent.items())}
+
+
+def main() -> None:
+    cores = grammar._num_cores()
+    print(f"{cores} cores; microseconds a step of {ROWS} rows: median, 90th percentile")
+    for pause_s, beside in ((0.0, False), (PAUSE_S, False), (PAUSE_S, True)):
+        for threads in sorted({1, 2, 3, 4, 6, 8, 12, max(1, cores - 1)}):
+            if threads > cores:
+                continue
+            found = "   ".join(
+                f"{what} {np.median(each):6.0f} {np.percentile(each, 90):6.0f}"
+                for what, each in measure(threads, pause_s, beside).items()
+            )
+            how = f"{WORK_S * 1e3:3.1f} ms of work beside" if beside else "nothing beside"
+            print(f"pause {pause_s * 1e3:3.1f} ms, {how}, {threads:2} threads: {found}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

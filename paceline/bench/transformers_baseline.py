@@ -1,0 +1,165 @@
+"""Our engine against transformers' `generate()`: the same model, prompts, float32 and number of threads, in one run.
+
+Three questions: one stream; 16 prompts whose outputs differ in length, against a padded batch that runs until its
+longest ends; 64 requests with a common prefix, against a batch that computes it 64 times. The two sides take turns and
+the best run of each counts, since a busy machine only ever makes a run slower. `transformers` is imported here only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.config import OVERLAP, EngineConfig
+from paceline.engine.build import assemble
+from paceline.engine.cpu.model import CpuModel
+from paceline.llm import LLM
+from paceline.model.fetch import DEFAULT_MODEL, find_model
+from paceline.model.weights import load_decoder
+from paceline.request import SamplingParams
+from paceline.text.tokenizer import Tokenizer, load_tokenizer
+
+WORKLOADS = ("single", "batch", "prefix")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    name: str
+    prompts: list[list[int]]
+    output_lengths: list[int]
+    repeats: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.output_lengths)
+
+
+def workloads(vocab_size: int, *, scale: float = 1.0) -> list[Workload]:
+    """`scale` makes outputs shorter and requests fewer, for trying things out."""
+    rng = np.random.default_rng(0)
+
+    def ids(count: int) -> list[int]:
+        return [int(token) for token in rng.integers(100, vocab_size, count)]
+
+    def some(count: int) -> int:
+        return max(2, int(count * scale))
+
+    outputs = np.linspace(16, 256, 16).astype(int)
+    rng.shuffle(outputs)
+    prefix = ids(512)
+    return [
+        Workload("single", [ids(32)], [some(64)], 3),
+        Workload("batch", [ids(int(n)) for n in rng.integers(8, 129, 16)], [some(int(n)) for n in outputs], 1),
+        Workload("prefix", [prefix + ids(32) for _ in range(some(64))], [16] * some(64), 1),
+    ]
+
+
+def compare_with_transformers(
+    model: str | Path | None = None,
+    *,
+    threads: int = 1,
+    scale: float = 1.0,
+    only: Sequence[str] = WORKLOADS,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Runs the comparison, says what it finds, and returns (and says last, as one JSON object) the ratios."""
+    torch.set_num_threads(threads)
+    path = find_model(DEFAULT_MODEL if model is None else model)
+    decoder, tokenizer = CpuModel(load_decoder(path, dtype="float32")), load_tokenizer(path)
+    theirs = _load_theirs(path)
+    say(f"{path.name}, float32, {threads} thread{'s' if threads > 1 else ''}, torch {torch.__version__}")
+    found: dict[str, Any] = {}
+    equal = True
+    for work in workloads(decoder.spec.vocab_size, scale=scale):
+        if work.name not in only:
+            continue
+        our_s = their_s = math.inf
+        for _ in range(work.repeats):
+            seconds, tokens = _run_ours(decoder, tokenizer, threads, "on", work)
+            our_s = min(our_s, seconds)
+            seconds, their_tokens = _run_theirs(theirs, work)
+            their_s = min(their_s, seconds)
+        for mode in OVERLAP:
+            equal = equal and (mode == "on" or _run_ours(decoder, tokenizer, threads, mode, work)[1] == tokens)
+        same = sum(a == b for a, b in zip(tokens, their_tokens, strict=True))
+        found[f"{work.name}_ratio"] = round(their_s / our_s, 3)
+        say(
+            f"{work.name:7} {len(work.prompts)} prompts, {work.num_tokens} tokens out: ours {our_s:.2f} s "
+            f"({work.num_tokens / our_s:.1f} tokens/s), transformers {their_s:.2f} s "
+            f"({work.num_tokens / their_s:.1f} tokens/s): {their_s / our_s:.2f}x; "
+            f"{same} of {len(tokens)} outputs are the same tokens"
+        )
+    found["tokens_equal"] = equal
+    say(json.dumps(found))
+    return found
+
+
+def _run_ours(
+    decoder: CpuModel, tokenizer: Tokenizer, threads: int, overlap: str, work: Workload
+) -> tuple[float, list[list[int]]]:
+    config = EngineConfig(threads=threads, overlap=overlap, kv_tokens=65_536)
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in work.output_lengths]
+    with LLM.from_engine(assemble(decoder, tokenizer, config, {"max_wait": math.inf})) as llm:
+        llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+        began = time.perf_counter()
+        outputs = llm.generate(work.prompts, params)
+        seconds = time.perf_counter() - began
+    return seconds, [output.token_ids for output in outputs]
+
+
+def _load_theirs(path: Path) -> Any:
+    import transformers
+    from transformers import modeling_gguf_pytorch_utils
+
+    reading: Any = modeling_gguf_pytorch_utils
+    reading.tqdm = lambda items, **_: items  # its bar for GGUF files listens to no setting once tqdm is imported
+    logging: Any = transformers.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if path.is_file():
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            str(path.parent), gguf_file=path.name, dtype=torch.float32
+        )
+    return transformers.AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
+
+
+@torch.inference_mode()
+def _run_theirs(model: Any, work: Workload) -> tuple[float, list[list[int]]]:
+    """One padded batch, which runs until the longest output is there."""
+    longest = max(map(len, work.prompts))
+    ids = torch.zeros(len(work.prompts), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(work.prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    count = max(work.output_lengths)
+    began = time.perf_counter()
+    found = model.generate(
+        ids, attention_mask=mask, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    seconds = time.perf_counter() - began
+    outputs = [row[longest:].tolist()[:n] for row, n in zip(found, work.output_lengths, strict=True)]
+    return seconds, outputs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Our engine against transformers, float32 on the CPU.")
+    parser.add_argument("--model", help="folder, .gguf file or name; the default model if not given")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads for both sides")
+    parser.add_argument("--scale", type=float, default=1.0, help="below 1: fewer requests and shorter outputs")
+    parser.add_argument("--only", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    given = parser.parse_args()
+    compare_with_transformers(given.model, threads=given.threads, scale=given.scale, only=given.only)
+
+
+if __name__ == "__main__":
+    main()

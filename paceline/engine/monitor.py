@@ -1,0 +1,99 @@
+"""What the live page shows, kept where the engine is.
+
+It looks at the scheduler only when somebody asks; beside that it hears of requests that end. It tells how many tokens
+there are, never which.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from paceline.request import Request
+from paceline.scheduler import Scheduler
+from paceline.scheduler.journal import Event, EventKind
+from paceline.scheduler.snapshot import snapshot
+
+_RECENT = 200  # requests that ended, of which percentiles are taken
+_SHOWN = 40  # of these, in the table
+_HISTORY = 300  # samples, about a second apart while anything happens
+_LEAST_S = 0.45  # between two samples
+
+
+class EngineMonitor:
+    """Called on the engine's thread."""
+
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
+        self._scheduler, self._clock = scheduler, clock
+        self._requests: dict[str, Request] = {}
+        self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
+        self._samples: deque[list[float]] = deque(maxlen=_HISTORY)  # time and what the page draws over it
+        self._began = clock()
+        scheduler.journal.listeners.append(self._hear)
+
+    def state(self) -> dict[str, Any]:
+        now = self._clock()
+        self._sample(now)
+        config = self._scheduler.config
+        return {
+            "now": now,
+            "uptime": now - self._began,
+            "policy": config.policy,
+            "page_size": config.page_size,
+            "max_running": config.max_running,
+            "snapshot": snapshot(self._scheduler, now),
+            "samples": list(self._samples),
+            "recent": [{**one, "ago": now - one["at"]} for one in reversed(self._recent)][:_SHOWN],
+            "latency": {name: self._percentiles(name) for name in ("wait", "ttft", "tpot")},
+        }
+
+    def _hear(self, event: Event) -> None:
+        if event.kind is EventKind.ADD:
+            self._requests[event.request_id] = self._scheduler.requests[event.request_id]
+        elif event.kind is EventKind.FINISH:
+            request = self._requests.pop(event.request_id, None)
+            if request is not None:
+                self._recent.append(_ended(request, event.time))
+            if not self._samples or event.time - self._samples[-1][0] >= 1.0:
+                self._sample(event.time)
+
+    def _sample(self, now: float) -> None:
+        if self._samples and now - self._samples[-1][0] < _LEAST_S:
+            return
+        counters = self._scheduler.counters
+        ttft = [one["ttft"] for one in self._recent if one["ttft"] is not None and now - one["at"] <= 30]
+        self._samples.append(
+            [now, counters.decoded_tokens, counters.computed_tokens, counters.prompt_tokens, counters.hit_tokens,
+             self._scheduler.num_running, self._scheduler.num_waiting, *_points(ttft)]
+        )  # fmt: skip
+
+    def _percentiles(self, name: str) -> list[float | None]:
+        return _points([one[name] for one in self._recent if one[name] is not None])
+
+
+def _points(values: list[float]) -> list[Any]:
+    """p50 and p99; None of nothing."""
+    return [float(np.percentile(values, percent)) for percent in (50, 99)] if values else [None, None]
+
+
+def _ended(request: Request, now: float) -> dict[str, Any]:
+    def since(moment: float | None) -> float | None:
+        return None if moment is None else moment - request.arrival
+
+    ttft, tokens = since(request.first_token), len(request.output)
+    return {
+        "id": request.id,
+        "tenant": request.tenant,
+        "at": now,
+        "prompt": len(request.prompt),
+        "cached": request.num_cached,
+        "output": tokens,
+        "reason": str(request.finish_reason),
+        "wait": since(request.first_admitted),
+        "ttft": ttft,
+        "tpot": (now - request.first_token) / (tokens - 1) if request.first_token is not None and tokens > 1 else None,
+        "retractions": request.retractions,
+    }

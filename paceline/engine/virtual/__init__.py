@@ -1,0 +1,1 @@
+"""The virtual executor: charges a step-time model to a clock."""

@@ -1,0 +1,82 @@
+"""An engine on the virtual GPU, in real time: a server without a model or torch, with a synthetic tokenizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.config import ConfigError, EngineConfig, SchedulerConfig
+from paceline.engine.engine import Engine, ModelInfo
+from paceline.engine.loop import Trace
+from paceline.engine.virtual.executor import (
+    SMALL_MODEL_H200,
+    ClockTokens,
+    Link,
+    VirtualExecutor,
+    VirtualTokens,
+    WallClock,
+    slowed,
+)
+from paceline.scheduler import Scheduler
+from paceline.text.synthetic import SMALLEST, synthetic_tokenizer
+
+NAME = "virtual"
+VOCAB_SIZE = 32_768
+KV_BYTES_PER_TOKEN = 114_688  # of the model whose times are charged
+_KV_TOKENS = 524_288
+_LINK_RATE = 53e9  # bytes a second to host memory, each way
+
+
+def build_virtual(
+    config: EngineConfig,
+    scheduler_options: Mapping[str, Any],
+    *,
+    trace: Trace | None = None,
+) -> Engine:
+    options = dict(scheduler_options)
+    if config.kv_tokens is not None and "num_pages" in options:
+        raise ConfigError(f"kv_tokens is {config.kv_tokens} and num_pages is {options['num_pages']}: give one of them.")
+    page_size = options.get("page_size", SchedulerConfig().page_size)
+    if "num_pages" not in options:
+        options["num_pages"] = max(1, (config.kv_tokens or _KV_TOKENS) // page_size)
+    page_s = page_size * KV_BYTES_PER_TOKEN / _LINK_RATE
+    if count := config.num_host_pages(page_size, options):
+        options["num_host_pages"] = count
+        options.setdefault("host_page_cost", page_s / SMALL_MODEL_H200.per_prefill_token)
+    scheduler_config = SchedulerConfig(**options)
+    tokenizer = synthetic_tokenizer(VOCAB_SIZE)
+    tokens: VirtualTokens | ClockTokens
+    if config.virtual_tokens == "clock":
+        tokens = ClockTokens(SMALLEST, VOCAB_SIZE, lambda: executor.span[1])
+    else:
+        tokens = virtual_tokens(scheduler_config.max_running)
+    executor = VirtualExecutor(
+        WallClock(), slowed(SMALL_MODEL_H200, config.virtual_slowdown), tokens,
+        link=Link(page_s * config.virtual_slowdown),
+    )  # fmt: skip
+    scheduler = Scheduler(scheduler_config)
+    recorder = None
+    if config.record is not None:
+        from paceline.engine.recording import Recorder
+
+        recorder = Recorder(Path(config.record), scheduler, time.monotonic, device=NAME, model=NAME,
+                            overlap=config.overlap_mode, buckets=[])  # fmt: skip
+    return Engine(
+        scheduler,
+        executor,
+        tokenizer,
+        vocab_size=VOCAB_SIZE,
+        facts=ModelInfo("virtual", 600_000_000, "bfloat16", "virtual", KV_BYTES_PER_TOKEN),
+        overlap=config.overlap_mode,
+        clock=time.monotonic,
+        trace=trace,
+        on_close=executor.close,
+        recorder=recorder,
+    )
+
+
+def virtual_tokens(max_running: int = 1) -> VirtualTokens:
+    """What the virtual model says; for tests and benchmarks that know the answer beforehand."""
+    return VirtualTokens(max_running, SMALLEST, VOCAB_SIZE, end=2)

@@ -1,0 +1,32 @@
+"""Engines on the kernels in Triton's interpreter, small enough for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.config import EngineConfig, SchedulerConfig
+from paceline.engine.cuda.build import build_cuda
+from paceline.engine.engine import Engine
+from paceline.kernels.decode_units import Chunks
+from paceline.model.decoder import Decoder
+from paceline.scheduler import Scheduler
+from paceline.text.tokenizer import Tokenizer
+
+SMALL: dict[str, Any] = {
+    "page_size": 4, "max_running": 4, "context_tokens": 192, "max_batch_tokens": 32, "max_prefill_tokens": 32,
+    "chunk_tokens": 16,
+}  # fmt: skip
+
+
+def assemble_kernels(
+    decoder: Decoder, tokenizer: Tokenizer, config: EngineConfig, options: Mapping[str, Any], num_pages: int = 128
+) -> Engine:
+    """As `assemble` on a GPU. What a check asks for is cut to what the interpreter can bear."""
+    scheduler = SchedulerConfig(num_pages=num_pages, **{**options, **SMALL})
+    device, scheduler = build_cuda(
+        decoder, config, scheduler, None, tuning=lambda *_: None, chunks=lambda rows: Chunks(16, 64, 4)
+    )
+    return Engine(
+        Scheduler(scheduler), device, tokenizer, vocab_size=decoder.spec.vocab_size, overlap=config.overlap_mode
+    )

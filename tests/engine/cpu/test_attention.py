@@ -1,0 +1,111 @@
+"""Attention by groups and parts against attention written out, one row at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.engine.cpu.attention import CpuAttention, _split
+from paceline.engine.cpu.inputs import Inputs
+from paceline.engine.cpu.kv_cache import KVCache
+from paceline.model.spec import ModelSpec
+
+HEADS, KV_HEADS, SIZE = 4, 2, 8
+
+
+def spec(window: int | None) -> ModelSpec:
+    return ModelSpec(family="llama", hidden_size=32, num_layers=1, num_heads=HEADS, num_kv_heads=KV_HEADS,
+                     head_dim=SIZE, ffn_size=32, vocab_size=16, context_tokens=4096, windows=(window,))  # fmt: skip
+
+
+def written_out(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None) -> torch.Tensor:
+    """The last len(q) positions of one row, over all its keys."""
+    group = HEADS // KV_HEADS
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * SIZE**-0.5
+    at = torch.arange(len(keys))
+    query, key = at[-len(q) :, None], at[None, :]
+    hidden = key > query
+    if window is not None:
+        hidden |= key <= query - window
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values).reshape(len(q), -1)
+
+
+def check(starts: list[int], lengths: list[int], shared: list[int], page_size: int, window: int | None) -> None:
+    """Row i begins with the first `shared[i]` pages of a common prefix; its other pages are its own, in any order."""
+    rng = np.random.default_rng(0)
+    torch.manual_seed(0)
+    num_pages = [-(-(start + length) // page_size) for start, length in zip(starts, lengths, strict=True)]
+    shared = [min(s, start // page_size) for s, start in zip(shared, starts, strict=True)]
+    order = rng.permutation(sum(num_pages) + max(shared)).astype(np.int32)
+    common, own = order[: max(shared)], iter(order[max(shared) :].tolist())
+    page_rows = rng.integers(0, len(order), (len(starts), max(num_pages))).astype(np.int32)  # stale past the row's end
+    for row, count in enumerate(num_pages):
+        page_rows[row, :count] = [*common[: shared[row]], *(next(own) for _ in range(count - shared[row]))]
+    cache = KVCache(spec(window), len(order), page_size, torch.float32)
+    cache.keys[0].normal_()
+    cache.values[0].normal_()
+    starts_, lengths_ = np.array(starts), np.array(lengths)
+    positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
+    rows = np.repeat(np.arange(len(starts)), lengths_)
+    nothing = np.empty(0, np.int64)
+    inputs = Inputs(
+        tokens=positions, positions=positions, starts=starts_, lengths=lengths_,
+        places=page_rows[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size,
+        offsets=np.cumsum(lengths_) - lengths_, page_rows=page_rows, sampled=nothing, sampled_slots=nothing,
+        sampled_positions=nothing,
+    )  # fmt: skip
+    total = len(positions)
+    q, k, v = torch.randn(total, HEADS, SIZE), torch.randn(total, KV_HEADS, SIZE), torch.randn(total, KV_HEADS, SIZE)
+    found = CpuAttention(cache, spec(window), inputs)(0, q, k, v)
+    for row, (start, length, offset) in enumerate(zip(starts, lengths, inputs.offsets.tolist(), strict=True)):
+        at = np.arange(start + length)
+        places = torch.from_numpy(page_rows[row, at // page_size].astype(np.int64) * page_size + at % page_size)
+        expected = written_out(q[offset : offset + length], cache.keys[0][places], cache.values[0][places], window)
+        torch.testing.assert_close(found[offset : offset + length], expected, atol=2e-5, rtol=1e-4)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 150), st.sampled_from([1, 1, 1, 2, 5, 40]), st.integers(0, 60)), min_size=1, max_size=9
+    ),
+    page_size=st.sampled_from([1, 3, 16, 64]),
+    window=st.sampled_from([None, None, 1, 6, 90]),
+)
+def test_any_mix_of_rows(rows: list[tuple[int, int, int]], page_size: int, window: int | None) -> None:
+    starts, lengths, shared = map(list, zip(*rows, strict=True))
+    check(starts, lengths, shared, page_size, window)
+
+
+def test_a_row_that_ends_where_the_shared_part_does() -> None:
+    """It has no part of its own although the others have."""
+    check([64, 80, 96, 64], [4, 4, 4, 4], [4, 4, 4, 4], 16, None)
+
+
+def test_rows_of_very_different_lengths_are_not_padded_to_the_longest() -> None:
+    check([3, 2000, 5, 1900, 7, 1], [1] * 6, [0] * 6, 16, None)
+    nothing = np.empty(0, np.int64)
+    inputs = Inputs(tokens=nothing, positions=nothing, places=nothing, starts=np.array([3, 2000, 5, 1900, 7, 1]),
+                    lengths=np.ones(6, np.int64), offsets=np.arange(6), page_rows=np.arange(6 * 126).reshape(6, 126),
+                    sampled=nothing, sampled_slots=nothing, sampled_positions=nothing)  # fmt: skip
+    groups = sorted(sorted(rows.tolist()) for rows, _ in _split(inputs, 16))
+    assert groups == [[0, 2, 4, 5], [1, 3]]
+
+
+@pytest.mark.parametrize("num_rows", [3, 8])
+def test_a_common_prefix_is_one_part(num_rows: int) -> None:
+    nothing = np.empty(0, np.int64)
+    pages = np.arange(num_rows * 10, dtype=np.int32).reshape(num_rows, 10)
+    pages[:, :6] = pages[0, :6]
+    inputs = Inputs(tokens=nothing, positions=nothing, places=nothing, starts=np.full(num_rows, 150),
+                    lengths=np.ones(num_rows, np.int64), offsets=np.arange(num_rows), page_rows=pages,
+                    sampled=nothing, sampled_slots=nothing, sampled_positions=nothing)  # fmt: skip
+    assert [(len(rows), shared) for rows, shared in _split(inputs, 16)] == [(num_rows, 6)]
+    alone = _split(replace(inputs, shares=False), 16)  # nobody shares, or nobody is to
+    assert [(len(rows), shared) for rows, shared in alone] == [(num_rows, 0)]

@@ -1,0 +1,59 @@
+"""The worker behind `launch`: in order, at once, and never past an error."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.engine.cpu.executor import CpuExecutor, ExecutorFailed
+from paceline.engine.executor import Result
+
+
+class FakePlan:
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+
+class FakeDevice:
+    def __init__(self, *, fails_at: int | None = None) -> None:
+        self.go = threading.Event()
+        self.ran: list[int] = []
+        self._fails_at = fails_at
+
+    def run(self, plan: Any, masks: Any) -> Result:
+        assert self.go.wait(10), "nobody let the pass run"
+        self.ran.append(plan.step)
+        if plan.step == self._fails_at:
+            raise MemoryError("no room")
+        return Result(np.array([plan.step], np.int32))
+
+
+def test_launch_returns_at_once_and_passes_run_in_order() -> None:
+    device = FakeDevice()
+    executor = CpuExecutor(device)
+    pending = [executor.launch(FakePlan(step)) for step in range(5)]  # type: ignore[arg-type]
+    assert device.ran == []
+    device.go.set()
+    assert [int(one.wait().tokens[0]) for one in reversed(pending)] == [4, 3, 2, 1, 0]
+    assert device.ran == [0, 1, 2, 3, 4]
+    seconds = pending[0].wait().device_s
+    assert seconds is not None and seconds > 0
+    executor.close()
+    executor.close()
+
+
+def test_after_an_error_no_pass_runs_and_every_one_says_why() -> None:
+    device = FakeDevice(fails_at=1)
+    executor = CpuExecutor(device)
+    pending = [executor.launch(FakePlan(step)) for step in range(3)]  # type: ignore[arg-type]
+    device.go.set()
+    assert pending[0].wait().tokens.tolist() == [0]
+    for one in (*pending[1:], executor.launch(FakePlan(9))):  # type: ignore[arg-type]
+        with pytest.raises(ExecutorFailed, match="pass 1 failed: MemoryError: no room") as raised:
+            one.wait()
+        assert isinstance(raised.value.__cause__, MemoryError)
+    assert device.ran == [0, 1]
+    executor.close()

@@ -1,0 +1,135 @@
+"""The CUDA device on the CPU, in Triton's interpreter: what its tests share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.config import EngineConfig, SchedulerConfig
+from paceline.engine.build import assemble
+from paceline.engine.cuda.build import build_cuda
+from paceline.engine.cuda.executor import CudaExecutor
+from paceline.engine.cuda.graphs import Graph, GraphKey
+from paceline.engine.cuda.inputs import Packed, ShareRule
+from paceline.engine.engine import Engine
+from paceline.kernels._triton import HAS_TRITON
+from paceline.kernels.decode_units import Chunks
+from paceline.kernels.extend_tiles import SplitRule
+from paceline.kernels.linear import LinearTuning
+from paceline.llm import LLM
+from paceline.model.decoder import Decoder
+from paceline.model.registry import shape
+from paceline.model.weights import random_weights
+from paceline.request import SamplingParams
+from paceline.scheduler import Scheduler
+from paceline.scheduler.plan import Plan
+from paceline.text.synthetic import synthetic_tokenizer
+
+INTERPRETED = [
+    pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+IN_BOUNDS = pytest.mark.usefixtures("in_bounds")  # every address is checked
+
+CONTEXT = 192
+RNG = np.random.default_rng(5)
+SHARED = RNG.integers(3, 512, 21).tolist()
+PROMPTS = [[*SHARED, 7, 8, 9], RNG.integers(3, 512, 1).tolist(), [*SHARED, 9, 9], RNG.integers(3, 512, 11).tolist()]
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+BASE: dict[str, Any] = {
+    "num_pages": 64, "page_size": 4, "max_running": 4, "context_tokens": CONTEXT, "prefix_wait_tokens": 8,
+    "max_batch_tokens": 32, "max_prefill_tokens": 32, "chunk_tokens": 16,
+}  # fmt: skip
+
+
+def decoder(name: str) -> Decoder:
+    """Two layers of a family, with norms and biases that would be missed."""
+    spec = shape(name)
+    spec = replace(spec, num_layers=2, windows=spec.windows[1:3], rope_layers=spec.rope_layers[-2:])
+    weights = random_weights(spec, dtype="float32")
+    generator = torch.Generator().manual_seed(1)
+    for key, weight in weights.items():
+        if key.endswith("norm"):
+            weight.mul_(1 + 0.3 * torch.randn(weight.shape[-1], generator=generator))
+            if key.endswith("qk_norm"):  # one for all query heads, another for all key heads
+                weight[: spec.num_heads] = weight[0] * 1.1
+    return Decoder(spec, weights, max_positions=CONTEXT)
+
+
+def small_tiles(rows: int, columns: int, gated: bool) -> LinearTuning | None:
+    """Fused products for a tiny model: some split, and none from three rows on, so that both kinds meet in a run."""
+    if rows > 2:
+        return None
+    return LinearTuning(16, 16, 16, 1, 1, 1 if gated or columns > 64 else 2)
+
+
+def on_kernels(name: str, **options: Any) -> tuple[LLM, CudaExecutor]:
+    overlap, model = options.pop("overlap", "on"), options.pop("model", None) or decoder(name)
+    split_rule, sizes = options.pop("split_rule", SplitRule), options.pop("prompt_sizes", ())
+    rule = partial(ShareRule, chunks=(32, 16), least_of_pairs=16)
+    config = SchedulerConfig(**{**BASE, **options})
+    device, config = build_cuda(
+        model, EngineConfig(), config, None, tuning=small_tiles, chunks=lambda rows: Chunks(16, 64, 4),
+        share_rule=rule, split_rule=split_rule, prompt_sizes=sizes,
+    )  # fmt: skip
+    tokenizer = synthetic_tokenizer(device.model.spec.vocab_size)
+    engine = Engine(Scheduler(config), device, tokenizer, vocab_size=device.model.spec.vocab_size, overlap=overlap)
+    return LLM.from_engine(engine), device
+
+
+def expected(name: str, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    plain = decoder(name)
+    tokenizer = synthetic_tokenizer(plain.spec.vocab_size)
+    engine = assemble(plain, tokenizer, EngineConfig(device="cpu", threads=1, overlap="off"), BASE)
+    with LLM.from_engine(engine) as llm:
+        return [output.token_ids for output in llm.generate(prompts, params)]
+
+
+def watch_packed(device: CudaExecutor) -> list[Packed]:
+    """Will hold what was packed for each pass."""
+    found: list[Packed] = []
+    pack = device._packer.pack
+
+    def packing(plan: Plan) -> Packed:
+        found.append(pack(plan))
+        return found[-1]
+
+    device._packer.pack = packing  # type: ignore[method-assign]
+    return found
+
+
+def watch_graphs(device: CudaExecutor) -> list[GraphKey]:
+    """Will hold the kind of every graph that is asked for."""
+    found: list[GraphKey] = []
+    graph = device.graphs.graph
+
+    def choosing(size: int, kind: GraphKey) -> Graph:
+        found.append(kind)
+        return graph(size, kind)
+
+    device.graphs.graph = choosing  # type: ignore[method-assign]
+    return found
+
+
+def rooms_of(device: CudaExecutor) -> list[GraphKey]:
+    """Of the graphs with prompts that were captured."""
+    return [kind for _, kind in device.graphs._graphs if kind.room is not None]
+
+
+def retract_often(llm: LLM) -> None:
+    scheduler = llm.engine.scheduler
+    plan, steps = scheduler.plan, iter(range(10**6))
+
+    def planning(now: float) -> Any:
+        running = [*scheduler.admission.decoding, *scheduler.admission.prefilling]
+        if next(steps) % 2 and running and running[0].retractions < 2:
+            scheduler._retract(running[0], now, "a test")
+        return plan(now) or plan(now)
+
+    scheduler.plan = planning  # type: ignore[method-assign]
