@@ -62,7 +62,7 @@ class Lab:
         spec = named_shape(self.shape)
         count = min(spec.num_layers, num_layers or spec.num_layers, self.num_layers or spec.num_layers)
         cut = slice(0, count)
-        return replace(spec, num_layers=count, windows=spec.windows[cut], rope_layers=spec.rope_layers[cut])
+        return replace(spec, num_layers=count, windows=spec.windows[cut], layer_ropes=spec.layer_ropes[cut])
 
     def weights(self, spec: ModelSpec, dtype: str | None = None) -> dict[str, Tensor]:
         """The same numbers every time; in another dtype, those numbers rounded to it."""

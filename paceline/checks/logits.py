@@ -135,9 +135,9 @@ def _their_model(lab: Lab, spec: ModelSpec, dtype: str) -> Any:
     kind: Any = transformers.Qwen3Config
     make: Any = transformers.Qwen3ForCausalLM
     if "rope_parameters" in inspect.signature(kind.__init__).parameters:
-        sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": spec.rope.theta}
+        sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": spec.ropes[0].theta}
     else:  # before version 5
-        sizes["rope_theta"] = spec.rope.theta
+        sizes["rope_theta"] = spec.ropes[0].theta
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:

@@ -1,14 +1,14 @@
 """The decoder: tokens in, hidden states and logits out, for every supported family.
 
     tokens -> embedding -> layers -> norm -> hidden -> logits
-    a layer: norm -> q,k,v -> rotate -> attend -> out -> add -> norm -> gate,up -> down -> add
+    a layer: norm -> q,k,v -> rotate -> attend -> out -> add -> norm -> mlp -> add
 
-A batch is ragged: the tokens of all its requests lie one after the other, T rows in all, and only
-`attend`, which the executor supplies, knows where one request ends and the next begins. It is also the
-only place that touches the KV cache. Nothing here looks at a value on the host or loops over requests, so
-a whole step can be one CUDA graph.
+A batch is ragged: the tokens of all its requests follow each other, T rows in total. Only `attend`, which the
+executor supplies, knows where one request ends and the next begins, and only `attend` touches the KV cache. Nothing
+here reads a value on the host or loops over requests, so a whole step can be one CUDA graph.
 
-What differs between families is in `ModelSpec`; there is one `if` per option and no class per model.
+What differs between families is a field of `ModelSpec`; there is one `if` per option and no class per model. This is
+the reference implementation: `CpuModel` and `CudaModel` compute the same with rearranged weights.
 """
 
 from __future__ import annotations
@@ -23,25 +23,46 @@ from torch import Tensor
 from paceline.model.rope import rope_table, rotate
 from paceline.model.spec import ModelSpec
 
-# attend(layer, q[T, heads, D], k[T, kv heads, D], v[T, kv heads, D]) -> [T, heads * D]. Writes k and v
-# into the cache at the rows' positions, then attends causally within `spec.windows[layer]`, scaled by D
-# ** -0.5. The three inputs are views of one buffer: rows are strided, so copy or index them, never assume
-# they are contiguous.
+# attend(layer, q[T, heads, D], k[T, kv heads, D], v[T, kv heads, D]) -> [T, heads * D]. Writes k and v into the KV
+# cache at the rows' positions, then computes causal attention with the layer's window, scale and score cap of the
+# spec. The three inputs are views of one buffer: their rows are strided, so copy or index them, never assume that they
+# are contiguous.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    attention_norm: Tensor
-    qkv: Tensor
-    out: Tensor
-    mlp_norm: Tensor
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mlp:
+    """The gated MLP of a layer: down(activation(gate(x)) * up(x)). A mixture of experts can take its place."""
+
     gate_up: Tensor
     down: Tensor
-    qkv_bias: Tensor | None = None
-    out_bias: Tensor | None = None
+    activation: Callable[[Tensor], Tensor]
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
+        return F.linear(self.activation(gate) * up, self.down, self.down_bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayer:
+    """The weights of one layer. `norm_placement` decides which norms there are: before a block, after it, or both."""
+
+    qkv: Tensor
+    out: Tensor
+    mlp: Mlp
+    attention_norm: Tensor | None = None
+    attention_post_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+    mlp_post_norm: Tensor | None = None
+    qkv_bias: Tensor | None = None
+    out_bias: Tensor | None = None
     qk_norm: Tensor | None = None
 
 
@@ -49,8 +70,8 @@ class Decoder:
     """A model with its weights, on one device, for inference."""
 
     def __init__(self, spec: ModelSpec, weights: Mapping[str, Tensor], *, max_positions: int | None = None) -> None:
-        """`weights` are the fused tensors of `layout.target_shapes(spec)`; positions up to
-        `max_positions` (the model's context if not given) can be used."""
+        """`weights` are the fused tensors of `layout.target_shapes(spec)`. Positions below `max_positions` (default:
+        the model's context) can be used."""
         self.spec = spec
         self.embedding = weights["embedding"]
         self.head = weights["embedding" if spec.tied else "head"]
@@ -58,51 +79,56 @@ class Decoder:
         self.device = self.embedding.device
         self.dtype = self.embedding.dtype
         self.max_positions = max_positions or spec.context_tokens
-        self.cos_sin = rope_table(spec.rope, spec.head_dim, self.max_positions, self.device)
-        self.layers = [_layer(weights, f"{layer}.") for layer in range(spec.num_layers)]
+        self.rope_tables = [rope_table(rope, spec.head_dim, self.max_positions, self.device) for rope in spec.ropes]
+        self.layers = [_layer(spec, weights, f"{layer}.") for layer in range(spec.num_layers)]
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [T, hidden] after the last norm, of tokens[T] at positions[T] (both integer)."""
-        # One gather for all layers; [T, 1, D] broadcasts over heads.
-        cos_sin = self.cos_sin[positions].unsqueeze(1)
+        """Hidden states [T, hidden] after the final norm, of tokens[T] at positions[T] (both integer)."""
+        # One gather per rope for all layers; [T, 1, D] broadcasts over heads.
+        rotations = [table[positions].unsqueeze(1) for table in self.rope_tables]
         x = F.embedding(tokens, self.embedding)
         for index, layer in enumerate(self.layers):
-            x = x + self._attention(index, layer, x, cos_sin, attend)
-            x = x + self._mlp(layer, x)
+            rope = self.spec.layer_ropes[index]
+            cos_sin = None if rope is None else rotations[rope]
+            attended = self._attention(index, self._norm(x, layer.attention_norm), cos_sin, attend)
+            x = x + self._norm(attended, layer.attention_post_norm)
+            x = x + self._norm(layer.mlp(self._norm(x, layer.mlp_norm)), layer.mlp_post_norm)
         return self._norm(x, self.norm)
 
     def states(self, hidden: Tensor) -> Tensor:
-        """What `forward` returns are the states themselves; its rearranged twin has to finish them."""
+        """Hidden states as the model defines them: here, what `forward` returns."""
         return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, vocab] of rows of `forward`'s result, in the model's dtype. Take only the rows that
-        sample: this is the largest matrix of a small model."""
-        return F.linear(hidden, self.head)
+        """Logits [N, vocab] of rows of `forward`'s result, in the model's dtype. Pass only the rows that sample: this
+        is the largest matrix of a small model."""
+        return soft_cap(F.linear(hidden, self.head), self.spec.logit_cap)
 
-    def _attention(self, index: int, layer: _Layer, x: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
-        spec = self.spec
-        qkv = F.linear(self._norm(x, layer.attention_norm), layer.qkv, layer.qkv_bias)
+    def _attention(self, index: int, x: Tensor, cos_sin: Tensor | None, attend: Attend) -> Tensor:
+        spec, layer = self.spec, self.layers[index]
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias)
         heads = qkv.view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
-        # Queries and keys go through norm and rotation side by side: half the kernel launches.
+        # Queries and keys are normed and rotated together: half the kernel launches.
         qk, v = torch.split(heads, [spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], dim=1)
         if layer.qk_norm is not None:
             qk = F.rms_norm(qk, (spec.head_dim,), None, spec.rms_eps) * layer.qk_norm
-        if spec.rope_layers[index]:
+        if cos_sin is not None:
             qk = rotate(qk, cos_sin)
         q, k = torch.split(qk, [spec.num_heads, spec.num_kv_heads], dim=1)
         return F.linear(attend(index, q, k, v), layer.out, layer.out_bias)
 
-    def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
-        gate_up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.spec.hidden_size,), weight, self.spec.rms_eps)
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else F.rms_norm(x, (self.spec.hidden_size,), weight, self.spec.rms_eps)
 
 
-def _layer(weights: Mapping[str, Tensor], at: str) -> _Layer:
-    return _Layer(**{name.removeprefix(at): tensor for name, tensor in weights.items() if name.startswith(at)})
+def soft_cap(x: Tensor, cap: float | None) -> Tensor:
+    """x limited smoothly to (-cap, cap); x itself without a cap."""
+    return x if cap is None else torch.tanh(x / cap) * cap
+
+
+def _layer(spec: ModelSpec, weights: Mapping[str, Tensor], prefix: str) -> DecoderLayer:
+    own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+    in_mlp = {name: own.pop(name) for name in ("gate_up", "gate_up_bias", "down", "down_bias") if name in own}
+    return DecoderLayer(mlp=Mlp(**in_mlp, activation=ACTIVATION_FUNCTIONS[spec.activation]), **own)

@@ -144,7 +144,7 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
         ffn_size=_int(file, "feed_forward_length"),
         vocab_size=vocab,
         context_tokens=_int(file, "context_length"),
-        rope=_rope(file, family),
+        ropes=(_rope(file, family),),
         rms_eps=float(file.get(f"{arch}.attention.layer_norm_rms_epsilon")),
         tied="output.weight" not in file.tensors,
         # Metadata does not say whether there are biases; the tensors do.
@@ -152,7 +152,7 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
         out_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
         qk_norm=family.qk_norm,
-        rope_layers=nope_layers(num_layers, family.nope_interval) if family.nope_interval else (),
+        layer_ropes=nope_layers(num_layers, family.nope_interval) if family.nope_interval else (),
         bos_id=bos,
         eos_ids=() if eos is None else (eos,),
         dtype=floats.get(kind, "bfloat16"),

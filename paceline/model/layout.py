@@ -27,6 +27,19 @@ class StoredPart:
     num_rows: int
 
 
+# The norms of a layer: stored name (of Llama, OLMo 2 and Gemma 2) and name in the decoder.
+_NORMS: dict[str, dict[str, str]] = {
+    "pre": {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"},
+    "post": {"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"},
+    "both": {
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "attention_post_norm",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "mlp_post_norm",
+    },
+}
+
+
 def target_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The fused tensors of the decoder, by name."""
     hidden, qkv = spec.hidden_size, spec.q_size + 2 * spec.kv_size
@@ -35,10 +48,9 @@ def target_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes["head"] = (spec.vocab_size, hidden)
     for layer in range(spec.num_layers):
         at = f"{layer}."
-        shapes[at + "attention_norm"] = (hidden,)
+        shapes.update({at + name: (hidden,) for name in _NORMS[spec.norm_placement].values()})
         shapes[at + "qkv"] = (qkv, hidden)
         shapes[at + "out"] = (hidden, spec.q_size)
-        shapes[at + "mlp_norm"] = (hidden,)
         shapes[at + "gate_up"] = (2 * spec.ffn_size, hidden)
         shapes[at + "down"] = (hidden, spec.ffn_size)
         if spec.qkv_bias:
@@ -68,8 +80,8 @@ def stored_parts(spec: ModelSpec) -> dict[str, StoredPart]:
 
 def _layer_parts(spec: ModelSpec, stored: str, at: str) -> Iterator[tuple[str, StoredPart]]:
     hidden, ffn = spec.hidden_size, spec.ffn_size
-    yield stored + "input_layernorm.weight", _whole(at + "attention_norm", (hidden,))
-    yield stored + "post_attention_layernorm.weight", _whole(at + "mlp_norm", (hidden,))
+    for name, target in _NORMS[spec.norm_placement].items():
+        yield f"{stored}{name}.weight", _whole(at + target, (hidden,))
     row = 0
     for name, rows in (("q", spec.q_size), ("k", spec.kv_size), ("v", spec.kv_size)):
         yield f"{stored}self_attn.{name}_proj.weight", StoredPart(at + "qkv", (rows, hidden), row, rows)

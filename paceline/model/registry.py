@@ -81,7 +81,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         num_layers = int(config["num_hidden_layers"])
         num_heads = int(config["num_attention_heads"])
         hidden_size = int(config["hidden_size"])
-        rope_layers = _rope_layers(family, config, num_layers)
+        layer_ropes = _layer_ropes(family, config, num_layers)
         bias = bool(family.bias_key and config.get(family.bias_key, False))
         rope = read_rope(config, family.theta)
         context = int(config.get("max_position_embeddings") or 0)
@@ -97,15 +97,15 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
             ffn_size=int(config["intermediate_size"]),
             vocab_size=int(config["vocab_size"]),
             context_tokens=context,
-            rope=rope,
+            ropes=(rope,),
             rms_eps=float(config.get("rms_norm_eps", 1e-6)),
             tied=bool(config.get("tie_word_embeddings", family.tied)),
             qkv_bias=family.qkv_bias or bias,
             out_bias=bias,
             mlp_bias=bool(family.mlp_bias_key and config.get(family.mlp_bias_key, False)),
             qk_norm=family.qk_norm,
-            windows=_windows(family, config, num_layers, rope_layers),
-            rope_layers=rope_layers,
+            windows=_windows(family, config, num_layers, layer_ropes),
+            layer_ropes=layer_ropes,
             bos_id=_first_id(config.get("bos_token_id")),
             eos_ids=token_ids((generation or {}).get("eos_token_id", config.get("eos_token_id"))),
             dtype=_dtype(config),
@@ -137,23 +137,23 @@ def _first_id(value: Any) -> int | None:
     return ids[0] if ids else None
 
 
-def _rope_layers(family: ModelFamily, config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+def _layer_ropes(family: ModelFamily, config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     if not family.nope_interval:
-        return (True,) * num_layers
-    listed = config.get("no_rope_layers")  # in spite of its name, 1 says that the layer has rotary positions
+        return (0,) * num_layers
+    listed = config.get("no_rope_layers")  # despite its name, 1 means that the layer has rotary positions
     if listed is not None:
-        return tuple(bool(item) for item in listed)
+        return tuple(0 if item else None for item in listed)
     interval = int(config.get("no_rope_layer_interval") or family.nope_interval)
     return nope_layers(num_layers, interval)
 
 
-def nope_layers(num_layers: int, interval: int) -> tuple[bool, ...]:
-    """Rotary positions in all layers but every `interval`-th."""
-    return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+def nope_layers(num_layers: int, interval: int) -> tuple[int | None, ...]:
+    """`ModelSpec.layer_ropes` with rotary positions in all layers except every `interval`-th."""
+    return tuple(0 if (layer + 1) % interval else None for layer in range(num_layers))
 
 
 def _windows(
-    family: ModelFamily, config: Mapping[str, Any], num_layers: int, rope_layers: tuple[bool, ...]
+    family: ModelFamily, config: Mapping[str, Any], num_layers: int, layer_ropes: tuple[int | None, ...]
 ) -> tuple[int | None, ...]:
     size = config.get("sliding_window", family.window)
     if family.windowed == "never" or size is None or (family.windowed == "switched" and not _switched_on(config)):
@@ -161,7 +161,7 @@ def _windows(
     if config.get("layer_types") and family.windowed == "switched":
         return tuple(int(size) if kind == "sliding_attention" else None for kind in config["layer_types"])
     if family.nope_interval:
-        return tuple(None if rotated else int(size) for rotated in rope_layers)
+        return tuple(int(size) if rope is None else None for rope in layer_ropes)
     first = int(config.get("max_window_layers", 28)) if family.windowed == "switched" else 0
     return tuple(int(size) if layer >= first else None for layer in range(num_layers))
 
@@ -181,7 +181,7 @@ def _tiny(family: str, **options: Any) -> ModelSpec:
 
 _QWEN3_06B = ModelSpec(
     family="qwen3", hidden_size=1024, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128,
-    ffn_size=3072, vocab_size=151_936, context_tokens=40_960, rope=RopeSpec(theta=1e6), rms_eps=1e-6,
+    ffn_size=3072, vocab_size=151_936, context_tokens=40_960, ropes=(RopeSpec(theta=1e6),), rms_eps=1e-6,
     tied=True, qk_norm=True, bos_id=1, eos_ids=(2,), dtype="bfloat16",
 )  # fmt: skip
 
@@ -190,20 +190,20 @@ SHAPES: dict[str, ModelSpec] = {
     "qwen3-0.6b": _QWEN3_06B,
     "qwen3-14b": replace(
         _QWEN3_06B, hidden_size=5120, num_layers=40, num_heads=40, ffn_size=17_408, tied=False,
-        windows=(), rope_layers=(),
+        windows=(), layer_ropes=(),
     ),
     "smollm2-135m": ModelSpec(
         family="llama", hidden_size=576, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64,
-        ffn_size=1536, vocab_size=49_152, context_tokens=8192, rope=RopeSpec(theta=100_000.0), tied=True,
+        ffn_size=1536, vocab_size=49_152, context_tokens=8192, ropes=(RopeSpec(theta=100_000.0),), tied=True,
         bos_id=1, eos_ids=(2,), dtype="bfloat16",
     ),
-    "tiny-llama": _tiny("llama", rope=RopeSpec(
-        theta=500_000.0, kind="llama3", factor=8.0, original_context=256)),
+    "tiny-llama": _tiny("llama", ropes=(RopeSpec(
+        theta=500_000.0, kind="llama3", factor=8.0, original_context=256),)),
     "tiny-mistral": _tiny("mistral", windows=(32,) * 4),
-    "tiny-smollm": _tiny("llama", tied=True, rope=RopeSpec(theta=100_000.0)),
-    "tiny-smollm3": _tiny("smollm3", tied=True, rope_layers=nope_layers(4, 4)),
+    "tiny-smollm": _tiny("llama", tied=True, ropes=(RopeSpec(theta=100_000.0),)),
+    "tiny-smollm3": _tiny("smollm3", tied=True, layer_ropes=nope_layers(4, 4)),
     "tiny-qwen2": _tiny("qwen2", qkv_bias=True, tied=True, windows=(None, None, 32, 32)),
-    "tiny-qwen3": _tiny("qwen3", qk_norm=True, rope=RopeSpec(theta=1e6)),
+    "tiny-qwen3": _tiny("qwen3", qk_norm=True, ropes=(RopeSpec(theta=1e6),)),
 }  # fmt: skip
 
 

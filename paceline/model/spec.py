@@ -7,14 +7,17 @@ is read: a model that loads and answers slightly wrong is worse than one that do
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.request import PacelineError
 
 DTYPES = ("float32", "bfloat16", "float16")
+ACTIVATIONS = ("silu", "gelu_tanh")
+NORM_PLACEMENTS = ("pre", "post", "both")
 
 
 class ModelError(PacelineError, ValueError):
@@ -56,26 +59,30 @@ class ModelSpec:
     ffn_size: int
     vocab_size: int
     context_tokens: int
-    rope: RopeSpec = RopeSpec()
+    ropes: tuple[RopeSpec, ...] = (RopeSpec(),)  # one per kind of layer; most models have one
+    layer_ropes: tuple[int | None, ...] = ()  # per layer: index into `ropes`; None: no rotary positions (SmolLM3)
     rms_eps: float = 1e-5
+    activation: str = "silu"  # of the gate in the MLP: one of ACTIVATIONS
+    norm_placement: str = "pre"  # RMSNorm before each block (pre), after it (post; OLMo 2), or both (Gemma 2)
+    attention_scale: float | None = None  # factor of the attention scores; None: head_dim ** -0.5
+    score_cap: float | None = None  # soft cap of the attention scores: cap * tanh(score / cap)
+    logit_cap: float | None = None  # soft cap of the final logits
     tied: bool = False  # the output matrix is the embedding
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()  # per layer: keys a query sees, itself included; None sees all
-    rope_layers: tuple[bool, ...] = ()  # per layer: whether positions are rotated in (SmolLM3 leaves some out)
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # of the stored weights, and the one to compute in where the device is good at it
 
     def __post_init__(self) -> None:
-        # Absent means "every layer alike": filled in once, so that nobody downstream has to handle the
-        # short form.
+        # An empty tuple means that all layers are alike. It is expanded here, so that no reader handles two forms.
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.num_layers)
-        if not self.rope_layers:
-            object.__setattr__(self, "rope_layers", (True,) * self.num_layers)
+        if not self.layer_ropes:
+            object.__setattr__(self, "layer_ropes", (0,) * self.num_layers)
         self._check()
 
     def _check(self) -> None:
@@ -101,13 +108,38 @@ class ModelSpec:
             raise ModelError(f"context_tokens is {self.context_tokens}: give at least 2.")
         if self.dtype not in DTYPES:
             raise ModelError(f"dtype is {self.dtype!r}: choose one of {', '.join(DTYPES)}.")
-        for name in ("windows", "rope_layers"):
+        for name in ("windows", "layer_ropes"):
             if len(getattr(self, name)) != self.num_layers:
                 raise ModelError(
                     f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers: give one per layer."
                 )
         if any(window is not None and window < 1 for window in self.windows):
             raise ModelError(f"sliding window is {min(w for w in self.windows if w is not None)}: give at least 1.")
+        for rope in self.layer_ropes:
+            if rope is not None and not 0 <= rope < len(self.ropes):
+                raise ModelError(
+                    f"layer_ropes has the index {rope}, but ropes has {len(self.ropes)} entries: "
+                    f"give an index below {len(self.ropes)}, or None for no rotary positions."
+                )
+        for name, choices in (("activation", ACTIVATIONS), ("norm_placement", NORM_PLACEMENTS)):
+            if getattr(self, name) not in choices:
+                raise ModelError(f"{name} is {getattr(self, name)!r}: choose one of {', '.join(choices)}.")
+        for name in ("attention_scale", "score_cap", "logit_cap"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ModelError(f"{name} is {value}: give a positive number, or None for the default.")
+
+    def refuse(self, backend: str, fields: Sequence[str], remedy: str) -> None:
+        """Raises if one of `fields` differs from its default: `backend` does not compute it yet."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in fields and value != field.default:
+                raise ModelError(f"{field.name} is {value!r}, which {backend} does not support: {remedy}.")
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of the attention scores before the softmax."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def q_size(self) -> int:
@@ -130,7 +162,7 @@ class ModelSpec:
             self.hidden_size * (self.q_size + 2 * self.kv_size)
             + self.q_size * self.hidden_size
             + 3 * self.hidden_size * self.ffn_size
-            + 2 * self.hidden_size
+            + (4 if self.norm_placement == "both" else 2) * self.hidden_size
             + (self.q_size + 2 * self.kv_size if self.qkv_bias else 0)
             + (self.hidden_size if self.out_bias else 0)
             + (2 * self.ffn_size + self.hidden_size if self.mlp_bias else 0)

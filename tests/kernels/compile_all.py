@@ -79,7 +79,7 @@ def print_resources(name: str) -> None:
     found = compile_only()
     # Kernels know of one layer and, but for sampling, nothing of the vocabulary.
     spec = shape(name)
-    spec = replace(spec, num_layers=1, windows=spec.windows[:1], rope_layers=spec.rope_layers[:1], vocab_size=2048)
+    spec = replace(spec, num_layers=1, windows=spec.windows[:1], layer_ropes=spec.layer_ropes[:1], vocab_size=2048)
     decoder = random_decoder(spec, dtype="bfloat16", device="cpu", max_positions=2048)
     options: dict[str, Any] = {"context_tokens": 2048, "num_pages": 256, "max_batch_tokens": 512}
     device, config = build_cuda(decoder, EngineConfig(), SchedulerConfig(**options), None)

@@ -42,7 +42,9 @@ def attention(spec: ModelSpec, layer: int, q: Tensor, keys: Tensor, values: Tens
     """Causal attention of the last len(q) positions, written out."""
     group = spec.num_heads // spec.num_kv_heads
     keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q, keys) * spec.head_dim**-0.5
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * spec.softmax_scale
+    if spec.score_cap is not None:
+        scores = spec.score_cap * torch.tanh(scores / spec.score_cap)
     at = torch.arange(len(keys), device=q.device)
     query, key = at[-len(q) :, None], at[None, :]
     visible = key <= query

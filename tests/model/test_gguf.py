@@ -115,7 +115,7 @@ def test_llama3_scaling_comes_as_a_tensor_of_divisors(tmp_path: Path) -> None:
     divisors = (plain / theirs.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
     write_gguf(tmp_path / "model.gguf", theirs, "llama", {"rope_freqs.weight": divisors})
     ours = load_decoder(tmp_path / "model.gguf", dtype="float32")
-    assert ours.spec.rope.kind == "divisors"
+    assert ours.spec.ropes[0].kind == "divisors"
     with torch.no_grad():
         expected = theirs(torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(ContiguousCache(ours).feed(PROMPT), expected, atol=1e-4, rtol=1e-4)
@@ -157,7 +157,7 @@ def test_smollm2_spec(smollm2_path: Path) -> None:
     spec = read_spec(smollm2_path)
     assert (spec.family, spec.hidden_size, spec.num_layers, spec.ffn_size) == ("llama", 576, 30, 1536)
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (9, 3, 64, 49152)
-    assert (spec.tied, spec.context_tokens, spec.rope.theta, spec.eos_ids) == (True, 8192, 100_000.0, (2,))
+    assert (spec.tied, spec.context_tokens, spec.ropes[0].theta, spec.eos_ids) == (True, 8192, 100_000.0, (2,))
     assert 134e6 < spec.num_parameters < 135e6
 
 

@@ -198,10 +198,10 @@ def test_short_configs_of_the_hub_mean_what_transformers_makes_of_them(prefix: s
     raw = {**SIZES, "num_hidden_layers": 9, **options}
     theirs = getattr(transformers, f"{prefix}Config")(**raw)
     spec = spec_from_config({**raw, "architectures": [f"{prefix}ForCausalLM"]})
-    assert spec.rope_layers == tuple(map(bool, getattr(theirs, "no_rope_layers", [1] * 9)))
+    assert spec.layer_ropes == tuple(0 if listed else None for listed in getattr(theirs, "no_rope_layers", [1] * 9))
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 9
     sizes = [theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds]
     assert spec.windows == tuple(sizes)
-    assert spec.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert spec.ropes[0].theta == theirs.rope_parameters["rope_theta"]
     assert spec.tied == theirs.tie_word_embeddings
     assert spec.rms_eps == theirs.rms_norm_eps

@@ -156,8 +156,8 @@ def test_old_spelling_of_rope_settings(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     del config["rope_parameters"]
     old = {**config, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    assert spec_from_config(old).rope.theta == 5e5
-    assert (spec_from_config(old).rope.kind, spec_from_config(old).rope.factor) == ("linear", 2.0)
+    (rope,) = spec_from_config(old).ropes
+    assert (rope.theta, rope.kind, rope.factor) == (5e5, "linear", 2.0)
 
 
 def test_unknown_dtype_is_refused(folder: Path) -> None:
@@ -218,6 +218,6 @@ def test_window_and_rope_of_every_layer_are_in_the_spec() -> None:
         vocab_size=8, context_tokens=8,
     )  # fmt: skip
     assert spec.windows == (None, None)
-    assert spec.rope_layers == (True, True)
+    assert spec.layer_ropes == (0, 0)
     with pytest.raises(ModelError, match=r"windows has 3 entries for 2 layers"):
         ModelSpec(**{**{name: getattr(spec, name) for name in spec.__slots__}, "windows": (4, 4, 4)})

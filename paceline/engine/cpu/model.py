@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.engine.cpu.kv_cache import free_memory
-from paceline.model.decoder import Attend, Decoder
+from paceline.model.decoder import Attend, Decoder, DecoderLayer, Mlp, soft_cap
 
 _SECOND_COPY = 0.2  # of the free memory that the packed copy may take at most
 _PACKED_ROWS = 16  # what the packing is tuned for
@@ -54,61 +54,107 @@ class _Matrix:
         return self(y).add_(x)
 
 
-class CpuModel:
-    """A decoder's weights, rearranged. The tensors of the one it is made from are let go one by one."""
+class CpuMlp:
+    """The gated MLP of a layer."""
 
-    def __init__(self, plain: Decoder) -> None:
-        assert plain.dtype == torch.float32 and plain.device.type == "cpu", "made for float32 on the CPU"
-        self.spec, self.dtype = plain.spec, plain.dtype
-        self._embedding = plain.embedding
-        self._eps = torch.full((1, 1), plain.spec.rms_eps)
-        cos, sin = plain.cos_sin.chunk(2, dim=-1)
-        self._cos_sin = torch.cat((cos, cos, -sin, sin), dim=-1)  # rotated = x * cos + swapped halves of x * sin
+    __slots__ = ("_activation", "_down", "_gate_up")
+
+    def __init__(self, mlp: Mlp, norm: Tensor | None, *, packed: bool) -> None:
+        self._gate_up = _Matrix(_folded(mlp.gate_up, norm), mlp.gate_up_bias, packed=packed)
+        self._down = _Matrix(mlp.down, mlp.down_bias, packed=packed)
+        self._activation = mlp.activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._down(self._activated(x))
+
+    def add_to(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + mlp(y)."""
+        return self._down.add_to(x, self._activated(y))
+
+    def _activated(self, x: Tensor) -> Tensor:
+        gate, up = self._gate_up(x).chunk(2, dim=-1)
+        return self._activation(gate).mul_(up)
+
+
+class _CpuLayer:
+    """The rearranged weights of one layer."""
+
+    __slots__ = ("attention_post_norm", "mlp", "mlp_post_norm", "out", "qk_norm", "qkv")
+
+    def __init__(self, layer: DecoderLayer, *, packed: bool) -> None:
+        self.qkv = _Matrix(_folded(layer.qkv, layer.attention_norm), layer.qkv_bias, packed=packed)
+        self.out = _Matrix(layer.out, layer.out_bias, packed=packed)
+        self.mlp = CpuMlp(layer.mlp, layer.mlp_norm, packed=packed)
+        self.qk_norm = layer.qk_norm
+        self.attention_post_norm, self.mlp_post_norm = layer.attention_post_norm, layer.mlp_post_norm
+
+
+class CpuModel:
+    """A decoder's weights, rearranged. It takes the layers out of the decoder one by one, so that memory holds the
+    weights once and not twice."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        assert decoder.dtype == torch.float32 and decoder.device.type == "cpu", "made for float32 on the CPU"
+        self.spec, self.dtype = decoder.spec, decoder.dtype
+        self._embedding = decoder.embedding
+        self._eps = torch.full((1, 1), decoder.spec.rms_eps)
+        self._ropes = [_swap_table(table) for table in decoder.rope_tables]
         packed = bool(torch.backends.mkldnn.is_available()) and (  # type: ignore[no-untyped-call, unused-ignore]
-            plain.spec.num_parameters * 4 <= _SECOND_COPY * free_memory()
+            decoder.spec.num_parameters * 4 <= _SECOND_COPY * free_memory()
         )
-        self._norm = plain.norm
-        self._head = _Matrix(plain.head * plain.norm, None, packed=packed)
-        self._layers: list[tuple[_Matrix, _Matrix, _Matrix, _Matrix, Tensor | None]] = []
-        while plain.layers:
-            layer = plain.layers.pop(0)
-            self._layers.append(
-                (
-                    _Matrix(layer.qkv * layer.attention_norm, layer.qkv_bias, packed=packed),
-                    _Matrix(layer.out, layer.out_bias, packed=packed),
-                    _Matrix(layer.gate_up * layer.mlp_norm, layer.gate_up_bias, packed=packed),
-                    _Matrix(layer.down, layer.down_bias, packed=packed),
-                    layer.qk_norm,
-                )
-            )
+        self._norm = decoder.norm
+        self._head = _Matrix(decoder.head * decoder.norm, None, packed=packed)
+        self._layers: list[_CpuLayer] = []
+        while decoder.layers:
+            self._layers.append(_CpuLayer(decoder.layers.pop(0), packed=packed))
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [T, hidden], scaled to unit mean square; the last norm's weight is in the head."""
+        """Hidden states [T, hidden], scaled to unit mean square; the final norm's weight is folded into the head."""
         spec = self.spec
         num_qk, size, eps = spec.num_heads + spec.num_kv_heads, spec.head_dim, self._eps
-        cos, sin = self._cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+        has_pre_norm = spec.norm_placement != "post"
+        rotations = [table[positions].unsqueeze(1).chunk(2, dim=-1) for table in self._ropes]
         x = F.embedding(tokens, self._embedding)
-        for index, (qkv, out, gate_up, down, qk_norm) in enumerate(self._layers):
-            heads = qkv(_scaled(x, eps)).view(-1, num_qk + spec.num_kv_heads, size)
+        for index, layer in enumerate(self._layers):
+            heads = layer.qkv(_scaled(x, eps) if has_pre_norm else x).view(-1, num_qk + spec.num_kv_heads, size)
             qk, v = torch.split(heads, [num_qk, spec.num_kv_heads], dim=1)
-            if qk_norm is not None:
-                qk = _scaled(qk, eps) * qk_norm
-            if spec.rope_layers[index]:
+            if layer.qk_norm is not None:
+                qk = _scaled(qk, eps) * layer.qk_norm
+            rope = spec.layer_ropes[index]
+            if rope is not None:
+                cos, sin = rotations[rope]
                 qk = torch.addcmul(qk * cos, qk.roll(size // 2, dims=-1), sin)
             q, k = torch.split(qk, [spec.num_heads, spec.num_kv_heads], dim=1)
-            x = out.add_to(x, attend(index, q, k, v))
-            gate, up = gate_up(_scaled(x, eps)).chunk(2, dim=-1)
-            x = down.add_to(x, F.silu(gate).mul_(up))
+            x = self._add(x, layer.out, attend(index, q, k, v), layer.attention_post_norm)
+            x = self._add(x, layer.mlp, _scaled(x, eps) if has_pre_norm else x, layer.mlp_post_norm)
         return _scaled(x, eps)
+
+    def _add(self, x: Tensor, block: _Matrix | CpuMlp, y: Tensor, post_norm: Tensor | None) -> Tensor:
+        """x + norm(block(y))."""
+        if post_norm is None:
+            return block.add_to(x, y)
+        return torch.addcmul(x, _scaled(block(y), self._eps), post_norm)
 
     @torch.inference_mode()
     def states(self, hidden: Tensor) -> Tensor:
+        """Hidden states as the model defines them, of what `forward` returns."""
         return hidden * self._norm
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden)
+        return soft_cap(self._head(hidden), self.spec.logit_cap)
+
+
+def _folded(weight: Tensor, norm: Tensor | None) -> Tensor:
+    """`weight` with the norm's weight multiplied into its columns."""
+    return weight if norm is None else weight * norm
+
+
+def _swap_table(cos_sin: Tensor) -> Tensor:
+    """The rope table such that rotated = x * first half + (x with its halves swapped) * second half."""
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    return torch.cat((cos, cos, -sin, sin), dim=-1)
 
 
 def _scaled(x: Tensor, eps: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class CudaModel:
         self.embedding, self.head, self.norm = decoder.embedding, decoder.head, decoder.norm
         self._tuning = tuning
         self._ones = torch.ones_like(decoder.norm)
-        still = torch.zeros_like(decoder.cos_sin)  # layers without positions turn by nothing
+        still = torch.zeros_like(decoder.rope_tables[0])  # layers without positions turn by nothing
         still[:, : spec.head_dim // 2] = 1
         self.layers = [self._take_over(decoder, index, still) for index in range(spec.num_layers)]
         self._max_fused_rows = _MAX_FUSED_ROWS if self._largest_weight() < _LARGE_WEIGHT else 0
@@ -97,18 +97,20 @@ class CudaModel:
 
     def _take_over(self, decoder: Decoder, index: int, still: Tensor) -> CudaLayer:
         layer, spec = decoder.layers[index], self.spec
+        rope = spec.layer_ropes[index]
         with torch.no_grad():
-            for weight, norm in ((layer.qkv, layer.attention_norm), (layer.gate_up, layer.mlp_norm)):
+            for weight, norm in ((layer.qkv, layer.attention_norm), (layer.mlp.gate_up, layer.mlp_norm)):
+                assert norm is not None, "norm_placement is pre"
                 weight.mul_(norm)
                 norm.fill_(1)  # taken over twice, it would be folded twice
         return CudaLayer(
             qkv=_Product(layer.qkv, layer.qkv_bias),
             out=_Product(layer.out, layer.out_bias),
-            gate_up=_Product(layer.gate_up, layer.gate_up_bias, gated=True),
-            down=_Product(layer.down, layer.down_bias),
+            gate_up=_Product(layer.mlp.gate_up, layer.mlp.gate_up_bias, gated=True),
+            down=_Product(layer.mlp.down, layer.mlp.down_bias),
             q_norm=None if layer.qk_norm is None else layer.qk_norm[0],
             k_norm=None if layer.qk_norm is None else layer.qk_norm[spec.num_heads],
-            cos_sin=decoder.cos_sin if spec.rope_layers[index] else still,
+            cos_sin=still if rope is None else decoder.rope_tables[rope],
             window=spec.windows[index] or 0,
         )
 

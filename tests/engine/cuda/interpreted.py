@@ -51,7 +51,7 @@ BASE: dict[str, Any] = {
 def decoder(name: str) -> Decoder:
     """Two layers of a family, with norms and biases that would be missed."""
     spec = shape(name)
-    spec = replace(spec, num_layers=2, windows=spec.windows[1:3], rope_layers=spec.rope_layers[-2:])
+    spec = replace(spec, num_layers=2, windows=spec.windows[1:3], layer_ropes=spec.layer_ropes[-2:])
     weights = random_weights(spec, dtype="float32")
     generator = torch.Generator().manual_seed(1)
     for key, weight in weights.items():
