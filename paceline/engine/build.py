@@ -16,9 +16,9 @@ import torch
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig, split_options
 from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner, DecoderModel
-from paceline.engine.cpu.kv_cache import check_host_fits, check_model_fits, free_memory, num_kv_pages
 from paceline.engine.cpu.model import CpuModel
 from paceline.engine.engine import Engine, ModelInfo
+from paceline.engine.kv_sizing import check_host_fits, check_model_fits, free_memory, num_kv_pages
 from paceline.engine.loop import Trace
 from paceline.engine.virtual.build import build_virtual
 from paceline.model.decoder import Decoder

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from paceline.config import ConfigError, EngineConfig
+from paceline.engine import kv_sizing
 from paceline.engine.build import build_engine
-from paceline.engine.cpu import kv_cache
-from paceline.engine.cpu.kv_cache import check_model_fits, num_kv_pages
+from paceline.engine.kv_sizing import check_model_fits, num_kv_pages
 from paceline.llm import LLM
 from paceline.model.registry import shape
 from paceline.model.spec import ModelError
@@ -32,7 +32,7 @@ RANDOM: dict[str, Any] = {"load": "random", "shape": "tiny-llama", "threads": 1}
         ({**RANDOM, "context_tokens": "many"}, "context_tokens is 'many': give a whole number."),
         ({**RANDOM, "kv_tokens": 64, "num_pages": 4}, "kv_tokens is 64 and num_pages is 4: give one of them."),
         ({**RANDOM, "kv_tokens": 10**12}, "kv_tokens is 1000000000000, which takes"),
-        ({**RANDOM, "kv_tokens": 3}, "the model leaves room for 3 tokens of KV memory"),
+        ({**RANDOM, "kv_tokens": 3}, "the model leaves memory for a KV cache of 3 tokens"),
         ({"load": "random"}, "load is 'random' and no shape is given"),
         ({"load": "magic"}, "load is 'magic': choose one of weights, random."),
         ({"shape": "tiny-llama"}, "shape is 'tiny-llama', which belongs to load='random'"),
@@ -48,15 +48,15 @@ def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
 
 def test_kv_memory_follows_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = shape("smollm2-135m")
-    monkeypatch.setattr(kv_cache, "free_memory", lambda: 2**30)
+    monkeypatch.setattr(kv_sizing, "free_memory", lambda: 2**30)
     per_token = 2 * 30 * 3 * 64 * 4
     pages = num_kv_pages(EngineConfig(kv_memory_fraction=0.5), spec, 4, 16, 8192)
     assert pages == 2**29 // per_token // 16
     assert num_kv_pages(EngineConfig(kv_tokens=1000), spec, 4, 16, 8192) == 62
-    monkeypatch.setattr(kv_cache, "free_memory", lambda: 2**20)
+    monkeypatch.setattr(kv_sizing, "free_memory", lambda: 2**20)
     with pytest.raises(ConfigError, match="choose a smaller model, free some memory, or raise kv_memory_fraction"):
         num_kv_pages(EngineConfig(), spec, 4, 16, 8192)
-    with pytest.raises(ConfigError, match=r"parameters take .* and .* of memory are free"):
+    with pytest.raises(ConfigError, match=r"parameters take .*, but only .* of memory are free"):
         check_model_fits(spec, 4)
 
 

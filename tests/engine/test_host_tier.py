@@ -115,7 +115,7 @@ def test_a_virtual_device_and_the_cpu_carry_out_the_same_plans() -> None:
         ({"host_kv_tokens": 64, "num_host_pages": 4}, "host_kv_tokens is 64 and num_host_pages is 4: give one of"),
         (
             {"host_kv_tokens": 10**12},
-            r"\(host_kv_tokens 1000000000000\), which takes .* of host memory, and .* are free",
+            r"\(host_kv_tokens 1000000000000\), which takes .* of host memory, but only .* are free",
         ),
         ({"num_host_pages": 10**12}, r"num_host_pages is 1000000000000 .*: lower it to \d+ \(\d+\) or less."),
     ],

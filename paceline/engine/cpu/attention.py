@@ -1,20 +1,21 @@
-"""Attention over pages on the CPU: groups of rows, never one row after the other.
+"""Attention over pages on the CPU, computed for groups of rows instead of row by row.
 
-A pass is cut into groups of rows with equally many new tokens. What a group reads comes in up to three parts,
-each one call, joined by their log-sum-exp:
+A forward pass is split into groups of rows with equally many new tokens. A group reads its keys in up to three parts,
+each one call; the results are merged by their log-sum-exp:
 
-    |<- shared: pages all rows have ->|<- own: each row's other pages, padded ->|<- new: causal, not from memory ->|
+    |<- shared: pages all rows have ->|<- own: each row's other pages, padded ->|<- new: causal, not from the cache ->|
 
-Decoding rows read their one new token from memory and have no third part. So a prefix that 64 rows share is read
-once and not 64 times, and padding is bounded because rows of very different lengths are in different groups.
-Layers with a sliding window that cuts something off take one masked call (`_Windowed`), the plain twin of the rest.
+Decode rows read their one new token from the cache and have no third part. A prefix that 64 rows share is therefore
+read once instead of 64 times, and padding is bounded because rows of very different lengths are in different groups.
+Layers whose sliding window hides something use one masked call (`_WindowedGroup`), which is also the simplest form of
+all this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,51 +24,64 @@ from torch import Tensor
 
 from paceline.engine.cpu.inputs import Index, Inputs
 from paceline.engine.cpu.kv_cache import KVCache
+from paceline.model.decoder import Attend
 from paceline.model.spec import ModelSpec
 
-# Fewest shared positions and rows for which a part of its own pays: below that one padded call is quicker.
+# Fewest shared positions and rows for which a separate shared part pays off: below that one padded call is faster.
 SHARED_TOKENS = 64
 SHARED_ROWS = 3
 _UNBUCKETED = 4096  # padded positions up to which splitting a group by length costs more than it saves
 
-# Returns the output and the log-sum-exp of the scores, and takes fewer KV heads than heads as they are.
+# Returns the output and the log-sum-exp of the scores; accepts fewer KV heads than query heads.
 _flash: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class _RowGroup(Protocol):
-    tokens: slice | Tensor  # which of the pass's tokens
+    tokens: slice | Tensor  # indices of the group's tokens in the batch
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[tokens, heads, D] of this group's q, k, v."""
 
 
 class CpuAttention:
-    """`Attend` for one pass: writes keys and values, then attends group by group."""
+    """The attention backend of the CPU."""
+
+    def __init__(self, cache: KVCache, spec: ModelSpec) -> None:
+        # The flash kernel of torch has no hook between the scores and the softmax.
+        spec.refuse("attention on the CPU", ["score_cap"], "choose a model without a soft cap of its attention scores")
+        self._cache, self._spec = cache, spec
+
+    def begin(self, inputs: Inputs) -> Attend:
+        return _BatchAttention(self._cache, self._spec, inputs)
+
+
+class _BatchAttention:
+    """`Attend` for one batch: writes keys and values, then attends group by group."""
 
     def __init__(self, cache: KVCache, spec: ModelSpec, inputs: Inputs) -> None:
         self._cache = cache
-        self._places = torch.from_numpy(inputs.places)
-        self._behind = torch.from_numpy(_behind(inputs, cache.page_size))
+        self._kv_indices = torch.from_numpy(inputs.kv_indices)
+        self._stale = torch.from_numpy(_stale_indices(inputs, cache.page_size))
         self._num_tokens = len(inputs.tokens)
-        reach = int((inputs.starts + inputs.lengths).max())
+        longest = int((inputs.starts + inputs.lengths).max())
         groups: dict[int | None, list[_RowGroup]] = {}
         self._layers: list[list[_RowGroup]] = []
         for window in spec.windows:
-            if window is not None and reach <= window:
-                window = None  # nothing is cut off yet
+            if window is not None and longest <= window:
+                window = None  # it hides nothing yet
             if window not in groups:
-                make = _Windowed if window is not None else _Parts
+                make = _WindowedGroup if window is not None else _FullGroup
                 groups[window] = [
                     make(cache, spec, inputs, rows, shared, window) for rows, shared in _split(inputs, cache.page_size)
                 ]
             self._layers.append(groups[window])
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._cache.keys[layer].index_copy_(0, self._places, k)
-        self._cache.values[layer].index_copy_(0, self._places, v)
-        if len(self._behind):
-            self._cache.keys[layer].index_fill_(0, self._behind, 0)
-            self._cache.values[layer].index_fill_(0, self._behind, 0)
+        self._cache.keys[layer].index_copy_(0, self._kv_indices, k)
+        self._cache.values[layer].index_copy_(0, self._kv_indices, v)
+        if len(self._stale):
+            self._cache.keys[layer].index_fill_(0, self._stale, 0)
+            self._cache.values[layer].index_fill_(0, self._stale, 0)
         groups = self._layers[layer]
         if len(groups) == 1:
             return groups[0].run(layer, q, k, v).reshape(self._num_tokens, -1)
@@ -78,25 +92,25 @@ class CpuAttention:
         return out.view(self._num_tokens, -1)
 
 
-def _behind(inputs: Inputs, page_size: int) -> Index:
-    """Places behind the last token of rows that begin a page in this pass: what an earlier owner left there."""
+def _stale_indices(inputs: Inputs, page_size: int) -> Index:
+    """KV indices after the last token of rows that begin a page in this pass: they hold what an earlier owner wrote."""
     ends = inputs.starts + inputs.lengths
     rows = np.flatnonzero((ends % page_size > 0) & (inputs.starts <= ends // page_size * page_size))
     offsets = np.arange(page_size)
     first = inputs.page_rows[rows, ends[rows] // page_size].astype(np.int64) * page_size
-    places: Index = (first[:, None] + offsets)[offsets >= (ends[rows] % page_size)[:, None]]
-    return places
+    indices: Index = (first[:, None] + offsets)[offsets >= (ends[rows] % page_size)[:, None]]
+    return indices
 
 
 def _split(inputs: Inputs, page_size: int) -> list[tuple[Index, int]]:
-    """Groups of rows, and how many pages at the front all rows of a group share."""
+    """Groups of rows, and how many leading pages all rows of a group share."""
     num_rows = len(inputs.lengths)
     if num_rows == 1:
         return [(np.zeros(1, np.int64), 0)]
     groups: list[tuple[Index, int]] = []
     for length in np.unique(inputs.lengths).tolist():
         rows = np.flatnonzero(inputs.lengths == length)
-        # Rows are candidates to share when they have the same page at this depth.
+        # Rows are candidates for sharing if they have the same page at this depth.
         depth = max(1, -(-SHARED_TOKENS // page_size))
         deep = (inputs.starts[rows] // page_size >= depth) & inputs.shares
         page = np.full(len(rows), -1)
@@ -112,7 +126,7 @@ def _split(inputs: Inputs, page_size: int) -> list[tuple[Index, int]]:
 
 
 def _num_shared(inputs: Inputs, rows: Index, page_size: int) -> int:
-    """Pages at the front that are the same for all and lie wholly before every row's new tokens."""
+    """Leading pages that are the same for all rows and end before every row's new tokens."""
     limit = int(inputs.starts[rows].min()) // page_size
     pages = inputs.page_rows[rows, :limit]
     same = (pages == pages[0]).all(axis=0)
@@ -120,17 +134,17 @@ def _num_shared(inputs: Inputs, rows: Index, page_size: int) -> int:
 
 
 def _buckets(inputs: Inputs, rows: Index, length: int) -> list[Index]:
-    """Rows of similar reach: within a bucket the longest is at most about 1.4 times the shortest."""
+    """Rows of similar length: within a bucket the longest is at most about 1.4 times the shortest."""
     if not len(rows):
         return []
-    if length > 1:  # rows without a past have one part less
+    if length > 1:  # rows that start at 0 have no cached part
         fresh = inputs.starts[rows] == 0
         if fresh.any() and not fresh.all():
             return [rows[fresh], *_buckets(inputs, rows[~fresh], length)]
-    reach = inputs.starts[rows]
-    if int(reach.max()) * len(rows) - int(reach.sum()) <= _UNBUCKETED:
+    starts = inputs.starts[rows]
+    if int(starts.max()) * len(rows) - int(starts.sum()) <= _UNBUCKETED:
         return [rows]
-    bucket = np.ceil(2 * np.log2(np.maximum(reach, 16))).astype(np.int64)
+    bucket = np.ceil(2 * np.log2(np.maximum(starts, 16))).astype(np.int64)
     return [rows[bucket == value] for value in np.unique(bucket).tolist()]
 
 
@@ -142,8 +156,8 @@ def _tokens_of(inputs: Inputs, rows: Index, length: int) -> slice | Tensor:
 
 
 def _own_pages(inputs: Inputs, rows: Index, first: Index, count: int, page_size: int) -> npt.NDArray[np.int32]:
-    """Pages [rows, count] from `first` [rows, 1] on. Past a row's end its last page is read again, behind the mask, and
-    nobody else's: a weight of zero times another request's NaN would still be a NaN."""
+    """Pages [rows, count] starting at `first` [rows, 1]. Past a row's end this repeats its last page, which the mask
+    hides, and never another request's: a weight of zero times a NaN would still be NaN."""
     last = (inputs.starts[rows] + inputs.lengths[rows] - 1) // page_size
     at = np.minimum(first + np.arange(count), last[:, None])
     found: npt.NDArray[np.int32] = np.take_along_axis(inputs.page_rows[rows], at, 1)
@@ -152,55 +166,56 @@ def _own_pages(inputs: Inputs, rows: Index, first: Index, count: int, page_size:
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """Cached keys and values [rows, KV heads, positions, D] of some pages: a view where they lie in line."""
+    """Reads cached keys and values [rows, KV heads, positions, D]: a view if the pages are consecutive, else a copy."""
 
     cache: KVCache
     num_rows: int
     num_positions: int
-    first: int | None  # where the only row begins, if its pages follow each other
-    both: Tensor | None
+    first: int | None  # KV index of the first position, for one row with consecutive pages
+    page_ids: Tensor | None  # else the pages of the keys, then those of the values
 
     @classmethod
     def of(cls, cache: KVCache, pages: npt.NDArray[np.int32], num_positions: int) -> _Reader:
-        """Of pages [rows, pages], up to `num_positions` a row."""
+        """A reader of pages [rows, pages], up to `num_positions` per row."""
         if len(pages) == 1 and (np.diff(pages[0]) == 1).all():
             return cls(cache, 1, num_positions, int(pages[0, 0]) * cache.page_size, None)
         flat = pages.reshape(-1).astype(np.int64)
-        both = torch.from_numpy(np.concatenate([flat, flat + cache.num_pages]))
-        return cls(cache, len(pages), num_positions, None, both)
+        page_ids = torch.from_numpy(np.concatenate([flat, flat + cache.num_pages]))
+        return cls(cache, len(pages), num_positions, None, page_ids)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         if self.first is not None:
             end = self.first + self.num_positions
             keys, values = self.cache.keys[layer][self.first : end], self.cache.values[layer][self.first : end]
             return keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
-        assert self.both is not None, "a reader has a place or a list of pages"
-        keys, values = self.cache.gather(layer, self.both, self.num_rows)
+        assert self.page_ids is not None, "a reader has a first index or a list of pages"
+        keys, values = self.cache.gather(layer, self.page_ids, self.num_rows)
         end = self.num_positions
         return keys[:, :end].transpose(1, 2), values[:, :end].transpose(1, 2)
 
 
-class _Parts:
-    """Rows with equally many new tokens in layers that see everything."""
+class _FullGroup:
+    """Rows with equally many new tokens in layers that attend to all positions."""
 
     def __init__(
         self, cache: KVCache, spec: ModelSpec, inputs: Inputs, rows: Index, shared: int, window: int | None
     ) -> None:
-        assert window is None, "a window that cuts something off needs a mask"
+        assert window is None, "a window that hides something needs a mask"
         size = cache.page_size
         self.num_rows, self.length = len(rows), int(inputs.lengths[rows[0]])
         self.tokens = _tokens_of(inputs, rows, self.length)
         self._grouped = (self.num_rows, spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
-        # A decoding row finds its new token in memory, where it has just been written.
-        reach = inputs.starts[rows] + (1 if self.length == 1 else 0)
+        self._scale = spec.attention_scale
+        # A decode row reads its new token from the cache, where it has just been written.
+        num_cached = inputs.starts[rows] + (1 if self.length == 1 else 0)
         pages = inputs.page_rows[rows]
         self._shared = _Reader.of(cache, pages[:1, :shared], shared * size) if shared else None
         pages = _own_pages(inputs, rows, shared + np.zeros((len(rows), 1), np.int64), pages.shape[1] - shared, size)
-        own = reach - shared * size
+        own = num_cached - shared * size
         longest = int(own.max())
         self._own: _Reader | None = None
         self._mask: Tensor | None = None
-        self._absent: Tensor | None = None  # rows that have no own part though others of the group do
+        self._absent: Tensor | None = None  # rows without an own part, in a group where others have one
         if longest:
             self._own = _Reader.of(cache, pages[:, : -(-longest // size)], longest)
             if (own < longest).any():
@@ -213,38 +228,38 @@ class _Parts:
         if self.length == 1:
             return self._decode(layer, q)
         heads = (self.num_rows, self.length, -1, q.shape[-1])
-        out, lse = _attend(q.reshape(heads), k.reshape(heads), v.reshape(heads), is_causal=True)
+        out, lse = _attend_new(q.reshape(heads), k.reshape(heads), v.reshape(heads), self._scale)
         if self._own is not None:
             keys, values = self._own.read(layer)
-            past, past_lse = _attend_cached(q.reshape(heads), keys, values, self._mask)
+            past, past_lse = _attend_cached(q.reshape(heads), keys, values, self._mask, self._scale)
             if self._absent is not None:
                 past_lse = past_lse.masked_fill(self._absent, -torch.inf)
-            out, lse = _join(out, lse, past, past_lse)
+            out, lse = _merge(out, lse, past, past_lse)
         if self._shared is not None:
-            out, lse = _join(out, lse, *self._read_shared(layer, q, heads))
+            out, lse = _merge(out, lse, *self._read_shared(layer, q, heads))
         return out.reshape(q.shape)
 
     def _decode(self, layer: int, q: Tensor) -> Tensor:
-        assert self._own is not None, "a decoding row reads at least its own token"
+        assert self._own is not None, "a decode row reads at least its own token"
         keys, values = self._own.read(layer)
-        # The query heads of a KV head stand in for query positions: its keys are read once for all of them.
-        out, lse = _flash(q.reshape(self._grouped), keys, values, attn_mask=self._mask)
+        # The query heads of a KV head are passed as query positions, so that its keys are read once for all of them.
+        out, lse = _flash(q.reshape(self._grouped), keys, values, attn_mask=self._mask, scale=self._scale)
         out = out.reshape(q.shape)
         if self._shared is not None:
             heads = (self.num_rows, 1, -1, q.shape[-1])
             lse = lse.reshape(self.num_rows, 1, -1)
-            out, _ = _join(out.view(heads), lse, *self._read_shared(layer, q, heads))
+            out, _ = _merge(out.view(heads), lse, *self._read_shared(layer, q, heads))
         return out.reshape(q.shape)
 
     def _read_shared(self, layer: int, q: Tensor, heads: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """All tokens of the group at once against the one copy of what they share."""
+        """All tokens of the group in one call, over the one copy of the shared pages."""
         assert self._shared is not None, "the group shares nothing"
-        out, lse = _attend_cached(q.unsqueeze(0), *self._shared.read(layer), None)
+        out, lse = _attend_cached(q.unsqueeze(0), *self._shared.read(layer), None, self._scale)
         return out.reshape(heads), lse.reshape(heads[0], heads[1], -1)
 
 
-class _Windowed:
-    """Rows with equally many new tokens in layers with a sliding window: one call with a mask of its own."""
+class _WindowedGroup:
+    """Rows with equally many new tokens in layers with a sliding window: one call with its own mask."""
 
     def __init__(
         self, cache: KVCache, spec: ModelSpec, inputs: Inputs, rows: Index, shared: int, window: int | None
@@ -253,8 +268,9 @@ class _Windowed:
         size = cache.page_size
         self.num_rows, self.length = len(rows), int(inputs.lengths[rows[0]])
         self.tokens = _tokens_of(inputs, rows, self.length)
+        self._scale = spec.attention_scale
         starts = inputs.starts[rows]
-        first = np.maximum(starts - window + 1, 0) // size  # the first page that anything is seen of
+        first = np.maximum(starts - window + 1, 0) // size  # the first visible page
         num_pages = int(((starts + self.length - 1) // size - first).max()) + 1
         pages = _own_pages(inputs, rows, first[:, None], num_pages, size)
         self._reader = _Reader.of(cache, pages, num_pages * size)
@@ -265,23 +281,24 @@ class _Windowed:
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads = q.reshape(self.num_rows, self.length, -1, q.shape[-1])
-        out, _ = _attend_cached(heads, *self._reader.read(layer), self._mask)
+        out, _ = _attend_cached(heads, *self._reader.read(layer), self._mask, self._scale)
         return out.reshape(q.shape)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """Output [rows, queries, heads, D] and log-sum-exp [rows, queries, heads] of q, k, v in that same order."""
-    return _attend_cached(q, k.transpose(1, 2), v.transpose(1, 2), None, **options)
+def _attend_new(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Causal attention of new tokens to each other: output [rows, queries, heads, D] and log-sum-exp [rows, queries,
+    heads] of q, k, v in that same order."""
+    return _attend_cached(q, k.transpose(1, 2), v.transpose(1, 2), None, scale, is_causal=True)
 
 
 def _attend_cached(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, **options: Any
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None, *, is_causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    out, lse = _flash(q.transpose(1, 2), keys, values, attn_mask=mask, **options)
+    out, lse = _flash(q.transpose(1, 2), keys, values, is_causal=is_causal, attn_mask=mask, scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
-def _join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two attentions over different keys as the one over both."""
+def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merges two attention results over different keys into the result over both."""
     weight = torch.sigmoid(other_lse - lse).unsqueeze(-1).to(out.dtype)
     return torch.lerp(out, other, weight), torch.logaddexp(lse, other_lse)

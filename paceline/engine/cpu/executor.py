@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.engine.attention import AttentionBackend
 from paceline.engine.cpu.attention import CpuAttention
-from paceline.engine.cpu.inputs import SlotTables
+from paceline.engine.cpu.inputs import Inputs, SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.executor import Result
 from paceline.model.decoder import Attend
@@ -68,6 +69,7 @@ class CpuModelRunner:
         spec = decoder.spec
         self.decoder = decoder
         self.cache = KVCache(spec, num_pages, page_size, decoder.dtype, num_host_pages)
+        self.attention: AttentionBackend[Inputs, Attend] = CpuAttention(self.cache, spec)
         self.tables = SlotTables(max_running, max_row_tokens, page_size)
         self.sampler = Sampler(spec.vocab_size, max_running)
         self._asks = LogprobTable(max_running, spec.vocab_size)
@@ -81,7 +83,7 @@ class CpuModelRunner:
             self._asks.join(join.slot, join.request)
         self.tables.apply(plan)
         inputs = self.tables.inputs(plan)
-        attend = CpuAttention(self.cache, self.decoder.spec, inputs)
+        attend = self.attention.begin(inputs)
         hidden = self.decoder.forward(torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), attend)
         runs = self._prompt_logprobs(plan, hidden)
         self._pool(plan, inputs.offsets, hidden)

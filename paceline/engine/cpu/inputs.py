@@ -1,7 +1,7 @@
-"""From a plan to what one pass reads: flat tokens, positions, places in the KV memory, rows that sample.
+"""Turns a plan into the inputs of one forward pass: flat tokens, positions, KV indices, rows that sample.
 
-The tables by slot (tokens, page ids) are device state: plans change them, in launch order, and nothing else does.
-On the CPU the device's memory is numpy's, whose index arithmetic costs a fifth of torch's on arrays this small.
+The tables by slot (tokens, page ids) are device state: only plans change them, in launch order. On the CPU they are
+numpy arrays, whose index arithmetic costs a fifth of torch's on arrays this small.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ Index = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
-    """One pass. Rows are the plan's; T tokens lie one after the other, row by row."""
+    """One forward pass. Rows are those of the plan; the T tokens of all rows follow each other, row by row."""
 
     tokens: Index  # [T]
     positions: Index  # [T]
-    places: Index  # [T]: where each token's keys and values are written
+    kv_indices: Index  # [T]: index in the KV cache that each token's keys and values are written to
     starts: Index  # [rows]
     lengths: Index  # [rows]
     offsets: Index  # [rows]: the first token of each row
-    page_rows: npt.NDArray[np.int32]  # [rows, pages]: as many pages as the longest row has
+    page_rows: npt.NDArray[np.int32]  # [rows, pages of the longest row]
     sampled: Index  # [sampling rows]: the last token of each
     sampled_slots: Index
-    sampled_positions: Index  # where the new token will stand
-    shares: bool = True  # some rows may begin with the same pages
+    sampled_positions: Index  # position of the new token
+    shares: bool = True  # whether rows may begin with the same pages
 
 
 class SlotTables:
     def __init__(self, max_running: int, max_row_tokens: int, page_size: int) -> None:
         self.page_size = page_size
-        # calloc: rows that are never used cost address space, not memory. One more than a row can have, since the
-        # last sampled token is stored and never fed.
+        # calloc: rows that are never used cost address space, not memory. One more column than a row has tokens, since
+        # the last sampled token is stored and never computed.
         self.tokens = np.zeros((max_running, max_row_tokens + 1), np.int32)
         self.pages = np.zeros((max_running, -(-max_row_tokens // page_size)), np.int32)
 
     def apply(self, plan: Plan) -> None:
-        """Joins first, then page changes: the plan's own order."""
+        """Applies joins, then page table changes, which is the order of the plan."""
         for join in plan.joins:
             self.tokens[join.slot, : len(join.tokens)] = join.tokens
         if len(plan.page_slots):
@@ -51,30 +51,29 @@ class SlotTables:
     def inputs(self, plan: Plan) -> Inputs:
         slots, starts, lengths = (column.astype(np.int64) for column in (plan.slots, plan.starts, plan.lengths))
         size = self.page_size
-        if plan.num_tokens == len(slots):  # one token a row: the steady state
+        if plan.num_tokens == len(slots):  # one token per row: a decode batch
             offsets, token_slots, positions = np.arange(len(slots)), slots, starts
         else:
-            ends = np.cumsum(lengths)
-            offsets = ends - lengths
+            offsets = np.cumsum(lengths) - lengths
             token_slots = np.repeat(slots, lengths)
             positions = np.arange(plan.num_tokens) + np.repeat(starts - offsets, lengths)
-        num_pages = (int((starts + lengths).max()) + size - 1) // size
-        reach = starts + lengths
+        ends = starts + lengths
+        num_pages = (int(ends.max()) + size - 1) // size
         samples = plan.samples
         return Inputs(
             tokens=self.tokens[token_slots, positions].astype(np.int64),
             positions=positions,
-            places=self.pages[token_slots, positions // size].astype(np.int64) * size + positions % size,
+            kv_indices=self.pages[token_slots, positions // size].astype(np.int64) * size + positions % size,
             starts=starts,
             lengths=lengths,
             offsets=offsets,
             page_rows=self.pages[slots, :num_pages],
             sampled=(offsets + lengths - 1)[samples],
             sampled_slots=slots[samples],
-            sampled_positions=reach[samples],
+            sampled_positions=ends[samples],
             shares=plan.sharing is not None,
         )
 
     def store(self, inputs: Inputs, tokens: npt.NDArray[np.int64]) -> None:
-        """The tokens a pass sampled, for the next pass to read: the host may not know them yet."""
+        """Stores the sampled tokens for the next forward pass, which may run before the host has seen them."""
         self.tokens[inputs.sampled_slots, inputs.sampled_positions] = tokens

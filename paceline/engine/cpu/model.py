@@ -1,16 +1,16 @@
-"""The decoder in float32 on the CPU, arranged for how its matrix kernels like their weights.
+"""The decoder in float32 on the CPU, with weights arranged for its GEMM kernels.
 
-The plain twin is `model.decoder.Decoder`; a test holds the two together. What differs, each for a measured reason
-(one Xeon core, SmolLM2-135M; milliseconds for all matrices of a pass):
+The reference implementation is `model.decoder.Decoder`; a test compares the two. They differ where a measurement gave a
+reason (one Xeon core, SmolLM2-135M; milliseconds for all GEMMs of a forward pass):
 
     rows           1    2    4    8   16   32
-    F.linear      38   39   76  120   92  117     what torch does with a weight as it is stored
-    columns       31   45   61   97   93  102     the weight transposed: one row is a sum of contiguous rows
+    F.linear      38   39   76  120   92  117     the weight as it is stored
+    transposed    31   45   61   97   93  102     one row is a sum of contiguous rows
     packed        42   40   51   68   67   95     oneDNN's own layout, packed once
 
-So one row, and many, go through columns and several through the packed copy, if memory allows both. Norm weights
-are multiplied into the matrices behind them, and rotation is one swap and two products: a pass of one row is a
-thousand small calls, and each costs as much as its arithmetic.
+So one row, and more than 32, use the transposed weight; counts between use the packed copy, if memory allows both. Norm
+weights are folded into the matrices that follow them, and rotation is one swap and two multiplications: a forward pass
+of one row is a thousand small calls, and each costs as much as its arithmetic.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.engine.cpu.kv_cache import free_memory
+from paceline.engine.kv_sizing import free_memory
 from paceline.model.decoder import Attend, Decoder, DecoderLayer, Mlp, soft_cap
 
-_SECOND_COPY = 0.2  # of the free memory that the packed copy may take at most
-_PACKED_ROWS = 16  # what the packing is tuned for
-_MOST_PACKED_ROWS = 32  # beyond it the transposed weight is quicker again
+_PACKED_MEMORY_FRACTION = 0.2  # of the free memory: the most that the packed copies may take
+_TUNED_ROWS = 16  # the number of rows that the packing is tuned for
+_MAX_PACKED_ROWS = 32  # with more rows the transposed weight is faster again
 
 
-class _Matrix:
-    """y = x W' + b, by whichever copy of W is quicker for this many rows."""
+class _Linear:
+    """x W' + b, with the copy of W that is faster for the number of rows."""
 
-    __slots__ = ("_bias", "_columns", "_packed")
+    __slots__ = ("_bias", "_packed", "_transposed")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, packed: bool) -> None:
-        self._columns = weight.t().contiguous()
+        self._transposed = weight.t().contiguous()
         self._bias = bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS) if packed else None
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _TUNED_ROWS) if packed else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._packed is not None and 1 < len(x) <= _MOST_PACKED_ROWS:
-            found: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-            return found
+        if self._packed is not None and 1 < len(x) <= _MAX_PACKED_ROWS:
+            result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+            return result
         if self._bias is None:
-            return torch.mm(x, self._columns)
-        return torch.addmm(self._bias, x, self._columns)
+            return torch.mm(x, self._transposed)
+        return torch.addmm(self._bias, x, self._transposed)
 
     def add_to(self, x: Tensor, y: Tensor) -> Tensor:
-        """x + y W' + b: what every half of a layer ends with."""
-        if self._packed is not None and 1 < len(x) <= _MOST_PACKED_ROWS:
+        """x + y W' + b, for the residual stream x."""
+        if self._packed is not None and 1 < len(x) <= _MAX_PACKED_ROWS:
             return self(y).add_(x)
         if self._bias is None:
-            return torch.addmm(x, y, self._columns)
+            return torch.addmm(x, y, self._transposed)
         return self(y).add_(x)
 
 
@@ -60,8 +60,8 @@ class CpuMlp:
     __slots__ = ("_activation", "_down", "_gate_up")
 
     def __init__(self, mlp: Mlp, norm: Tensor | None, *, packed: bool) -> None:
-        self._gate_up = _Matrix(_folded(mlp.gate_up, norm), mlp.gate_up_bias, packed=packed)
-        self._down = _Matrix(mlp.down, mlp.down_bias, packed=packed)
+        self._gate_up = _Linear(_folded(mlp.gate_up, norm), mlp.gate_up_bias, packed=packed)
+        self._down = _Linear(mlp.down, mlp.down_bias, packed=packed)
         self._activation = mlp.activation
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -82,8 +82,8 @@ class _CpuLayer:
     __slots__ = ("attention_post_norm", "mlp", "mlp_post_norm", "out", "qk_norm", "qkv")
 
     def __init__(self, layer: DecoderLayer, *, packed: bool) -> None:
-        self.qkv = _Matrix(_folded(layer.qkv, layer.attention_norm), layer.qkv_bias, packed=packed)
-        self.out = _Matrix(layer.out, layer.out_bias, packed=packed)
+        self.qkv = _Linear(_folded(layer.qkv, layer.attention_norm), layer.qkv_bias, packed=packed)
+        self.out = _Linear(layer.out, layer.out_bias, packed=packed)
         self.mlp = CpuMlp(layer.mlp, layer.mlp_norm, packed=packed)
         self.qk_norm = layer.qk_norm
         self.attention_post_norm, self.mlp_post_norm = layer.attention_post_norm, layer.mlp_post_norm
@@ -100,10 +100,10 @@ class CpuModel:
         self._eps = torch.full((1, 1), decoder.spec.rms_eps)
         self._ropes = [_swap_table(table) for table in decoder.rope_tables]
         packed = bool(torch.backends.mkldnn.is_available()) and (  # type: ignore[no-untyped-call, unused-ignore]
-            decoder.spec.num_parameters * 4 <= _SECOND_COPY * free_memory()
+            decoder.spec.num_parameters * 4 <= _PACKED_MEMORY_FRACTION * free_memory()
         )
         self._norm = decoder.norm
-        self._head = _Matrix(decoder.head * decoder.norm, None, packed=packed)
+        self._head = _Linear(decoder.head * decoder.norm, None, packed=packed)
         self._layers: list[_CpuLayer] = []
         while decoder.layers:
             self._layers.append(_CpuLayer(decoder.layers.pop(0), packed=packed))
@@ -117,24 +117,24 @@ class CpuModel:
         rotations = [table[positions].unsqueeze(1).chunk(2, dim=-1) for table in self._ropes]
         x = F.embedding(tokens, self._embedding)
         for index, layer in enumerate(self._layers):
-            heads = layer.qkv(_scaled(x, eps) if has_pre_norm else x).view(-1, num_qk + spec.num_kv_heads, size)
+            heads = layer.qkv(_normed(x, eps) if has_pre_norm else x).view(-1, num_qk + spec.num_kv_heads, size)
             qk, v = torch.split(heads, [num_qk, spec.num_kv_heads], dim=1)
             if layer.qk_norm is not None:
-                qk = _scaled(qk, eps) * layer.qk_norm
+                qk = _normed(qk, eps) * layer.qk_norm
             rope = spec.layer_ropes[index]
             if rope is not None:
                 cos, sin = rotations[rope]
                 qk = torch.addcmul(qk * cos, qk.roll(size // 2, dims=-1), sin)
             q, k = torch.split(qk, [spec.num_heads, spec.num_kv_heads], dim=1)
             x = self._add(x, layer.out, attend(index, q, k, v), layer.attention_post_norm)
-            x = self._add(x, layer.mlp, _scaled(x, eps) if has_pre_norm else x, layer.mlp_post_norm)
-        return _scaled(x, eps)
+            x = self._add(x, layer.mlp, _normed(x, eps) if has_pre_norm else x, layer.mlp_post_norm)
+        return _normed(x, eps)
 
-    def _add(self, x: Tensor, block: _Matrix | CpuMlp, y: Tensor, post_norm: Tensor | None) -> Tensor:
+    def _add(self, x: Tensor, block: _Linear | CpuMlp, y: Tensor, post_norm: Tensor | None) -> Tensor:
         """x + norm(block(y))."""
         if post_norm is None:
             return block.add_to(x, y)
-        return torch.addcmul(x, _scaled(block(y), self._eps), post_norm)
+        return torch.addcmul(x, _normed(block(y), self._eps), post_norm)
 
     @torch.inference_mode()
     def states(self, hidden: Tensor) -> Tensor:
@@ -157,8 +157,8 @@ def _swap_table(cos_sin: Tensor) -> Tensor:
     return torch.cat((cos, cos, -sin, sin), dim=-1)
 
 
-def _scaled(x: Tensor, eps: Tensor) -> Tensor:
-    """x over its root mean square: a norm without its weight."""
-    # Four calls; a mean alone is three of them inside.
+def _normed(x: Tensor, eps: Tensor) -> Tensor:
+    """x divided by its root mean square: RMSNorm without its weight."""
+    # Four calls; torch's mean alone is three.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x * torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
-from paceline.engine.cpu.kv_cache import num_kv_pages
 from paceline.engine.cuda.executor import AttentionTuning, ChunkChoice, CudaExecutor, SplitChoice, max_units
 from paceline.engine.cuda.graphs import buckets
 from paceline.engine.cuda.inputs import PROMPT_SIZES, ShareRule
@@ -15,6 +14,7 @@ from paceline.engine.cuda.model import CudaModel, Tuning
 from paceline.engine.cuda.sampling import mask_words
 from paceline.engine.cuda.streams import streams_of
 from paceline.engine.cuda.swap import buffer_bytes
+from paceline.engine.kv_sizing import num_kv_pages
 from paceline.kernels._triton import HAS_TRITON
 from paceline.kernels.adjust import adjust_bytes
 from paceline.kernels.decode_attention import decode_attention_tuning

@@ -144,7 +144,7 @@ class HostStreams:
         return _HostGraph(work)
 
     def free_memory(self) -> int:
-        from paceline.engine.cpu.kv_cache import free_memory
+        from paceline.engine.kv_sizing import free_memory
 
         return free_memory()
 

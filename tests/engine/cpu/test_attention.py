@@ -56,13 +56,13 @@ def check(starts: list[int], lengths: list[int], shared: list[int], page_size: i
     nothing = np.empty(0, np.int64)
     inputs = Inputs(
         tokens=positions, positions=positions, starts=starts_, lengths=lengths_,
-        places=page_rows[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size,
+        kv_indices=page_rows[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size,
         offsets=np.cumsum(lengths_) - lengths_, page_rows=page_rows, sampled=nothing, sampled_slots=nothing,
         sampled_positions=nothing,
     )  # fmt: skip
     total = len(positions)
     q, k, v = torch.randn(total, HEADS, SIZE), torch.randn(total, KV_HEADS, SIZE), torch.randn(total, KV_HEADS, SIZE)
-    found = CpuAttention(cache, spec(window), inputs)(0, q, k, v)
+    found = CpuAttention(cache, spec(window)).begin(inputs)(0, q, k, v)
     for row, (start, length, offset) in enumerate(zip(starts, lengths, inputs.offsets.tolist(), strict=True)):
         at = np.arange(start + length)
         places = torch.from_numpy(page_rows[row, at // page_size].astype(np.int64) * page_size + at % page_size)
@@ -91,7 +91,7 @@ def test_a_row_that_ends_where_the_shared_part_does() -> None:
 def test_rows_of_very_different_lengths_are_not_padded_to_the_longest() -> None:
     check([3, 2000, 5, 1900, 7, 1], [1] * 6, [0] * 6, 16, None)
     nothing = np.empty(0, np.int64)
-    inputs = Inputs(tokens=nothing, positions=nothing, places=nothing, starts=np.array([3, 2000, 5, 1900, 7, 1]),
+    inputs = Inputs(tokens=nothing, positions=nothing, kv_indices=nothing, starts=np.array([3, 2000, 5, 1900, 7, 1]),
                     lengths=np.ones(6, np.int64), offsets=np.arange(6), page_rows=np.arange(6 * 126).reshape(6, 126),
                     sampled=nothing, sampled_slots=nothing, sampled_positions=nothing)  # fmt: skip
     groups = sorted(sorted(rows.tolist()) for rows, _ in _split(inputs, 16))
@@ -103,7 +103,7 @@ def test_a_common_prefix_is_one_part(num_rows: int) -> None:
     nothing = np.empty(0, np.int64)
     pages = np.arange(num_rows * 10, dtype=np.int32).reshape(num_rows, 10)
     pages[:, :6] = pages[0, :6]
-    inputs = Inputs(tokens=nothing, positions=nothing, places=nothing, starts=np.full(num_rows, 150),
+    inputs = Inputs(tokens=nothing, positions=nothing, kv_indices=nothing, starts=np.full(num_rows, 150),
                     lengths=np.ones(num_rows, np.int64), offsets=np.arange(num_rows), page_rows=pages,
                     sampled=nothing, sampled_slots=nothing, sampled_positions=nothing)  # fmt: skip
     assert [(len(rows), shared) for rows, shared in _split(inputs, 16)] == [(num_rows, 6)]

@@ -1,0 +1,100 @@
+"""Sizing of the KV cache, and checks that model and cache fit into memory. The same for every device."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from paceline.config import ConfigError, EngineConfig
+from paceline.model.spec import ModelSpec
+
+_MIN_TOKENS = 64  # a server with less KV cache than this cannot answer a useful request
+
+
+def num_kv_pages(
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype_bytes: int,
+    page_size: int,
+    context_tokens: int,
+    *,
+    free: int | None = None,
+    default_fraction: float = 0.3,
+    max_contexts: int = 64,
+) -> int:
+    """Number of pages of the KV cache: `kv_tokens` if given, else a fraction of the free memory.
+
+    pages = floor(min(free memory * kv_memory_fraction / (2 * layers * KV heads * head_dim * bytes),
+                      max_contexts contexts) / page_size)
+
+    `free` defaults to the free main memory. The requests that run on a CPU never use more than 64 contexts of full
+    length.
+    """
+    per_token = spec.kv_bytes_per_token(dtype_bytes)
+    free = free_memory() if free is None else free
+    fraction = default_fraction if config.kv_memory_fraction is None else config.kv_memory_fraction
+    if config.kv_tokens is not None:
+        num_tokens = config.kv_tokens
+        if num_tokens * per_token > free:
+            raise ConfigError(
+                f"kv_tokens is {num_tokens}, which takes {_gib(num_tokens * per_token)} of memory, but only "
+                f"{_gib(free)} are free: lower it to {free // per_token} or less."
+            )
+    else:
+        num_tokens = min(int(free * fraction) // per_token, max_contexts * context_tokens)
+    num_pages = num_tokens // page_size
+    if num_pages < 1 or (num_tokens < min(_MIN_TOKENS, context_tokens) and config.kv_tokens is None):
+        raise ConfigError(
+            f"the model leaves memory for a KV cache of {num_tokens} tokens ({_gib(free)} free, {per_token} bytes per "
+            f"token, pages of {page_size}): choose a smaller model, free some memory, or raise kv_memory_fraction "
+            f"(now {fraction})."
+        )
+    return num_pages
+
+
+def check_host_fits(num_host_pages: int, page_bytes: int, page_size: int, *, free: int) -> None:
+    """Raises if the host tier of the KV cache is larger than the `free` bytes of host memory."""
+    if num_host_pages * page_bytes > free:
+        most = free // page_bytes
+        raise ConfigError(
+            f"num_host_pages is {num_host_pages} (host_kv_tokens {num_host_pages * page_size}), which takes "
+            f"{_gib(num_host_pages * page_bytes)} of host memory, but only {_gib(free)} are free: lower it to {most} "
+            f"({most * page_size}) or less."
+        )
+
+
+def check_model_fits(spec: ModelSpec, dtype_bytes: int, *, free: int | None = None) -> None:
+    """Raises if the weights alone are larger than the `free` bytes (default: free main memory). Called before the first
+    byte is read."""
+    need, free = spec.num_parameters * dtype_bytes, free_memory() if free is None else free
+    if need > free:
+        raise ConfigError(
+            f"the model's {spec.num_parameters:,} parameters take {_gib(need)}, but only {_gib(free)} of memory are "
+            "free: choose a smaller model or a 16-bit dtype."
+        )
+
+
+def free_memory() -> int:
+    """Bytes of main memory that this process can still allocate, within its control group."""
+    available = math.inf
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            with open(limit, encoding="ascii") as file, open(used, encoding="ascii") as current:
+                text = file.read().strip()
+                if text != "max":
+                    available = min(available, int(text) - int(current.read()))
+        except OSError:
+            continue  # no such control group
+    return max(0, int(available))
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
