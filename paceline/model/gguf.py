@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from paceline.model.gguf_file import GGUFFile, TensorInfo, num_stored_bytes
+from paceline.model.layout import StoredTensor
 from paceline.model.registry import ModelFamily, gguf_family_of, nope_layers
 from paceline.model.spec import ModelError, ModelSpec, RopeSpec, yarn_attention_factor
-from paceline.model.weights import StoredTensor
 
 
 def dequantise(file: GGUFFile, info: TensorInfo) -> Tensor:

@@ -1,8 +1,8 @@
-"""Loading weights: a Hugging Face folder, a GGUF file, or random numbers, into the decoder's fused tensors.
+"""Loads weights into the fused tensors of the decoder, from a Hugging Face folder, a GGUF file, or at random.
 
-Tensors are copied one by one from the mapped file into their place, so that loading needs the memory of
-the model and not twice that. Every parameter is accounted for before the first byte is copied: a missing,
-unexpected or wrongly shaped one is an error that names it, never a model that is silently half random.
+Tensors are copied one by one from the mapped file to their target, so that loading needs the memory of the model and
+not twice that. All parameters are checked before the first byte is copied: a missing, unexpected or wrongly shaped one
+is an error that names it, never a model that is silently half random.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,16 @@ import torch
 from torch import Tensor
 
 from paceline.model.decoder import Decoder
+from paceline.model.gguf import gguf_spec, gguf_tensors
 from paceline.model.gguf_file import is_gguf, open_gguf
-from paceline.model.layout import StoredPart, stored_parts, target_shapes
+from paceline.model.layout import WHOLE_MODEL, Shard, StoredPart, StoredTensor, stored_parts, target_shapes
 from paceline.model.registry import spec_from_config
 from paceline.model.spec import DTYPES, ModelError, ModelSpec
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Progress = Callable[[int, int], None]  # bytes done, bytes in total
 
-# Stored by some exporters and computed by us: rotary frequencies, causal masks.
-_HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias)$")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor in a model file that has not been read yet."""
-
-    shape: tuple[int, ...]
-    num_bytes: int
-    read: Callable[[], Tensor]  # on the CPU, in whatever dtype it is stored
+# Stored by some exporters, but computed here: rotary frequencies, causal masks.
+_IGNORED = re.compile(r"(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias)$")
 
 
 def load_decoder(
@@ -47,19 +38,16 @@ def load_decoder(
     max_positions: int | None = None,
     progress: Progress | None = None,
 ) -> Decoder:
-    """The model at `path`, a Hugging Face folder or a GGUF file, ready to run. `dtype` defaults to the
-    stored one."""
+    """Loads the model at `path`, a Hugging Face folder or a GGUF file. `dtype` defaults to the stored one."""
     path = Path(path)
     if is_gguf(path):
-        from paceline.model.gguf import gguf_spec, gguf_tensors
-
         file = open_gguf(path)
         spec = gguf_spec(file)
         stored = gguf_tensors(file)
     else:
         spec = read_spec(path)
         stored = _folder_tensors(path)
-    weights = place(spec, stored, source=str(path), dtype=dtype, device=device, progress=progress)
+    weights = fuse_weights(spec, stored, source=str(path), dtype=dtype, device=device, progress=progress)
     return Decoder(spec, weights, max_positions=max_positions)
 
 
@@ -72,27 +60,26 @@ def random_decoder(
     max_positions: int | None = None,
     progress: Progress | None = None,
 ) -> Decoder:
-    """A model of this shape with random weights: the same on every run with the same seed, device and
-    dtype."""
+    """A model of this shape with random weights. The same seed, device and dtype give the same weights."""
     weights = random_weights(spec, seed=seed, dtype=dtype, device=device, progress=progress)
     return Decoder(spec, weights, max_positions=max_positions)
 
 
 def read_spec(path: str | Path) -> ModelSpec:
-    """What the model at `path` is, without reading its weights."""
+    """Reads the spec of the model at `path`, but not its weights."""
     path = Path(path)
     if is_gguf(path):
-        from paceline.model.gguf import gguf_spec
-
         return gguf_spec(open_gguf(path))
     if not path.is_dir():
-        raise ModelError(f"model is {str(path)!r}, no folder and no .gguf file: give the path of one, or a hub id.")
+        raise ModelError(
+            f"model is {str(path)!r}, which is neither a folder nor a .gguf file: give the path of one, or a hub id."
+        )
     if not (path / "config.json").is_file():
-        raise ModelError(f"{path} has no config.json: give the folder that holds the model, or a .gguf file.")
+        raise ModelError(f"{path} has no config.json: give the folder of a model, or a .gguf file.")
     return spec_from_config(_read_json(path / "config.json"), _read_json(path / "generation_config.json", {}))
 
 
-def place(
+def fuse_weights(
     spec: ModelSpec,
     stored: Mapping[str, StoredTensor],
     *,
@@ -100,16 +87,17 @@ def place(
     dtype: str | None,
     device: str | torch.device,
     progress: Progress | None,
+    shard: Shard = WHOLE_MODEL,
 ) -> dict[str, Tensor]:
-    """Copies the stored parameters into the fused tensors of the decoder."""
-    parts = stored_parts(spec)
-    _check_names(parts, stored, tied=spec.tied, source=source)
-    kind = _torch_dtype(dtype or spec.dtype)
-    weights = {name: torch.empty(shape, dtype=kind, device=device) for name, shape in target_shapes(spec).items()}
+    """Copies the stored parameters of one rank into the fused tensors of the decoder."""
+    _check_names(stored_parts(spec), stored, tied=spec.tied, source=source)
+    parts, shapes = stored_parts(spec, shard), target_shapes(spec, shard)
+    torch_dtype = _torch_dtype(dtype or spec.dtype)
+    weights = {name: torch.empty(shape, dtype=torch_dtype, device=device) for name, shape in shapes.items()}
     total, done = sum(stored[name].num_bytes for name in parts), 0
     for name, part in parts.items():
         with torch.inference_mode():
-            weights[part.target][part.row : part.row + part.num_rows].copy_(stored[name].read())
+            weights[part.target][part.row : part.row + part.num_rows].copy_(stored[name].read()[part.source])
         done += stored[name].num_bytes
         if progress:
             progress(done, total)
@@ -120,11 +108,11 @@ def _check_names(
     parts: Mapping[str, StoredPart], stored: Mapping[str, StoredTensor], *, tied: bool, source: str
 ) -> None:
     if missing := [name for name in parts if name not in stored]:
-        raise ModelError(f"{source} lacks {_list(missing)}: the file is incomplete or of another model.")
+        raise ModelError(f"{source} lacks {_list(missing)}: the file is incomplete or belongs to another model.")
     unexpected = [
         name
         for name in stored
-        if name not in parts and not _HARMLESS.search(name) and not (tied and name == "lm_head.weight")
+        if name not in parts and not _IGNORED.search(name) and not (tied and name == "lm_head.weight")
     ]
     if unexpected:
         raise ModelError(f"{source} has unexpected parameters {_list(unexpected)}: its config describes another model.")
@@ -132,7 +120,7 @@ def _check_names(
         if stored[name].shape != part.shape:
             raise ModelError(
                 f"{source} has {name} of shape {list(stored[name].shape)} where its config says "
-                f"{list(part.shape)}: config and weights are of different models."
+                f"{list(part.shape)}: config and weights belong to different models."
             )
 
 
@@ -148,21 +136,21 @@ def random_weights(
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> dict[str, Tensor]:
-    """Random fused tensors whose activations keep their size through the layers and whose logits differ
-    visibly."""
-    kind = _torch_dtype(dtype or spec.dtype)
+    """Random fused tensors that keep activations at a constant magnitude through the layers and give distinct
+    logits."""
+    torch_dtype = _torch_dtype(dtype or spec.dtype)
     generator = torch.Generator(device=device).manual_seed(seed)
     shapes = target_shapes(spec)
-    total, done = sum(math.prod(shape) for shape in shapes.values()) * kind.itemsize, 0
+    total, done = sum(math.prod(shape) for shape in shapes.values()) * torch_dtype.itemsize, 0
     weights = {}
     for name, shape in shapes.items():
-        weight = torch.empty(shape, dtype=kind, device=device)
+        weight = torch.empty(shape, dtype=torch_dtype, device=device)
         if name.endswith("norm"):
-            weight.fill_(2.0 if name.endswith("qk_norm") else 1.0)  # the same as the gain of qkv has without norm
+            weight.fill_(2.0 if name.endswith("qk_norm") else 1.0)  # the gain that qkv has without a norm
         else:
             weight.normal_(0.0, _scale(spec, name, shape), generator=generator)
         weights[name] = weight
-        done += weight.numel() * kind.itemsize
+        done += weight.numel() * torch_dtype.itemsize
         if progress:
             progress(done, total)
     return weights
@@ -170,13 +158,13 @@ def random_weights(
 
 def _scale(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> float:
     if name in ("embedding", "head"):
-        # Logits with a deviation of about 3: as peaked as a real model's, and no near-ties at the top
-        # that 16 bits would turn into real ones.
+        # Logits have a standard deviation of about 3: as peaked as a real model's, without near-ties at the top that
+        # rounding to 16 bits would turn into ties.
         return 3.0 / math.sqrt(spec.hidden_size)
     if len(shape) == 1:
         return 0.1  # a bias
-    # What a layer adds must outweigh the embedding, or a tied model answers every token with itself; and
-    # queries must tell keys apart, or attention is a mean and every answer soon goes in a circle.
+    # The output of the layers must outweigh the embedding, or a tied model predicts its input token. Queries must
+    # distinguish keys, or attention is a mean and every output soon repeats itself.
     gain = 4.0 if name.endswith(("out", "down")) else 2.0 if name.endswith("qkv") else 1.0
     return gain / math.sqrt(shape[-1])
 
@@ -211,11 +199,11 @@ def _file_tensors(path: Path) -> dict[str, StoredTensor]:
         file: Any = safe_open(path, framework="pt")
         views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} cannot be read ({error}): it is broken or truncated, fetch it again.") from None
+        raise ModelError(f"{path} cannot be read ({error}): it is damaged or truncated, fetch it again.") from None
 
     for name, view in views.items():
-        if view.get_dtype() not in _ITEM_BYTES and not _HARMLESS.search(name):
-            # Numbers that mean something only together with scales we do not read.
+        if view.get_dtype() not in _ITEM_BYTES and not _IGNORED.search(name):
+            # Quantised values, whose scales are not read here.
             raise ModelError(f"{path} stores {name} as {view.get_dtype()}: use the unquantised model, or a GGUF file.")
 
     def stored(name: str) -> StoredTensor:
@@ -232,9 +220,9 @@ _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 def _torch_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ModelError(f"dtype is {name!r}: choose one of {', '.join(DTYPES)}.")
-    kind = getattr(torch, name)
-    assert isinstance(kind, torch.dtype), f"{name} is no torch dtype"
-    return kind
+    torch_dtype = getattr(torch, name)
+    assert isinstance(torch_dtype, torch.dtype), f"torch has no dtype {name}"
+    return torch_dtype
 
 
 def _read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -245,5 +233,5 @@ def _read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, A
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read ({error}): fetch it again.") from None
     if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a {type(value).__name__} instead of an object: fetch it again.")
+        raise ModelError(f"{path} contains a {type(value).__name__} instead of an object: fetch it again.")
     return value

@@ -1,4 +1,4 @@
-"""Loading: every parameter accounted for, and bad files refused in words."""
+"""Loading: every parameter is checked, and bad files are refused with a clear error."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def test_wrong_shape_is_named(folder: Path) -> None:
         load_decoder(folder)
 
 
-def test_numbers_without_their_scales_are_refused(folder: Path) -> None:
+def test_quantised_safetensors_are_refused(folder: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     change(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
     with pytest.raises(ModelError, match=rf"stores {name} as F8_E4M3: use the unquantised model"):
         load_decoder(folder)
 
 
-def test_harmless_extras_are_tolerated(folder: Path) -> None:
+def test_stored_rotary_frequencies_are_ignored(folder: Path) -> None:
     change(
         folder,
         lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}),
@@ -86,7 +86,7 @@ def test_truncated_safetensors(folder: Path) -> None:
     data = (folder / "model.safetensors").read_bytes()
     for length in (0, 5, 100, len(data) // 2, len(data) - 1):
         (folder / "model.safetensors").write_bytes(data[:length])
-        with pytest.raises(ModelError, match=r"model.safetensors cannot be read .*broken or truncated"):
+        with pytest.raises(ModelError, match=r"model.safetensors cannot be read .*damaged or truncated"):
             load_decoder(folder)
 
 
@@ -98,8 +98,8 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
         load_decoder(tmp_path)
 
 
-def test_folders_that_are_no_models(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"no folder and no .gguf file"):
+def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"neither a folder nor a .gguf file"):
         load_decoder(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"has no config.json"):
         load_decoder(tmp_path)
@@ -107,11 +107,11 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config.json cannot be read"):
         load_decoder(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ModelError, match=r"holds a list instead of an object"):
+    with pytest.raises(ModelError, match=r"contains a list instead of an object"):
         load_decoder(tmp_path)
 
 
-def test_only_pickled_weights(folder: Path) -> None:
+def test_pickled_weights_are_refused(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"no .safetensors files .*convert the model"):
         load_decoder(folder)
@@ -188,7 +188,7 @@ TINY = [name for name in SHAPES if name.startswith("tiny-")]
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", TINY)
-def test_random_model_says_different_things(name: str, seed: int) -> None:
+def test_random_model_gives_varied_outputs(name: str, seed: int) -> None:
     decoder = random_decoder(shape(name), seed=seed, dtype="float32")
     logits = ContiguousCache(decoder).feed(PROMPT)
     assert torch.isfinite(logits).all()

@@ -1,10 +1,11 @@
-"""Attention by groups and parts against attention written out, one row at a time."""
+"""Attention by groups of rows against a reference that computes one row at a time."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,27 +17,56 @@ from paceline.engine.cpu.kv_cache import KVCache
 from paceline.model.spec import ModelSpec
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
+NO_INDICES = np.empty(0, np.int64)
 
 
-def spec(window: int | None) -> ModelSpec:
-    return ModelSpec(family="llama", hidden_size=32, num_layers=1, num_heads=HEADS, num_kv_heads=KV_HEADS,
-                     head_dim=SIZE, ffn_size=32, vocab_size=16, context_tokens=4096, windows=(window,))  # fmt: skip
+def make_spec(window: int | None = None, scale: float | None = None) -> ModelSpec:
+    return ModelSpec(
+        family="llama",
+        hidden_size=32,
+        num_layers=1,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=SIZE,
+        ffn_size=32,
+        vocab_size=16,
+        context_tokens=4096,
+        windows=(window,),
+        attention_scale=scale,
+    )
 
 
-def written_out(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None) -> torch.Tensor:
-    """The last len(q) positions of one row, over all its keys."""
+def make_inputs(starts: list[int], lengths: list[int], page_rows: npt.NDArray[np.int32], page_size: int) -> Inputs:
+    positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
+    rows = np.repeat(np.arange(len(starts)), lengths)
+    return Inputs(
+        tokens=positions,
+        positions=positions,
+        kv_indices=page_rows[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size,
+        starts=np.array(starts),
+        lengths=np.array(lengths),
+        offsets=np.cumsum(lengths) - lengths,
+        page_rows=page_rows,
+        sampled=NO_INDICES,
+        sampled_slots=NO_INDICES,
+        sampled_positions=NO_INDICES,
+    )
+
+
+def reference(spec: ModelSpec, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Attention of the last len(q) positions of one row, over all its keys."""
     group = HEADS // KV_HEADS
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, keys) * SIZE**-0.5
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * (spec.attention_scale or SIZE**-0.5)
     at = torch.arange(len(keys))
     query, key = at[-len(q) :, None], at[None, :]
     hidden = key > query
-    if window is not None:
-        hidden |= key <= query - window
+    if spec.windows[0] is not None:
+        hidden |= key <= query - spec.windows[0]
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values).reshape(len(q), -1)
 
 
-def check(starts: list[int], lengths: list[int], shared: list[int], page_size: int, window: int | None) -> None:
+def check(starts: list[int], lengths: list[int], shared: list[int], page_size: int, spec: ModelSpec) -> None:
     """Row i begins with the first `shared[i]` pages of a common prefix; its other pages are its own, in any order."""
     rng = np.random.default_rng(0)
     torch.manual_seed(0)
@@ -47,26 +77,17 @@ def check(starts: list[int], lengths: list[int], shared: list[int], page_size: i
     page_rows = rng.integers(0, len(order), (len(starts), max(num_pages))).astype(np.int32)  # stale past the row's end
     for row, count in enumerate(num_pages):
         page_rows[row, :count] = [*common[: shared[row]], *(next(own) for _ in range(count - shared[row]))]
-    cache = KVCache(spec(window), len(order), page_size, torch.float32)
+    cache = KVCache(spec, len(order), page_size, torch.float32)
     cache.keys[0].normal_()
     cache.values[0].normal_()
-    starts_, lengths_ = np.array(starts), np.array(lengths)
-    positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
-    rows = np.repeat(np.arange(len(starts)), lengths_)
-    nothing = np.empty(0, np.int64)
-    inputs = Inputs(
-        tokens=positions, positions=positions, starts=starts_, lengths=lengths_,
-        kv_indices=page_rows[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size,
-        offsets=np.cumsum(lengths_) - lengths_, page_rows=page_rows, sampled=nothing, sampled_slots=nothing,
-        sampled_positions=nothing,
-    )  # fmt: skip
-    total = len(positions)
+    inputs = make_inputs(starts, lengths, page_rows, page_size)
+    total = sum(lengths)
     q, k, v = torch.randn(total, HEADS, SIZE), torch.randn(total, KV_HEADS, SIZE), torch.randn(total, KV_HEADS, SIZE)
-    found = CpuAttention(cache, spec(window)).begin(inputs)(0, q, k, v)
+    found = CpuAttention(cache, spec).begin(inputs)(0, q, k, v)
     for row, (start, length, offset) in enumerate(zip(starts, lengths, inputs.offsets.tolist(), strict=True)):
         at = np.arange(start + length)
-        places = torch.from_numpy(page_rows[row, at // page_size].astype(np.int64) * page_size + at % page_size)
-        expected = written_out(q[offset : offset + length], cache.keys[0][places], cache.values[0][places], window)
+        indices = torch.from_numpy(page_rows[row, at // page_size].astype(np.int64) * page_size + at % page_size)
+        expected = reference(spec, q[offset : offset + length], cache.keys[0][indices], cache.values[0][indices])
         torch.testing.assert_close(found[offset : offset + length], expected, atol=2e-5, rtol=1e-4)
 
 
@@ -77,35 +98,33 @@ def check(starts: list[int], lengths: list[int], shared: list[int], page_size: i
     ),
     page_size=st.sampled_from([1, 3, 16, 64]),
     window=st.sampled_from([None, None, 1, 6, 90]),
+    scale=st.sampled_from([None, None, 0.05, 1.0]),
 )
-def test_any_mix_of_rows(rows: list[tuple[int, int, int]], page_size: int, window: int | None) -> None:
+def test_any_mix_of_rows_equals_the_reference(
+    rows: list[tuple[int, int, int]], page_size: int, window: int | None, scale: float | None
+) -> None:
     starts, lengths, shared = map(list, zip(*rows, strict=True))
-    check(starts, lengths, shared, page_size, window)
+    check(starts, lengths, shared, page_size, make_spec(window, scale))
 
 
-def test_a_row_that_ends_where_the_shared_part_does() -> None:
-    """It has no part of its own although the others have."""
-    check([64, 80, 96, 64], [4, 4, 4, 4], [4, 4, 4, 4], 16, None)
+def test_a_row_that_ends_with_the_shared_part_equals_the_reference() -> None:
+    """It has no own part, although other rows of its group have one."""
+    check([64, 80, 96, 64], [4, 4, 4, 4], [4, 4, 4, 4], 16, make_spec())
 
 
 def test_rows_of_very_different_lengths_are_not_padded_to_the_longest() -> None:
-    check([3, 2000, 5, 1900, 7, 1], [1] * 6, [0] * 6, 16, None)
-    nothing = np.empty(0, np.int64)
-    inputs = Inputs(tokens=nothing, positions=nothing, kv_indices=nothing, starts=np.array([3, 2000, 5, 1900, 7, 1]),
-                    lengths=np.ones(6, np.int64), offsets=np.arange(6), page_rows=np.arange(6 * 126).reshape(6, 126),
-                    sampled=nothing, sampled_slots=nothing, sampled_positions=nothing)  # fmt: skip
+    starts = [3, 2000, 5, 1900, 7, 1]
+    check(starts, [1] * 6, [0] * 6, 16, make_spec())
+    inputs = make_inputs(starts, [1] * 6, np.arange(6 * 126, dtype=np.int32).reshape(6, 126), 16)
     groups = sorted(sorted(rows.tolist()) for rows, _ in _split(inputs, 16))
     assert groups == [[0, 2, 4, 5], [1, 3]]
 
 
 @pytest.mark.parametrize("num_rows", [3, 8])
-def test_a_common_prefix_is_one_part(num_rows: int) -> None:
-    nothing = np.empty(0, np.int64)
+def test_a_common_prefix_is_read_once(num_rows: int) -> None:
     pages = np.arange(num_rows * 10, dtype=np.int32).reshape(num_rows, 10)
     pages[:, :6] = pages[0, :6]
-    inputs = Inputs(tokens=nothing, positions=nothing, kv_indices=nothing, starts=np.full(num_rows, 150),
-                    lengths=np.ones(num_rows, np.int64), offsets=np.arange(num_rows), page_rows=pages,
-                    sampled=nothing, sampled_slots=nothing, sampled_positions=nothing)  # fmt: skip
+    inputs = make_inputs([150] * num_rows, [1] * num_rows, pages, 16)
     assert [(len(rows), shared) for rows, shared in _split(inputs, 16)] == [(num_rows, 6)]
-    alone = _split(replace(inputs, shares=False), 16)  # nobody shares, or nobody is to
-    assert [(len(rows), shared) for rows, shared in alone] == [(num_rows, 0)]
+    without_sharing = _split(replace(inputs, shares=False), 16)
+    assert [(len(rows), shared) for rows, shared in without_sharing] == [(num_rows, 0)]

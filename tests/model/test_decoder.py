@@ -1,0 +1,137 @@
+"""The options of ModelSpec against a forward pass written out in plain torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from contiguous_cache import ContiguousCache
+from torch import Tensor
+
+from paceline.engine.cpu.attention import CpuAttention
+from paceline.engine.cpu.kv_cache import KVCache
+from paceline.engine.cpu.model import CpuModel
+from paceline.model.decoder import Decoder
+from paceline.model.registry import shape
+from paceline.model.rope import inverse_frequencies
+from paceline.model.spec import ModelError, ModelSpec, RopeSpec
+from paceline.model.weights import random_weights
+
+BASE = shape("tiny-llama")
+TWO_ROPES = (RopeSpec(theta=10_000.0), RopeSpec(theta=300.0, kind="linear", factor=3.0))
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "activation": {"activation": "gelu_tanh"},
+    "attention scale": {"attention_scale": 0.1},
+    "logit cap": {"logit_cap": 2.5},
+    "post norm": {"norm_placement": "post"},
+    "norms before and after": {"norm_placement": "both"},
+    "two ropes": {"ropes": TWO_ROPES, "layer_ropes": (0, 1, None, 1)},
+    "all of them": {
+        "activation": "gelu_tanh", "attention_scale": 0.3, "logit_cap": 4.0, "norm_placement": "both",
+        "ropes": TWO_ROPES, "layer_ropes": (1, None, 0, 1), "windows": (None, 5, None, 3), "qk_norm": True,
+        "qkv_bias": True, "out_bias": True, "mlp_bias": True,
+    },
+}  # fmt: skip
+TOKENS = torch.randint(0, 512, (23,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+def weights_of(spec: ModelSpec) -> dict[str, Tensor]:
+    weights = random_weights(spec, seed=4, dtype="float32")
+    generator = torch.Generator().manual_seed(9)
+    for name, weight in weights.items():
+        if name.endswith("norm"):  # random norms, so that a missing or misplaced one shows
+            weight.mul_(torch.rand(weight.shape[-1], generator=generator) + 0.5)
+    return weights
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def rotate(x: Tensor, rope: RopeSpec) -> Tensor:
+    """x[T, heads, D] at positions 0 to T - 1, as multiplication of complex numbers."""
+    half = x.shape[-1] // 2
+    angles = torch.outer(torch.arange(len(x)).float(), inverse_frequencies(rope, x.shape[-1]))
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+def formula(spec: ModelSpec, weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
+    """Logits of all tokens, straight from the definition of each option."""
+    x = weights["embedding"][torch.tensor(tokens)]
+    num_q, num_kv, eps = spec.num_heads, spec.num_kv_heads, spec.rms_eps
+    positions = torch.arange(len(tokens))
+    distance = positions[:, None] - positions
+    for layer in range(spec.num_layers):
+        own = {name.split(".", 1)[1]: weight for name, weight in weights.items() if name.startswith(f"{layer}.")}
+        y = x if spec.norm_placement == "post" else norm(x, own["attention_norm"], eps)
+        y = y @ own["qkv"].T + own.get("qkv_bias", 0.0)
+        qk, v = y.view(len(tokens), -1, spec.head_dim).split([num_q + num_kv, num_kv], 1)
+        if spec.qk_norm:
+            qk = norm(qk, own["qk_norm"], eps)
+        rope = spec.layer_ropes[layer]
+        qk = qk if rope is None else rotate(qk, spec.ropes[rope])
+        q, k = qk.split([num_q, num_kv], 1)
+        k, v = k.repeat_interleave(num_q // num_kv, 1), v.repeat_interleave(num_q // num_kv, 1)
+        scale = 1 / math.sqrt(spec.head_dim) if spec.attention_scale is None else spec.attention_scale
+        hidden = (distance < 0) | (distance >= (spec.windows[layer] or len(tokens)))
+        scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(hidden, -math.inf)
+        y = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(len(tokens), -1)
+        y = y @ own["out"].T + own.get("out_bias", 0.0)
+        x = x + (y if spec.norm_placement == "pre" else norm(y, own["attention_post_norm"], eps))
+        y = x if spec.norm_placement == "post" else norm(x, own["mlp_norm"], eps)
+        gate, up = (y @ own["gate_up"].T + own.get("gate_up_bias", 0.0)).chunk(2, -1)
+        if spec.activation == "silu":
+            gate = gate * torch.sigmoid(gate)
+        else:
+            gate = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+        y = (gate * up) @ own["down"].T + own.get("down_bias", 0.0)
+        x = x + (y if spec.norm_placement == "pre" else norm(y, own["mlp_post_norm"], eps))
+    logits = norm(x, weights["norm"], eps) @ weights["head"].T
+    return logits if spec.logit_cap is None else spec.logit_cap * torch.tanh(logits / spec.logit_cap)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_decoder_and_cpu_model_compute_every_option(option: str) -> None:
+    spec = replace(BASE, **OPTIONS[option])
+    weights = weights_of(spec)
+    expected = formula(spec, weights, TOKENS)
+    plain = formula(BASE, weights_of(BASE), TOKENS)
+    assert option == "defaults" or not torch.allclose(expected, plain, atol=0.01), "the option changes nothing"
+    decoder = Decoder(spec, weights)
+    torch.testing.assert_close(ContiguousCache(decoder).feed(TOKENS), expected, atol=1e-3, rtol=1e-3)
+    for num_rows in (len(TOKENS), 1):  # packed and transposed weights
+        cache = ContiguousCache(decoder)
+        model = CpuModel(Decoder(spec, dict(weights)))
+        for first in range(0, len(TOKENS), num_rows):
+            chunk = torch.tensor(TOKENS[first : first + num_rows])
+            positions = torch.arange(first, first + len(chunk))
+            found = model.logits(model.forward(chunk, positions, cache.attend))
+            torch.testing.assert_close(found, expected[first : first + num_rows], atol=1e-3, rtol=1e-3)
+
+
+def test_cpu_attention_refuses_a_score_cap() -> None:
+    spec = replace(BASE, score_cap=50.0)
+    with pytest.raises(ModelError, match=r"score_cap is 50\.0, which attention on the CPU does not support: choose"):
+        CpuAttention(KVCache(spec, 1, 16, torch.float32), spec)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activation": "relu"}, "activation is 'relu': choose one of silu, gelu_tanh"),
+        ({"norm_placement": "none"}, "norm_placement is 'none': choose one of pre, post, both"),
+        ({"attention_scale": 0.0}, "attention_scale is 0.0: give a positive number, or None for the default"),
+        ({"score_cap": -1.0}, "score_cap is -1.0: give a positive number"),
+        ({"logit_cap": math.inf}, "logit_cap is inf: give a positive number"),
+        ({"layer_ropes": (0, 1, 0, 0)}, "layer_ropes has the index 1, but ropes has 1 entries: give an index below 1"),
+        ({"layer_ropes": (0, 0)}, "layer_ropes has 2 entries for 4 layers: give one per layer"),
+    ],
+)
+def test_wrong_option_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        replace(BASE, **options)
