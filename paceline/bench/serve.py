@@ -108,11 +108,11 @@ class _ClockReader:
     def __init__(self) -> None:
         from paceline.engine.virtual.build import VOCAB_SIZE
         from paceline.engine.virtual.executor import ClockTokens
-        from paceline.text.synthetic import SMALLEST, synthetic_tokenizer
+        from paceline.text.synthetic import MIN_VOCAB_SIZE, synthetic_tokenizer
 
         tokenizer = synthetic_tokenizer(VOCAB_SIZE)
-        self._ids = {tokenizer.token_bytes(index): index for index in range(SMALLEST, VOCAB_SIZE)}
-        self._clock = ClockTokens(SMALLEST, VOCAB_SIZE, time.monotonic)
+        self._ids = {tokenizer.token_bytes(index): index for index in range(MIN_VOCAB_SIZE, VOCAB_SIZE)}
+        self._clock = ClockTokens(MIN_VOCAB_SIZE, VOCAB_SIZE, time.monotonic)
 
     def ages(self, data: bytes, now: float) -> list[float]:
         texts = re.findall(rb'"text":"([^"]+)"', data)

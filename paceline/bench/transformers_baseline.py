@@ -26,7 +26,8 @@ from paceline.llm import LLM
 from paceline.model.fetch import DEFAULT_MODEL, find_model
 from paceline.model.weights import load_decoder
 from paceline.request import SamplingParams
-from paceline.text.tokenizer import Tokenizer, load_tokenizer
+from paceline.text.load import load_tokenizer
+from paceline.text.tokenizer import Tokenizer
 
 WORKLOADS = ("single", "batch", "prefix")
 

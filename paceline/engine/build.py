@@ -27,8 +27,9 @@ from paceline.model.registry import shape as named_shape
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import load_decoder, random_decoder, read_spec
 from paceline.scheduler import Scheduler
+from paceline.text.load import load_tokenizer
 from paceline.text.synthetic import synthetic_tokenizer
-from paceline.text.tokenizer import Tokenizer, load_tokenizer
+from paceline.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from paceline.engine.cuda.executor import CudaExecutor

@@ -32,7 +32,7 @@ from paceline.server.types import (
     UsageInfo,
 )
 from paceline.text.tokenizer import Tokenizer
-from paceline.text.tools import CallBegins, CallParser, Content, Event, call_grammar, describe, style_of
+from paceline.text.tools import Content, ToolCallEvent, ToolCallParser, ToolCallStart, call_grammar, describe, style_of
 
 
 class ChatResponse:
@@ -62,7 +62,7 @@ class ChatResponse:
         self.jobs_per_prompt = len(each)
         self._words = TokenWords(tokenizer, params)
         self._style = tools.style
-        self._parsers = {} if tools.style is None else {i: CallParser(tools.style) for i in range(len(each))}
+        self._parsers = {} if tools.style is None else {i: ToolCallParser(tools.style) for i in range(len(each))}
 
     def opening(self) -> Iterable[bytes]:
         for index in range(len(self.jobs)):
@@ -98,7 +98,7 @@ class ChatResponse:
     def _choice(self, index: int, parts: Sequence[OutputDelta]) -> ChatChoice:
         message, reason = Message("assistant", text_of(parts)), finish_reason_of(parts[-1]) or ""
         if self._style is not None:
-            parser = CallParser(self._style)
+            parser = ToolCallParser(self._style)
             message = _message(parser.push(text_of(parts)) + parser.close())
             if parser.num_calls and reason == "stop":
                 reason = "tool_calls"
@@ -152,25 +152,25 @@ class _Tools:
         return cls(tools, style, call_grammar(msgspec.to_builtins(called), style, several=several))
 
 
-def _message(events: Sequence[Event]) -> Message:
+def _message(events: Sequence[ToolCallEvent]) -> Message:
     texts: list[str] = []
     calls: list[ToolCall] = []
     for event in events:
         if isinstance(event, Content):
             texts.append(event.text)
-        elif isinstance(event, CallBegins):
+        elif isinstance(event, ToolCallStart):
             calls.append(ToolCall(_call_id(), FunctionCall(event.name, "")))
         else:
             calls[-1].function.arguments += event.arguments
     return Message("assistant", "".join(texts) or (None if calls else ""), tool_calls=calls or UNSET)
 
 
-def _deltas(events: Sequence[Event], parser: CallParser) -> Iterator[Delta]:
-    number = parser.num_calls - 1 - sum(isinstance(event, CallBegins) for event in events)
+def _deltas(events: Sequence[ToolCallEvent], parser: ToolCallParser) -> Iterator[Delta]:
+    number = parser.num_calls - 1 - sum(isinstance(event, ToolCallStart) for event in events)
     for event in events:
         if isinstance(event, Content):
             yield Delta(content=event.text)
-        elif isinstance(event, CallBegins):
+        elif isinstance(event, ToolCallStart):
             number += 1
             call = ToolCallDelta(number, _call_id(), "function", FunctionDelta(event.name, ""))
             yield Delta(tool_calls=[call])

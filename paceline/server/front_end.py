@@ -29,8 +29,9 @@ from paceline.server.limits import Keys
 from paceline.server.logs import set_up_logs
 from paceline.server.metrics import ServerCounters
 from paceline.server.remote_client import RemoteClient
+from paceline.text.load import load_tokenizer
 from paceline.text.synthetic import synthetic_tokenizer
-from paceline.text.tokenizer import Tokenizer, load_tokenizer
+from paceline.text.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.server")
 _COLLECT_S = 5.0

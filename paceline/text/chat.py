@@ -1,7 +1,7 @@
-"""Chat templates: a conversation to the text a model was trained on.
+"""Chat templates: turn a conversation into the text format a model was trained on.
 
-A template is a program out of a model file, so it runs in a sandbox, with a bound on its loops and on its
-output: one that fails or never ends is an error for its own request and for nobody else.
+A template is a program from a model file, so it runs in a sandbox that limits its loops and its output: a template that
+fails or never ends is an error of its own request only.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from paceline.request import InvalidRequest
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _WIDE = re.compile(r"\d{4}|\*")  # a field of a thousand characters, or of a computed width
 
-MAX_STEPS = 200_000  # turns of all loops and calls of all macros in one rendering
-MAX_CHARACTERS = 64_000_000  # in the rendered text, or in any string made on the way
+MAX_STEPS = 200_000  # loop iterations and macro calls per rendering
+MAX_CHARACTERS = 64_000_000  # of the rendered text and of every intermediate string
 
 
 class ChatTemplateError(InvalidRequest):
-    """A conversation that the model's template refuses, or a template that does not work."""
+    """The template refuses the conversation, or the template fails."""
 
 
-class _TooMuch(Exception):
-    pass
+class _LimitExceeded(Exception):
+    """A template exceeds MAX_STEPS or MAX_CHARACTERS, or uses an operator that would."""
 
 
 class _TemplateRefusal(Exception):
@@ -40,7 +40,7 @@ class _TemplateRefusal(Exception):
 
 
 class ChatTemplate:
-    """One model's template, compiled when it is first used: a broken one harms nobody who does not chat."""
+    """The template of one model, compiled on first use: an invalid one is an error of chat requests only."""
 
     def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "", now: Any = datetime.now) -> None:
         self.source, self._now = source, now
@@ -55,13 +55,18 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The text of a conversation; `variables` are handed to the template (such as enable_thinking)."""
+        """The text of a conversation. `variables` are passed to the template (such as enable_thinking)."""
         checked = check_messages(messages)
-        budget = _Budget()
+        budget = _StepBudget()
         names = {
-            **variables, **self._tokens, "messages": checked, "tools": tools, "_step": budget.step,
-            "_join": _join, "add_generation_prompt": add_generation_prompt,
-        }  # fmt: skip
+            **variables,
+            **self._tokens,
+            "messages": checked,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "_step": budget.step,
+            "_join": _join,
+        }
         template = self._compile()
         pieces, length = [], 0
         try:
@@ -71,9 +76,9 @@ class ChatTemplate:
                 _check_length(length)
         except _TemplateRefusal as error:
             raise ChatTemplateError(f"messages do not fit the model's chat template: {error}") from None
-        except _TooMuch as error:
+        except _LimitExceeded as error:
             raise ChatTemplateError(f"chat_template {error}: choose another template.") from None
-        except Exception as error:  # a template can fail in every way a program can
+        except Exception as error:  # a template is a program and can raise anything
             raise ChatTemplateError(
                 f"chat_template failed with {type(error).__name__} ({error}): "
                 "check the messages, or choose another template."
@@ -84,7 +89,7 @@ class ChatTemplate:
         if self._template is None:
             environment = _environment(self._now)
             try:
-                self._template = environment.from_string(_Guard().visit(environment.parse(self.source)))
+                self._template = environment.from_string(_LimitInserter().visit(environment.parse(self.source)))
             except (jinja2.TemplateError, RecursionError) as error:
                 raise ChatTemplateError(
                     f"chat_template cannot be compiled ({error}): correct it or choose another."
@@ -93,8 +98,8 @@ class ChatTemplate:
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages as templates expect them, with content as one string; InvalidRequest for what makes no
-    sense."""
+    """The messages as templates expect them, with `content` as one string. Raises InvalidRequest if they are not
+    valid."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequest(f"messages is {_short(messages)}: give a list of at least one message.")
     return [_check_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
@@ -134,20 +139,20 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-class _Budget:
+class _StepBudget:
     def __init__(self) -> None:
         self.left = MAX_STEPS
 
     def step(self) -> str:
         self.left -= 1
         if self.left < 0:
-            raise _TooMuch(f"ran for more than {MAX_STEPS:,} steps")
+            raise _LimitExceeded(f"ran for more than {MAX_STEPS:,} steps")
         return ""
 
 
-class _Guard(NodeTransformer):
-    """Adds a call of `_step` to every loop and macro, and puts `_join` in the place of `~`: the sandbox
-    bounds neither how often a template loops nor how large a string it builds."""
+class _LimitInserter(NodeTransformer):
+    """Adds a call of `_step` to every loop and macro, and replaces `~` by `_join`: the sandbox limits neither how often
+    a template loops nor how large a string it builds."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -172,7 +177,7 @@ class _Guard(NodeTransformer):
 
 def _check_length(length: int) -> None:
     if length > MAX_CHARACTERS:
-        raise _TooMuch(f"made a text of more than {MAX_CHARACTERS:,} characters")
+        raise _LimitExceeded(f"made a text of more than {MAX_CHARACTERS:,} characters")
 
 
 def _join(*parts: Any) -> str:
@@ -192,13 +197,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "*" and sizes and counts:
             _check_length(sizes[0] * counts[0])
         elif operator == "**" or (operator == "%" and isinstance(left, str) and _WIDE.search(left)):
-            # Huge numbers and huge fields: a few characters that fill the memory, and no template needs them.
-            raise _TooMuch(f"uses {operator}, which is not allowed")
+            # Huge numbers and huge fields: a few characters that fill the memory. No template needs them.
+            raise _LimitExceeded(f"uses {operator}, which is not allowed")
         return super().call_binop(context, operator, left, right)
 
 
-class _Generation(Extension):
-    """{% generation %} marks what to train on; for serving it is only a bracket."""
+class _GenerationExtension(Extension):
+    """{% generation %} marks the text to train on; for serving it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja's own convention)
 
@@ -209,14 +214,21 @@ class _Generation(Extension):
 
 
 def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _Generation])
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _GenerationExtension]
+    )
 
     def raise_exception(message: str) -> NoReturn:
         raise _TemplateRefusal(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None,
-               sort_keys: bool = False) -> str:  # fmt: skip
-        # Jinja's own escapes <, > and & for web pages, which would put other tokens before the model.
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # Jinja's own tojson escapes <, > and & for web pages, which would give the model other tokens.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment.filters["tojson"] = tojson

@@ -1,9 +1,8 @@
-"""Token by token to text, as the client sees it.
+"""Incremental detokenization: token ids in, text for the client out.
 
-A token is a run of bytes and may end in the middle of a character; the decoder below holds such a
-beginning back until the rest arrives. So pieces are final: joined together they are the text of all
-tokens, nothing is repeated, lost or corrected later, and a token costs its own length and not that of the
-text before it.
+A token is a sequence of bytes and may end in the middle of a character; the detokenizer holds an incomplete character
+back until the rest arrives. So every delta is final: the concatenated deltas are the text of all tokens, and nothing is
+repeated, lost or corrected later. A token costs its own length and not that of the text before it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ class Detokenizer:
     """The text of one request's output."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, at_start: bool = False) -> None:
-        """`at_start`: the ids begin a text instead of continuing a prompt, so that the space
-        SentencePiece puts before the first word is dropped."""
+        """`at_start`: the ids begin a text instead of continuing a prompt, so the space that SentencePiece puts before
+        the first word is dropped."""
         self._bytes_of = tokenizer.bytes_of
         self._skip = tokenizer.special_ids if skip_special else frozenset()
         self._strip = at_start and tokenizer.strips_leading_space
@@ -35,6 +34,5 @@ class Detokenizer:
         return self._utf8.decode(data)
 
     def flush(self) -> str:
-        """What was held back: U+FFFD if the output ended within a character. Nothing may be pushed after
-        it."""
+        """The text held back: U+FFFD if the output ended within a character. Call it last."""
         return self._utf8.decode(b"", final=True)

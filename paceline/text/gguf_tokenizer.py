@@ -1,8 +1,8 @@
 """The tokenizer inside a GGUF file.
 
-The file has the vocabulary, but of the rule that cuts text into words before merging it has only a name
-(`pre`). The table below holds the rules of the names we know; an unknown one is refused, since a wrong
-rule gives slightly wrong tokens and quietly worse answers.
+The file contains the vocabulary, but only the name (`pre`) of the rule that splits text into words before merging. The
+table below has the rules of the known names. An unknown name is refused: a wrong rule gives slightly wrong tokens and,
+without any error, worse outputs.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_GPT2, _DIGITS = "gpt2", "digits"  # the library has these two itself
+_GPT2, _DIGITS = "gpt2", "digits"  # rules built into the library
 
-# pre: (rule, whether a whole word found in the vocabulary skips merging, BOS unless the file says otherwise)
+# pre: (rule, whether a whole word in the vocabulary skips merging, whether to add a BOS if the file does not specify)
 _PRE: dict[str, tuple[str, bool, bool]] = {
     "gpt-2": (_GPT2, False, False),
     "smollm": (_DIGITS, False, False),
@@ -43,7 +43,7 @@ _PRE: dict[str, tuple[str, bool, bool]] = {
     "tekken": (_TEKKEN, True, True),
 }
 
-# A file names one end token; chat models have several, all known by these names.
+# A file names one end token, but chat models have several. These are their names.
 _END_TOKENS = frozenset(
     (
         "<|im_end|>",
@@ -64,7 +64,7 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     tokens: list[str] = file.get("tokenizer.ggml.tokens")
     types: list[int] = file.metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
-        raise ModelError(f"{file.path} has {len(tokens)} tokens and {len(types)} token types: fetch it again.")
+        raise ModelError(f"{file.path} has {len(tokens)} tokens but {len(types)} token types: fetch it again.")
     if kind == "gpt2":
         core, default_bos = _byte_level(file, tokens)
     elif kind == "llama":
@@ -121,15 +121,14 @@ def _core(file: GGUFFile, tokens: list[str], merges: list[Any], **options: Any) 
     try:
         return tokenizers.Tokenizer(models.BPE(vocab, merges, **options))
     except Exception as error:  # the library raises bare Exception
-        raise ModelError(f"{file.path} has a broken vocabulary ({error}): fetch it again.") from None
+        raise ModelError(f"{file.path} has an invalid vocabulary ({error}): fetch it again.") from None
 
 
 def _sentence_piece(file: GGUFFile, tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
-    """SentencePiece joins the pair whose joined piece scores highest: BPE whose merges are ordered by
-    score."""
+    """SentencePiece merges the pair whose result has the highest score: BPE with merges ordered by score."""
     scores: list[float] = file.get("tokenizer.ggml.scores")
     if len(scores) != len(tokens):
-        raise ModelError(f"{file.path} has {len(tokens)} tokens and {len(scores)} scores: fetch it again.")
+        raise ModelError(f"{file.path} has {len(tokens)} tokens but {len(scores)} scores: fetch it again.")
     pieces = {token: index for index, token in enumerate(tokens) if types[index] in (_NORMAL, _USER_DEFINED, _UNUSED)}
     merges: list[tuple[float, tuple[str, str]]] = []
     for piece, index in pieces.items():

@@ -1,8 +1,8 @@
-"""Stop strings, wherever token borders fall.
+"""Stop strings, which may begin and end anywhere within tokens.
 
-Text that could be the beginning of a stop string is held back until it is clear that it is none, so a
-client never sees half of one. The automaton (Aho-Corasick) looks at every character once, however many
-stop strings there are, and its state is exactly how much must be held back.
+Text that may be the beginning of a stop string is held back until it is clear that it is not, so a client never sees
+half of one. The automaton (Aho-Corasick) reads every character once, however many stop strings there are, and its state
+is exactly how much text must be held back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.text.tokenizer import Tokenizer
 
 MAX_STOPS = 64
 _SURROGATES, _NUM_SURROGATES = 0xD800, 0x800  # characters that cannot be written as UTF-8
-MAX_STOP_CHARACTERS = 4096  # of all stop strings of a request together
+MAX_STOP_CHARACTERS = 4096  # total of all stop strings of a request
 
 
 class _Automaton:
@@ -59,7 +59,7 @@ def _automaton(stops: tuple[str, ...]) -> _Automaton:
 
 
 def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
-    """The stop strings of a request, or InvalidRequest."""
+    """The stop strings of a request as a tuple; raises InvalidRequest if they are not valid."""
     if isinstance(stops, str):
         stops = (stops,)
     if len(stops) > MAX_STOPS:
@@ -73,7 +73,7 @@ def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
 
 
 class StopScanner:
-    """Lets text through up to the stop string that ends first (of several that end together, the longest)."""
+    """Emits text up to the stop string that ends first (the longest, if several end at the same character)."""
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         self._automaton = _automaton(check_stops(stops))
@@ -81,10 +81,10 @@ class StopScanner:
         self._state = 0
         self._held = ""
         self.matched: str | None = None  # the stop string that was found
-        self.num_characters = 0  # of the text let through: where to cut it
+        self.num_characters = 0  # of the emitted text
 
     def push(self, text: str) -> str:
-        """What can be shown now that `text` has come. Once `matched` is set, always nothing."""
+        """The text that can be emitted after `text`. Always empty once `matched` is set."""
         if self.matched is not None:
             return ""
         automaton, state = self._automaton, self._state
@@ -96,24 +96,24 @@ class StopScanner:
             if (found := automaton.match[state]) is not None:
                 self.matched = found
                 whole = self._held + text[: index + 1]
-                return self._let_through(whole if self._include else whole[: -len(found)], held="")
+                return self._emit(whole if self._include else whole[: -len(found)], held="")
         self._state = state
         whole = self._held + text
         cut = len(whole) - automaton.depth[state]
-        return self._let_through(whole[:cut], held=whole[cut:])
+        return self._emit(whole[:cut], held=whole[cut:])
 
     def flush(self) -> str:
-        """What was held back and turned out to be no stop string: the text has ended."""
-        return self._let_through(self._held, held="")
+        """The text held back: the output has ended without completing a stop string."""
+        return self._emit(self._held, held="")
 
-    def _let_through(self, text: str, *, held: str) -> str:
+    def _emit(self, text: str, *, held: str) -> str:
         self._held = held
         self.num_characters += len(text)
         return text
 
 
 class TextStream:
-    """One request's output: ids in, text to show out, until a stop string or the end."""
+    """The output of one request: token ids in, text for the client out, until a stop string or the end."""
 
     def __init__(
         self,
@@ -125,15 +125,20 @@ class TextStream:
         min_tokens: int = 0,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special)
-        self._min_tokens = min_tokens  # no stop string ends at an earlier one
+        self._min_tokens = min_tokens  # stop strings are ignored before this many tokens
         self._scanner = StopScanner(stop, include_stop=include_stop) if stop else None
-        self.num_tokens = 0  # ids taken; after a stop string, up to and with the one that completed it
+        self.num_tokens = 0  # ids pushed, up to the one that completed the stop string
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, params: SamplingParams) -> TextStream:
-        """The one these parameters ask for."""
-        return cls(tokenizer, stop=params.stop, include_stop=params.include_stop,
-                   skip_special=params.skip_special_tokens, min_tokens=params.min_tokens)  # fmt: skip
+        """A stream with the stop strings and options of `params`."""
+        return cls(
+            tokenizer,
+            stop=params.stop,
+            include_stop=params.include_stop,
+            skip_special=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
 
     @property
     def matched(self) -> str | None:
@@ -141,7 +146,7 @@ class TextStream:
         return self._scanner.matched if self._scanner else None
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text these ids add. Ids after a completed stop string are ignored."""
+        """The text that these ids add. Ids after a completed stop string are ignored."""
         if self._scanner is None:
             ids = list(ids)
             self.num_tokens += len(ids)
@@ -156,7 +161,7 @@ class TextStream:
         return "".join(pieces)
 
     def close(self) -> str:
-        """The rest, when the request has finished; U+FFFD for a character that never got complete."""
+        """The rest of the text: the request has finished. An incomplete character becomes U+FFFD."""
         rest = self._detokenizer.flush()
         if self._scanner is None:
             return rest

@@ -17,7 +17,7 @@ import pytest
 from openai import OpenAI
 
 from paceline.model.fetch import find_model
-from paceline.text.tokenizer import load_tokenizer
+from paceline.text.load import load_tokenizer
 from tests.server.process import Served, serving
 
 MODEL = "smollm2-135m-instruct"

@@ -1,4 +1,4 @@
-"""Chat templates: as transformers renders them, and harmless when they are not."""
+"""Chat templates render as in transformers, and an invalid one harms only its own request."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paceline.request import InvalidRequest
 from paceline.text.chat import ChatTemplate, ChatTemplateError, check_messages
 
 MESSAGES = [
-    {"role": "system", "content": "Be <brief> & \"kind\"."},
+    {"role": "system", "content": 'Be <brief> & "kind".'},
     {"role": "user", "content": "Zürich? 🎉"},
     {"role": "assistant", "content": "  yes\n"},
     {"role": "user", "content": "1 < 2"},
-]  # fmt: skip
+]
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "<é>", "parameters": {"a": [1, None]}}}]
 
 TEMPLATES = {
@@ -86,7 +86,7 @@ def test_time_is_an_argument() -> None:
         ([{"role": "user", "content": "x" * 9, "y": 1}, 5], r"messages\[1\] is 5"),
     ],
 )
-def test_bad_messages_are_named(messages: Any, words: str) -> None:
+def test_invalid_messages_are_refused_with_field_and_remedy(messages: Any, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         ChatTemplate(TEMPLATES["chatml"]).render(messages)
 
@@ -132,14 +132,14 @@ def test_text_parts_become_one_string() -> None:
         ),
         ("{{ range(9999999) | list }}", "failed with OverflowError"),
     ],
-)  # fmt: skip
-def test_bad_templates_are_errors_of_one_request(source: str, words: str) -> None:
+)
+def test_invalid_template_is_an_error_of_its_request(source: str, words: str) -> None:
     start = time.monotonic()
     with pytest.raises(ChatTemplateError, match=words):
         ChatTemplate(source).render(MESSAGES)
     assert time.monotonic() - start < 20
 
 
-def test_names_of_a_caller_cannot_replace_the_guards() -> None:
+def test_variables_of_a_request_cannot_replace_the_limits() -> None:
     template = ChatTemplate("{% for a in range(3) %}{{ a ~ '' }}{% endfor %}{{ messages | length }}")
     assert template.render(MESSAGES, _step=None, _join=None) == "0124"

@@ -1,4 +1,4 @@
-"""Streaming text: nothing lost, nothing repeated, nothing taken back."""
+"""Streamed text: nothing is lost, repeated or corrected later."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from test_tokenizer import sentence_piece_file
 
 from paceline.model.fetch import fetch_default
 from paceline.text.detokenize import Detokenizer
+from paceline.text.load import load_tokenizer
 from paceline.text.synthetic import synthetic_tokenizer
-from paceline.text.tokenizer import Tokenizer, load_tokenizer
+from paceline.text.tokenizer import Tokenizer
 
 
 @cache
@@ -34,7 +35,7 @@ def pieces_of(ids: list[int], tokenizer: Tokenizer, **options: bool) -> list[str
 @settings(max_examples=400, deadline=None)
 def test_pieces_join_to_the_whole_text(data: st.DataObject, kind: str, skip: bool) -> None:
     ours = tokenizer(kind)
-    # Ids of single bytes are few in a large vocabulary; drawn more often, they break characters everywhere.
+    # Single bytes are rare in a large vocabulary; drawn more often, they split characters everywhere.
     ids = data.draw(st.lists(st.integers(0, ours.vocab_size + 5) | st.integers(0, 300), max_size=40))
     pieces = pieces_of(ids, ours, skip_special=skip)
     assert "".join(pieces) == ours.decode(ids, skip_special=skip, at_start=False)
@@ -78,7 +79,7 @@ def test_incomplete_character_is_held_back_and_then_flushed() -> None:
     assert stream.flush() == "\ufffd"
 
 
-def test_broken_bytes_do_not_hold_back_what_follows() -> None:
+def test_invalid_bytes_do_not_hold_back_the_text_after_them() -> None:
     ours = tokenizer("synthetic")
     emoji, a = ours.encode("🎉")[0], ours.encode("a")[0]
     stream = Detokenizer(ours)
@@ -109,7 +110,7 @@ def test_sentence_piece_keeps_the_space_of_a_continuation(sentence_piece: Tokeni
     ids = sentence_piece.encode("the world", add_special=False)
     assert "".join(pieces_of(ids, sentence_piece, at_start=True)) == "the world"
     assert "".join(pieces_of(ids, sentence_piece)) == " the world"
-    assert "".join(pieces_of([1, *ids], sentence_piece, at_start=True)) == "the world"  # a BOS shows nothing
+    assert "".join(pieces_of([1, *ids], sentence_piece, at_start=True)) == "the world"  # a BOS has no text
     # The library agrees on what the text is.
     assert sentence_piece._core.decode(ids) == "the world"
 

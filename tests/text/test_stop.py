@@ -36,7 +36,7 @@ def test_scanner_equals_naive_reference(pieces: list[str], stops: list[str], inc
     expected, matched = naive("".join(pieces), stops, include)
     for piece in pieces:
         shown += scanner.push(piece)
-        # What has been shown is final: it is a beginning of the right answer at every moment.
+        # Emitted text is final: at every moment it is a prefix of the expected text.
         assert expected.startswith(shown)
     shown += scanner.flush()
     assert (shown, scanner.matched) == (expected, matched)
@@ -56,7 +56,7 @@ def test_no_more_is_held_back_than_could_become_a_stop_string(pieces: list[str],
             assert held == "" or any(stop.startswith(held) for stop in stops)
 
 
-def test_stop_string_across_pieces() -> None:
+def test_stop_string_across_deltas_is_found() -> None:
     scanner = StopScanner(["\n\nUser:"])
     assert [scanner.push(piece) for piece in ("Hi", "\n", "\nUs", "er", ": x")] == ["Hi", "", "", "", ""]
     assert scanner.matched == "\n\nUser:"
@@ -64,7 +64,7 @@ def test_stop_string_across_pieces() -> None:
     assert scanner.flush() == ""
 
 
-def test_false_alarm_is_shown_late_but_whole() -> None:
+def test_text_held_back_is_emitted_when_it_is_not_a_stop_string() -> None:
     scanner = StopScanner(["<stop>"])
     assert [scanner.push(piece) for piece in ("a<", "sto", "ry")] == ["a", "", "<story"]
     assert scanner.push("<st") == ""
@@ -92,7 +92,7 @@ def test_stream_without_stop_strings_is_the_plain_text() -> None:
     assert (stream.num_tokens, stream.matched) == (len(ids), None)
 
 
-def test_stop_string_of_one_broken_character_at_the_end() -> None:
+def test_stop_string_matches_an_incomplete_character_at_the_end() -> None:
     ours = synthetic_tokenizer(600)
     stream = TextStream(ours, stop=["x\ufffd"])
     assert stream.push([*ours.encode("x"), ours.encode("🎉")[0]]) == ""
@@ -113,7 +113,7 @@ def test_stream_stops_in_any_language(text: str, stop: str) -> None:
 synthetic_tokenizer_600 = synthetic_tokenizer(600)
 
 
-def test_bad_stops_are_refused() -> None:
+def test_invalid_stop_strings_are_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"stop has '': give strings of at least one character"):
         check_stops(["a", ""])
     with pytest.raises(InvalidRequest, match=r"stop has 3: give strings"):

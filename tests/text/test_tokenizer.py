@@ -25,15 +25,16 @@ from paceline.model.gguf_file import open_gguf
 from paceline.model.registry import SHAPES
 from paceline.model.spec import ModelError
 from paceline.request import InvalidRequest
+from paceline.text.load import load_tokenizer
 from paceline.text.synthetic import synthetic_tokenizer
-from paceline.text.tokenizer import Tokenizer, byte_level_alphabet, load_tokenizer
+from paceline.text.tokenizer import Tokenizer, byte_level_alphabet
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 TO_CHARACTER = {byte: character for character, byte in byte_level_alphabet().items()}
 
 
 class NaiveBPE:
-    """Byte-level BPE as its paper has it: join the pair of lowest rank until there is none."""
+    """Byte-level BPE as in its paper: merge the pair of lowest rank until there is none."""
 
     def __init__(self, tokens: list[str], merges: list[str], rules: list[str]) -> None:
         self.ids = {token: index for index, token in enumerate(tokens)}
@@ -200,13 +201,13 @@ LLAMA3 = (
         ("qwen2", [LLAMA3.replace("{1,3}", "")]),
     ],
 )
-def test_word_rules_of_gguf_files(pre: str, rules: list[str], tmp_path: Path) -> None:
+def test_word_rules_of_gguf_files_equal_naive_bpe(pre: str, rules: list[str], tmp_path: Path) -> None:
     tokens, merges = trained_bpe()
     path = write_gguf(tmp_path / "t.gguf", "gpt2", tokens, pre=pre, merges=merges)
     ours, naive = load_tokenizer(path), NaiveBPE(tokens, merges, rules)
     for text in strings():
         if pre == "qwen2":
-            text = unicodedata.normalize("NFC", text)  # Qwen composes accents before it cuts
+            text = unicodedata.normalize("NFC", text)  # Qwen composes accents before it splits
         expected = naive.encode(text)
         found = ours.encode(text, add_special=False)
         if pre != "llama-bpe":
@@ -238,7 +239,7 @@ def test_unknown_word_rule_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tokenizer.ggml.model is 't5'.*supported are gpt2 .*llama"):
         load_tokenizer(path)
     path = write_gguf(tmp_path / "v.gguf", "gpt2", ["a", "b"], pre="gpt-2", merges=["x y"])
-    with pytest.raises(ModelError, match=r"broken vocabulary"):
+    with pytest.raises(ModelError, match=r"invalid vocabulary"):
         load_tokenizer(path)
 
 
@@ -247,9 +248,15 @@ def test_add_bos_of_gguf_files_is_honoured(tmp_path: Path, written: bool | None,
     options: dict[str, Any] = {} if written is None else {"add_bos_token": written}
     tokens = ["a", "b", "</s>", "<s>", "bb"]
     path = write_gguf(
-        tmp_path / "t.gguf", "gpt2", tokens, pre="llama-bpe", merges=["b b"], bos_token_id=3,
-        token_type=[1, 1, 3, 3, 1], **options,
-    )  # fmt: skip
+        tmp_path / "t.gguf",
+        "gpt2",
+        tokens,
+        pre="llama-bpe",
+        merges=["b b"],
+        bos_token_id=3,
+        token_type=[1, 1, 3, 3, 1],
+        **options,
+    )
     ours = load_tokenizer(path)
     assert ours.encode("ab") == expected
     assert ours.encode("ab", add_special=False) == [0, 1]
@@ -299,7 +306,7 @@ def sentence_piece_file(folder: Path, **options: Any) -> tuple[Path, dict[str, f
 
 
 def naive_sentence_piece(text: str, scores: dict[str, float], prefix: bool) -> list[str]:
-    """Join the neighbours whose joined piece scores highest, leftmost first, until none is a piece."""
+    """Merge the neighbours whose result scores highest, leftmost first, until none is a piece."""
     text = ("▁" if prefix and text else "") + text.replace(" ", "▁")
     pieces = list(text)
     while True:
@@ -399,7 +406,7 @@ def test_folder_tokenizer_equals_transformers(tmp_path: Path) -> None:
     assert load_tokenizer(folder).render_chat(messages) == "a file wins"
 
 
-def test_folders_without_a_usable_tokenizer(tmp_path: Path) -> None:
+def test_folders_without_a_usable_tokenizer_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no tokenizer.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -413,7 +420,7 @@ def test_folders_without_a_usable_tokenizer(tmp_path: Path) -> None:
 
 def test_no_chat_template_is_a_clear_error(tmp_path: Path) -> None:
     ours = load_tokenizer(saved_folder(tmp_path, template_adds_bos=False))
-    with pytest.raises(InvalidRequest, match=r"no chat template: send a plain prompt"):
+    with pytest.raises(InvalidRequest, match=r"no chat template: send a prompt instead"):
         ours.render_chat([{"role": "user", "content": "x"}])
 
 
@@ -442,12 +449,12 @@ def test_synthetic_tokenizer_fits_every_named_shape(name: str) -> None:
     assert ours.render_chat([{"role": "user", "content": "Hi"}]).endswith("Hi<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_synthetic_tokenizer_needs_room_for_every_byte() -> None:
-    with pytest.raises(ModelError, match=r"vocab_size is 258: a synthetic tokenizer needs 259"):
+def test_synthetic_tokenizer_needs_an_id_for_every_byte() -> None:
+    with pytest.raises(ModelError, match=r"vocab_size is 258: a synthetic tokenizer needs at least 259"):
         synthetic_tokenizer(258)
     assert synthetic_tokenizer(500_000).vocab_size == 500_000
 
 
-def test_text_room_needs_no_torch() -> None:
+def test_text_package_imports_no_torch() -> None:
     code = "import sys, paceline.text.stop, paceline.text.gguf_tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -20,7 +20,7 @@ from paceline.engine.virtual.executor import (
     slowed,
 )
 from paceline.scheduler import Scheduler
-from paceline.text.synthetic import SMALLEST, synthetic_tokenizer
+from paceline.text.synthetic import MIN_VOCAB_SIZE, synthetic_tokenizer
 
 NAME = "virtual"
 VOCAB_SIZE = 32_768
@@ -49,7 +49,7 @@ def build_virtual(
     tokenizer = synthetic_tokenizer(VOCAB_SIZE)
     tokens: VirtualTokens | ClockTokens
     if config.virtual_tokens == "clock":
-        tokens = ClockTokens(SMALLEST, VOCAB_SIZE, lambda: executor.span[1])
+        tokens = ClockTokens(MIN_VOCAB_SIZE, VOCAB_SIZE, lambda: executor.span[1])
     else:
         tokens = virtual_tokens(scheduler_config.max_running)
     executor = VirtualExecutor(
@@ -79,4 +79,4 @@ def build_virtual(
 
 def virtual_tokens(max_running: int = 1) -> VirtualTokens:
     """What the virtual model says; for tests and benchmarks that know the answer beforehand."""
-    return VirtualTokens(max_running, SMALLEST, VOCAB_SIZE, end=2)
+    return VirtualTokens(max_running, MIN_VOCAB_SIZE, VOCAB_SIZE, end=2)

@@ -1,0 +1,77 @@
+"""Loads the tokenizer of a model: a Hugging Face folder or a GGUF file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from paceline.model.gguf_file import is_gguf, open_gguf
+from paceline.model.registry import token_ids
+from paceline.model.spec import ModelError
+from paceline.text.gguf_tokenizer import gguf_tokenizer
+from paceline.text.tokenizer import Tokenizer
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of the model at `path`."""
+    path = Path(path)
+    if is_gguf(path):
+        return gguf_tokenizer(open_gguf(path))
+    return _folder_tokenizer(path)
+
+
+def _folder_tokenizer(folder: Path) -> Tokenizer:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ModelError(f"{folder} has no tokenizer.json: save the model's fast tokenizer there, or use a GGUF file.")
+    try:
+        core = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{file} cannot be read ({error}): fetch it again.") from None
+    core.no_truncation()
+    core.no_padding()
+    config = _read_json(folder / "tokenizer_config.json")
+    generation = _read_json(folder / "generation_config.json") or _read_json(folder / "config.json")
+    eos, bos = _token_id(core, config.get("eos_token")), _token_id(core, config.get("bos_token"))
+    # The post-processor of tokenizer.json adds a BOS unless tokenizer_config.json disables it.
+    prefix = core.encode("", add_special_tokens=True).ids
+    if bos is None and prefix:
+        bos = prefix[0]
+    return Tokenizer(
+        core,
+        eos_ids={*token_ids(generation.get("eos_token_id")), *(() if eos is None else (eos,))},
+        bos_id=bos,
+        add_bos=bool(config.get("add_bos_token", bool(prefix) and prefix[0] == bos)),
+        chat_template=_chat_template(folder, config),
+        eos_id=eos,
+    )
+
+
+def _token_id(core: tokenizers.Tokenizer, token: Any) -> int | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return core.token_to_id(text) if isinstance(text, str) else None
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {item.get("name"): item.get("template") for item in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read ({error}): fetch it again.") from None
+    return value if isinstance(value, dict) else {}
