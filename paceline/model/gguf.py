@@ -1,9 +1,9 @@
 """GGUF files: metadata, spec and dequantised tensors.
 
-Dequantisation is that of the `gguf` package, at load: the decoder computes in plain floats.
+The `gguf` package dequantises the tensors at load: the decoder computes with floating-point weights only.
 
-llama.cpp stores q and k of the llama family with the two halves of each head interleaved; `_unpermute`
-turns them back, so that the decoder knows one layout only.
+llama.cpp stores q and k of the llama family with the two halves of each head interleaved. `_unpermute` reverts this, so
+that the decoder has only one layout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.model.spec import ModelError, ModelSpec, RopeSpec, yarn_attention_
 
 
 def dequantise(file: GGUFFile, info: TensorInfo) -> Tensor:
-    """The values of one tensor: float32, or the stored 16-bit type."""
+    """One tensor in float32, or in its stored 16-bit type."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -27,8 +27,8 @@ def dequantise(file: GGUFFile, info: TensorInfo) -> Tensor:
     num_bytes = num_stored_bytes(info)
     raw = np.frombuffer(file.data, dtype=np.uint8, count=num_bytes, offset=info.offset)
     if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
-        plain = raw.view(np.float32 if kind == GGMLQuantizationType.F32 else np.float16)
-        return torch.from_numpy(plain.reshape(info.shape).copy())
+        values = raw.view(np.float32 if kind == GGMLQuantizationType.F32 else np.float16)
+        return torch.from_numpy(values.reshape(info.shape).copy())
     if kind == GGMLQuantizationType.BF16:
         return torch.from_numpy(raw.view(np.int16).reshape(info.shape).copy()).view(torch.bfloat16)
     block, block_bytes = GGML_QUANT_SIZES[kind]
@@ -37,11 +37,11 @@ def dequantise(file: GGUFFile, info: TensorInfo) -> Tensor:
         return torch.from_numpy(dequantize(rows, kind))
     except NotImplementedError:
         raise ModelError(
-            f"{info.name} is stored as {kind.name}, which cannot be read: use a Q4_K or Q8_0 file."
+            f"{info.name} is stored as {kind.name}, which is not supported: use a Q4_K or Q8_0 file."
         ) from None
 
 
-# Names in GGUF files against Hugging Face names; {} is the layer.
+# Names in GGUF files and the Hugging Face names of the same parameters.
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -64,7 +64,7 @@ _IN_SPEC = ("rope_freqs.weight",)  # read by `gguf_spec`
 
 
 def _hugging_face_name(name: str) -> str:
-    """An unknown name is returned as it is, to be reported as unexpected."""
+    """The Hugging Face name of a tensor; an unknown name is returned unchanged, to be reported as unexpected."""
     if name in _NAMES:
         return _NAMES[name]
     match name.split("."):
@@ -93,7 +93,7 @@ def gguf_tensors(file: GGUFFile) -> dict[str, StoredTensor]:
 
 
 def _unpermute(tensor: Tensor, num_heads: int) -> Tensor:
-    """Rows of each head from pairs (real, imaginary, real, ...) to halves (all real, all imaginary)."""
+    """Reorders the rows of each head from pairs (real, imaginary, real, ...) to halves (all real, all imaginary)."""
     rows = tensor.shape[0]
     pairs = tensor.reshape(num_heads, rows // num_heads // 2, 2, *tensor.shape[1:])
     return pairs.swapaxes(1, 2).reshape(tensor.shape)
@@ -104,26 +104,32 @@ def _int(file: GGUFFile, key: str, default: int | None = None) -> int:
     value = file.metadata.get(key, default) if default is not None else file.get(key)
     if isinstance(value, list):
         if len(set(value)) > 1:
-            raise ModelError(f"{key} differs between layers in {file.path}: this is not supported, use another model.")
+            raise ModelError(
+                f"{key} differs between layers in {file.path}: this is not supported, choose another model."
+            )
         value = value[0]
     if not isinstance(value, int):
-        raise ModelError(f"{key} is {value!r} in {file.path}: expected a whole number, fetch the file again.")
+        raise ModelError(f"{key} is {value!r} in {file.path}: expected an integer, fetch the file again.")
     return value
 
 
 def gguf_spec(file: GGUFFile) -> ModelSpec:
-    """What the model in the file is."""
+    """The spec of the model in the file."""
     family, arch = gguf_family_of(file.architecture), file.architecture
     num_experts = int(file.metadata.get(f"{arch}.expert_count", 0))
     if num_experts:
-        raise ModelError(f"{arch}.expert_count is {num_experts}: mixtures of experts are not supported.")
+        raise ModelError(
+            f"{arch}.expert_count is {num_experts}: mixtures of experts are not supported, choose a dense model."
+        )
     num_heads, hidden = _int(file, "attention.head_count"), _int(file, "embedding_length")
     num_layers = _int(file, "block_count")
     head_dim = _int(file, "attention.key_length", hidden // num_heads)
     rotated = _int(file, "rope.dimension_count", head_dim)
     if rotated != head_dim:
-        raise ModelError(f"{arch}.rope.dimension_count is {rotated}: only models that rotate whole heads "
-                         f"({head_dim}) are supported.")  # fmt: skip
+        raise ModelError(
+            f"{arch}.rope.dimension_count is {rotated}: only models that rotate whole heads ({head_dim}) are "
+            "supported, choose another model."
+        )
     embedding = file.tensors.get("token_embd.weight")
     vocab = embedding.shape[0] if embedding else _int(file, "vocab_size")
     from gguf.constants import GGMLQuantizationType
@@ -147,7 +153,7 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
         ropes=(_rope(file, family),),
         rms_eps=float(file.get(f"{arch}.attention.layer_norm_rms_epsilon")),
         tied="output.weight" not in file.tensors,
-        # Metadata does not say whether there are biases; the tensors do.
+        # The metadata has no key for biases, so the tensors decide.
         qkv_bias=family.qkv_bias or "blk.0.attn_q.bias" in file.tensors,
         out_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
@@ -173,6 +179,13 @@ def _rope(file: GGUFFile, family: ModelFamily) -> RopeSpec:
         return RopeSpec(theta=theta, kind="linear", factor=factor)
     if kind == "yarn":
         original = _int(file, "rope.scaling.original_context_length", _int(file, "context_length"))
-        return RopeSpec(theta=theta, kind="yarn", factor=factor, original_context=original,
-                        attention_factor=yarn_attention_factor(factor))  # fmt: skip
-    raise ModelError(f"{arch}.rope.scaling.type is {kind!r}: supported are none, linear and yarn.")
+        return RopeSpec(
+            theta=theta,
+            kind="yarn",
+            factor=factor,
+            original_context=original,
+            attention_factor=yarn_attention_factor(factor),
+        )
+    raise ModelError(
+        f"{arch}.rope.scaling.type is {kind!r}: supported are none, linear and yarn, choose another model."
+    )

@@ -1,8 +1,8 @@
-"""The header of a GGUF file: metadata, and where each tensor lies.
+"""The header of a GGUF file: metadata, and the offset of each tensor.
 
-Parsed here and not by the `gguf` package, whose reader makes an array object of every vocabulary entry
-and needs four seconds for a small model; this one needs a tenth. It imports no torch, because the
-tokenizer reads it too.
+The header is parsed here because the reader of the `gguf` package creates an array object for every vocabulary entry,
+which takes four seconds for a small model; this one takes a tenth of a second. It imports no torch, because the
+tokenizer uses it too.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _STRING, _ARRAY = 8, 9
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     name: str
-    shape: tuple[int, ...]  # rows first, as torch has it; the file has it the other way round
+    shape: tuple[int, ...]  # rows first, as in torch; the file has the opposite order
     type_id: int
     offset: int  # from the start of the file
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """An opened file: metadata and a map of the bytes."""
+    """An open file: its metadata and its memory-mapped bytes."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -62,7 +62,7 @@ class GGUFFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether `path` is a file to be read as GGUF: by its name, or by its first bytes."""
+    """Whether `path` is a GGUF file, by its name or its first bytes."""
     if not path.is_file():
         return False
     if path.suffix.lower() == ".gguf":
@@ -72,7 +72,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_gguf(path: str | Path) -> GGUFFile:
-    """Reads the header of a file; remembered, because spec, tokenizer and weights all come from it."""
+    """Reads the header of a file. The result is cached, because spec, tokenizer and weights all use it."""
     path = Path(path)
     try:
         stat = path.stat()
@@ -84,13 +84,13 @@ def open_gguf(path: str | Path) -> GGUFFile:
 @lru_cache(maxsize=2)
 def _open(path: Path, mtime_ns: int, size: int) -> GGUFFile:
     if size < 24:
-        raise ModelError(f"{path} has {size} bytes and is no GGUF file: fetch it again.")
+        raise ModelError(f"{path} has {size} bytes, which is too short for a GGUF file: fetch it again.")
     with path.open("rb") as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     try:
         return _Header(path, data).read()
     except (struct.error, IndexError, UnicodeDecodeError, OverflowError, MemoryError) as error:
-        raise ModelError(f"{path} is broken or truncated in its header ({error}): fetch it again.") from None
+        raise ModelError(f"{path} has a damaged or truncated header ({error}): fetch it again.") from None
 
 
 class _Header:
@@ -101,11 +101,13 @@ class _Header:
 
     def read(self) -> GGUFFile:
         if self.data[:4] != b"GGUF":
-            raise ModelError(f"{self.path} does not begin with GGUF: it is no GGUF file, give another one.")
+            raise ModelError(f"{self.path} does not begin with GGUF: give a GGUF file.")
         self.at = 4
         version = self.scalar("<I")
         if version not in (2, 3):
-            raise ModelError(f"{self.path} has GGUF version {version}: supported are 2 and 3 (little-endian).")
+            raise ModelError(
+                f"{self.path} has GGUF version {version}: supported are 2 and 3 (little-endian), convert it again."
+            )
         num_tensors, num_keys = self.scalar("<Q"), self.scalar("<Q")
         metadata = {}
         for _ in range(num_keys):
@@ -168,10 +170,11 @@ def num_stored_bytes(info: TensorInfo) -> int:
         block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(info.type_id)]
     except (ValueError, KeyError):
         raise ModelError(
-            f"{info.name} has the unknown quantisation type {info.type_id}: use a file in a common one such as Q8_0."
+            f"{info.name} has the unknown quantisation type {info.type_id}: use a file of a common type such as Q8_0."
         ) from None
     if info.shape and info.shape[-1] % block:
         raise ModelError(
-            f"{info.name} has rows of {info.shape[-1]}, no multiple of its block of {block}: fetch it again."
+            f"{info.name} has rows of {info.shape[-1]} values, which is not a multiple of its block size {block}: "
+            "fetch it again."
         )
     return math.prod(info.shape) // block * block_bytes

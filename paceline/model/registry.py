@@ -1,7 +1,7 @@
-"""Which models we know: families as rows of a table, and named shapes for random weights.
+"""The supported models: a table of families, and named shapes for random weights.
 
-Adding a family that fits the decoder is one row here and one line in the oracle test. A family that needs new
-arithmetic gets a field in `ModelSpec` and a branch in `decoder.py`, never a second decoder.
+A family that fits the decoder is one row here and one line in the oracle test. A family that needs new arithmetic gets
+a field in `ModelSpec` and a branch in `decoder.py`, never a second decoder.
 """
 
 from __future__ import annotations
@@ -15,37 +15,71 @@ from paceline.model.spec import DTYPES, ModelError, ModelSpec, RopeSpec, read_ro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """How one architecture's config is to be read."""
+    """How to read the config of one architecture."""
 
     name: str
     architecture: str  # in config.json
-    gguf: str  # in GGUF metadata; Mistral files call themselves llama
-    bias_key: str | None = None  # config key that switches the biases of q, k, v and the output projection on
+    gguf: str  # in GGUF metadata; Mistral files are named llama
+    bias_key: str | None = None  # config key that enables the biases of q, k, v and the output projection
     mlp_bias_key: str | None = None
     qkv_bias: bool = False  # q, k, v always have a bias
     qk_norm: bool = False
-    windowed: str = "never"  # sliding windows: never, always (when a size is given) or switched (use_sliding_window)
-    nope_interval: int = 0  # every n-th layer has no rotary positions, unless the config lists them
+    windowed: str = "never"  # sliding windows: never, always (if a size is given) or switched (by use_sliding_window)
+    nope_interval: int = 0  # every n-th layer has no rotary positions, unless the config lists the layers
     gguf_permuted: bool = False  # llama.cpp interleaves the halves of q and k heads
-    # Where the file says nothing:
+    # Defaults for keys that the config lacks:
     theta: float = 10_000.0
     tied: bool = False
     window: int | None = None
 
 
 FAMILIES = (
-    ModelFamily(name="llama", architecture="LlamaForCausalLM", gguf="llama", bias_key="attention_bias",
-           mlp_bias_key="mlp_bias", gguf_permuted=True),
-    ModelFamily(name="mistral", architecture="MistralForCausalLM", gguf="llama", windowed="always", window=4096,
-           gguf_permuted=True),
-    ModelFamily(name="smollm3", architecture="SmolLM3ForCausalLM", gguf="smollm3", bias_key="attention_bias",
-           mlp_bias_key="mlp_bias", windowed="switched", nope_interval=4, gguf_permuted=True,
-           theta=2_000_000.0, tied=True),
-    ModelFamily(name="qwen2", architecture="Qwen2ForCausalLM", gguf="qwen2", qkv_bias=True, windowed="switched",
-           window=4096),
-    ModelFamily(name="qwen3", architecture="Qwen3ForCausalLM", gguf="qwen3", bias_key="attention_bias",
-           qk_norm=True, windowed="switched", window=4096),
-)  # fmt: skip
+    ModelFamily(
+        name="llama",
+        architecture="LlamaForCausalLM",
+        gguf="llama",
+        bias_key="attention_bias",
+        mlp_bias_key="mlp_bias",
+        gguf_permuted=True,
+    ),
+    ModelFamily(
+        name="mistral",
+        architecture="MistralForCausalLM",
+        gguf="llama",
+        windowed="always",
+        window=4096,
+        gguf_permuted=True,
+    ),
+    ModelFamily(
+        name="smollm3",
+        architecture="SmolLM3ForCausalLM",
+        gguf="smollm3",
+        bias_key="attention_bias",
+        mlp_bias_key="mlp_bias",
+        windowed="switched",
+        nope_interval=4,
+        gguf_permuted=True,
+        theta=2_000_000.0,
+        tied=True,
+    ),
+    ModelFamily(
+        name="qwen2",
+        architecture="Qwen2ForCausalLM",
+        gguf="qwen2",
+        qkv_bias=True,
+        windowed="switched",
+        window=4096,
+    ),
+    ModelFamily(
+        name="qwen3",
+        architecture="Qwen3ForCausalLM",
+        gguf="qwen3",
+        bias_key="attention_bias",
+        qk_norm=True,
+        windowed="switched",
+        window=4096,
+    ),
+)
 
 
 def family_of(architecture: str) -> ModelFamily:
@@ -67,8 +101,8 @@ def gguf_family_of(architecture: str) -> ModelFamily:
 
 
 def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
-    """The spec of a Hugging Face config.json; generation_config.json, where there is one, knows the real
-    EOS ids."""
+    """The spec of a Hugging Face config.json. The EOS ids of generation_config.json, if there is one, take
+    precedence."""
     architectures = config.get("architectures") or ["(none given)"]
     family = family_of(architectures[0])
     if config.get("quantization_config"):
@@ -76,7 +110,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         raise ModelError(f"quantization_config is {method!r}: use the unquantised model, or a GGUF file of it.")
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
-        raise ModelError(f"hidden_act is {activation!r}: only silu is supported.")
+        raise ModelError(f"hidden_act is {activation!r}: only silu is supported, choose another model.")
     try:
         num_layers = int(config["num_hidden_layers"])
         num_heads = int(config["num_attention_heads"])
@@ -112,7 +146,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         )
     except KeyError as error:
         raise ModelError(
-            f"config.json lacks {error.args[0]!r}: a {family.name} model cannot be built from it."
+            f"config.json lacks {error.args[0]!r}, which a {family.name} model needs: fetch it again."
         ) from None
     except (TypeError, AttributeError, OverflowError) as error:
         raise ModelError(
@@ -126,7 +160,7 @@ def _dtype(config: Mapping[str, Any]) -> str:
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """An id, a list of ids or nothing, as config files write them."""
+    """The ids of a config value: an id, a list of ids, or None."""
     if value is None:
         return ()
     return tuple(int(item) for item in value) if isinstance(value, list | tuple) else (int(value),)
@@ -171,7 +205,7 @@ def _switched_on(config: Mapping[str, Any]) -> bool:
 
 
 def _tiny(family: str, **options: Any) -> ModelSpec:
-    """A model for tests: every size small and different, so that a mixed-up axis cannot go unnoticed."""
+    """A model for tests. Every size is small and different, so that a confused axis is an error."""
     base: dict[str, Any] = {
         "hidden_size": 64, "num_layers": 4, "num_heads": 6, "num_kv_heads": 2, "head_dim": 16,
         "ffn_size": 112, "vocab_size": 512, "context_tokens": 2048, "bos_id": 1, "eos_ids": (2,),
@@ -185,7 +219,7 @@ _QWEN3_06B = ModelSpec(
     tied=True, qk_norm=True, bos_id=1, eos_ids=(2,), dtype="bfloat16",
 )  # fmt: skip
 
-# Shapes for `--load random`. Special ids are those of the synthetic tokenizer, not of the original model.
+# Shapes for `--load random`. The special ids are those of the synthetic tokenizer, not of the original model.
 SHAPES: dict[str, ModelSpec] = {
     "qwen3-0.6b": _QWEN3_06B,
     "qwen3-14b": replace(

@@ -1,9 +1,8 @@
-"""Rotary positions: the table of cosines and sines, and the rotation.
+"""Rotary position embeddings (RoPE): the table of cosines and sines, and the rotation.
 
-The table is computed once, in float32, for every position the engine may use: angles of large positions
-lose all meaning in 16 bits. Heads are stored in halves (first half real, second half imaginary parts), as
-Hugging Face stores them; GGUF files of the llama family interleave the two, which `gguf.py` undoes at
-load.
+The table is computed once, in float32, for every position that the engine may use: 16 bits cannot represent the angles
+of large positions. Heads are stored in halves (first the real, then the imaginary parts), as in Hugging Face files;
+GGUF files of the llama family interleave the two, which `gguf.py` reverts at load.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
         return plain / torch.tensor(rope.divisors, dtype=torch.float32)
     if rope.kind == "llama3":
         return _llama3(rope, plain)
-    assert rope.kind == "yarn", f"rope kind {rope.kind!r} was read but never implemented"
+    assert rope.kind == "yarn", f"rope kind {rope.kind!r} is not implemented"
     return _yarn(rope, plain, head_dim)
 
 
 def _llama3(rope: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
-    """Waves longer than the old context are stretched, short ones are kept, those between are blended."""
+    """Wavelengths above the original context are scaled, short ones are kept, those between are interpolated."""
     wavelength = 2 * math.pi / plain
     blend = (rope.original_context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - blend) * plain / rope.factor + blend * plain
@@ -41,8 +40,8 @@ def _llama3(rope: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeSpec, plain: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """As llama3, but the ramp runs over dimensions: from those that turn beta_fast times in the old
-    context to those that turn beta_slow times."""
+    """Like llama3, but the ramp is over dimensions: from those that turn beta_fast times in the original context to
+    those that turn beta_slow times."""
 
     def dimension(num_turns: float) -> float:
         turns = rope.original_context / (num_turns * 2 * math.pi)
@@ -66,7 +65,7 @@ def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, device: torch.
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Turns x[T, heads, D] by the angles of its rows, cos_sin[T, 1, D] out of the table."""
+    """Rotates x[T, heads, D] by the angles of its rows, cos_sin[T, 1, D] of the table."""
     cos, sin = cos_sin.chunk(2, dim=-1)
     real, imaginary = x.float().chunk(2, dim=-1)
     return torch.cat((real * cos - imaginary * sin, imaginary * cos + real * sin), dim=-1).to(x.dtype)

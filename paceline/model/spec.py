@@ -1,8 +1,8 @@
-"""What a model is, in numbers: everything the decoder and the page pool need to know, and no tensor.
+"""The specification of a model: all sizes and options that the decoder and the KV cache need, and no tensors.
 
-A spec comes from a config.json (`registry.spec_from_config`), from GGUF metadata (`gguf.py`) or from the
-table of named shapes (`registry.py`). What we cannot compute exactly is refused here, before any weight
-is read: a model that loads and answers slightly wrong is worse than one that does not load.
+A spec is read from a config.json (`registry.spec_from_config`) or GGUF metadata (`gguf.py`), or taken from the table of
+named shapes (`registry.py`). An option that cannot be computed exactly is refused before any weight is read: a model
+that loads and gives slightly wrong outputs is worse than one that does not load.
 """
 
 from __future__ import annotations
@@ -21,34 +21,33 @@ NORM_PLACEMENTS = ("pre", "post", "both")
 
 
 class ModelError(PacelineError, ValueError):
-    """A model that cannot be used: the message names the file or field, what is wrong with it and a
-    remedy."""
+    """A model cannot be used. The message names the file or field, its value and a remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """How positions turn into angles. `rope.py` computes the table.
+    """How positions map to angles. `rope.py` computes the table.
 
-    `kind` is plain, linear, llama3, yarn or divisors; the last one divides each frequency by its own
-    number, which is how GGUF files carry the llama3 scaling.
+    `kind` is plain, linear, llama3, yarn or divisors; the last one divides each frequency by its own number, which is
+    how GGUF files store the llama3 scaling.
     """
 
     theta: float = 10_000.0
     kind: str = "plain"
     factor: float = 1.0
-    original_context: int = 0  # llama3, yarn: the context the model was trained with before it was stretched
+    original_context: int = 0  # llama3, yarn: the context before scaling
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: whole dimensions at the borders of the ramp
-    attention_factor: float = 1.0  # yarn: cos and sin are multiplied by it
+    truncate: bool = True  # yarn: round the borders of the ramp to whole dimensions
+    attention_factor: float = 1.0  # yarn: factor of cos and sin
     divisors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """One decoder-only model. Every option of every family is a field, so that one decoder runs them all."""
+    """One decoder-only model. Every option of every family is a field, so that one decoder runs all of them."""
 
     family: str
     hidden_size: int
@@ -67,15 +66,15 @@ class ModelSpec:
     attention_scale: float | None = None  # factor of the attention scores; None: head_dim ** -0.5
     score_cap: float | None = None  # soft cap of the attention scores: cap * tanh(score / cap)
     logit_cap: float | None = None  # soft cap of the final logits
-    tied: bool = False  # the output matrix is the embedding
+    tied: bool = False  # the LM head is the embedding
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    windows: tuple[int | None, ...] = ()  # per layer: keys a query sees, itself included; None sees all
+    windows: tuple[int | None, ...] = ()  # per layer: sliding window, including the token itself; None: all positions
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    dtype: str = "float32"  # of the stored weights, and the one to compute in where the device is good at it
+    dtype: str = "float32"  # of the stored weights
 
     def __post_init__(self) -> None:
         # An empty tuple means that all layers are alike. It is expanded here, so that no reader handles two forms.
@@ -96,14 +95,14 @@ class ModelSpec:
             "vocab_size",
         ):
             if getattr(self, name) < 1:
-                raise ModelError(f"{name} is {getattr(self, name)}: a model needs at least 1.")
+                raise ModelError(f"{name} is {getattr(self, name)}: give at least 1.")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
-                f"num_heads is {self.num_heads}, no multiple of num_kv_heads = {self.num_kv_heads}: "
-                "every KV head must serve the same number of query heads."
+                f"num_heads is {self.num_heads}, which is not a multiple of num_kv_heads = {self.num_kv_heads}: "
+                "give the same number of query heads to every KV head."
             )
         if self.head_dim % 2:
-            raise ModelError(f"head_dim is {self.head_dim}: rotary positions need an even number.")
+            raise ModelError(f"head_dim is {self.head_dim}: give an even number, which rotary positions need.")
         if self.context_tokens < 2:
             raise ModelError(f"context_tokens is {self.context_tokens}: give at least 2.")
         if self.dtype not in DTYPES:
@@ -151,13 +150,13 @@ class ModelSpec:
 
     @property
     def double_cost_context(self) -> int:
-        """Context at which attention takes as long for a token as the matrices do, which run at twice its speed."""
-        matrices = self.hidden_size * (2 * self.q_size + 2 * self.kv_size + 3 * self.ffn_size)
-        return max(1, matrices // (4 * self.q_size))
+        """Context at which the attention of a token takes as long as its GEMMs, which run at twice the speed."""
+        gemms = self.hidden_size * (2 * self.q_size + 2 * self.kv_size + 3 * self.ffn_size)
+        return max(1, gemms // (4 * self.q_size))
 
     @property
     def num_parameters(self) -> int:
-        """Parameters as stored: a tied output matrix counts once."""
+        """Parameters as stored: a tied LM head counts once."""
         per_layer = (
             self.hidden_size * (self.q_size + 2 * self.kv_size)
             + self.q_size * self.hidden_size
@@ -172,12 +171,12 @@ class ModelSpec:
         return self.num_layers * per_layer + embeddings + self.hidden_size
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Memory one position costs in the KV cache, over all layers."""
+        """Bytes of one position in the KV cache, over all layers."""
         return 2 * self.num_layers * self.kv_size * dtype_bytes
 
 
 def read_rope(config: Mapping[str, Any], default_theta: float) -> RopeSpec:
-    """The rotary settings of a config.json, in its old form (rope_theta, rope_scaling) or its new one
+    """The RoPE settings of a config.json, in the old form (rope_theta, rope_scaling) or the new one
     (rope_parameters)."""
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if any(isinstance(value, Mapping) for value in scaling.values()):
@@ -185,13 +184,15 @@ def read_rope(config: Mapping[str, Any], default_theta: float) -> RopeSpec:
     theta = float(scaling.get("rope_theta") or config.get("rope_theta") or default_theta)
     partial = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
-        raise ModelError(f"partial_rotary_factor is {partial}: only models that rotate whole heads are supported.")
+        raise ModelError(
+            f"partial_rotary_factor is {partial}: only models that rotate whole heads are supported, choose another "
+            "model."
+        )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     try:
         if kind in ("default", "dynamic"):
-            # Dynamic scaling is plain up to max_position_embeddings, and beyond it would have to rewrite
-            # the keys already cached. So it is served as plain and the context ends where it would begin
-            # to differ.
+            # Dynamic scaling is plain up to max_position_embeddings; beyond that it would change keys that are already
+            # cached. So it is served as plain, and the context ends where the two begin to differ.
             return RopeSpec(theta=theta)
         if kind == "linear":
             return RopeSpec(theta=theta, kind="linear", factor=float(scaling["factor"]))
@@ -207,8 +208,12 @@ def read_rope(config: Mapping[str, Any], default_theta: float) -> RopeSpec:
         if kind == "yarn":
             return _read_yarn(theta, scaling, int(config["max_position_embeddings"]))
     except KeyError as error:
-        raise ModelError(f"rope scaling {kind!r} lacks {error.args[0]!r}: the config.json is incomplete.") from None
-    raise ModelError(f"rope scaling is {kind!r}: supported are default, linear, dynamic, llama3 and yarn.")
+        raise ModelError(
+            f"rope scaling {kind!r} lacks {error.args[0]!r}: config.json is incomplete, fetch it again."
+        ) from None
+    raise ModelError(
+        f"rope scaling is {kind!r}: supported are default, linear, dynamic, llama3 and yarn, choose another model."
+    )
 
 
 def _read_yarn(theta: float, scaling: Mapping[str, Any], context: int) -> RopeSpec:
@@ -216,10 +221,10 @@ def _read_yarn(theta: float, scaling: Mapping[str, Any], context: int) -> RopeSp
     factor = float(scaling.get("factor") or context / original)
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
-        over, under = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
         attention_factor = (
-            yarn_attention_factor(factor, over) / yarn_attention_factor(factor, under)
-            if over and under
+            yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, mscale_all_dim)
+            if mscale and mscale_all_dim
             else yarn_attention_factor(factor)
         )
     return RopeSpec(
@@ -235,5 +240,5 @@ def _read_yarn(theta: float, scaling: Mapping[str, Any], context: int) -> RopeSp
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
-    """What YaRN multiplies cos and sin by when the file does not say."""
+    """The default factor of cos and sin for YaRN."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

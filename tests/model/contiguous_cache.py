@@ -1,4 +1,4 @@
-"""The plainest KV cache there is, for testing the decoder alone: one request, keys and values in a list."""
+"""The simplest KV cache, for tests of the decoder alone: one request, keys and values in a list."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ContiguousCache:
 
 
 def attention(spec: ModelSpec, layer: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Causal attention of the last len(q) positions, written out."""
+    """Causal attention of the last len(q) positions, by its formula."""
     group = spec.num_heads // spec.num_kv_heads
     keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, keys) * spec.softmax_scale

@@ -31,11 +31,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "norms before and after": {"norm_placement": "both"},
     "two ropes": {"ropes": TWO_ROPES, "layer_ropes": (0, 1, None, 1)},
     "all of them": {
-        "activation": "gelu_tanh", "attention_scale": 0.3, "logit_cap": 4.0, "norm_placement": "both",
-        "ropes": TWO_ROPES, "layer_ropes": (1, None, 0, 1), "windows": (None, 5, None, 3), "qk_norm": True,
-        "qkv_bias": True, "out_bias": True, "mlp_bias": True,
+        "activation": "gelu_tanh",
+        "attention_scale": 0.3,
+        "logit_cap": 4.0,
+        "norm_placement": "both",
+        "ropes": TWO_ROPES,
+        "layer_ropes": (1, None, 0, 1),
+        "windows": (None, 5, None, 3),
+        "qk_norm": True,
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
     },
-}  # fmt: skip
+}
 TOKENS = torch.randint(0, 512, (23,), generator=torch.Generator().manual_seed(5)).tolist()
 
 

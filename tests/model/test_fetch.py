@@ -1,4 +1,4 @@
-"""Finding models by name, without a network wherever possible."""
+"""Models are found by name, without a network wherever possible."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ def test_default_model_is_found_at_once_the_second_time(smollm2_path: Path) -> N
     assert not list(smollm2_path.parent.glob(".fetch-*"))
 
 
-def test_paths_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_existing_path_is_returned_unchanged(tmp_path: Path) -> None:
     assert find_model(tmp_path) == tmp_path
     assert find_model(str(tmp_path)) == tmp_path
 
 
-def test_home_can_be_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_paceline_home_sets_the_models_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
     assert models_dir() == tmp_path / "models"
 
 
 @pytest.mark.parametrize("name", ["nonsense", "/no/such/folder", "a/b/c/d.bin"])
-def test_name_that_is_nothing(name: str) -> None:
+def test_unknown_name_is_refused(name: str) -> None:
     with pytest.raises(ModelError, match=r"does not exist: give a folder, a .gguf file, a hub id"):
         find_model(name)
 
 
-def test_hub_that_cannot_be_reached_is_a_quick_clear_error(tmp_path: Path) -> None:
+def test_unreachable_hub_is_a_clear_error_within_seconds(tmp_path: Path) -> None:
     # In its own process: the hub client reads its settings when it is imported.
     code = (
         "from paceline.model.fetch import find_model\nfrom paceline.model.spec import ModelError\n"
@@ -83,7 +83,7 @@ def test_hub_download_reports_its_progress(monkeypatch: pytest.MonkeyPatch, tmp_
     assert seen == [(40, 100), (100, 100)]
 
 
-def test_interrupted_download_is_not_taken_for_a_model(tmp_path: Path) -> None:
+def test_interrupted_download_is_not_used_as_a_model(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json", "a.safetensors"):
         assert not is_complete(tmp_path)
         (tmp_path / name).write_text("{}")

@@ -23,11 +23,18 @@ CAPITAL = [504, 3575, 282, 4649, 314]  # The capital of France is
 CONTINUATION = [7042, 30, 198, 198, 504, 2988, 314, 42]
 
 GGUF_NAMES = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
 
 
 def permute(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -80,8 +87,11 @@ def write_gguf(path: Path, model: Any, arch: str, extra: dict[str, np.ndarray] |
 
 LINEAR = {"rope_type": "linear", "rope_theta": 9000.0, "factor": 2.0}
 YARN = {
-    "rope_type": "yarn", "rope_theta": 9000.0, "factor": 4.0, "original_max_position_embeddings": 128,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 9000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
 
 
 @pytest.mark.parametrize(
@@ -105,11 +115,15 @@ def test_gguf_file_equals_transformers(prefix: str, arch: str, options: Any, tmp
     torch.testing.assert_close(ContiguousCache(ours).feed(PROMPT), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_llama3_scaling_comes_as_a_tensor_of_divisors(tmp_path: Path) -> None:
+def test_llama3_scaling_is_read_from_a_tensor_of_divisors(tmp_path: Path) -> None:
     scaling = {
-        "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-    }  # fmt: skip
+        "rope_type": "llama3",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     theirs, _ = make_pair(tmp_path / "folder", "Llama", {"head_dim": 12, "rope_parameters": scaling})
     plain = 1.0 / 10_000.0 ** (np.arange(0, 12, 2) / 12)
     divisors = (plain / theirs.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
@@ -128,7 +142,7 @@ KINDS = [Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q4_K, Q
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_dequantised_values_are_those_of_the_gguf_package(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
+def test_dequantised_values_equal_those_of_the_gguf_package(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     if kind.name.endswith("_K"):
         # The package cannot quantise to these; any bytes are valid blocks, apart from NaN scales.
@@ -161,7 +175,7 @@ def test_smollm2_spec(smollm2_path: Path) -> None:
     assert 134e6 < spec.num_parameters < 135e6
 
 
-def test_metadata_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
+def test_metadata_equals_that_of_the_gguf_package(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
     values: dict[str, Any] = {
         "a": 7,
@@ -219,16 +233,16 @@ def small_gguf(path: Path, arch: str = "llama", **metadata: int) -> Path:
     return path
 
 
-def test_file_cut_anywhere_is_an_error_that_says_so(tmp_path: Path) -> None:
+def test_truncated_file_is_refused(tmp_path: Path) -> None:
     whole = small_gguf(tmp_path / "whole.gguf", llama__block_count=3).read_bytes()
     cut = tmp_path / "cut.gguf"
     for length in range(0, len(whole) - 1, 7):
         cut.write_bytes(whole[:length])
-        with pytest.raises(ModelError, match=r"truncated|no GGUF file"):
+        with pytest.raises(ModelError, match=r"truncated|too short for a GGUF file"):
             open_gguf(cut)
 
 
-def test_noise_is_an_error_and_never_a_crash(tmp_path: Path) -> None:
+def test_random_bytes_are_refused_without_a_crash(tmp_path: Path) -> None:
     whole = bytearray(small_gguf(tmp_path / "whole.gguf", llama__block_count=3).read_bytes())
     rng = np.random.default_rng(0)
     broken = tmp_path / "broken.gguf"

@@ -39,9 +39,14 @@ def load(spec: ModelSpec, stored: dict[str, Tensor], shard: Shard) -> dict[str, 
         return StoredTensor(tuple(tensor.shape), tensor.nbytes, lambda: tensor)
 
     return fuse_weights(
-        spec, {name: read(tensor) for name, tensor in stored.items()}, source="memory", dtype="float32",
-        device="cpu", progress=None, shard=shard,
-    )  # fmt: skip
+        spec,
+        {name: read(tensor) for name, tensor in stored.items()},
+        source="memory",
+        dtype="float32",
+        device="cpu",
+        progress=None,
+        shard=shard,
+    )
 
 
 @pytest.mark.parametrize(("options", "size"), CASES)

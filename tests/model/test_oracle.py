@@ -1,4 +1,4 @@
-"""Every family against transformers: a tiny random model is saved by transformers and loaded by us."""
+"""Every family against transformers: a tiny random model that transformers saved is loaded here."""
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 80,
     "vocab_size": 131,
     "max_position_embeddings": 512,
-    "initializer_range": 0.3,  # large enough that every part of the model shows in the logits
+    "initializer_range": 0.3,  # large enough that every part of the model changes the logits
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -96,7 +100,7 @@ def make_pair(folder: Path, prefix: str, options: dict[str, Any], **saving: Any)
     theirs = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
-            # transformers starts norms at 1 and biases at 0, where forgetting one would not show.
+            # transformers initialises norms to 1 and biases to 0, where a missing one would change nothing.
             if name.endswith(("norm.weight", "bias")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     theirs.save_pretrained(folder, **saving)
@@ -156,8 +160,8 @@ def test_requests_in_one_ragged_batch_do_not_see_each_other(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name.startswith("tiny-")])
-def test_step_never_looks_at_a_value(name: str) -> None:
-    # Tensors on the meta device have no values: whatever a CUDA graph could not record fails here too.
+def test_forward_pass_never_reads_a_value_on_the_host(name: str) -> None:
+    # Tensors on the meta device have no values: what a CUDA graph cannot capture fails here too.
     spec = shape(name)
     weights = {name: torch.empty(size, device="meta") for name, size in target_shapes(spec).items()}
     ids = torch.empty(7, dtype=torch.int32, device="meta")
@@ -193,8 +197,8 @@ def test_sixteen_bits_stay_near_float32(case: str, dtype: str, tmp_path: Path) -
         ("Mistral", {"sliding_window": None}),
     ],
 )
-def test_short_configs_of_the_hub_mean_what_transformers_makes_of_them(prefix: str, options: Any) -> None:
-    # A config saved by transformers spells out what older ones leave to be derived.
+def test_short_configs_are_completed_as_in_transformers(prefix: str, options: Any) -> None:
+    # A config saved by transformers contains values that older ones leave to be derived.
     raw = {**SIZES, "num_hidden_layers": 9, **options}
     theirs = getattr(transformers, f"{prefix}Config")(**raw)
     spec = spec_from_config({**raw, "architectures": [f"{prefix}ForCausalLM"]})

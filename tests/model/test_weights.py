@@ -131,11 +131,11 @@ def test_pickled_weights_are_refused(folder: Path) -> None:
         ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu': only silu"),
         ({"hidden_size": None}, "value of the wrong type"),
-        ({"num_key_value_heads": 3}, "num_heads is 4, no multiple of num_kv_heads = 3"),
+        ({"num_key_value_heads": 3}, "num_heads is 4, which is not a multiple of num_kv_heads = 3"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope scaling is 'longrope': supported are"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2}}, "'llama3' lacks 'original_max"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-        ({"head_dim": 13}, "head_dim is 13: rotary positions need an even"),
+        ({"head_dim": 13}, "head_dim is 13: give an even number"),
         ({"max_position_embeddings": None}, "context_tokens is 0"),
     ],
 )
@@ -214,9 +214,16 @@ def test_spec_counts_the_parameters_of_the_layout() -> None:
 
 def test_window_and_rope_of_every_layer_are_in_the_spec() -> None:
     spec = ModelSpec(
-        family="llama", hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, ffn_size=8,
-        vocab_size=8, context_tokens=8,
-    )  # fmt: skip
+        family="llama",
+        hidden_size=8,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        ffn_size=8,
+        vocab_size=8,
+        context_tokens=8,
+    )
     assert spec.windows == (None, None)
     assert spec.layer_ropes == (0, 0)
     with pytest.raises(ModelError, match=r"windows has 3 entries for 2 layers"):
