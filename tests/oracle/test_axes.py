@@ -1,4 +1,4 @@
-"""Greedy tokens equal transformers', whatever the engine does on the way: every axis for every family."""
+"""Greedy tokens equal those of transformers, for every family and every setting of the engine."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 
 def run(family: str, **options: Any) -> Any:
     if options.pop("pool", "ample") == "tight":
-        # PrefillBucket for the largest request and little more: others are retracted, or wait.
+        # Memory for the largest request and little more: others are retracted, or wait.
         options["num_pages"] = -(-(len(PROMPTS[-1]) + NUM_TOKENS + 30) // options.get("page_size", 16))
     return greedy(family, **options)
 
 
 @every_family
 @pytest.mark.parametrize(("axis", "value"), ALONE, ids=[f"{axis}-{value}" for axis, value in ALONE])
-def test_each_axis_alone(family: str, axis: str, value: Any) -> None:
+def test_each_setting_alone_gives_the_same_tokens(family: str, axis: str, value: Any) -> None:
     run(family, **{axis: value})
 
 
 def all_pairs() -> list[dict[str, Any]]:
-    """Few settings such that any two values of any two axes meet in one of them."""
+    """A small number of settings in which any two values of any two axes occur together."""
     rng, names = random.Random(0), list(AXES)
     open_pairs = {(a, va, b, vb) for a, b in itertools.combinations(names, 2) for va in AXES[a] for vb in AXES[b]}
     settings = []
@@ -62,12 +62,12 @@ def _pairs(setting: dict[str, Any]) -> set[tuple[str, Any, str, Any]]:
 
 
 @pytest.mark.parametrize("setting", all_pairs(), ids=lambda setting: "-".join(map(str, setting.values())))
-def test_all_pairs_of_axes(setting: dict[str, Any]) -> None:
+def test_all_pairs_of_settings_give_the_same_tokens(setting: dict[str, Any]) -> None:
     run("qwen2", **setting)  # full and windowed layers in one model
 
 
 @every_family
-def test_each_prompt_alone(family: str) -> None:
+def test_each_prompt_alone_gives_the_same_tokens(family: str) -> None:
     both = pair(family)
     with make_llm(both.ours) as llm:
         for prompt, expected in zip(PROMPTS, both.expected, strict=True):
@@ -76,7 +76,7 @@ def test_each_prompt_alone(family: str) -> None:
 
 @every_family
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_prefix_hits_change_nothing(family: str, page_size: int) -> None:
+def test_prefix_cache_hits_give_the_same_tokens(family: str, page_size: int) -> None:
     both = pair(family)
     with make_llm(both.ours, page_size=page_size) as llm:
         llm.generate(PROMPTS, GREEDY)
@@ -89,7 +89,7 @@ def test_prefix_hits_change_nothing(family: str, page_size: int) -> None:
 
 @every_family
 @pytest.mark.parametrize("overlap", ["off", "on"])
-def test_retracted_at_every_step(family: str, overlap: str) -> None:
+def test_retraction_at_every_step_gives_the_same_tokens(family: str, overlap: str) -> None:
     both = pair(family)
     num_retracted = 0
     for step in range(NUM_TOKENS + 3):
@@ -102,7 +102,7 @@ def test_retracted_at_every_step(family: str, overlap: str) -> None:
 
 
 @pytest.mark.parametrize("overlap", OVERLAP)
-def test_a_pool_too_small_retracts_and_says_the_same(overlap: str) -> None:
+def test_a_page_pool_that_is_too_small_retracts_and_gives_the_same_tokens(overlap: str) -> None:
     both = pair("llama")
     unseen = next(token for token in range(VOCAB) if all(token not in tokens for tokens in both.expected))
 
@@ -120,7 +120,7 @@ def test_a_pool_too_small_retracts_and_says_the_same(overlap: str) -> None:
 
 @every_family
 @pytest.mark.parametrize("options", [{"max_running": 1, "chunk_tokens": 5, "page_size": 3}, {}], ids=["alone", "batch"])
-def test_logits_are_close(family: str, options: dict[str, Any]) -> None:
+def test_logits_are_close_to_transformers(family: str, options: dict[str, Any]) -> None:
     both = pair(family)
     seen: list[torch.Tensor] = []
     with make_llm(both.ours, **options) as llm:
@@ -140,7 +140,7 @@ def test_logits_are_close(family: str, options: dict[str, Any]) -> None:
 
 @every_family
 def test_ends_at_eos_like_transformers(family: str) -> None:
-    """The end token is one that greedy decoding meets on the way, so that requests end at different steps."""
+    """The end token is one that greedy decoding generates, so that requests end at different steps."""
     both = pair(family)
     ends = both.expected[4][4]
     expected = [tokens[: tokens.index(ends) + 1] if ends in tokens else tokens for tokens in both.expected]
@@ -149,13 +149,13 @@ def test_ends_at_eos_like_transformers(family: str) -> None:
         with make_llm(both.ours, overlap=overlap) as llm:
             outputs = llm.generate(PROMPTS, params)
             assert [output.token_ids for output in outputs] == expected
-            while llm.engine.scheduler.has_work:  # the pass behind the last one
+            while llm.engine.scheduler.has_work:  # the pass after the last one
                 pass
             assert (llm.engine.scheduler.counters.discarded_tokens > 0) == (overlap != "off")
 
 
 @every_family
-def test_the_plain_decoder_says_the_same(family: str) -> None:
+def test_the_reference_decoder_gives_the_same_tokens(family: str) -> None:
     both = pair(family)
-    with make_llm(both.plain) as llm:
+    with make_llm(both.reference) as llm:
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == both.expected

@@ -1,4 +1,4 @@
-"""Penalties, biases and logprobs through the whole engine are those of transformers, whatever happens on the way."""
+"""Penalties, biases and logprobs of the whole engine equal those of transformers, in every setting."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ from paceline.llm import LLM, RequestOutput
 from paceline.request import InvalidRequest, SamplingParams
 
 FAMILY = "qwen2"
-WAYS = [
-    {}, {"overlap": "off"}, {"retract_every": 1}, {"retract_every": 2, "overlap": "off"}, {"retract_every": 3},
-    {"page_size": 3, "chunk_tokens": 5}, {"chunk_tokens": 7, "retract_every": 2}, {"max_running": 2, "policy": "lof"},
-]  # fmt: skip
+SETTINGS = [
+    {},
+    {"overlap": "off"},
+    {"retract_every": 1},
+    {"retract_every": 2, "overlap": "off"},
+    {"retract_every": 3},
+    {"page_size": 3, "chunk_tokens": 5},
+    {"chunk_tokens": 7, "retract_every": 2},
+    {"max_running": 2, "policy": "lof"},
+]
 PENALISED: list[dict[str, Any]] = [
     {"repetition_penalty": 1.5},
     {"frequency_penalty": 1.5, "presence_penalty": 0.5},
@@ -41,7 +47,7 @@ def logits_after(ids: list[int]) -> torch.Tensor:
 
 @cache
 def expected() -> list[list[int]]:
-    """Greedy by hand, on transformers' logits, with its processors where it has them."""
+    """Greedy decoding on the logits of transformers, with its logits processors where it has them."""
     outputs = []
     for prompt, options in zip(PROMPTS, PENALISED, strict=True):
         output: list[int] = []
@@ -70,35 +76,35 @@ def run(options: dict[str, Any], prompts: list[list[int]], each: list[SamplingPa
     options = dict(options)
     every = options.pop("retract_every", None)
     with make_llm(pair(FAMILY).ours, **options) as llm:
-        llm.generate([PROMPTS[2]], params({}))  # so that there are hits
+        llm.generate([PROMPTS[2]], params({}))  # fills the prefix cache
         if every is not None:
             retract_often(llm, every)
         return llm.generate(prompts, each)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_penalties_are_the_same_everywhere(way: dict[str, Any]) -> None:
-    found = run(way, PROMPTS, [params(options) for options in PENALISED])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_penalties_equal_transformers_in_every_setting(setting: dict[str, Any]) -> None:
+    found = run(setting, PROMPTS, [params(options) for options in PENALISED])
     assert [output.token_ids for output in found] == expected()
     assert any(ours != plain for ours, plain in zip(expected(), pair(FAMILY).expected, strict=True))
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_logprobs_are_log_softmax_everywhere(way: dict[str, Any]) -> None:
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_logprobs_are_the_log_softmax_in_every_setting(setting: dict[str, Any]) -> None:
     asks = [
         params(options, logprobs=index * 3, prompt_logprobs=index, logprob_token_ids=(5, 250) if index % 2 else ())
         for index, options in enumerate(PENALISED)
     ]
-    for prompt, ask, output in zip(PROMPTS, asks, run(way, PROMPTS, asks), strict=True):
+    for prompt, ask, output in zip(PROMPTS, asks, run(setting, PROMPTS, asks), strict=True):
         ids = prompt + output.token_ids
-        # The model's own opinion: penalties and biases do not show.
-        chances = logits_after(ids).log_softmax(-1)
+        # Logprobs are those of the model: penalties and biases do not change them.
+        logprobs = logits_after(ids).log_softmax(-1)
         assert output.logprobs is not None and output.prompt_logprobs is not None
-        told = [*output.prompt_logprobs, *output.logprobs]
+        found = [*output.prompt_logprobs, *output.logprobs]
         assert len(output.prompt_logprobs) == len(prompt) and len(output.logprobs) == len(output.token_ids)
-        assert told[0] is None
+        assert found[0] is None
         for position in range(1, len(ids)):
-            one, row = told[position], chances[position - 1]
+            one, row = found[position], logprobs[position - 1]
             assert one is not None and one.token_id == ids[position]
             assert abs(one.logprob - float(row[ids[position]])) < 1e-4
             is_prompt = position < len(prompt)
@@ -117,8 +123,11 @@ def test_a_prompt_can_be_scored_alone() -> None:
         alone = llm.generate([PROMPTS[2]], params({}, prompt_logprobs=0, max_tokens=0))[0]
     assert (alone.token_ids, alone.text, alone.finish_reason.value) == ([], "", "length")
     assert whole.prompt_logprobs is not None and alone.prompt_logprobs is not None
-    np.testing.assert_allclose([one.logprob for one in alone.prompt_logprobs if one],
-                               [one.logprob for one in whole.prompt_logprobs if one], atol=1e-5)  # fmt: skip
+    np.testing.assert_allclose(
+        [one.logprob for one in alone.prompt_logprobs if one],
+        [one.logprob for one in whole.prompt_logprobs if one],
+        atol=1e-5,
+    )
 
 
 @pytest.fixture
@@ -132,11 +141,11 @@ def test_n_choices_share_one_prefill_and_have_their_own_seeds(llm: LLM) -> None:
     output = llm.generate([PROMPTS[6]], hot)[0]
     assert len({tuple(choice.token_ids) for choice in output.choices}) == 5
     assert output.choices[0].token_ids == llm.generate([PROMPTS[6]], params({}, temperature=2.0, seed=11))[0].token_ids
-    # 78 tokens once; the four others, and the one asked later, compute what lies behind the last full page.
+    # 78 tokens once; the four others, and the later request, compute the tokens after the last full page.
     assert llm.engine.scheduler.counters.computed_tokens == len(PROMPTS[6]) + 5 * (len(PROMPTS[6]) % 16)
 
 
-def test_best_of_keeps_the_likeliest(llm: LLM) -> None:
+def test_best_of_returns_the_choices_with_the_highest_mean_logprob(llm: LLM) -> None:
     hot = {"temperature": 2.0, "seed": 3}
     every = llm.generate([PROMPTS[1]], params({}, n=6, logprobs=0, **hot))[0].choices
     best = llm.generate([PROMPTS[1]], params({}, n=2, best_of=6, **hot))[0].choices

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, by transformers and by us, and what transformers makes of some prompts."""
+"""Tiny random models of every family, in transformers and here, and the greedy outputs of transformers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,25 @@ from paceline.text.synthetic import synthetic_tokenizer
 VOCAB = 300
 NUM_TOKENS = 10
 SIZES: dict[str, Any] = {
-    "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 80, "vocab_size": VOCAB, "max_position_embeddings": 256, "initializer_range": 0.3,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3, "attention_bias": True}),
     "mistral": ("Mistral", {"sliding_window": 7, "head_dim": 16}),
@@ -42,7 +53,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _prompts() -> list[list[int]]:
-    """From one token to some pages, four with a common beginning long enough to be read as one part."""
+    """From one token to several pages; four prompts share a prefix that is long enough to be read once."""
     random = torch.Generator().manual_seed(7)
 
     def ids(count: int) -> list[int]:
@@ -59,7 +70,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 @dataclass(frozen=True)
 class Pair:
     theirs: Any
-    plain: Decoder
+    reference: Decoder
     ours: CpuModel  # the same weights, as the engine runs them
     expected: list[list[int]]  # greedy tokens of PROMPTS
 
@@ -73,12 +84,12 @@ def pair(family: str) -> Pair:
     ).eval()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
-            # Norms start at 1 and biases at 0, where forgetting one would not show.
+            # Norms are initialised to 1 and biases to 0, where a missing one would change nothing.
             if name.endswith(("norm.weight", "bias")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     folder = Path(mkdtemp(prefix="paceline-oracle-"))
     theirs.save_pretrained(folder)
-    plain, ours = load_decoder(folder, dtype="float32"), CpuModel(load_decoder(folder, dtype="float32"))
+    reference, ours = load_decoder(folder, dtype="float32"), CpuModel(load_decoder(folder, dtype="float32"))
     for file in folder.iterdir():
         file.unlink()
     folder.rmdir()
@@ -88,7 +99,7 @@ def pair(family: str) -> Pair:
         )[0, len(prompt) :].tolist()
         for prompt in PROMPTS
     ]
-    return Pair(theirs, plain, ours, expected)
+    return Pair(theirs, reference, ours, expected)
 
 
 def make_llm(decoder: Decoder | CpuModel, *, overlap: str = "on", trace: Any = None, **options: Any) -> LLM:
@@ -98,7 +109,7 @@ def make_llm(decoder: Decoder | CpuModel, *, overlap: str = "on", trace: Any = N
 
 
 def retract_often(llm: LLM, every: int, first: int = 0) -> None:
-    """From now on, before every so many plans a running request loses its memory, each time another one."""
+    """From now on, retracts a running request before every `every`-th plan, each time another one."""
     scheduler = llm.engine.scheduler
     plan, count = scheduler.plan, iter(range(10**9))
 
@@ -109,14 +120,14 @@ def retract_often(llm: LLM, every: int, first: int = 0) -> None:
             victim = running[number // every % len(running)]
             if victim.retractions < 3:
                 scheduler._retract(victim, now, "a test")
-        # Whoever was retracted is not considered in the same step; if it was the only one, the next step takes it.
+        # A retracted request is not admitted in the same step; if it was the only one, the next step admits it.
         return plan(now) or plan(now)
 
     scheduler.plan = planning  # type: ignore[method-assign]
 
 
 def greedy(family: str, *, retract_every: int | None = None, **options: Any) -> tuple[list[RequestOutput], Any]:
-    """All prompts at once through the whole engine, compared with transformers. Returns the scheduler's counters."""
+    """Runs all prompts at once through the engine and compares with transformers. Returns outputs and counters."""
     both = pair(family)
     with make_llm(both.ours, **options) as llm:
         if retract_every is not None:

@@ -1,4 +1,4 @@
-"""The worker behind `launch`: in order, at once, and never past an error."""
+"""The CPU executor runs passes in launch order, and none after an error."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class FakeDevice:
         self._fails_at = fails_at
 
     def run(self, plan: Any, masks: Any) -> Result:
-        assert self.go.wait(10), "nobody let the pass run"
+        assert self.go.wait(10), "the pass was not allowed to run"
         self.ran.append(plan.step)
         if plan.step == self._fails_at:
-            raise MemoryError("no room")
+            raise MemoryError("no memory")
         return Result(np.array([plan.step], np.int32))
 
 
@@ -45,14 +45,14 @@ def test_launch_returns_at_once_and_passes_run_in_order() -> None:
     executor.close()
 
 
-def test_after_an_error_no_pass_runs_and_every_one_says_why() -> None:
+def test_after_an_error_no_pass_runs_and_every_pass_reports_it() -> None:
     device = FakeDevice(fails_at=1)
     executor = CpuExecutor(device)
     pending = [executor.launch(FakePlan(step)) for step in range(3)]  # type: ignore[arg-type]
     device.go.set()
     assert pending[0].wait().tokens.tolist() == [0]
     for one in (*pending[1:], executor.launch(FakePlan(9))):  # type: ignore[arg-type]
-        with pytest.raises(ExecutorFailed, match="pass 1 failed: MemoryError: no room") as raised:
+        with pytest.raises(ExecutorFailed, match="pass 1 failed: MemoryError: no memory") as raised:
             one.wait()
         assert isinstance(raised.value.__cause__, MemoryError)
     assert device.ran == [0, 1]
