@@ -207,10 +207,10 @@ MUTANTS = [
     ),
     Mutant(
         "what a worker raises is lost",
-        "sampling/worker.py",
+        "sampling/mask_worker.py",
         "            raise error\n",
         "            pass\n",
-        ["tests/sampling/test_worker.py"],
+        ["tests/sampling/test_mask_worker.py"],
     ),
     Mutant(
         "a frequency penalty counts the prompt",
@@ -229,8 +229,8 @@ MUTANTS = [
     Mutant(
         "logprobs are told of the wrong position",
         "sampling/logprobs.py",
-        "found.append(LogprobRequest(row, index, count, start + 1,",
-        "found.append(LogprobRequest(row, index, count, start,",
+        "requests.append(LogprobRequest(row, index, count, start + 1,",
+        "requests.append(LogprobRequest(row, index, count, start,",
         ["tests/oracle/test_sampling.py"],
     ),
     Mutant(

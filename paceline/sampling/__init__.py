@@ -1,1 +1,1 @@
-"""Sampling: from logits to tokens, for all rows of a pass at once."""
+"""Sampling: logits to tokens, for all rows of a batch at once."""

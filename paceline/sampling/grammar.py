@@ -1,9 +1,9 @@
-"""Output that obeys a grammar: which tokens may come next, as bits.
+"""Constrained output: bit masks of the tokens that a grammar allows next.
 
-llguidance does the parsing. A grammar is compiled on a worker thread, within limits on its size and on the work it
-takes, and kept: a request gets a copy of the compiled one, which then follows its tokens. Masks of a pass are computed
-on several cores at once, beside the engine's thread and while the device computes the logits they are for
-(`engine/loop.py`). Between `start_masks` and `wait_masks` nobody else may touch the matchers of that pass.
+llguidance parses. A grammar is compiled on a worker thread, within limits on its size and its cost, and cached: a
+request gets a copy of the compiled grammar, which then follows its tokens. The masks of a pass are computed on several
+cores, on another thread than the engine's, while the device computes the logits (`engine/loop.py`). Between
+`start_masks` and `wait_masks` nothing else may use the matchers of that pass.
 """
 
 from __future__ import annotations
@@ -21,55 +21,63 @@ from typing import Any
 import numpy as np
 
 from paceline.request import Grammar, InvalidRequest, Request
+from paceline.sampling.mask_worker import MaskWorker
 from paceline.sampling.types import Bits, Masks
-from paceline.sampling.worker import Worker
 from paceline.scheduler.plan import Updates
 from paceline.text.tokenizer import Tokenizer
 
 MAX_SOURCE = 1 << 18  # characters of a grammar
 MAX_COMPILE_S = 10.0
-MAX_REPEATS = 20_000  # of a pattern's counted repetitions, nested ones multiplied: memory grows with them
-_MAX_COMPILED = 512  # grammars that are kept
+MAX_REPEATS = 20_000  # counted repetitions of a pattern, nested ones multiplied: they need memory
+_MAX_COMPILED = 512  # cached grammars
 _NUM_COMPILERS = 2
-# What one grammar may cost, in llguidance's units: compiling about a second, and a mask of some milliseconds.
-_LIMITS = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 200_000, "max_grammar_size": 500_000,
-           "max_items_in_row": 2000, "step_max_items": 50_000, "max_lexer_states": 50_000}  # fmt: skip
+# The cost limits of one grammar, in llguidance's units: about a second to compile and a few milliseconds per mask.
+_LIMITS = {
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 200_000,
+    "max_grammar_size": 500_000,
+    "max_items_in_row": 2000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+}
 
-# Classes of tokens that a mask takes as a whole where all of a class may come; the others it goes through byte by byte.
-# A string with few characters left takes no class of longer ones, so there are many lengths: llguidance's own classes
-# begin at 10 characters, and every mask near a string's end then costs a walk through the whole vocabulary.
-_SLICES = [r"[\x20\x0A\x0D\x09]+",
-           *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (1, 2, 3, 4, 5, 6, 8, 10, 14, 20, 30)),
-           r'[^"\\\x00-\x1F\x7F]+']  # fmt: skip
-_MAX_THREADS = 8  # more of them gain little (docs/log.md)
+# Classes of tokens that a mask allows as a whole if all of a class is allowed; it checks other tokens byte by byte. A
+# string with few characters left can use no class of longer tokens, so there are many lengths: llguidance's own classes
+# begin at 10 characters, and every mask near the end of a string then walks through the whole vocabulary.
+_SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (1, 2, 3, 4, 5, 6, 8, 10, 14, 20, 30)),
+    r'[^"\\\x00-\x1F\x7F]+',
+]
+_MAX_THREADS = 8  # more gain little (docs/log.md)
 
-# Without a bound a weak model writes blanks for ever; a schema may say otherwise (its "x-guidance").
+# Without a bound a weak model writes whitespace forever; a schema can override it (its "x-guidance").
 _JSON = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
 
-Compiled = Any  # llguidance's matcher, in its first state
+Compiled = Any  # llguidance's matcher, in its initial state
 MaskBufferOf = Callable[[int, int], Bits]  # rows, words -> where the bits are written
 
 
 class Grammars:
-    """Compiles grammars and follows those of running requests. `compile` may be called on any thread."""
+    """Compiles grammars and follows those of running requests. `compile` can be called on any thread."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._lock = threading.Lock()  # of what is compiled
+        self._lock = threading.Lock()  # of _compiled
         self._compiled: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
         self._pool: ThreadPoolExecutor | None = None
         self._setup_lock = threading.Lock()
         self._ll_tokenizer: Any = None
         self._executor: Any = None
-        # The engine's thread alone:
+        # Used by the engine's thread only:
         self._matchers: dict[Request, Any] = {}
-        self._worker: Worker | None = None  # made at first use
+        self._worker: MaskWorker | None = None  # made on first use
         self._started: Masks | None = None
 
     # ------------------------------------------------------------------ compiling, on any thread
 
     def compile(self, grammar: Grammar) -> Future[Compiled]:
-        """The compiled grammar, now or later; the future's error is an InvalidRequest."""
+        """A future of the compiled grammar. Its error is an InvalidRequest."""
         if len(grammar.source) > MAX_SOURCE:
             raise InvalidRequest(f"grammar has {len(grammar.source)} characters: give at most {MAX_SOURCE}.")
         with self._lock:
@@ -90,16 +98,16 @@ class Grammars:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         if self._worker is not None:
-            # Masks that are being computed are written to the executor's memory: not after it is closed.
+            # Masks are written to the executor's memory, so their computation must end before the executor is closed.
             self._worker.close()
             self._worker = None
         with self._lock:
             for future in self._compiled.values():
-                _settle(future, error=InvalidRequest("grammar was still being compiled when the engine was closed."))
+                _settle(future, error=InvalidRequest("grammar was still being compiled when the engine closed."))
 
     def _work(self, grammar: Grammar, future: Future[Compiled]) -> None:
-        """Compiles. Whoever waits is answered in time, even if this thread has to go on."""
-        timer = threading.Timer(MAX_COMPILE_S, self._give_up, (grammar, future))
+        """Compiles. The future fails after MAX_COMPILE_S, even if this thread still compiles."""
+        timer = threading.Timer(MAX_COMPILE_S, self._time_out, (grammar, future))
         timer.daemon = True
         timer.start()
         try:
@@ -109,10 +117,10 @@ class Grammars:
         finally:
             timer.cancel()
 
-    def _give_up(self, grammar: Grammar, future: Future[Compiled]) -> None:
+    def _time_out(self, grammar: Grammar, future: Future[Compiled]) -> None:
         with self._lock:
             if self._compiled.get(grammar) is future:
-                del self._compiled[grammar]  # the machine may only have been busy: who asks again may try again
+                del self._compiled[grammar]  # the machine may only have been busy: a new request tries again
         _settle(future, error=InvalidRequest(f"grammar takes more than {MAX_COMPILE_S:g} s to compile: simplify it."))
 
     def _compile(self, grammar: Grammar) -> Compiled:
@@ -120,7 +128,7 @@ class Grammars:
             return self._compile_checked(grammar)
         except InvalidRequest:
             raise
-        except BaseException as error:  # a panic of llguidance is one; whatever it was, it is about this grammar
+        except BaseException as error:  # includes a panic of llguidance; the cause is this grammar
             raise InvalidRequest(f"grammar cannot be compiled ({type(error).__name__}: {error}): change it.") from error
 
     def _compile_checked(self, grammar: Grammar) -> Compiled:
@@ -129,39 +137,42 @@ class Grammars:
         for pattern in _patterns(grammar):
             if (count := num_repeats(pattern)) > MAX_REPEATS:
                 raise InvalidRequest(
-                    f"grammar has the pattern {pattern[:40]!r}, which repeats {count:,} times: allow {MAX_REPEATS:,}."
+                    f"grammar has the pattern {pattern[:40]!r}, which repeats {count:,} times: "
+                    f"give at most {MAX_REPEATS:,}."
                 )
         matcher = llguidance.LLMatcher(
-            self._ll_tokenizer, source, log_level=0,
+            self._ll_tokenizer,
+            source,
+            log_level=0,
             limits=llguidance.LLParserLimits(**_LIMITS, verbose_errors=False),
-        )  # fmt: skip
-        # Work is put off until a mask needs it, and copies share what was done: one that is too much fails here.
+        )
+        # Compilation is lazy and copies share its results: computing masks here makes a too expensive grammar fail now.
         for _ in range(2):
             tried = matcher.deep_copy()
             if not tried.is_error():
                 tried.compute_bitmask()
             if tried.is_error():
-                raise InvalidRequest(f"grammar is not a {_NAMES[grammar.kind]} that can be used: {_one_line(tried)}")
+                raise InvalidRequest(f"grammar is not a usable {_NAMES[grammar.kind]}: {_one_line(tried)}")
         return matcher
 
     def set_up(self) -> Any:
-        """llguidance, with what all grammars need. For a large vocabulary this takes a second the first time, in which
-        llguidance lets no other thread run: a server does it before requests come."""
+        """Loads llguidance and its tokenizer. For a large vocabulary this takes a second the first time, in which
+        llguidance holds the GIL: a server calls it before it accepts requests."""
         llguidance = _llguidance()
         with self._setup_lock:
             if self._ll_tokenizer is None:
-                # A copy of its own: where a grammar leaves one text, a mask asks for its tokens, and would have to ask
-                # ours under Python's lock, for which the engine's thread lets it wait.
+                # llguidance gets its own copy of the tokenizer: where a grammar allows only one text, a mask needs its
+                # tokens, and with ours it would wait for the GIL, which the engine's thread holds.
                 try:
                     self._ll_tokenizer = llguidance.LLTokenizer(
-                        self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=sorted(self._tokenizer.eos_ids),
+                        self._tokenizer.to_json(),
+                        n_vocab=self._vocab_size,
+                        eos_token=sorted(self._tokenizer.eos_ids),
                         slices=_SLICES,
-                    )  # fmt: skip
-                except (
-                    BaseException
-                ) as error:  # a panic of llguidance is one; whatever it was, it is about this tokenizer
+                    )
+                except BaseException as error:  # includes a panic of llguidance; the cause is the tokenizer
                     raise InvalidRequest(
-                        f"grammar is given, and llguidance cannot use this model's tokenizer ({error}): leave it out."
+                        f"grammar is given, but llguidance cannot use this model's tokenizer ({error}): leave it out."
                     ) from None
                 self._executor = llguidance.LLExecutor(num_threads=max(1, min(_MAX_THREADS, _num_cores() - 1)))
         return llguidance
@@ -183,9 +194,10 @@ class Grammars:
         return masks
 
     def start_masks(self, sampled: Sequence[Request], buffer: MaskBufferOf) -> None:
-        """As `masks`, on another thread: `wait_masks` has them. Requests may end in between, and nothing advances."""
+        """Like `masks`, on another thread; `wait_masks` returns the result. Requests may end in between, but no matcher
+        may advance."""
         if self._worker is None:
-            self._worker = Worker("paceline-masks")
+            self._worker = MaskWorker("paceline-masks")
         matchers, self._started = self._rows(sampled, buffer)
         bits = self._started.bits
         self._worker.start(lambda: self._fill(matchers, bits))
@@ -197,50 +209,56 @@ class Grammars:
         return masks
 
     def _rows(self, sampled: Sequence[Request], buffer: MaskBufferOf) -> tuple[list[tuple[Any, int]], Masks]:
-        """Which rows get masks, with their matchers; the bits are still to be written."""
+        """The rows that get masks, with their matchers. The bits are not written yet."""
         rows: list[int] = []
         matchers: list[tuple[Any, int]] = []
         for row, request in enumerate(sampled):
             matcher = self._matchers.get(request)
-            # One that has ended meanwhile may say anything: nobody will hear it.
+            # The token of a request that has finished is discarded, so it needs no mask.
             if matcher is not None and not request.is_finished:
                 matchers.append((matcher, len(rows)))
                 rows.append(row)
         return matchers, Masks(np.array(rows, np.int64), buffer(len(rows), -(-self._vocab_size // 32)))
 
     def _fill(self, matchers: list[tuple[Any, int]], bits: Bits) -> None:
-        """On any thread; Python's lock is free while it computes."""
+        """Computes the masks, on any thread. The GIL is released meanwhile."""
         if matchers:
             self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * 4, len(matchers))
-            for matcher, place in matchers:
+            for matcher, index in matchers:
                 if matcher.is_error():
-                    bits[place] = -1  # its request ends with the next tokens, which it will not take
+                    bits[index] = -1  # `advance` refuses the next token, which ends the request
 
     def advance(self, updates: Updates) -> Sequence[tuple[Request, str]]:
+        """Advances the matchers by the sampled tokens. Returns the requests whose grammar failed, with the reason."""
         if not self._matchers:
             return ()
-        took = [
+        consumed = [
             (request, self._matchers[request], token)
             for request, token in zip(updates.requests, updates.tokens.tolist(), strict=True)
             if request in self._matchers and not request.is_finished
         ]
-        if not took:
+        if not consumed:
             return ()
-        results = self._executor.consume_token_par([(matcher, token) for _, matcher, token in took])
+        results = self._executor.consume_token_par([(matcher, token) for _, matcher, token in consumed])
         failures = []
-        for (request, matcher, _), is_right in zip(took, results, strict=True):
-            if not is_right:
+        for (request, matcher, _), is_accepted in zip(consumed, results, strict=True):
+            if not is_accepted:
                 self.detach(request)
-                failures.append((request, f"the grammar took too much work: {_one_line(matcher)}"))
+                failures.append((request, f"the grammar exceeded its cost limit: {_one_line(matcher)}"))
         return failures
 
 
-_NAMES = {"json_schema": "JSON schema", "json_object": "JSON object", "regex": "regular expression",
-          "lark": "Lark grammar", "choice": "list of choices"}  # fmt: skip
+_NAMES = {
+    "json_schema": "JSON schema",
+    "json_object": "JSON object",
+    "regex": "regular expression",
+    "lark": "Lark grammar",
+    "choice": "list of choices",
+}
 
 
 def _settle(future: Future[Compiled], compiled: Compiled = None, error: InvalidRequest | None = None) -> None:
-    """Unless that has happened."""
+    """Sets the result or error of a future that has none yet."""
     with contextlib.suppress(InvalidStateError):
         if error is None:
             future.set_result(compiled)
@@ -249,7 +267,7 @@ def _settle(future: Future[Compiled], compiled: Compiled = None, error: InvalidR
 
 
 def _source(matcher: Any, grammar: Grammar) -> str:
-    """In llguidance's own notation."""
+    """The grammar in llguidance's notation."""
     found: str
     if grammar.kind == "json_object":
         found = matcher.grammar_from_json_schema({"type": "object"}, _JSON)
@@ -259,7 +277,7 @@ def _source(matcher: Any, grammar: Grammar) -> str:
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"grammar is not a JSON schema: {error}.") from None
         if not isinstance(schema, dict | bool):
-            raise InvalidRequest(f"grammar is {grammar.source[:60]!r}: a JSON schema is an object.")
+            raise InvalidRequest(f"grammar is {grammar.source[:60]!r}: give a JSON schema, an object or a boolean.")
         found = matcher.grammar_from_json_schema(grammar.source, _JSON)
     elif grammar.kind == "regex":
         found = matcher.grammar_from_regex(grammar.source)
@@ -288,9 +306,9 @@ def _patterns(grammar: Grammar) -> Iterator[str]:
 
 
 def num_repeats(pattern: str) -> int:
-    """How often the innermost part of a pattern may be repeated by counts such as {3} or {1,9}, at most."""
-    most = [1]  # of each open group, outermost first
-    last = 1  # of what a count would repeat
+    """The most repetitions of any part of a pattern by counts such as {3} or {1,9}, nested ones multiplied."""
+    most = [1]  # for each open group, outermost first
+    last = 1  # of the part that a following count repeats
     for token in re.findall(r"\\.|\[(?:\\.|[^\]\\])*\]|\{\d+(?:,\d*)?\}|.", pattern, re.DOTALL):
         if token == "(":
             most.append(1)
@@ -312,7 +330,7 @@ def _one_line(matcher: Any) -> str:
 
 
 def _num_cores() -> int:
-    """That this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -321,6 +339,6 @@ def _llguidance() -> Any:
         import llguidance
     except ImportError:
         raise InvalidRequest(
-            "grammar is given, and llguidance is not installed here: pip install 'paceline[grammar]'."
+            "grammar is given, but llguidance is not installed: pip install 'paceline[grammar]'."
         ) from None
     return llguidance

@@ -1,9 +1,9 @@
-"""How likely tokens were: of the output, with alternatives, and of the prompt.
+"""Logprobs of output tokens, with alternatives, and of prompt tokens.
 
-What is told is the model's own opinion: the softmax of its logits, before temperature, penalties, bias and grammar.
-Rows pay for what they ask. The logits of a prompt's tokens exist only while these are computed, so a request that asks
-for them is computed from its first token on, whatever is cached (`Request.compute_from`); after a retraction the same
-positions are computed again, and told again.
+Logprobs are those of the model: the log-softmax of its logits, before temperature, penalties, bias and grammar. A row
+costs only what it requests. The logits of prompt tokens exist only while the prompt is computed, so a request with
+prompt logprobs is computed from its first token on, whatever is cached (`Request.compute_from`); after a retraction the
+same positions are computed and reported again.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from paceline.request import MAX_LOGPROBS
 from paceline.sampling.types import LogprobRun, Logprobs
 from paceline.scheduler.plan import Join, Plan
 
-MOST_ROWS = 256  # of logits at a time
+MAX_LOGIT_ROWS = 256  # rows of logits that exist at a time
 
 
 class LogprobWidth(NamedTuple):
-    """How many columns there are to tell of a pass's output."""
+    """The number of logprob columns that the sampling rows of a pass request."""
 
     num_top: int
     num_ids: int
@@ -33,7 +33,8 @@ class LogprobWidth(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LogprobRequest:
-    """`count` logits, of the pass's tokens from `index` on, are wanted for the prompt's tokens at `first` and after."""
+    """Prompt logprobs of one row: the `count` logits from token `index` of the batch on give the logprobs of the prompt
+    tokens from position `first` on."""
 
     row: int
     index: int
@@ -43,11 +44,11 @@ class LogprobRequest:
 
 
 class LogprobTable:
-    """Who wants to know what, by slot."""
+    """The logprobs that each slot requests."""
 
     def __init__(self, max_running: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self.num_top = np.full(max_running, -1, np.int64)  # how many alternatives; -1: nothing is asked
+        self.num_top = np.full(max_running, -1, np.int64)  # number of alternatives; -1: no logprobs
         self.num_ids = np.zeros(max_running, np.int64)
         self.ids = np.zeros((max_running, MAX_LOGPROBS), np.int64)
         self._prompt = np.full(max_running, -1, np.int64)
@@ -62,40 +63,40 @@ class LogprobTable:
         self.ids[slot, : len(params.logprob_token_ids)] = params.logprob_token_ids
 
     def of_output(self, plan: Plan) -> LogprobWidth | None:
-        """None if no sampling row asks."""
+        """The width of the output logprobs; None if no sampling row requests any."""
         slots = plan.slots[plan.samples]
         num_top = int(self.num_top[slots].max(initial=-1))
         return None if num_top < 0 else LogprobWidth(num_top, int(self.num_ids[slots].max()))
 
     def of_prompts(self, plan: Plan) -> list[LogprobRequest]:
-        """For each row that computes part of a prompt and asks; `index` counts the pass's tokens."""
-        found = []
+        """One entry for each row that computes part of a prompt and requests prompt logprobs."""
+        requests = []
         for row in np.flatnonzero(self._prompt[plan.slots] >= 0).tolist():
             slot, start = int(plan.slots[row]), int(plan.starts[row])
-            # The prompt's last token is followed by none of it.
+            # No prompt token follows the last one.
             count = min(int(plan.lengths[row]), int(self._prompt_tokens[slot]) - 1 - start)
             if count > 0:
                 index = int(plan.lengths[:row].sum())
-                found.append(LogprobRequest(row, index, count, start + 1, int(self._prompt[slot])))
-        return found
+                requests.append(LogprobRequest(row, index, count, start + 1, int(self._prompt[slot])))
+        return requests
 
 
-def split(ask: LogprobRequest, most: int = MOST_ROWS) -> Iterator[LogprobRequest]:
-    """The same in parts of which the logits are not too many at a time."""
-    for at in range(0, ask.count, most):
-        count = min(most, ask.count - at)
-        yield replace(ask, index=ask.index + at, count=count, first=ask.first + at)
+def split(request: LogprobRequest, max_rows: int = MAX_LOGIT_ROWS) -> Iterator[LogprobRequest]:
+    """The same request in parts of at most `max_rows` rows of logits."""
+    for at in range(0, request.count, max_rows):
+        count = min(max_rows, request.count - at)
+        yield replace(request, index=request.index + at, count=count, first=request.first + at)
 
 
-def numbers(logits: Tensor) -> Tensor:
-    """As float32, minus infinity for what is no number or below any that a model means: as the GPU's kernel has it."""
+def without_nan(logits: Tensor) -> Tensor:
+    """Logits in float32, with minus infinity for NaN and for values below -1e30, as in the GPU's kernel."""
     values = logits.float()
     return torch.where(values > -1e30, values, -torch.inf)
 
 
 def top_ids(logits: Tensor, count: int) -> Tensor:
-    """The ids [n, count] of the largest of `numbers` [n, V], best first, equals by lower id: which of these `topk`
-    takes, nobody says."""
+    """The ids [n, count] of the largest of `logits` [n, V], best first, ties by lower id, an order that `topk` does not
+    guarantee. `logits` must not contain NaN."""
     if not count:
         return torch.empty(len(logits), 0, dtype=torch.int64)
     least = logits.topk(count, dim=-1).values[:, -1:]
@@ -106,41 +107,42 @@ def top_ids(logits: Tensor, count: int) -> Tensor:
 
 
 def output_logprobs(
-    asks: LogprobTable, width: LogprobWidth, slots: npt.NDArray[np.int64], logits: Tensor
+    table: LogprobTable, width: LogprobWidth, slots: npt.NDArray[np.int64], logits: Tensor
 ) -> Callable[[npt.NDArray[np.int64]], Logprobs]:
-    """Reads logits [n, V] of these slots' rows before they are changed. What is returned is to be called with the
-    tokens [n] that were chosen."""
-    rows = np.flatnonzero(asks.num_top[slots] >= 0)
-    raw = numbers(logits[torch.from_numpy(rows)])
-    chances = raw.log_softmax(dim=-1)
-    ids = top_ids(raw, width.num_top)
-    asked = torch.from_numpy(asks.ids[slots[rows], : width.num_ids])
+    """Reads logits [n, V] of these slots before sampling changes them. Call the result with the sampled tokens [n]."""
+    rows = np.flatnonzero(table.num_top[slots] >= 0)
+    valid = without_nan(logits[torch.from_numpy(rows)])
+    logprobs = valid.log_softmax(dim=-1)
+    ids = top_ids(valid, width.num_top)
+    requested = torch.from_numpy(table.ids[slots[rows], : width.num_ids])
 
-    def told(tokens: npt.NDArray[np.int64]) -> Logprobs:
-        def column(of: Tensor) -> npt.NDArray[np.float32]:
+    def logprobs_of(tokens: npt.NDArray[np.int64]) -> Logprobs:
+        def columns(of: Tensor) -> npt.NDArray[np.float32]:
             found = np.zeros((len(slots), of.shape[1]), np.float32)
-            found[rows] = chances.gather(1, of).numpy()
+            found[rows] = logprobs.gather(1, of).numpy()
             return found
 
         all_ids = np.zeros((len(slots), width.num_top), np.int32)
         all_ids[rows] = ids.numpy()
-        chosen = column(torch.from_numpy(tokens[rows, None]))[:, 0]
-        return Logprobs(chosen, all_ids, column(ids), column(asked))
+        chosen = columns(torch.from_numpy(tokens[rows, None]))[:, 0]
+        return Logprobs(chosen, all_ids, columns(ids), columns(requested))
 
-    return told
+    return logprobs_of
 
 
 def prompt_runs(
-    asks: list[LogprobRequest], logits_of: Callable[[int, int], Tensor], tokens_of: Callable[[LogprobRequest], Tensor]
+    requests: list[LogprobRequest],
+    logits_of: Callable[[int, int], Tensor],
+    tokens_of: Callable[[LogprobRequest], Tensor],
 ) -> tuple[LogprobRun, ...]:
-    """What each part of a prompt was asked. `logits_of(index, count)` are those of the pass's tokens, `tokens_of` the
+    """The requested prompt logprobs. `logits_of(index, count)` are the logits of the batch's tokens, `tokens_of` the
     tokens that follow them."""
-    found = []
-    for ask in asks:
-        for part in split(ask):
-            raw = numbers(logits_of(part.index, part.count))
-            chances, ids = raw.log_softmax(dim=-1), top_ids(raw, part.num_top)
-            chosen = chances.gather(1, tokens_of(part)[:, None])[:, 0]
-            found.append(LogprobRun(part.row, part.first, chosen.numpy(), ids.int().numpy(),
-                                    chances.gather(1, ids).numpy()))  # fmt: skip
-    return tuple(found)
+    runs = []
+    for request in requests:
+        for part in split(request):
+            valid = without_nan(logits_of(part.index, part.count))
+            logprobs, ids = valid.log_softmax(dim=-1), top_ids(valid, part.num_top)
+            chosen = logprobs.gather(1, tokens_of(part)[:, None])[:, 0]
+            top = logprobs.gather(1, ids)
+            runs.append(LogprobRun(part.row, part.first, chosen.numpy(), ids.int().numpy(), top.numpy()))
+    return tuple(runs)

@@ -1,8 +1,8 @@
-"""Gumbel noise that depends on nothing but the seed, the position and the token id.
+"""Gumbel noise that depends only on the seed, the position and the token id.
 
-The largest of logit + Gumbel noise is a sample of the softmax. Because the noise is computed from counters and
-not drawn from a stream, a request gets the same tokens alone, in any batch, after a retraction and overlapped,
-and only the tokens that can win need any.
+The argmax of logits + Gumbel noise is a sample of the softmax. Because the noise is computed from counters and not
+drawn from a stream, a request gets the same tokens alone, in any batch, after a retraction and overlapped, and only the
+tokens that can win need noise.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def token_keys(vocab_size: int) -> Tensor:
 
 def gumbel(rows: Tensor, tokens: Tensor) -> Tensor:
     """Float32 noise of the broadcast of rows' and tokens' keys."""
-    # The end of splitmix64 on the joined keys; 64-bit products wrap as they should, shifts must be made logical.
+    # The end of splitmix64 on the combined keys. 64-bit multiplication wraps as needed; shifts must be made logical.
     mixed = (rows ^ tokens).mul_(int(_MIX_1.view(np.int64)))
     mixed ^= (mixed >> 32) & 0xFFFFFFFF
     mixed.mul_(int(_MIX_2.view(np.int64)))
-    # The half keeps 0 and 1 out of the logarithms. 23 bits: with one more, the largest value and the half would no
-    # longer fit a float32 and round up to 1, whose noise is infinite and beats even a token that is ruled out.
+    # Adding 0.5 keeps 0 and 1 out of the logarithms. 23 bits: with one more, the largest value plus 0.5 would not fit
+    # into a float32 and round up to 1, whose noise is infinite and would select even a masked token.
     uniform = ((mixed >> 41) & 0x7FFFFF).to(torch.float32).add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()

@@ -1,9 +1,9 @@
-"""The sampler: one token for every sampling row of a pass, each by its own parameters.
+"""The sampler: one token for every sampling row of a pass, each with its own parameters.
 
-Parameters are columns by slot, filled when a request joins, so that a pass picks its rows' values by indexing.
-A row pays for what it asks: greedy rows take the largest logit; only rows with a filter look for its threshold.
-The filters keep all scores from a threshold on, so equals stay together: temperature, then top-k, then top-p among
-what top-k left, and min-p.
+Parameters are columns by slot, filled when a request joins, so that a pass reads the values of its rows by indexing. A
+row costs only what it uses: greedy rows take the largest logit; only rows with a filter compute its threshold. The
+filters keep all scores at or above a threshold, so ties are kept or dropped together: temperature, then top-k, then
+top-p among the tokens that top-k keeps, and min-p.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.sampling.adjust import Adjustments, adjust_row, adjustments_of
+from paceline.sampling.adjust import LogitAdjustments, adjust_row, logit_adjustments
 from paceline.sampling.noise import gumbel, row_keys, token_keys
 from paceline.sampling.types import NO_TOKEN
 from paceline.scheduler.plan import Join
@@ -26,12 +26,12 @@ class Sampler:
         self._vocab_size = vocab_size
         self._token_keys = token_keys(vocab_size)
         self._temperature = np.zeros(max_running, np.float32)  # 0: greedy
-        self._top_k = np.zeros(max_running, np.int64)  # the vocabulary's size where it is off
+        self._top_k = np.zeros(max_running, np.int64)  # the vocabulary size if it is off
         self._top_p = np.ones(max_running, np.float32)
         self._min_p = np.zeros(max_running, np.float32)
         self._seed = np.zeros(max_running, np.int64)
         self._adjusted = np.zeros(max_running, np.bool_)
-        self._adjustments: list[Adjustments | None] = [None] * max_running
+        self._adjustments: list[LogitAdjustments | None] = [None] * max_running
 
     def join(self, join: Join) -> None:
         """A new request takes a slot: fills the slot's columns."""
@@ -41,27 +41,28 @@ class Sampler:
         self._top_p[slot] = params.top_p
         self._min_p[slot] = params.min_p
         self._seed[slot] = params.seed or 0
-        self._adjustments[slot] = adjustments_of(join, self._vocab_size)
+        self._adjustments[slot] = logit_adjustments(join, self._vocab_size)
         self._adjusted[slot] = self._adjustments[slot] is not None
 
     def sample(
         self, logits: Tensor, slots: Rows, positions: Rows, tokens: npt.NDArray[np.int32], masks: Tensor | None = None
     ) -> Rows:
-        """Tokens for logits [rows, vocab] of these slots, to stand at these positions; NO_TOKEN for a row whose largest
-        logit is not finite. May change `logits`.
+        """Tokens for logits [rows, vocab] of these slots at these positions; NO_TOKEN for a row whose largest logit is
+        not finite. May change `logits`.
 
-        `tokens` [slots, positions] are all tokens so far; `masks` [rows, vocab] is false where a token may not come.
+        `tokens` [slots, positions] are all tokens so far; `masks` [rows, vocab] is false for tokens that are not
+        allowed.
         """
         logits = logits.float()
         for row in np.flatnonzero(self._adjusted[slots]).tolist():
             by = self._adjustments[slots[row]]
-            assert by is not None, "the column says so"
+            assert by is not None, "a slot is marked as adjusted, but has no adjustments"
             adjust_row(logits[row].numpy(), tokens[slots[row], : positions[row]], by)
         if masks is not None:
             logits.masked_fill_(~masks, -torch.inf)
         finite = logits.amax(dim=-1).isfinite()
         if not finite.all():
-            # Chosen as if nothing were known, so that the others can be chosen beside them.
+            # These rows are sampled from equal logits, so that the others can be sampled in the same call.
             found = self._choose(logits.masked_fill(~finite[:, None], 0.0), slots, positions)
             found[~finite.numpy()] = NO_TOKEN
             return found
@@ -85,7 +86,7 @@ class Sampler:
         top_k, top_p, min_p = self._top_k[slots], self._top_p[slots], self._min_p[slots]
         free = (top_k == self._vocab_size) & (top_p == 1) & (min_p == 0)
         found = np.empty(len(slots), np.int64)
-        # Rows with a top-k sort so many candidates, rows with top-p alone all of them.
+        # Rows with top-k sort that many candidates, rows with top-p alone sort all of them.
         sorts = (top_k < self._vocab_size) | (top_p == 1)
         for rows in (free, ~free & sorts, ~free & ~sorts):
             if not rows.any():
@@ -99,8 +100,8 @@ class Sampler:
         return found
 
     def _draw_above(self, scores: Tensor, keys: Tensor, least: Tensor) -> Rows:
-        """One of each row's tokens whose score is at least `least` [rows, 1]; only they need noise."""
-        rows, ids = (scores >= least).nonzero(as_tuple=True)  # row by row, and none is empty
+        """Samples one token per row among those whose score is at least `least` [rows, 1]; only these need noise."""
+        rows, ids = (scores >= least).nonzero(as_tuple=True)  # ordered by row; every row has at least one
         noisy = (scores[rows, ids] + gumbel(keys[rows], self._token_keys[ids])).numpy()
         starts = np.searchsorted(rows.numpy(), np.arange(len(scores)))
         best = np.repeat(np.maximum.reduceat(noisy, starts), np.diff(starts, append=len(noisy)))
@@ -111,9 +112,9 @@ class Sampler:
 
 
 def _thresholds(scores: Tensor, top_k: Rows, top_p: npt.NDArray[np.float32], min_p: npt.NDArray[np.float32]) -> Tensor:
-    """The least score [rows, 1] that each row's filters keep."""
+    """The lowest score [rows, 1] that the filters of each row keep."""
     highest = scores.amax(dim=-1, keepdim=True)
-    floor = torch.from_numpy(min_p)[:, None].log()  # minus infinity where it is off
+    floor = torch.from_numpy(min_p)[:, None].log()  # minus infinity if it is off
     least = highest + floor
     some, vocab = top_k < scores.shape[1], scores.shape[1]
     cuts = some | (top_p < 1)
@@ -122,12 +123,12 @@ def _thresholds(scores: Tensor, top_k: Rows, top_p: npt.NDArray[np.float32], min
     width = vocab if (cuts & ~some).any() else int(top_k[some].max())
     best = scores.topk(width, dim=-1).values
     kth = best.gather(1, torch.from_numpy(np.minimum(top_k, width) - 1)[:, None])
-    # Equals of the k-th stay, so they count for top-p too: beyond the sorted ones they all have its score.
+    # Ties with the k-th are kept, so they count for top-p too. Those beyond the sorted ones all have its score.
     extra = ((scores == kth).sum(-1, keepdim=True) - (best == kth).sum(-1, keepdim=True)).double()
-    chances = (best - highest).double().exp().masked_fill_(best < kth, 0.0)
-    total = chances.sum(-1, keepdim=True) + extra * (kth - highest).double().exp()
-    # Up to and with the token that reaches top_p: what lies above a token must be less. The first always stays.
-    above = chances.cumsum(dim=-1) - chances
+    probs = (best - highest).double().exp().masked_fill_(best < kth, 0.0)
+    total = probs.sum(-1, keepdim=True) + extra * (kth - highest).double().exp()
+    # Kept up to and including the token that reaches top_p: the sum above it must be less. The first is always kept.
+    above = probs.cumsum(dim=-1) - probs
     share = torch.from_numpy(np.where(top_p < 1, top_p.astype(np.float64), np.inf))[:, None]
     kept = (above < share * total) & (best >= kth)
     kept[:, 0] = True

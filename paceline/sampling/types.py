@@ -1,4 +1,4 @@
-"""What passes between sampling and the engine: plain arrays, so that an executor without torch knows them too."""
+"""The types that sampling and the engine exchange: numpy arrays, so that an executor without torch can use them."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-NO_TOKEN = -1  # of a row whose logits are no numbers
-Bits = npt.NDArray[np.int32]  # [rows, words]: token t may come if bit t % 32 of word t // 32 is set
+NO_TOKEN = -1  # the token of a row whose logits contain NaN
+Bits = npt.NDArray[np.int32]  # [rows, words]: token t is allowed if bit t % 32 of word t // 32 is set
 
 
 class Masks(NamedTuple):
-    """Which tokens may come, for the rows of a pass that obey a grammar."""
+    """The allowed tokens of the rows that follow a grammar."""
 
-    rows: npt.NDArray[np.int64]  # of the sampling rows
+    rows: npt.NDArray[np.int64]  # indices into the sampling rows
     bits: Bits
 
 
-Chances = npt.NDArray[np.float32]
+LogprobArray = npt.NDArray[np.float32]
 
 
 class Logprobs(NamedTuple):
-    """Of the tokens that a pass chose, a row each. Each has as many columns as the one that asks most; what a row did
-    not ask for has no meaning."""
+    """Logprobs of the sampled tokens, one row each. The widest request decides the number of columns; columns that a
+    row did not request have no meaning."""
 
-    chosen: Chances  # [n]
-    top_ids: npt.NDArray[np.int32]  # [n, k]: the likeliest, best first, equals by lower id
-    top: Chances  # [n, k]
-    asked: Chances  # [n, m]: of the ids that were asked for
+    chosen: LogprobArray  # [n]
+    top_ids: npt.NDArray[np.int32]  # [n, k]: the most likely tokens, best first, ties by lower id
+    top: LogprobArray  # [n, k]
+    asked: LogprobArray  # [n, m]: of the requested ids
 
     def of_rows(self, rows: list[int]) -> Logprobs:
         return Logprobs(self.chosen[rows], self.top_ids[rows], self.top[rows], self.asked[rows])
 
 
 class LogprobRun(NamedTuple):
-    """Of one row of a plan: the prompt's tokens that stand at positions from `first` on."""
+    """Logprobs of one row of a plan: the prompt tokens at positions from `first` on."""
 
     row: int
     first: int
-    chosen: Chances  # [n]
-    ids: npt.NDArray[np.int32]  # [n, k]: the likeliest, best first
-    logprobs: Chances  # [n, k]
+    chosen: LogprobArray  # [n]
+    ids: npt.NDArray[np.int32]  # [n, k]: the most likely tokens, best first
+    logprobs: LogprobArray  # [n, k]

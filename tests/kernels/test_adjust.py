@@ -20,7 +20,7 @@ from paceline.kernels.adjust import (
     write_runs_reference,
 )
 from paceline.request import Request, SamplingParams
-from paceline.sampling.adjust import Adjustments, adjust_row, adjustments_of, seen_tokens
+from paceline.sampling.adjust import LogitAdjustments, adjust_row, logit_adjustments, token_counts
 
 VOCAB, LENGTH, SLOTS = 90, 40, 6
 RNG = np.random.default_rng(6)
@@ -47,11 +47,11 @@ def requests() -> list[tuple[Request, np.ndarray]]:
     return found
 
 
-def runs_of(slot: int, by: Adjustments | None, tokens: np.ndarray) -> list[Any]:
+def runs_of(slot: int, by: LogitAdjustments | None, tokens: np.ndarray) -> list[Any]:
     if by is None:
         return [(slot, 0, np.zeros(1, np.int32))]
-    penalties, seen = (by.repetition, by.frequency, by.presence), seen_tokens(tokens, by.num_prompt_tokens)
-    forbidden = (by.forbidden, by.until, by.prefixes)
+    penalties, seen = (by.repetition, by.frequency, by.presence), token_counts(tokens, by.num_prompt_tokens)
+    forbidden = (by.banned_ids, by.banned_until, by.banned_prefixes)
     return adjust_runs(slot, LENGTH, penalties, (by.bias_ids, by.bias), forbidden, seen, len(tokens))
 
 
@@ -62,7 +62,7 @@ def test_rows_are_adjusted_as_on_the_cpu_pass_after_pass(indexed: bool) -> None:
     plain.words.fill_(77)  # what an owner before has left there
     ours.words.fill_(77)
     slots = RNG.permutation(SLOTS)
-    adjustments = [adjustments_of(request, VOCAB) for request, _ in given]
+    adjustments = [logit_adjustments(request, VOCAB) for request, _ in given]
     packed = pack_runs([run for (_, tokens), by, slot in zip(given, adjustments, slots.tolist(), strict=True)
                         for run in runs_of(slot, by, tokens)])  # fmt: skip
     write_runs_reference(packed, plain)

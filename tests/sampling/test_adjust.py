@@ -1,4 +1,4 @@
-"""Penalties, biases and forbidden tokens are those of transformers' processors."""
+"""Penalties, biases and banned tokens equal those of the logits processors of transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
 )
 
 from paceline.request import InvalidRequest, Request, SamplingParams
-from paceline.sampling.adjust import FORBIDDEN, adjust_row, adjustments_of
+from paceline.sampling.adjust import BANNED_LOGIT, adjust_row, logit_adjustments
 from paceline.scheduler.plan import Join
 
 VOCAB = 50
@@ -25,7 +25,7 @@ LOGITS = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * 4
 
 def adjusted(bad_words: tuple[tuple[int, ...], ...] = (), **params: Any) -> np.ndarray:
     request = Request("a", np.array(PROMPT), SamplingParams(**params), bad_word_ids=bad_words)
-    by = adjustments_of(Join.of(request, 0), VOCAB)
+    by = logit_adjustments(Join.of(request, 0), VOCAB)
     assert by is not None
     logits = LOGITS[0].numpy().copy()
     adjust_row(logits, np.array(PROMPT + OUTPUT, np.int32), by)
@@ -33,18 +33,18 @@ def adjusted(bad_words: tuple[tuple[int, ...], ...] = (), **params: Any) -> np.n
 
 
 @pytest.mark.parametrize("penalty", [0.7, 1.3, 5.0])
-def test_repetition_is_that_of_transformers(penalty: float) -> None:
+def test_repetition_penalty_equals_transformers(penalty: float) -> None:
     expected = RepetitionPenaltyLogitsProcessor(penalty)(HISTORY, LOGITS.clone())[0]
     np.testing.assert_allclose(adjusted(repetition_penalty=penalty), expected, atol=1e-5)
 
 
-def test_frequency_and_presence_count_the_output_alone() -> None:
+def test_frequency_and_presence_penalties_count_only_the_output() -> None:
     counts = torch.bincount(torch.tensor(OUTPUT), minlength=VOCAB)
     expected = LOGITS[0] - 0.7 * counts - 1.1 * (counts > 0)
     np.testing.assert_allclose(adjusted(frequency_penalty=0.7, presence_penalty=1.1), expected, atol=1e-5)
 
 
-def test_bias_is_added_and_everything_together_comes_in_order() -> None:
+def test_bias_is_added_and_all_adjustments_apply_in_order() -> None:
     bias = {7: 3.5, 9: -20.0, 12: 100.0}
     processor = SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])
     np.testing.assert_allclose(adjusted(logit_bias=bias), processor(HISTORY, LOGITS.clone())[0], atol=1e-5)
@@ -55,7 +55,7 @@ def test_bias_is_added_and_everything_together_comes_in_order() -> None:
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-def test_bad_words_are_those_of_transformers() -> None:
+def test_bad_words_equal_transformers() -> None:
     words = (
         (5,),
         (49, 8),
@@ -68,13 +68,13 @@ def test_bad_words_are_those_of_transformers() -> None:
     known = [list(word) for word in words if all(token < VOCAB for token in word)]
     expected = NoBadWordsLogitsProcessor(known, eos_token_id=0)(HISTORY, LOGITS.clone())[0]
     found = adjusted(bad_words=words)
-    assert (found == np.float32(FORBIDDEN)).tolist() == expected.isneginf().tolist()
-    assert np.flatnonzero(found == np.float32(FORBIDDEN)).tolist() == [5, 6, 8, 13, 14]
+    assert (found == np.float32(BANNED_LOGIT)).tolist() == expected.isneginf().tolist()
+    assert np.flatnonzero(found == np.float32(BANNED_LOGIT)).tolist() == [5, 6, 8, 13, 14]
 
 
-def test_a_request_that_asks_nothing_is_left_alone() -> None:
+def test_a_request_without_adjustments_has_none() -> None:
     request = Request("a", np.array(PROMPT), SamplingParams(logit_bias={1000: 5}))
-    assert adjustments_of(Join.of(request, 0), VOCAB) is None
+    assert logit_adjustments(Join.of(request, 0), VOCAB) is None
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_request_that_asks_nothing_is_left_alone() -> None:
         ({"logprob_token_ids": [-1]}, "logprob_token_ids is -1: give token ids, from 0 up."),
     ],
 )
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_parameters_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         SamplingParams(**options)
     assert str(raised.value) == message

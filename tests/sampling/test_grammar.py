@@ -1,4 +1,4 @@
-"""What obeys a grammar is valid, however it is scheduled; what cannot be obeyed is refused; nobody waits for others."""
+"""Constrained outputs are valid however they are scheduled; invalid grammars are refused; no request delays another."""
 
 from __future__ import annotations
 
@@ -37,24 +37,26 @@ def make(**options: Any) -> LLM:
 
 
 def schemas(count: int) -> list[dict[str, Any]]:
-    """Bounded ones of varied features, the same every time."""
+    """Bounded schemas with varied features, the same every time."""
     rng = random.Random(5)
 
     def scalar() -> dict[str, Any]:
-        return rng.choice([
-            lambda: {"type": "string", "maxLength": rng.randint(0, 12)},
-            lambda: {"type": "string", "minLength": 2, "maxLength": 5},
-            lambda: {"type": "string", "pattern": rng.choice(["^[a-c]{1,4}$", "^(x|yz){2}$", "^[0-9]{3}-[A-F]$"])},
-            lambda: {"type": "string", "format": rng.choice(["date", "time", "ipv4", "uuid"])},
-            lambda: {"enum": rng.sample(["red", "green", 1, 2.5, None, True, "a\"b", "ü"], 3)},
-            lambda: {"const": rng.choice(["fixed", 42, None, False])},
-            lambda: {"type": "integer", "minimum": rng.randint(-50, 0), "maximum": rng.randint(1, 99)},
-            lambda: {"type": "integer", "exclusiveMinimum": 10, "exclusiveMaximum": 2000, "multipleOf": 5},
-            lambda: {"type": "number", "minimum": 0, "maximum": 1},
-            lambda: {"type": "boolean"},
-            lambda: {"type": "null"},
-            lambda: {"type": ["boolean", "null"]},
-        ])()  # fmt: skip
+        return rng.choice(
+            [
+                lambda: {"type": "string", "maxLength": rng.randint(0, 12)},
+                lambda: {"type": "string", "minLength": 2, "maxLength": 5},
+                lambda: {"type": "string", "pattern": rng.choice(["^[a-c]{1,4}$", "^(x|yz){2}$", "^[0-9]{3}-[A-F]$"])},
+                lambda: {"type": "string", "format": rng.choice(["date", "time", "ipv4", "uuid"])},
+                lambda: {"enum": rng.sample(["red", "green", 1, 2.5, None, True, 'a"b', "ü"], 3)},
+                lambda: {"const": rng.choice(["fixed", 42, None, False])},
+                lambda: {"type": "integer", "minimum": rng.randint(-50, 0), "maximum": rng.randint(1, 99)},
+                lambda: {"type": "integer", "exclusiveMinimum": 10, "exclusiveMaximum": 2000, "multipleOf": 5},
+                lambda: {"type": "number", "minimum": 0, "maximum": 1},
+                lambda: {"type": "boolean"},
+                lambda: {"type": "null"},
+                lambda: {"type": ["boolean", "null"]},
+            ]
+        )()
 
     def any_of(depth: int) -> dict[str, Any]:
         return {"anyOf": [schema(depth - 1), schema(depth - 1)]}
@@ -69,8 +71,12 @@ def schemas(count: int) -> list[dict[str, Any]]:
 
     def object_of(depth: int) -> dict[str, Any]:
         names = rng.sample(["a", "name", "älter", "x-y", "deep key", "n"], rng.randint(1, 4))
-        return {"type": "object", "properties": {name: schema(depth - 1) for name in names},
-                "required": rng.sample(names, rng.randint(0, len(names))), "additionalProperties": False}  # fmt: skip
+        return {
+            "type": "object",
+            "properties": {name: schema(depth - 1) for name in names},
+            "required": rng.sample(names, rng.randint(0, len(names))),
+            "additionalProperties": False,
+        }
 
     def schema(depth: int) -> dict[str, Any]:
         return scalar() if depth == 0 else rng.choice([any_of, array, fixed_array, object_of, object_of])(depth)
@@ -79,8 +85,13 @@ def schemas(count: int) -> list[dict[str, Any]]:
     for index in range(count):
         one = schema(index % 3)
         if index % 10 == 9:
-            one = {"$defs": {"part": scalar()}, "type": "object", "required": ["p", "q"], "additionalProperties": False,
-                   "properties": {"p": {"$ref": "#/$defs/part"}, "q": one}}  # fmt: skip
+            one = {
+                "$defs": {"part": scalar()},
+                "type": "object",
+                "required": ["p", "q"],
+                "additionalProperties": False,
+                "properties": {"p": {"$ref": "#/$defs/part"}, "q": one},
+            }
         found.append(one)
     return found
 
@@ -101,7 +112,7 @@ def is_prefix(grammars: Grammars, grammar: Grammar, tokens: list[int]) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens)
 
 
-def test_two_hundred_schemas_are_obeyed() -> None:
+def test_outputs_are_valid_for_two_hundred_schemas() -> None:
     with make() as llm:
         outputs = follow(llm)
         grammars = llm.engine.grammars
@@ -115,18 +126,18 @@ def test_two_hundred_schemas_are_obeyed() -> None:
                 assert output.finish_reason is FinishReason.LENGTH
                 assert is_prefix(grammars, Grammar.json_schema(schema), output.token_ids)
         assert ended > 150
-        assert not llm.engine.grammars._matchers, "nothing is followed any more"
+        assert not llm.engine.grammars._matchers, "no matcher is left"
 
 
 @pytest.mark.parametrize("options", [{"overlap": "off"}, {"overlap": "sync"}, {"max_running": 3, "kv_tokens": 1024}])
-def test_how_it_is_scheduled_changes_nothing(options: dict[str, Any]) -> None:
+def test_scheduling_does_not_change_constrained_outputs(options: dict[str, Any]) -> None:
     with make() as llm:
         expected = [output.token_ids for output in follow(llm, 60)]
     with make(**options) as llm:
         assert [output.token_ids for output in follow(llm, 60)] == expected
 
 
-def test_retracted_requests_go_on_obeying() -> None:
+def test_retracted_requests_continue_with_their_grammar() -> None:
     with make() as llm:
         expected = [output.token_ids for output in follow(llm, 40)]
     with make() as llm:
@@ -150,27 +161,27 @@ def llm() -> Any:
         yield made
 
 
-def answers(llm: LLM, grammar: Grammar, count: int = 8, **options: Any) -> list[RequestOutput]:
+def outputs_of(llm: LLM, grammar: Grammar, count: int = 8, **options: Any) -> list[RequestOutput]:
     return llm.generate(
         ["hello"] * count, [SamplingParams(grammar=grammar, seed=seed, **options) for seed in range(count)]
     )
 
 
-def test_a_regex_a_choice_a_grammar_and_any_object(llm: LLM) -> None:
-    for output in answers(llm, Grammar.regex(r"(\d{2}:){2}\d{2}( [ap]m)?")):
+def test_regex_choice_lark_grammar_and_json_object(llm: LLM) -> None:
+    for output in outputs_of(llm, Grammar.regex(r"(\d{2}:){2}\d{2}( [ap]m)?")):
         assert re.fullmatch(r"(\d{2}:){2}\d{2}( [ap]m)?", output.text) and output.finish_reason is FinishReason.STOP
-    assert {output.text for output in answers(llm, Grammar.choice(["yes", "no", 'per"haps']))} <= {
+    assert {output.text for output in outputs_of(llm, Grammar.choice(["yes", "no", 'per"haps']))} <= {
         "yes",
         "no",
         'per"haps',
     }
-    for output in answers(llm, Grammar.lark('start: pair{1,3}\npair: "(" NUMBER ")"\nNUMBER: /[0-9]{1,3}/')):
+    for output in outputs_of(llm, Grammar.lark('start: pair{1,3}\npair: "(" NUMBER ")"\nNUMBER: /[0-9]{1,3}/')):
         assert re.fullmatch(r"(\(\d{1,3}\)){1,3}", output.text)
-    for output in answers(llm, Grammar.json_object(), max_tokens=30):
+    for output in outputs_of(llm, Grammar.json_object(), max_tokens=30):
         assert output.text.lstrip().startswith("{")
 
 
-def test_rows_beside_it_say_what_they_would_say_alone(llm: LLM) -> None:
+def test_unconstrained_rows_in_the_same_batch_are_unchanged(llm: LLM) -> None:
     free = SamplingParams(seed=3, max_tokens=30, ignore_eos=True)
     alone = llm.generate("hello", free)[0].token_ids
     params = [free, SamplingParams(grammar=Grammar.regex("[a-f]{20}"), seed=1)]
@@ -179,30 +190,44 @@ def test_rows_beside_it_say_what_they_would_say_alone(llm: LLM) -> None:
     assert re.fullmatch("[a-f]{20}", together[1].text)
 
 
-def test_a_stop_string_ends_it_inside_a_string(llm: LLM) -> None:
+def test_a_stop_string_ends_a_constrained_output(llm: LLM) -> None:
     schema = Grammar.json_schema({"type": "string", "minLength": 30, "maxLength": 40, "pattern": "^[ab]*$"})
-    for output in answers(llm, schema, stop=("aba", "bab")):
+    for output in outputs_of(llm, schema, stop=("aba", "bab")):
         assert output.finish_reason is FinishReason.STOP
         assert "aba" not in output.text and "bab" not in output.text and len(output.text) < 40
         assert output.text.startswith('"')
 
 
-def test_logits_may_be_adjusted_beside_a_grammar(llm: LLM) -> None:
-    """Also when nothing else is left to say than what is forbidden."""
+def test_logits_can_be_adjusted_together_with_a_grammar(llm: LLM) -> None:
+    """Also if the grammar allows only banned tokens."""
     only = llm.tokenizer.encode("a")[0]
-    for output in answers(llm, Grammar.regex("a{5}"), logit_bias={only: -100}, bad_words=("a",), min_tokens=30,
-                          frequency_penalty=2.0, max_tokens=50):  # fmt: skip
+    for output in outputs_of(
+        llm,
+        Grammar.regex("a{5}"),
+        logit_bias={only: -100},
+        bad_words=("a",),
+        min_tokens=30,
+        frequency_penalty=2.0,
+        max_tokens=50,
+    ):
         assert output.text == "aaaaa"
 
 
 @pytest.mark.parametrize(
     "grammar",
-    [Grammar.regex("("), Grammar.regex("((a{300}){300})"), Grammar.lark("start: missing"), Grammar.lark("no grammar"),
-     Grammar.json_schema("{"), Grammar.json_schema('"text"'), Grammar.json_schema({"type": "colour"}),
-     Grammar("json_schema", "[" * 100_000)],
+    [
+        Grammar.regex("("),
+        Grammar.regex("((a{300}){300})"),
+        Grammar.lark("start: missing"),
+        Grammar.lark("no grammar"),
+        Grammar.json_schema("{"),
+        Grammar.json_schema('"text"'),
+        Grammar.json_schema({"type": "colour"}),
+        Grammar("json_schema", "[" * 100_000),
+    ],
     ids=str,
-)  # fmt: skip
-def test_what_cannot_be_obeyed_is_refused(llm: LLM, grammar: Grammar) -> None:
+)
+def test_invalid_grammar_is_refused(llm: LLM, grammar: Grammar) -> None:
     with pytest.raises(InvalidRequest, match=r"^grammar "):
         llm.generate("hello", SamplingParams(grammar=grammar, max_tokens=3))
     assert llm.generate("hello", SamplingParams(max_tokens=3))[0].token_ids
@@ -223,7 +248,7 @@ class Sink:
         self.ended.set()
 
 
-def test_who_waits_for_a_grammar_holds_nobody_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_waits_for_its_grammar_delays_no_other(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = llm.engine
     later: Future[Any] = Future()
     compiled = engine.grammars.compile(Grammar.choice(["left", "right"])).result()
@@ -241,7 +266,7 @@ def test_who_waits_for_a_grammar_holds_nobody_up(llm: LLM, monkeypatch: pytest.M
     assert waiting.ended.wait(30) and waiting.last.finish_reason is FinishReason.STOP
 
 
-def test_who_waits_too_long_for_a_grammar_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_compiles_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars, go_on = Grammars(synthetic_tokenizer(300), 300), threading.Event()
     monkeypatch.setattr("paceline.sampling.grammar.MAX_COMPILE_S", 0.01)
     compile_now = grammars._compile
@@ -250,11 +275,11 @@ def test_who_waits_too_long_for_a_grammar_is_told(monkeypatch: pytest.MonkeyPatc
         grammars.compile(Grammar.regex("a")).result(30)
     go_on.set()
     monkeypatch.setattr("paceline.sampling.grammar.MAX_COMPILE_S", 30)
-    assert grammars.compile(Grammar.regex("a")).result(30), "it may be tried again"
+    assert grammars.compile(Grammar.regex("a")).result(30), "it can be tried again"
     grammars.close()
 
 
-def test_a_wrong_grammar_that_took_its_time_is_a_refusal(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_fails_after_submission_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     later: Future[Any] = Future()
     monkeypatch.setattr(llm.engine.grammars, "compile", lambda grammar: later)
     sink = Sink()
@@ -263,7 +288,7 @@ def test_a_wrong_grammar_that_took_its_time_is_a_refusal(llm: LLM, monkeypatch: 
     assert sink.ended.wait(30) and isinstance(sink.last, InvalidRequest)
 
 
-def test_an_engine_that_closes_answers_those_who_wait_for_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_the_engine_ends_requests_that_wait_for_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     sink = Sink()
     with make() as llm:
         monkeypatch.setattr(llm.engine.grammars, "compile", lambda grammar: Future())
@@ -271,8 +296,8 @@ def test_an_engine_that_closes_answers_those_who_wait_for_grammars(monkeypatch: 
     assert sink.ended.is_set() and sink.last.finish_reason is FinishReason.ABORT
 
 
-class Held:
-    """The third masks that are computed beside an engine take until they are let go."""
+class BlockedMasks:
+    """Blocks the third computation of masks until `go_on` is set."""
 
     def __init__(self, engine: Engine) -> None:
         self.go_on, self.count = threading.Event(), 0
@@ -285,8 +310,8 @@ class Held:
         self._fill(matchers, bits)
 
 
-class Telling(Sink):
-    """Calls back with its third token: on the engine's thread, when the third masks were started."""
+class CallingSink(Sink):
+    """Calls back with its third token: on the engine's thread, after the third masks were started."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         super().__init__()
@@ -303,11 +328,11 @@ class Telling(Sink):
 LETTERS = SamplingParams(grammar=Grammar.regex("[a-f]{20}"), seed=1)
 
 
-def test_one_that_is_aborted_while_its_masks_are_computed_harms_no_other() -> None:
+def test_aborting_a_request_while_its_masks_are_computed_changes_no_other() -> None:
     with make() as llm:
         engine = llm.engine
         expected = llm.generate("hello", LETTERS)[0].token_ids
-        held, gone = Held(engine), Sink()
+        held, gone = BlockedMasks(engine), Sink()
         detach, ended = engine.grammars.detach, []
 
         def detaching(request: Any) -> None:
@@ -319,7 +344,7 @@ def test_one_that_is_aborted_while_its_masks_are_computed_harms_no_other() -> No
             engine.abort(next(key for key, live in engine._outputs.active.items() if live.sink is gone))
 
         engine._outputs._on_finished = detaching
-        stays = Telling(abort)
+        stays = CallingSink(abort)
         engine.submit_all([Job(engine.encode(text), LETTERS) for text in ("hello", "world")], [stays, gone])
         assert gone.ended.wait(30) and gone.last.finish_reason is FinishReason.ABORT
         assert stays.ended.wait(30) and stays.last.finish_reason is FinishReason.STOP
@@ -328,16 +353,16 @@ def test_one_that_is_aborted_while_its_masks_are_computed_harms_no_other() -> No
         assert not engine.grammars._matchers
 
 
-def test_an_engine_is_closed_while_masks_are_computed() -> None:
+def test_closing_the_engine_waits_for_masks() -> None:
     engine = make().engine
-    held, closer = Held(engine), threading.Thread(target=engine.close)
+    held, closer = BlockedMasks(engine), threading.Thread(target=engine.close)
 
     def close() -> None:
         closer.start()
         while not engine._closing:
             time.sleep(0.001)
 
-    sink = Telling(close)
+    sink = CallingSink(close)
     engine.submit(Job(engine.encode("hello"), LETTERS), sink)
     assert sink.ended.wait(30) and sink.last.finish_reason is FinishReason.ABORT
     closer.join(0.05)
@@ -349,25 +374,25 @@ def test_an_engine_is_closed_while_masks_are_computed() -> None:
     assert engine.failure is None and engine.grammars._worker is None
 
 
-def test_masks_that_cannot_be_computed_end_everything_with_an_answer() -> None:
+def test_failing_masks_end_all_requests_with_an_error() -> None:
     with make() as llm:
         engine, sink = llm.engine, Sink()
         fill = engine.grammars._fill
 
         def breaking(matchers: Any, bits: Any) -> None:
             if threading.current_thread().name == "paceline-masks":
-                raise MemoryError("no room for masks")
+                raise MemoryError("no memory for masks")
             fill(matchers, bits)
 
         engine.grammars._fill = breaking  # type: ignore[method-assign]
         engine.submit(Job(engine.encode("hello"), LETTERS), sink)
         assert sink.ended.wait(30) and sink.last.finish_reason is FinishReason.ERROR
-        assert sink.last.error == "MemoryError: no room for masks"
-        with pytest.raises(EngineFailed, match="no room for masks"):
+        assert sink.last.error == "MemoryError: no memory for masks"
+        with pytest.raises(EngineFailed, match="no memory for masks"):
             engine.submit(Job(engine.encode("hello"), LETTERS), Sink())
 
 
-def test_masks_that_were_started_are_those_that_are_computed_at_once() -> None:
+def test_started_masks_equal_masks_computed_directly() -> None:
     grammars = Grammars(synthetic_tokenizer(4096), 4096)
     requests = [Request(str(index), np.arange(3), SamplingParams()) for index in range(20)]
     for request, schema in zip(requests, SCHEMAS, strict=False):
@@ -375,32 +400,42 @@ def test_masks_that_were_started_are_those_that_are_computed_at_once() -> None:
             grammars.attach(request, grammars.compile(Grammar.json_schema(schema)).result())
     sampled = requests[:5] + requests[6:]
 
-    def room(rows: int, words: int) -> Any:
+    def buffer(rows: int, words: int) -> Any:
         return np.zeros((rows, words), np.int32)
 
-    expected = grammars.masks(sampled, room)
-    grammars.start_masks(sampled, room)
+    expected = grammars.masks(sampled, buffer)
+    grammars.start_masks(sampled, buffer)
     for request in requests[:10]:
         grammars.detach(request)
     found = grammars.wait_masks()
     assert np.array_equal(found.rows, expected.rows) and len(found.rows) == 18
     assert np.array_equal(found.bits, expected.bits) and found.bits.any(axis=1).all()
-    grammars.start_masks(sampled, room)
+    grammars.start_masks(sampled, buffer)
     assert len(grammars.wait_masks().rows) == 10
     grammars.close()
 
 
 @pytest.mark.parametrize(
     ("pattern", "count"),
-    [("abc", 1), ("a{3}", 3), ("(a{3}b){4}", 12), ("((a{2}){3}|b{50}){2}", 100), (r"\(a{3}\){2}", 3), ("[({]{7}", 7),
-     ("a{2,9}", 9), ("a{4,}", 4), ("(a)(b{5})c{2}", 5), ("a)b{3}", 3)],
-)  # fmt: skip
-def test_repeats_are_counted(pattern: str, count: int) -> None:
+    [
+        ("abc", 1),
+        ("a{3}", 3),
+        ("(a{3}b){4}", 12),
+        ("((a{2}){3}|b{50}){2}", 100),
+        (r"\(a{3}\){2}", 3),
+        ("[({]{7}", 7),
+        ("a{2,9}", 9),
+        ("a{4,}", 4),
+        ("(a)(b{5})c{2}", 5),
+        ("a)b{3}", 3),
+    ],
+)
+def test_repetitions_of_a_pattern_are_counted(pattern: str, count: int) -> None:
     assert num_repeats(pattern) == count
 
 
 def masks_along(grammars: Grammars, grammar: Grammar, count: int) -> list[np.ndarray]:
-    """The masks of an answer of random tokens."""
+    """The masks along an output of random allowed tokens."""
     rng, matcher, masks = random.Random(3), grammars.compile(grammar).result().deep_copy(), []
     while len(masks) < count and not matcher.is_stopped():
         masks.append(np.frombuffer(matcher.compute_bitmask(), np.uint8))
@@ -408,7 +443,7 @@ def masks_along(grammars: Grammars, grammar: Grammar, count: int) -> list[np.nda
     return masks
 
 
-def test_token_classes_change_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_classes_do_not_change_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = synthetic_tokenizer(4096)
     ours, plain = Grammars(tokenizer, 4096), Grammars(tokenizer, 4096)
     found = [
@@ -422,10 +457,18 @@ def test_token_classes_change_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
         assert np.array_equal(masks_along(plain, grammar, 40), masks)
 
 
-def spelt_by_pieces() -> Tokenizer:
-    """As SentencePiece has it: a space before every text, and bytes for what is in no piece."""
-    tokens = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *'▁abcdefghijklmnopqrstuvwxyz{}":,',
-              "na", "me", "name", "▁na"]  # fmt: skip
+def sentence_piece_tokenizer() -> Tokenizer:
+    """Like SentencePiece: a space before every text, and bytes for characters that are in no piece."""
+    tokens = [
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *'▁abcdefghijklmnopqrstuvwxyz{}":,',
+        "na",
+        "me",
+        "name",
+        "▁na",
+    ]
     merges = [("n", "a"), ("m", "e"), ("na", "me"), ("▁", "na")]
     core = tokenizers.Tokenizer(
         models.BPE({token: index for index, token in enumerate(tokens)}, merges, byte_fallback=True)
@@ -439,10 +482,10 @@ def spelt_by_pieces() -> Tokenizer:
 
 
 @pytest.mark.parametrize(
-    "make_tokenizer", [lambda: synthetic_tokenizer(4096), spelt_by_pieces], ids=["bytes", "pieces"]
+    "make_tokenizer", [lambda: synthetic_tokenizer(4096), sentence_piece_tokenizer], ids=["bytes", "pieces"]
 )
 @pytest.mark.parametrize("padding", [0, 100])
-def test_what_a_mask_allows_is_taken_also_where_a_model_has_more_ids_than_its_tokenizer(
+def test_allowed_tokens_are_accepted_if_the_model_has_more_ids_than_its_tokenizer(
     make_tokenizer: Callable[[], Tokenizer], padding: int
 ) -> None:
     tokenizer = make_tokenizer()
@@ -454,18 +497,18 @@ def test_what_a_mask_allows_is_taken_also_where_a_model_has_more_ids_than_its_to
     ):
         request = Request("a", np.arange(3), SamplingParams())
         grammars.attach(request, grammars.compile(grammar).result())
-        said: list[int] = []
-        while not (tokenizer.eos_ids & set(said)):
+        generated: list[int] = []
+        while not (tokenizer.eos_ids & set(generated)):
             mask = grammars.masks([request], lambda rows, words: np.zeros((rows, words), np.int32)).bits[0]
-            may_come = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-            assert len(may_come) and may_come[-1] < tokenizer.vocab_size
-            said.append(int(may_come[0]))
-            assert not grammars.advance(Updates((request,), np.array(said[-1:], np.int32), (), frozenset()))
-        assert json.loads(tokenizer.bytes_of(said, tokenizer.special_ids)) == expected
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            assert len(allowed) and allowed[-1] < tokenizer.vocab_size
+            generated.append(int(allowed[0]))
+            assert not grammars.advance(Updates((request,), np.array(generated[-1:], np.int32), (), frozenset()))
+        assert json.loads(tokenizer.bytes_of(generated, tokenizer.special_ids)) == expected
     grammars.close()
 
 
-def test_llguidance_has_the_same_tokens() -> None:
+def test_llguidance_tokenizes_as_we_do() -> None:
     tokenizer = synthetic_tokenizer(4096)
     grammars = Grammars(tokenizer, 4096)
     grammars.compile(Grammar.regex("a")).result()
@@ -477,7 +520,7 @@ def test_llguidance_has_the_same_tokens() -> None:
         assert theirs.decode_bytes([index]) == tokenizer.token_bytes(index).removeprefix(b"\xff")
 
 
-def test_what_is_set_up_ahead_serves_the_first_grammar() -> None:
+def test_set_up_is_used_by_the_first_grammar() -> None:
     grammars = Grammars(synthetic_tokenizer(512), 512)
     grammars.set_up()
     ahead = grammars._ll_tokenizer
@@ -486,7 +529,7 @@ def test_what_is_set_up_ahead_serves_the_first_grammar() -> None:
     grammars.close()
 
 
-def test_a_tokenizer_that_llguidance_does_not_know_is_said() -> None:
+def test_a_tokenizer_that_llguidance_does_not_support_is_refused() -> None:
     core = tokenizers.Tokenizer(models.BPE({"</s>": 0, "▁": 1, "a": 2}, []))
     core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     grammars = Grammars(Tokenizer(core, eos_ids=(0,)), 3)

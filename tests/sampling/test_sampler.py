@@ -1,4 +1,4 @@
-"""What is drawn has the right distribution, and depends on seed and position alone."""
+"""Samples have the exact distribution, and depend only on seed and position."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1)) * 2
 
 
 def exact(params: SamplingParams) -> np.ndarray:
-    """The distribution written out: temperature, then top-k, then top-p, then min-p."""
+    """The distribution by its definition: temperature, then top-k, then top-p, then min-p."""
     scores = LOGITS.double().numpy() / params.temperature
     order = np.argsort(-scores)[: params.top_k]
-    chances = np.exp(scores[order] - scores.max())
-    chances /= chances.sum()
-    keep = int(np.searchsorted(chances.cumsum(), params.top_p - 1e-12)) + 1
-    chances[keep:] = 0
-    chances[chances < params.min_p * chances.max()] = 0
+    probs = np.exp(scores[order] - scores.max())
+    probs /= probs.sum()
+    keep = int(np.searchsorted(probs.cumsum(), params.top_p - 1e-12)) + 1
+    probs[keep:] = 0
+    probs[probs < params.min_p * probs.max()] = 0
     result = np.zeros(VOCAB)
-    result[order] = chances / chances.sum()
+    result[order] = probs / probs.sum()
     return result
 
 
@@ -45,11 +45,21 @@ def draw(params: SamplingParams, seeds: np.ndarray, positions: np.ndarray) -> np
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"temperature": 0.5}, {"temperature": 3.0}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 12, "top_p": 0.8},
-     {"top_k": 1000}, {"temperature": 0.7, "top_k": 20, "top_p": 0.95},
-     {"min_p": 0.1}, {"min_p": 0.05, "top_k": 10, "temperature": 1.5}, {"min_p": 0.2, "top_p": 0.9}],
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 3.0},
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"top_k": 12, "top_p": 0.8},
+        {"top_k": 1000},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.95},
+        {"min_p": 0.1},
+        {"min_p": 0.05, "top_k": 10, "temperature": 1.5},
+        {"min_p": 0.2, "top_p": 0.9},
+    ],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("along", ["seeds", "positions"])
 def test_draws_follow_the_exact_distribution(options: dict[str, Any], along: str) -> None:
     params, many, one = SamplingParams(**options), np.arange(DRAWS), np.full(DRAWS, 7)
@@ -65,12 +75,18 @@ def test_draws_follow_the_exact_distribution(options: dict[str, Any], along: str
     assert chi2 < freedom + 4 * math.sqrt(2 * max(freedom, 1))
 
 
-def test_a_row_is_drawn_the_same_in_any_company() -> None:
+def test_a_row_is_sampled_the_same_in_any_batch() -> None:
     sampler = Sampler(VOCAB, 8)
-    kinds = [SamplingParams(seed=5), SamplingParams(temperature=0), SamplingParams(top_k=3, seed=1),
-             SamplingParams(top_p=0.5, seed=2), SamplingParams(temperature=0),
-             SamplingParams(top_k=9, top_p=0.9, seed=5), SamplingParams(temperature=2, seed=3),
-             SamplingParams(seed=5)]  # fmt: skip
+    kinds = [
+        SamplingParams(seed=5),
+        SamplingParams(temperature=0),
+        SamplingParams(top_k=3, seed=1),
+        SamplingParams(top_p=0.5, seed=2),
+        SamplingParams(temperature=0),
+        SamplingParams(top_k=9, top_p=0.9, seed=5),
+        SamplingParams(temperature=2, seed=3),
+        SamplingParams(seed=5),
+    ]
     for slot, params in enumerate(kinds):
         sampler.join(Join.of(Request(str(slot), np.array([1]), params), slot))
     logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(2))
@@ -84,7 +100,7 @@ def test_a_row_is_drawn_the_same_in_any_company() -> None:
 
 
 @pytest.mark.parametrize("nothing", [math.nan, math.inf, -math.inf])
-def test_rows_without_a_number_have_no_token_and_harm_no_other(nothing: float) -> None:
+def test_rows_without_finite_logits_get_no_token_and_change_no_other_row(nothing: float) -> None:
     kinds: list[dict[str, Any]] = [{"temperature": 0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}]
     sampler = Sampler(VOCAB, 2 * len(kinds))
     for slot in range(2 * len(kinds)):
@@ -99,8 +115,8 @@ def test_rows_without_a_number_have_no_token_and_harm_no_other(nothing: float) -
     assert found[::2].tolist() == alone[::2]
 
 
-def test_neighbouring_seeds_and_positions_are_unrelated() -> None:
-    """Equal draws are as frequent as chance has it, so no request repeats another's noise."""
+def test_neighbouring_seeds_and_positions_are_independent() -> None:
+    """Equal samples are as frequent as by coincidence, so no request repeats another's noise."""
     params, same = SamplingParams(), float((exact(SamplingParams()) ** 2).sum())
     base = draw(params, np.full(DRAWS, 3), np.arange(DRAWS))
     for other in (
@@ -110,7 +126,7 @@ def test_neighbouring_seeds_and_positions_are_unrelated() -> None:
         assert abs(float((base == other).mean()) - same) < 5 * math.sqrt(same * (1 - same) / DRAWS)
 
 
-def test_stop_ids_cannot_come_before_min_tokens() -> None:
+def test_stop_ids_are_banned_before_min_tokens() -> None:
     best = int(LOGITS.argmax())
     sampler = Sampler(VOCAB, 1)
     request = Request("a", np.zeros(10, np.int32), SamplingParams(temperature=0, min_tokens=3))
@@ -120,7 +136,7 @@ def test_stop_ids_cannot_come_before_min_tokens() -> None:
     found = [
         int(sampler.sample(LOGITS[None].clone(), np.array([0]), np.array([at]), history)[0]) for at in (10, 11, 12, 13)
     ]
-    # The first output token stands at position 10; the third may be the end.
+    # The first output token is at position 10; the third can be the end.
     assert [token == best for token in found] == [False, False, True, True]
 
 
@@ -142,13 +158,13 @@ def test_stop_ids_cannot_come_before_min_tokens() -> None:
         ({"stop_token_ids": (-1,)}, "stop_token_ids is -1: give token ids, from 0 up."),
     ],
 )
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_parameters_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         SamplingParams(**options)
     assert str(raised.value) == message
 
 
-def test_stop_may_be_one_string() -> None:
+def test_stop_can_be_one_string() -> None:
     assert SamplingParams(stop="END").stop == ("END",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
 

@@ -22,7 +22,7 @@ from paceline.kernels.adjust import adjust_runs, pack_runs
 from paceline.kernels.decode_units import NOTHING_SHARED, SharedUnits, shared_units
 from paceline.kernels.extend_tiles import SharedTiles, SplitRule, extend_tiles, extend_units, shared_tiles
 from paceline.kernels.slot_state import pack_diff, sampling_words
-from paceline.sampling.adjust import adjustments_of, seen_tokens
+from paceline.sampling.adjust import logit_adjustments, token_counts
 from paceline.sampling.logprobs import LogprobTable, LogprobWidth
 from paceline.scheduler.plan import Join, Plan
 
@@ -295,11 +295,11 @@ class PlanPacker:
         """What the device must write of new owners' adjustments; of most plans nothing."""
         runs: list[tuple[int, int, Column]] = []
         for join in plan.joins:
-            by = adjustments_of(join, self._vocab_size)
+            by = logit_adjustments(join, self._vocab_size)
             if by is not None:
                 runs += adjust_runs(
                     join.slot, self._max_length, (by.repetition, by.frequency, by.presence), (by.bias_ids, by.bias),
-                    (by.forbidden, by.until, by.prefixes), seen_tokens(join.tokens, by.num_prompt_tokens),
+                    (by.banned_ids, by.banned_until, by.banned_prefixes), token_counts(join.tokens, by.num_prompt_tokens),
                     len(join.tokens),
                 )  # fmt: skip
             elif self._adjusted[join.slot]:

@@ -37,7 +37,7 @@ from paceline.kernels.logprobs import (
 )
 from paceline.kernels.sampling import SampleWorkspace, sample
 from paceline.kernels.slot_state import SlotState
-from paceline.sampling.logprobs import MOST_ROWS, LogprobRequest, LogprobWidth, split
+from paceline.sampling.logprobs import MAX_LOGIT_ROWS, LogprobRequest, LogprobWidth, split
 from paceline.sampling.types import Bits, LogprobRun, Logprobs, Masks
 
 
@@ -159,7 +159,7 @@ class CudaSampling:
         """For rows of these slots, part by part: `logits_of` is overwritten by its next call."""
         found = []
         for ask, slot in zip(asks, slots, strict=True):
-            for part in split(ask, min(MOST_ROWS, self.results.shape[1])):
+            for part in split(ask, min(MAX_LOGIT_ROWS, self.results.shape[1])):
                 chances = logits_of(part.index, part.count).float().log_softmax(dim=-1)
                 tokens = self._state.token_pool[slot, part.first : part.first + part.count].long()
                 top, top_ids = _top(chances, part.num_top)

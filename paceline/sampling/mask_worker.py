@@ -1,8 +1,8 @@
-"""A thread beside the engine's, for calls that leave Python's lock to others while they work.
+"""A thread that computes masks while the engine's thread continues, for calls that release the GIL.
 
-What costs is handing over: a thread that wants Python's lock gets it when its holder blocks, or after 5 ms. So `start`
-blocks until the call has begun and goes on as soon as it lets go of the lock. Bare locks do that in two switches of
-threads; a future in a pool would begin whenever the engine's thread blocks next, which is when it wants the result.
+The cost is in the hand-over: a thread that waits for the GIL gets it when its holder blocks, or after 5 ms. So `start`
+blocks until the call has begun, and returns as soon as the call releases the GIL. Bare locks do that in two thread
+switches; a future in a pool would begin when the engine's thread blocks next, which is when it needs the result.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ import threading
 from collections.abc import Callable
 
 
-class Worker:
-    """One call at a time: `start`, then `wait`. Both on one thread, `close` on any, when nobody else is left."""
+class MaskWorker:
+    """Runs one call at a time: `start`, then `wait`, on the same thread. `close` can be called on any thread, last."""
 
     def __init__(self, name: str) -> None:
         self._call: Callable[[], None] | None = None
         self._error: BaseException | None = None
         self._is_busy = False  # from `start` to `wait`
-        # Each is passed on by releasing it: taken from the start, and taken again by whoever was waiting.
+        # Each lock is a signal: acquired from the start, released to signal, acquired again by the waiting thread.
         self._asked, self._began, self._done = (threading.Lock() for _ in range(3))
         for lock in (self._asked, self._began, self._done):
             lock.acquire()
-        # One that waits when the interpreter goes away must not keep it; one that works is waited for by `close`.
+        # A daemon, so that an idle thread does not keep the interpreter alive; `close` waits for a running call.
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def start(self, call: Callable[[], None]) -> None:
-        assert not self._is_busy, "a call was started before the one before was waited for"
+        assert not self._is_busy, "a call was started before the previous one was waited for"
         self._is_busy, self._call = True, call
         self._asked.release()
         self._began.acquire()
 
     def wait(self) -> None:
-        """Blocks until the call has returned. What it raised is raised here."""
+        """Blocks until the call has returned. Raises what the call raised."""
         assert self._is_busy, "no call was started"
         self._done.acquire()
         self._is_busy = False
@@ -42,7 +42,7 @@ class Worker:
             raise error
 
     def close(self) -> None:
-        """Ends the thread, after the call that is under way."""
+        """Ends the thread after the running call."""
         self._call = None
         self._asked.release()
         self._thread.join()
@@ -56,7 +56,7 @@ class Worker:
             self._began.release()
             try:
                 call()
-            except BaseException as error:  # a panic of llguidance is one; whoever waits must be told
+            except BaseException as error:  # includes a panic of llguidance; `wait` raises it
                 self._error = error
-            del call  # it keeps requests' grammars alive; nothing may while the thread is idle
+            del call  # an idle thread must not keep the grammars of requests alive
             self._done.release()

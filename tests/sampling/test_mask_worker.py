@@ -1,4 +1,4 @@
-"""A worker begins at once, tells what went wrong, and ends when it is asked to."""
+"""The mask worker begins a call at once, raises its errors, and ends when it is closed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.sampling.worker import Worker
+from paceline.sampling.mask_worker import MaskWorker
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
-    made = Worker("a-worker")
+def worker() -> Iterator[MaskWorker]:
+    made = MaskWorker("a-worker")
     yield made
     made.close()
     assert not any(thread.name == "a-worker" for thread in threading.enumerate())
@@ -24,7 +24,7 @@ def until(go_on: threading.Event, ended: threading.Event) -> None:
     ended.set()
 
 
-def test_calls_run_on_one_other_thread_and_are_waited_for(worker: Worker) -> None:
+def test_calls_run_on_one_other_thread_and_are_waited_for(worker: MaskWorker) -> None:
     seen: list[str] = []
     for _ in range(100):
         worker.start(lambda: seen.append(threading.current_thread().name))
@@ -32,7 +32,7 @@ def test_calls_run_on_one_other_thread_and_are_waited_for(worker: Worker) -> Non
     assert seen == ["a-worker"] * 100
 
 
-def test_starting_returns_while_the_call_is_under_way(worker: Worker) -> None:
+def test_start_returns_while_the_call_runs(worker: MaskWorker) -> None:
     go_on, ended = threading.Event(), threading.Event()
     worker.start(lambda: until(go_on, ended))
     assert not ended.is_set()
@@ -41,7 +41,7 @@ def test_starting_returns_while_the_call_is_under_way(worker: Worker) -> None:
     assert ended.is_set()
 
 
-def test_what_a_call_raises_is_raised_once_where_it_is_waited_for(worker: Worker) -> None:
+def test_wait_raises_the_error_of_the_call_once(worker: MaskWorker) -> None:
     class Panic(BaseException):
         pass
 
@@ -55,7 +55,7 @@ def test_what_a_call_raises_is_raised_once_where_it_is_waited_for(worker: Worker
     worker.wait()
 
 
-def test_nothing_is_kept_when_the_call_is_over(worker: Worker) -> None:
+def test_a_finished_call_is_released(worker: MaskWorker) -> None:
     kept = threading.Event()
     gone = weakref.ref(kept)
     worker.start(kept.set)
@@ -64,17 +64,17 @@ def test_nothing_is_kept_when_the_call_is_over(worker: Worker) -> None:
     assert gone() is None
 
 
-def test_one_call_at_a_time(worker: Worker) -> None:
+def test_one_call_at_a_time(worker: MaskWorker) -> None:
     with pytest.raises(AssertionError, match="no call was started"):
         worker.wait()
     worker.start(lambda: None)
-    with pytest.raises(AssertionError, match="before the one before was waited for"):
+    with pytest.raises(AssertionError, match="before the previous one was waited for"):
         worker.start(lambda: None)
     worker.wait()
 
 
-def test_closing_waits_for_the_call_under_way_and_for_no_other() -> None:
-    worker, go_on, ended = Worker("a-worker"), threading.Event(), threading.Event()
+def test_close_waits_for_the_running_call_only() -> None:
+    worker, go_on, ended = MaskWorker("a-worker"), threading.Event(), threading.Event()
     worker.start(lambda: until(go_on, ended))
     closer = threading.Thread(target=worker.close)
     closer.start()
