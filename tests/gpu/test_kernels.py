@@ -56,6 +56,7 @@ from paceline.kernels.silu_mul import silu_mul, silu_mul_reference
 from paceline.kernels.slot_state import SlotState, sampling_words
 from paceline.request import Request, SamplingParams
 from paceline.sampling.adjust import logit_adjustments, token_counts
+from paceline.scheduler.plan import Join
 from tests.kernels.cases import forget_behind, poisoned, random_cache, relative_error
 from tests.kernels.trees import random_sharing
 
@@ -337,12 +338,13 @@ def test_adjusting_and_masking_at_size() -> None:
                                 logit_bias=dict.fromkeys(range(row * 20), 1.5))  # fmt: skip
         request = Request(str(row), pool[row, : 50 * row + 1], params, bad_word_ids=((5,), (int(pool[row, 99]), 6)))
         request.stop_ids = frozenset({1, 2})
-        by = logit_adjustments(request, vocab)
+        by = logit_adjustments(Join.of(request, row), vocab)
         assert by is not None
         tokens = pool[row, : 60 * row + 2]
         runs += adjust_runs(
             row, length, (by.repetition, by.frequency, by.presence), (by.bias_ids, by.bias),
-            (by.banned_ids, by.banned_until, by.banned_prefixes), token_counts(tokens, by.num_prompt_tokens), len(tokens),
+            (by.banned_ids, by.banned_until, by.banned_prefixes), token_counts(tokens, by.num_prompt_tokens),
+            len(tokens),
         )  # fmt: skip
     packed = pack_runs(runs)
     write_runs(torch.from_numpy(packed).cuda(), lists)

@@ -21,6 +21,7 @@ from paceline.kernels.adjust import (
 )
 from paceline.request import Request, SamplingParams
 from paceline.sampling.adjust import LogitAdjustments, adjust_row, logit_adjustments, token_counts
+from paceline.scheduler.plan import Join
 
 VOCAB, LENGTH, SLOTS = 90, 40, 6
 RNG = np.random.default_rng(6)
@@ -62,7 +63,7 @@ def test_rows_are_adjusted_as_on_the_cpu_pass_after_pass(indexed: bool) -> None:
     plain.words.fill_(77)  # what an owner before has left there
     ours.words.fill_(77)
     slots = RNG.permutation(SLOTS)
-    adjustments = [logit_adjustments(request, VOCAB) for request, _ in given]
+    adjustments = [logit_adjustments(Join.of(request, 0), VOCAB) for request, _ in given]
     packed = pack_runs([run for (_, tokens), by, slot in zip(given, adjustments, slots.tolist(), strict=True)
                         for run in runs_of(slot, by, tokens)])  # fmt: skip
     write_runs_reference(packed, plain)

@@ -299,8 +299,8 @@ class PlanPacker:
             if by is not None:
                 runs += adjust_runs(
                     join.slot, self._max_length, (by.repetition, by.frequency, by.presence), (by.bias_ids, by.bias),
-                    (by.banned_ids, by.banned_until, by.banned_prefixes), token_counts(join.tokens, by.num_prompt_tokens),
-                    len(join.tokens),
+                    (by.banned_ids, by.banned_until, by.banned_prefixes),
+                    token_counts(join.tokens, by.num_prompt_tokens), len(join.tokens),
                 )  # fmt: skip
             elif self._adjusted[join.slot]:
                 runs.append((join.slot, 0, np.zeros(1, np.int32)))
