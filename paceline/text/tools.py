@@ -99,13 +99,13 @@ class ToolCallStart:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCallDelta:
+class ArgumentsDelta:
     """More of the arguments of the last call, as JSON text."""
 
     arguments: str
 
 
-ToolCallEvent = Content | ToolCallStart | ToolCallDelta
+ToolCallEvent = Content | ToolCallStart | ArgumentsDelta
 
 
 class ToolCallParser:
@@ -207,7 +207,7 @@ class _CallParser:
         if not self._closed:
             end = self._scan(text)
             arguments, text = text[:end], text[end:]
-            events: list[ToolCallEvent] = [ToolCallDelta(arguments)] if arguments else []
+            events: list[ToolCallEvent] = [ArgumentsDelta(arguments)] if arguments else []
             self.is_done = at_end and not text
             return events, text
         return [], self._end(text, at_end)
@@ -233,7 +233,7 @@ class _CallParser:
             self.failed = True
             return [Content(self._opening + body + (self._closing if closed else ""))]
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        return [ToolCallStart(str(name)), ToolCallDelta(text)]
+        return [ToolCallStart(str(name)), ArgumentsDelta(text)]
 
     def _scan(self, text: str) -> int:
         """Index after the last character of the arguments in `text`."""

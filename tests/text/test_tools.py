@@ -79,7 +79,7 @@ def test_calls_are_parsed_however_the_text_is_split(style: str, text: str, conte
 def test_arguments_are_streamed_while_they_are_written() -> None:
     parser = ToolCallParser(HERMES)
     assert parser.push('<tool_call>{"name": "f", "arguments": ') == []
-    assert [type(event).__name__ for event in parser.push('{"a": ')] == ["ToolCallStart", "ToolCallDelta"]
+    assert [type(event).__name__ for event in parser.push('{"a": ')] == ["ToolCallStart", "ArgumentsDelta"]
     assert parser.push("12")[0].arguments == "12"  # type: ignore[union-attr]
 
 
