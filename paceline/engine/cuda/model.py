@@ -34,6 +34,8 @@ _MAX_FUSED_ROWS = 128
 # alone, at any number of rows (docs/log.md).
 _LARGE_WEIGHT = 1 << 23
 _MAX_SPLIT = 4  # along K
+# Fields of ModelSpec that the kernels compute only with their defaults.
+_UNSUPPORTED = ("activation", "attention_scale", "score_cap", "logit_cap", "norm_placement")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +66,7 @@ class CudaModel:
 
     def __init__(self, decoder: Decoder, *, max_tokens: int, max_rows: int, tuning: Tuning = decode_tuning) -> None:
         spec = decoder.spec
+        spec.refuse("the CUDA executor", _UNSUPPORTED, "choose device cpu")
         if spec.head_dim & (spec.head_dim - 1) or spec.head_dim < 16:
             raise ConfigError(
                 f"head_dim is {spec.head_dim}: on a GPU it must be a power of two from 16 up; choose device cpu."
