@@ -134,8 +134,9 @@ def test_logits_are_close_to_transformers(family: str, options: dict[str, Any]) 
         with torch.no_grad():
             logits = both.theirs(torch.tensor([prompt + output.token_ids[:-1]])).logits[0, len(prompt) - 1 :]
         expected.append(logits)
+    # Logits reach 10, and float32 sums in another order, as on ARM, differ by 2e-4.
     for row in torch.cat(expected):  # in whatever order they were computed
-        assert (found - row).abs().amax(dim=1).min() < 1e-4
+        assert (found - row).abs().amax(dim=1).min() < 3e-4
 
 
 @every_family
