@@ -1,4 +1,4 @@
-"""Runs tests several times beside a CPU load: `make test-flaky`. A test that depends on being scheduled in time fails here.
+"""Runs tests several times beside a CPU load (`make test-flaky`): tests that depend on being scheduled in time fail.
 
 usage: python -m tests.under_load RUNS PATH...
 """
