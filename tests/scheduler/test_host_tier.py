@@ -12,6 +12,7 @@ from paceline.config import ConfigError, SchedulerConfig
 from paceline.request import FinishReason
 from paceline.scheduler import EventKind
 from paceline.scheduler.invariants import find_faults
+from paceline.scheduler.now import Now
 from paceline.testing import Harness
 from tests.helpers import events, harness, prompt, request
 from tests.scheduler.test_state_machine import random_run
@@ -20,7 +21,7 @@ A, B, C = range(1, 17), range(21, 37), range(41, 57)  # four pages each
 
 
 def small(num_pages: int = 6, num_host_pages: int = 16, **options: Any) -> Harness:
-    """PrefillBucket for one of the prompts above, and on the host for more."""
+    """Memory for one of the prompts above, and on the host for more."""
     return harness(num_pages=num_pages, num_host_pages=num_host_pages, **options)
 
 
@@ -53,7 +54,7 @@ def test_a_request_says_what_it_fetches() -> None:
     run(subject, prompt(B, 92))
     subject.add(one := request(prompt(A, range(93, 99)), 1))
     subject.step()
-    said = f"20 of 22 tokens are planned, {one.num_fetched} of them come from host memory."
+    said = f"20 of 22 prompt tokens are planned, {one.num_fetched} of them fetched from host memory."
     assert one.num_fetched >= 12 and subject.scheduler.explain(one.id).endswith(said)
 
 
@@ -191,9 +192,9 @@ def test_pages_that_leave_one_by_one_do_not_make_the_tree_deep() -> None:
     run(subject, prompt(range(100, 164), 91))
     memory = subject.scheduler.memory
     for _ in range(12):
-        memory.pool.free(memory.tree.evict(1))
+        memory.pool.free(memory.tree.evict(1, subject.scheduler.step))
     nodes = [node for node in memory.tree.nodes() if node.depth]
-    assert [(len(node.pages), len(node.hosts)) for node in nodes] == [(4, 0), (0, 12)]
+    assert [(len(node.pages), len(node.host_pages)) for node in nodes] == [(4, 0), (0, 12)]
     subject.add(request(prompt(range(100, 140), 92), 2))  # waits within the long one
     subject.run()
     subject.assert_reference()
@@ -202,11 +203,12 @@ def test_pages_that_leave_one_by_one_do_not_make_the_tree_deep() -> None:
 def fetched(subject: Harness, tokens: Any) -> list[int]:
     """What of a prompt's first page can come back with the plan being made: the page it comes to."""
     memory, key = subject.scheduler.memory, prompt(tokens).astype(np.int32).tobytes()
-    node = memory.host.follow(memory.tree.namespace(request()), key, 4, 1)
+    now = Now(subject.scheduler.step, 0.0)
+    node = memory.host.match_child(memory.tree.namespace(request()), key, 4, 1, now.step)
     if node is None:
         return []
-    pages = memory.allocate(1)
-    memory.host.fetch(node, pages)
+    pages = memory.allocate(1, now)
+    memory.host.fetch(node, pages, now.step)
     memory.tree.lock(None, node)
     memory.tree.unlock(None, node)
     return pages.tolist()
@@ -216,11 +218,11 @@ def test_what_was_spilled_with_a_plan_comes_back_with_a_later_one() -> None:
     subject = small()
     run(subject, prompt(A, 91))
     memory = subject.scheduler.memory
-    memory.pool.free(memory.tree.evict(memory.tree.num_evictable_pages))
+    memory.pool.free(memory.tree.evict(memory.tree.num_evictable_pages, subject.scheduler.step))
     assert fetched(subject, A) == [], "its copy is still to be made"
     swap = memory.host.take_swap()
     assert swap is not None and len(swap.spill_pages) == 4 and not len(swap.fetch_pages)
-    memory.tree.step += 1
+    subject.scheduler.step += 1
     assert len(fetched(subject, A)) == 1
 
 
@@ -229,16 +231,16 @@ def test_a_page_that_is_given_away_twice_in_one_plan_is_filled_once() -> None:
     run(subject, prompt(A, 91))
     run(subject, prompt(B, 92))
     memory = subject.scheduler.memory
-    memory.pool.free(memory.tree.evict(memory.tree.num_evictable_pages))
+    memory.pool.free(memory.tree.evict(memory.tree.num_evictable_pages, subject.scheduler.step))
     memory.host.take_swap()
-    memory.tree.step += 1
+    subject.scheduler.step += 1
     first = fetched(subject, A)
-    memory.pool.free(memory.tree.evict(1))  # whoever it was for has left again
+    memory.pool.free(memory.tree.evict(1, subject.scheduler.step))  # whoever it was for has left again
     assert fetched(subject, B) == first
     swap = memory.host.take_swap()
     assert swap is not None and swap.fetch_pages.tolist() == first
     node = memory.tree.namespace(request()).children[prompt(B).astype(np.int32).tobytes()[:16]]
-    assert swap.fetch_hosts.tolist() == node.hosts[:1].tolist()
+    assert swap.fetch_hosts.tolist() == node.host_pages[:1].tolist()
 
 
 def test_flushing_the_cache_forgets_the_host_too() -> None:
@@ -302,7 +304,7 @@ def test_random_runs_end_with_the_tokens_of_the_reference(block: int) -> None:
     for seed in range(5000 + block * 25, 5000 + (block + 1) * 25):
         scheduler = random_run(seed, **options(seed)).harness.scheduler
         host, nodes = scheduler.memory.host, scheduler.memory.tree.nodes()
-        assert host.pool.num_free + sum(len(node.hosts) for node in nodes) == host.pool.num_pages
+        assert host.pool.num_free + sum(len(node.host_pages) for node in nodes) == host.pool.num_pages
         scheduler.flush_cache()
         assert host.num_pages_used == 0, "nothing leaks"
         for name in totals:

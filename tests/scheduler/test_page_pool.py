@@ -15,7 +15,7 @@ def test_pages_are_handed_out_once() -> None:
 
 def test_more_than_there_is_cannot_be_allocated() -> None:
     pool = PagePool(2)
-    with pytest.raises(AssertionError, match="3 pages asked of 2 free ones"):
+    with pytest.raises(AssertionError, match="3 pages requested, 2 are free"):
         pool.allocate(3)
 
 

@@ -223,7 +223,7 @@ def test_waiting_is_bounded_by_what_was_there_before(
 
 
 def service(subject: Scheduler, name: str) -> float:
-    return subject.order.tenants[name].service  # type: ignore[attr-defined]
+    return subject.policy.tenants[name].service  # type: ignore[attr-defined]
 
 
 def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
@@ -263,7 +263,7 @@ def test_backlogged_tenants_get_equal_weighted_service(
     count = 0
     for _ in range(250):
         for name in "abc":
-            while subject.scheduler.order.tenants.get(name) is None or service_backlog(subject.scheduler, name) < 3:  # type: ignore[attr-defined]
+            while subject.scheduler.policy.tenants.get(name) is None or service_backlog(subject.scheduler, name) < 3:  # type: ignore[attr-defined]
                 count += 1
                 size = rng.randrange(1, longest) if name != "a" else 1
                 tokens = [rng.randrange(3) for _ in range(size)]
@@ -274,7 +274,7 @@ def test_backlogged_tenants_get_equal_weighted_service(
 
 
 def service_backlog(subject: Scheduler, name: str) -> int:
-    return subject.order.tenants[name].num_waiting  # type: ignore[attr-defined]
+    return subject.policy.tenants[name].num_waiting  # type: ignore[attr-defined]
 
 
 def test_idleness_earns_nothing() -> None:
@@ -309,7 +309,7 @@ def test_many_tenants_that_come_once_are_forgotten() -> None:
         subject.scheduler.add(request([1], 1, tenant=f"tenant-{number}", id=f"r-{number}"), subject.clock())
         subject.loop.step()
     subject.run()
-    assert len(subject.scheduler.order.tenants) <= 2100  # type: ignore[attr-defined]
+    assert len(subject.scheduler.policy.tenants) <= 2100  # type: ignore[attr-defined]
     assert len(list(subject.scheduler.memory.tree.nodes())) < 2 * 4500 + 10
 
 
@@ -327,14 +327,14 @@ def test_the_queue_is_not_walked_when_somebody_is_admitted(policy: str) -> None:
             head = tokens.integers(0, 8)
             core.add(request(prompt([int(head)] * 8, int(tokens.integers(9)), number % 97), 2, id=str(number)), 0.0)
         count = 0
-        original = core.admission._try
+        original = core.admission._try_admit
 
         def counted(*args: object) -> object:
             nonlocal count
             count += 1
             return original(*args)  # type: ignore[arg-type]
 
-        core.admission._try = counted  # type: ignore[method-assign, assignment]
+        core.admission._try_admit = counted  # type: ignore[method-assign, assignment]
         for _ in range(20):
             plan = core.plan(1.0)
             assert plan is not None

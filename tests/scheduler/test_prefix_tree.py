@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paceline.request import Request
 from paceline.scheduler import eviction
+from paceline.scheduler.node import Node
 from paceline.scheduler.prefix_tree import PrefixTree
 from tests.helpers import request
 
@@ -24,6 +25,8 @@ class Tree:
         self.page_size = page_size
         self.next_page = 0
         self.arrivals = 0
+        self.step = 1
+        self.held: dict[Request, Node] = {}
 
     def hold(self, tokens: list[int], **fields: str) -> Request:
         """What a request does: match, lock, compute the rest, give it to the tree."""
@@ -32,20 +35,26 @@ class Tree:
         tree, node = self.tree, self.tree.namespace(holder)
         end = len(tokens) // self.page_size * self.page_size
         tree.lock(holder, node)
-        while (child := tree.follow(node, holder.key, end)) is not None:
+        while (child := tree.match_child(node, holder.key, end, self.step)) is not None:
             tree.lock(holder, child, above=node)
             node = child
         row = np.arange(self.next_page, self.next_page + end // self.page_size, dtype=np.int32)
         self.next_page += len(row)
-        holder.held = tree.claim(holder, node, holder.key, end, row, born=tree.step - 1)
+        self.held[holder] = tree.insert(holder, node, holder.key, end, row, self.step - 1)
         return holder
 
-    def let_go(self, holder: Request) -> None:
-        assert holder.held is not None
-        self.tree.unlock(holder, holder.held)
+    def release(self, holder: Request) -> None:
+        self.tree.unlock(holder, self.held.pop(holder))
 
     def insert(self, tokens: list[int], **fields: str) -> None:
-        self.let_go(self.hold(tokens, **fields))
+        self.release(self.hold(tokens, **fields))
+
+    def evict(self, count: int) -> np.ndarray:
+        return self.tree.evict(count, self.step)
+
+    def hit(self, waiter: Request) -> int:
+        """Depth of the cached prefix of a waiting request."""
+        return self.tree.hit(self.tree.waiting_nodes[waiter], self.step).depth
 
     def match(self, tokens: list[int], space: tuple[str, str, str] = SPACE) -> int:
         return self.tree.match(space, np.array(tokens, np.int32).tobytes())
@@ -93,26 +102,26 @@ def test_a_locked_path_is_never_evicted_and_its_ancestors_neither() -> None:
     holder = subject.hold([1, 2, 3, 4])
     subject.insert([1, 2, 9, 9])
     assert subject.tree.num_evictable_pages == 1
-    subject.tree.evict(1)
+    subject.evict(1)
     assert subject.match([1, 2, 9, 9]) == 2
     with pytest.raises(AssertionError, match="1 pages to evict, 0 evictable"):
-        subject.tree.evict(1)
-    subject.let_go(holder)
-    subject.tree.evict(2)
+        subject.evict(1)
+    subject.release(holder)
+    subject.evict(2)
     assert subject.tree.num_pages == 0
 
 
 def test_eviction_takes_only_what_is_needed_from_the_tail() -> None:
     subject = Tree(page_size=2)
     subject.insert([1, 2, 3, 4, 5, 6])
-    assert subject.tree.evict(1).tolist() == [2]
+    assert subject.evict(1).tolist() == [2]
     assert subject.match([1, 2, 3, 4, 5, 6]) == 4
 
 
 def test_without_partial_eviction_a_node_goes_as_a_whole() -> None:
     subject = Tree(page_size=2, partial_eviction=False)
     subject.insert([1, 2, 3, 4, 5, 6])
-    assert len(subject.tree.evict(1)) == 3
+    assert len(subject.evict(1)) == 3
 
 
 def test_lru_evicts_the_coldest() -> None:
@@ -120,7 +129,7 @@ def test_lru_evicts_the_coldest() -> None:
     for token in (1, 2, 3):
         subject.insert([token])
     subject.insert([1])
-    subject.tree.evict(1)
+    subject.evict(1)
     assert [subject.match([token]) for token in (1, 2, 3)] == [1, 0, 1]
 
 
@@ -129,8 +138,8 @@ def test_lfu_evicts_the_least_used() -> None:
     for token in (1, 1, 1, 2, 2, 3):
         subject.insert([token])
     subject.insert([3])
-    subject.tree.evict(1)
-    subject.tree.evict(1)
+    subject.evict(1)
+    subject.evict(1)
     assert [subject.match([token]) for token in (1, 2, 3)] == [1, 0, 0]
 
 
@@ -138,7 +147,7 @@ def test_cost_aware_eviction_keeps_what_is_dear_to_recompute() -> None:
     subject = Tree(page_size=64, eviction="cost")
     subject.insert(list(range(8192)))  # its last pages attend to much: recomputing one costs three times as much
     subject.insert(list(range(100_000, 100_064)))
-    subject.tree.evict(1)
+    subject.evict(1)
     assert subject.match(list(range(8192))) == 8192
     assert subject.match(list(range(100_000, 100_064))) == 0
 
@@ -148,7 +157,7 @@ def test_cost_aware_eviction_lets_unused_dear_pages_go_in_the_end() -> None:
     subject.insert(list(range(5000)))
     for round in range(5100):
         subject.insert([10_000 + round])
-        subject.tree.evict(1)
+        subject.evict(1)
     assert subject.match(list(range(5000))) < 5000
 
 
@@ -158,7 +167,7 @@ def test_what_somebody_waits_for_is_evicted_last(eviction: str) -> None:
     subject.insert([1])
     subject.insert([2])
     subject.wait([1, 5])
-    subject.tree.evict(1)
+    subject.evict(1)
     assert (subject.match([1]), subject.match([2])) == (1, 0)
 
 
@@ -166,22 +175,20 @@ def test_an_evicted_node_that_somebody_waits_for_becomes_a_ghost_again() -> None
     subject = Tree(page_size=2)
     subject.insert([1, 2, 3, 4])
     waiter = subject.wait([1, 2, 3, 4, 5])
-    assert waiter.node is not None
-    assert subject.tree.hit(waiter.node).depth == 4
-    subject.tree.evict(2)
-    assert subject.tree.hit(waiter.node).depth == 0
+    assert subject.hit(waiter) == 4
+    subject.evict(2)
+    assert subject.hit(waiter) == 0
     subject.insert([1, 2, 3, 4])
-    assert subject.tree.hit(waiter.node).depth == 4, "it is not laid in again: its node came back to life"
+    assert subject.hit(waiter) == 4, "it is not laid in again: its node came back to life"
 
 
 def test_a_waiting_prompt_hits_what_is_computed_while_it_waits() -> None:
     subject = Tree(page_size=2)
     waiter = subject.wait([1, 2, 3, 4, 5, 6, 7])
-    assert waiter.node is not None
     subject.insert([1, 2, 3, 4])
-    assert subject.tree.hit(waiter.node).depth == 4
+    assert subject.hit(waiter) == 4
     subject.insert([1, 2, 3, 4, 5, 6])
-    assert subject.tree.hit(waiter.node).depth == 6
+    assert subject.hit(waiter) == 6
 
 
 def test_what_the_pass_being_planned_computes_cannot_be_read_by_it() -> None:
@@ -191,11 +198,10 @@ def test_what_the_pass_being_planned_computes_cannot_be_read_by_it() -> None:
     holder.key = holder.prompt.tobytes()
     node = subject.tree.namespace(holder)
     subject.tree.lock(holder, node)
-    subject.tree.claim(holder, node, holder.key, 2, np.array([0], np.int32), born=subject.tree.step)
-    assert waiter.node is not None
-    assert (subject.tree.hit(waiter.node).depth, subject.tree.in_flight_depth(waiter.node)) == (0, 2)
-    subject.tree.step += 1
-    assert subject.tree.hit(waiter.node).depth == 2
+    subject.tree.insert(holder, node, holder.key, 2, np.array([0], np.int32), subject.step)
+    assert (subject.hit(waiter), subject.tree.in_flight_depth(subject.tree.waiting_nodes[waiter])) == (0, 2)
+    subject.step += 1
+    assert subject.hit(waiter) == 2
 
 
 def test_ghosts_go_with_the_last_who_waited() -> None:
@@ -214,9 +220,9 @@ def test_the_survivor_of_two_equal_computations_is_the_first() -> None:
         holder.key = holder.prompt.tobytes()
         tree.lock(holder, tree.namespace(holder))
     space = tree.namespace(first)
-    held = tree.claim(first, space, first.key, 4, np.array([10, 11], np.int32), born=tree.step)
+    held = tree.insert(first, space, first.key, 4, np.array([10, 11], np.int32), subject.step)
     assert held.pages.tolist() == [10, 11]
-    assert tree.claim(second, space, second.key, 4, np.array([20, 21], np.int32), born=tree.step) is space
+    assert tree.insert(second, space, second.key, 4, np.array([20, 21], np.int32), subject.step) is space
     assert tree.num_pages == 2
 
 
@@ -245,7 +251,7 @@ def test_evicting_costs_what_is_evicted_and_not_what_is_cached(monkeypatch: pyte
     looked_at = []
     original = eviction.is_evictable_leaf
     monkeypatch.setattr(eviction, "is_evictable_leaf", lambda node: looked_at.append(1) or original(node))
-    subject.tree.evict(100)
+    subject.evict(100)
     assert 100 <= len(looked_at) <= 300
 
 
@@ -260,7 +266,7 @@ class TreeMachine(RuleBasedStateMachine):
     )
     def start(self, page_size: int, eviction: str, partial: bool) -> None:
         self.subject = Tree(page_size, eviction, partial_eviction=partial)
-        self.twin: set[tuple[object, ...]] = set()
+        self.reference: set[tuple[object, ...]] = set()
         self.holders: list[Request] = []
         self.waiters: list[Request] = []
 
@@ -271,12 +277,12 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(tokens=tokens, tenant=space)
     def hold(self, tokens: list[int], tenant: str) -> None:
         self.holders.append(self.subject.hold(tokens, tenant=tenant))
-        self.twin |= set(self.prefixes(tokens, tenant))
+        self.reference |= set(self.prefixes(tokens, tenant))
 
     @precondition(lambda self: self.holders)
     @rule(which=st.integers(0, 100))
-    def let_go(self, which: int) -> None:
-        self.subject.let_go(self.holders.pop(which % len(self.holders)))
+    def release(self, which: int) -> None:
+        self.subject.release(self.holders.pop(which % len(self.holders)))
 
     @rule(tokens=tokens, tenant=space)
     def wait(self, tokens: list[int], tenant: str) -> None:
@@ -289,24 +295,24 @@ class TreeMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.waiters)
     @rule(which=st.integers(0, 100))
-    def set_aside_and_back(self, which: int) -> None:
+    def skip_and_unskip(self, which: int) -> None:
         waiter = self.waiters[which % len(self.waiters)]
-        self.subject.tree.set_aside(waiter)
-        self.subject.tree.bring_back(waiter)
+        self.subject.tree.skip(waiter)
+        self.subject.tree.unskip(waiter)
 
     @rule(count=st.integers(0, 5))
     def evict(self, count: int) -> None:
         tree = self.subject.tree
         count = min(count, tree.num_evictable_pages)
         before = tree.num_pages
-        evicted = tree.evict(count)
+        evicted = self.subject.evict(count)
         assert len(evicted) >= count
         assert tree.num_pages == before - len(evicted)
-        self.twin = {prefix for prefix in self.twin if self.is_resident(prefix)}
-        assert len(self.twin) == tree.num_pages, "eviction takes from the end: what is left has all its beginnings"
+        self.reference = {prefix for prefix in self.reference if self.is_resident(prefix)}
+        assert len(self.reference) == tree.num_pages, "eviction takes from the end: what is left has all its beginnings"
         for holder in self.holders:
             for prefix in self.prefixes(holder.prompt.tolist(), holder.tenant):
-                assert prefix in self.twin, "a locked page was evicted"
+                assert prefix in self.reference, "a locked page was evicted"
 
     def is_resident(self, prefix: tuple[object, ...]) -> bool:
         tenant, *tokens = prefix
@@ -316,7 +322,7 @@ class TreeMachine(RuleBasedStateMachine):
     def match(self, tokens: list[int], tenant: str) -> None:
         expected = 0
         for prefix in self.prefixes(tokens, tenant):
-            if prefix not in self.twin:
+            if prefix not in self.reference:
                 break
             expected = len(prefix) - 1
         assert self.subject.match(tokens, (tenant, "", "")) == expected
@@ -325,13 +331,12 @@ class TreeMachine(RuleBasedStateMachine):
     def waiters_hit_what_is_there(self) -> None:
         for waiter in getattr(self, "waiters", []):
             tokens = waiter.prompt.tolist()[:-1]
-            assert waiter.node is not None
-            assert self.subject.tree.hit(waiter.node).depth == self.subject.match(tokens, (waiter.tenant, "", ""))
+            assert self.subject.hit(waiter) == self.subject.match(tokens, (waiter.tenant, "", ""))
 
     @invariant()
     def pages_are_counted(self) -> None:
         if hasattr(self, "subject"):
-            assert self.subject.tree.num_pages == len(self.twin)
+            assert self.subject.tree.num_pages == len(self.reference)
             locked = {p for holder in self.holders for p in self.prefixes(holder.prompt.tolist(), holder.tenant)}
             assert self.subject.tree.num_locked_pages == len(locked)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.request import FinishReason, Phase
 from paceline.scheduler import EventKind
-from paceline.scheduler.retraction import MOST_RETRACTIONS, choose_victim
+from paceline.scheduler.retraction import MAX_RETRACTIONS, choose_victim
 from paceline.testing import Harness
 from tests.helpers import EOS, admissions, events, harness, prompt, request, scheduler
 
@@ -75,11 +75,10 @@ def test_the_cheapest_to_recompute_leaves_first_and_the_most_senior_is_spared() 
     for name, size in (("senior", 40), ("long", 9000), ("short", 64), ("middle", 3000)):
         core.add(request(prompt([size] * size), 100, id=name), 0.0)
     core.plan(0.0)
-    running = {one.id: one for one in core.admission.running}
-    slots = core.memory.slots
-    assert choose_victim(running.values(), slots, 16) is running["short"]
-    assert choose_victim([running["senior"], running["long"], running["middle"]], slots, 16) is running["middle"]
-    assert choose_victim([running["senior"]], slots, 16) is running["senior"]
+    running = {one.id: one for one in core.running.requests}
+    assert choose_victim(running.values(), core.memory) is running["short"]
+    assert choose_victim([running["senior"], running["long"], running["middle"]], core.memory) is running["middle"]
+    assert choose_victim([running["senior"]], core.memory) is running["senior"]
 
 
 def test_the_newest_leaves_among_equals() -> None:
@@ -87,7 +86,7 @@ def test_the_newest_leaves_among_equals() -> None:
     for name in ("a", "b", "c"):
         core.add(request(prompt([ord(name)] * 12), 10, id=name), 0.0)
     core.plan(0.0)
-    victim = choose_victim(core.admission.running, core.memory.slots, 4)
+    victim = choose_victim(core.running.requests, core.memory)
     assert victim is not None
     assert victim.id == "c"
 
@@ -121,8 +120,8 @@ def test_no_livelock_nobody_is_retracted_more_than_twice(seed: int, overlap: boo
     subject.add(*everyone)
     # Each pass either gives somebody a token or a piece of prompt; twelve requests of at most 32 tokens, each
     # computed at most three times, bound the number of passes.
-    assert subject.run(max_steps=12 * 32 * (1 + MOST_RETRACTIONS)) > 0
-    assert max(one.retractions for one in everyone) <= MOST_RETRACTIONS
+    assert subject.run(max_steps=12 * 32 * (1 + MAX_RETRACTIONS)) > 0
+    assert max(one.retractions for one in everyone) <= MAX_RETRACTIONS
     subject.assert_reference()
 
 

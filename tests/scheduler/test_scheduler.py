@@ -205,7 +205,7 @@ def test_an_inter_token_target_bounds_the_prefill_beside_decodes() -> None:
 def test_what_can_never_fit_is_refused_at_once() -> None:
     subject = scheduler(num_pages=8, page_size=4)
     with pytest.raises(
-        Refused, match="prompt and max_tokens are 30 \\+ 4 tokens, more than the memory for 32"
+        Refused, match="prompt and max_tokens are 30 \\+ 4 tokens, more than the KV memory for 32"
     ) as caught:
         subject.add(request(prompt(range(30)), max_tokens=4), 0.0)
     assert not caught.value.retry
@@ -215,13 +215,13 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
 
 def test_the_pinned_quota_is_not_promised_to_anybody() -> None:
     subject = scheduler(num_pages=8, page_size=4, pin_quota_pages=2)
-    with pytest.raises(Refused, match="more than the memory for 24"):
+    with pytest.raises(Refused, match="more than the KV memory for 24"):
         subject.add(request(prompt(range(20)), max_tokens=8), 0.0)
 
 
 def test_a_prompt_longer_than_the_context_is_refused() -> None:
     subject = scheduler(context_tokens=16)
-    with pytest.raises(Refused, match="17 tokens and leaves no room for output in a context of 16"):
+    with pytest.raises(Refused, match="17 tokens, which leaves none for output in a context of 16"):
         subject.add(request(prompt(range(17)), max_tokens=None), 0.0)
     with pytest.raises(Refused, match="more than the context of 16"):
         subject.add(request(prompt(range(10)), max_tokens=10), 0.0)
@@ -239,12 +239,12 @@ def test_a_full_queue_refuses_and_says_to_try_again() -> None:
     subject = scheduler(max_waiting=2)
     for _ in range(2):
         subject.add(request(), 0.0)
-    with pytest.raises(Refused, match="2 requests wait already") as caught:
+    with pytest.raises(Refused, match="2 requests are waiting") as caught:
         subject.add(request(), 0.0)
     assert caught.value.retry
     subject = scheduler(max_waiting_tokens=5)
     subject.add(request([1, 2, 3]), 0.0)
-    with pytest.raises(Refused, match="3 prompt tokens wait already"):
+    with pytest.raises(Refused, match="3 prompt tokens are waiting"):
         subject.add(request([1, 2, 3]), 0.0)
 
 
@@ -261,9 +261,9 @@ def test_an_id_that_is_in_use_cannot_be_added_again() -> None:
     subject = scheduler()
     one = request(id="same")
     subject.add(one, 0.0)
-    with pytest.raises(InvalidRequest, match="'same' is taken"):
+    with pytest.raises(InvalidRequest, match="'same' is in use"):
         subject.add(request(id="same"), 0.0)
-    with pytest.raises(InvalidRequest, match="'same' is taken"):
+    with pytest.raises(InvalidRequest, match="'same' is in use"):
         subject.add(one, 0.0)
     subject.abort("same", 0.0)
     with pytest.raises(InvalidRequest, match="was added before"):
@@ -365,11 +365,11 @@ def test_pins_obey_their_quota_and_say_what_is_wrong() -> None:
     core.pin("small", range(8), 0.0)
     with pytest.raises(PinError, match="a pin named 'small' exists"):
         core.pin("small", range(8), 0.0)
-    with pytest.raises(PinError, match="no pin named 'other': these exist: small"):
+    with pytest.raises(PinError, match="no pin named 'other'; existing pins: small"):
         core.unpin("other", 0.0)
-    with pytest.raises(PinError, match=r"expires at 1\.0, and it is 2\.0 already"):
+    with pytest.raises(PinError, match=r"expires at 1\.0, but the time is 2\.0"):
         core.pin("late", range(4), 2.0, expires=1.0)
-    with pytest.raises(PinError, match="nothing of the prompt of pin 'cold' is cached"):
+    with pytest.raises(PinError, match="no part of the prompt of pin 'cold' is cached"):
         core.pin("cold", range(70, 90), 0.0, tenant="nobody")
     assert "nobody" not in core.memory.tree.root.children
     core.unpin("small", 0.0)

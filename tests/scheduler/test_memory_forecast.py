@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.scheduler.budget import MemoryForecast, OutputLengths
+from paceline.scheduler.memory_forecast import MemoryForecast, OutputLengths
 from tests.helpers import EOS, harness, prompt, request
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 200)), min_size=1, max_size=12)
@@ -25,10 +25,10 @@ def test_the_peak_is_that_of_the_naive_simulation(
     requests: list[tuple[int, int]], candidate: tuple[int, int], page_size: int
 ) -> None:
     own, remaining = (np.array(column, dtype=np.int64) for column in zip(*requests, strict=True))
-    outlook = MemoryForecast(page_size, own, remaining)
-    assert outlook.peak_with(*candidate) == naive_peak([*requests, candidate], page_size)
-    outlook.add(*candidate)
-    assert outlook.peak_with(3, 7) == naive_peak([*requests, candidate, (3, 7)], page_size)
+    forecast = MemoryForecast(page_size, own, remaining)
+    assert forecast.peak_with(*candidate) == naive_peak([*requests, candidate], page_size)
+    forecast.add(*candidate)
+    assert forecast.peak_with(3, 7) == naive_peak([*requests, candidate, (3, 7)], page_size)
 
 
 def expected(lengths: OutputLengths, generated: int, most: int) -> int:
@@ -39,9 +39,9 @@ def test_without_history_the_expectation_starts_careful_and_decays() -> None:
     lengths = OutputLengths()
     assert expected(lengths, 0, 1000) == 700
     for _ in range(2000):
-        lengths.step_went_well()
+        lengths.on_step()
     assert expected(lengths, 0, 1000) == 100
-    lengths.had_to_retract()
+    lengths.on_retraction()
     assert expected(lengths, 0, 1000) == pytest.approx(300, abs=1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.request import Refused
-from paceline.scheduler.forecast import seconds_until_admitted
+from paceline.scheduler.wait_estimate import seconds_until_admitted
 from paceline.testing import Harness
 from tests.helpers import harness, request
 
