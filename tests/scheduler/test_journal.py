@@ -1,4 +1,4 @@
-"""Why: every decision can be read, and costs nothing when nobody reads."""
+"""The journal: every decision with its reason, and explain()."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_a_steady_decode_step_writes_nothing() -> None:
     assert len(subject.scheduler.journal.events) == before
 
 
-def test_the_ring_is_bounded_and_listeners_hear_everything() -> None:
-    heard: list[Event] = []
+def test_the_ring_is_bounded_and_listeners_get_every_event() -> None:
+    received: list[Event] = []
     subject = harness(journal_events=5)
-    subject.scheduler.journal.listeners.append(heard.append)
+    subject.scheduler.journal.listeners.append(received.append)
     subject.add(*(request([n], 2) for n in range(10)))
     subject.run()
     assert len(subject.scheduler.journal.events) == 5
-    assert sum(event.kind is EventKind.FINISH for event in heard) == 10
+    assert sum(event.kind is EventKind.FINISH for event in received) == 10
 
 
 def test_counters_add_up() -> None:
@@ -62,7 +62,7 @@ def test_counters_add_up() -> None:
     assert counters.decoded_tokens == 4, "the first token of each comes with its prefill"
 
 
-def test_explain_says_why_a_request_waits_and_what_has_to_happen() -> None:
+def test_explain_says_why_a_request_waits_and_what_must_happen_first() -> None:
     subject = harness(num_pages=8, page_size=4, max_running=2)
     subject.add(request(prompt(range(12)), 16, id="first"), request(prompt(range(20, 32)), 16, id="second"))
     explain = subject.scheduler.explain

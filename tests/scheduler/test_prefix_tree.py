@@ -1,4 +1,4 @@
-"""The tree against a dictionary: prefix -> page, and what it promises beyond that."""
+"""The prefix tree against a dictionary (prefix -> page), and its other promises."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPACE = ("default", "", "")
 
 
 class Tree:
-    """A prefix tree with pages of its own to hand out."""
+    """A prefix tree with its own page numbers."""
 
     def __init__(self, page_size: int = 2, eviction: str = "lru", **options: bool) -> None:
         self.tree = PrefixTree(page_size, eviction, **options)
@@ -29,7 +29,7 @@ class Tree:
         self.held: dict[Request, Node] = {}
 
     def hold(self, tokens: list[int], **fields: str) -> Request:
-        """What a request does: match, lock, compute the rest, give it to the tree."""
+        """Does what a request does: match, lock, compute the rest, insert it."""
         holder = request(tokens, **fields)
         holder.key = holder.prompt.tobytes()
         tree, node = self.tree, self.tree.namespace(holder)
@@ -83,7 +83,7 @@ def test_page_size_one_matches_token_by_token() -> None:
 
 
 @pytest.mark.parametrize("other", [("else", "", ""), ("default", "salt", ""), ("default", "", "adapter")])
-def test_namespaces_never_see_each_other(other: tuple[str, str, str]) -> None:
+def test_namespaces_never_share_prefixes(other: tuple[str, str, str]) -> None:
     subject = Tree()
     subject.insert([1, 2, 3, 4])
     assert subject.match([1, 2, 3, 4], other) == 0
@@ -97,7 +97,7 @@ def test_diverging_prompts_split_a_node_and_keep_both_halves() -> None:
     assert subject.tree.num_pages == 4
 
 
-def test_a_locked_path_is_never_evicted_and_its_ancestors_neither() -> None:
+def test_a_locked_path_and_its_ancestors_are_never_evicted() -> None:
     subject = Tree(page_size=2)
     holder = subject.hold([1, 2, 3, 4])
     subject.insert([1, 2, 9, 9])
@@ -118,13 +118,13 @@ def test_eviction_takes_only_what_is_needed_from_the_tail() -> None:
     assert subject.match([1, 2, 3, 4, 5, 6]) == 4
 
 
-def test_without_partial_eviction_a_node_goes_as_a_whole() -> None:
+def test_without_partial_eviction_a_node_is_evicted_as_a_whole() -> None:
     subject = Tree(page_size=2, partial_eviction=False)
     subject.insert([1, 2, 3, 4, 5, 6])
     assert len(subject.evict(1)) == 3
 
 
-def test_lru_evicts_the_coldest() -> None:
+def test_lru_evicts_the_least_recently_used() -> None:
     subject = Tree(page_size=1)
     for token in (1, 2, 3):
         subject.insert([token])
@@ -133,7 +133,7 @@ def test_lru_evicts_the_coldest() -> None:
     assert [subject.match([token]) for token in (1, 2, 3)] == [1, 0, 1]
 
 
-def test_lfu_evicts_the_least_used() -> None:
+def test_lfu_evicts_the_least_frequently_used() -> None:
     subject = Tree(page_size=1, eviction="lfu")
     for token in (1, 1, 1, 2, 2, 3):
         subject.insert([token])
@@ -143,7 +143,7 @@ def test_lfu_evicts_the_least_used() -> None:
     assert [subject.match([token]) for token in (1, 2, 3)] == [1, 0, 0]
 
 
-def test_cost_aware_eviction_keeps_what_is_dear_to_recompute() -> None:
+def test_cost_aware_eviction_keeps_what_is_expensive_to_recompute() -> None:
     subject = Tree(page_size=64, eviction="cost")
     subject.insert(list(range(8192)))  # its last pages attend to much: recomputing one costs three times as much
     subject.insert(list(range(100_000, 100_064)))
@@ -152,7 +152,7 @@ def test_cost_aware_eviction_keeps_what_is_dear_to_recompute() -> None:
     assert subject.match(list(range(100_000, 100_064))) == 0
 
 
-def test_cost_aware_eviction_lets_unused_dear_pages_go_in_the_end() -> None:
+def test_cost_aware_eviction_evicts_unused_expensive_pages_in_the_end() -> None:
     subject = Tree(page_size=1, eviction="cost")
     subject.insert(list(range(5000)))
     for round in range(5100):
@@ -162,7 +162,7 @@ def test_cost_aware_eviction_lets_unused_dear_pages_go_in_the_end() -> None:
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "cost"])
-def test_what_somebody_waits_for_is_evicted_last(eviction: str) -> None:
+def test_a_prefix_that_a_request_waits_for_is_evicted_last(eviction: str) -> None:
     subject = Tree(page_size=1, eviction=eviction)
     subject.insert([1])
     subject.insert([2])
@@ -171,7 +171,7 @@ def test_what_somebody_waits_for_is_evicted_last(eviction: str) -> None:
     assert (subject.match([1]), subject.match([2])) == (1, 0)
 
 
-def test_an_evicted_node_that_somebody_waits_for_becomes_a_ghost_again() -> None:
+def test_an_evicted_node_that_a_request_waits_for_becomes_a_ghost() -> None:
     subject = Tree(page_size=2)
     subject.insert([1, 2, 3, 4])
     waiter = subject.wait([1, 2, 3, 4, 5])
@@ -179,10 +179,10 @@ def test_an_evicted_node_that_somebody_waits_for_becomes_a_ghost_again() -> None
     subject.evict(2)
     assert subject.hit(waiter) == 0
     subject.insert([1, 2, 3, 4])
-    assert subject.hit(waiter) == 4, "it is not laid in again: its node came back to life"
+    assert subject.hit(waiter) == 4, "it is not inserted again: its node became resident again"
 
 
-def test_a_waiting_prompt_hits_what_is_computed_while_it_waits() -> None:
+def test_a_waiting_prompt_hits_prefixes_computed_while_it_waits() -> None:
     subject = Tree(page_size=2)
     waiter = subject.wait([1, 2, 3, 4, 5, 6, 7])
     subject.insert([1, 2, 3, 4])
@@ -191,7 +191,7 @@ def test_a_waiting_prompt_hits_what_is_computed_while_it_waits() -> None:
     assert subject.hit(waiter) == 6
 
 
-def test_what_the_pass_being_planned_computes_cannot_be_read_by_it() -> None:
+def test_a_pass_cannot_read_the_prefix_it_computes() -> None:
     subject = Tree(page_size=2)
     waiter = subject.wait([1, 2, 3])
     holder = request([1, 2])
@@ -204,7 +204,7 @@ def test_what_the_pass_being_planned_computes_cannot_be_read_by_it() -> None:
     assert subject.hit(waiter) == 2
 
 
-def test_ghosts_go_with_the_last_who_waited() -> None:
+def test_ghosts_are_removed_with_their_last_waiting_request() -> None:
     subject = Tree(page_size=1)
     first, second = subject.wait([1, 2, 3]), subject.wait([1, 2, 4, 5])
     subject.tree.dequeue(first)
@@ -212,7 +212,7 @@ def test_ghosts_go_with_the_last_who_waited() -> None:
     assert list(subject.tree.nodes()) == [subject.tree.root]
 
 
-def test_the_survivor_of_two_equal_computations_is_the_first() -> None:
+def test_of_two_equal_computations_the_first_survives() -> None:
     subject = Tree(page_size=2)
     first, second = request([1, 2, 3, 4]), request([1, 2, 3, 4])
     tree = subject.tree
@@ -244,7 +244,7 @@ def test_matching_costs_what_is_matched_and_not_what_is_cached() -> None:
 
 
 def test_evicting_costs_what_is_evicted_and_not_what_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in leaves looked at: each evicted leaf and its parent, however many leaves there are."""
+    """Counted in leaves checked: each evicted leaf and its parent, however many leaves there are."""
     subject = Tree(page_size=1)
     for leaf in range(5_000):
         subject.insert([leaf])
@@ -256,7 +256,7 @@ def test_evicting_costs_what_is_evicted_and_not_what_is_cached(monkeypatch: pyte
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """Inserts, waits, locks and evictions at random; a dictionary says what must be found."""
+    """Random inserts, waits, locks and evictions against a dictionary."""
 
     tokens = st.lists(st.integers(0, 2), min_size=1, max_size=10)
     space = st.sampled_from(["a", "b"])
@@ -309,7 +309,9 @@ class TreeMachine(RuleBasedStateMachine):
         assert len(evicted) >= count
         assert tree.num_pages == before - len(evicted)
         self.reference = {prefix for prefix in self.reference if self.is_resident(prefix)}
-        assert len(self.reference) == tree.num_pages, "eviction takes from the end: what is left has all its beginnings"
+        assert len(self.reference) == tree.num_pages, (
+            "eviction takes from the end: every prefix of what is left is there"
+        )
         for holder in self.holders:
             for prefix in self.prefixes(holder.prompt.tolist(), holder.tenant):
                 assert prefix in self.reference, "a locked page was evicted"
