@@ -273,36 +273,6 @@ def _check_float(name: str, value: object, low: float, high: float, remedy: str)
 POOLING = ("mean", "last")
 
 
-class Pooled:
-    """Pools the hidden states of a prompt into an embedding; the executor passes them chunk by chunk."""
-
-    def __init__(self, kind: str) -> None:
-        if kind not in POOLING:
-            raise InvalidRequest(f"pooling is {kind!r}: choose one of {', '.join(POOLING)}.")
-        self.kind = kind
-        self._total: npt.NDArray[Any] | None = None
-
-    def begin(self) -> None:
-        """Prefill starts at the first token, also after a retraction."""
-        self._total = None
-
-    def take(self, states: npt.NDArray[Any]) -> None:
-        """Hidden states of the next tokens, [tokens, size]."""
-        if self.kind == "last":
-            self._total = states[-1].astype(np.float64)
-        else:
-            total = states.sum(axis=0, dtype=np.float64)
-            self._total = total if self._total is None else self._total + total
-
-    def vector(self) -> npt.NDArray[np.float32]:
-        """The embedding, normalised to length 1, so a sum is as good as a mean."""
-        assert self._total is not None, "there are no hidden states to pool"
-        unit: npt.NDArray[np.float32] = (self._total / max(float(np.linalg.norm(self._total)), 1e-30)).astype(
-            np.float32
-        )
-        return unit
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """One prompt, its parameters and its state. Compared by identity."""
@@ -317,12 +287,10 @@ class Request:
     cache_salt: str = ""  # requests share cached prefixes only within one tenant, salt and adapter
     adapter: str = ""
     prefill_only: bool = False  # embeddings, prompt logprobs: ends after prefill and samples nothing
-    pooled: Pooled | None = None  # with prefill_only: compute an embedding
+    pooling: str | None = None  # mean or last: embeds the prompt and generates nothing
     compute_from: int | None = None  # positions from here on are computed even if cached
     expected_tokens: int | None = None  # the caller's estimate of the output length, for policy and memory forecast
-    bad_word_ids: tuple[
-        tuple[int, ...], ...
-    ] = ()  # of params.bad_words: the last token of each may not follow the others
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # of params.bad_words: no last token may follow the others
 
     # Scheduler state. Only the scheduler writes below this line.
     phase: Phase = Phase.WAITING
@@ -352,7 +320,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt = as_tokens(self.prompt)
-        self.prefill_only = self.prefill_only or self.params.max_tokens == 0
+        self.prefill_only = self.prefill_only or self.pooling is not None or self.params.max_tokens == 0
+        if self.pooling is not None and self.pooling not in POOLING:
+            raise InvalidRequest(f"pooling is {self.pooling!r}: choose one of {', '.join(POOLING)}.")
+        if self.pooling == "mean":  # cached tokens have no hidden states, so every position is computed
+            self.compute_from = 0
         if len(self.prompt) == 0:
             raise InvalidRequest(f"request {self.id}: the prompt is empty: give at least one token.")
         if self.expected_tokens is not None and self.expected_tokens < 1:
@@ -364,6 +336,11 @@ class Request:
                 f"request {self.id}: compute_from is {self.compute_from}: give a position of the prompt, "
                 f"0 to {len(self.prompt) - 1}."
             )
+
+    @property
+    def namespace(self) -> tuple[str, str, str]:
+        """Requests share cached prefixes only within one namespace."""
+        return (self.tenant, self.cache_salt, self.adapter)
 
     @property
     def num_tokens(self) -> int:

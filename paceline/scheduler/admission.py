@@ -16,7 +16,7 @@ import numpy as np
 from paceline.config import SchedulerConfig
 from paceline.request import Phase, Request
 from paceline.scheduler.journal import EventKind, Journal
-from paceline.scheduler.memory import Memory, all_tokens, token_key
+from paceline.scheduler.memory import Memory, token_key
 from paceline.scheduler.memory_forecast import MemoryForecast, OutputLengths
 from paceline.scheduler.node import Node
 from paceline.scheduler.now import Now
@@ -330,7 +330,7 @@ class Admission:
             request.num_cached = hit.depth
         request.wait_reason = ""
         self._running.start_prefill(request)
-        self._joins.append(Join(slot, request, all_tokens(request)))
+        self._joins.append(Join.of(request, slot))
         counters.admitted += 1
         counters.prompt_tokens += request.num_tokens
         counters.hit_tokens += hit.depth

@@ -86,14 +86,14 @@ class RunningSet:
             self._decode_slots.flags.writeable = False
         return self._decode_slots
 
-    def decode_sharing(self, starts: Column) -> Sharing | None:
-        """Of a decode batch: one row per decoding request, with `starts` positions in memory."""
+    def decode_sharing(self, starts: Column, step: int) -> Sharing | None:
+        """Of the decode batch of `step`: one row per decoding request, with `starts` positions in memory."""
         if not self._sharing_is_known:
-            self._decode_sharing, self._sharing_is_known = self.sharing(self.decoding, starts), True
+            self._decode_sharing, self._sharing_is_known = self.sharing(self.decoding, starts, step), True
         return self._decode_sharing
 
-    def sharing(self, requests: Iterable[Request], starts: Column) -> Sharing | None:
-        """Of a batch with these rows."""
+    def sharing(self, requests: Iterable[Request], starts: Column, step: int) -> Sharing | None:
+        """Of a batch with these rows. Its version is the step that found it, so it never repeats."""
         if not self._shared_reads:
             return None
-        return find_sharing(map(self._memory.locked_nodes.__getitem__, requests), starts)
+        return find_sharing(map(self._memory.locked_nodes.__getitem__, requests), starts, step)

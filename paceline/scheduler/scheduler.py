@@ -42,7 +42,8 @@ class _Pass:
     """A plan that is not committed yet, with what only the scheduler needs to know about it."""
 
     plan: Plan
-    sampled: tuple[Request, ...]  # requests that get a token, in row order
+    requests: tuple[Request, ...]  # of the plan's rows
+    sampled: tuple[Request, ...]  # of its sampling rows: they get the tokens
     ending: tuple[Request, ...]  # requests known to end by length with this pass
     departures: int  # the scheduler's `_departures` when it was planned
 
@@ -97,11 +98,14 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.requests or self._passes)
 
+    def requests_of(self, plan: Plan) -> tuple[Request, ...]:
+        """The requests of the rows of a plan that is not committed yet."""
+        return next(one.requests for one in self._passes if one.plan.step == plan.step)
+
     def match(self, request: Request) -> int:
         """Number of tokens of this prompt that are cached now."""
-        namespace = (request.tenant, request.cache_salt, request.adapter)
         usable = self.memory.num_cacheable_pages(request) * self.config.page_size
-        return min(usable, self.memory.tree.match(namespace, request.prompt.tobytes()))
+        return min(usable, self.memory.tree.match(request.namespace, request.prompt.tobytes()))
 
     def expected_remaining(self, generated: Ints, max_remaining: Ints) -> Ints:
         """Expected further tokens of requests that have `generated` so far and can have up to `max_remaining` more."""
@@ -298,6 +302,7 @@ class Scheduler:
         ending = [requests[row] for row in np.flatnonzero(remaining == 0).tolist()] if not remaining.all() else []
         num_context = int(starts.sum()) + num_decodes
         lengths, samples = self._ones[:num_decodes], self._trues[:num_decodes]
+        max_lengths = slots.max_lengths[rows]
         if decode:
             for tenant, count in self.running.decodes_by_tenant.items():
                 self.policy.charge(tenant, count * self.config.output_weight)
@@ -307,12 +312,16 @@ class Scheduler:
             rows = np.concatenate([rows, np.array([chunk.slot for chunk in chunks], np.int32)])
             starts = np.concatenate([starts, np.array([chunk.start for chunk in chunks], np.int32)])
             lengths = np.concatenate([lengths, np.array([chunk.length for chunk in chunks], np.int32)])
+            max_lengths = slots.max_lengths[rows]
             samples = np.concatenate([samples, np.array(yields, np.bool_)])
             num_context += sum(chunk.start + chunk.length for chunk in chunks)
             requests += tuple(chunk.request for chunk in chunks)
             sampled += tuple(chunk.request for chunk, one in zip(chunks, yields, strict=True) if one)
             ending += self._finish_prefills()
-        sharing = self.running.sharing(requests, starts) if chunks else self.running.decode_sharing(starts)
+        if chunks:
+            sharing = self.running.sharing(requests, starts, self.step)
+        else:
+            sharing = self.running.decode_sharing(starts, self.step)
         for request in ending:
             if request.phase is Phase.DECODING:
                 self.running.stop_decoding(request)
@@ -322,9 +331,9 @@ class Scheduler:
             slots=rows,
             starts=starts,
             lengths=lengths,
+            max_lengths=max_lengths,
             samples=samples,
             num_decodes=num_decodes,
-            requests=requests,
             joins=self.admission.take_joins(),
             page_slots=page_slots,
             page_indices=page_indices,
@@ -334,7 +343,7 @@ class Scheduler:
             sharing=sharing,
             swap=None if self.memory.host is None else self.memory.host.take_swap(),
         )
-        self._passes.append(_Pass(plan, sampled, tuple(ending), self._departures))
+        self._passes.append(_Pass(plan, requests, sampled, tuple(ending), self._departures))
         return plan
 
     def _finish_prefills(self) -> list[Request]:
@@ -417,7 +426,7 @@ class Scheduler:
         """
         assert self._passes, "there is no pass to commit"
         one = self._passes.popleft()
-        assert one.plan is plan, "passes are committed in the order they were planned"
+        assert one.plan.step == plan.step, "passes are committed in the order they were planned"
         at = Now(self.step, now)
         if device_s is not None:
             self.counters.device_s += device_s
@@ -501,7 +510,7 @@ class Scheduler:
             sampled = [sampled[row] for row in kept]
             tokens = tokens[kept]
         ended, self._ended = self._ended, []
-        return Updates(tuple(sampled), tokens, tuple(ended), len(discarded))
+        return Updates(tuple(sampled), tokens, tuple(ended), frozenset(discarded))
 
     def take_ended(self) -> tuple[Finished, ...]:
         """Requests that ended outside of a commit since the last one: by abort, deadline or `finish`."""

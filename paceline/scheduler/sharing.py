@@ -20,8 +20,9 @@ from paceline.scheduler.node import Node
 from paceline.scheduler.plan import Column, Sharing
 
 
-def find_sharing(locked_nodes: Iterable[Node], starts: Column) -> Sharing | None:
-    """Of rows that have locked `locked_nodes[row]` and have `starts[row]` positions in memory. None: none share."""
+def find_sharing(locked_nodes: Iterable[Node], starts: Column, version: int) -> Sharing | None:
+    """Of rows that have locked `locked_nodes[row]` and have `starts[row]` positions in memory. None: none share.
+    `version` identifies the result: a new number for every call."""
     below: dict[Node, list[int]] = {}  # deepest node that another row or a pin has locked too -> rows
     for row, locked in enumerate(locked_nodes):
         node: Node | None = locked
@@ -42,7 +43,7 @@ def find_sharing(locked_nodes: Iterable[Node], starts: Column) -> Sharing | None
         at = end
     reach = starts[rows]
     common = np.minimum(depths, np.minimum(reach[:-1], reach[1:]))
-    return Sharing(rows, common) if common.any() else None
+    return Sharing(version, rows, common) if common.any() else None
 
 
 def _path(node: Node) -> list[Node]:
