@@ -1,7 +1,7 @@
-"""Planted faults: each mutation of the real code must turn the suite red. Run by `make mutants`.
+"""Mutation tests: each planted fault must make a test fail. Run by `make mutants`.
 
-Every mutation is applied to a copy of the package, alone, and the scheduler's tests run against it. One that
-survives shows a promise that no test keeps.
+Every mutation is applied alone to a copy of the package, and the tests named for it run against the copy. A mutation
+that survives shows behaviour that no test checks.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ MUTANTS = [
     Mutant(
         "a discarded token is reported",
         "scheduler/scheduler.py",
-        "                    discarded.add(row)\n                    continue\n",
-        "                    continue\n",
+        "                discarded.add(row)\n                continue\n",
+        "                continue\n",
     ),
     Mutant(
         "departures are not noticed",
@@ -184,7 +184,7 @@ MUTANTS = [
         "scheduler/scheduler.py",
         "        starts = slots.computed[rows]\n        slots.computed[rows] = starts + 1\n",
         "        starts = slots.computed[rows]\n        slots.computed[rows] = starts + 1\n"
-        "        if self._passes:\n            self._passes[-1].plan.starts[:] = 0\n",
+        "        if self._in_flight:\n            self._in_flight[-1].plan.starts[:] = 0\n",
     ),
     Mutant(
         "the slots of decoding requests are cached too long",
@@ -321,7 +321,7 @@ def survives(mutant: Mutant) -> bool:
         shutil.copy(ROOT / "pyproject.toml", copy)
         target = copy / "paceline" / mutant.file
         text = target.read_text()
-        assert text.count(mutant.old) == 1, f"{mutant.name}: the code to mutate stands {text.count(mutant.old)} times"
+        assert text.count(mutant.old) == 1, f"{mutant.name}: the code to mutate occurs {text.count(mutant.old)} times"
         target.write_text(text.replace(mutant.old, mutant.new))
         command = [
             sys.executable,

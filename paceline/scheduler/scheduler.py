@@ -38,7 +38,7 @@ MAX_IN_FLIGHT = 2  # passes that are planned and not committed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pass:
+class _PassInFlight:
     """A plan that is not committed yet, with what only the scheduler needs to know about it."""
 
     plan: Plan
@@ -59,7 +59,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # accepted and not finished
         self._arrivals = 0
         self._departures = 0  # finished or retracted: if it changed, rows in flight may have lost their request
-        self._passes: deque[_Pass] = deque()
+        self._in_flight: deque[_PassInFlight] = deque()
         self._deadlines: list[tuple[float, int, Request]] = []
         # Stop ids of all live requests: almost every token is looked up only here.
         self._stop_ids: Counter[int] = Counter()
@@ -92,15 +92,15 @@ class Scheduler:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._passes)
+        return len(self._in_flight)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.requests or self._passes)
+        return bool(self.requests or self._in_flight)
 
     def requests_of(self, plan: Plan) -> tuple[Request, ...]:
         """The requests of the rows of a plan that is not committed yet."""
-        return next(one.requests for one in self._passes if one.plan.step == plan.step)
+        return next(one.requests for one in self._in_flight if one.plan.step == plan.step)
 
     def match(self, request: Request) -> int:
         """Number of tokens of this prompt that are cached now."""
@@ -195,8 +195,8 @@ class Scheduler:
 
     def plan(self, now: float) -> Plan | None:
         """The next forward pass, or None: there is nothing to do, or the pass in flight must be committed first."""
-        assert len(self._passes) < MAX_IN_FLIGHT, "commit the older pass before planning another"
-        if self._passes and self.config.draft_tokens:
+        assert len(self._in_flight) < MAX_IN_FLIGHT, "commit the older pass before planning another"
+        if self._in_flight and self.config.draft_tokens:
             return None  # the length of its rows is known only when it is committed
         return self._plan(Now(self.step, now))
 
@@ -214,7 +214,7 @@ class Scheduler:
         self._plan_prefills(may_admit, now)
         if prefill_first and not admission.chunks:
             self._ensure_decode_pages(now)
-        while not admission.chunks and not running.decoding and running.prefilling and not self._passes:
+        while not admission.chunks and not running.decoding and running.prefilling and not self._in_flight:
             # Partly computed prompts fill all memory and none can continue: retract one.
             if not self._retract_one(now, "a prompt that cannot continue"):
                 break
@@ -244,7 +244,7 @@ class Scheduler:
     def _release_ending(self, now: Now) -> None:
         """Releases requests that end by length with a pass in flight. Later passes run after it, so their slots and
         pages can be used by this plan. Such a request has no slot when its last token is committed."""
-        for one in self._passes:
+        for one in self._in_flight:
             for request in one.ending:
                 if request.slot is not None:
                     self._release(request, request.num_tokens, now)
@@ -343,7 +343,7 @@ class Scheduler:
             sharing=sharing,
             swap=None if self.memory.host is None else self.memory.host.take_swap(),
         )
-        self._passes.append(_Pass(plan, requests, sampled, tuple(ending), self._departures))
+        self._in_flight.append(_PassInFlight(plan, requests, sampled, tuple(ending), self._departures))
         return plan
 
     def _finish_prefills(self) -> list[Request]:
@@ -379,7 +379,7 @@ class Scheduler:
     def _retract(self, request: Request, now: Now, beneficiary: str) -> None:
         """Moves a running request back to the queue. Its tokens are kept, and its KV stays in the tree until the pages
         are needed."""
-        request.num_in_flight = sum(request in one.sampled for one in self._passes)
+        request.num_in_flight = sum(request in one.sampled for one in self._in_flight)
         num_pages = self._release(request, request.num_tokens, now)
         self._departures += 1
         request.retractions += 1
@@ -420,12 +420,12 @@ class Scheduler:
         device_s: float | None = None,
         counts: npt.NDArray[np.int32] | None = None,
     ) -> Updates:
-        """Takes the tokens of a pass, in the order the passes were planned; each plan exactly once.
+        """Takes the tokens of a pass. Passes are committed in the order they were planned, each exactly once.
 
-        One token for each sampling row, or `counts[i]` >= 1 of them for row i, laid end to end.
+        `tokens` has one token per sampling row, or `counts[i]` >= 1 tokens for row i, concatenated.
         """
-        assert self._passes, "there is no pass to commit"
-        one = self._passes.popleft()
+        assert self._in_flight, "there is no pass to commit"
+        one = self._in_flight.popleft()
         assert one.plan.step == plan.step, "passes are committed in the order they were planned"
         at = Now(self.step, now)
         if device_s is not None:
@@ -439,7 +439,7 @@ class Scheduler:
         values: list[int] = tokens.tolist()
         discarded: set[int] = set()
         if self._departures == one.departures and counts is None and min(values, default=0) >= 0:
-            # The usual case: nobody has left since this pass was planned, so every row takes its token.
+            # The usual case: no request has left since this pass was planned, so every row gets its token.
             for request, token in zip(sampled, values, strict=True):
                 request.output.append(token)
             if self._stop_ids and not self._stop_ids.keys().isdisjoint(values):
@@ -447,22 +447,7 @@ class Scheduler:
                     if self._stops(request, token):
                         self._finish(request, FinishReason.STOP, at)
         else:
-            for row, (request, token) in enumerate(zip(sampled, values, strict=True)):
-                if request.phase is Phase.FINISHED:  # while this pass was in flight, or earlier in this pass
-                    discarded.add(row)
-                    continue
-                if token < 0:  # NO_TOKEN: there is nothing to go on with
-                    discarded.add(row)
-                    self._finish(request, FinishReason.ERROR, at)
-                    continue
-                if request.phase is Phase.WAITING:
-                    self._keep_late_token(request, token)
-                else:
-                    request.output.append(token)
-                if self._stops(request, token):
-                    self._finish(request, FinishReason.STOP, at)
-                elif counts is not None and len(request.output) >= request.max_tokens:
-                    self._finish(request, FinishReason.LENGTH, at)
+            discarded = self._append_each(sampled, values, counts is not None, at)
         for request in sampled[plan.num_decodes :] if counts is None else sampled:
             if request.first_token is None:
                 request.first_token = now
@@ -470,6 +455,27 @@ class Scheduler:
             if not request.is_finished:
                 self._finish(request, FinishReason.LENGTH, at)
         return self._updates(sampled, tokens, discarded)
+
+    def _append_each(self, sampled: tuple[Request, ...], tokens: list[int], has_counts: bool, now: Now) -> set[int]:
+        """Appends each token to its request, if that can still take it. Returns the rows of discarded tokens."""
+        discarded: set[int] = set()
+        for row, (request, token) in enumerate(zip(sampled, tokens, strict=True)):
+            if request.phase is Phase.FINISHED:  # while this pass was in flight, or earlier in this pass
+                discarded.add(row)
+                continue
+            if token < 0:  # NO_TOKEN: sampling failed
+                discarded.add(row)
+                self._finish(request, FinishReason.ERROR, now)
+                continue
+            if request.phase is Phase.WAITING:
+                self._keep_late_token(request, token)
+            else:
+                request.output.append(token)
+            if self._stops(request, token):
+                self._finish(request, FinishReason.STOP, now)
+            elif has_counts and len(request.output) >= request.max_tokens:
+                self._finish(request, FinishReason.LENGTH, now)
+        return discarded
 
     @staticmethod
     def _stops(request: Request, token: int) -> bool:

@@ -388,7 +388,7 @@ def test_aborted_requests_are_not_kept_alive(policy: str) -> None:
     for one in gone:
         core.abort(one.id, 0.0)
     core.take_ended()
-    core.commit(core._passes[0].plan, np.array([1], np.int32), 0.0)
+    core.commit(core._in_flight[0].plan, np.array([1], np.int32), 0.0)
     core.plan(0.0)
     core.journal.events.clear()
     watched = [weakref.ref(one.prompt) for one in gone]
