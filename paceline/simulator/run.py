@@ -19,7 +19,7 @@ import numpy.typing as npt
 from paceline.config import SchedulerConfig
 from paceline.engine.executor import Executor, Pending
 from paceline.engine.loop import Loop
-from paceline.engine.virtual.executor import Link, VirtualClock, VirtualExecutor
+from paceline.engine.virtual.executor import HostLink, VirtualClock, VirtualExecutor
 from paceline.request import Refused, Request
 from paceline.scheduler import Scheduler
 from paceline.scheduler.journal import Counters
@@ -204,7 +204,7 @@ def simulate(
     began = time.perf_counter()
     clock = VirtualClock()
     charged = Charged(profile, clock)
-    link = Link(profile.swap_page_s(config.page_size)) if config.num_host_pages else None
+    link = HostLink(profile.swap_page_s(config.page_size)) if config.num_host_pages else None
     executor = VirtualExecutor(clock, charged, _Script(arrivals), charged.launching, link)
     scheduler = Scheduler(config)
     watched = executor if observer is None else _Watched(executor, clock, observer)
