@@ -1,7 +1,7 @@
-"""A request and its life.
+"""Request and SamplingParams: what a caller asks for, and the state of the request in the scheduler.
 
-What a caller asks for (`Request`, `SamplingParams`) and how far the scheduler has got with it. The phase can
-only change through `Request.enter`, so an illegal step is an error where it happens and not three passes later.
+The phase changes only through `Request.enter`, so an illegal transition fails where it happens and not three passes
+later.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    from paceline.scheduler.node import Node
 
 Tokens = npt.NDArray[np.int32]
 
@@ -28,16 +25,16 @@ class PacelineError(Exception):
 
 
 class InvalidRequest(PacelineError, ValueError):
-    """A request that makes no sense: the message names the field, the value and what would be right."""
+    """A request that is not valid: the message names the field, the value and what is allowed."""
 
 
 class Refused(PacelineError):
-    """A request that was understood and cannot be taken: it can never fit, or the queue is full."""
+    """A valid request that cannot be accepted: it can never fit, or the queue is full."""
 
     def __init__(self, message: str, *, retry: bool, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry = retry  # whether the same request may be accepted later
-        self.retry_after_s = retry_after_s  # when that is likely, if it can be told
+        self.retry_after_s = retry_after_s  # when that is likely, if known
 
 
 class FinishReason(StrEnum):
@@ -56,10 +53,10 @@ class Phase(Enum):
 
 
 class IllegalTransition(AssertionError):
-    """A phase change that the life of a request does not allow: always our own bug."""
+    """A phase change that is not allowed: always a bug in Paceline."""
 
 
-# PREFILL may finish directly: one token asked for, or none at all. The only way back is retraction.
+# PREFILL may finish directly: max_tokens is 1, or prefill_only. Only retraction leads back to WAITING.
 _NEXT: dict[Phase, frozenset[Phase]] = {
     Phase.WAITING: frozenset({Phase.PREFILL, Phase.FINISHED}),
     Phase.PREFILL: frozenset({Phase.DECODING, Phase.WAITING, Phase.FINISHED}),
@@ -79,15 +76,15 @@ GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "lark", "choice")
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an output must look like: a JSON schema (as JSON), any JSON object, a regular expression, a grammar in
-    Lark's notation, or one of some strings (a JSON list)."""
+    """A constraint on the output: a JSON schema (as JSON), any JSON object, a regular expression, a Lark grammar, or a
+    choice of strings (a JSON list)."""
 
     kind: str
     source: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in GRAMMAR_KINDS:
-            raise InvalidRequest(f"grammar is of kind {self.kind!r}: choose one of {', '.join(GRAMMAR_KINDS)}.")
+            raise InvalidRequest(f"grammar kind is {self.kind!r}: choose one of {', '.join(GRAMMAR_KINDS)}.")
         if not isinstance(self.source, str) or (not self.source and self.kind != "json_object"):
             raise InvalidRequest(f"grammar is {self.source!r}: give its text.")
 
@@ -116,22 +113,23 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request's tokens are chosen and when it ends. `max_tokens` left open ends with the context.
+    """How the tokens of a request are sampled, and when it stops.
 
-    `temperature` 0 always takes the likeliest token. `top_k` keeps so many of the likeliest, `top_p` the smallest set
-    of them whose chances add up to it, `min_p` those at least so likely as that share of the likeliest; equals stay
-    together. `repetition_penalty` divides the positive logits of tokens that stand in the prompt or the output and
-    multiplies the negative ones; `frequency_penalty` is subtracted for each time a token stands in the output,
-    `presence_penalty` once. `logit_bias` is added by token id. With a `seed` the same request gives the same tokens,
-    whatever runs beside it.
+    `temperature` 0 is greedy sampling. `top_k` keeps the k most likely tokens, `top_p` the smallest set of most likely
+    tokens whose probabilities add up to p, `min_p` the tokens with at least that fraction of the highest probability;
+    tokens of equal probability are kept or dropped together. `repetition_penalty` divides the positive logits of tokens
+    in the prompt or the output and multiplies the negative ones; `frequency_penalty` is subtracted once per occurrence
+    of a token in the output, `presence_penalty` once if it occurs. `logit_bias` is added by token id. With a `seed` the
+    same request yields the same tokens, whatever else is in the batch.
 
-    `n` answers are given, of `best_of` that are generated. `stop` are strings that end the text and are not part of
-    it, unless `include_stop`; `stop_token_ids` and the model's own end tokens (unless `ignore_eos`) end it too. Before
-    `min_tokens` none of these can. `bad_words` never appear. `max_tokens` 0 computes the prompt alone.
+    The `n` best of `best_of` generated sequences are returned. `stop` strings end the text and are not part of it,
+    unless `include_stop`; `stop_token_ids` and the model's EOS tokens (unless `ignore_eos`) end it too, but none of
+    these before `min_tokens`. `bad_words` are never generated. Without `max_tokens` the output is limited by the
+    context; with `max_tokens` 0 only the prompt is computed.
 
-    `logprobs` asks for the logarithm of each output token's chance, as the model gives it (before temperature,
-    penalties and bias), and of so many of the likeliest; `logprob_token_ids` for those of these tokens too;
-    `prompt_logprobs` for the prompt's. A `grammar` is obeyed by every token.
+    `logprobs` returns the logprob of each output token and of that many most likely tokens, as the model computes them
+    (before temperature, penalties and bias); `logprob_token_ids` adds these tokens; `prompt_logprobs` does the same for
+    the prompt. A `grammar` constrains every token.
     """
 
     temperature: float = 1.0
@@ -166,27 +164,27 @@ class SamplingParams:
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         bias = self.logit_bias
         object.__setattr__(self, "logit_bias", tuple(bias.items() if isinstance(bias, Mapping) else bias))
-        _number("temperature", self.temperature, 0, 1e4, "give 0 (always the likeliest token) to 10000")
-        _number("top_p", self.top_p, 0, 1, "give a number above 0 and up to 1 (all tokens)")
+        _check_float("temperature", self.temperature, 0, 1e4, "give 0 (always the likeliest token) to 10000")
+        _check_float("top_p", self.top_p, 0, 1, "give a number above 0 and up to 1 (all tokens)")
         if self.top_p == 0:
             raise InvalidRequest(f"top_p is {self.top_p!r}: give a number above 0 and up to 1 (all tokens).")
         if self.top_k is not None:
-            _whole("top_k", self.top_k, 1, "give 1 or more, or leave it out to keep all tokens")
-        _number("min_p", self.min_p, 0, 1, "give 0 (all tokens) to 1")
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100, "give 0.01 to 100; 1 changes nothing")
+            _check_int("top_k", self.top_k, 1, "give 1 or more, or leave it out to keep all tokens")
+        _check_float("min_p", self.min_p, 0, 1, "give 0 (all tokens) to 1")
+        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100, "give 0.01 to 100; 1 changes nothing")
         for name in ("presence_penalty", "frequency_penalty"):
-            _number(name, getattr(self, name), -2, 2, "give -2 to 2; 0 changes nothing")
+            _check_float(name, getattr(self, name), -2, 2, "give -2 to 2; 0 changes nothing")
         self._check_lengths()
         self._check_choices()
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequest(f"stop has {text!r}: give strings of at least one character.")
         for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0, "give token ids, from 0 up")
+            _check_int("stop_token_ids", token, 0, "give token ids, from 0 up")
         self._check_biases()
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 0, f"give 0 to {MAX_LOGPROBS}", MAX_LOGPROBS)
+                _check_int(name, getattr(self, name), 0, f"give 0 to {MAX_LOGPROBS}", MAX_LOGPROBS)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise InvalidRequest(f"grammar is {self.grammar!r}: give a Grammar, such as Grammar.regex(...).")
         if self.grammar is not None and self.ignore_eos:
@@ -194,30 +192,30 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Below this temperature no other token has a chance, and scaled logits would overflow."""
+        """Below this temperature the probability of any other token is zero, and scaled logits would overflow."""
         return self.temperature < 1e-5
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias`, however it was given."""
+        """`logit_bias` as pairs; `__post_init__` converts a mapping."""
         return cast("tuple[tuple[int, float], ...]", self.logit_bias)
 
     def with_seed(self, seed: int) -> SamplingParams:
-        """The same with this seed, a right one: nothing is checked again, which takes as long as all else that is done
-        when a request comes."""
+        """A copy with this valid seed. The copy is not validated again: that would take as long as everything else that
+        is done when a request arrives."""
         seeded = copy(self)
         object.__setattr__(seeded, "seed", seed)
         return seeded
 
     def each_choice(self) -> list[SamplingParams]:
-        """The parameters of every answer that is to be generated, `best_of` or `n` of them, each with its own seed."""
+        """The parameters of each sequence to generate, `best_of` or `n` of them, each with its own seed."""
         count = self.n if self.best_of is None else self.best_of
         if count == 1:
             return [self] if self.best_of is None else [replace(self, best_of=None)]
-        # To be ranked they need their chances; the seed of the first is the one given.
+        # Ranking needs logprobs. The first sequence uses the given seed.
         logprobs = 0 if count > self.n and self.logprobs is None else self.logprobs
         seeds = [None if self.seed is None else (self.seed + i + 2**63) % 2**64 - 2**63 for i in range(count)]
-        prompts = [self.prompt_logprobs] + [None] * (count - 1)  # one of them is enough
+        prompts = [self.prompt_logprobs] + [None] * (count - 1)  # one sequence computes them
         return [
             replace(self, n=1, best_of=None, seed=seed, logprobs=logprobs, prompt_logprobs=prompt)
             for seed, prompt in zip(seeds, prompts, strict=True)
@@ -225,24 +223,24 @@ class SamplingParams:
 
     def _check_lengths(self) -> None:
         if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), "give a whole number of 64 bits")
+            _check_int("seed", self.seed, -(2**63), "give a whole number of 64 bits")
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 0, "give 0 (compute the prompt alone) or more")
-        _whole("min_tokens", self.min_tokens, 0, "give 0 or more")
+            _check_int("max_tokens", self.max_tokens, 0, "give 0 (compute the prompt alone) or more")
+        _check_int("min_tokens", self.min_tokens, 0, "give 0 or more")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}: lower it.")
 
     def _check_choices(self) -> None:
-        _whole("n", self.n, 1, f"give 1 to {MAX_CHOICES}", MAX_CHOICES)
+        _check_int("n", self.n, 1, f"give 1 to {MAX_CHOICES}", MAX_CHOICES)
         if self.best_of is not None:
-            _whole("best_of", self.best_of, 1, f"give n to {MAX_CHOICES}", MAX_CHOICES)
+            _check_int("best_of", self.best_of, 1, f"give n to {MAX_CHOICES}", MAX_CHOICES)
             if self.best_of < self.n:
                 raise InvalidRequest(f"best_of is {self.best_of}, fewer than n = {self.n}: raise it or leave it out.")
 
     def _check_biases(self) -> None:
         for token, bias in self.biases:
-            _whole("logit_bias", token, 0, "give token ids, from 0 up")
-            _number("logit_bias", bias, -100, 100, "give numbers from -100 (never) to 100 (always)")
+            _check_int("logit_bias", token, 0, "give token ids, from 0 up")
+            _check_float("logit_bias", bias, -100, 100, "give numbers from -100 (never) to 100 (always)")
         for word in self.bad_words:
             if not isinstance(word, str) or not word:
                 raise InvalidRequest(f"bad_words has {word!r}: give strings of at least one character.")
@@ -250,7 +248,7 @@ class SamplingParams:
             if len(getattr(self, name)) > most:
                 raise InvalidRequest(f"{name} has {len(getattr(self, name))} entries: give at most {most}.")
         for token in self.logprob_token_ids:
-            _whole("logprob_token_ids", token, 0, "give token ids, from 0 up")
+            _check_int("logprob_token_ids", token, 0, "give token ids, from 0 up")
         if len(self.logprob_token_ids) > MAX_LOGPROBS:
             raise InvalidRequest(
                 f"logprob_token_ids has {len(self.logprob_token_ids)} entries: give at most {MAX_LOGPROBS}."
@@ -259,16 +257,16 @@ class SamplingParams:
             object.__setattr__(self, "logprobs", 0)
 
 
-def _whole(name: str, value: object, low: int, remedy: str, high: int = 2**63 - 1) -> None:
-    right = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-    if not right:
+def _check_int(name: str, value: object, low: int, remedy: str, high: int = 2**63 - 1) -> None:
+    valid = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    if not valid:
         raise InvalidRequest(f"{name} is {value!r}: {remedy}.")
 
 
-def _number(name: str, value: object, low: float, high: float, remedy: str) -> None:
-    # A comparison with NaN is false: it fails here as it should.
-    right = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-    if not right:
+def _check_float(name: str, value: object, low: float, high: float, remedy: str) -> None:
+    # A comparison with NaN is false, so NaN is rejected.
+    valid = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    if not valid:
         raise InvalidRequest(f"{name} is {value!r}: {remedy}.")
 
 
@@ -277,50 +275,48 @@ POOLING = ("mean", "last")
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt and what became of it. Compared by identity: two requests are never the same one."""
+    """One prompt, its parameters and its state. Compared by identity."""
 
     id: str
-    prompt: npt.NDArray[Any]  # token ids; int32 once it is here
+    prompt: npt.NDArray[Any]  # token ids; int32 after __post_init__
     params: SamplingParams = field(default_factory=SamplingParams)
     tenant: str = "default"
-    priority: int = 0  # larger goes first
+    priority: int = 0  # higher runs first
     deadline: float | None = None  # in the scheduler's clock
     eos_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""  # requests share cached prefixes only within one tenant, salt and adapter
     adapter: str = ""
-    prefill_only: bool = False  # embeddings, prompt logprobs: ends with its prefill, samples nothing
-    pooling: str | None = None  # mean or last: the prompt is embedded, nothing is generated
-    compute_from: int | None = None  # positions from here on are computed even if they are cached
-    expected_tokens: int | None = None  # the caller's guess of the output's length, for the order and the budget
-    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words: the last token of each may not follow the rest
+    prefill_only: bool = False  # embeddings, prompt logprobs: ends after prefill and samples nothing
+    pooling: str | None = None  # mean or last: embeds the prompt and generates nothing
+    compute_from: int | None = None  # positions from here on are computed even if cached
+    expected_tokens: int | None = None  # the caller's estimate of the output length, for policy and memory forecast
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # of params.bad_words: no last token may follow the others
 
-    # What the scheduler knows. Only the scheduler writes below this line.
+    # Scheduler state. Only the scheduler writes below this line.
     phase: Phase = Phase.WAITING
     finish_reason: FinishReason | None = None
-    # Packed: a list's integers lie all over memory, and a prefix tree that takes 272 of them in waits for each.
+    # Packed: the integers of a list are scattered in memory, and inserting 272 of them into the prefix tree is slow.
     output: array[int] = field(default_factory=lambda: array("i"))
-    max_tokens: int = 0  # params.max_tokens, or what context and pool leave
+    max_tokens: int = 0  # params.max_tokens, or what context and memory allow
     stop_ids: frozenset[int] = frozenset()
-    number: int = 0  # arrivals are numbered; ties are broken by it and it survives retraction
+    number: int = 0  # arrival number; breaks ties and is kept across retractions
     arrival: float = 0.0
     first_admitted: float | None = None
-    seniority: int = 0  # order of first admission; survives retraction
+    seniority: int = 0  # order of first admission; kept across retractions
     first_token: float | None = None
     finished: float | None = None
     retractions: int = 0
-    overtaken: int = 0  # how many were admitted past it while it did not fit
-    num_cached: int = 0  # prompt tokens found in the tree at first admission
-    num_fetched: int = 0  # of these, brought back from host memory
-    num_in_flight: int = 0  # tokens still to come for a request that holds no slot any more
+    overtaken: int = 0  # requests admitted before it while it did not fit
+    num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
+    num_fetched: int = 0  # of these, fetched from host memory
+    num_in_flight: int = 0  # after a retraction: tokens that passes in flight will still yield
     slot: int | None = None
-    key: bytes = b""  # running: the tokens it was admitted with, four bytes each: what the tree compares
-    node: Node | None = None  # waiting: where its path ends in the tree
-    held: Node | None = None  # running: the deepest node it has locked; its own pages begin below
-    sole_pages: int = 0  # pages of locked nodes that it alone holds
-    queued: bool = False  # whether an order has it
-    set_aside: bool = False  # not considered again in this step
-    waits_for: str = "its turn"
-    waits_for_pages: int = 0  # how many were missing when it was last tried
+    key: bytes = b""  # running: the tokens it was admitted with, four bytes each, as the prefix tree compares them
+    exclusive_pages: int = 0  # pages of nodes that it alone has locked
+    queued: bool = False  # waiting in the policy's queue
+    skipped: bool = False  # not a candidate again in this step
+    wait_reason: str = "its turn"
+    num_missing_pages: int = 0  # when it was last a candidate
 
     def __post_init__(self) -> None:
         self.prompt = as_tokens(self.prompt)
@@ -357,7 +353,7 @@ class Request:
 
     @property
     def ends_by_length(self) -> bool:
-        """Nothing but its length can end it, so the length of its output is known in advance."""
+        """Only max_tokens can end it, so its output length is known in advance."""
         return not self.stop_ids
 
     def enter(self, phase: Phase) -> None:
@@ -367,12 +363,12 @@ class Request:
 
 
 def as_tokens(ids: Sequence[int] | npt.NDArray[Any]) -> Tokens:
-    """Token ids as the one-dimensional int32 array that every room uses."""
+    """Token ids as the one-dimensional int32 array that all packages use."""
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise InvalidRequest("a prompt is a flat list of token ids (whole numbers).")
+        raise InvalidRequest("the prompt must be a flat list of token ids (integers).")
     if array.size and array.dtype != np.int32 and int(array.max()) > np.iinfo(np.int32).max:
-        raise InvalidRequest(f"token id {int(array.max())} is too large: ids fit 32 bits.")
+        raise InvalidRequest(f"token id {int(array.max())} is too large: token ids must fit into 32 bits.")
     if array.size and array.min() < 0:
-        raise InvalidRequest(f"the prompt has a negative token id, {array.min()}: ids begin at 0.")
+        raise InvalidRequest(f"the prompt has a negative token id, {array.min()}: token ids start at 0.")
     return np.ascontiguousarray(array, dtype=np.int32)

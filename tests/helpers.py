@@ -1,4 +1,4 @@
-"""Short ways to say common things in tests."""
+"""Shortcuts for tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def prompt(*parts: int | list[int] | range) -> np.ndarray:
 
 
 def request(tokens: Any = (1, 2, 3), max_tokens: int | None = 4, *, id: str = "", **fields: Any) -> Request:
-    """A request that ends by length unless it is given EOS ids or stop ids."""
+    """A request that ends by length unless EOS ids or stop ids are given."""
     params = SamplingParams(
         max_tokens=max_tokens, **{k: fields.pop(k) for k in ("min_tokens", "stop_token_ids") if k in fields}
     )

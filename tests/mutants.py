@@ -1,7 +1,7 @@
-"""Planted faults: each mutation of the real code must turn the suite red. Run by `make mutants`.
+"""Mutation tests: each planted fault must make a test fail. Run by `make mutants`.
 
-Every mutation is applied to a copy of the package, alone, and the scheduler's tests run against it. One that
-survives shows a promise that no test keeps.
+Every mutation is applied alone to a copy of the package, and the tests named for it run against the copy. A mutation
+that survives shows behaviour that no test checks.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ MUTANTS = [
     Mutant(
         "pages are freed twice",
         "scheduler/memory.py",
-        "        self.let_go(request)\n        assert request.sole_pages",
+        "        self.unlock_prefix(request)\n        assert request.exclusive_pages",
         "        self.pool._is_free[:] = False\n        self.pool.free(self.slots.row(slot)"
-        "[request.held.depth // self.page_size :])\n        self.let_go(request)\n        assert request.sole_pages",
+        "[self.locked_nodes[request].depth // self.page_size :])\n        self.unlock_prefix(request)\n"
+        "        assert request.exclusive_pages",
     ),
     Mutant(
-        "no count after locking",
+        "available pages are counted before the prefix is locked",
         "scheduler/admission.py",
-        "        memory.hold(request, hit)\n        missing = self._missing_pages(request)\n",
-        "        memory.hold(request, tree.root)\n        missing = self._missing_pages(request)\n"
-        "        memory.let_go(request)\n        memory.hold(request, hit)\n",
+        "        memory.lock_prefix(request, hit)\n        missing = self._missing_pages(request)\n",
+        "        memory.lock_prefix(request, tree.root)\n        missing = self._missing_pages(request)\n"
+        "        memory.unlock_prefix(request)\n        memory.lock_prefix(request, hit)\n",
     ),
     Mutant(
         "a slot is reused while it is taken",
@@ -78,7 +79,7 @@ MUTANTS = [
     Mutant(
         "a prefix is read in the pass that computes it",
         "scheduler/prefix_tree.py",
-        "        while not node.resident or node.born == self.step:",
+        "        while not node.resident or node.computed_step == step:",
         "        while not node.resident:",
     ),
     Mutant(
@@ -90,14 +91,14 @@ MUTANTS = [
     Mutant(
         "a discarded row is cached",
         "scheduler/scheduler.py",
-        "            self._leave(request, request.num_tokens - 1)",
-        "            self._leave(request, request.num_tokens)",
+        "            self._release(request, request.num_tokens - 1, now)",
+        "            self._release(request, request.num_tokens, now)",
     ),
     Mutant(
-        "a late token is shown",
+        "a discarded token is reported",
         "scheduler/scheduler.py",
-        "                    discarded.add(row)\n                    continue\n",
-        "                    continue\n",
+        "                discarded.add(row)\n                continue\n",
+        "                continue\n",
     ),
     Mutant(
         "departures are not noticed",
@@ -112,7 +113,7 @@ MUTANTS = [
         "        request.num_in_flight -= 1\n",
     ),
     Mutant(
-        "a retracted request comes back before its token",
+        "a retracted request is readmitted before its token in flight is committed",
         "scheduler/admission.py",
         "        if request.num_in_flight:\n",
         "        if request.num_in_flight > 5:\n",
@@ -120,11 +121,11 @@ MUTANTS = [
     Mutant(
         "retraction has no bound",
         "scheduler/retraction.py",
-        "    return request.retractions >= MOST_RETRACTIONS",
+        "    return request.retractions >= MAX_RETRACTIONS",
         "    return False",
     ),
     Mutant(
-        "retracted requests go to the tail",
+        "retracted requests go to the tail of the queue",
         "scheduler/admission.py",
         '        if request.retractions and self._config.policy != "priority":',
         "        if False:",
@@ -132,21 +133,21 @@ MUTANTS = [
     Mutant(
         "nothing ages",
         "scheduler/aging.py",
-        "        return head if self.credit >= self._cost(head) else None",
+        "        return head if self.credit >= self._cost(head, now) else None",
         "        return None",
     ),
     Mutant(
-        "idleness earns credit",
+        "idle time earns credit",
         "scheduler/fair.py",
-        "            # Idleness earns nothing: whoever comes back starts level with the least served active tenant.\n"
+        "            # Idle time earns no credit: a returning tenant starts level with the least served active one.\n"
         "            tenant.service = max(tenant.service, self._least_active())\n",
         "",
     ),
     Mutant(
         "output is not charged",
         "scheduler/scheduler.py",
-        "                self.order.charge(tenant, count * self.config.output_weight)",
-        "                self.order.charge(tenant, 0)",
+        "                self.policy.charge(tenant, count * self.config.output_weight)",
+        "                self.policy.charge(tenant, 0)",
     ),
     Mutant(
         "overtaking is not counted",
@@ -163,17 +164,17 @@ MUTANTS = [
     Mutant(
         "a shared prefix is charged to every sharer",
         "scheduler/admission.py",
-        "        return request.num_tokens - request.held.depth + request.sole_pages * self._memory.page_size",
+        "        return request.num_tokens - depth + request.exclusive_pages * self._memory.page_size",
         "        return request.num_tokens",
     ),
     Mutant(
         "decodes stall behind prompts",
         "scheduler/scheduler.py",
-        "        decode = bool(admission.decoding) and not (prefill_first and admission.chunks)",
-        "        decode = bool(admission.decoding) and not admission.chunks",
+        "        decode = bool(running.decoding) and not (prefill_first and admission.chunks)",
+        "        decode = bool(running.decoding) and not admission.chunks",
     ),
     Mutant(
-        "stop ids are ignored when nobody has left",
+        "stop ids are ignored when no request has left",
         "scheduler/scheduler.py",
         "            if self._stop_ids and not self._stop_ids.keys().isdisjoint(values):",
         "            if False:",
@@ -183,7 +184,19 @@ MUTANTS = [
         "scheduler/scheduler.py",
         "        starts = slots.computed[rows]\n        slots.computed[rows] = starts + 1\n",
         "        starts = slots.computed[rows]\n        slots.computed[rows] = starts + 1\n"
-        "        if self._passes:\n            self._passes[-1].plan.starts[:] = 0\n",
+        "        if self._in_flight:\n            self._in_flight[-1].plan.starts[:] = 0\n",
+    ),
+    Mutant(
+        "the slots of decoding requests are cached too long",
+        "scheduler/running_set.py",
+        "        self._decode_slots, self._sharing_is_known = None, False",
+        "        self._sharing_is_known = False",
+    ),
+    Mutant(
+        "the sharing of decoding requests is cached too long",
+        "scheduler/running_set.py",
+        "        self._decode_slots, self._sharing_is_known = None, False",
+        "        self._decode_slots = None",
     ),
     Mutant(
         "any phase may follow any other",
@@ -269,16 +282,16 @@ MUTANTS = [
         ["tests/text/test_tools.py"],
     ),
     Mutant(
-        "a page on its way to the host is forgotten there",
+        "a host page is forgotten by the plan that spills it",
         "scheduler/host_tier.py",
-        "            if node.moved == self._tree.step:\n                moving",
-        "            if False:\n                moving",
+        "            if node.swap_step == step:\n                swapping",
+        "            if False:\n                swapping",
         ["tests/scheduler/test_host_tier.py"],
     ),
     Mutant(
         "a page is fetched with the plan that spills it",
         "scheduler/host_tier.py",
-        " or child.moved == tree.step:",
+        " or child.swap_step == step:",
         ":",
         ["tests/scheduler/test_host_tier.py"],
     ),
@@ -308,7 +321,7 @@ def survives(mutant: Mutant) -> bool:
         shutil.copy(ROOT / "pyproject.toml", copy)
         target = copy / "paceline" / mutant.file
         text = target.read_text()
-        assert text.count(mutant.old) == 1, f"{mutant.name}: the code to mutate stands {text.count(mutant.old)} times"
+        assert text.count(mutant.old) == 1, f"{mutant.name}: the code to mutate occurs {text.count(mutant.old)} times"
         target.write_text(text.replace(mutant.old, mutant.new))
         command = [
             sys.executable,

@@ -1,7 +1,7 @@
-"""The plain twin of scheduler and prefix tree: requests one after the other, a dictionary for a cache.
+"""Reference implementation of scheduler and prefix tree: one request after the other, a dictionary as the cache.
 
-No pages are shared, moved, locked or evicted; the cache maps a prefix to the KV of its last page. What the real
-scheduler yields must be what this yields.
+No pages are shared, moved, locked or evicted; the cache maps a prefix to the KV of its last page. The tokens of the
+real scheduler must equal these.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class ReferenceScheduler:
         self.hit_tokens = 0
 
     def run(self, request: Request) -> tuple[list[int], FinishReason]:
-        """All of one request's tokens, computed on the KV that earlier ones left in the dictionary."""
+        """All tokens of one request, computed with the KV that earlier requests left in the dictionary."""
         space = (request.tenant, request.cache_salt, request.adapter)
         tokens = request.prompt.tolist()
         values = self._cached(space, tokens)

@@ -39,7 +39,7 @@ def test_only_legal_transitions_are_possible(before: Phase, after: Phase) -> Non
         ({"min_tokens": 9, "max_tokens": 4}, "min_tokens is 9, more than max_tokens 4: lower it."),
     ],
 )
-def test_bad_sampling_parameters_are_named(fields: dict, message: str) -> None:
+def test_errors_of_sampling_parameters_name_field_value_and_remedy(fields: dict, message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(**fields)
     assert str(caught.value) == message
@@ -56,12 +56,12 @@ def test_bad_sampling_parameters_are_named(fields: dict, message: str) -> None:
         ([2**40], "is too large"),
     ],
 )
-def test_a_bad_prompt_is_refused(tokens: list, message: str) -> None:
+def test_an_invalid_prompt_is_rejected(tokens: list, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         Request("r", np.array(tokens))
 
 
-def test_a_position_outside_the_prompt_cannot_be_computed_from() -> None:
+def test_compute_from_must_be_a_position_of_the_prompt() -> None:
     with pytest.raises(InvalidRequest, match="compute_from is 3"):
         Request("r", np.array([1, 2, 3]), compute_from=3)
 
@@ -71,18 +71,26 @@ def test_tokens_become_one_flat_int32_array() -> None:
     assert (tokens.dtype, tokens.tolist()) == (np.int32, [3, 4])
 
 
-def test_parameters_survive_a_journey_between_processes() -> None:
-    given = SamplingParams(temperature=0.5, logit_bias={5: 1.5}, stop="x", bad_words=["a"], logprobs=3, n=2,
-                           grammar=Grammar.choice(["a", "b"]), stop_token_ids=[1, 2])  # fmt: skip
+def test_sampling_parameters_round_trip_through_msgpack() -> None:
+    given = SamplingParams(
+        temperature=0.5,
+        logit_bias={5: 1.5},
+        stop="x",
+        bad_words=["a"],
+        logprobs=3,
+        n=2,
+        grammar=Grammar.choice(["a", "b"]),
+        stop_token_ids=[1, 2],
+    )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(given), type=SamplingParams) == given
 
 
-def test_a_seed_changes_nothing_else() -> None:
+def test_with_seed_changes_only_the_seed() -> None:
     given = SamplingParams(temperature=0.5, logit_bias={5: 1.5}, stop="x", n=2)
     assert given.with_seed(7) == replace(given, seed=7) and given.seed is None
 
 
-def test_every_choice_has_its_own_seed_and_one_asks_for_the_prompt() -> None:
+def test_every_choice_has_its_own_seed_and_one_computes_prompt_logprobs() -> None:
     each = SamplingParams(n=2, best_of=3, seed=2**63 - 2, prompt_logprobs=1).each_choice()
     assert [one.seed for one in each] == [2**63 - 2, 2**63 - 1, -(2**63)]
     assert [one.prompt_logprobs for one in each] == [1, None, None]

@@ -154,9 +154,9 @@ def _disturb(engine: Engine, rng: random.Random) -> Callable[[], int]:
     plan, step, num_steps = scheduler.plan, loop.step, 0
 
     def planning(now: float) -> Plan | None:
-        running = [*scheduler.admission.decoding, *scheduler.admission.prefilling]
+        running = scheduler.running.requests
         if running and rng.random() < 0.03 and (victim := rng.choice(running)).retractions < 2:
-            scheduler._retract(victim, now, "a soak")
+            scheduler.retract(victim.id, now, "a soak")
         return plan(now) or plan(now)  # the only one running may have been taken
 
     def stepping() -> Any:

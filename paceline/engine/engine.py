@@ -43,8 +43,8 @@ from paceline.request import (
     as_tokens,
 )
 from paceline.sampling.grammar import Grammars
-from paceline.scheduler.forecast import seconds_until_admitted
 from paceline.scheduler.scheduler import Scheduler
+from paceline.scheduler.wait_estimate import seconds_until_admitted
 from paceline.text.stop import TextStream
 from paceline.text.tokenizer import Tokenizer
 

@@ -1,4 +1,4 @@
-"""The room that decides. It imports no tensor library, reads no clock and does no I/O."""
+"""The scheduler: decides which requests run. It imports no tensor library, reads no clock and does no I/O."""
 
 from paceline.scheduler.journal import Counters, Event, EventKind, Journal
 from paceline.scheduler.memory import PinError

@@ -1,8 +1,8 @@
-"""Who joins the pass being planned, and with how many tokens.
+"""Admission control: which requests join the pass being planned, and with how many prompt tokens.
 
-Partly computed prompts go on first, then waiting requests come in the policy's order as long as tokens, slots and
-memory last. One that does not fit is set aside for this step and may be passed a bounded number of times; after
-that nothing passes it any more.
+Partly computed prompts continue first, then waiting requests are admitted in the policy's order while tokens, slots and
+memory last. A request that does not fit is skipped for this step and may be overtaken a bounded number of times
+(`max_overtakes`); after that no request may overtake it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ import numpy as np
 
 from paceline.config import SchedulerConfig
 from paceline.request import Phase, Request
-from paceline.scheduler.budget import MemoryForecast, OutputLengths
 from paceline.scheduler.journal import EventKind, Journal
 from paceline.scheduler.memory import Memory, token_key
-from paceline.scheduler.orders import Order
+from paceline.scheduler.memory_forecast import MemoryForecast, OutputLengths
+from paceline.scheduler.node import Node
+from paceline.scheduler.now import Now
 from paceline.scheduler.plan import Join
+from paceline.scheduler.policies import Policy
 from paceline.scheduler.retraction import is_protected
+from paceline.scheduler.running_set import RunningSet
 
-LEAST_CHUNK = 16  # prompt tokens that go on however long it takes
-_TILE = 64  # queries that attention on a GPU takes at once: a few more than a multiple cost as much as another tile
+MIN_CHUNK_TOKENS = 16  # prompt tokens per pass whatever itl_target allows
+_TILE_TOKENS = 64  # query tile of GPU attention: a few tokens more than a multiple cost as much as another tile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,41 +41,41 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Obstacle:
+class WaitReason:
     """Why a candidate is not admitted in this step, as the end of the sentence 'it waits for …'."""
 
-    reason: str
-    num_pages: int = 0  # that are missing
+    text: str
+    num_missing_pages: int = 0
 
 
 class Admission:
     def __init__(
-        self, config: SchedulerConfig, memory: Memory, order: Order, lengths: OutputLengths, journal: Journal
+        self,
+        config: SchedulerConfig,
+        memory: Memory,
+        running: RunningSet,
+        policy: Policy,
+        lengths: OutputLengths,
+        journal: Journal,
     ) -> None:
         self._config = config
         self._memory = memory
-        self._order = order
+        self._running = running
+        self._policy = policy
         self._lengths = lengths
         self._journal = journal
-        self.decoding: list[Request] = []
-        self.prefilling: list[Request] = []  # admitted, prompt not all planned; most senior first
-        self.returning: list[Request] = []  # retracted, most senior first: they come before everybody else
+        self.retracted: list[Request] = []  # waiting again, most senior first: readmitted before all others
         self.num_waiting = 0
         self.num_waiting_tokens = 0
-        self.reserved: Request | None = None  # overtaken too often: nothing passes it
-        self._admissions = 0
+        self.reserved: Request | None = None  # overtaken too often: no other request is admitted before it
+        self._num_admitted = 0
         # Of the pass being planned
         self.chunks: list[Chunk] = []
         self._joins: list[Join] = []
-        self._aside: list[Request] = []
-        self._did_not_fit: list[Request] = []
-        self._outlook: MemoryForecast | None = None
-        self._shared_pages = 0
-
-    @property
-    def running(self) -> list[Request]:
-        """Who holds a slot, and will go on to hold it."""
-        return self.decoding + self.prefilling
+        self._skipped: list[Request] = []
+        self._out_of_memory: list[Request] = []  # of the skipped, those that lacked memory
+        self._forecast: MemoryForecast | None = None
+        self._num_shared_pages = 0
 
     # ------------------------------------------------------------------ the queue
 
@@ -82,299 +85,299 @@ class Admission:
         self.num_waiting_tokens += request.num_tokens
         self._memory.tree.enqueue(request, token_key(request), self._memory.num_cacheable_pages(request))
         if request.retractions and self._config.policy != "priority":
-            insort(self.returning, request, key=lambda waiting: waiting.seniority)
+            insort(self.retracted, request, key=lambda waiting: waiting.seniority)
         else:
             request.queued = True
-            self._order.add(request)
+            self._policy.add(request)
 
     def dequeue(self, request: Request) -> None:
-        """It is admitted, or has ended. Called while it has the length with which it began to wait."""
+        """It is admitted, or has ended. Call it while the request has the length with which it began to wait."""
         self.num_waiting -= 1
         self.num_waiting_tokens -= request.num_tokens
         self._memory.tree.dequeue(request)
         if request.queued:
             request.queued = False
-            self._order.remove(request)
+            self._policy.remove(request)
         else:
-            self.returning.remove(request)
+            self.retracted.remove(request)
         if self.reserved is request:
             self.reserved = None
 
     def enqueue_retracted(self, request: Request) -> None:
-        """Not a candidate in the step that took its memory: it would take it back."""
+        """Not a candidate in the step that took its memory: it would take the memory back."""
         self.enqueue(request)
-        self._memory.tree.set_aside(request)
-        self._aside.append(request)
-        self._outlook = None
+        self._memory.tree.skip(request)
+        self._skipped.append(request)
+        self._forecast = None
 
     # ------------------------------------------------------------------ one step
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         self.chunks = []
-        self._outlook = None
+        self._forecast = None
 
-    def end(self) -> None:
-        """The pass is planned: what was set aside or hidden counts again."""
+    def end_step(self) -> None:
+        """The pass is planned: skipped and hidden requests are candidates again."""
         tree = self._memory.tree
-        for request in self._aside:
-            tree.bring_back(request)
-        self._aside.clear()
-        self._did_not_fit.clear()
-        tree.show_hidden()
-        self._order.restore()
+        for request in self._skipped:
+            tree.unskip(request)
+        self._skipped.clear()
+        self._out_of_memory.clear()
+        tree.unhide_all()
+        self._policy.end_step()
 
     def take_joins(self) -> tuple[Join, ...]:
-        """Who took a slot since the last plan that was returned."""
+        """Requests that took a slot since the last plan that was returned."""
         joins, self._joins = self._joins, []
         return tuple(joins)
 
-    def continue_prefills(self, budget: int) -> int:
-        """Gives each partly computed prompt its next chunk. Returns what is left of the budget."""
+    def continue_prefills(self, budget: int, now: Now) -> int:
+        """Gives each partly computed prompt its next chunk. Returns the remaining budget."""
         others_wait = bool(self._memory.tree.root.num_waiting)
-        # One prompt never takes the whole step while others wait: a short one behind it gets its turn.
-        most = min(self._config.chunk_tokens, -(-budget // 2) if others_wait else budget)
-        for request in self.prefilling:
+        # One prompt never takes the whole step while others wait, so that a short one behind it is not delayed.
+        max_tokens = min(self._config.chunk_tokens, -(-budget // 2) if others_wait else budget)
+        for request in self._running.prefilling:
             if budget <= 0:
                 break
-            budget -= self.plan_chunk(request, min(most, budget))
+            budget -= self._plan_chunk(request, min(max_tokens, budget), now)
         return budget
 
-    def admit_waiting(self, budget: int, now: float) -> None:
+    def admit_waiting(self, budget: int, now: Now) -> None:
         """Admits waiting requests while tokens, slots and memory last."""
         while budget > 0 and self._memory.slots.num_free:
             request = self.candidate(now)
             if request is None:
                 break
-            obstacle = self._try(request, now)
-            if obstacle is None:
-                most = min(self._config.chunk_tokens, budget)
-                budget -= self.plan_chunk(request, most)
-                self._note_overtaking(request, now)
-            elif not self.put_aside(request, obstacle, now):
+            wait_reason = self._try_admit(request, now)
+            if wait_reason is None:
+                budget -= self._plan_chunk(request, min(self._config.chunk_tokens, budget), now)
+                self._count_overtakes(request, now)
+            elif not self._skip(request, wait_reason, now):
                 break
 
-    def candidate(self, now: float) -> Request | None:
+    def candidate(self, now: Now) -> Request | None:
         if self.reserved is not None:
-            return None if self.reserved.set_aside else self.reserved
-        for request in self.returning:
-            if not request.set_aside:
+            return None if self.reserved.skipped else self.reserved
+        for request in self.retracted:
+            if not request.skipped:
                 return request
-        return self._order.next(now)
+        return self._policy.next(now)
 
-    def put_aside(self, request: Request, obstacle: Obstacle, now: float) -> bool:
-        """Takes a candidate out of this step. Whether others may still be tried."""
-        self._memory.tree.set_aside(request)
-        self._aside.append(request)
-        if request.waits_for != obstacle.reason:
-            request.waits_for = obstacle.reason
-            self._journal.write(now, self._memory.tree.step, EventKind.WAIT, request.id, obstacle.reason)
-        request.waits_for_pages = obstacle.num_pages
-        if not obstacle.num_pages:
-            return len(self._aside) <= 4 * self._config.look_ahead + 16
+    def _skip(self, request: Request, reason: WaitReason, now: Now) -> bool:
+        """Skips a candidate for this step. Returns whether others may still be tried."""
+        self._memory.tree.skip(request)
+        self._skipped.append(request)
+        if request.wait_reason != reason.text:
+            request.wait_reason = reason.text
+            self._journal.write(now, EventKind.WAIT, request.id, reason.text)
+        request.num_missing_pages = reason.num_missing_pages
+        if not reason.num_missing_pages:
+            return len(self._skipped) <= 4 * self._config.look_ahead + 16
         if request is self.reserved or not request.queued:
-            return False  # pages that come free are kept for it
-        self._did_not_fit.append(request)
+            return False  # freed pages are kept for it
+        self._out_of_memory.append(request)
         if request.overtaken >= self._config.max_overtakes:
             self._reserve(request, now)
             return False
-        return len(self._did_not_fit) <= self._config.look_ahead
+        return len(self._out_of_memory) <= self._config.look_ahead
 
-    def _note_overtaking(self, admitted: Request, now: float) -> None:
-        for request in self._did_not_fit:
+    def _count_overtakes(self, admitted: Request, now: Now) -> None:
+        for request in self._out_of_memory:
             if self._config.policy == "priority" and admitted.priority > request.priority:
-                continue  # that is its right, not an overtaking
+                continue  # the policy admits it first anyway
             request.overtaken += 1
             self._journal.counters.overtakes += 1
             if request.overtaken >= self._config.max_overtakes and self.reserved is None:
                 self._reserve(request, now)
 
-    def _reserve(self, request: Request, now: float) -> None:
+    def _reserve(self, request: Request, now: Now) -> None:
         self.reserved = request
-        self._journal.write(now, self._memory.tree.step, EventKind.RESERVE, request.id)
+        self._journal.write(now, EventKind.RESERVE, request.id)
 
     # ------------------------------------------------------------------ one request
 
-    def _try(self, request: Request, now: float) -> Obstacle | None:
-        """Admits `request`, or says what stands in the way."""
+    def _try_admit(self, request: Request, now: Now) -> WaitReason | None:
+        """Admits `request`, or returns why it must wait."""
         memory, tree, config = self._memory, self._memory.tree, self._config
-        assert request.node is not None, f"request {request.id} is a candidate and does not wait"
         if request.num_in_flight:
-            return Obstacle("the token it was computing when it was retracted")
-        hit = tree.hit(request.node)
-        coming = tree.in_flight_depth(request.node) - hit.depth
-        if config.prefix_wait and coming >= config.prefix_wait_tokens:
-            return Obstacle("a prefix that is being computed")
+            return WaitReason("the token it was computing when it was retracted")
+        node = tree.waiting_nodes[request]
+        hit = tree.hit(node, now.step)
+        in_flight = tree.in_flight_depth(node) - hit.depth
+        if config.prefix_wait and in_flight >= config.prefix_wait_tokens:
+            return WaitReason("a prefix that is being computed")
         to_compute = request.num_tokens - hit.depth
         if memory.host is not None:
-            to_compute -= memory.host.tokens_below(hit, request.node)
-        if to_compute > config.chunk_tokens and len(self.prefilling) >= self._max_long_prompts():
-            return Obstacle("longer prompts to be computed")
-        # Locking its prefix takes those pages out of the evictable ones. So lock first and count afterwards:
-        # otherwise they would be promised twice, as its prefix and as room to be evicted.
-        memory.hold(request, hit)
+            to_compute -= memory.host.tokens_below(hit, node)
+        if to_compute > config.chunk_tokens and len(self._running.prefilling) >= self._max_long_prompts():
+            return WaitReason("other long prompts to be prefilled")
+        # Locking the prefix takes its pages out of the evictable count. So lock first and count afterwards: otherwise
+        # they would be promised twice, as its prefix and as pages to evict.
+        memory.lock_prefix(request, hit)
         missing = self._missing_pages(request)
         if missing > 0:
-            memory.let_go(request)
-            return Obstacle("memory", num_pages=missing)
-        self._admit(request, to_compute, now)
+            memory.unlock_prefix(request)
+            return WaitReason("memory", num_missing_pages=missing)
+        self._admit(request, hit, to_compute, now)
         return None
 
     def _max_long_prompts(self) -> int:
-        """Prompts of more than one chunk that may be under way: one chunk of the budget is left to short ones."""
+        """Prompts of more than one chunk that may prefill at once: one chunk of the budget is left to short ones."""
         return max(1, self._config.max_prefill_tokens // self._config.chunk_tokens - 1)
 
-    def would_fit_without(self, request: Request, leaving: list[Request]) -> bool:
-        """Whether a waiting request had a slot and memory if `leaving` were gone."""
-        assert request.node is not None, f"request {request.id} does not wait"
-        if not self._memory.slots.num_free and not leaving:
+    def would_fit_without(self, request: Request, leaving: list[Request], now: Now) -> bool:
+        """Whether a waiting request would have a slot and memory if `leaving` were gone."""
+        memory = self._memory
+        if not memory.slots.num_free and not leaving:
             return False
-        self._memory.hold(request, self._memory.tree.hit(request.node))
+        memory.lock_prefix(request, memory.tree.hit(memory.tree.waiting_nodes[request], now.step))
         missing = self._missing_pages(request, leaving)
-        self._memory.let_go(request)
+        memory.unlock_prefix(request)
         return missing <= 0
 
     def _missing_pages(self, request: Request, leaving: Sequence[Request] = ()) -> int:
-        """How many pages short `request`, which holds its prefix, is beside everything running."""
-        running = [other for other in self.running if other not in leaving] if leaving else self.running
+        """Number of pages that `request`, whose prefix is locked, lacks beside everything running."""
+        running = self._running.requests
+        if leaving:
+            running = [other for other in running if other not in leaving]
         if not running:
-            return 0  # alone it fits, or it would have been refused
+            return 0  # it fits alone, or it would have been refused
         limit = self._config.num_pages - self._config.pin_quota_pages
         if self._memory.num_promised_pages + self._memory.full_pages(request) <= limit:
-            return 0  # there is room for everything in full: nothing needs to be predicted
+            return 0  # everything fits at full length: no forecast is needed
         limit = self._config.num_pages - self._unused_pin_pages()
         if leaving:
-            self._outlook = None
+            self._forecast = None
         if is_protected(request):
-            shared = self._num_shared_pages(request)
-            return shared + sum(map(self._worst_pages, running)) + self._worst_pages(request) - limit
-        if self._outlook is None:
-            self._outlook = self._look_out(running)
-            self._shared_pages = self._num_shared_pages(request)
-        peak = self._outlook.peak_with(self._own_tokens(request), self._expected_growth(request))
-        missing = self._shared_pages + peak - limit
+            shared = self._count_shared_pages(request)
+            return shared + sum(map(self._worst_case_pages, running)) + self._worst_case_pages(request) - limit
+        if self._forecast is None:
+            self._forecast = self._make_forecast(running)
+            self._num_shared_pages = self._count_shared_pages(request)
+        peak = self._forecast.peak_with(self._own_tokens(request), self._expected_growth(request))
+        missing = self._num_shared_pages + peak - limit
         if leaving:
-            self._outlook = None
+            self._forecast = None
             return missing
-        # What is predicted to fit some day must also have room for a first page today.
+        # Fitting by forecast is not enough: its first page must be available now.
         return missing if missing > 0 else 1 - self._memory.num_available_pages
 
-    def _num_shared_pages(self, request: Request) -> int:
-        """Locked pages that no single request accounts for: counted once, however many share them."""
-        accounted = sum(other.sole_pages for other in self.running) + request.sole_pages
+    def _count_shared_pages(self, request: Request) -> int:
+        """Locked pages that no single request accounts for: counted once, however many requests share them."""
+        accounted = sum(other.exclusive_pages for other in self._running.requests) + request.exclusive_pages
         return self._memory.tree.num_locked_pages - accounted
 
     def _own_tokens(self, request: Request) -> int:
-        """Tokens in pages that only `request` will hold when its prompt is computed; it holds its prefix."""
-        assert request.held is not None, f"request {request.id} holds nothing"
-        return request.num_tokens - request.held.depth + request.sole_pages * self._memory.page_size
+        """Tokens in pages that only `request`, whose prefix is locked, holds once its prompt is computed."""
+        depth = self._memory.locked_nodes[request].depth
+        return request.num_tokens - depth + request.exclusive_pages * self._memory.page_size
 
     def _unused_pin_pages(self) -> int:
-        """Pages that may still be pinned and must not be counted on."""
+        """Pages that may still be pinned, so admission cannot use them."""
         return self._config.pin_quota_pages - self._memory.num_pinned_pages
 
-    def _worst_pages(self, request: Request) -> int:
-        """Pages only `request` holds if it runs to its full length."""
-        assert request.held is not None, f"request {request.id} is not running"
-        return self._memory.full_pages(request) - request.held.depth // self._memory.page_size + request.sole_pages
+    def _worst_case_pages(self, request: Request) -> int:
+        """Pages that only `request` holds if it runs to its full length."""
+        prefix_pages = self._memory.locked_nodes[request].depth // self._memory.page_size
+        return self._memory.full_pages(request) - prefix_pages + request.exclusive_pages
 
     def _expected_growth(self, request: Request) -> int:
-        """Positions a waiting request is expected to write after its prompt. Its last token is never fed."""
-        most = request.max_tokens - len(request.output)
-        expected = most
+        """Positions that a waiting request is expected to write after its prompt. Its last token is never fed."""
+        max_remaining = request.max_tokens - len(request.output)
+        expected = max_remaining
         if not (request.ends_by_length or is_protected(request)):
             if request.expected_tokens is not None:
-                expected = max(1, min(most, request.expected_tokens - len(request.output)))
+                expected = max(1, min(max_remaining, request.expected_tokens - len(request.output)))
             else:
                 generated = np.array([len(request.output)])
-                expected = int(self._lengths.expected_remaining(generated, np.array([most]))[0])
+                expected = int(self._lengths.expected_remaining(generated, np.array([max_remaining]))[0])
         return max(0, expected - 1) + self._config.draft_tokens
 
-    def _look_out(self, running: list[Request]) -> MemoryForecast:
-        """The predicted peak of everything running. In columns: this is asked in every step somebody could join."""
+    def _make_forecast(self, running: list[Request]) -> MemoryForecast:
+        """The predicted peak of everything running. In columns: it is needed in every step that could admit."""
         slots, size = self._memory.slots, self._memory.page_size
         rows = np.array([request.slot for request in running])
-        sole_pages = np.array([request.sole_pages for request in running])
-        own = np.maximum(slots.computed[rows], slots.prompt_tokens[rows]) + (sole_pages - slots.held_pages[rows]) * size
-        most = slots.remaining[rows].astype(np.int64)
-        generated = slots.max_outputs[rows] - most
-        guessed = slots.expected[rows]
-        learned = self._lengths.expected_remaining(generated, most)
-        expected = np.where(guessed > 0, np.clip(guessed - generated, 1, most), learned)
-        growth = np.where(slots.runs_full_length[rows], most, expected)
-        # The prefill itself yields the first token, so a prompt grows by one position less than it has tokens to come.
+        exclusive_pages = np.array([request.exclusive_pages for request in running])
+        own = np.maximum(slots.computed[rows], slots.prompt_tokens[rows])
+        own = own + (exclusive_pages - slots.num_prefix_pages[rows]) * size
+        max_remaining = slots.remaining[rows].astype(np.int64)
+        generated = slots.max_outputs[rows] - max_remaining
+        given = slots.expected[rows]
+        learned = self._lengths.expected_remaining(generated, max_remaining)
+        expected = np.where(given > 0, np.clip(given - generated, 1, max_remaining), learned)
+        growth = np.where(slots.runs_full_length[rows], max_remaining, expected)
+        # The prefill yields the first token, so a prompt grows by one position less than its remaining tokens.
         is_prefill = np.array([request.phase is Phase.PREFILL for request in running])
         return MemoryForecast(size, own, np.maximum(growth - is_prefill, 0) + self._config.draft_tokens)
 
-    def _admit(self, request: Request, to_compute: int, now: float) -> None:
+    def _admit(self, request: Request, hit: Node, to_compute: int, now: Now) -> None:
         memory, counters = self._memory, self._journal.counters
-        assert request.held is not None, "its prefix is held"
-        if self._outlook is not None:
-            self._outlook.add(self._own_tokens(request), self._expected_growth(request))
-        self._order.admitted(request, to_compute, now)
+        if self._forecast is not None:
+            self._forecast.add(self._own_tokens(request), self._expected_growth(request))
+        self._policy.on_admitted(request, to_compute, now)
         self.dequeue(request)
         slot = memory.start_row(request)
         memory.slots.max_outputs[slot] = request.max_tokens
         memory.slots.expected[slot] = request.expected_tokens or 0
         memory.slots.remaining[slot] = request.max_tokens - len(request.output)
-        memory.slots.limits[slot] = len(request.prompt) + request.max_tokens
+        memory.slots.max_lengths[slot] = len(request.prompt) + request.max_tokens
         memory.slots.prompt_tokens[slot] = request.num_tokens
         memory.slots.runs_full_length[slot] = request.ends_by_length or is_protected(request)
         if request.first_admitted is None:
-            self._admissions += 1
-            request.first_admitted = now
-            request.seniority = self._admissions
-            request.num_cached = request.held.depth
-        request.enter(Phase.PREFILL)
-        request.waits_for = ""
-        insort(self.prefilling, request, key=lambda running: running.seniority)
+            self._num_admitted += 1
+            request.first_admitted = now.time
+            request.seniority = self._num_admitted
+            request.num_cached = hit.depth
+        request.wait_reason = ""
+        self._running.start_prefill(request)
         self._joins.append(Join.of(request, slot))
         counters.admitted += 1
         counters.prompt_tokens += request.num_tokens
-        counters.hit_tokens += request.held.depth
-        self._journal.write(now, memory.tree.step, EventKind.ADMIT, request.id, request.held.depth, to_compute)
+        counters.hit_tokens += hit.depth
+        self._journal.write(now, EventKind.ADMIT, request.id, hit.depth, to_compute)
 
-    def plan_chunk(self, request: Request, limit: int) -> int:
+    def _plan_chunk(self, request: Request, limit: int, now: Now) -> int:
         """Adds up to `limit` tokens of an admitted prompt to the pass. Returns how many: fewer if memory is short."""
         memory, slots = self._memory, self._memory.slots
-        skipped = memory.skip_computed(request)
+        skipped = memory.extend_cached_prefix(request, now)
         self._journal.counters.hit_tokens += skipped
         request.num_cached += skipped
         if memory.host is not None:
-            fetched = memory.fetch(request, memory.host)
-            if not request.retractions:  # what comes back then was its own
+            fetched = memory.fetch(request, memory.host, now)
+            if not request.retractions:  # after a retraction it fetches what it computed itself
                 request.num_cached += fetched
                 request.num_fetched += fetched
-            limit = min(limit, memory.most_to_compute(request, memory.host))
+            limit = min(limit, memory.max_tokens_before_fetch(request, memory.host))
         slot = request.slot
         assert slot is not None, f"request {request.id} is not running"
         start = int(slots.computed[slot])
-        room = (int(slots.num_pages[slot]) + memory.num_available_pages) * memory.page_size - start
-        length = min(limit, self._longest_chunk(start), request.num_tokens - start, room)
+        available = (int(slots.num_pages[slot]) + memory.num_available_pages) * memory.page_size - start
+        length = min(limit, self._max_chunk(start), request.num_tokens - start, available)
         if length <= 0:
             return 0
-        memory.cover(request, start + length)
+        memory.ensure_pages(request, start + length, now)
         slots.computed[slot] = start + length
         self.chunks.append(Chunk(request, slot, start, length, start + length == request.num_tokens))
         self._journal.counters.computed_tokens += length
-        self._order.charge(request.tenant, length)
-        above = memory.claim(request)
+        self._policy.charge(request.tenant, length)
+        above = memory.insert_prompt(request, now)
         if self._config.prefix_wait:
             self._hide_sharers(request, above.depth)
         return length
 
-    def _longest_chunk(self, start: int) -> int:
-        """Tokens of one prompt in one pass. While others decode it is half as many as else, so that their tokens do not
-        take twice as long; and since a token reads all the context before it, chunks get shorter towards the end of a
-        long prompt. Where requests wait for admission, it is more urgent that prompts get done."""
-        most, context = self._config.chunk_tokens, self._config.chunk_context
-        if not self.decoding or self._memory.tree.root.num_waiting:
-            return most
-        shorter = max(most * context // (2 * (context + start)), 1)
-        return min(most, -(-shorter // _TILE) * _TILE)
+    def _max_chunk(self, start: int) -> int:
+        """Tokens of one prompt in one pass. While other requests decode it is half of chunk_tokens, so that their
+        tokens do not take twice as long; and since each token attends to all the context before it, chunks get shorter
+        towards the end of a long prompt. While requests wait for admission, finishing prompts matters more."""
+        max_tokens, context = self._config.chunk_tokens, self._config.chunk_context
+        if not self._running.decoding or self._memory.tree.root.num_waiting:
+            return max_tokens
+        shorter = max(max_tokens * context // (2 * (context + start)), 1)
+        return min(max_tokens, -(-shorter // _TILE_TOKENS) * _TILE_TOKENS)
 
     def _hide_sharers(self, request: Request, depth_before: int) -> None:
-        """Whoever shares enough of what this chunk computes waits the one step it takes."""
-        node = request.held
+        """Requests that share enough of what this chunk computes wait for the one step that it takes."""
+        node: Node | None = self._memory.locked_nodes[request]
         top = None
         while node is not None and node.depth - depth_before >= self._config.prefix_wait_tokens:
             top, node = node, node.parent

@@ -1,4 +1,4 @@
-"""The bound on waiting: a first-come lane beside any order that could overtake somebody for ever."""
+"""Aging: an FCFS queue beside any policy that could otherwise let a request wait forever."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from collections import deque
 
 from paceline.config import SchedulerConfig
 from paceline.request import Request
-from paceline.scheduler.orders import BaseOrder, KeyOrder, Order
+from paceline.scheduler.node import Node
+from paceline.scheduler.now import Now
+from paceline.scheduler.policies import BasePolicy, FcfsPolicy, Policy
 from paceline.scheduler.prefix_tree import PrefixTree
 
 
-class Lane:
-    """First come, first served, for requests that better-cached ones have overtaken for too long.
+class OverdueQueue:
+    """First come, first served, for requests that have waited longer than `max_wait`.
 
-    While somebody is overdue the lane earns `share` of the tokens admitted beside it; as soon as that pays for the
-    oldest one, it goes next. So a request waits for what was there before it, plus a bounded part of what came
-    later: later arrivals alone can never push it back for ever.
+    While a request is overdue the queue earns credit: `share` of the tokens that are admitted beside it. As soon as the
+    credit covers the oldest overdue request, that one is admitted next. So a request waits for what was there before
+    it, plus a bounded share of what came later: later arrivals alone cannot delay it forever.
     """
 
     def __init__(self, tree: PrefixTree, max_wait: float, share: float) -> None:
@@ -29,34 +31,33 @@ class Lane:
     def add(self, request: Request) -> None:
         self._queue.append(request)
 
-    def next(self, now: float) -> Request | None:
+    def next(self, now: Now) -> Request | None:
         head = self._overdue(now)
-        if head is None or head.set_aside or self._is_hidden(head):
+        if head is None or head.skipped or self._is_hidden(head):
             return None
-        return head if self.credit >= self._cost(head) else None
+        return head if self.credit >= self._cost(head, now) else None
 
-    def admitted(self, request: Request, num_tokens: int, now: float) -> None:
-        """Called while `request` still stands in the queue."""
+    def on_admitted(self, request: Request, num_tokens: int, now: Now) -> None:
+        """Called while `request` is still queued."""
         head = self._overdue(now)
         if head is None:
-            self.credit = 0.0  # nobody is overdue: nothing is saved up for a later rush
+            self.credit = 0.0  # no request is overdue: credit is not saved for later
         elif head is request:
             self.credit = max(0.0, self.credit - num_tokens)
         else:
             self.credit += self._share * num_tokens
 
-    def _overdue(self, now: float) -> Request | None:
+    def _overdue(self, now: Now) -> Request | None:
         queue = self._queue
         while queue and not queue[0].queued:
             queue.popleft()
-        return queue[0] if queue and now - queue[0].arrival >= self._max_wait else None
+        return queue[0] if queue and now.time - queue[0].arrival >= self._max_wait else None
 
-    def _cost(self, request: Request) -> int:
-        assert request.node is not None, f"request {request.id} is queued but not in the tree"
-        return request.num_tokens - self._tree.hit(request.node).depth
+    def _cost(self, request: Request, now: Now) -> int:
+        return request.num_tokens - self._tree.hit(self._tree.waiting_nodes[request], now.step).depth
 
     def _is_hidden(self, request: Request) -> bool:
-        node = request.node
+        node: Node | None = self._tree.waiting_nodes[request]
         while node is not None:
             if node.hidden:
                 return True
@@ -64,37 +65,37 @@ class Lane:
         return False
 
 
-class Aging(BaseOrder):
-    """Another order, with a first-come lane for those it has kept waiting."""
+class AgingPolicy(BasePolicy):
+    """Another policy, with a queue for the requests that it has delayed for too long."""
 
-    def __init__(self, inner: Order, lane: Lane) -> None:
+    def __init__(self, inner: Policy, overdue: OverdueQueue) -> None:
         self._inner = inner
-        self._lane = lane
+        self._overdue = overdue
 
     def add(self, request: Request) -> None:
-        self._lane.add(request)
+        self._overdue.add(request)
         self._inner.add(request)
 
     def remove(self, request: Request) -> None:
         self._inner.remove(request)
 
-    def next(self, now: float) -> Request | None:
-        return self._lane.next(now) or self._inner.next(now)
+    def next(self, now: Now) -> Request | None:
+        return self._overdue.next(now) or self._inner.next(now)
 
-    def admitted(self, request: Request, num_tokens: int, now: float) -> None:
-        self._lane.admitted(request, num_tokens, now)
-        # Depth-first, the whole cluster of an overdue request follows it: honouring age costs one prefix, not one
-        # a pick. The resident cluster it left half-served is what it returns to.
-        self._inner.admitted(request, num_tokens, now)
+    def on_admitted(self, request: Request, num_tokens: int, now: Now) -> None:
+        self._overdue.on_admitted(request, num_tokens, now)
+        # Under depth-first the whole cluster of an overdue request follows it, so aging costs one prefix and not one
+        # per request. The cluster that was interrupted is resident, so the policy returns to it.
+        self._inner.on_admitted(request, num_tokens, now)
 
-    def restore(self) -> None:
-        self._inner.restore()
+    def end_step(self) -> None:
+        self._inner.end_step()
 
 
-def aged(inner: Order, tree: PrefixTree, config: SchedulerConfig) -> Order:
-    """`inner` with its first-come lane. At either end of max_wait there is only one of the two."""
+def with_aging(inner: Policy, tree: PrefixTree, config: SchedulerConfig) -> Policy:
+    """`inner` with an overdue queue. With max_wait 0 the queue alone remains, with infinite max_wait `inner` alone."""
     if config.max_wait == 0:
-        return KeyOrder(lambda request: request.number)
+        return FcfsPolicy()
     if math.isinf(config.max_wait):
         return inner
-    return Aging(inner, Lane(tree, config.max_wait, config.lane_share))
+    return AgingPolicy(inner, OverdueQueue(tree, config.max_wait, config.lane_share))

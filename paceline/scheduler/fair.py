@@ -1,4 +1,4 @@
-"""Fairness between tenants: equal weighted service, whoever sends more or longer requests."""
+"""Fair scheduling between tenants: equal weighted service, however many or long requests a tenant sends."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from heapq import heappop, heappush, heapreplace
 
 from paceline.config import SchedulerConfig
 from paceline.request import Request
-from paceline.scheduler.aging import aged
-from paceline.scheduler.orders import BaseOrder, DepthFirst, Order
+from paceline.scheduler.aging import with_aging
+from paceline.scheduler.now import Now
+from paceline.scheduler.policies import BasePolicy, DepthFirstPolicy, Policy
 from paceline.scheduler.prefix_tree import PrefixTree
 
 
 class TenantState:
-    """One tenant's share. `service` counts charged tokens divided by the weight: equal service is fair."""
+    """The service a tenant has received: charged tokens divided by its weight. Equal service is fair."""
 
-    __slots__ = ("index", "name", "num_running", "num_waiting", "order", "service", "weight")
+    __slots__ = ("index", "name", "num_running", "num_waiting", "policy", "service", "weight")
 
-    def __init__(self, index: int, name: str, weight: float, order: Order) -> None:
+    def __init__(self, index: int, name: str, weight: float, policy: Policy) -> None:
         self.index = index
         self.name = name
         self.weight = weight
-        self.order = order
+        self.policy = policy
         self.service = 0.0
         self.num_waiting = 0
         self.num_running = 0
@@ -30,12 +31,12 @@ class TenantState:
         return self.num_waiting > 0 or self.num_running > 0
 
 
-class Fair(BaseOrder):
-    """Tenants by least service, in turns of a quantum; inside a tenant depth-first with a first-come lane.
+class FairPolicy(BasePolicy):
+    """The least served tenant first, in turns of a quantum; within a tenant depth-first with aging.
 
-    A tenant is served while its service is below the level. When no tenant with waiting requests is, the level
-    rises to a quantum above the least served one: that is a deficit round robin in which everybody's deficit is
-    `level - service`. Services only grow, so a heap whose entries are corrected when they surface is exact.
+    A tenant is served while its service is below the level. When no tenant with waiting requests is, the level rises to
+    a quantum above the least served one. That is a deficit round robin in which each tenant's deficit is
+    `level - service`. Service only grows, so a heap whose entries are corrected when they reach the top is exact.
     """
 
     def __init__(self, tree: PrefixTree, config: SchedulerConfig) -> None:
@@ -44,7 +45,7 @@ class Fair(BaseOrder):
         self.tenants: dict[str, TenantState] = {}
         self._created = 0
         self._level = 0.0
-        self._left_at = 0.0  # service of the last tenant that went idle
+        self._idle_service = 0.0  # of the last tenant that became idle
         self._turn: TenantState | None = None
         self._backlogged: list[tuple[float, int, TenantState]] = []
         self._active: list[tuple[float, int, TenantState]] = []
@@ -54,21 +55,21 @@ class Fair(BaseOrder):
     def add(self, request: Request) -> None:
         tenant = self.tenants.get(request.tenant) or self._new_tenant(request.tenant)
         if not tenant.is_active:
-            # Idleness earns nothing: whoever comes back starts level with the least served active tenant.
+            # Idle time earns no credit: a returning tenant starts level with the least served active one.
             tenant.service = max(tenant.service, self._least_active())
             heappush(self._active, (tenant.service, tenant.index, tenant))
         if not tenant.num_waiting:
             heappush(self._backlogged, (tenant.service, tenant.index, tenant))
         tenant.num_waiting += 1
-        tenant.order.add(request)
+        tenant.policy.add(request)
 
     def remove(self, request: Request) -> None:
         tenant = self.tenants[request.tenant]
         tenant.num_waiting -= 1
-        tenant.order.remove(request)
+        tenant.policy.remove(request)
         self._maybe_idle(tenant)
 
-    def next(self, now: float) -> Request | None:
+    def next(self, now: Now) -> Request | None:
         while True:
             tenant = self._turn
             if tenant is None or not tenant.num_waiting or tenant.service >= self._level:
@@ -78,34 +79,34 @@ class Fair(BaseOrder):
                 if tenant.service >= self._level:
                     self._level = tenant.service + self._config.fair_quantum
             self._asked.add(tenant)
-            request = tenant.order.next(now)
+            request = tenant.policy.next(now)
             if request is not None:
                 return request
-            # All of it is set aside or hidden in this step: the look-ahead goes on to other tenants.
+            # All its requests are skipped or hidden in this step: the look-ahead continues with other tenants.
             self._skipped.append(tenant)
             self._turn = None
 
-    def admitted(self, request: Request, num_tokens: int, now: float) -> None:
+    def on_admitted(self, request: Request, num_tokens: int, now: Now) -> None:
         tenant = self.tenants.get(request.tenant) or self._new_tenant(request.tenant)
-        if not tenant.is_active:  # a retracted request of a tenant that nothing else is known of
+        if not tenant.is_active:  # a retracted request is all that the tenant has
             tenant.service = max(tenant.service, self._least_active())
             heappush(self._active, (tenant.service, tenant.index, tenant))
         tenant.num_running += 1
         if request.queued:
-            tenant.order.admitted(request, num_tokens, now)
+            tenant.policy.on_admitted(request, num_tokens, now)
 
-    def running_ended(self, request: Request) -> None:
+    def on_released(self, request: Request) -> None:
         tenant = self.tenants[request.tenant]
         tenant.num_running -= 1
         self._maybe_idle(tenant)
 
     def charge(self, tenant: str, num_tokens: float) -> None:
-        record = self.tenants[tenant]
-        record.service += num_tokens / record.weight
+        state = self.tenants[tenant]
+        state.service += num_tokens / state.weight
 
-    def restore(self) -> None:
+    def end_step(self) -> None:
         for tenant in self._asked:
-            tenant.order.restore()
+            tenant.policy.end_step()
         self._asked.clear()
         for tenant in self._skipped:
             if tenant.num_waiting:
@@ -116,15 +117,15 @@ class Fair(BaseOrder):
         if len(self.tenants) > 2048:
             self._forget_idle()
         config = self._config
-        inner = DepthFirst(self._tree, lambda: self._tree.root.children.get(name))
-        order = aged(inner, self._tree, config)
-        tenant = TenantState(self._created, name, config.tenant_weights.get(name, 1.0), order)
+        inner = DepthFirstPolicy(self._tree, lambda: self._tree.root.children.get(name))
+        policy = with_aging(inner, self._tree, config)
+        tenant = TenantState(self._created, name, config.tenant_weights.get(name, 1.0), policy)
         self._created += 1
         self.tenants[name] = tenant
         return tenant
 
     def _forget_idle(self) -> None:
-        """Drops tenants whose record says nothing: idle, and behind where they would start anyway."""
+        """Drops tenants whose state has no effect: idle, and with less service than they would start with anyway."""
         floor = self._least_active()
         self.tenants = {
             name: tenant for name, tenant in self.tenants.items() if tenant.is_active or tenant.service > floor
@@ -132,7 +133,7 @@ class Fair(BaseOrder):
 
     def _maybe_idle(self, tenant: TenantState) -> None:
         if not tenant.is_active:
-            self._left_at = max(self._left_at, min(tenant.service, self._least_active(tenant.service)))
+            self._idle_service = max(self._idle_service, min(tenant.service, self._least_active(tenant.service)))
 
     def _least_served(self) -> TenantState | None:
         skipped = self._skipped
@@ -148,7 +149,7 @@ class Fair(BaseOrder):
         return None
 
     def _least_active(self, otherwise: float | None = None) -> float:
-        """The least service of any active tenant, or where the last one left."""
+        """The least service of any active tenant; if none is, `otherwise` or that of the last one that became idle."""
         heap = self._active
         while heap:
             service, _, tenant = heap[0]
@@ -158,4 +159,4 @@ class Fair(BaseOrder):
                 heapreplace(heap, (tenant.service, tenant.index, tenant))
             else:
                 return service
-        return self._left_at if otherwise is None else otherwise
+        return self._idle_service if otherwise is None else otherwise

@@ -1,17 +1,17 @@
-"""KV that has left the device and lies in host memory: which pages, for how long, and what moves with the next pass.
+"""The host tier of the KV cache: which evicted pages are kept in host memory, for how long, and what each plan copies.
 
     tree, evictable ──evict──▶ pool.free, a copy on the host ──fetch──▶ tree, locked (the copy stays)
                                             │
-                                            └──forget, the longest unused first, when host memory is full──▶ nothing
+                                            └──forget, least recently used first, when host memory is full──▶ nothing
 
-Only eviction spills and only a prompt that reaches the node fetches; a retracted request's pages are the tree's, so
-they take the same way. The copy stays when the pages come back: what a tree page holds never changes, so evicted again
-it needs no second copy.
+Only eviction spills, and only a prompt that reaches the node fetches. The pages of a retracted request belong to the
+tree, so they take the same path. The host copy stays when the pages are fetched: the KV of a tree page never changes,
+so evicting it again needs no second copy.
 
-Pages move with a plan, before its pass: first all that is spilled, then all that is fetched. The one thing to know
-before changing this: in one plan no host page is both written and read, and none is written twice, so an executor
-needs no order between the two directions. Hence a node that moves with the plan being made (`moved`) is neither
-fetched nor forgotten before the next one.
+Pages are copied with a plan, before its pass: first all spills, then all fetches. The one thing to know before changing
+this: in one plan no host page is both written and read, and none is written twice, so an executor needs no order
+between the two directions. Hence a node that is spilled or fetched by the plan being made (`swap_step`) is neither
+fetched nor forgotten before the next plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Key = tuple[int, int]
 
 
 def _key(node: Node) -> Key:
-    """What is forgotten first: the longest unused, and of one path its end."""
+    """What is forgotten first: the least recently used, and on one path its end."""
     return node.last_used, -node.depth
 
 
@@ -39,16 +39,16 @@ class HostTier:
     def __init__(self, config: SchedulerConfig, tree: PrefixTree, counters: Counters) -> None:
         self._tree, self._counters = tree, counters
         self.pool = PagePool(config.num_host_pages)
-        self.from_token = config.host_from_token  # what lies before it is cheaper to compute than to fetch
-        self._most = config.max_swap_pages  # each way, with one pass
-        self._least_tokens = config.prefix_wait_tokens
-        self._oldest: list[tuple[Key, int, Node]] = []  # a heap of nodes with host pages; keys may be out of date
+        self.from_token = config.host_from_token  # tokens before it are cheaper to compute than to fetch
+        self._max_swap_pages = config.max_swap_pages  # in each direction, per pass
+        self._min_fetch_tokens = config.prefix_wait_tokens
+        self._lru: list[tuple[Key, int, Node]] = []  # heap of nodes with host pages; keys may be out of date
         # Of the plan being made
         self._spills: list[tuple[Pages, Pages]] = []  # device pages, host pages
         self._fetches: list[tuple[Pages, Pages]] = []
         self._num_spilled = self._num_fetched = 0
 
-    # ------------------------------------------------------------------ asking
+    # ------------------------------------------------------------------ queries
 
     @property
     def num_pages_used(self) -> int:
@@ -56,52 +56,52 @@ class HostTier:
 
     @property
     def num_fetchable(self) -> int:
-        """Pages that may still come back with the plan being made."""
-        return self._most - self._num_fetched
+        """Pages that the plan being made may still fetch."""
+        return self._max_swap_pages - self._num_fetched
 
     def tokens_below(self, top: Node, node: Node) -> int:
-        """Tokens between `top` and the end of `node`, which is below it, that lie on the host alone."""
+        """Tokens between `top` and the end of its descendant `node` that are only in host memory."""
         count = 0
         while node is not top:
-            count += 0 if node.resident else len(node.hosts)
+            count += 0 if node.resident else len(node.host_pages)
             assert node.parent is not None, "one node is below the other"
             node = node.parent
         return count * self._tree.page_size
 
-    def begins_at(self, node: Node, key: bytes, start: int, end: int) -> int | None:
-        """The first token from `start` up to `end` of `key`, below `node`, from which on enough lies on the host alone
-        to be worth another pass."""
+    def next_fetch(self, node: Node, key: bytes, start: int, end: int) -> int | None:
+        """The first token of `key` in start .. end, below `node`, from which enough is only in host memory to be worth
+        another pass. None if there is no such token."""
         tree = self._tree
         start = -(-start // tree.page_size) * tree.page_size
-        while (found := tree.below(node, key, end)) is not None:
+        while (found := tree.find_child(node, key, end)) is not None:
             child, common = found
             first, stop = max(node.depth, start), node.depth + common // TOKEN_BYTES
-            if not child.resident and len(child.hosts) and stop - first >= self._least_tokens:
+            if not child.resident and len(child.host_pages) and stop - first >= self._min_fetch_tokens:
                 return first
             if common < len(child.key):
                 break
             node = child
         return None
 
-    def nodes(self) -> set[int]:
-        """Identities of all nodes that would be found when host memory is short."""
-        return {id(entry[2]) for entry in self._oldest}
+    def node_ids(self) -> set[int]:
+        """id() of every node that can be forgotten; for the invariants."""
+        return {id(entry[2]) for entry in self._lru}
 
-    # ------------------------------------------------------------------ out
+    # ------------------------------------------------------------------ spill
 
-    def cut(self, node: Node) -> None:
-        """Leaves `node` with only what is worth spilling, if it has both: its beginning becomes a node of its own."""
+    def split_unspillable(self, node: Node) -> None:
+        """Splits off the beginning of `node` that is before `from_token`, if it has tokens on both sides of it."""
         begins = node.depth - len(node.key) // TOKEN_BYTES
         if begins < self.from_token < node.depth:
             self._tree.split(node, (self.from_token - begins) * TOKEN_BYTES)
 
-    def spill(self, node: Node) -> tuple[Node, ...]:
-        """Copies the pages of a node that is being evicted, as far as there is room. Returns the parts in which it
-        leaves the device: where only its beginning is kept, its end goes first."""
-        if len(node.hosts) or node.depth <= self.from_token:
+    def spill(self, node: Node, step: int) -> tuple[Node, ...]:
+        """Copies the pages of a node that is being evicted, as far as host memory and `max_swap_pages` allow. Returns
+        the parts in the order in which they leave the device: if only the beginning is kept, the end comes first."""
+        if len(node.host_pages) or node.depth <= self.from_token:
             return (node,)
-        count = min(len(node.pages), self._most - self._num_spilled)
-        self._forget(count)
+        count = min(len(node.pages), self._max_swap_pages - self._num_spilled)
+        self._forget(count, step)
         count = min(count, self.pool.num_free)
         if not count:
             return (node,)
@@ -109,103 +109,104 @@ class HostTier:
         if count < len(node.pages):
             upper = self._tree.split(node, count * self._tree.page_bytes)
             parts, node = (node, upper), upper
-        node.hosts = self.pool.allocate(count)
-        node.moved = self._tree.step
-        self._spills.append((node.pages, node.hosts))
+        node.host_pages = self.pool.allocate(count)
+        node.swap_step = step
+        self._spills.append((node.pages, node.host_pages))
         self._num_spilled += count
         self._counters.spilled_pages += count
-        self.note(node)
+        self.track(node)
         return parts
 
-    def join(self, node: Node) -> None:
-        """Makes a node that has left one with its end, which left before it. Pages leave one by one where requests grow
-        token by token; a node for each would make every path as long as it has pages."""
-        if len(node.children) != 1 or not len(node.hosts) or node.num_ending or node.hidden:
+    def merge_with_child(self, node: Node) -> None:
+        """Merges a spilled node with its end, which was spilled before it. Where requests grow token by token, pages
+        are evicted one by one; with a node for each, every path would have as many nodes as pages."""
+        if len(node.children) != 1 or not len(node.host_pages) or node.num_waiting_here or node.hidden:
             return
-        (below,) = node.children.values()
-        # With one age, they would be forgotten together anyway.
-        if len(below.hosts) and below.last_used == node.last_used and not below.hidden:
+        (child,) = node.children.values()
+        # With the same age they would be forgotten together anyway.
+        if len(child.host_pages) and child.last_used == node.last_used and not child.hidden:
             self._tree.merge(node)
 
-    def note(self, node: Node) -> None:
-        """A node has come to have host pages."""
-        heappush(self._oldest, (_key(node), node.seq, node))
+    def track(self, node: Node) -> None:
+        """Adds a node that now has host pages to the nodes that can be forgotten."""
+        heappush(self._lru, (_key(node), node.seq, node))
 
-    def _forget(self, count: int) -> None:
-        """Has `count` host pages free, or as many as there can be."""
-        moving = []
-        while self.pool.num_free < count and self._oldest:
-            key, _, node = heappop(self._oldest)
-            if not len(node.hosts):
+    def _forget(self, count: int, step: int) -> None:
+        """Frees host pages until `count` are free, or as many as possible."""
+        swapping = []
+        while self.pool.num_free < count and self._lru:
+            key, _, node = heappop(self._lru)
+            if not len(node.host_pages):
                 continue
             if key != _key(node):  # it was used since
-                self.note(node)
+                self.track(node)
                 continue
-            if node.moved == self._tree.step:
-                moving.append(node)
+            if node.swap_step == step:
+                swapping.append(node)
                 continue
             short = count - self.pool.num_free
-            if len(node.hosts) > short and not node.resident:
-                self._tree.split(node, (len(node.hosts) - short) * self._tree.page_bytes)
-            self._drop(node)
-        for node in moving:
-            self.note(node)
+            if len(node.host_pages) > short and not node.resident:
+                self._tree.split(node, (len(node.host_pages) - short) * self._tree.page_bytes)
+            self._free(node)
+        for node in swapping:
+            self.track(node)
 
-    def _drop(self, node: Node) -> None:
-        self._counters.forgotten_pages += len(node.hosts)
-        self.pool.free(node.hosts)
-        node.hosts = NO_PAGES
+    def _free(self, node: Node) -> None:
+        self._counters.forgotten_pages += len(node.host_pages)
+        self.pool.free(node.host_pages)
+        node.host_pages = NO_PAGES
         self._tree.prune(node)
 
-    def forget_all(self) -> None:
-        """Forgets everything that does not move with the plan being made."""
-        self._forget(self.pool.num_pages)
+    def forget_all(self, step: int) -> None:
+        """Frees every host page that the plan being made does not copy."""
+        self._forget(self.pool.num_pages, step)
 
-    # ------------------------------------------------------------------ back
+    # ------------------------------------------------------------------ fetch
 
-    def follow(self, node: Node, key: bytes, end: int, most_pages: int) -> Node | None:
-        """The child on the host alone that continues `key` below `node`, cut to end at token `end` or before, and to
-        so many pages. From now on it moves, so that its host pages outlast the search for room on the device."""
+    def match_child(self, node: Node, key: bytes, end: int, max_pages: int, step: int) -> Node | None:
+        """The child that continues `key` below `node` and is only in host memory, split to end at token `end` or before
+        and to have at most `max_pages`. Its `swap_step` is set, so that its host pages are not forgotten while device
+        pages are allocated for it."""
         tree = self._tree
-        found = tree.below(node, key, end)
+        found = tree.find_child(node, key, end)
         if found is None:
             return None
         child, common = found
-        if child.resident or not len(child.hosts) or child.moved == tree.step:
+        if child.resident or not len(child.host_pages) or child.swap_step == step:
             return None
-        common = min(common, most_pages * tree.page_bytes)
+        common = min(common, max_pages * tree.page_bytes)
         if common < len(child.key):
             child = tree.split(child, common)
-        child.moved = tree.step
+        child.swap_step = step
         return child
 
-    def fetch(self, node: Node, pages: Pages) -> None:
-        """`node` is resident from now on, in `pages`: they are filled before the pass being planned runs."""
-        self._fetches.append((pages, node.hosts))
+    def fetch(self, node: Node, pages: Pages, step: int) -> None:
+        """Makes `node` resident in `pages`, which are filled before the pass being planned runs."""
+        self._fetches.append((pages, node.host_pages))
         self._num_fetched += len(pages)
         self._counters.fetched_tokens += len(pages) * self._tree.page_size
-        self._tree.make_resident(node, pages, self._tree.step - 1)
+        self._tree.make_resident(node, pages, step - 1)
 
     # ------------------------------------------------------------------ the plan
 
     def take_swap(self) -> Swap | None:
-        """What moves with the plan that is made now."""
+        """The copies that belong to the plan being made."""
         spills, fetches = self._spills, self._fetches
         if not spills and not fetches:
             return None
         self._spills, self._fetches = [], []
         self._num_spilled = self._num_fetched = 0
         fetch_pages, fetch_hosts = _columns(fetches)
-        # A page that was fetched for a request which left again in this very plan may have been given to another
-        # fetch: the last one counts.
+        # If a request leaves in the plan that fetched a page for it, the page may be allocated to another fetch of the
+        # same plan: the last one counts.
         last = len(fetch_pages) - 1 - np.unique(fetch_pages[::-1], return_index=True)[1]
         if len(last) < len(fetch_pages):
             fetch_pages, fetch_hosts = fetch_pages[last], fetch_hosts[last]
         return Swap(*_columns(spills), fetch_pages, fetch_hosts)
 
 
-def _columns(moves: list[tuple[Pages, Pages]]) -> tuple[Pages, Pages]:
-    if not moves:
+def _columns(copies: list[tuple[Pages, Pages]]) -> tuple[Pages, Pages]:
+    if not copies:
         return NO_PAGES, NO_PAGES
-    pages, hosts = zip(*moves, strict=True)
-    return np.concatenate(pages), np.concatenate(hosts)
+    pages, host_pages = zip(*copies, strict=True)
+    return np.concatenate(pages), np.concatenate(host_pages)

@@ -1,48 +1,66 @@
-"""What must always hold. Slow and plain on purpose: everything is counted again from scratch.
+"""The invariants of the scheduler state. Slow and simple on purpose: everything is counted again from scratch.
 
-The tests call `check` after every step; a server asks `Scheduler.check_idle` now and then when nothing runs.
+The tests call `check` after every step; a server calls `Scheduler.check_idle` now and then when it is idle.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import numpy as np
 
-from paceline.request import Phase
+from paceline.request import Phase, Request
+from paceline.scheduler.admission import Admission
 from paceline.scheduler.eviction import is_evictable_leaf
+from paceline.scheduler.memory import Memory
 from paceline.scheduler.node import Node
 from paceline.scheduler.prefix_tree import TOKEN_BYTES
+from paceline.scheduler.retraction import MAX_RETRACTIONS
+from paceline.scheduler.running_set import RunningSet
 
-if TYPE_CHECKING:
-    from paceline.scheduler.scheduler import Scheduler
+
+class SchedulerState(Protocol):
+    """What the checks read of a `Scheduler`, which imports this module."""
+
+    @property
+    def requests(self) -> Mapping[str, Request]: ...
+
+    @property
+    def memory(self) -> Memory: ...
+
+    @property
+    def running(self) -> RunningSet: ...
+
+    @property
+    def admission(self) -> Admission: ...
 
 
 class BrokenInvariant(AssertionError):
-    """The scheduler's books do not add up."""
+    """The scheduler state is inconsistent."""
 
 
-def find_faults(scheduler: Scheduler) -> list[str]:
-    """Everything that is wrong, a sentence each."""
-    return [*_pages(scheduler), *_rows(scheduler), *_tree(scheduler), *_host(scheduler), *_queues(scheduler)]
+def find_faults(state: SchedulerState) -> list[str]:
+    """Every violated invariant, one sentence each."""
+    return [*_pages(state), *_rows(state), *_running(state), *_tree(state), *_host(state), *_queues(state)]
 
 
-def check(scheduler: Scheduler) -> None:
-    """Raises BrokenInvariant, naming everything that is wrong, if anything is."""
-    faults = find_faults(scheduler)
+def check(state: SchedulerState) -> None:
+    """Raises BrokenInvariant with every violated invariant, if there is any."""
+    faults = find_faults(state)
     if faults:
         raise BrokenInvariant("; ".join(faults))
 
 
-def _pages(scheduler: Scheduler) -> list[str]:
-    """Every page has exactly one owner: free, the tree, or one row."""
-    memory = scheduler.memory
+def _pages(state: SchedulerState) -> list[str]:
+    """Every page has exactly one owner: the pool, the tree, or one row."""
+    memory = state.memory
     owners = [memory.pool.free_pages()]
     owners += [node.pages for node in memory.tree.nodes()]
-    for request in memory.slots.requests:
-        if request is not None and request.slot is not None and request.held is not None:
-            owners.append(memory.slots.row(request.slot)[request.held.depth // memory.page_size :])
+    for request, node in memory.locked_nodes.items():
+        if request.slot is not None:
+            owners.append(memory.slots.row(request.slot)[node.depth // memory.page_size :])
     counts = np.bincount(np.concatenate(owners), minlength=memory.pool.num_pages)
     faults = []
     if (counts > 1).any():
@@ -52,34 +70,46 @@ def _pages(scheduler: Scheduler) -> list[str]:
     return faults
 
 
-def _rows(scheduler: Scheduler) -> list[str]:
-    """A row begins with the tree's pages of what it holds, and reaches as far as it has computed."""
-    memory, faults = scheduler.memory, []
+def _rows(state: SchedulerState) -> list[str]:
+    """A row begins with the tree pages of its locked prefix, and is as long as what it has computed."""
+    memory, faults = state.memory, []
     for slot, request in enumerate(memory.slots.requests):
         if request is None:
             continue
-        if request.slot != slot or request.held is None:
+        node = memory.locked_nodes.get(request)
+        if request.slot != slot or node is None:
             faults.append(f"slot {slot} and request {request.id} disagree")
             continue
-        held = request.held.depth // memory.page_size
-        if not np.array_equal(memory.slots.row(slot)[:held], memory.tree.path_pages(request.held)):
-            faults.append(f"the row of request {request.id} does not read the pages it holds")
+        num_prefix_pages = node.depth // memory.page_size
+        if not np.array_equal(memory.slots.row(slot)[:num_prefix_pages], memory.tree.path_pages(node)):
+            faults.append(f"the row of request {request.id} does not read the pages of its locked prefix")
         if memory.pages_for(int(memory.slots.computed[slot])) > memory.slots.num_pages[slot]:
             faults.append(f"the row of request {request.id} is shorter than what it has computed")
-        if _path_key(request.held) != request.key[: request.held.depth * TOKEN_BYTES]:
-            faults.append(f"request {request.id} holds the pages of another prompt")
-    running = scheduler.admission.running
-    if len({id(request) for request in running}) != len(running):
-        faults.append("a request runs twice")
-    for request in running:
-        if request.slot is None or memory.slots.requests[request.slot] is not request:
-            faults.append(f"request {request.id} runs without a slot")
+        if _path_key(node) != request.key[: node.depth * TOKEN_BYTES]:
+            faults.append(f"request {request.id} has locked the prefix of another prompt")
     promised = sum(memory.full_pages(request) for request in memory.slots.requests if request is not None)
     if promised != memory.num_promised_pages:
         faults.append(f"{memory.num_promised_pages} pages are counted as promised, {promised} are")
     taken = sum(request is not None for request in memory.slots.requests)
     if taken + memory.slots.num_free != len(memory.slots.requests):
         faults.append(f"{taken} slots taken and {memory.slots.num_free} free do not make {len(memory.slots.requests)}")
+    if len(memory.locked_nodes) != taken:
+        faults.append(f"{len(memory.locked_nodes)} requests have locked a prefix, {taken} have a slot")
+    return faults
+
+
+def _running(state: SchedulerState) -> list[str]:
+    """Every running request is in the running set once and has a slot; what the set caches is up to date."""
+    slots, running, faults = state.memory.slots, state.running, []
+    if len({id(request) for request in running.requests}) != len(running):
+        faults.append("a request runs twice")
+    for request in running.requests:
+        if request.slot is None or slots.requests[request.slot] is not request:
+            faults.append(f"request {request.id} runs without a slot")
+    if running.decode_slots.tolist() != [request.slot for request in running.decoding]:
+        faults.append("the cached slots of decoding requests are out of date")
+    if running.decodes_by_tenant != Counter(request.tenant for request in running.decoding):
+        faults.append("the decoding requests of a tenant are miscounted")
     return faults
 
 
@@ -91,30 +121,28 @@ def _path_key(node: Node | None) -> bytes:
     return b"".join(reversed(parts))
 
 
-def _tree(scheduler: Scheduler) -> list[str]:
-    """Locks, counts and residency, counted again."""
-    tree, faults = scheduler.memory.tree, []
-    holders = [request.held for request in scheduler.memory.slots.requests if request is not None]
-    holders += [pin.node for pin in scheduler.memory.pins.values()]
-    locks = _count_up(holders)
-    waiting = _count_up([request.node for request in scheduler.requests.values()])
+def _tree(state: SchedulerState) -> list[str]:
+    """Locks, waiting requests and residency, counted again."""
+    tree, faults = state.memory.tree, []
+    locks = _count_up([*state.memory.locked_nodes.values(), *(pin.node for pin in state.memory.pins.values())])
+    waiting = _count_up(tree.waiting_nodes.values())
     num_pages = num_locked = 0
-    leaves = tree.leaves.nodes()
+    leaves = tree.leaves.node_ids()
     for node in tree.nodes():
         where = f"the node ending at token {node.depth}"
         if node.locks != locks[id(node)]:
             faults.append(f"{where} has {node.locks} locks and {locks[id(node)]} holders")
         if node.num_waiting != waiting[id(node)]:
-            faults.append(f"{where} counts {node.num_waiting} waiting requests of {waiting[id(node)]}")
+            faults.append(f"{where} counts {node.num_waiting} waiting requests, there are {waiting[id(node)]}")
         if node.hidden:
             faults.append(f"{where} is still hidden after the step")
         num_pages += len(node.pages)
         num_locked += len(node.pages) if node.locks else 0
         resident = [child for child in node.children.values() if child.resident]
         if len(resident) != node.num_resident_children:
-            faults.append(f"{where} counts {node.num_resident_children} resident children of {len(resident)}")
+            faults.append(f"{where} counts {node.num_resident_children} resident children, there are {len(resident)}")
         if node.num_waiting_resident != sum(child.num_waiting for child in resident):
-            faults.append(f"{where} miscounts who waits below resident children")
+            faults.append(f"{where} miscounts the requests that wait below resident children")
         for name, child in node.children.items():
             if child.parent is not node or child.name != name:
                 faults.append(f"{where} and a child disagree")
@@ -125,64 +153,69 @@ def _tree(scheduler: Scheduler) -> list[str]:
         if len(node.pages) != (len(node.key) // tree.page_bytes if node.resident else 0):
             faults.append(f"{where} has {len(node.pages)} pages for {len(node.key) // tree.page_bytes}")
         if is_evictable_leaf(node) and id(node) not in leaves:
-            faults.append(f"{where} could be evicted and would never be found")
-        if not node.resident and not node.num_waiting and not len(node.hosts) and not node.children:
-            faults.append(f"{where} is a ghost that nobody waits for")
+            faults.append(f"{where} is evictable and not in the eviction heap")
+        if not node.resident and not node.num_waiting and not len(node.host_pages) and not node.children:
+            faults.append(f"{where} is a ghost that no request waits for")
     if (num_pages, num_locked) != (tree.num_pages, tree.num_locked_pages):
         faults.append(
-            f"the tree counts {tree.num_pages} pages, {tree.num_locked_pages} locked: it has {num_pages}, {num_locked}"
+            f"the tree counts {tree.num_pages} pages, {tree.num_locked_pages} of them locked; there are {num_pages}, "
+            f"{num_locked} of them locked"
         )
     return faults
 
 
-def _host(scheduler: Scheduler) -> list[str]:
-    """Every host page is free or one node's, and every such node can be found to be forgotten."""
-    host, tree, faults = scheduler.memory.host, scheduler.memory.tree, []
-    owners = [node for node in tree.nodes() if len(node.hosts)]
+def _host(state: SchedulerState) -> list[str]:
+    """Every host page is free or belongs to one node, and every such node can be forgotten."""
+    host, tree, faults = state.memory.host, state.memory.tree, []
+    owners = [node for node in tree.nodes() if len(node.host_pages)]
     if host is None:
-        return ["there are host pages and no host memory"] if owners else []
-    pages = np.concatenate([host.pool.free_pages(), *(node.hosts for node in owners)])
+        return ["nodes have host pages and there is no host memory"] if owners else []
+    pages = np.concatenate([host.pool.free_pages(), *(node.host_pages for node in owners)])
     counts = np.bincount(pages, minlength=host.pool.num_pages)
     if (counts != 1).any():
         faults.append(f"host pages with no owner or several: {np.flatnonzero(counts != 1).tolist()[:8]}")
-    found = host.nodes()
+    tracked = host.node_ids()
     for node in owners:
         where = f"the node ending at token {node.depth}"
-        if len(node.hosts) != len(node.key) // tree.page_bytes:
-            faults.append(f"{where} has {len(node.hosts)} host pages for {len(node.key) // tree.page_bytes}")
-        if id(node) not in found:
-            faults.append(f"{where} has host pages that would never be forgotten")
+        if len(node.host_pages) != len(node.key) // tree.page_bytes:
+            faults.append(f"{where} has {len(node.host_pages)} host pages for {len(node.key) // tree.page_bytes}")
+        if id(node) not in tracked:
+            faults.append(f"{where} has host pages and is not in the heap of the host tier")
     return faults
 
 
-def _count_up(nodes: list[Node | None]) -> Counter[int]:
-    """How many of `nodes` are at or below each node."""
+def _count_up(nodes: Iterable[Node]) -> Counter[int]:
+    """Number of `nodes` at or below each node, by id()."""
     counts: Counter[int] = Counter()
     for node in nodes:
-        while node is not None:
-            counts[id(node)] += 1
-            node = node.parent
+        current: Node | None = node
+        while current is not None:
+            counts[id(current)] += 1
+            current = current.parent
     return counts
 
 
-def _queues(scheduler: Scheduler) -> list[str]:
-    """Waiting requests stand in the tree and in exactly one queue; nobody else does."""
-    admission, faults = scheduler.admission, []
-    waiting = [request for request in scheduler.requests.values() if request.phase is Phase.WAITING]
-    for request in scheduler.requests.values():
-        in_tree = request.node is not None and request.node.is_alive
+def _queues(state: SchedulerState) -> list[str]:
+    """Waiting requests are in the tree and in exactly one queue; no other request is."""
+    admission, waiting_nodes, faults = state.admission, state.memory.tree.waiting_nodes, []
+    waiting = [request for request in state.requests.values() if request.phase is Phase.WAITING]
+    for request in state.requests.values():
+        in_tree = request in waiting_nodes and waiting_nodes[request].is_alive
         if in_tree != (request.phase is Phase.WAITING):
-            faults.append(f"request {request.id} is {request.phase.value} and its place in the tree does not fit that")
-        if (request.phase is Phase.WAITING) != (request.queued or request in admission.returning):
-            faults.append(f"request {request.id} is {request.phase.value} and its place in the queue does not fit that")
-        if request.set_aside:
-            faults.append(f"request {request.id} is still set aside after the step")
-        if request.retractions > 2:
+            faults.append(f"request {request.id} is {request.phase.value}, and in_tree is {in_tree}")
+        in_queue = request.queued or request in admission.retracted
+        if in_queue != (request.phase is Phase.WAITING):
+            faults.append(f"request {request.id} is {request.phase.value}, and in_queue is {in_queue}")
+        if request.skipped:
+            faults.append(f"request {request.id} is still skipped after the step")
+        if request.retractions > MAX_RETRACTIONS:
             faults.append(f"request {request.id} was retracted {request.retractions} times")
     if len(waiting) != admission.num_waiting:
         faults.append(f"{admission.num_waiting} requests are counted as waiting, {len(waiting)} are")
+    if len(waiting_nodes) != len(waiting):
+        faults.append(f"{len(waiting_nodes)} requests wait in the tree, {len(waiting)} are waiting")
     if sum(request.num_tokens for request in waiting) != admission.num_waiting_tokens:
         faults.append("the waiting prompt tokens are miscounted")
     if admission.reserved is not None and admission.reserved not in waiting:
-        faults.append("memory is kept for a request that does not wait")
+        faults.append("memory is reserved for a request that does not wait")
     return faults

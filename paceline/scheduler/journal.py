@@ -1,7 +1,7 @@
-"""Why: every decision with its reason, and the counters.
+"""The journal: every decision with its reason, and the counters.
 
-An event is a small tuple in a bounded ring; a steady decode step writes none. Listeners get each event as it
-happens (a recorder, a live page); with no listener an event costs well under a microsecond.
+An event is a small tuple in a bounded ring; a steady decode step writes none. Listeners (a recorder, the live page) are
+called with each event as it is written; with no listener an event costs well under a microsecond.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from paceline.request import FinishReason
+from paceline.scheduler.now import Now
 
 
 class EventKind(StrEnum):
@@ -22,11 +23,11 @@ class EventKind(StrEnum):
     ADMIT = "admit"  # detail: cached tokens, tokens to compute
     WAIT = "wait"  # detail: the reason; written when it changes
     EVICT = "evict"  # detail: pages
-    SPILL = "spill"  # detail: pages of these that go to the host, pages forgotten there for it
-    FETCH = "fetch"  # detail: tokens that come from the host and are not computed
-    RETRACT = "retract"  # detail: who needed the room, pages given back
+    SPILL = "spill"  # detail: evicted pages copied to host memory, host pages forgotten to make space
+    FETCH = "fetch"  # detail: tokens fetched from host memory instead of computed
+    RETRACT = "retract"  # detail: what needed the memory, pages released
     DUPLICATE = "duplicate"  # detail: pages that two rows computed
-    RESERVE = "reserve"  # memory that comes free is kept for this request
+    RESERVE = "reserve"  # freed memory is kept for this request
     PIN = "pin"
     UNPIN = "unpin"
     REPAIR = "repair"  # detail: what was wrong
@@ -48,21 +49,21 @@ class Counters:
     steps: int = 0
     added: int = 0
     refused: int = 0
-    admitted: int = 0  # a retracted request that comes back counts again
-    prompt_tokens: int = 0  # of admitted requests, also when they come back
-    hit_tokens: int = 0  # of these, found in the tree
-    fetched_tokens: int = 0  # of these, brought back from the host
+    admitted: int = 0  # a retracted request counts again when it is readmitted
+    prompt_tokens: int = 0  # of admitted requests, also on readmission
+    hit_tokens: int = 0  # of these, found in the prefix cache
+    fetched_tokens: int = 0  # of these, fetched from host memory
     computed_tokens: int = 0  # fed to prefill
     decoded_tokens: int = 0
-    discarded_tokens: int = 0  # of passes whose request had ended meanwhile
+    discarded_tokens: int = 0  # of requests that ended while the pass was in flight
     retractions: int = 0
     evicted_pages: int = 0
-    spilled_pages: int = 0  # of these, copied to the host
-    forgotten_pages: int = 0  # there, for others
+    spilled_pages: int = 0  # of these, copied to host memory
+    forgotten_pages: int = 0  # dropped from host memory to make space
     duplicate_pages: int = 0
     overtakes: int = 0
-    device_s: float = 0.0  # of passes that were committed, where it is measured
-    repairs: int = 0  # times the books did not add up and were opened anew
+    device_s: float = 0.0  # of committed passes, where it is measured
+    repairs: int = 0  # times that the scheduler state was inconsistent and was reset
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 
     @property
@@ -76,14 +77,14 @@ class Journal:
         self.listeners: list[Callable[[Event], None]] = []
         self.counters = Counters()
 
-    def write(self, time: float, step: int, kind: EventKind, request_id: str, *detail: object) -> None:
-        event = Event(time, step, kind, request_id, detail)
+    def write(self, now: Now, kind: EventKind, request_id: str, *detail: object) -> None:
+        event = Event(now.time, now.step, kind, request_id, detail)
         self.events.append(event)
         for listener in self.listeners:
             listener(event)
 
     def digest(self) -> str:
-        """One hash over the remembered events: equal runs have equal digests."""
+        """A hash over the events in the ring: equal runs have equal digests."""
         hasher = hashlib.sha256()
         for event in self.events:
             hasher.update(repr(event).encode())

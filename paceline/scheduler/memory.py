@@ -1,15 +1,15 @@
-"""Who owns which page: the pool, the tree and the rows, and every way a page changes hands.
+"""KV memory: who owns which page (pool, tree or a row), and every way a page changes hands.
 
-    pool.free ──allocate──▶ private to a row ──claim──▶ tree, locked ──unlock──▶ tree, evictable ──evict──▶ pool.free
+    pool.free ──allocate──▶ private to a row ──insert──▶ tree, locked ──unlock──▶ tree, evictable ──evict──▶ pool.free
                                   │                        ▲
-                                  │ release (last, partly  │ hold: a later request hits it
+                                  │ release (last, partly  │ lock_prefix: a later request hits it
                                   ▼ filled page)           │
                               pool.free               tree, evictable
 
-What is evicted may be kept in host memory and come back from there: host_tier.py.
-A row reads tree pages up to `request.held.depth` and private pages from there on. Pages may be handed to a later
-pass as soon as they are free, although a pass in flight still writes them: passes run in order, so whatever that
-one writes is overwritten before anybody reads it. What a discarded row wrote is never claimed.
+Evicted KV may be kept in host memory and fetched from there: host_tier.py.
+A row reads tree pages up to `locked_nodes[request].depth` and private pages from there on. Freed pages may be given to
+a later pass although a pass in flight still writes them: passes run in order, so whatever that pass writes is
+overwritten before anything reads it. What a discarded row wrote is never inserted into the tree.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from paceline.request import PacelineError, Request
 from paceline.scheduler.host_tier import HostTier
 from paceline.scheduler.journal import EventKind, Journal
 from paceline.scheduler.node import Node
+from paceline.scheduler.now import Now
 from paceline.scheduler.page_pool import NO_PAGES, PagePool, Pages
 from paceline.scheduler.plan import Column
 from paceline.scheduler.prefix_tree import PrefixTree
@@ -29,7 +30,7 @@ from paceline.scheduler.slots import Slots
 
 
 class PinError(PacelineError, ValueError):
-    """A prefix that cannot be pinned, and why."""
+    """A prefix cannot be pinned or unpinned; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +53,12 @@ class Memory:
         longest = min(config.context_tokens + config.draft_tokens, config.num_pages * config.page_size)
         self.slots = Slots(config.max_running, self.pages_for(longest), config.page_size)
         self.pins: dict[str, Pin] = {}
+        # The deepest node that each running request has locked; its private pages begin below.
+        self.locked_nodes: dict[Request, Node] = {}
         self.num_promised_pages = 0  # of all running requests at full length, as if they shared nothing
-        self.now = 0.0  # of the step being planned: what evictions are journaled under
-        self._duplicates: list[Request] = []  # rows that computed what the tree already held
+        self._duplicates: list[Request] = []  # rows that computed what the tree already had
 
-    # ------------------------------------------------------------------ asking
+    # ------------------------------------------------------------------ queries
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -67,7 +69,7 @@ class Memory:
 
     @property
     def num_usable_pages(self) -> int:
-        """What one request can have at the very most: the rest may be pinned."""
+        """Pages that one request can use at most: the rest may be pinned."""
         return self._config.num_pages - self._config.pin_quota_pages
 
     @property
@@ -85,203 +87,201 @@ class Memory:
 
     # ------------------------------------------------------------------ pages change hands
 
-    def allocate(self, count: int) -> Pages:
+    def allocate(self, count: int, now: Now) -> Pages:
         short = count - self.pool.num_free
         if short > 0:
             counters = self._journal.counters
             before = counters.spilled_pages, counters.forgotten_pages
-            evicted = self.tree.evict(short)
+            evicted = self.tree.evict(short, now.step)
             self.pool.free(evicted)
             counters.evicted_pages += len(evicted)
-            self._journal.write(self.now, self.tree.step, EventKind.EVICT, "", len(evicted))
+            self._journal.write(now, EventKind.EVICT, "", len(evicted))
             if spilled := counters.spilled_pages - before[0]:
                 forgotten = counters.forgotten_pages - before[1]
-                self._journal.write(self.now, self.tree.step, EventKind.SPILL, "", spilled, forgotten)
+                self._journal.write(now, EventKind.SPILL, "", spilled, forgotten)
         return self.pool.allocate(count)
 
-    def hold(self, request: Request, node: Node) -> None:
-        """Locks what `request` hits. Its pages stop being evictable: whoever counted on them must count again."""
+    def lock_prefix(self, request: Request, node: Node) -> None:
+        """Locks the cached prefix of `request`. Its pages are no longer evictable, so count available pages after."""
         self.tree.lock(request, node)
-        request.held = node
+        self.locked_nodes[request] = node
 
-    def let_go(self, request: Request) -> None:
-        assert request.held is not None, f"request {request.id} holds nothing"
-        self.tree.unlock(request, request.held)
-        request.held = None
+    def unlock_prefix(self, request: Request) -> None:
+        self.tree.unlock(request, self.locked_nodes.pop(request))
 
     def start_row(self, request: Request) -> int:
-        """Gives `request` a slot whose row begins with the pages it holds."""
-        assert request.held is not None, f"request {request.id} got a slot before it held its prefix"
+        """Gives `request` a slot whose row begins with the pages of its locked prefix."""
+        node = self.locked_nodes[request]
         slot = self.slots.acquire(request)
         request.key = token_key(request)
         self.num_promised_pages += self.full_pages(request)
-        self.slots.append_pages(slot, self.tree.path_pages(request.held))
-        self.slots.computed[slot] = request.held.depth
-        self.slots.held_pages[slot] = self.slots.num_pages[slot]
+        self.slots.append_pages(slot, self.tree.path_pages(node))
+        self.slots.computed[slot] = node.depth
+        self.slots.num_prefix_pages[slot] = self.slots.num_pages[slot]
         return slot
 
-    def skip_computed(self, request: Request) -> int:
-        """Moves a partly computed prompt forward over what others have computed meanwhile. Returns the tokens."""
+    def extend_cached_prefix(self, request: Request, now: Now) -> int:
+        """Skips what other requests have computed of a partly computed prompt since. Returns the tokens skipped."""
 
-        def computed(held: Node, end: int) -> tuple[Node, Pages] | None:
-            child = self.tree.follow(held, request.key, end)
+        def cached(node: Node, end: int) -> tuple[Node, Pages] | None:
+            child = self.tree.match_child(node, request.key, end, now.step)
             return None if child is None else (child, child.pages)
 
-        return self._go_on(request, computed)
+        return self._extend_prefix(request, cached)
 
-    def fetch(self, request: Request, host: HostTier) -> int:
-        """Brings back what the host has of a partly computed prompt right behind what it holds. Returns the tokens."""
+    def fetch(self, request: Request, host: HostTier, now: Now) -> int:
+        """Fetches what follows the locked prefix of a partly computed prompt from host memory. Returns the tokens."""
 
-        def fetched(held: Node, end: int) -> tuple[Node, Pages] | None:
-            room = min(host.num_fetchable, self.num_available_pages)
-            node = host.follow(held, request.key, end, room) if room > 0 else None
-            if node is None:
+        def fetched(node: Node, end: int) -> tuple[Node, Pages] | None:
+            max_pages = min(host.num_fetchable, self.num_available_pages)
+            child = host.match_child(node, request.key, end, max_pages, now.step) if max_pages > 0 else None
+            if child is None:
                 return None
-            pages = self.allocate(len(node.hosts))
-            host.fetch(node, pages)
-            return node, pages
+            pages = self.allocate(len(child.host_pages), now)
+            host.fetch(child, pages, now.step)
+            return child, pages
 
-        count = self._go_on(request, fetched)
+        count = self._extend_prefix(request, fetched)
         if count:
-            self._journal.write(self.now, self.tree.step, EventKind.FETCH, request.id, count)
+            self._journal.write(now, EventKind.FETCH, request.id, count)
         return count
 
-    def _go_on(self, request: Request, below: Callable[[Node, int], tuple[Node, Pages] | None]) -> int:
-        """Takes what is `below` the node a prompt holds, as far as its pages may be shared, until there is no more.
-        Returns the tokens."""
-        slot, held = request.slot, request.held
-        assert slot is not None and held is not None, f"request {request.id} is not running"
-        if self.slots.computed[slot] != held.depth:  # it has begun a page of its own
+    def _extend_prefix(self, request: Request, next_child: Callable[[Node, int], tuple[Node, Pages] | None]) -> int:
+        """Extends the locked prefix of a prompt by `next_child` until it returns None. Returns the tokens."""
+        slot, node = request.slot, self.locked_nodes[request]
+        assert slot is not None, f"request {request.id} is not running"
+        if self.slots.computed[slot] != node.depth:  # it has begun a private page
             return 0
-        before = held.depth
+        before = node.depth
         end = self.num_cacheable_pages(request) * self.page_size
-        while (found := below(held, end)) is not None:
-            node, pages = found
-            self.tree.lock(request, node, above=held)
+        while (found := next_child(node, end)) is not None:
+            child, pages = found
+            self.tree.lock(request, child, above=node)
             self.slots.append_pages(slot, pages)
-            held = node
-        if held.depth > before:
-            self._set_held(request, held)
-            self.slots.computed[slot] = held.depth
-        return held.depth - before
+            node = child
+        if node.depth > before:
+            self._set_locked_node(request, node)
+            self.slots.computed[slot] = node.depth
+        return node.depth - before
 
-    def most_to_compute(self, request: Request, host: HostTier) -> int:
-        """Tokens of a prompt to compute before the host has enough of it again to wait for the next plan; a page of
-        what it has, where no more may be fetched with this one."""
-        slot, held = request.slot, request.held
-        assert slot is not None and held is not None, f"request {request.id} is not running"
+    def max_tokens_before_fetch(self, request: Request, host: HostTier) -> int:
+        """Prompt tokens to compute before host memory again has enough to wait for the next plan; one page if the next
+        tokens are in host memory and this plan may fetch no more."""
+        slot = request.slot
+        assert slot is not None, f"request {request.id} is not running"
         start, end = int(self.slots.computed[slot]), self.num_cacheable_pages(request) * self.page_size
-        at = host.begins_at(held, request.key, start, end)
+        at = host.next_fetch(self.locked_nodes[request], request.key, start, end)
         return request.num_tokens if at is None else at - start or self.page_size
 
-    def cover(self, request: Request, num_tokens: int) -> None:
+    def ensure_pages(self, request: Request, num_tokens: int, now: Now) -> None:
         """Makes the row of `request` long enough for `num_tokens` positions."""
         slot = request.slot
         assert slot is not None, f"request {request.id} is not running"
         missing = self.pages_for(num_tokens) - int(self.slots.num_pages[slot])
         if missing > 0:
-            self.slots.append_pages(slot, self.allocate(missing))
+            self.slots.append_pages(slot, self.allocate(missing, now))
 
-    def cover_each(self, slots: Column) -> None:
-        """One more page for each of `slots`."""
-        self.slots.append_page_each(slots, self.allocate(len(slots)))
+    def append_page_each(self, slots: Column, now: Now) -> None:
+        """Adds one page to each of `slots`."""
+        self.slots.append_page_each(slots, self.allocate(len(slots), now))
 
-    def claim(self, request: Request) -> Node:
-        """Shows the prompt pages that the pass being planned completes to the others. Returns the first new node."""
-        slot, held = request.slot, request.held
-        assert slot is not None and held is not None, f"request {request.id} is not running"
+    def insert_prompt(self, request: Request, now: Now) -> Node:
+        """Inserts the prompt pages that the pass being planned completes into the tree. Returns the node above them."""
+        slot, node = request.slot, self.locked_nodes[request]
+        assert slot is not None, f"request {request.id} is not running"
         if self._config.prefix_cache:
             end = int(self.slots.computed[slot]) // self.page_size * self.page_size
-            deepest = self.tree.claim(request, held, request.key, end, self.slots.row(slot), self.tree.step)
-            self._set_held(request, deepest)
+            deepest = self.tree.insert(request, node, request.key, end, self.slots.row(slot), now.step)
+            self._set_locked_node(request, deepest)
             if deepest.depth < end:
                 self._duplicates.append(request)
-        return held
+        return node
 
-    def settle_duplicates(self) -> bool:
-        """After the pass that computed the same prefix twice: the tree's copy survives, the other's row is remapped.
-        Whether there was any.
+    def merge_duplicates(self, now: Now) -> bool:
+        """After a pass that computed the same prefix twice: keeps the tree's copy and remaps the other row to it.
+        Returns whether there was any.
 
-        The change of the row is part of the plan in which the freed pages can first be used again.
+        The page table change is part of the plan in which the freed pages can first be used again.
         """
         duplicates, self._duplicates = self._duplicates, []
         for request in duplicates:
             if request.slot is not None:
                 end = int(self.slots.computed[request.slot])
                 end = min(end, len(request.prompt)) // self.page_size * self.page_size
-                self._give_to_tree(request, end)
+                self._insert_computed(request, end, now)
         return bool(duplicates)
 
-    def release(self, request: Request, num_valid: int) -> int:
-        """Takes the row away. Whole pages of its first `num_valid` positions stay in the tree, evictable.
+    def release(self, request: Request, num_valid: int, now: Now) -> int:
+        """Frees the row. Whole pages of its first `num_valid` positions stay in the tree, evictable.
 
-        Returns how many pages came free or evictable.
+        Returns how many pages became free or evictable.
         """
         slot = request.slot
-        assert slot is not None and request.held is not None, f"request {request.id} gave its memory back twice"
+        assert slot is not None, f"request {request.id} released its memory twice"
         before = self.num_available_pages
         if self._config.prefix_cache:
             request.key = token_key(request)
-            self._give_to_tree(request, num_valid // self.page_size * self.page_size)
-        self.pool.free(self.slots.row(slot)[request.held.depth // self.page_size :])
-        self.let_go(request)
-        assert request.sole_pages == 0, f"request {request.id} left and still owns {request.sole_pages} pages"
+            self._insert_computed(request, num_valid // self.page_size * self.page_size, now)
+        self.pool.free(self.slots.row(slot)[self.locked_nodes[request].depth // self.page_size :])
+        self.unlock_prefix(request)
+        assert request.exclusive_pages == 0, f"request {request.id} left and still owns {request.exclusive_pages} pages"
         self.slots.release(request)
         self.num_promised_pages -= self.full_pages(request)
         request.key = b""
         return self.num_available_pages - before
 
-    def _give_to_tree(self, request: Request, end: int) -> None:
-        slot, held = request.slot, request.held
-        assert slot is not None and held is not None, f"request {request.id} is not running"
-        while held.depth < end:
-            child = self.tree.follow(held, request.key, end)
+    def _insert_computed(self, request: Request, end: int, now: Now) -> None:
+        """Inserts the computed pages of a row up to token `end`; where the tree has a copy, remaps the row to it."""
+        slot, node = request.slot, self.locked_nodes[request]
+        assert slot is not None, f"request {request.id} is not running"
+        while node.depth < end:
+            child = self.tree.match_child(node, request.key, end, now.step)
             if child is None:
-                deeper = self.tree.claim(request, held, request.key, end, self.slots.row(slot), self.tree.step - 1)
-                if deeper is held:  # the pass now being planned computes it too: that copy survives
+                deeper = self.tree.insert(request, node, request.key, end, self.slots.row(slot), now.step - 1)
+                if deeper is node:  # the pass being planned computes it too: that copy survives
                     break
-                held = deeper
+                node = deeper
                 continue
-            # The pages of this row from held.depth to child.depth are a second copy: point the row at the tree's
-            # copy first, then free them. In the other order the row would read what somebody else writes.
-            start, stop = held.depth // self.page_size, child.depth // self.page_size
+            # The pages of this row from node.depth to child.depth are a second copy. Point the row at the tree's copy
+            # first, then free them: in the other order the row would read what another request writes.
+            start, stop = node.depth // self.page_size, child.depth // self.page_size
             copies = self.slots.row(slot)[start:stop].copy()
             self.slots.write_pages(slot, start, child.pages)
-            self.tree.lock(request, child, above=held)
+            self.tree.lock(request, child, above=node)
             self.pool.free(copies)
             self._journal.counters.duplicate_pages += len(copies)
-            self._journal.write(self.now, self.tree.step, EventKind.DUPLICATE, request.id, len(copies))
-            held = child
-        self._set_held(request, held)
+            self._journal.write(now, EventKind.DUPLICATE, request.id, len(copies))
+            node = child
+        self._set_locked_node(request, node)
 
-    def _set_held(self, request: Request, node: Node) -> None:
-        request.held = node
-        self.slots.held_pages[request.slot] = node.depth // self.page_size
+    def _set_locked_node(self, request: Request, node: Node) -> None:
+        self.locked_nodes[request] = node
+        self.slots.num_prefix_pages[request.slot] = node.depth // self.page_size
 
-    # ------------------------------------------------------------------ pinning
+    # ------------------------------------------------------------------ pins
 
     @property
     def num_pinned_pages(self) -> int:
         return sum(pin.num_pages for pin in self.pins.values())
 
-    def pin(self, name: str, probe: Request, expires: float) -> int:
-        """Keeps the resident prefix of `probe.prompt` from eviction until `expires`. Returns its tokens."""
+    def pin(self, name: str, probe: Request, expires: float, step: int) -> int:
+        """Keeps the resident prefix of `probe.prompt` from eviction until `expires`. Returns its number of tokens."""
         if name in self.pins:
             raise PinError(f"a pin named {name!r} exists: unpin it first or choose another name.")
         node, key = self.tree.namespace(probe), token_key(probe)
         end = len(probe.prompt) // self.page_size * self.page_size
-        while (child := self.tree.follow(node, key, end)) is not None:
+        while (child := self.tree.match_child(node, key, end, step)) is not None:
             node = child
         if not node.depth:
             self.tree.prune(node)
-            raise PinError(f"nothing of the prompt of pin {name!r} is cached: run it once, then pin it.")
-        # A page under two pins counts twice: simple, and it errs on the side of the requests.
+            raise PinError(f"no part of the prompt of pin {name!r} is cached: run the prompt once, then pin it.")
+        # A page under two pins counts twice: simple, and the error is on the side of the requests.
         num_pages = node.depth // self.page_size
-        room = self._config.pin_quota_pages - self.num_pinned_pages
-        if num_pages > room:
+        num_left = self._config.pin_quota_pages - self.num_pinned_pages
+        if num_pages > num_left:
             raise PinError(
-                f"pin {name!r} takes {num_pages} pages and {room} are left of pin_quota_pages: "
-                "unpin another prefix or raise the quota."
+                f"pin {name!r} takes {num_pages} pages and {num_left} are left of pin_quota_pages: "
+                "unpin another prefix or raise pin_quota_pages."
             )
         self.tree.lock(None, node)
         self.pins[name] = Pin(name, node, num_pages, expires)
@@ -290,18 +290,18 @@ class Memory:
     def unpin(self, name: str) -> None:
         pin = self.pins.pop(name, None)
         if pin is None:
-            raise PinError(f"there is no pin named {name!r}: these exist: {', '.join(self.pins) or 'none'}.")
+            raise PinError(f"there is no pin named {name!r}; existing pins: {', '.join(self.pins) or 'none'}.")
         self.tree.unlock(None, pin.node)
 
-    def flush(self) -> int:
-        """Forgets every cached prefix that nobody uses, on the host too. Returns the pages that came free."""
+    def flush(self, step: int) -> int:
+        """Drops every cached prefix that is not locked, in host memory too. Returns the pages freed."""
         count = self.tree.num_evictable_pages
-        self.pool.free(self.tree.evict(count, spill=False) if count else NO_PAGES)
+        self.pool.free(self.tree.evict(count, step, spill=False) if count else NO_PAGES)
         if self.host is not None:
-            self.host.forget_all()
+            self.host.forget_all(step)
         return count
 
 
 def token_key(request: Request) -> bytes:
-    """Prompt and known output as the bytes the tree compares."""
+    """Prompt and known output as the bytes that the tree compares."""
     return request.prompt.tobytes() + request.output.tobytes()

@@ -1,4 +1,4 @@
-"""A node of the prefix tree: a run of pages, who holds it and who waits at or below it."""
+"""A node of the prefix tree: a run of pages, the requests that lock it and the requests that wait at or below it."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from typing import Any
 from paceline.request import Request
 from paceline.scheduler.page_pool import NO_PAGES, Pages
 
-_GHOST_RANK = 1 << 40  # a ghost ranks behind every resident sibling, however many wait below it
+_GHOST_RANK = 1 << 40  # a ghost ranks behind every resident sibling, however many requests wait below it
 
 
 class Node:
     """A run of pages below its parent. `depth` counts tokens from the root to this node's end."""
 
     __slots__ = (
-        "born",
         "children",
+        "computed_step",
         "depth",
         "hidden",
         "holder",
-        "hosts",
+        "host_pages",
         "key",
         "last_used",
         "locks",
-        "moved",
         "name",
-        "num_ending",
         "num_resident_children",
         "num_waiting",
+        "num_waiting_here",
         "num_waiting_resident",
-        "order",
         "pages",
         "parent",
         "queue",
         "resident",
         "seq",
+        "sibling_order",
+        "swap_step",
         "uses",
         "value",
         "waiters",
@@ -42,38 +42,34 @@ class Node:
 
     def __init__(self, parent: Node | None, name: Any, key: bytes, depth: int, seq: int) -> None:
         self.parent = parent
-        self.name = name  # under which the parent knows it: the first page of the key, or the namespace
+        self.name = name  # its key in parent.children: the first page of `key`, or the namespace
         self.key = key
         self.depth = depth
-        self.seq = seq  # unique: keeps heaps from ever comparing nodes
-        self.order = seq  # breaks ties between siblings; the older one first, also after a split
+        self.seq = seq  # unique, so that heaps never compare nodes
+        self.sibling_order = seq  # breaks ties between siblings: older first, also after a split
         self.pages: Pages = NO_PAGES
-        self.hosts: Pages = NO_PAGES  # host pages with a copy of its KV; none, or one for each of its pages
-        self.moved = 0  # the step with which its KV last went to the host or came back
+        self.host_pages: Pages = NO_PAGES  # pages in host memory with a copy of its KV: none, or one per page
+        self.swap_step = 0  # the last step that spilled or fetched its KV
         self.children: dict[Any, Node] = {}
         self.resident = False
-        self.born = 0  # the step that computes it; in flight while that step is being planned
+        self.computed_step = 0  # the step that computes it; in flight while that step is being planned
         self.locks = 0
-        self.holder: Request | None = None  # who locked it first, as long as nobody else has
+        self.holder: Request | None = None  # the request that locked it first, as long as no other has
         self.last_used = 0
         self.uses = 0
-        self.value = 0.0  # what eviction by cost weighs
+        self.value = 0.0  # priority under cost-aware eviction
         self.num_resident_children = 0
-        self.num_waiting = 0  # requests waiting at or below this node and visible in this step
+        self.num_waiting = 0  # requests that wait at or below this node and are visible in this step
         self.num_waiting_resident = 0  # of these, below resident children
-        self.waiters: list[tuple[int, Request]] = []  # a heap by arrival; entries may be stale
-        self.queue: list[tuple[int, int, int, Node]] = []  # a heap of children by rank; entries may be stale
-        self.hidden = False  # for this step, because a pass being planned computes it
-        self.num_ending = 0  # requests that wait exactly here, visible or not
+        self.waiters: list[tuple[int, Request]] = []  # heap by arrival; entries may be stale
+        self.queue: list[tuple[int, int, int, Node]] = []  # heap of children by rank; entries may be stale
+        self.hidden = False  # in this step, because the pass being planned computes it
+        self.num_waiting_here = 0  # requests whose path ends exactly here, visible or not
 
     @property
     def rank(self) -> int:
-        """Which sibling is served first: resident ones, then the one most requests wait below."""
+        """Order among siblings: resident ones first, then the one with the most waiting requests below it."""
         return -self.num_waiting if self.resident else _GHOST_RANK - self.num_waiting
-
-    @property
-    def is_root(self) -> bool:
-        return self.parent is None
 
     @property
     def is_alive(self) -> bool:

@@ -1,7 +1,7 @@
-"""Where KV lies: the pages, and which of them are free.
+"""The page pool: which KV pages are free.
 
-Pages are handed out and taken back in arrays, so a step that needs 256 of them costs one slice. The pool knows
-nothing of who owns a page; `invariants.py` proves that the owners and the free ones add up to all of them.
+Pages are allocated and freed in arrays, so a step that needs 256 of them costs one slice. The pool does not know who
+owns a page; `invariants.py` checks that every page is free or has exactly one owner.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.num_free = num_pages
-        # A stack whose first `num_free` entries are the free pages; the lowest id lies on top at first.
+        # A stack whose first `num_free` entries are the free pages; at first the lowest id is on top.
         self._stack: Pages = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._is_free = np.ones(num_pages, dtype=np.bool_)
 
     def allocate(self, count: int) -> Pages:
-        assert count <= self.num_free, f"{count} pages asked of {self.num_free} free ones: evict or retract first"
+        assert count <= self.num_free, f"{count} pages requested, {self.num_free} are free: evict or retract first"
         rest = self.num_free - count
         pages = self._stack[rest : self.num_free][::-1].copy()
         self._is_free[pages] = False

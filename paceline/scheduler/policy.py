@@ -1,4 +1,4 @@
-"""In which order waiting requests are admitted: the name of a policy, and the order it stands for."""
+"""`make_policy`: the scheduling policy that `config.policy` names."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ import random
 
 from paceline.config import SchedulerConfig
 from paceline.request import Request
-from paceline.scheduler.aging import aged
-from paceline.scheduler.fair import Fair
-from paceline.scheduler.orders import DepthFirst, KeyOrder, LongestPrefix, Order, ResponseRatio
+from paceline.scheduler.aging import with_aging
+from paceline.scheduler.fair import FairPolicy
+from paceline.scheduler.policies import (
+    DepthFirstPolicy,
+    FcfsPolicy,
+    KeyPolicy,
+    LongestPrefixPolicy,
+    Policy,
+    ResponseRatioPolicy,
+)
 from paceline.scheduler.prefix_tree import PrefixTree
 
 
-def make_order(tree: PrefixTree, config: SchedulerConfig) -> Order:
-    """The order `config.policy` names. Aging applies where requests could otherwise be overtaken for ever; under
-    `priority` that is what the caller asked for, and `fcfs` and `hrrn` age by themselves."""
+def make_policy(tree: PrefixTree, config: SchedulerConfig) -> Policy:
+    """Aging applies where requests could otherwise be overtaken forever: not under `fcfs` and `hrrn`, which age by
+    themselves, and not under `priority`, where overtaking is what the caller asked for."""
     shuffle = random.Random(config.order_seed)
 
     def expected(request: Request) -> float:
@@ -22,25 +29,25 @@ def make_order(tree: PrefixTree, config: SchedulerConfig) -> Order:
 
     match config.policy:
         case "fair":
-            return Fair(tree, config)
+            return FairPolicy(tree, config)
         case "fcfs":
-            return KeyOrder(lambda request: request.number)
+            return FcfsPolicy()
         case "priority":
-            return KeyOrder(lambda request: -request.priority)
+            return KeyPolicy(lambda request: -request.priority)
         case "hrrn":
-            return ResponseRatio(lambda request: len(request.prompt) + config.output_weight * expected(request))
-    inner: Order
+            return ResponseRatioPolicy(lambda request: len(request.prompt) + config.output_weight * expected(request))
+    inner: Policy
     match config.policy:
         case "lpm":
-            inner = LongestPrefix(tree)
+            inner = LongestPrefixPolicy(tree)
         case "dfs":
-            inner = DepthFirst(tree, lambda: tree.root)
+            inner = DepthFirstPolicy(tree, lambda: tree.root)
         case "sjf":
-            inner = KeyOrder(expected)
+            inner = KeyPolicy(expected)
         case "lof":
-            inner = KeyOrder(lambda request: -expected(request))
+            inner = KeyPolicy(lambda request: -expected(request))
         case "random":
-            inner = KeyOrder(lambda request: shuffle.random())
+            inner = KeyPolicy(lambda request: shuffle.random())
         case other:
-            raise AssertionError(f"policy {other} passed the config and has no order")
-    return aged(inner, tree, config)
+            raise AssertionError(f"config accepts the policy {other!r}, which is not implemented")
+    return with_aging(inner, tree, config)

@@ -1,11 +1,10 @@
-"""What is already computed, and who waits for what.
+"""The prefix cache: a radix tree over token pages, with the waiting requests in it.
 
-One radix tree over token pages. A node is *resident* (its pages hold KV, or will once the passes already planned
-have run: passes run in order), *in flight* (resident, but computed by the very pass now being planned) or a
-*ghost* (no KV; a waiting prompt would need it). A request is laid into the tree once, on arrival, as ghosts below
-what is resident; nothing is matched again while it waits: how deep it hits is the deepest resident node above
-`request.node`, wherever that has moved. A ghost may have a copy of its KV in host memory (host_tier.py), or stand above
-one that has: then it stays though nobody waits.
+A node is *resident* (its pages hold KV, or will once the passes already planned have run: passes run in order),
+*in flight* (resident, but computed by the pass that is now being planned) or a *ghost* (no KV; a waiting prompt needs
+it). A request is inserted once, on arrival, as ghosts below what is resident. Nothing is matched again while it waits:
+its cached prefix ends at the deepest resident node at or above `waiting_nodes[request]`. A ghost may have a copy of its
+KV in host memory (host_tier.py), or be an ancestor of one that has: then it is kept although no request waits for it.
 
     root ── tenant ── (salt, adapter) ──[ page page page ]──┬──[ page ]            resident, locked by a running row
                                                             ├──[ page page ]       resident, unlocked: evictable
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,10 +28,19 @@ from paceline.scheduler.eviction import EvictableLeaves
 from paceline.scheduler.node import Node
 from paceline.scheduler.page_pool import NO_PAGES, Pages
 
-if TYPE_CHECKING:
-    from paceline.scheduler.host_tier import HostTier
-
 TOKEN_BYTES = 4
+
+
+class SpillTarget(Protocol):
+    """Where evicted KV may be kept; implemented by `HostTier`."""
+
+    def split_unspillable(self, node: Node) -> None: ...
+
+    def spill(self, node: Node, step: int) -> tuple[Node, ...]: ...
+
+    def merge_with_child(self, node: Node) -> None: ...
+
+    def track(self, node: Node) -> None: ...
 
 
 class PrefixTree:
@@ -40,26 +48,26 @@ class PrefixTree:
         self._partial_eviction = partial_eviction
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
-        self.step = 1  # the pass being planned, or the next one; nodes born in it are in flight
         self.num_pages = 0  # resident, locked or not
         self.num_locked_pages = 0
-        self.frontier: list[tuple[int, int, Node]] = []  # a heap by depth of resident nodes that may have waiters
+        self.waiting_nodes: dict[Request, Node] = {}  # where the path of each waiting request ends
+        self.frontier: list[tuple[int, int, Node]] = []  # heap by depth of resident nodes that may have waiters
         self._ticks = 0
-        self._nodes = 0
+        self._num_nodes = 0
         self.leaves = EvictableLeaves(eviction)
-        self.host: HostTier | None = None  # where evicted pages may go
+        self.host: SpillTarget | None = None
         self._hidden: list[Node] = []
         self.root = self._new(None, None, b"", 0)
         self.root.resident = True
 
-    # ------------------------------------------------------------------ asking
+    # ------------------------------------------------------------------ queries
 
     @property
     def num_evictable_pages(self) -> int:
         return self.num_pages - self.num_locked_pages
 
     def match(self, namespace: tuple[str, str, str], key: bytes) -> int:
-        """How many tokens of `key` are resident. Changes nothing."""
+        """Number of tokens of `key` that are resident. Changes nothing."""
         tenant, salt, adapter = namespace
         node = self.root.children.get(tenant)
         node = node.children.get((salt, adapter)) if node else None
@@ -73,53 +81,53 @@ class PrefixTree:
             node = child
         return 0
 
-    def hit(self, node: Node) -> Node:
-        """The deepest node at or above `node` whose KV the pass being planned can read."""
-        while not node.resident or node.born == self.step:
+    def hit(self, node: Node, step: int) -> Node:
+        """The deepest node at or above `node` whose KV the pass `step`, being planned, can read."""
+        while not node.resident or node.computed_step == step:
             assert node.parent is not None, "the root is resident"
             node = node.parent
         return node
 
     def in_flight_depth(self, node: Node) -> int:
-        """How deep the path to `node` will be resident when the pass being planned has run."""
+        """Depth to which the path to `node` is resident once the pass being planned has run."""
         while not node.resident:
             assert node.parent is not None, "the root is resident"
             node = node.parent
         return node.depth
 
     def path_pages(self, node: Node) -> Pages:
-        """The pages from the root down to the end of `node`: the beginning of a row that hits there."""
+        """The pages from the root to the end of `node`: the beginning of a row whose cached prefix ends there."""
         parts = []
         while node.parent is not None:
             parts.append(node.pages)
             node = node.parent
         return np.concatenate(parts[::-1]) if parts else NO_PAGES
 
-    def below(self, node: Node, key: bytes, end: int) -> tuple[Node, int] | None:
-        """The child that continues `key` below `node`, and how many bytes of it do, up to token `end`."""
+    def find_child(self, node: Node, key: bytes, end: int) -> tuple[Node, int] | None:
+        """The child that continues `key` below `node`, and how many bytes of it match, up to token `end`."""
         child = self._child(node, key) if node.depth < end else None
         return None if child is None else (child, self._common(child, key, end * TOKEN_BYTES))
 
     def first_visible_child(self, node: Node) -> Node | None:
-        """The child to be served next: the best by rank with a visible waiter below it."""
+        """The next child to serve: the best by rank with a visible waiting request at or below it."""
         queue = node.queue
         while queue:
-            rank, order, _, child = queue[0]
+            rank, sibling_order, _, child = queue[0]
             if child.parent is not node or child.hidden or not child.num_waiting or not child.is_alive:
                 heappop(queue)
             elif child.rank != rank:
-                # Ranks that got better were pushed again; so this one got worse, and finds its place now.
-                heapreplace(queue, (child.rank, order, child.seq, child))
+                # A rank that improves is pushed again, so this one got worse: reinsert it at its place.
+                heapreplace(queue, (child.rank, sibling_order, child.seq, child))
             else:
                 return child
         return None
 
     def first_waiter(self, node: Node) -> Request | None:
-        """The oldest visible request whose path ends exactly here."""
+        """The oldest visible request whose path ends exactly at `node`."""
         waiters = node.waiters
         while waiters:
             request = waiters[0][1]
-            if request.node is node and not request.set_aside:
+            if self.waiting_nodes.get(request) is node and not request.skipped:
                 return request
             heappop(waiters)
         return None
@@ -134,7 +142,7 @@ class PrefixTree:
     # ------------------------------------------------------------------ waiting requests
 
     def enqueue(self, request: Request, key: bytes, num_pages: int) -> None:
-        """Lays the first `num_pages` pages of `key` into the tree, as ghosts where nothing is resident."""
+        """Inserts the first `num_pages` pages of `key`, as ghosts where nothing is resident."""
         node = self.namespace(request)
         end = num_pages * self.page_bytes
         while (start := node.depth * TOKEN_BYTES) < end:
@@ -148,40 +156,38 @@ class PrefixTree:
                 if common < len(child.key):
                     child = self.split(child, common)
             node = child
-        request.node = node
-        request.set_aside = False
-        node.num_ending += 1
+        self.waiting_nodes[request] = node
+        request.skipped = False
+        node.num_waiting_here += 1
         heappush(node.waiters, (request.number, request))
         self._add_waiting(node, 1)
 
     def dequeue(self, request: Request) -> None:
-        """Takes a request out of the tree, and the ghosts that nobody waits for any more."""
-        node = request.node
-        assert node is not None, f"request {request.id} does not wait in the tree"
-        if not request.set_aside:
+        """Removes a request, and the ghosts that no other request waits for."""
+        node = self.waiting_nodes.pop(request)
+        if not request.skipped:
             self._add_waiting(node, -1)
-        request.set_aside = False
-        request.node = None
-        node.num_ending -= 1
-        if len(node.waiters) > 16 + 2 * node.num_ending or not node.num_ending:  # mostly stale
-            node.waiters = [entry for entry in node.waiters if entry[1].node is node]
+        request.skipped = False
+        node.num_waiting_here -= 1
+        if len(node.waiters) > 16 + 2 * node.num_waiting_here or not node.num_waiting_here:  # mostly stale
+            node.waiters = [entry for entry in node.waiters if self.waiting_nodes.get(entry[1]) is node]
             heapify(node.waiters)
         self.prune(node)
 
-    def set_aside(self, request: Request) -> None:
+    def skip(self, request: Request) -> None:
         """Makes one waiting request invisible for the rest of this step."""
-        assert request.node is not None, f"request {request.id} does not wait in the tree"
-        request.set_aside = True
-        self._add_waiting(request.node, -1)
+        request.skipped = True
+        self._add_waiting(self.waiting_nodes[request], -1)
 
-    def bring_back(self, request: Request) -> None:
-        if request.set_aside and request.node is not None:
-            request.set_aside = False
-            heappush(request.node.waiters, (request.number, request))
-            self._add_waiting(request.node, 1)
+    def unskip(self, request: Request) -> None:
+        if request.skipped:
+            node = self.waiting_nodes[request]
+            request.skipped = False
+            heappush(node.waiters, (request.number, request))
+            self._add_waiting(node, 1)
 
     def hide(self, node: Node) -> None:
-        """Makes all that wait at or below `node` invisible for the rest of this step."""
+        """Makes all requests that wait at or below `node` invisible for the rest of this step."""
         if node.hidden or not node.num_waiting:
             return
         assert node.parent is not None, "the root cannot be hidden"
@@ -189,7 +195,7 @@ class PrefixTree:
         node.hidden = True
         self._hidden.append(node)
 
-    def show_hidden(self) -> None:
+    def unhide_all(self) -> None:
         for node in self._hidden:
             node.hidden = False
             if node.is_alive and node.num_waiting and node.parent is not None:
@@ -200,7 +206,7 @@ class PrefixTree:
     # ------------------------------------------------------------------ running requests
 
     def lock(self, holder: Request | None, node: Node, above: Node | None = None) -> None:
-        """Locks `node` and its ancestors, up to but not including `above` (which is locked already)."""
+        """Locks `node` and its ancestors, up to but not including `above`, which is locked already."""
         self._ticks += 1
         current: Node | None = node
         while current is not None and current is not above:
@@ -208,11 +214,11 @@ class PrefixTree:
                 self.num_locked_pages += len(current.pages)
                 current.holder = holder
                 if holder is not None:
-                    holder.sole_pages += len(current.pages)
+                    holder.exclusive_pages += len(current.pages)
             elif current.holder is not None:
-                # Whoever is left alone later is not found again: the pages then count as shared until they
-                # are unlocked, which errs on the careful side.
-                current.holder.sole_pages -= len(current.pages)
+                # When later only one holder is left, it is not looked up: the pages count as shared until they
+                # are unlocked, which is the conservative side.
+                current.holder.exclusive_pages -= len(current.pages)
                 current.holder = None
             current.locks += 1
             current.uses += 1
@@ -229,29 +235,30 @@ class PrefixTree:
             if current.locks == 0:
                 self.num_locked_pages -= len(current.pages)
                 if current.holder is not None:
-                    current.holder.sole_pages -= len(current.pages)
+                    current.holder.exclusive_pages -= len(current.pages)
                     current.holder = None
-                self.leaves.used(current)
-                self.leaves.offer(current)
+                self.leaves.update_value(current)
+                self.leaves.push(current)
             parent = current.parent
             if current.locks == 0 and not current.pages.size:
                 self.prune(current)
             current = parent
 
-    def follow(self, node: Node, key: bytes, end: int) -> Node | None:
-        """The resident child that continues `key` below `node`, cut to end at token `end` or before."""
+    def match_child(self, node: Node, key: bytes, end: int, step: int) -> Node | None:
+        """The child that continues `key` below `node` and is readable by pass `step`, split to end at token `end` or
+        before."""
         child = self._child(node, key) if node.depth < end else None
-        if child is None or not child.resident or child.born == self.step:
+        if child is None or not child.resident or child.computed_step == step:
             return None
         common = self._common(child, key, end * TOKEN_BYTES)
         return child if common == len(child.key) else self.split(child, common)
 
-    def claim(self, holder: Request, node: Node, key: bytes, end: int, row: Pages, born: int) -> Node:
-        """Gives the pages of `row` from `node` to token `end`, computed by pass `born`, to the tree, locked.
+    def insert(self, holder: Request, node: Node, key: bytes, end: int, row: Pages, computed_step: int) -> Node:
+        """Moves the pages of `row` from `node` to token `end`, computed by pass `computed_step`, into the tree, locked.
 
-        Stops where the tree already holds the same tokens: two rows computed the same, the tree's copy survives
-        and the holder's own pages stay its own until `follow` remaps it to the survivor. Returns the deepest node
-        now held.
+        Stops where the tree already has the same tokens: two rows computed the same prefix. The tree's copy survives,
+        and the holder keeps its own pages until its row is remapped to the survivor. Returns the deepest node that the
+        holder now has locked.
         """
         while node.depth < end:
             start = node.depth * TOKEN_BYTES
@@ -267,18 +274,18 @@ class PrefixTree:
                 if child.resident:
                     return node
             pages = row[node.depth // self.page_size : child.depth // self.page_size].copy()
-            self.make_resident(child, pages, born)
+            self.make_resident(child, pages, computed_step)
             self.lock(holder, child, above=node)
             node = child
         return node
 
     # ------------------------------------------------------------------ eviction
 
-    def evict(self, count: int, *, spill: bool = True) -> Pages:
-        """Takes `count` pages from the tree, coldest leaf first and from its tail; never a locked one. What they hold
-        goes to the host, where there is room and unless it is not to.
+    def evict(self, count: int, step: int, *, spill: bool = True) -> Pages:
+        """Takes `count` pages from the tree, coldest leaf first and from its tail, never a locked one. With `spill`,
+        their KV is copied to host memory as far as there is space.
 
-        Without partial eviction a node goes as a whole, and more than `count` pages may come.
+        Without partial eviction a node is evicted as a whole, and more than `count` pages may be returned.
         """
         assert count <= self.num_evictable_pages, f"{count} pages to evict, {self.num_evictable_pages} evictable"
         host = self.host if spill else None
@@ -286,28 +293,28 @@ class PrefixTree:
         while count > 0:
             node = self.leaves.pop()
             if host is not None:
-                host.cut(node)
+                host.split_unspillable(node)
             if len(node.pages) > count and self._partial_eviction:
                 self.split(node, (len(node.pages) - count) * self.page_bytes)
-            for part in (node,) if host is None else host.spill(node):
+            for part in (node,) if host is None else host.spill(node, step):
                 freed.append(part.pages)
                 count -= len(part.pages)
                 self._make_ghost(part)
                 if host is not None:
-                    host.join(part)
+                    host.merge_with_child(part)
         return np.concatenate(freed) if freed else NO_PAGES
 
     # ------------------------------------------------------------------ structure
 
     def _new(self, parent: Node | None, name: Any, key: bytes, depth: int) -> Node:
-        self._nodes += 1
+        self._num_nodes += 1
         self._ticks += 1
         node = Node(parent, name, key, depth, self._ticks)
         node.last_used = self._ticks
         return node
 
     def namespace(self, request: Request) -> Node:
-        """The node all prompts of one tenant, salt and adapter hang below. It holds no pages."""
+        """The ancestor of all prompts of one tenant, salt and adapter. It has no pages."""
         node = self.root
         for name in (request.tenant, (request.cache_salt, request.adapter)):
             child = node.children.get(name)
@@ -324,7 +331,7 @@ class PrefixTree:
         return node.children.get(key[start : start + self.page_bytes])
 
     def _common(self, child: Node, key: bytes, end: int | None = None) -> int:
-        """How many bytes of the child's key `key` continues with: whole pages, at least one."""
+        """Number of bytes of the child's key that `key` matches: whole pages, at least one."""
         start = child.depth * TOKEN_BYTES - len(child.key)
         length = min(len(child.key), (len(key) if end is None else end) - start)
         if length == len(child.key) and key.startswith(child.key, start):  # compares in place, copies nothing
@@ -338,20 +345,20 @@ class PrefixTree:
         return first_difference // self.page_size * self.page_bytes
 
     def split(self, node: Node, at: int) -> Node:
-        """Cuts `node` after `at` bytes and returns the new upper part.
+        """Splits `node` after `at` bytes and returns the new upper part.
 
-        The node itself stays the lower part, so that whoever waits or holds at its end still does.
+        `node` itself remains the lower part, so that requests that wait or hold at its end still do.
         """
         assert 0 < at < len(node.key) and at % self.page_bytes == 0, "a node is split between two of its pages"
         parent = node.parent
         assert parent is not None, "the root has no pages to split"
         upper = self._new(parent, node.name, node.key[:at], node.depth - (len(node.key) - at) // TOKEN_BYTES)
         parent.children[node.name] = upper
-        upper.order, node.order = node.order, upper.order
+        upper.sibling_order, node.sibling_order = node.sibling_order, upper.sibling_order
         for name in (
             "resident",
-            "born",
-            "moved",
+            "computed_step",
+            "swap_step",
             "locks",
             "holder",
             "last_used",
@@ -362,49 +369,49 @@ class PrefixTree:
         ):
             setattr(upper, name, getattr(node, name))
         num_upper = at // self.page_bytes
-        if len(node.hosts):
-            upper.hosts, node.hosts = node.hosts[:num_upper], node.hosts[num_upper:]
+        if len(node.host_pages):
+            upper.host_pages, node.host_pages = node.host_pages[:num_upper], node.host_pages[num_upper:]
         if node.resident:
             upper.pages, node.pages = node.pages[:num_upper], node.pages[num_upper:]
             upper.num_resident_children = 1
             upper.num_waiting_resident = node.num_waiting
-        if node.hidden:  # what is hidden hangs below the upper part now
+        if node.hidden:  # the upper part is now the topmost hidden node
             node.hidden = False
             self._hidden = [upper if hidden is node else hidden for hidden in self._hidden]
         node.parent = upper
         node.key = node.key[at:]
         node.name = node.key[: self.page_bytes]
         upper.children[node.name] = node
-        if self.host is not None and len(node.hosts):
-            self.host.note(upper)
+        if self.host is not None and len(node.host_pages):
+            self.host.track(upper)
         if node.num_waiting:
             self._push(upper)
             self._push(node)
             if node.resident:
-                self._note_frontier(upper)
+                self._push_frontier(upper)
         return upper
 
     def merge(self, upper: Node) -> None:
-        """Joins a ghost to its only child, which is one too: the inverse of `split`. Nobody waits or holds between."""
+        """Merges a ghost with its only child, a ghost: the inverse of `split`. No request waits or holds between."""
         (node,) = upper.children.values()
         parent = upper.parent
-        assert parent is not None and not (upper.resident or node.resident or upper.num_ending or upper.hidden), (
-            "only ghosts are merged, and at no place that somebody knows"
+        assert parent is not None and not (upper.resident or node.resident or upper.num_waiting_here or upper.hidden), (
+            "only ghosts are merged, and only where no request waits or holds"
         )
-        node.parent, node.name, node.order = parent, upper.name, upper.order
+        node.parent, node.name, node.sibling_order = parent, upper.name, upper.sibling_order
         node.key = upper.key + node.key
-        node.hosts = np.concatenate([upper.hosts, node.hosts])
-        node.moved = max(upper.moved, node.moved)
+        node.host_pages = np.concatenate([upper.host_pages, node.host_pages])
+        node.swap_step = max(upper.swap_step, node.swap_step)
         parent.children[node.name] = node
-        upper.children, upper.hosts = {}, NO_PAGES
-        self._nodes -= 1
+        upper.children, upper.host_pages = {}, NO_PAGES
+        self._num_nodes -= 1
         if node.num_waiting:
             self._push(node)
 
-    def make_resident(self, node: Node, pages: Pages, born: int) -> None:
+    def make_resident(self, node: Node, pages: Pages, computed_step: int) -> None:
         assert node.parent is not None, "the root is resident from the beginning"
         node.resident = True
-        node.born = born
+        node.computed_step = computed_step
         node.pages = pages
         self.num_pages += len(pages)
         node.parent.num_resident_children += 1
@@ -412,7 +419,7 @@ class PrefixTree:
             if not node.hidden:
                 node.parent.num_waiting_resident += node.num_waiting
                 self._push(node)
-            self._note_frontier(node)
+            self._push_frontier(node)
 
     def _make_ghost(self, node: Node) -> None:
         parent = node.parent
@@ -424,25 +431,25 @@ class PrefixTree:
         if node.num_waiting:
             if not node.hidden:
                 parent.num_waiting_resident -= node.num_waiting
-            self._note_frontier(parent)
+            self._push_frontier(parent)
         self.prune(node)
-        self.leaves.offer(parent)
+        self.leaves.push(parent)
 
     def prune(self, node: Node) -> None:
-        """Removes `node` and what is above it, as far up as nothing hangs below, lies in or waits at it."""
+        """Removes `node` and its ancestors, as far up as they have no children, pages, locks or waiting requests."""
         while (
             node.parent is not None
             and node.is_alive
             and not node.children
             and not node.locks
             and not len(node.pages)
-            and not len(node.hosts)
+            and not len(node.host_pages)
             and not node.num_waiting
-            and not node.num_ending
+            and not node.num_waiting_here
         ):
             parent = node.parent
             del parent.children[node.name]
-            self._nodes -= 1
+            self._num_nodes -= 1
             if node.resident:  # a namespace
                 parent.num_resident_children -= 1
             node = parent
@@ -450,7 +457,7 @@ class PrefixTree:
     # ------------------------------------------------------------------ counts
 
     def _add_waiting(self, node: Node, count: int, from_resident: bool = False) -> None:
-        """Changes the number of visible waiters of `node` and of all above it, up to a hidden one."""
+        """Changes the number of visible waiting requests of `node` and of its ancestors, up to a hidden one."""
         current: Node | None = node
         while current is not None:
             before = current.num_waiting
@@ -458,34 +465,34 @@ class PrefixTree:
             if from_resident:
                 current.num_waiting_resident += count
             if current.resident and not from_resident and count > 0:
-                self._note_frontier(current)
+                self._push_frontier(current)
             if current.hidden:
                 return
             if count > 0:
                 self._push(current)
             elif not current.num_waiting:
-                self.leaves.offer(current)  # nobody waits for it any more: it may go earlier
+                self.leaves.push(current)  # no request waits for it any more: it may be evicted earlier
             from_resident = current.resident
             current = current.parent
 
     def _push(self, node: Node) -> None:
-        """Tells the parent that `node` has waiters or a better rank."""
+        """Puts `node`, which has waiting requests or a better rank, into its parent's queue."""
         parent = node.parent
         if parent is None:
             return
-        heappush(parent.queue, (node.rank, node.order, node.seq, node))
-        if len(parent.queue) > 16 + 4 * len(parent.children):  # mostly stale: rebuild
+        heappush(parent.queue, (node.rank, node.sibling_order, node.seq, node))
+        if len(parent.queue) > 16 + 4 * len(parent.children):  # mostly stale
             parent.queue = [
-                (child.rank, child.order, child.seq, child)
+                (child.rank, child.sibling_order, child.seq, child)
                 for child in parent.children.values()
                 if child.num_waiting and not child.hidden
             ]
             heapify(parent.queue)
 
-    def _note_frontier(self, node: Node) -> None:
-        """Remembers that requests may wait right below a resident node, for the deepest-prefix order."""
+    def _push_frontier(self, node: Node) -> None:
+        """Records that requests may wait right below a resident node, for `LongestPrefixPolicy`."""
         heappush(self.frontier, (-node.depth, node.seq, node))
-        if len(self.frontier) > 64 + 4 * self._nodes:
+        if len(self.frontier) > 64 + 4 * self._num_nodes:
             live = {id(entry[2]): entry for entry in self.frontier if entry[2].is_alive and entry[2].resident}
             self.frontier = list(live.values())
             heapify(self.frontier)

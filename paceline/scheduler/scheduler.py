@@ -1,10 +1,10 @@
 """The scheduler: add, abort, plan, commit.
 
 Before every forward pass it decides which requests run, on which pages, in which order. It is plain Python with no
-clock and no device: the time is an argument, and what it decides is a Plan that somebody else carries out. The
-one thing to know before changing it: a plan may be asked for while the one before is still in flight, so between
-two calls the last sampled tokens of the running rows may be unknown here; what is planned (`slots.computed`,
-`slots.remaining`) runs ahead of what is known (`request.output`).
+clock and no device: the time is an argument, and the decision is a Plan that an executor executes. The one thing to
+know before changing it: a plan may be requested while the previous one is still in flight, so between two calls the
+last sampled tokens of the running rows may be unknown. What is planned (`slots.computed`, `slots.remaining`) is ahead
+of what is known (`request.output`).
 """
 
 from __future__ import annotations
@@ -20,31 +20,32 @@ import numpy.typing as npt
 
 from paceline.config import SchedulerConfig
 from paceline.request import FinishReason, InvalidRequest, Phase, Refused, Request, as_tokens
-from paceline.scheduler.acceptance import accept
-from paceline.scheduler.admission import LEAST_CHUNK, Admission
-from paceline.scheduler.budget import Ints, OutputLengths
+from paceline.scheduler.admission import MIN_CHUNK_TOKENS, Admission
 from paceline.scheduler.explain import explain
 from paceline.scheduler.invariants import find_faults
 from paceline.scheduler.journal import Counters, EventKind, Journal
 from paceline.scheduler.memory import Memory, PinError
-from paceline.scheduler.plan import NO_TOKENS, Column, Finished, Plan, Sharing, Updates
-from paceline.scheduler.policy import make_order
+from paceline.scheduler.memory_forecast import Ints, OutputLengths
+from paceline.scheduler.now import Now
+from paceline.scheduler.plan import NO_TOKENS, Column, Finished, Plan, Updates
+from paceline.scheduler.policy import make_policy
 from paceline.scheduler.retraction import choose_victim, is_protected
-from paceline.scheduler.sharing import find_sharing
+from paceline.scheduler.running_set import RunningSet
 from paceline.scheduler.step_time import StepTimeFit
+from paceline.scheduler.validation import validate
 
-MAX_IN_FLIGHT = 2  # passes planned and not committed
+MAX_IN_FLIGHT = 2  # passes that are planned and not committed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pass:
-    """A plan that is not committed yet, with what only the scheduler needs of it."""
+class _PassInFlight:
+    """A plan that is not committed yet, with what only the scheduler needs to know about it."""
 
     plan: Plan
     requests: tuple[Request, ...]  # of the plan's rows
     sampled: tuple[Request, ...]  # of its sampling rows: they get the tokens
-    ending: tuple[Request, ...]  # known to end with this pass, by length
-    departures: int  # how many had left when it was planned
+    ending: tuple[Request, ...]  # requests known to end by length with this pass
+    departures: int  # the scheduler's `_departures` when it was planned
 
 
 class Scheduler:
@@ -53,34 +54,29 @@ class Scheduler:
         self.journal = Journal(config.journal_events)
         self.step_time = StepTimeFit()
         self._lengths = OutputLengths()
+        self.step = 1  # number of the pass being planned, or of the next one
         self._reset_state()
         self.requests: dict[str, Request] = {}  # accepted and not finished
         self._arrivals = 0
-        self._departures = 0  # finished or retracted: rows in flight may belong to nobody any more
-        self._passes: deque[_Pass] = deque()
+        self._departures = 0  # finished or retracted: if it changed, rows in flight may have lost their request
+        self._in_flight: deque[_PassInFlight] = deque()
         self._deadlines: list[tuple[float, int, Request]] = []
-        self._stop_ids: Counter[int] = (
-            Counter()
-        )  # of all live requests: most tokens are looked up here and nowhere else
+        # Stop ids of all live requests: almost every token is looked up only here.
+        self._stop_ids: Counter[int] = Counter()
         self._ended: list[Finished] = []  # outside of a commit: reported with the next one
-        # What a steady decode step would otherwise build again each time
-        self._decode_slots: Column | None = None
-        self._sharing: Sharing | None = None  # of the decodes alone
-        self._sharing_is_known = False
-        self._sharing_version = 0
+        # A steady decode step would otherwise build these again each time.
         self._ones: Column = np.ones(config.max_running, np.int32)
         self._trues: npt.NDArray[np.bool_] = np.ones(config.max_running, np.bool_)
         self._ones.flags.writeable = self._trues.flags.writeable = False
-        self._decodes_of: Counter[str] = Counter()  # tenant -> rows
 
-    def _reset_state(self, step: int = 1) -> None:
-        """Empty memory and queues. Passes go on being numbered from `step`."""
+    def _reset_state(self) -> None:
+        """Empty memory and queues."""
         self.memory = Memory(self.config, self.journal)
-        self.memory.tree.step = step
-        self.order = make_order(self.memory.tree, self.config)
-        self.admission = Admission(self.config, self.memory, self.order, self._lengths, self.journal)
+        self.running = RunningSet(self.memory, shared_reads=self.config.shared_reads)
+        self.policy = make_policy(self.memory.tree, self.config)
+        self.admission = Admission(self.config, self.memory, self.running, self.policy, self._lengths, self.journal)
 
-    # ------------------------------------------------------------------ asking
+    # ------------------------------------------------------------------ queries
 
     @property
     def counters(self) -> Counters:
@@ -92,47 +88,49 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self.admission.decoding) + len(self.admission.prefilling)
+        return len(self.running)
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._passes)
+        return len(self._in_flight)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.requests or self._passes)
+        return bool(self.requests or self._in_flight)
 
     def requests_of(self, plan: Plan) -> tuple[Request, ...]:
-        """The requests of a plan's rows, in row order; of a plan that is not committed yet."""
-        return next(one.requests for one in self._passes if one.plan.step == plan.step)
+        """The requests of the rows of a plan that is not committed yet."""
+        return next(one.requests for one in self._in_flight if one.plan.step == plan.step)
 
     def match(self, request: Request) -> int:
-        """How many tokens of this prompt are cached now."""
-        namespace = request.namespace
+        """Number of tokens of this prompt that are cached now."""
         usable = self.memory.num_cacheable_pages(request) * self.config.page_size
-        return min(usable, self.memory.tree.match(namespace, request.prompt.tobytes()))
+        return min(usable, self.memory.tree.match(request.namespace, request.prompt.tobytes()))
 
-    def expected_remaining(self, generated: Ints, most: Ints) -> Ints:
-        """Further tokens of requests that have `generated` so far and can have `most` more, as the last ones went."""
-        return self._lengths.expected_remaining(generated, most)
+    def expected_remaining(self, generated: Ints, max_remaining: Ints) -> Ints:
+        """Expected further tokens of requests that have `generated` so far and can have up to `max_remaining` more."""
+        return self._lengths.expected_remaining(generated, max_remaining)
 
     def explain(self, request_id: str) -> str:
-        """In a sentence: what this request is doing, and what would have to happen for it to go on."""
-        return explain(self, request_id)
+        """One sentence: what this request is doing, or why it waits and what must happen first."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return f"Request {request_id} is unknown: it has finished, or was never added."
+        return explain(request, self.config, self.memory, self.admission)
 
-    # ------------------------------------------------------------------ requests come and go
+    # ------------------------------------------------------------------ requests
 
     def add(self, request: Request, now: float) -> None:
-        """Takes a request. Raises Refused if it can never run or the queue is full; nothing else changes then."""
+        """Adds a request. Raises Refused if it can never run or the queue is full; the state is unchanged then."""
         if request.id in self.requests:
-            raise InvalidRequest(f"request id {request.id!r} is taken by one that has not finished: choose another.")
+            raise InvalidRequest(f"request id {request.id!r} is in use by an unfinished request: choose another id.")
         if request.phase is not Phase.WAITING or request.number:
-            raise InvalidRequest(f"request {request.id!r} was added before: make a new Request.")
+            raise InvalidRequest(f"request {request.id!r} was added before: create a new Request.")
         try:
-            request.max_tokens = accept(request, self.config, self.memory, self.admission)
+            request.max_tokens = validate(request, self.config, self.memory, self.admission)
         except Refused as refusal:
             self.counters.refused += 1
-            self.journal.write(now, self.memory.tree.step, EventKind.REFUSE, request.id, str(refusal))
+            self.journal.write(Now(self.step, now), EventKind.REFUSE, request.id, str(refusal))
             raise
         self._arrivals += 1
         request.number = self._arrivals
@@ -145,34 +143,33 @@ class Scheduler:
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, request.number, request))
         self.counters.added += 1
-        self.journal.write(
-            now, self.memory.tree.step, EventKind.ADD, request.id, len(request.prompt), request.max_tokens
-        )
+        self.journal.write(Now(self.step, now), EventKind.ADD, request.id, len(request.prompt), request.max_tokens)
         self.admission.enqueue(request)
 
     def abort(self, request_id: str, now: float) -> bool:
-        """Ends a request in whatever state it is. Whether there was one with exactly this id."""
+        """Ends a request in any state. Returns whether there was one with this id."""
         return self.finish(request_id, FinishReason.ABORT, now)
 
     def finish(self, request_id: str, reason: FinishReason, now: float) -> bool:
-        """Ends a request for a reason found outside: a stop string was seen, the client has gone."""
+        """Ends a request for a reason outside the scheduler: a stop string, a client that disconnected. Returns whether
+        there was one with this id."""
         request = self.requests.get(request_id)
         if request is None:
             return False
-        self._finish(request, reason, now)
+        self._finish(request, reason, Now(self.step, now))
         return True
 
-    def _finish(self, request: Request, reason: FinishReason, now: float) -> None:
+    def _finish(self, request: Request, reason: FinishReason, now: Now) -> None:
         if request.phase is Phase.WAITING:
             self.admission.dequeue(request)
         elif request.slot is not None:
-            # The KV of the last known token is not computed yet, or by a pass in flight whose row is discarded:
-            # either way it is not cached.
-            self._leave(request, request.num_tokens - 1)
+            # The KV of the last known token is not computed yet, or computed by a pass in flight whose row is
+            # discarded. In both cases it is not cached.
+            self._release(request, request.num_tokens - 1, now)
         self._departures += 1
         request.enter(Phase.FINISHED)
         request.finish_reason = reason
-        request.finished = now
+        request.finished = now.time
         del self.requests[request.id]
         self._stop_ids.subtract(request.stop_ids)
         for token in request.stop_ids:
@@ -181,139 +178,122 @@ class Scheduler:
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and not request.ends_by_length:
             self._lengths.record(len(request.output))
         self.counters.finished[reason] += 1
-        self.journal.write(now, self.memory.tree.step, EventKind.FINISH, request.id, reason, len(request.output))
+        self.journal.write(now, EventKind.FINISH, request.id, reason, len(request.output))
         self._ended.append(Finished(request, reason))
 
-    def _leave(self, request: Request, num_known: int) -> int:
-        """Takes slot and memory of a running request; what is computed of its first `num_known` tokens stays cached."""
-        assert request.slot is not None, f"request {request.id} holds no slot"
-        admission = self.admission
-        if request in admission.prefilling:
-            admission.prefilling.remove(request)
-        elif request in admission.decoding:
-            self._stop_decoding(request)
+    def _release(self, request: Request, num_known: int, now: Now) -> int:
+        """Takes slot and memory from a running request. The computed part of its first `num_known` tokens stays cached.
+        Returns the pages that became available."""
+        assert request.slot is not None, f"request {request.id} has no slot"
+        self.running.discard(request)
         num_valid = min(int(self.memory.slots.computed[request.slot]), num_known)
-        num_pages = self.memory.release(request, num_valid)
-        self.order.running_ended(request)
+        num_pages = self.memory.release(request, num_valid, now)
+        self.policy.on_released(request)
         return num_pages
 
     # ------------------------------------------------------------------ plan
 
     def plan(self, now: float) -> Plan | None:
         """The next forward pass, or None: there is nothing to do, or the pass in flight must be committed first."""
-        assert len(self._passes) < MAX_IN_FLIGHT, "commit the older pass before planning another"
-        if self._passes and self.config.draft_tokens:
-            return None  # how far its rows got is known only when it is committed
-        memory, admission = self.memory, self.admission
-        memory.now = now
+        assert len(self._in_flight) < MAX_IN_FLIGHT, "commit the older pass before planning another"
+        if self._in_flight and self.config.draft_tokens:
+            return None  # the length of its rows is known only when it is committed
+        return self._plan(Now(self.step, now))
+
+    def _plan(self, now: Now) -> Plan | None:
+        running, admission = self.running, self.admission
         self._expire(now)
-        self._release_ending()
-        if memory.settle_duplicates():
-            self._sharing_is_known = False
-        admission.begin()
-        may_admit = self.config.batching != "static" or not self.num_running
+        self._release_ending(now)
+        if self.memory.merge_duplicates(now):
+            running.rows_remapped()
+        admission.begin_step()
+        may_admit = self.config.batching != "static" or not running
         prefill_first = self.config.batching == "prefill-first"
         if not prefill_first:
-            self._make_room(now)
-        self._fill(may_admit, now)
+            self._ensure_decode_pages(now)
+        self._plan_prefills(may_admit, now)
         if prefill_first and not admission.chunks:
-            self._make_room(now)
-        while not admission.chunks and not admission.decoding and admission.prefilling and not self._passes:
-            # Prompts fill all memory and none can go on: one has to leave.
-            if not self._retract_one(now, "a prompt that cannot go on"):
+            self._ensure_decode_pages(now)
+        while not admission.chunks and not running.decoding and running.prefilling and not self._in_flight:
+            # Partly computed prompts fill all memory and none can continue: retract one.
+            if not self._retract_one(now, "a prompt that cannot continue"):
                 break
-            self._fill(False, now)
-        decode = bool(admission.decoding) and not (prefill_first and admission.chunks)
+            self._plan_prefills(False, now)
+        decode = bool(running.decoding) and not (prefill_first and admission.chunks)
         plan = self._build(decode) if decode or admission.chunks else None
-        admission.end()
+        admission.end_step()
         if plan is not None:
-            memory.tree.step += 1
+            self.step += 1
             self.counters.steps += 1
-            self._lengths.step_went_well()
+            self._lengths.on_step()
         return plan
 
-    def _expire(self, now: float) -> None:
+    def _expire(self, now: Now) -> None:
+        """Ends requests whose deadline has passed, and removes expired pins."""
         deadlines = self._deadlines
-        while deadlines and (deadlines[0][0] <= now or deadlines[0][2].is_finished):
+        while deadlines and (deadlines[0][0] <= now.time or deadlines[0][2].is_finished):
             request = heappop(deadlines)[2]
             if not request.is_finished:
                 self._finish(request, FinishReason.DEADLINE, now)
-        if len(deadlines) > 64 + 2 * len(self.requests):  # mostly of requests that ended long before
+        if len(deadlines) > 64 + 2 * len(self.requests):  # mostly of requests that have finished
             self._deadlines = [entry for entry in deadlines if not entry[2].is_finished]
             heapify(self._deadlines)
-        for pin in [pin for pin in self.memory.pins.values() if pin.expires <= now]:
-            self.unpin(pin.name, now)
+        for pin in [pin for pin in self.memory.pins.values() if pin.expires <= now.time]:
+            self.unpin(pin.name, now.time)
 
-    def _release_ending(self) -> None:
-        """Requests that end by length with a pass in flight need nothing after it: later passes run later, so slot
-        and pages can serve this very plan. Their last token finds them without a slot."""
-        for one in self._passes:
+    def _release_ending(self, now: Now) -> None:
+        """Releases requests that end by length with a pass in flight. Later passes run after it, so their slots and
+        pages can be used by this plan. Such a request has no slot when its last token is committed."""
+        for one in self._in_flight:
             for request in one.ending:
                 if request.slot is not None:
-                    self._leave(request, request.num_tokens)
+                    self._release(request, request.num_tokens, now)
 
-    def _make_room(self, now: float) -> None:
-        """A place for the next token of every decoding request; short of it, somebody leaves."""
+    def _ensure_decode_pages(self, now: Now) -> None:
+        """Allocates a page for the next token of every decoding request that needs one, and retracts if there are not
+        enough."""
         memory, slots, draft = self.memory, self.memory.slots, self.config.draft_tokens
         while True:
-            rows = self._decoding_slots()
+            rows = self.running.decode_slots
             reach = slots.computed[rows]
             if draft:
-                reach = np.minimum(reach + draft, slots.limits[rows] - 1)
-            needy = rows[reach >= slots.covered[rows]]
-            if not len(needy):
+                reach = np.minimum(reach + draft, slots.max_lengths[rows] - 1)
+            full = rows[reach >= slots.capacity[rows]]
+            if not len(full):
                 return
-            if len(needy) <= memory.num_available_pages:
-                memory.cover_each(needy)  # and look again: a draft may reach over several pages
-            elif not self._retract_one(now, f"{len(needy)} decoding requests"):
-                # Nobody may be taken: the newest row that has no place gives its slot up for now.
-                homeless = set(needy.tolist())
-                juniors = [request for request in self.admission.decoding if request.slot in homeless]
-                self._retract(max(juniors, key=lambda request: request.seniority), now, "older requests")
+            if len(full) <= memory.num_available_pages:
+                memory.append_page_each(full, now)  # then check again: a draft may need several pages
+            elif not self._retract_one(now, f"{len(full)} decoding requests"):
+                # All are protected: the newest request that needs a page waits.
+                full_slots = set(full.tolist())
+                candidates = [request for request in self.running.decoding if request.slot in full_slots]
+                self._retract(max(candidates, key=lambda request: request.seniority), now, "older requests")
 
-    def _fill(self, may_admit: bool, now: float) -> None:
-        budget = self.admission.continue_prefills(self._prefill_budget())
+    def _plan_prefills(self, may_admit: bool, now: Now) -> None:
+        budget = self.admission.continue_prefills(self._prefill_budget(), now)
         if may_admit and self.num_waiting:
             if self.config.policy == "priority" and not math.isinf(self.config.retract_gap):
                 self._retract_for_priority(now)
             self.admission.admit_waiting(budget, now)
 
     def _prefill_budget(self) -> int:
-        config, decoding = self.config, self.admission.decoding
-        num_decodes = 0 if config.batching == "prefill-first" else len(decoding)
+        """Prompt tokens of this pass: what the token limits and the inter-token latency target leave."""
+        config = self.config
+        num_decodes = 0 if config.batching == "prefill-first" else len(self.running.decoding)
         decode_tokens = num_decodes * (1 + config.draft_tokens)
         budget = min(config.max_prefill_tokens, config.max_batch_tokens - decode_tokens)
         model = self.step_time.model() if config.itl_target is not None and num_decodes else None
         if model is not None and config.itl_target is not None:
-            context = int(self.memory.slots.computed[self._decoding_slots()].sum()) + num_decodes
+            context = int(self.memory.slots.computed[self.running.decode_slots].sum()) + num_decodes
             within = model.prefill_tokens_within(config.itl_target, num_decodes, context)
             if within is not None:
-                budget = min(budget, max(within, LEAST_CHUNK))
+                budget = min(budget, max(within, MIN_CHUNK_TOKENS))
         return budget
-
-    def _decoding_slots(self) -> Column:
-        if self._decode_slots is None:
-            self._decode_slots = np.array([request.slot for request in self.admission.decoding], np.int32)
-            self._decode_slots.flags.writeable = False  # plans keep it
-        return self._decode_slots
-
-    def _start_decoding(self, request: Request) -> None:
-        request.enter(Phase.DECODING)
-        self.admission.decoding.append(request)
-        self._decodes_of[request.tenant] += 1
-        self._decode_slots, self._sharing_is_known = None, False
-
-    def _stop_decoding(self, request: Request) -> None:
-        self.admission.decoding.remove(request)
-        self._decodes_of[request.tenant] -= 1
-        if not self._decodes_of[request.tenant]:
-            del self._decodes_of[request.tenant]
-        self._decode_slots, self._sharing_is_known = None, False
 
     def _build(self, decode: bool) -> Plan:
         slots, chunks = self.memory.slots, self.admission.chunks
-        rows: Column = self._decoding_slots() if decode else NO_TOKENS
-        requests = sampled = tuple(self.admission.decoding) if decode else ()
+        rows: Column = self.running.decode_slots if decode else NO_TOKENS
+        requests = sampled = tuple(self.running.decoding) if decode else ()
         num_decodes = len(requests)
         starts = slots.computed[rows]
         slots.computed[rows] = starts + 1
@@ -322,29 +302,32 @@ class Scheduler:
         ending = [requests[row] for row in np.flatnonzero(remaining == 0).tolist()] if not remaining.all() else []
         num_context = int(starts.sum()) + num_decodes
         lengths, samples = self._ones[:num_decodes], self._trues[:num_decodes]
-        max_lengths = slots.limits[rows]
+        max_lengths = slots.max_lengths[rows]
         if decode:
-            for tenant, count in self._decodes_of.items():
-                self.order.charge(tenant, count * self.config.output_weight)
+            for tenant, count in self.running.decodes_by_tenant.items():
+                self.policy.charge(tenant, count * self.config.output_weight)
         self.counters.decoded_tokens += num_decodes
         if chunks:
             yields = [chunk.is_last and not chunk.request.prefill_only for chunk in chunks]
             rows = np.concatenate([rows, np.array([chunk.slot for chunk in chunks], np.int32)])
             starts = np.concatenate([starts, np.array([chunk.start for chunk in chunks], np.int32)])
             lengths = np.concatenate([lengths, np.array([chunk.length for chunk in chunks], np.int32)])
-            max_lengths = slots.limits[rows]
+            max_lengths = slots.max_lengths[rows]
             samples = np.concatenate([samples, np.array(yields, np.bool_)])
             num_context += sum(chunk.start + chunk.length for chunk in chunks)
             requests += tuple(chunk.request for chunk in chunks)
             sampled += tuple(chunk.request for chunk, one in zip(chunks, yields, strict=True) if one)
             ending += self._finish_prefills()
-        sharing = self._find_sharing(requests, starts, bool(chunks))
+        if chunks:
+            sharing = self.running.sharing(requests, starts, self.step)
+        else:
+            sharing = self.running.decode_sharing(starts, self.step)
         for request in ending:
             if request.phase is Phase.DECODING:
-                self._stop_decoding(request)
+                self.running.stop_decoding(request)
         page_slots, page_indices, page_ids = slots.take_changes()
         plan = Plan(
-            step=self.memory.tree.step,
+            step=self.step,
             slots=rows,
             starts=starts,
             lengths=lengths,
@@ -360,61 +343,55 @@ class Scheduler:
             sharing=sharing,
             swap=None if self.memory.host is None else self.memory.host.take_swap(),
         )
-        self._passes.append(_Pass(plan, requests, sampled, tuple(ending), self._departures))
+        self._in_flight.append(_PassInFlight(plan, requests, sampled, tuple(ending), self._departures))
         return plan
 
-    def _find_sharing(self, requests: tuple[Request, ...], starts: Column, with_prompts: bool) -> Sharing | None:
-        if not self.config.shared_reads:
-            return None
-        if not with_prompts and self._sharing_is_known:
-            return self._sharing
-        self._sharing_version += 1
-        sharing = find_sharing(requests, starts, self._sharing_version)
-        if not with_prompts:
-            self._sharing, self._sharing_is_known = sharing, True
-        return sharing
-
     def _finish_prefills(self) -> list[Request]:
-        """Requests whose prompt is all planned go on to decode, or end here. Returns those that end."""
+        """Requests whose prompt is fully planned decode next, or end with this pass. Returns those that end."""
         ending = []
         slots = self.memory.slots
         for chunk in self.admission.chunks:
             if not chunk.is_last:
                 continue
             request = chunk.request
-            self.admission.prefilling.remove(request)
+            self.running.finish_prefill(request)
             if not request.prefill_only:
                 slots.remaining[chunk.slot] -= 1
                 if slots.remaining[chunk.slot]:
-                    self._start_decoding(request)
+                    self.running.start_decoding(request)
                     continue
             ending.append(request)
         return ending
 
     # ------------------------------------------------------------------ retraction
 
-    def _retract_one(self, now: float, beneficiary: str) -> bool:
-        victim = choose_victim(self.admission.running, self.memory.slots, self.config.page_size)
+    def retract(self, request_id: str, now: float, beneficiary: str) -> None:
+        """Retracts a running request, as `plan` does when memory is short; for tests that force it."""
+        self._retract(self.requests[request_id], Now(self.step, now), beneficiary)
+
+    def _retract_one(self, now: Now, beneficiary: str) -> bool:
+        victim = choose_victim(self.running.requests, self.memory)
         if victim is None:
             return False
         self._retract(victim, now, beneficiary)
         return True
 
-    def _retract(self, request: Request, now: float, beneficiary: str) -> None:
-        """Back to the queue. Its tokens are kept, its KV stays in the tree until the room is really needed."""
-        request.num_in_flight = sum(request in one.sampled for one in self._passes)
-        num_pages = self._leave(request, request.num_tokens)
+    def _retract(self, request: Request, now: Now, beneficiary: str) -> None:
+        """Moves a running request back to the queue. Its tokens are kept, and its KV stays in the tree until the pages
+        are needed."""
+        request.num_in_flight = sum(request in one.sampled for one in self._in_flight)
+        num_pages = self._release(request, request.num_tokens, now)
         self._departures += 1
         request.retractions += 1
         request.enter(Phase.WAITING)
-        request.waits_for = "memory: it was retracted"
-        self._lengths.had_to_retract()
+        request.wait_reason = "memory: it was retracted"
+        self._lengths.on_retraction()
         self.counters.retractions += 1
-        self.journal.write(now, self.memory.tree.step, EventKind.RETRACT, request.id, beneficiary, num_pages)
+        self.journal.write(now, EventKind.RETRACT, request.id, beneficiary, num_pages)
         self.admission.enqueue_retracted(request)
 
-    def _retract_for_priority(self, now: float) -> None:
-        """Makes room for the best waiting request at the cost of running ones of much lower priority."""
+    def _retract_for_priority(self, now: Now) -> None:
+        """Retracts running requests of much lower priority than the best waiting request, if that lets it run."""
         admission, gap = self.admission, self.config.retract_gap
         request = admission.candidate(now)
         if request is None:
@@ -422,14 +399,14 @@ class Scheduler:
         planned = {chunk.request.id for chunk in admission.chunks}
         below = [
             running
-            for running in admission.running
+            for running in self.running.requests
             if running.priority <= request.priority - gap and not is_protected(running) and running.id not in planned
         ]
-        if not below or not admission.would_fit_without(request, below):
-            return  # their leaving would not help
-        while below and not admission.would_fit_without(request, []):
-            victim = choose_victim(below, self.memory.slots, self.config.page_size)
-            assert victim is not None, "those who are protected are not among them"
+        if not below or not admission.would_fit_without(request, below, now):
+            return
+        while below and not admission.would_fit_without(request, [], now):
+            victim = choose_victim(below, self.memory)
+            assert victim is not None, "protected requests are not among the candidates"
             below.remove(victim)
             self._retract(victim, now, f"request {request.id} of priority {request.priority}")
 
@@ -443,13 +420,14 @@ class Scheduler:
         device_s: float | None = None,
         counts: npt.NDArray[np.int32] | None = None,
     ) -> Updates:
-        """Takes the tokens of a pass, in the order the passes were planned; each plan exactly once.
+        """Takes the tokens of a pass. Passes are committed in the order they were planned, each exactly once.
 
-        One token for each sampling row, or `counts[i]` >= 1 of them for row i, laid end to end.
+        `tokens` has one token per sampling row, or `counts[i]` >= 1 tokens for row i, concatenated.
         """
-        assert self._passes, "there is no pass to commit"
-        one = self._passes.popleft()
+        assert self._in_flight, "there is no pass to commit"
+        one = self._in_flight.popleft()
         assert one.plan.step == plan.step, "passes are committed in the order they were planned"
+        at = Now(self.step, now)
         if device_s is not None:
             self.counters.device_s += device_s
             self.step_time.observe(plan, device_s)
@@ -461,44 +439,50 @@ class Scheduler:
         values: list[int] = tokens.tolist()
         discarded: set[int] = set()
         if self._departures == one.departures and counts is None and min(values, default=0) >= 0:
-            # The usual case: nobody has left since this pass was planned, so every row takes its token.
+            # The usual case: no request has left since this pass was planned, so every row gets its token.
             for request, token in zip(sampled, values, strict=True):
                 request.output.append(token)
             if self._stop_ids and not self._stop_ids.keys().isdisjoint(values):
                 for request, token in zip(sampled, values, strict=True):
                     if self._stops(request, token):
-                        self._finish(request, FinishReason.STOP, now)
+                        self._finish(request, FinishReason.STOP, at)
         else:
-            for row, (request, token) in enumerate(zip(sampled, values, strict=True)):
-                if request.phase is Phase.FINISHED:  # while this pass was in flight, or earlier in this pass
-                    discarded.add(row)
-                    continue
-                if token < 0:  # NO_TOKEN: there is nothing to go on with
-                    discarded.add(row)
-                    self._finish(request, FinishReason.ERROR, now)
-                    continue
-                if request.phase is Phase.WAITING:
-                    self._keep_late_token(request, token)
-                else:
-                    request.output.append(token)
-                if self._stops(request, token):
-                    self._finish(request, FinishReason.STOP, now)
-                elif counts is not None and len(request.output) >= request.max_tokens:
-                    self._finish(request, FinishReason.LENGTH, now)
+            discarded = self._append_each(sampled, values, counts is not None, at)
         for request in sampled[plan.num_decodes :] if counts is None else sampled:
             if request.first_token is None:
                 request.first_token = now
         for request in one.ending:
             if not request.is_finished:
-                self._finish(request, FinishReason.LENGTH, now)
+                self._finish(request, FinishReason.LENGTH, at)
         return self._updates(sampled, tokens, discarded)
+
+    def _append_each(self, sampled: tuple[Request, ...], tokens: list[int], has_counts: bool, now: Now) -> set[int]:
+        """Appends each token to its request, if that can still take it. Returns the rows of discarded tokens."""
+        discarded: set[int] = set()
+        for row, (request, token) in enumerate(zip(sampled, tokens, strict=True)):
+            if request.phase is Phase.FINISHED:  # while this pass was in flight, or earlier in this pass
+                discarded.add(row)
+                continue
+            if token < 0:  # NO_TOKEN: sampling failed
+                discarded.add(row)
+                self._finish(request, FinishReason.ERROR, now)
+                continue
+            if request.phase is Phase.WAITING:
+                self._keep_late_token(request, token)
+            else:
+                request.output.append(token)
+            if self._stops(request, token):
+                self._finish(request, FinishReason.STOP, now)
+            elif has_counts and len(request.output) >= request.max_tokens:
+                self._finish(request, FinishReason.LENGTH, now)
+        return discarded
 
     @staticmethod
     def _stops(request: Request, token: int) -> bool:
         return token in request.stop_ids and len(request.output) >= request.params.min_tokens
 
     def _keep_late_token(self, request: Request, token: int) -> None:
-        """The token of a pass that was in flight when its request was retracted: kept, and prefilled with the rest."""
+        """Keeps a token that was in flight when its request was retracted; it is prefilled with the rest."""
         self.admission.dequeue(request)
         request.num_in_flight -= 1
         request.output.append(token)
@@ -507,9 +491,9 @@ class Scheduler:
     def _advance_by(
         self, sampled: tuple[Request, ...], tokens: Column, counts: npt.NDArray[np.int32]
     ) -> tuple[tuple[Request, ...], Column]:
-        """Several tokens a row: the pass has computed the KV of all but the last of each row's tokens."""
-        most = 1 + self.config.draft_tokens
-        assert ((counts >= 1) & (counts <= most)).all(), f"a row yields 1 to {most} tokens"
+        """Several tokens per row: the pass has computed the KV of all but the last token of each row."""
+        max_tokens = 1 + self.config.draft_tokens
+        assert ((counts >= 1) & (counts <= max_tokens)).all(), f"a row yields 1 to {max_tokens} tokens"
         repeated: list[Request] = []
         kept: list[int] = []
         offset = 0
@@ -535,40 +519,47 @@ class Scheduler:
         return Updates(tuple(sampled), tokens, tuple(ended), frozenset(discarded))
 
     def take_ended(self) -> tuple[Finished, ...]:
-        """Requests that ended outside of a commit since the last one: by abort, deadline or from outside."""
+        """Requests that ended outside of a commit since the last one: by abort, deadline or `finish`."""
         ended, self._ended = self._ended, []
         return tuple(ended)
 
-    # ------------------------------------------------------------------ the cache, for operators
+    # ------------------------------------------------------------------ cache operations
 
-    def pin(self, name: str, prompt: Sequence[int], now: float, *, expires: float = math.inf, tenant: str = "default",
-            cache_salt: str = "", adapter: str = "") -> int:  # fmt: skip
-        """Keeps the cached part of a prompt from eviction until `expires`. Returns how many tokens that is."""
+    def pin(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        now: float,
+        *,
+        expires: float = math.inf,
+        tenant: str = "default",
+        cache_salt: str = "",
+        adapter: str = "",
+    ) -> int:
+        """Keeps the cached part of a prompt from eviction until `expires`. Returns its number of tokens."""
         if expires <= now:
-            raise PinError(f"pin {name!r} expires at {expires}, and it is {now} already: give a later time.")
+            raise PinError(f"pin {name!r} expires at {expires}, but the time is {now}: give a later time.")
         probe = Request(name, as_tokens(prompt), tenant=tenant, cache_salt=cache_salt, adapter=adapter)
-        num_tokens = self.memory.pin(name, probe, expires)
-        self.journal.write(now, self.memory.tree.step, EventKind.PIN, name, num_tokens)
+        num_tokens = self.memory.pin(name, probe, expires, self.step)
+        self.journal.write(Now(self.step, now), EventKind.PIN, name, num_tokens)
         return num_tokens
 
     def unpin(self, name: str, now: float) -> None:
         self.memory.unpin(name)
-        self.journal.write(now, self.memory.tree.step, EventKind.UNPIN, name)
+        self.journal.write(Now(self.step, now), EventKind.UNPIN, name)
 
     def check_idle(self, now: float) -> list[str]:
-        """When nothing runs or waits: counts everything again. What does not add up is reported and repaired, at the
-        price of the cache; it never ends the process. Returns what was wrong."""
+        """Checks all invariants if nothing runs or waits. If one is violated, the state is reset: the cache is lost,
+        but the process continues. Returns the violations."""
         if self.has_work:
             return []
         faults = find_faults(self)
         if faults:
-            self._reset_state(self.memory.tree.step)
-            self._decode_slots, self._sharing_is_known = None, False
-            self._decodes_of.clear()
+            self._reset_state()
             self.counters.repairs += 1
-            self.journal.write(now, self.memory.tree.step, EventKind.REPAIR, "", *faults)
+            self.journal.write(Now(self.step, now), EventKind.REPAIR, "", *faults)
         return faults
 
     def flush_cache(self) -> int:
-        """Forgets every cached prefix that no running request uses. Returns the pages that came free."""
-        return self.memory.flush()
+        """Drops every cached prefix that no running request uses. Returns the pages freed."""
+        return self.memory.flush(self.step)

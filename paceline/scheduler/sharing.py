@@ -1,8 +1,8 @@
-"""Which rows of a pass read the same KV: the prefix tree's answer, for attention that reads it once.
+"""Shared prefixes of the rows of a pass, read from the prefix tree, for attention that reads shared KV once.
 
-Two rows have in common what lies above the deepest node that both hold. In depth-first order the rows below a node
-stand together, so it is enough to say what each row has in common with the next: any run of rows shares the least of
-what lies between its neighbours.
+Two rows share the KV above the deepest node that both have locked. In depth-first order the rows below a node are
+adjacent, so it is enough to give what each row shares with the next one: any run of rows shares the minimum over its
+neighbours.
 
                  ┌─ 3         rows    1   3   0   4   2
       ┌─ 512 ────┼─ 0         common    512 512 128  0
@@ -12,35 +12,34 @@ what lies between its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
-from paceline.request import Request
 from paceline.scheduler.node import Node
 from paceline.scheduler.plan import Column, Sharing
 
 
-def find_sharing(requests: Sequence[Request], starts: Column, version: int) -> Sharing | None:
-    """Which rows of `requests`, with `starts[row]` positions in memory, share KV; None if no two do. `version` is what
-    the result is known by: a new number for every call."""
-    below: dict[Node, list[int]] = {}  # the deepest node that somebody else holds too -> rows
-    for row, request in enumerate(requests):
-        node = request.held
+def find_sharing(locked_nodes: Iterable[Node], starts: Column, version: int) -> Sharing | None:
+    """Of rows that have locked `locked_nodes[row]` and have `starts[row]` positions in memory. None: none share.
+    `version` identifies the result: a new number for every call."""
+    below: dict[Node, list[int]] = {}  # deepest node that another row or a pin has locked too -> rows
+    for row, locked in enumerate(locked_nodes):
+        node: Node | None = locked
         while node is not None and node.locks < 2:
             node = node.parent
-        if node is not None and node.depth:  # held by another row, or by a pin
+        if node is not None and node.depth:
             below.setdefault(node, []).append(row)
     if len(below) < 2 and all(len(rows) < 2 for rows in below.values()):
         return None
-    paths = sorted(map(_path, below), key=lambda path: [one.order for one in path])
+    paths = sorted(map(_path, below), key=lambda path: [one.sibling_order for one in path])
     rows = np.array([row for path in paths for row in below[path[-1]]], np.int32)
     depths = np.zeros(len(rows) - 1, np.int32)
     at = 0
     for path, after in zip(paths, [*paths[1:], []], strict=True):
         end = at + len(below[path[-1]])
         depths[at : end - 1] = path[-1].depth
-        depths[end - 1 : end] = _common(path, after)  # nothing behind the last row
+        depths[end - 1 : end] = _common(path, after)  # no entry after the last row
         at = end
     reach = starts[rows]
     common = np.minimum(depths, np.minimum(reach[:-1], reach[1:]))
@@ -59,6 +58,7 @@ def _path(node: Node) -> list[Node]:
 
 
 def _common(one: list[Node], other: list[Node]) -> int:
+    """Depth of the deepest node that both paths have."""
     depth = 0
     for a, b in zip(one, other, strict=False):
         if a is not b:

@@ -1,7 +1,7 @@
-"""The rows that running requests own: which pages each row reads, and how far it has got.
+"""Slots: one row per running request, with the pages it reads and how far it has got.
 
-Columns indexed by slot, so that a decode step over 256 rows is a handful of array operations. Every change of a
-page table row is also noted for the plan: an executor sees nothing but those changes.
+Columns indexed by slot, so that a decode step over 256 rows is a handful of array operations. Every page table change
+is also recorded for the plan: an executor sees only those changes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from paceline.request import Request
 from paceline.scheduler.page_pool import NO_PAGES, Pages
-
-Column = npt.NDArray[np.int32]
+from paceline.scheduler.plan import Column
 
 
 class Slots:
@@ -20,13 +19,13 @@ class Slots:
         self._page_size = page_size
         self.requests: list[Request | None] = [None] * max_running
         self.computed: Column = np.zeros(max_running, np.int32)  # positions with KV once all planned passes have run
-        self.covered: Column = np.zeros(max_running, np.int32)  # positions its pages have room for
-        self.remaining: Column = np.zeros(max_running, np.int32)  # tokens that no planned pass has sampled yet
+        self.capacity: Column = np.zeros(max_running, np.int32)  # positions that its pages can hold
+        self.remaining: Column = np.zeros(max_running, np.int32)  # tokens that no planned pass samples yet
         self.max_outputs: Column = np.zeros(max_running, np.int32)
-        self.expected: Column = np.zeros(max_running, np.int32)  # the caller's guess of the output; 0: none was given
-        self.held_pages: Column = np.zeros(max_running, np.int32)  # pages at the row's beginning that are the tree's
-        self.limits: Column = np.zeros(max_running, np.int32)  # prompt and output at full length
-        self.prompt_tokens: Column = np.zeros(max_running, np.int32)  # to be prefilled, output before a retraction too
+        self.expected: Column = np.zeros(max_running, np.int32)  # the caller's estimate of the output; 0: none
+        self.num_prefix_pages: Column = np.zeros(max_running, np.int32)  # pages at the row's beginning in the tree
+        self.max_lengths: Column = np.zeros(max_running, np.int32)  # prompt and output at full length
+        self.prompt_tokens: Column = np.zeros(max_running, np.int32)  # to prefill; after a retraction, output too
         self.runs_full_length: npt.NDArray[np.bool_] = np.zeros(max_running, np.bool_)  # is counted at full length
         self.num_pages: Column = np.zeros(max_running, np.int32)
         # calloc: rows that are never used cost address space, not memory
@@ -42,14 +41,14 @@ class Slots:
         slot = self._free.pop()
         assert self.requests[slot] is None, f"slot {slot} was handed out while it was taken"
         self.requests[slot] = request
-        self.num_pages[slot] = self.covered[slot] = 0
+        self.num_pages[slot] = self.capacity[slot] = 0
         request.slot = slot
         return slot
 
     def release(self, request: Request) -> None:
         slot = request.slot
-        assert slot is not None, f"request {request.id} gave its slot back twice"
-        assert self.requests[slot] is request, f"slot {slot} is not request {request.id}'s"
+        assert slot is not None, f"request {request.id} released its slot twice"
+        assert self.requests[slot] is request, f"slot {slot} does not belong to request {request.id}"
         self.requests[slot] = None
         request.slot = None
         self._free.append(slot)
@@ -63,7 +62,7 @@ class Slots:
         start = int(self.num_pages[slot])
         self.write_pages(slot, start, pages)
         self.num_pages[slot] = start + len(pages)
-        self.covered[slot] = self.num_pages[slot] * self._page_size
+        self.capacity[slot] = self.num_pages[slot] * self._page_size
 
     def write_pages(self, slot: int, start: int, pages: Pages) -> None:
         if len(pages):
@@ -73,11 +72,11 @@ class Slots:
             self._changes.append((np.full(len(pages), slot, np.int32), indices, pages))
 
     def append_page_each(self, slots: Column, pages: Pages) -> None:
-        """One more page for each of `slots`."""
+        """Adds pages[i] to slots[i]."""
         indices = self.num_pages[slots]
         self.page_table[slots, indices] = pages
         self.num_pages[slots] = indices + 1
-        self.covered[slots] = (indices + 1) * self._page_size
+        self.capacity[slots] = (indices + 1) * self._page_size
         self._changes.append((slots, indices, pages))
 
     def take_changes(self) -> tuple[Column, Column, Pages]:

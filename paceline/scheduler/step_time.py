@@ -1,7 +1,7 @@
-"""How long a forward pass takes: t0 + a·prefill tokens + b·decodes + c·context tokens, learned from measured passes.
+"""Step time model: t0 + a·prefill tokens + b·decodes + c·context tokens, fitted to measured passes.
 
-It turns an inter-token target into a token budget, and drives the virtual GPU. Coefficients are never negative:
-a pass does not get faster by having more to do.
+It turns an inter-token latency target into a token budget, and drives the virtual GPU. Coefficients are never negative:
+a pass with more work does not get faster.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from paceline.scheduler.plan import Plan
 
-_FORGET = 0.998  # weight of a pass after the next one: the last few hundred count
-_SCALE = np.array([1.0, 1e-3, 1e-2, 1e-5])  # brings the four features to one order of magnitude
+_DECAY = 0.998  # weight of a pass relative to the next one: the last few hundred count
+_SCALE = np.array([1.0, 1e-3, 1e-2, 1e-5])  # scales the four features to the same order of magnitude
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class StepTime:
         return self.seconds(plan.num_prefill_tokens, plan.num_decodes, plan.num_context_tokens)
 
     def prefill_tokens_within(self, seconds: float, num_decodes: int, num_context_tokens: int) -> int | None:
-        """How many prompt tokens still fit beside the decodes; None if they cost nothing."""
+        """Number of prompt tokens that fit beside the decodes; None if they cost nothing."""
         if self.per_prefill_token <= 0:
             return None
         spare = seconds - self.seconds(0, num_decodes, num_context_tokens)
@@ -44,39 +44,39 @@ class StepTime:
 
 
 class StepTimeFit:
-    """Least squares with forgetting over the passes seen so far; columns that come out negative are left out."""
+    """Least squares with exponential decay over the passes so far; features with a negative weight are left out."""
 
     def __init__(self) -> None:
         self.num_passes = 0
-        self._fresh: list[tuple[float, float, float, float, float]] = []  # features and seconds, not yet weighed in
+        self._pending: list[tuple[float, float, float, float, float]] = []  # features and seconds, not in the sums yet
         self._moments: npt.NDArray[np.float64] = np.zeros((4, 4))
         self._targets: npt.NDArray[np.float64] = np.zeros(4)
         self._model: StepTime | None = None
 
     def observe(self, plan: Plan, seconds: float) -> None:
-        self._fresh.append((1.0, plan.num_prefill_tokens, plan.num_decodes, plan.num_context_tokens, seconds))
+        self._pending.append((1.0, plan.num_prefill_tokens, plan.num_decodes, plan.num_context_tokens, seconds))
         self.num_passes += 1
-        if len(self._fresh) >= 256:
-            self._weigh_in()
+        if len(self._pending) >= 256:
+            self._accumulate()
 
     def model(self) -> StepTime | None:
-        """The fitted model, once there is enough to fit."""
+        """The fitted model, or None after fewer than 8 passes."""
         if self.num_passes < 8:
             return None
-        if self._fresh:
-            self._weigh_in()
+        if self._pending:
+            self._accumulate()
             self._model = StepTime(*self._solve().tolist())
         return self._model
 
-    def _weigh_in(self) -> None:
-        passes = np.array(self._fresh)
-        self._fresh.clear()
+    def _accumulate(self) -> None:
+        passes = np.array(self._pending)
+        self._pending.clear()
         features, seconds = passes[:, :4] * _SCALE, passes[:, 4]
-        weights = _FORGET ** np.arange(len(passes) - 1, -1, -1)
+        weights = _DECAY ** np.arange(len(passes) - 1, -1, -1)
         weighted = features * weights[:, None]
-        faded = _FORGET ** len(passes)
-        self._moments = self._moments * faded + weighted.T @ features
-        self._targets = self._targets * faded + weighted.T @ seconds
+        decay = _DECAY ** len(passes)
+        self._moments = self._moments * decay + weighted.T @ features
+        self._targets = self._targets * decay + weighted.T @ seconds
 
     def _solve(self) -> npt.NDArray[np.float64]:
         kept = [0, 1, 2, 3]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from paceline.engine.engine import Engine
 from paceline.engine.output import OutputDelta
 from paceline.scheduler import Scheduler
-from paceline.scheduler.fair import Fair
+from paceline.scheduler.fair import FairPolicy
 from paceline.server.metrics import TOKENS, Histogram, MetricFamily
 
 
@@ -44,8 +44,8 @@ class EngineMetrics:
         used = 1 - memory.num_available_pages / config.num_pages
         busy = min(1.0, counters.device_s / engine.work_s) if engine.work_s else 1.0
         service: dict[str, float] = {}
-        if isinstance(scheduler.order, Fair):
-            service = {name: tenant.service * tenant.weight for name, tenant in scheduler.order.tenants.items()}
+        if isinstance(scheduler.policy, FairPolicy):
+            service = {name: tenant.service * tenant.weight for name, tenant in scheduler.policy.tenants.items()}
 
         def gauge(name: str, help: str, value: float) -> MetricFamily:
             return MetricFamily(name, "gauge", help, [({}, value)])

@@ -228,7 +228,7 @@ export function Running({ snapshot }) {
 
 export function Queue({ snapshot }) {
   const { waiting, num_waiting: count, reasons } = snapshot;
-  const why = one => one.why.replace(/^Request \S+ waits for /, "").replace(/; \d+ others? waits?, order \w+\.$/, "").replace(/\.$/, "");
+  const why = one => one.why.replace(/^Request \S+ waits for /, "").replace(/; \d+ other requests? waits?, policy \w+\.$/, "").replace(/\.$/, "");
   return html`<section class="card"><h2><b>Waiting</b> <span data-figure="num_waiting">${whole(count)}</span>
       ${reasons.length ? html` · ${reasons.map(([reason, number]) => `${number} for ${reason}`).join(", ")}` : ""}</h2>
     <div class="list" tabindex="0" aria-label="waiting requests">${waiting.length ? waiting.map(one => html`

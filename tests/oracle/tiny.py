@@ -115,11 +115,11 @@ def retract_often(llm: LLM, every: int, first: int = 0) -> None:
 
     def planning(now: float) -> Any:
         number = next(count) - first
-        running = [*scheduler.admission.decoding, *scheduler.admission.prefilling]
+        running = scheduler.running.requests
         if running and number >= 0 and number % every == 0:
             victim = running[number // every % len(running)]
             if victim.retractions < 3:
-                scheduler._retract(victim, now, "a test")
+                scheduler.retract(victim.id, now, "a test")
         # A retracted request is not admitted in the same step; if it was the only one, the next step admits it.
         return plan(now) or plan(now)
 

@@ -145,9 +145,9 @@ def test_retracted_requests_continue_with_their_grammar() -> None:
         plan, count = scheduler.plan, iter(range(10**6))
 
         def planning(now: float) -> Any:
-            running = list(scheduler.admission.running)
+            running = scheduler.running.requests
             if next(count) % 3 == 0 and running and running[0].retractions < 2:
-                scheduler._retract(running[0], now, "a test")
+                scheduler.retract(running[0].id, now, "a test")
             return plan(now) or plan(now)
 
         scheduler.plan = planning  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What leaves the device is kept on the host and comes back: the same tokens, less to compute, and nothing leaks."""
+"""Evicted KV is kept in host memory and fetched again: same tokens, less computation, no leaks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from paceline.config import ConfigError, SchedulerConfig
 from paceline.request import FinishReason
 from paceline.scheduler import EventKind
 from paceline.scheduler.invariants import find_faults
+from paceline.scheduler.now import Now
 from paceline.testing import Harness
 from tests.helpers import events, harness, prompt, request
 from tests.scheduler.test_state_machine import random_run
@@ -20,7 +21,7 @@ A, B, C = range(1, 17), range(21, 37), range(41, 57)  # four pages each
 
 
 def small(num_pages: int = 6, num_host_pages: int = 16, **options: Any) -> Harness:
-    """PrefillBucket for one of the prompts above, and on the host for more."""
+    """Device memory for one of the prompts above, host memory for more."""
     return harness(num_pages=num_pages, num_host_pages=num_host_pages, **options)
 
 
@@ -30,10 +31,10 @@ def run(subject: Harness, tokens: Any, max_tokens: int = 2, **fields: Any) -> An
     return one
 
 
-def test_a_prefix_that_was_evicted_comes_back_and_is_not_computed_again() -> None:
+def test_an_evicted_prefix_is_fetched_and_not_computed_again() -> None:
     subject = small()
     run(subject, prompt(A, 91))
-    run(subject, prompt(B, 92))  # takes the pages
+    run(subject, prompt(B, 92))  # evicts them
     counters = subject.scheduler.counters
     computed, evicted = counters.computed_tokens, counters.evicted_pages
     again = run(subject, prompt(A, 93))
@@ -44,20 +45,20 @@ def test_a_prefix_that_was_evicted_comes_back_and_is_not_computed_again() -> Non
     subject.assert_reference()
     assert [event.detail for event in events(subject.scheduler, EventKind.FETCH, again.id)] == [(again.num_fetched,)]
     (admitted,) = events(subject.scheduler, EventKind.ADMIT, again.id)
-    assert admitted.detail == (16 - again.num_fetched, 1), "found on the device, and to be computed"
+    assert admitted.detail == (16 - again.num_fetched, 1), "tokens found on the device, tokens to compute"
 
 
-def test_a_request_says_what_it_fetches() -> None:
+def test_explain_reports_fetched_tokens() -> None:
     subject = small(chunk_tokens=4)
     run(subject, prompt(A, 91))
     run(subject, prompt(B, 92))
     subject.add(one := request(prompt(A, range(93, 99)), 1))
     subject.step()
-    said = f"20 of 22 tokens are planned, {one.num_fetched} of them come from host memory."
+    said = f"20 of 22 prompt tokens are planned, {one.num_fetched} of them fetched from host memory."
     assert one.num_fetched >= 12 and subject.scheduler.explain(one.id).endswith(said)
 
 
-def test_without_host_memory_nothing_moves_and_it_is_computed_again() -> None:
+def test_without_host_memory_an_evicted_prefix_is_computed_again() -> None:
     subject = small(num_host_pages=0)
     for tokens in (prompt(A, 91), prompt(B, 92), prompt(A, 93)):
         run(subject, tokens)
@@ -68,7 +69,7 @@ def test_without_host_memory_nothing_moves_and_it_is_computed_again() -> None:
     assert not events(subject.scheduler, EventKind.SPILL) and not events(subject.scheduler, EventKind.FETCH)
 
 
-def test_what_comes_back_keeps_its_copy_so_that_it_leaves_for_nothing() -> None:
+def test_a_fetched_prefix_keeps_its_host_copy_and_is_not_spilled_again() -> None:
     subject = small()
     for tokens in (prompt(A, 91), prompt(B, 92), prompt(A, 93), prompt(B, 94)):
         run(subject, tokens)
@@ -83,7 +84,7 @@ def test_what_comes_back_keeps_its_copy_so_that_it_leaves_for_nothing() -> None:
     subject.assert_reference()
 
 
-def test_a_fetched_prefix_is_there_for_all_who_join_in_the_same_pass() -> None:
+def test_a_fetched_prefix_is_shared_by_all_requests_of_the_same_pass() -> None:
     subject = small(num_pages=12)
     run(subject, prompt(A, 91))
     run(subject, prompt(B, range(60, 85)), 3)
@@ -96,7 +97,7 @@ def test_a_fetched_prefix_is_there_for_all_who_join_in_the_same_pass() -> None:
     subject.assert_reference()
 
 
-def test_a_retracted_request_comes_back_by_the_same_way() -> None:
+def test_a_retracted_request_fetches_its_own_kv() -> None:
     subject = harness(num_pages=14, num_host_pages=64, max_running=4)
     for number in range(4):
         subject.add(request(prompt(number, range(8)), 24, eos_token_ids=(0,), expected_tokens=1))
@@ -108,8 +109,8 @@ def test_a_retracted_request_comes_back_by_the_same_way() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_no_plan_moves_more_pages_than_it_may(most: int) -> None:
-    """A long prompt comes back over several passes, which compute a page each meanwhile."""
+def test_no_plan_copies_more_than_max_swap_pages(most: int) -> None:
+    """A long prompt is fetched over several passes, each of which computes one page of it."""
     subject = harness(num_pages=20, num_host_pages=64, max_swap_pages=most, prefix_wait_tokens=1)
     long = range(100, 164)
     run(subject, prompt(long, 91))
@@ -122,12 +123,12 @@ def test_no_plan_moves_more_pages_than_it_may(most: int) -> None:
     assert max(len(swap.fetch_pages) for swap in swaps) == most
     assert again.num_fetched > most * 4
     passes = [plan for plan in subject.executor.plans[before:] if plan.num_prefill_tokens]
-    assert all(plan.num_prefill_tokens <= 4 for plan in passes[:-1]), "a page each while more is to come"
+    assert all(plan.num_prefill_tokens <= 4 for plan in passes[:-1]), "one page per pass while more is fetched"
     subject.assert_reference()
 
 
 def behind_a_gap(**options: Any) -> tuple[Any, list[Any]]:
-    """A prompt of which the host has tokens 8 to 32 and nobody the first 8; and its passes."""
+    """A prompt whose tokens 8 to 32 are in host memory and whose first 8 are not cached; and its passes."""
     subject = small(num_pages=9, num_host_pages=32, host_page_cost=12.0, chunk_context=4, **options)
     assert subject.scheduler.memory.host.from_token == 8
     run(subject, prompt(A, range(60, 76), 91))
@@ -138,21 +139,21 @@ def behind_a_gap(**options: Any) -> tuple[Any, list[Any]]:
     return again, [plan for plan in subject.executor.plans[before:] if plan.num_prefill_tokens]
 
 
-def test_what_is_cheaper_to_compute_is_neither_kept_nor_fetched() -> None:
+def test_tokens_that_are_cheaper_to_compute_are_neither_spilled_nor_fetched() -> None:
     """A page costs 12 tokens to fetch and 4 to compute, 8 from token 4 on, 12 from token 8 on."""
     again, (first, second) = behind_a_gap(prefix_wait_tokens=24)
     assert again.num_fetched == 24
-    assert (first.starts.tolist(), first.lengths.tolist()) == ([0], [8]), "up to where the host goes on"
+    assert (first.starts.tolist(), first.lengths.tolist()) == ([0], [8]), "up to the tokens in host memory"
     assert (second.starts.tolist(), second.lengths.tolist()) == ([32], [1])
 
 
-def test_what_is_not_worth_another_pass_is_computed_with_the_rest() -> None:
+def test_tokens_that_are_not_worth_another_pass_are_computed_with_the_rest() -> None:
     again, (only,) = behind_a_gap(prefix_wait_tokens=25)
     assert again.num_fetched == 0 and only.lengths.tolist() == [33]
 
 
 @pytest.mark.parametrize(("tokens", "is_there"), [(A, False), (C, True)])
-def test_full_host_memory_forgets_the_longest_unused(tokens: range, is_there: bool) -> None:
+def test_full_host_memory_forgets_the_least_recently_used(tokens: range, is_there: bool) -> None:
     subject = small(num_host_pages=4)
     for each in (prompt(A, 91), prompt(B, 92), prompt(C, 93), prompt(range(70, 86), 94)):
         run(subject, each)
@@ -162,7 +163,7 @@ def test_full_host_memory_forgets_the_longest_unused(tokens: range, is_there: bo
 
 
 @pytest.mark.parametrize("num_host_pages", [1, 2, 3])
-def test_host_memory_of_a_page_or_three(num_host_pages: int) -> None:
+def test_host_memory_of_one_to_three_pages(num_host_pages: int) -> None:
     subject = small(num_host_pages=num_host_pages)
     for number in range(12):
         run(subject, prompt((A, B, C)[number % 3], number))
@@ -171,7 +172,7 @@ def test_host_memory_of_a_page_or_three(num_host_pages: int) -> None:
     subject.assert_reference()
 
 
-def test_a_request_that_goes_while_its_pages_come_leaves_them_to_others() -> None:
+def test_pages_fetched_for_an_aborted_request_stay_cached() -> None:
     subject = small(overlap=True)
     run(subject, prompt(A, 91))
     run(subject, prompt(B, 92))
@@ -186,74 +187,75 @@ def test_a_request_that_goes_while_its_pages_come_leaves_them_to_others() -> Non
     subject.assert_reference()
 
 
-def test_pages_that_leave_one_by_one_do_not_make_the_tree_deep() -> None:
+def test_pages_evicted_one_by_one_do_not_make_the_tree_deep() -> None:
     subject = harness(num_pages=20, num_host_pages=64)
     run(subject, prompt(range(100, 164), 91))
     memory = subject.scheduler.memory
     for _ in range(12):
-        memory.pool.free(memory.tree.evict(1))
+        memory.pool.free(memory.tree.evict(1, subject.scheduler.step))
     nodes = [node for node in memory.tree.nodes() if node.depth]
-    assert [(len(node.pages), len(node.hosts)) for node in nodes] == [(4, 0), (0, 12)]
-    subject.add(request(prompt(range(100, 140), 92), 2))  # waits within the long one
+    assert [(len(node.pages), len(node.host_pages)) for node in nodes] == [(4, 0), (0, 12)]
+    subject.add(request(prompt(range(100, 140), 92), 2))  # its path ends inside the long one
     subject.run()
     subject.assert_reference()
 
 
 def fetched(subject: Harness, tokens: Any) -> list[int]:
-    """What of a prompt's first page can come back with the plan being made: the page it comes to."""
+    """Fetches the first page of a prompt with the plan being made. Returns its device page, if it can be fetched."""
     memory, key = subject.scheduler.memory, prompt(tokens).astype(np.int32).tobytes()
-    node = memory.host.follow(memory.tree.namespace(request()), key, 4, 1)
+    now = Now(subject.scheduler.step, 0.0)
+    node = memory.host.match_child(memory.tree.namespace(request()), key, 4, 1, now.step)
     if node is None:
         return []
-    pages = memory.allocate(1)
-    memory.host.fetch(node, pages)
+    pages = memory.allocate(1, now)
+    memory.host.fetch(node, pages, now.step)
     memory.tree.lock(None, node)
     memory.tree.unlock(None, node)
     return pages.tolist()
 
 
-def test_what_was_spilled_with_a_plan_comes_back_with_a_later_one() -> None:
+def test_a_page_is_not_fetched_by_the_plan_that_spills_it() -> None:
     subject = small()
     run(subject, prompt(A, 91))
     memory = subject.scheduler.memory
-    memory.pool.free(memory.tree.evict(memory.tree.num_evictable_pages))
-    assert fetched(subject, A) == [], "its copy is still to be made"
+    memory.pool.free(memory.tree.evict(memory.tree.num_evictable_pages, subject.scheduler.step))
+    assert fetched(subject, A) == [], "its copy to the host has not run yet"
     swap = memory.host.take_swap()
     assert swap is not None and len(swap.spill_pages) == 4 and not len(swap.fetch_pages)
-    memory.tree.step += 1
+    subject.scheduler.step += 1
     assert len(fetched(subject, A)) == 1
 
 
-def test_a_page_that_is_given_away_twice_in_one_plan_is_filled_once() -> None:
+def test_a_page_allocated_twice_in_one_plan_is_filled_once() -> None:
     subject = small()
     run(subject, prompt(A, 91))
     run(subject, prompt(B, 92))
     memory = subject.scheduler.memory
-    memory.pool.free(memory.tree.evict(memory.tree.num_evictable_pages))
+    memory.pool.free(memory.tree.evict(memory.tree.num_evictable_pages, subject.scheduler.step))
     memory.host.take_swap()
-    memory.tree.step += 1
+    subject.scheduler.step += 1
     first = fetched(subject, A)
-    memory.pool.free(memory.tree.evict(1))  # whoever it was for has left again
+    memory.pool.free(memory.tree.evict(1, subject.scheduler.step))  # the request it was fetched for has left
     assert fetched(subject, B) == first
     swap = memory.host.take_swap()
     assert swap is not None and swap.fetch_pages.tolist() == first
     node = memory.tree.namespace(request()).children[prompt(B).astype(np.int32).tobytes()[:16]]
-    assert swap.fetch_hosts.tolist() == node.hosts[:1].tolist()
+    assert swap.fetch_hosts.tolist() == node.host_pages[:1].tolist()
 
 
-def test_flushing_the_cache_forgets_the_host_too() -> None:
+def test_flushing_the_cache_frees_host_memory_too() -> None:
     subject = small()
     for tokens in (prompt(A, 91), prompt(B, 92)):
         run(subject, tokens)
     subject.scheduler.flush_cache()
     memory = subject.scheduler.memory
     assert memory.host.num_pages_used == 0 and memory.pool.num_free == memory.pool.num_pages
-    assert len(list(memory.tree.nodes())) == 1, "nothing is left but the root"
+    assert len(list(memory.tree.nodes())) == 1, "only the root is left"
     assert run(subject, prompt(A, 93)).num_cached == 0
     assert not find_faults(subject.scheduler)
 
 
-def test_equal_arrivals_give_equal_journals_and_moves() -> None:
+def test_equal_arrivals_give_equal_journals_and_swaps() -> None:
     def once() -> tuple[str, list[Any]]:
         subject = small(overlap=True, num_pages=12, max_swap_pages=3)
         tokens = np.random.default_rng(3)
@@ -269,11 +271,11 @@ def test_equal_arrivals_give_equal_journals_and_moves() -> None:
     assert once() == once()
 
 
-def test_no_step_looks_at_the_whole_tree_or_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_scans_the_whole_tree_or_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Harness(small().scheduler, checked=False)
 
     def never(*_: Any) -> None:
-        raise AssertionError("a scan")
+        raise AssertionError("the whole tree or pool was scanned")
 
     monkeypatch.setattr(type(subject.scheduler.memory.tree), "nodes", never)
     monkeypatch.setattr(type(subject.scheduler.memory.pool), "free_pages", never)
@@ -283,26 +285,26 @@ def test_no_step_looks_at_the_whole_tree_or_pool(monkeypatch: pytest.MonkeyPatch
 
 
 def options(seed: int) -> dict[str, Any]:
-    """Host memory for a random run: mostly little of it."""
+    """Host memory options for a random run, mostly small."""
     rng = random.Random(seed)
     found: dict[str, Any] = {
         "prefix_cache": True,
         "num_host_pages": rng.choice([1, 2, 8, 40, 400]),
         "max_swap_pages": rng.choice([1, 2, 5, 128]),
     }
-    if rng.random() < 0.3:  # from some page on
+    if rng.random() < 0.3:  # spill only from some page on
         found |= {"host_page_cost": 8.0, "chunk_context": 4}
     return found
 
 
 @pytest.mark.parametrize("block", range(4))
 def test_random_runs_end_with_the_tokens_of_the_reference(block: int) -> None:
-    """Joins, aborts, deadlines, retractions, tiny pools: what a page holds when it comes back decides every token."""
+    """Joins, aborts, deadlines, retractions, tiny pools: a wrong fetched page would change every later token."""
     totals = dict.fromkeys(("retractions", "spilled_pages", "forgotten_pages", "fetched_tokens"), 0)
     for seed in range(5000 + block * 25, 5000 + (block + 1) * 25):
         scheduler = random_run(seed, **options(seed)).harness.scheduler
         host, nodes = scheduler.memory.host, scheduler.memory.tree.nodes()
-        assert host.pool.num_free + sum(len(node.hosts) for node in nodes) == host.pool.num_pages
+        assert host.pool.num_free + sum(len(node.host_pages) for node in nodes) == host.pool.num_pages
         scheduler.flush_cache()
         assert host.num_pages_used == 0, "nothing leaks"
         for name in totals:
@@ -322,6 +324,6 @@ def test_random_runs_end_with_the_tokens_of_the_reference(block: int) -> None:
         ({"max_swap_pages": 0}, "max_swap_pages is 0: give 1 or more."),
     ],
 )
-def test_options_that_cannot_be(given: dict[str, Any], message: str) -> None:
+def test_invalid_host_options_are_rejected(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SchedulerConfig(**given)

@@ -1,4 +1,4 @@
-"""Why: every decision can be read, and costs nothing when nobody reads."""
+"""The journal: every decision with its reason, and explain()."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_a_steady_decode_step_writes_nothing() -> None:
     assert len(subject.scheduler.journal.events) == before
 
 
-def test_the_ring_is_bounded_and_listeners_hear_everything() -> None:
-    heard: list[Event] = []
+def test_the_ring_is_bounded_and_listeners_get_every_event() -> None:
+    received: list[Event] = []
     subject = harness(journal_events=5)
-    subject.scheduler.journal.listeners.append(heard.append)
+    subject.scheduler.journal.listeners.append(received.append)
     subject.add(*(request([n], 2) for n in range(10)))
     subject.run()
     assert len(subject.scheduler.journal.events) == 5
-    assert sum(event.kind is EventKind.FINISH for event in heard) == 10
+    assert sum(event.kind is EventKind.FINISH for event in received) == 10
 
 
 def test_counters_add_up() -> None:
@@ -62,30 +62,30 @@ def test_counters_add_up() -> None:
     assert counters.decoded_tokens == 4, "the first token of each comes with its prefill"
 
 
-def test_explain_says_why_a_request_waits_and_what_has_to_happen() -> None:
+def test_explain_says_why_a_request_waits_and_what_must_happen_first() -> None:
     subject = harness(num_pages=8, page_size=4, max_running=2)
     subject.add(request(prompt(range(12)), 16, id="first"), request(prompt(range(20, 32)), 16, id="second"))
     explain = subject.scheduler.explain
-    assert explain("second") == "Request second waits for its turn; 1 other waits, order fair."
+    assert explain("second") == "Request second waits for its turn; 1 other request waits, policy fair."
     subject.step()
     assert explain("first") == "Request first is decoding: 1 of at most 16 tokens."
     assert explain("second") == (
-        "Request second waits for 6 more pages of memory: running requests have to end first; "
-        "0 others wait, order fair."
+        "Request second waits for 6 more pages of KV memory: running requests must finish first; "
+        "0 other requests wait, policy fair."
     )
     subject.run()
-    assert explain("second") == "Request second is not here: it has finished or never came."
+    assert explain("second") == "Request second is unknown: it has finished, or was never added."
 
 
 def test_explain_names_slots_prompts_prefixes_and_reservations() -> None:
     subject = harness(max_running=1)
     subject.add(request([1], 9), request([2], 1, id="waiting"))
     subject.step()
-    assert "one of 1 slots, all taken" in subject.scheduler.explain("waiting")
+    assert "one of 1 slots (max_running), all in use" in subject.scheduler.explain("waiting")
     subject = harness(chunk_tokens=4)
     subject.add(request(prompt(range(20)), 1, id="long"))
     subject.step()
-    assert subject.scheduler.explain("long") == "Request long is computing its prompt: 4 of 20 tokens are planned."
+    assert subject.scheduler.explain("long") == "Request long is prefilling: 4 of 20 prompt tokens are planned."
     subject = harness(prefix_wait_tokens=4, policy="fcfs")
     subject.add(request(prompt(range(16), 1), 4), request(prompt(range(16), 2), 4, id="sharer"))
     subject.scheduler.plan(0.0)
@@ -97,5 +97,5 @@ def test_explain_names_slots_prompts_prefixes_and_reservations() -> None:
         request(prompt(range(60, 66)), 2, id="small"),
     )
     subject.step()
-    assert subject.scheduler.explain("big").endswith("nothing passes it any more.")
-    assert subject.scheduler.explain("small").endswith("memory that comes free is kept for request big.")
+    assert subject.scheduler.explain("big").endswith("no other request may overtake it.")
+    assert subject.scheduler.explain("small").endswith("freed memory is reserved for request big.")

@@ -1,4 +1,4 @@
-"""Planning ahead of what is known: one pass in flight, and nothing a client could notice."""
+"""Overlap scheduling: planning with one pass in flight does not change any token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_serial_and_overlapped_give_the_same_tokens(options: dict) -> None:
     assert outputs(True, True, **options) == serial
 
 
-def test_a_pass_is_planned_and_launched_before_the_one_before_it_is_committed() -> None:
+def test_a_pass_is_launched_before_the_previous_one_is_committed() -> None:
     subject = harness(overlap=True)
     subject.add(request(max_tokens=6))
     subject.step()
@@ -37,7 +37,7 @@ def test_a_pass_is_planned_and_launched_before_the_one_before_it_is_committed() 
     assert len(subject.executor.plans) == 2
 
 
-def test_a_late_stop_token_costs_one_discarded_token_that_nobody_sees() -> None:
+def test_a_late_stop_token_costs_one_discarded_token() -> None:
     subject = harness(overlap=True, vocab=4)
     subject.add(one := request(max_tokens=50, eos_token_ids=(EOS,)))
     subject.run()
@@ -47,7 +47,7 @@ def test_a_late_stop_token_costs_one_discarded_token_that_nobody_sees() -> None:
     subject.assert_reference()
 
 
-def test_what_a_discarded_row_wrote_is_never_cached() -> None:
+def test_the_kv_of_a_discarded_row_is_never_cached() -> None:
     """Page size 1: every position that stays cached is one whose token was known and computed."""
     subject = harness(overlap=True, vocab=4, page_size=1)
     subject.add(one := request(max_tokens=50, eos_token_ids=(EOS,)))
@@ -63,7 +63,7 @@ def test_a_finish_by_length_is_known_in_advance_and_costs_no_extra_pass() -> Non
     assert overlapped.scheduler.counters.discarded_tokens == 0
 
 
-def test_a_seat_that_ends_by_length_is_taken_in_the_very_next_pass() -> None:
+def test_the_slot_of_a_request_that_ends_by_length_is_reused_in_the_next_pass() -> None:
     subject = harness(overlap=True, max_running=1)
     subject.add(request([1], 3, id="a"), request([2], 3, id="b"))
     assert subject.run() == 6
@@ -71,8 +71,8 @@ def test_a_seat_that_ends_by_length_is_taken_in_the_very_next_pass() -> None:
     subject.assert_reference()
 
 
-def test_slots_and_pages_reused_while_a_discarded_row_still_runs_do_no_harm() -> None:
-    """The smallest machine: one slot, pages for one request, everybody stops early and late."""
+def test_slots_and_pages_are_safely_reused_while_a_discarded_row_still_runs() -> None:
+    """The smallest configuration: one slot, pages for one request, early and late stops."""
     for lazy in (False, True):
         subject = harness(overlap=True, lazy=lazy, max_running=1, num_pages=10, page_size=2, vocab=6)
         subject.add(*(request(prompt(n, 1, 2), 12, eos_token_ids=(EOS,)) for n in range(30)))
@@ -96,19 +96,19 @@ def test_commits_come_in_order_and_once() -> None:
         fresh.commit(first, np.array([1], np.int32), 0.0)
 
 
-def test_plan_says_none_while_only_the_pass_in_flight_can_bring_news() -> None:
+def test_plan_returns_none_until_a_drafting_pass_is_committed() -> None:
     core = scheduler(draft_tokens=2)
     core.add(request(max_tokens=9), 0.0)
     plan = core.plan(0.0)
     assert plan is not None
-    assert core.plan(0.0) is None, "how far a drafting row got is known only at its commit"
+    assert core.plan(0.0) is None, "the length of a drafting row is known only at its commit"
     core.commit(plan, np.array([5], np.int32), 0.0)
     assert core.plan(0.0) is not None
 
 
 @pytest.mark.parametrize("draft", [1, 3, 5])
 @pytest.mark.parametrize("page_size", [1, 2, 16])
-def test_several_tokens_a_row_are_the_same_tokens(draft: int, page_size: int) -> None:
+def test_several_tokens_per_row_are_the_same_tokens(draft: int, page_size: int) -> None:
     subject = harness(
         draft_tokens=draft, page_size=page_size, num_pages=400 // page_size, vocab=16, max_batch_tokens=256
     )

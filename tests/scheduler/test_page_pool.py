@@ -6,16 +6,16 @@ from hypothesis import strategies as st
 from paceline.scheduler.page_pool import PagePool
 
 
-def test_pages_are_handed_out_once() -> None:
+def test_each_page_is_allocated_once() -> None:
     pool = PagePool(8)
     pages = np.concatenate([pool.allocate(3), pool.allocate(5)])
     assert sorted(pages.tolist()) == list(range(8))
     assert pool.num_free == 0
 
 
-def test_more_than_there_is_cannot_be_allocated() -> None:
+def test_allocating_more_than_is_free_fails() -> None:
     pool = PagePool(2)
-    with pytest.raises(AssertionError, match="3 pages asked of 2 free ones"):
+    with pytest.raises(AssertionError, match="3 pages requested, 2 are free"):
         pool.allocate(3)
 
 
@@ -28,7 +28,7 @@ def test_a_page_cannot_be_freed_twice() -> None:
 
 
 @given(st.lists(st.integers(0, 6), max_size=40))
-def test_free_and_taken_always_add_up(sizes: list[int]) -> None:
+def test_free_and_allocated_pages_always_add_up(sizes: list[int]) -> None:
     pool, taken = PagePool(16), []
     for size in sizes:
         if size <= pool.num_free and size % 2:

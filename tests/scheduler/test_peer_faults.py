@@ -1,4 +1,4 @@
-"""Faults that other engines have shipped, each by name. What is shown here cannot happen to us unnoticed."""
+"""Regressions known from other engines, each with its issue number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_two_requests_with_one_prefix_in_one_batch_never_read_freed_pages() -> N
     subject = harness(prefix_wait=False, overlap=True, page_size=2, num_pages=40)
     subject.add(*(request(prompt(range(12), n), 10) for n in range(3)))
     subject.step()
-    subject.add(*(request(prompt([50 + n] * 8), 6) for n in range(3)))  # eager for whatever is freed
+    subject.add(*(request(prompt([50 + n] * 8), 6) for n in range(3)))  # they allocate whatever is freed
     subject.run()
     assert subject.scheduler.counters.duplicate_pages > 0
     subject.assert_reference()
@@ -35,8 +35,8 @@ def test_the_remapped_row_is_in_the_plan_that_can_first_reuse_the_pages() -> Non
 
 
 def test_a_slot_is_not_poisoned_by_the_pass_that_still_writes_to_it() -> None:
-    """A finished request's slot was reused while the in-flight pass wrote to it; the new prompt got a wrong token,
-    and that KV was cached under right ids."""
+    """The slot of a finished request was reused while a pass in flight wrote to it: the new prompt got a wrong token,
+    and its KV was cached under the right ids."""
     subject = harness(overlap=True, lazy=True, max_running=1, vocab=4, page_size=1, num_pages=80)
     subject.add(*(request(prompt(1, 2, 3, n % 2), 12, eos_token_ids=(EOS,)) for n in range(40)))
     subject.run()
@@ -44,7 +44,7 @@ def test_a_slot_is_not_poisoned_by_the_pass_that_still_writes_to_it() -> None:
     subject.assert_reference()
 
 
-def test_nothing_is_shown_after_the_stop_token() -> None:
+def test_nothing_is_reported_after_the_stop_token() -> None:
     subject = harness(overlap=True, vocab=3)
     subject.add(*(request(prompt(n, n), 30, eos_token_ids=(EOS,)) for n in range(8)))
     subject.run()
@@ -74,7 +74,7 @@ def test_aborting_a_running_request_frees_its_pages_once() -> None:
     assert memory.pool.num_free + memory.tree.num_pages == memory.pool.num_pages
 
 
-def test_admission_counts_pages_where_allocation_takes_pages() -> None:
+def test_admission_counts_pages_and_not_tokens() -> None:
     """Prompts of 17 tokens with pages of 16: counting tokens would admit twice as many as fit."""
     subject = harness(page_size=16, num_pages=8, max_running=8)
     subject.add(*(request(prompt([n] * 17), 8) for n in range(8)))
@@ -86,8 +86,8 @@ def test_admission_counts_pages_where_allocation_takes_pages() -> None:
     assert subject.scheduler.counters.retractions == 0
 
 
-def test_no_latch_says_full_when_it_is_not() -> None:
-    """SGLang 35537, 22518, 28530: a 'batch is full' flag went stale. Whatever frees memory, the next plan sees it."""
+def test_no_stale_flag_says_the_batch_is_full() -> None:
+    """SGLang 35537, 22518, 28530: a 'batch is full' flag went stale. The next plan sees all freed memory."""
     subject = harness(num_pages=8, page_size=4, max_running=4, max_overtakes=0)
     subject.add(request(prompt(range(12)), 16, id="big"))
     subject.step()
@@ -104,7 +104,7 @@ def test_no_latch_says_full_when_it_is_not() -> None:
     subject.scheduler.abort("reserved", subject.clock())
     subject.add(request([1, 2], 2, id="small"))
     subject.step()
-    assert subject.requests["small"].phase is not Phase.WAITING, "the reservation went with its owner"
+    assert subject.requests["small"].phase is not Phase.WAITING, "the reservation ended with its owner"
     subject.run()
 
 
@@ -116,14 +116,14 @@ def test_a_plan_in_flight_owns_its_buffers() -> None:
     subject.assert_reference()
 
 
-def test_a_leak_is_found_reported_and_repaired_and_the_server_goes_on() -> None:
+def test_a_leak_is_reported_and_repaired_and_the_scheduler_continues() -> None:
     """SGLang 6888 and many more: the leak check ended the server."""
     subject = harness()
     subject.add(request(prompt(range(9)), 3))
     subject.run()
     core = subject.scheduler
     assert core.check_idle(1.0) == []
-    core.memory.pool.allocate(3)  # and nobody owns them
+    core.memory.pool.allocate(3)  # without an owner
     subject_id = request(prompt(range(9)), 3)
     core.add(subject_id, 1.0)
     assert core.check_idle(1.0) == [], "not while there is work"
@@ -144,7 +144,7 @@ def test_a_leak_is_found_reported_and_repaired_and_the_server_goes_on() -> None:
 # ---------------------------------------------------------------------- queueing
 
 
-def test_one_that_does_not_fit_does_not_block_all_behind_it_and_is_not_starved() -> None:
+def test_a_request_that_does_not_fit_neither_blocks_others_nor_starves() -> None:
     """vLLM 31731, SGLang 23152."""
     subject = harness(num_pages=20, page_size=4, max_running=8, look_ahead=4, max_overtakes=6, policy="fcfs")
     subject.add(request(prompt([1] * 8), 40, id="runner"))
@@ -158,11 +158,11 @@ def test_one_that_does_not_fit_does_not_block_all_behind_it_and_is_not_starved()
     subject.run()
     ids = admissions(subject.scheduler)
     passed = ids[1 : ids.index("big")]
-    assert 1 <= len(passed) <= 6, "some may pass, and not one more than the bound"
+    assert 1 <= len(passed) <= 6, "at most max_overtakes requests overtake it"
     assert events(subject.scheduler, EventKind.RESERVE, "big")
 
 
-def test_the_look_ahead_goes_across_tenants() -> None:
+def test_the_look_ahead_continues_with_other_tenants() -> None:
     subject = harness(num_pages=20, page_size=4, max_running=8)
     subject.add(request(prompt([1] * 8), 40, tenant="a"))
     subject.step()
@@ -193,7 +193,7 @@ def test_a_prompt_does_not_stall_decodes() -> None:
         assert len(runner.output) == before + 1
 
 
-def test_two_that_do_not_fit_together_do_not_retract_each_other_for_ever() -> None:
+def test_two_requests_that_do_not_fit_together_do_not_retract_each_other_forever() -> None:
     """vLLM 49675: preemption livelock."""
     for overlap in (False, True):
         subject = harness(num_pages=9, page_size=2, max_running=2, vocab=4096, overlap=overlap)
@@ -210,7 +210,7 @@ def test_the_queue_is_bounded_in_requests_and_tokens() -> None:
         subject = harness(max_running=1, **options)
         for _ in range(3):
             subject.add(request([1, 2, 3], 2))
-        with pytest.raises(Refused, match="try again later") as caught:
+        with pytest.raises(Refused, match="retry later") as caught:
             subject.add(request([1, 2, 3], 2))
         assert caught.value.retry
         subject.step()
@@ -232,7 +232,7 @@ def test_a_cold_request_is_not_starved_by_cached_ones() -> None:
 
 
 def test_a_retracted_request_keeps_its_place_and_is_never_refused() -> None:
-    """SGLang 37260: retracted requests went to the tail, or were answered 503."""
+    """SGLang 37260: retracted requests went to the tail of the queue, or failed with 503."""
     subject = harness(num_pages=10, page_size=2, max_running=4, max_waiting=3, vocab=4096)
     for n in range(3):
         subject.add(request(prompt([n] * 4), 12, eos_token_ids=(EOS,), expected_tokens=1, id=f"old-{n}"))
@@ -248,7 +248,7 @@ def test_a_retracted_request_keeps_its_place_and_is_never_refused() -> None:
 
 
 def test_throughput_does_not_collapse_after_a_retraction() -> None:
-    """SGLang 26248: after one retraction admission stayed timid for ever."""
+    """SGLang 26248: after one retraction admission stayed too cautious forever."""
     subject = harness(num_pages=60, page_size=2, max_running=8, vocab=16)
     for number in range(60):
         subject.add(request(prompt([number % 5] * 3), 40, eos_token_ids=(EOS,)))
@@ -257,10 +257,10 @@ def test_throughput_does_not_collapse_after_a_retraction() -> None:
     assert np.mean(early[-40:-15]) >= 0.5 * np.mean(early[:40])
 
 
-def test_an_oversized_request_is_refused_and_hangs_nothing() -> None:
-    """vLLM 35541: it sat at the head of the queue for ever."""
+def test_an_oversized_request_is_refused_and_blocks_nothing() -> None:
+    """vLLM 35541: it stayed at the head of the queue forever."""
     subject = harness(num_pages=8, page_size=4)
-    with pytest.raises(Refused, match="can ever hold"):
+    with pytest.raises(Refused, match="more than the KV memory for 32"):
         subject.add(request(prompt(range(60)), 16))
     subject.add(one := request())
     subject.run()
@@ -268,7 +268,7 @@ def test_an_oversized_request_is_refused_and_hangs_nothing() -> None:
 
 
 def test_an_unfinished_request_always_has_a_next_pass() -> None:
-    """vLLM 53130: admission stalled while health said ok. Here, work without a plan is an error of its own."""
+    """vLLM 53130: admission stalled while health said ok. Here, work without a plan fails the test."""
     subject = harness(num_pages=9, page_size=4, max_running=3)
     subject.add(*(request(prompt([n] * 20), 16) for n in range(5)))
     while subject.scheduler.has_work:
@@ -277,7 +277,7 @@ def test_an_unfinished_request_always_has_a_next_pass() -> None:
     assert len(subject.reasons) == 5
 
 
-def test_tenants_never_see_each_others_cache_not_even_by_waiting_for_it() -> None:
+def test_tenants_never_share_a_cache_nor_wait_for_each_others_prefix() -> None:
     subject = harness(prefix_wait_tokens=4)
     same = prompt(range(20))
     subject.add(
@@ -287,7 +287,9 @@ def test_tenants_never_see_each_others_cache_not_even_by_waiting_for_it() -> Non
         request(same, 1, tenant="a", adapter="x", id="other adapter"),
     )
     subject.step()
-    assert all(one.is_finished for one in subject.requests.values()), "nobody waited for another one's prefix"
+    assert all(one.is_finished for one in subject.requests.values()), (
+        "no request waited for the prefix of another tenant"
+    )
     assert all(one.num_cached == 0 for one in subject.requests.values())
     subject.add(request(same, 1, tenant="b", id="again"))
     subject.run()

@@ -1,4 +1,4 @@
-"""The orders, the aging lane and the fairness between tenants."""
+"""Scheduling policies, aging and fairness between tenants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers import admissions, harness, prompt, request, scheduler
 
 
 def in_turn(**options: object) -> Harness:
-    """One seat: requests are admitted one after the other, so the order can be read off the journal."""
+    """One slot: requests are admitted one after the other, so the journal shows their order."""
     return harness(max_running=1, num_pages=4096, page_size=4, max_batch_tokens=4096, **options)
 
 
@@ -31,12 +31,12 @@ def order_of(subject: Harness, *requests: Request) -> list[str]:
     return admissions(subject.scheduler)
 
 
-def test_fcfs_is_arrival() -> None:
+def test_fcfs_admits_in_order_of_arrival() -> None:
     ids = order_of(in_turn(policy="fcfs"), *(request(prompt(n, n, n), id=str(n)) for n in (3, 1, 2)))
     assert ids == ["3", "1", "2"]
 
 
-def test_sjf_and_lof_go_by_expected_output() -> None:
+def test_sjf_and_lof_order_by_expected_output() -> None:
     def lengths() -> list[Request]:
         return [request([n], max_tokens=n, id=str(n)) for n in (5, 2, 9)]
 
@@ -44,13 +44,13 @@ def test_sjf_and_lof_go_by_expected_output() -> None:
     assert order_of(in_turn(policy="lof", max_wait=math.inf), *lengths()) == ["9", "5", "2"]
 
 
-def test_a_callers_guess_replaces_max_tokens_in_the_order() -> None:
+def test_expected_tokens_replaces_max_tokens_in_sjf() -> None:
     subject = in_turn(policy="sjf", max_wait=math.inf)
     ids = order_of(subject, request([1], 5, id="five"), request([2], 100, id="guessed", expected_tokens=2))
     assert ids == ["guessed", "five"]
 
 
-def test_priority_then_arrival() -> None:
+def test_priority_orders_by_priority_then_arrival() -> None:
     ids = order_of(in_turn(policy="priority"), *(request([n], id=f"{n}", priority=n % 3) for n in range(6)))
     assert ids == ["2", "5", "1", "4", "0", "3"]
 
@@ -66,7 +66,7 @@ def test_random_is_seeded() -> None:
     assert sorted(shuffled(1), key=int) == [str(n) for n in range(12)]
 
 
-def test_hrrn_prefers_short_ones_until_a_long_one_has_waited_in_proportion() -> None:
+def test_hrrn_prefers_short_requests_until_a_long_one_has_waited_in_proportion() -> None:
     subject = in_turn(policy="hrrn")
     subject.add(request([9] * 8, 400, id="long"))
     subject.clock.advance(1.0)
@@ -81,7 +81,7 @@ def test_hrrn_prefers_short_ones_until_a_long_one_has_waited_in_proportion() -> 
     assert order_of(subject) == ["long", "short"]
 
 
-def test_lpm_takes_the_deepest_cached_prefix_first() -> None:
+def test_lpm_admits_the_longest_cached_prefix_first() -> None:
     subject = in_turn(policy="lpm", max_wait=math.inf)
     order_of(subject, request(prompt(range(40)), 1, id="warm"))
     ids = order_of(
@@ -93,7 +93,7 @@ def test_lpm_takes_the_deepest_cached_prefix_first() -> None:
     assert ids[1:] == ["deep", "shallow", "cold"]
 
 
-def test_lpm_sees_what_became_cached_while_requests_waited() -> None:
+def test_lpm_notices_prefixes_cached_while_requests_wait() -> None:
     subject = in_turn(policy="lpm", max_wait=math.inf)
     cluster = [request(prompt(range(40), n), 1, id=f"shared-{n}") for n in range(3)]
     others = [request(prompt(range(1000 * n, 1000 * n + 40)), 1, id=f"other-{n}") for n in range(1, 4)]
@@ -103,7 +103,7 @@ def test_lpm_sees_what_became_cached_while_requests_waited() -> None:
 
 
 @pytest.mark.parametrize("policy", ["dfs", "fair"])
-def test_a_cluster_that_shares_a_prefix_runs_together(policy: str) -> None:
+def test_requests_that_share_a_prefix_run_together(policy: str) -> None:
     subject = in_turn(policy=policy, max_wait=math.inf)
     rng = random.Random(0)
     everyone = [request(prompt([g] * 40, n), 1, id=f"{g}-{n}") for g in range(6) for n in range(5)]
@@ -111,18 +111,18 @@ def test_a_cluster_that_shares_a_prefix_runs_together(policy: str) -> None:
     ids = order_of(subject, *everyone)
     groups = [one.split("-")[0] for one in ids]
     changes = sum(a != b for a, b in itertools.pairwise(groups))
-    assert changes == 5, "each group is finished before the next begins"
+    assert changes == 5, "each group ends before the next begins"
 
 
 @pytest.mark.parametrize("policy", ["dfs", "fair"])
-def test_the_heaviest_cluster_goes_first(policy: str) -> None:
+def test_the_largest_cluster_is_admitted_first(policy: str) -> None:
     subject = in_turn(policy=policy, max_wait=math.inf)
     light = [request(prompt([1] * 40, n), 1, id=f"light-{n}") for n in range(2)]
     heavy = [request(prompt([2] * 40, n), 1, id=f"heavy-{n}") for n in range(5)]
     assert order_of(subject, *light, *heavy)[:5] == [f"heavy-{n}" for n in range(5)]
 
 
-def test_a_candidate_that_does_not_fit_does_not_draw_the_cursor_away() -> None:
+def test_a_candidate_that_does_not_fit_does_not_move_the_dfs_cursor() -> None:
     subject = harness(policy="dfs", max_wait=math.inf, num_pages=30, page_size=4, max_running=2, look_ahead=0)
     subject.add(*(request(prompt([1] * 40, n), 8, id=f"small-{n}") for n in range(4)))
     subject.add(request(prompt([2] * 80), 8, id="big"))
@@ -131,13 +131,13 @@ def test_a_candidate_that_does_not_fit_does_not_draw_the_cursor_away() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_max_wait_zero_is_arrival_order_and_every_order_serves_everybody(policy: str) -> None:
+def test_max_wait_zero_is_fcfs_and_every_policy_serves_every_request(policy: str) -> None:
     subject = in_turn(policy=policy, max_wait=0.0)
     rng = random.Random(1)
     everyone = [request(prompt([rng.randrange(3)] * 20, n), rng.randrange(1, 6), id=str(n)) for n in range(20)]
     ids = order_of(subject, *everyone)
     assert sorted(ids, key=int) == [str(n) for n in range(20)]
-    if policy not in ("priority", "hrrn"):  # the one is the caller's word, the other ages by itself
+    if policy not in ("priority", "hrrn"):  # one is an explicit order, the other ages by itself
         assert ids == [str(n) for n in range(20)]
 
 
@@ -145,8 +145,8 @@ def test_max_wait_zero_is_arrival_order_and_every_order_serves_everybody(policy:
 
 
 @pytest.mark.parametrize("policy", ["fair", "lpm", "dfs", "sjf", "lof", "random"])
-def test_later_arrivals_cannot_push_a_request_back_for_ever(policy: str) -> None:
-    """A cold request against an endless stream of better-cached, shorter, later ones."""
+def test_later_arrivals_cannot_delay_a_request_forever(policy: str) -> None:
+    """A cold request against an endless stream of later requests with a cached prefix and shorter output."""
     subject = in_turn(policy=policy, max_wait=0.01, lane_share=0.125)
     subject.add(request(prompt([5] * 40), 1))
     subject.run()
@@ -168,15 +168,15 @@ def test_later_arrivals_cannot_push_a_request_back_for_ever(policy: str) -> None
             break
         admitted_after = len(admissions(subject.scheduler))
     assert cold.first_admitted is not None, "starved"
-    # Its cost must be covered by an eighth of what is admitted beside it: uncached tokens of the others.
+    # Its cost must be covered by an eighth of the uncached tokens that are admitted before it.
     later = [r for r in subject.requests.values() if r.id.startswith("later") and r.first_admitted is not None]
     overdue = [r for r in later if 0.01 + cold.arrival <= (r.first_admitted or 0) < cold.first_admitted]
     beside = sum(r.num_tokens - len(r.output) - r.num_cached for r in overdue)
     assert beside <= 8 * cold_length + 41
 
 
-def test_without_the_lane_it_would_starve() -> None:
-    """The test above can fail."""
+def test_without_aging_a_cold_request_starves() -> None:
+    """Shows that the test above can fail."""
     subject = in_turn(policy="lpm", max_wait=math.inf)
     subject.add(request(prompt([5] * 40), 1))
     subject.run()
@@ -193,11 +193,11 @@ def test_without_the_lane_it_would_starve() -> None:
     later=st.lists(st.tuples(st.integers(1, 30), st.booleans()), min_size=20, max_size=60),
     position=st.integers(0, 3),
 )
-def test_waiting_is_bounded_by_what_was_there_before(
+def test_waiting_is_bounded_by_the_queue_at_arrival(
     sizes: list[int], later: list[tuple[int, bool]], position: int
 ) -> None:
-    """One tenant, one seat, whatever comes later: uncached tokens admitted past an overdue request stay within
-    (what stood before it in the lane + itself) / share, and one request more."""
+    """One tenant, one slot, any later arrivals: the uncached tokens admitted before an overdue request stay within
+    (requests before it in the queue + itself) / share, plus one request."""
     share = 0.25
     subject = in_turn(policy="fair", max_wait=0.0001, lane_share=share)
     first = [request(prompt([n + 1] * size * 4, n), 1, id=f"first-{n}") for n, size in enumerate(sizes)]
@@ -223,7 +223,7 @@ def test_waiting_is_bounded_by_what_was_there_before(
 
 
 def service(subject: Scheduler, name: str) -> float:
-    return subject.order.tenants[name].service  # type: ignore[attr-defined]
+    return subject.policy.tenants[name].service  # type: ignore[attr-defined]
 
 
 def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
@@ -244,26 +244,33 @@ def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
     seed=st.integers(0, 10_000),
     quantum=st.sampled_from([1, 50, 500]),
     weights=st.sampled_from([{}, {"a": 3.0}, {"a": 1.0, "b": 2.0, "c": 5.0}]),
-    seats=st.sampled_from([1, 4]),
+    slots=st.sampled_from([1, 4]),
 )
 def test_backlogged_tenants_get_equal_weighted_service(
-    seed: int, quantum: int, weights: dict[str, float], seats: int
+    seed: int, quantum: int, weights: dict[str, float], slots: int
 ) -> None:
     """The gap of weighted service between tenants that always have something waiting stays bounded, whatever their
-    requests look like: a quantum, and what may already be running (a prompt, and the output of a full house)."""
+    requests look like: a quantum, and what may already be running (a prompt, and the output of all slots)."""
     rng = random.Random(seed)
     longest, output, weight_out = 40, 12, 2.0
     subject = Harness(
-        scheduler(policy="fair", fair_quantum=quantum, tenant_weights=weights, max_running=seats, num_pages=4096,
-                  output_weight=weight_out, max_batch_tokens=64),
+        scheduler(
+            policy="fair",
+            fair_quantum=quantum,
+            tenant_weights=weights,
+            max_running=slots,
+            num_pages=4096,
+            output_weight=weight_out,
+            max_batch_tokens=64,
+        ),
         checked=False,
-    )  # fmt: skip
+    )
     lightest = min(weights.get(name, 1.0) for name in "abc")
-    bound = quantum + 2 * (longest + seats * weight_out * output) / lightest
+    bound = quantum + 2 * (longest + slots * weight_out * output) / lightest
     count = 0
     for _ in range(250):
         for name in "abc":
-            while subject.scheduler.order.tenants.get(name) is None or service_backlog(subject.scheduler, name) < 3:  # type: ignore[attr-defined]
+            while subject.scheduler.policy.tenants.get(name) is None or service_backlog(subject.scheduler, name) < 3:  # type: ignore[attr-defined]
                 count += 1
                 size = rng.randrange(1, longest) if name != "a" else 1
                 tokens = [rng.randrange(3) for _ in range(size)]
@@ -274,10 +281,10 @@ def test_backlogged_tenants_get_equal_weighted_service(
 
 
 def service_backlog(subject: Scheduler, name: str) -> int:
-    return subject.order.tenants[name].num_waiting  # type: ignore[attr-defined]
+    return subject.policy.tenants[name].num_waiting  # type: ignore[attr-defined]
 
 
-def test_idleness_earns_nothing() -> None:
+def test_idle_time_earns_no_credit() -> None:
     subject = in_turn(policy="fair", fair_quantum=10)
     subject.add(request([1], 4, tenant="sleeper"))
     subject.run()
@@ -289,7 +296,7 @@ def test_idleness_earns_nothing() -> None:
     ids = admissions(subject.scheduler)
     start = ids.index("s-0")
     window = ids[start : start + 10]
-    assert 3 <= sum(one.startswith("s-") for one in window) <= 7, "they take turns; nobody catches up"
+    assert 3 <= sum(one.startswith("s-") for one in window) <= 7, "they take turns; neither catches up"
 
 
 def test_weights_set_the_shares() -> None:
@@ -303,13 +310,13 @@ def test_weights_set_the_shares() -> None:
     assert 27 <= sum(one.startswith("big") for one in first) <= 33
 
 
-def test_many_tenants_that_come_once_are_forgotten() -> None:
+def test_idle_tenants_are_forgotten() -> None:
     subject = in_turn(policy="fair")
     for number in range(4500):
         subject.scheduler.add(request([1], 1, tenant=f"tenant-{number}", id=f"r-{number}"), subject.clock())
         subject.loop.step()
     subject.run()
-    assert len(subject.scheduler.order.tenants) <= 2100  # type: ignore[attr-defined]
+    assert len(subject.scheduler.policy.tenants) <= 2100  # type: ignore[attr-defined]
     assert len(list(subject.scheduler.memory.tree.nodes())) < 2 * 4500 + 10
 
 
@@ -317,8 +324,8 @@ def test_many_tenants_that_come_once_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_queue_is_not_walked_when_somebody_is_admitted(policy: str) -> None:
-    """Counted in requests looked at, not in time: 20,000 waiting cost what 20 do."""
+def test_admitting_does_not_scan_the_queue(policy: str) -> None:
+    """Counted in candidates, not in time: 20,000 waiting requests cost as much as 20."""
 
     def looked_at(num_waiting: int) -> int:
         core = scheduler(policy=policy, max_running=4, num_pages=4096, max_waiting=50_000, max_batch_tokens=64)
@@ -327,14 +334,14 @@ def test_the_queue_is_not_walked_when_somebody_is_admitted(policy: str) -> None:
             head = tokens.integers(0, 8)
             core.add(request(prompt([int(head)] * 8, int(tokens.integers(9)), number % 97), 2, id=str(number)), 0.0)
         count = 0
-        original = core.admission._try
+        original = core.admission._try_admit
 
         def counted(*args: object) -> object:
             nonlocal count
             count += 1
             return original(*args)  # type: ignore[arg-type]
 
-        core.admission._try = counted  # type: ignore[method-assign, assignment]
+        core.admission._try_admit = counted  # type: ignore[method-assign, assignment]
         for _ in range(20):
             plan = core.plan(1.0)
             assert plan is not None
@@ -345,12 +352,19 @@ def test_the_queue_is_not_walked_when_somebody_is_admitted(policy: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_lane_costs_at_most_its_share_of_the_hit_rate(seed: int) -> None:
-    """Honouring age moves the whole cluster, so `fair` stays within its lane's share of pure depth-first order."""
+def test_aging_costs_at_most_its_share_of_the_hit_rate(seed: int) -> None:
+    """Aging moves the whole cluster, so the hit rate of `fair` stays within `lane_share` of pure depth-first."""
 
     def hit_rate(policy: str, max_wait: float) -> float:
-        subject = harness(policy=policy, max_wait=max_wait, lane_share=0.125, num_pages=120, page_size=4, max_running=4,
-                          max_batch_tokens=512)  # fmt: skip
+        subject = harness(
+            policy=policy,
+            max_wait=max_wait,
+            lane_share=0.125,
+            num_pages=120,
+            page_size=4,
+            max_running=4,
+            max_batch_tokens=512,
+        )
         rng = random.Random(seed)
         everyone = [request(prompt([group] * 64, n, group), 4) for group in range(12) for n in range(8)]
         rng.shuffle(everyone)
@@ -359,12 +373,12 @@ def test_the_lane_costs_at_most_its_share_of_the_hit_rate(seed: int) -> None:
         return subject.scheduler.counters.hit_rate
 
     assert hit_rate("fair", 0.001) >= hit_rate("dfs", math.inf) - 0.125
-    assert hit_rate("fcfs", 0.0) < hit_rate("dfs", math.inf) - 0.125, "the workload can tell a bad order"
+    assert hit_rate("fcfs", 0.0) < hit_rate("dfs", math.inf) - 0.125, "the workload distinguishes a bad policy"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_has_gone_is_forgotten(policy: str) -> None:
-    """Requests that are aborted while they wait leave nothing behind, though they never came to the top."""
+def test_aborted_requests_are_not_kept_alive(policy: str) -> None:
+    """Requests aborted while they wait are freed, although they never reached the top of a heap."""
     core = scheduler(policy=policy, max_running=1, max_wait=math.inf)
     core.add(request([1], 60, priority=9, id="runner"), 0.0)
     core.plan(0.0)
@@ -374,13 +388,13 @@ def test_what_has_gone_is_forgotten(policy: str) -> None:
     for one in gone:
         core.abort(one.id, 0.0)
     core.take_ended()
-    core.commit(core._passes[0].plan, np.array([1], np.int32), 0.0)
+    core.commit(core._in_flight[0].plan, np.array([1], np.int32), 0.0)
     core.plan(0.0)
     core.journal.events.clear()
     watched = [weakref.ref(one.prompt) for one in gone]
     del gone, one
     gc.collect()
-    assert sum(ref() is not None for ref in watched) <= 64, "somebody holds requests that have gone"
+    assert sum(ref() is not None for ref in watched) <= 64, "aborted requests are still referenced"
 
 
 def times_of_victim(hostile: int, share: float) -> list[float]:
@@ -414,7 +428,7 @@ def times_of_victim(hostile: int, share: float) -> list[float]:
 
 
 def test_a_hostile_tenant_costs_its_victim_no_more_than_its_fair_share() -> None:
-    """Beside a flood, the victim's p99 stays within twice that of being alone on half the device."""
+    """Under a flood, the victim's p99 stays within twice its p99 alone on half the device."""
     alone, beside = times_of_victim(0, share=0.5), times_of_victim(50, share=1.0)
     p99 = int(0.99 * len(alone))
     assert beside[p99] <= 2 * alone[p99], f"alone {alone[p99]:.3f} s, beside the flood {beside[p99]:.3f} s"

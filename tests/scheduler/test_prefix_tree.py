@@ -1,4 +1,4 @@
-"""The tree against a dictionary: prefix -> page, and what it promises beyond that."""
+"""The prefix tree against a dictionary (prefix -> page), and its other promises."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paceline.request import Request
 from paceline.scheduler import eviction
+from paceline.scheduler.node import Node
 from paceline.scheduler.prefix_tree import PrefixTree
 from tests.helpers import request
 
@@ -17,35 +18,43 @@ SPACE = ("default", "", "")
 
 
 class Tree:
-    """A prefix tree with pages of its own to hand out."""
+    """A prefix tree with its own page numbers."""
 
     def __init__(self, page_size: int = 2, eviction: str = "lru", **options: bool) -> None:
         self.tree = PrefixTree(page_size, eviction, **options)
         self.page_size = page_size
         self.next_page = 0
         self.arrivals = 0
+        self.step = 1
+        self.held: dict[Request, Node] = {}
 
     def hold(self, tokens: list[int], **fields: str) -> Request:
-        """What a request does: match, lock, compute the rest, give it to the tree."""
+        """Does what a request does: match, lock, compute the rest, insert it."""
         holder = request(tokens, **fields)
         holder.key = holder.prompt.tobytes()
         tree, node = self.tree, self.tree.namespace(holder)
         end = len(tokens) // self.page_size * self.page_size
         tree.lock(holder, node)
-        while (child := tree.follow(node, holder.key, end)) is not None:
+        while (child := tree.match_child(node, holder.key, end, self.step)) is not None:
             tree.lock(holder, child, above=node)
             node = child
         row = np.arange(self.next_page, self.next_page + end // self.page_size, dtype=np.int32)
         self.next_page += len(row)
-        holder.held = tree.claim(holder, node, holder.key, end, row, born=tree.step - 1)
+        self.held[holder] = tree.insert(holder, node, holder.key, end, row, self.step - 1)
         return holder
 
-    def let_go(self, holder: Request) -> None:
-        assert holder.held is not None
-        self.tree.unlock(holder, holder.held)
+    def release(self, holder: Request) -> None:
+        self.tree.unlock(holder, self.held.pop(holder))
 
     def insert(self, tokens: list[int], **fields: str) -> None:
-        self.let_go(self.hold(tokens, **fields))
+        self.release(self.hold(tokens, **fields))
+
+    def evict(self, count: int) -> np.ndarray:
+        return self.tree.evict(count, self.step)
+
+    def hit(self, waiter: Request) -> int:
+        """Depth of the cached prefix of a waiting request."""
+        return self.tree.hit(self.tree.waiting_nodes[waiter], self.step).depth
 
     def match(self, tokens: list[int], space: tuple[str, str, str] = SPACE) -> int:
         return self.tree.match(space, np.array(tokens, np.int32).tobytes())
@@ -74,7 +83,7 @@ def test_page_size_one_matches_token_by_token() -> None:
 
 
 @pytest.mark.parametrize("other", [("else", "", ""), ("default", "salt", ""), ("default", "", "adapter")])
-def test_namespaces_never_see_each_other(other: tuple[str, str, str]) -> None:
+def test_namespaces_never_share_prefixes(other: tuple[str, str, str]) -> None:
     subject = Tree()
     subject.insert([1, 2, 3, 4])
     assert subject.match([1, 2, 3, 4], other) == 0
@@ -88,117 +97,114 @@ def test_diverging_prompts_split_a_node_and_keep_both_halves() -> None:
     assert subject.tree.num_pages == 4
 
 
-def test_a_locked_path_is_never_evicted_and_its_ancestors_neither() -> None:
+def test_a_locked_path_and_its_ancestors_are_never_evicted() -> None:
     subject = Tree(page_size=2)
     holder = subject.hold([1, 2, 3, 4])
     subject.insert([1, 2, 9, 9])
     assert subject.tree.num_evictable_pages == 1
-    subject.tree.evict(1)
+    subject.evict(1)
     assert subject.match([1, 2, 9, 9]) == 2
     with pytest.raises(AssertionError, match="1 pages to evict, 0 evictable"):
-        subject.tree.evict(1)
-    subject.let_go(holder)
-    subject.tree.evict(2)
+        subject.evict(1)
+    subject.release(holder)
+    subject.evict(2)
     assert subject.tree.num_pages == 0
 
 
 def test_eviction_takes_only_what_is_needed_from_the_tail() -> None:
     subject = Tree(page_size=2)
     subject.insert([1, 2, 3, 4, 5, 6])
-    assert subject.tree.evict(1).tolist() == [2]
+    assert subject.evict(1).tolist() == [2]
     assert subject.match([1, 2, 3, 4, 5, 6]) == 4
 
 
-def test_without_partial_eviction_a_node_goes_as_a_whole() -> None:
+def test_without_partial_eviction_a_node_is_evicted_as_a_whole() -> None:
     subject = Tree(page_size=2, partial_eviction=False)
     subject.insert([1, 2, 3, 4, 5, 6])
-    assert len(subject.tree.evict(1)) == 3
+    assert len(subject.evict(1)) == 3
 
 
-def test_lru_evicts_the_coldest() -> None:
+def test_lru_evicts_the_least_recently_used() -> None:
     subject = Tree(page_size=1)
     for token in (1, 2, 3):
         subject.insert([token])
     subject.insert([1])
-    subject.tree.evict(1)
+    subject.evict(1)
     assert [subject.match([token]) for token in (1, 2, 3)] == [1, 0, 1]
 
 
-def test_lfu_evicts_the_least_used() -> None:
+def test_lfu_evicts_the_least_frequently_used() -> None:
     subject = Tree(page_size=1, eviction="lfu")
     for token in (1, 1, 1, 2, 2, 3):
         subject.insert([token])
     subject.insert([3])
-    subject.tree.evict(1)
-    subject.tree.evict(1)
+    subject.evict(1)
+    subject.evict(1)
     assert [subject.match([token]) for token in (1, 2, 3)] == [1, 0, 0]
 
 
-def test_cost_aware_eviction_keeps_what_is_dear_to_recompute() -> None:
+def test_cost_aware_eviction_keeps_what_is_expensive_to_recompute() -> None:
     subject = Tree(page_size=64, eviction="cost")
     subject.insert(list(range(8192)))  # its last pages attend to much: recomputing one costs three times as much
     subject.insert(list(range(100_000, 100_064)))
-    subject.tree.evict(1)
+    subject.evict(1)
     assert subject.match(list(range(8192))) == 8192
     assert subject.match(list(range(100_000, 100_064))) == 0
 
 
-def test_cost_aware_eviction_lets_unused_dear_pages_go_in_the_end() -> None:
+def test_cost_aware_eviction_evicts_unused_expensive_pages_in_the_end() -> None:
     subject = Tree(page_size=1, eviction="cost")
     subject.insert(list(range(5000)))
     for round in range(5100):
         subject.insert([10_000 + round])
-        subject.tree.evict(1)
+        subject.evict(1)
     assert subject.match(list(range(5000))) < 5000
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "cost"])
-def test_what_somebody_waits_for_is_evicted_last(eviction: str) -> None:
+def test_a_prefix_that_a_request_waits_for_is_evicted_last(eviction: str) -> None:
     subject = Tree(page_size=1, eviction=eviction)
     subject.insert([1])
     subject.insert([2])
     subject.wait([1, 5])
-    subject.tree.evict(1)
+    subject.evict(1)
     assert (subject.match([1]), subject.match([2])) == (1, 0)
 
 
-def test_an_evicted_node_that_somebody_waits_for_becomes_a_ghost_again() -> None:
+def test_an_evicted_node_that_a_request_waits_for_becomes_a_ghost() -> None:
     subject = Tree(page_size=2)
     subject.insert([1, 2, 3, 4])
     waiter = subject.wait([1, 2, 3, 4, 5])
-    assert waiter.node is not None
-    assert subject.tree.hit(waiter.node).depth == 4
-    subject.tree.evict(2)
-    assert subject.tree.hit(waiter.node).depth == 0
+    assert subject.hit(waiter) == 4
+    subject.evict(2)
+    assert subject.hit(waiter) == 0
     subject.insert([1, 2, 3, 4])
-    assert subject.tree.hit(waiter.node).depth == 4, "it is not laid in again: its node came back to life"
+    assert subject.hit(waiter) == 4, "it is not inserted again: its node became resident again"
 
 
-def test_a_waiting_prompt_hits_what_is_computed_while_it_waits() -> None:
+def test_a_waiting_prompt_hits_prefixes_computed_while_it_waits() -> None:
     subject = Tree(page_size=2)
     waiter = subject.wait([1, 2, 3, 4, 5, 6, 7])
-    assert waiter.node is not None
     subject.insert([1, 2, 3, 4])
-    assert subject.tree.hit(waiter.node).depth == 4
+    assert subject.hit(waiter) == 4
     subject.insert([1, 2, 3, 4, 5, 6])
-    assert subject.tree.hit(waiter.node).depth == 6
+    assert subject.hit(waiter) == 6
 
 
-def test_what_the_pass_being_planned_computes_cannot_be_read_by_it() -> None:
+def test_a_pass_cannot_read_the_prefix_it_computes() -> None:
     subject = Tree(page_size=2)
     waiter = subject.wait([1, 2, 3])
     holder = request([1, 2])
     holder.key = holder.prompt.tobytes()
     node = subject.tree.namespace(holder)
     subject.tree.lock(holder, node)
-    subject.tree.claim(holder, node, holder.key, 2, np.array([0], np.int32), born=subject.tree.step)
-    assert waiter.node is not None
-    assert (subject.tree.hit(waiter.node).depth, subject.tree.in_flight_depth(waiter.node)) == (0, 2)
-    subject.tree.step += 1
-    assert subject.tree.hit(waiter.node).depth == 2
+    subject.tree.insert(holder, node, holder.key, 2, np.array([0], np.int32), subject.step)
+    assert (subject.hit(waiter), subject.tree.in_flight_depth(subject.tree.waiting_nodes[waiter])) == (0, 2)
+    subject.step += 1
+    assert subject.hit(waiter) == 2
 
 
-def test_ghosts_go_with_the_last_who_waited() -> None:
+def test_ghosts_are_removed_with_their_last_waiting_request() -> None:
     subject = Tree(page_size=1)
     first, second = subject.wait([1, 2, 3]), subject.wait([1, 2, 4, 5])
     subject.tree.dequeue(first)
@@ -206,7 +212,7 @@ def test_ghosts_go_with_the_last_who_waited() -> None:
     assert list(subject.tree.nodes()) == [subject.tree.root]
 
 
-def test_the_survivor_of_two_equal_computations_is_the_first() -> None:
+def test_of_two_equal_computations_the_first_survives() -> None:
     subject = Tree(page_size=2)
     first, second = request([1, 2, 3, 4]), request([1, 2, 3, 4])
     tree = subject.tree
@@ -214,9 +220,9 @@ def test_the_survivor_of_two_equal_computations_is_the_first() -> None:
         holder.key = holder.prompt.tobytes()
         tree.lock(holder, tree.namespace(holder))
     space = tree.namespace(first)
-    held = tree.claim(first, space, first.key, 4, np.array([10, 11], np.int32), born=tree.step)
+    held = tree.insert(first, space, first.key, 4, np.array([10, 11], np.int32), subject.step)
     assert held.pages.tolist() == [10, 11]
-    assert tree.claim(second, space, second.key, 4, np.array([20, 21], np.int32), born=tree.step) is space
+    assert tree.insert(second, space, second.key, 4, np.array([20, 21], np.int32), subject.step) is space
     assert tree.num_pages == 2
 
 
@@ -238,19 +244,19 @@ def test_matching_costs_what_is_matched_and_not_what_is_cached() -> None:
 
 
 def test_evicting_costs_what_is_evicted_and_not_what_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in leaves looked at: each evicted leaf and its parent, however many leaves there are."""
+    """Counted in leaves checked: each evicted leaf and its parent, however many leaves there are."""
     subject = Tree(page_size=1)
     for leaf in range(5_000):
         subject.insert([leaf])
     looked_at = []
     original = eviction.is_evictable_leaf
     monkeypatch.setattr(eviction, "is_evictable_leaf", lambda node: looked_at.append(1) or original(node))
-    subject.tree.evict(100)
+    subject.evict(100)
     assert 100 <= len(looked_at) <= 300
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """Inserts, waits, locks and evictions at random; a dictionary says what must be found."""
+    """Random inserts, waits, locks and evictions against a dictionary."""
 
     tokens = st.lists(st.integers(0, 2), min_size=1, max_size=10)
     space = st.sampled_from(["a", "b"])
@@ -260,7 +266,7 @@ class TreeMachine(RuleBasedStateMachine):
     )
     def start(self, page_size: int, eviction: str, partial: bool) -> None:
         self.subject = Tree(page_size, eviction, partial_eviction=partial)
-        self.twin: set[tuple[object, ...]] = set()
+        self.reference: set[tuple[object, ...]] = set()
         self.holders: list[Request] = []
         self.waiters: list[Request] = []
 
@@ -271,12 +277,12 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(tokens=tokens, tenant=space)
     def hold(self, tokens: list[int], tenant: str) -> None:
         self.holders.append(self.subject.hold(tokens, tenant=tenant))
-        self.twin |= set(self.prefixes(tokens, tenant))
+        self.reference |= set(self.prefixes(tokens, tenant))
 
     @precondition(lambda self: self.holders)
     @rule(which=st.integers(0, 100))
-    def let_go(self, which: int) -> None:
-        self.subject.let_go(self.holders.pop(which % len(self.holders)))
+    def release(self, which: int) -> None:
+        self.subject.release(self.holders.pop(which % len(self.holders)))
 
     @rule(tokens=tokens, tenant=space)
     def wait(self, tokens: list[int], tenant: str) -> None:
@@ -289,24 +295,26 @@ class TreeMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.waiters)
     @rule(which=st.integers(0, 100))
-    def set_aside_and_back(self, which: int) -> None:
+    def skip_and_unskip(self, which: int) -> None:
         waiter = self.waiters[which % len(self.waiters)]
-        self.subject.tree.set_aside(waiter)
-        self.subject.tree.bring_back(waiter)
+        self.subject.tree.skip(waiter)
+        self.subject.tree.unskip(waiter)
 
     @rule(count=st.integers(0, 5))
     def evict(self, count: int) -> None:
         tree = self.subject.tree
         count = min(count, tree.num_evictable_pages)
         before = tree.num_pages
-        evicted = tree.evict(count)
+        evicted = self.subject.evict(count)
         assert len(evicted) >= count
         assert tree.num_pages == before - len(evicted)
-        self.twin = {prefix for prefix in self.twin if self.is_resident(prefix)}
-        assert len(self.twin) == tree.num_pages, "eviction takes from the end: what is left has all its beginnings"
+        self.reference = {prefix for prefix in self.reference if self.is_resident(prefix)}
+        assert len(self.reference) == tree.num_pages, (
+            "eviction takes from the end: every prefix of what is left is there"
+        )
         for holder in self.holders:
             for prefix in self.prefixes(holder.prompt.tolist(), holder.tenant):
-                assert prefix in self.twin, "a locked page was evicted"
+                assert prefix in self.reference, "a locked page was evicted"
 
     def is_resident(self, prefix: tuple[object, ...]) -> bool:
         tenant, *tokens = prefix
@@ -316,7 +324,7 @@ class TreeMachine(RuleBasedStateMachine):
     def match(self, tokens: list[int], tenant: str) -> None:
         expected = 0
         for prefix in self.prefixes(tokens, tenant):
-            if prefix not in self.twin:
+            if prefix not in self.reference:
                 break
             expected = len(prefix) - 1
         assert self.subject.match(tokens, (tenant, "", "")) == expected
@@ -325,13 +333,12 @@ class TreeMachine(RuleBasedStateMachine):
     def waiters_hit_what_is_there(self) -> None:
         for waiter in getattr(self, "waiters", []):
             tokens = waiter.prompt.tolist()[:-1]
-            assert waiter.node is not None
-            assert self.subject.tree.hit(waiter.node).depth == self.subject.match(tokens, (waiter.tenant, "", ""))
+            assert self.subject.hit(waiter) == self.subject.match(tokens, (waiter.tenant, "", ""))
 
     @invariant()
     def pages_are_counted(self) -> None:
         if hasattr(self, "subject"):
-            assert self.subject.tree.num_pages == len(self.twin)
+            assert self.subject.tree.num_pages == len(self.reference)
             locked = {p for holder in self.holders for p in self.prefixes(holder.prompt.tolist(), holder.tenant)}
             assert self.subject.tree.num_locked_pages == len(locked)
 

@@ -1,4 +1,4 @@
-"""Who leaves, what it costs, and that it ends."""
+"""Retraction: which request is chosen, what it costs, and that there is no livelock."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from paceline.request import FinishReason, Phase
 from paceline.scheduler import EventKind
-from paceline.scheduler.retraction import MOST_RETRACTIONS, choose_victim
+from paceline.scheduler.retraction import MAX_RETRACTIONS, choose_victim
 from paceline.testing import Harness
 from tests.helpers import EOS, admissions, events, harness, prompt, request, scheduler
 
 
 def crowded(num_pages: int = 14, **options: Any) -> Harness:
-    """Requests that claim to be short and are not, in a pool that cannot hold them."""
+    """For requests that are longer than they claim, in a pool that cannot hold them."""
     settings: dict[str, Any] = {"num_pages": num_pages, "page_size": 2, "max_running": 6, "vocab": 4096}
     return harness(**settings | options)
 
 
-def liar(*tokens: int, max_tokens: int = 14, **fields: Any) -> Any:
+def underestimated(*tokens: int, max_tokens: int = 14, **fields: Any) -> Any:
     return request(prompt(*tokens), max_tokens, eos_token_ids=(EOS,), expected_tokens=1, **fields)
 
 
@@ -30,7 +30,7 @@ def liar(*tokens: int, max_tokens: int = 14, **fields: Any) -> Any:
 @pytest.mark.parametrize("num_pages", range(9, 20))
 def test_retraction_is_invisible_to_the_client(num_pages: int, overlap: bool) -> None:
     subject = crowded(num_pages, overlap=overlap)
-    subject.add(*(liar(n, n + 1, n + 2) for n in range(6)))
+    subject.add(*(underestimated(n, n + 1, n + 2) for n in range(6)))
     subject.run()
     if num_pages < 16:
         assert subject.scheduler.counters.retractions > 0
@@ -38,18 +38,18 @@ def test_retraction_is_invisible_to_the_client(num_pages: int, overlap: bool) ->
     subject.assert_reference()
 
 
-def test_what_a_retracted_request_computed_stays_in_the_tree() -> None:
+def test_the_kv_of_a_retracted_request_stays_cached() -> None:
     subject = crowded(12)
-    subject.add(*(liar(n, n + 1, n + 2, n + 3, n + 4) for n in range(4)))
+    subject.add(*(underestimated(n, n + 1, n + 2, n + 3, n + 4) for n in range(4)))
     subject.run()
     returns = [event for event in events(subject.scheduler, EventKind.ADMIT) if event.detail[0] > 0]
     assert subject.scheduler.counters.retractions > 0
-    assert returns, "coming back is a hit"
+    assert returns, "readmission hits the cache"
 
 
-def test_a_retracted_request_goes_before_new_ones() -> None:
+def test_a_retracted_request_is_readmitted_before_new_ones() -> None:
     subject = crowded(12)
-    subject.add(*(liar(n, n + 1, n + 2) for n in range(4)))
+    subject.add(*(underestimated(n, n + 1, n + 2) for n in range(4)))
     while not subject.scheduler.counters.retractions:
         subject.step()
     victim = events(subject.scheduler, EventKind.RETRACT)[0].request_id
@@ -61,33 +61,42 @@ def test_a_retracted_request_goes_before_new_ones() -> None:
     assert all(ids.index(one.id) > ids.index(victim, ids.index(victim) + 1) for one in newcomers), (ids, again)
 
 
-def test_the_lowest_priority_leaves_first() -> None:
+def test_the_lowest_priority_is_retracted_first() -> None:
     subject = crowded(12, policy="fcfs")
-    subject.add(liar(1, 2, 3, priority=0, id="low"), liar(4, 5, 6, priority=5, id="high"), liar(7, 8, 9, priority=5))
+    subject.add(
+        underestimated(1, 2, 3, priority=0, id="low"),
+        underestimated(4, 5, 6, priority=5, id="high"),
+        underestimated(7, 8, 9, priority=5),
+    )
     subject.run()
     assert events(subject.scheduler, EventKind.RETRACT)[0].request_id == "low"
     subject.assert_reference()
 
 
-def test_the_cheapest_to_recompute_leaves_first_and_the_most_senior_is_spared() -> None:
-    core = scheduler(num_pages=4096, page_size=16, context_tokens=20_000, max_batch_tokens=30_000,
-                     max_prefill_tokens=30_000, chunk_tokens=30_000)  # fmt: skip
+def test_the_cheapest_to_recompute_is_retracted_first_and_the_most_senior_is_spared() -> None:
+    core = scheduler(
+        num_pages=4096,
+        page_size=16,
+        context_tokens=20_000,
+        max_batch_tokens=30_000,
+        max_prefill_tokens=30_000,
+        chunk_tokens=30_000,
+    )
     for name, size in (("senior", 40), ("long", 9000), ("short", 64), ("middle", 3000)):
         core.add(request(prompt([size] * size), 100, id=name), 0.0)
     core.plan(0.0)
-    running = {one.id: one for one in core.admission.running}
-    slots = core.memory.slots
-    assert choose_victim(running.values(), slots, 16) is running["short"]
-    assert choose_victim([running["senior"], running["long"], running["middle"]], slots, 16) is running["middle"]
-    assert choose_victim([running["senior"]], slots, 16) is running["senior"]
+    running = {one.id: one for one in core.running.requests}
+    assert choose_victim(running.values(), core.memory) is running["short"]
+    assert choose_victim([running["senior"], running["long"], running["middle"]], core.memory) is running["middle"]
+    assert choose_victim([running["senior"]], core.memory) is running["senior"]
 
 
-def test_the_newest_leaves_among_equals() -> None:
+def test_among_equals_the_newest_is_retracted() -> None:
     core = scheduler(num_pages=64)
     for name in ("a", "b", "c"):
         core.add(request(prompt([ord(name)] * 12), 10, id=name), 0.0)
     core.plan(0.0)
-    victim = choose_victim(core.admission.running, core.memory.slots, 4)
+    victim = choose_victim(core.running.requests, core.memory)
     assert victim is not None
     assert victim.id == "c"
 
@@ -95,34 +104,42 @@ def test_the_newest_leaves_among_equals() -> None:
 def test_only_as_many_as_needed_are_retracted() -> None:
     """A peer retracted its whole queue for lack of this."""
     subject = harness(num_pages=42, page_size=2, max_running=8, vocab=4096)
-    subject.add(*(liar(n, n + 1, n + 2, n + 3, max_tokens=30) for n in range(8)))
+    subject.add(*(underestimated(n, n + 1, n + 2, n + 3, max_tokens=30) for n in range(8)))
     most = 0
     while subject.scheduler.has_work:
         before = subject.scheduler.counters.retractions
         subject.step()
         most = max(most, subject.scheduler.counters.retractions - before)
-    assert 1 <= most <= 2, "of eight: the pages of one or two were enough"
+    assert 1 <= most <= 2, "the pages of one or two of the eight were enough"
 
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 100_000), overlap=st.booleans())
-def test_no_livelock_nobody_is_retracted_more_than_twice(seed: int, overlap: bool) -> None:
-    """A pool barely larger than one request, and requests that all lie about their length."""
+def test_no_request_is_retracted_more_than_twice(seed: int, overlap: bool) -> None:
+    """A pool barely larger than one request, and requests that are all longer than they claim."""
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4])
     smallest = -(-32 // page_size)
-    subject = harness(num_pages=smallest + rng.randrange(3), page_size=page_size, max_running=8, vocab=4096,
-                      overlap=overlap, policy=rng.choice(["fair", "fcfs", "lpm", "priority"]),
-                      retract_gap=rng.choice([1, 100]))  # fmt: skip
+    subject = harness(
+        num_pages=smallest + rng.randrange(3),
+        page_size=page_size,
+        max_running=8,
+        vocab=4096,
+        overlap=overlap,
+        policy=rng.choice(["fair", "fcfs", "lpm", "priority"]),
+        retract_gap=rng.choice([1, 100]),
+    )
     everyone = [
-        liar(*(rng.randrange(3) for _ in range(rng.randrange(1, 12))), max_tokens=20, priority=rng.randrange(3))
+        underestimated(
+            *(rng.randrange(3) for _ in range(rng.randrange(1, 12))), max_tokens=20, priority=rng.randrange(3)
+        )
         for _ in range(12)
     ]
     subject.add(*everyone)
-    # Each pass either gives somebody a token or a piece of prompt; twelve requests of at most 32 tokens, each
+    # Each pass computes a token or a chunk of a prompt for some request; twelve requests of at most 32 tokens, each
     # computed at most three times, bound the number of passes.
-    assert subject.run(max_steps=12 * 32 * (1 + MOST_RETRACTIONS)) > 0
-    assert max(one.retractions for one in everyone) <= MOST_RETRACTIONS
+    assert subject.run(max_steps=12 * 32 * (1 + MAX_RETRACTIONS)) > 0
+    assert max(one.retractions for one in everyone) <= MAX_RETRACTIONS
     subject.assert_reference()
 
 
@@ -144,7 +161,7 @@ def late_tokens(subject: Harness) -> list[str]:
 def test_a_request_retracted_with_its_token_in_flight_keeps_that_token() -> None:
     subject = crowded(12, overlap=True)
     late = late_tokens(subject)
-    subject.add(*(liar(n, n + 1, n + 2) for n in range(4)))
+    subject.add(*(underestimated(n, n + 1, n + 2) for n in range(4)))
     subject.run()
     assert late
     subject.assert_reference()
@@ -156,7 +173,7 @@ def test_a_retracted_request_may_finish_while_it_waits() -> None:
         rng = random.Random(seed)
         subject = harness(num_pages=12, page_size=2, max_running=6, vocab=5, overlap=True)
         late = late_tokens(subject)
-        subject.add(*(liar(*(rng.randrange(5) for _ in range(4))) for n in range(6)))
+        subject.add(*(underestimated(*(rng.randrange(5) for _ in range(4))) for n in range(6)))
         subject.run()
         subject.assert_reference()
         story = [(event.request_id, event.kind) for event in subject.scheduler.journal.events]
@@ -164,18 +181,18 @@ def test_a_retracted_request_may_finish_while_it_waits() -> None:
             kinds = [kind for request_id, kind in story if request_id == one]
             if kinds[-2:] == [EventKind.RETRACT, EventKind.FINISH]:
                 return
-    raise AssertionError("no such run was found: the test has lost its subject")
+    raise AssertionError("no such run was found: the test no longer tests anything")
 
 
-def test_a_prompt_that_cannot_go_on_makes_room() -> None:
-    """Two long prompts admitted side by side on the strength of an optimistic guess, with no decode to wait for."""
+def test_a_prompt_that_cannot_continue_is_retracted() -> None:
+    """Long prompts that were admitted together by an optimistic estimate, with no decode to wait for."""
     subject = harness(num_pages=20, page_size=1, max_running=4, chunk_tokens=2, max_batch_tokens=8, vocab=4096)
-    subject.add(*(liar(n, *range(9), max_tokens=9) for n in range(4)))
+    subject.add(*(underestimated(n, *range(9), max_tokens=9) for n in range(4)))
     subject.run()
     subject.assert_reference()
 
 
-def test_priority_retracts_lower_ones_past_the_gap() -> None:
+def test_priority_retracts_requests_below_the_gap() -> None:
     subject = harness(policy="priority", retract_gap=3, max_running=2)
     subject.add(request([1], 40, priority=0, id="low"), request([2], 40, priority=1, id="mid"))
     subject.step()
@@ -187,7 +204,7 @@ def test_priority_retracts_lower_ones_past_the_gap() -> None:
     subject.assert_reference()
 
 
-def test_priority_does_not_retract_within_the_gap_or_in_vain() -> None:
+def test_priority_does_not_retract_within_the_gap_or_without_effect() -> None:
     subject = harness(policy="priority", retract_gap=3, max_running=2)
     subject.add(request([1], 20, priority=0), request([2], 20, priority=5))
     subject.step()
@@ -199,11 +216,11 @@ def test_priority_does_not_retract_within_the_gap_or_in_vain() -> None:
     small.step()
     small.add(request(prompt([3] * 40), 8, priority=5))
     small.step()
-    assert small.scheduler.counters.retractions == 0, "the low one's page would not have been enough"
+    assert small.scheduler.counters.retractions == 0, "the page of the low-priority request would not have been enough"
 
 
 def test_a_request_is_not_readmitted_while_a_token_of_it_is_in_flight() -> None:
-    """With two passes in flight at most, its commit comes before the next plan; whoever plans deeper relies on this."""
+    """With two passes in flight at most, the commit precedes the next plan; deeper pipelines would rely on this."""
     core = scheduler()
     core.add(one := request(id="back"), 0.0)
     one.num_in_flight = 1

@@ -1,4 +1,4 @@
-"""Each step: who runs, on which memory, within which budgets."""
+"""The scheduler step by step: which requests run, on which memory, within which budgets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.scheduler import EventKind, PinError
 from tests.helpers import EOS, admissions, events, harness, prompt, request, scheduler
 
 
-def test_a_request_goes_through_its_life() -> None:
+def test_a_request_passes_through_its_phases() -> None:
     subject = harness()
     one = request(prompt(range(1, 11)), max_tokens=3)
     subject.add(one)
@@ -36,7 +36,7 @@ def test_a_long_prompt_is_prefilled_in_chunks() -> None:
     assert [plan.samples.tolist() for plan in subject.executor.plans] == [[False], [False], [True]]
 
 
-def test_one_token_asked_for_is_one_pass() -> None:
+def test_one_requested_token_is_one_pass() -> None:
     subject = harness()
     subject.add(request(max_tokens=1))
     assert subject.run() == 1
@@ -61,7 +61,7 @@ def test_positions_that_must_be_computed_are_not_taken_from_the_cache() -> None:
     subject.assert_reference()
 
 
-def test_the_last_prompt_token_is_always_fed() -> None:
+def test_the_last_prompt_token_is_always_computed() -> None:
     subject = harness(page_size=1)
     for _ in range(2):
         subject.add(one := request(prompt(range(8)), max_tokens=2))
@@ -83,7 +83,7 @@ def test_output_is_cached_for_the_next_turn_of_a_chat() -> None:
 
 
 @pytest.mark.parametrize("batching", BATCHING)
-def test_budgets_hold_in_every_pass(batching: str) -> None:
+def test_token_budgets_hold_in_every_pass(batching: str) -> None:
     subject = harness(
         max_running=6, max_batch_tokens=24, max_prefill_tokens=16, chunk_tokens=5, batching=batching, num_pages=200
     )
@@ -98,7 +98,7 @@ def test_budgets_hold_in_every_pass(batching: str) -> None:
     subject.assert_reference()
 
 
-def test_mixed_a_decode_is_never_stalled_by_a_prompt() -> None:
+def test_mixed_batching_never_stalls_a_decode() -> None:
     subject = harness(max_batch_tokens=16, chunk_tokens=8, num_pages=400)
     subject.add(runner := request(max_tokens=60))
     subject.step()
@@ -110,7 +110,7 @@ def test_mixed_a_decode_is_never_stalled_by_a_prompt() -> None:
         assert len(runner.output) == before + 1
 
 
-def test_prefill_first_runs_prompts_alone_and_before_decodes() -> None:
+def test_prefill_first_runs_prefill_batches_before_decode_batches() -> None:
     subject = harness(batching="prefill-first", chunk_tokens=4)
     subject.add(request(max_tokens=8))
     subject.step()
@@ -121,7 +121,7 @@ def test_prefill_first_runs_prompts_alone_and_before_decodes() -> None:
     assert all(plan.num_decodes in (0, plan.num_rows) for plan in subject.executor.plans)
 
 
-def test_static_nobody_joins_before_the_slowest_has_ended() -> None:
+def test_static_batching_admits_only_after_the_slowest_request_has_ended() -> None:
     subject = harness(batching="static", max_running=2)
     for length in (2, 9, 2):
         subject.add(request(max_tokens=length))
@@ -132,12 +132,12 @@ def test_static_nobody_joins_before_the_slowest_has_ended() -> None:
     assert joined[9] == 1
 
 
-def test_memory_of_what_has_finished_serves_the_very_next_pass() -> None:
+def test_memory_of_a_finished_request_is_reused_in_the_next_pass() -> None:
     subject = harness(num_pages=4, page_size=4, max_running=4)
     subject.add(request(prompt(range(12)), max_tokens=2), request(prompt(range(20, 32)), max_tokens=2))
     subject.run()
     plans = subject.executor.plans
-    assert [len(plan.joins) for plan in plans] == [1, 0, 1, 0], "the second joins the pass after the first has ended"
+    assert [len(plan.joins) for plan in plans] == [1, 0, 1, 0], "the second joins the pass after the first ended"
 
 
 def test_short_prompts_do_not_wait_behind_long_ones() -> None:
@@ -157,10 +157,16 @@ def test_several_prompts_are_prefilled_at_once() -> None:
     assert subject.executor.plans[0].lengths.tolist() == [8, 8, 8]
 
 
-def test_chunks_behind_a_long_context_are_shorter_while_others_decode() -> None:
-    """Half as many as alone, a third of that at twice the context that doubles a token's time; in whole tiles."""
-    options: dict[str, Any] = {"chunk_tokens": 600, "chunk_context": 500, "num_pages": 9000, "context_tokens": 8000,
-                               "max_batch_tokens": 1000, "max_prefill_tokens": 1000}  # fmt: skip
+def test_chunks_after_a_long_context_are_shorter_while_others_decode() -> None:
+    """Half of chunk_tokens, a third of that after 2 * chunk_context tokens; rounded up to whole tiles."""
+    options: dict[str, Any] = {
+        "chunk_tokens": 600,
+        "chunk_context": 500,
+        "num_pages": 9000,
+        "context_tokens": 8000,
+        "max_batch_tokens": 1000,
+        "max_prefill_tokens": 1000,
+    }
     beside, alone = harness(**options), harness(**options)
     beside.add(request(max_tokens=40))
     beside.step()
@@ -175,7 +181,7 @@ def test_chunks_behind_a_long_context_are_shorter_while_others_decode() -> None:
     assert [plan.num_prefill_tokens for plan in alone.executor.plans if plan.num_prefill_tokens] == [600] * 5
 
 
-def test_chunks_are_full_where_somebody_waits() -> None:
+def test_chunks_are_full_while_requests_wait() -> None:
     subject = harness(chunk_tokens=60, chunk_context=50, max_running=2, num_pages=2000, context_tokens=8000)
     subject.add(request(max_tokens=40))
     subject.step()
@@ -184,7 +190,7 @@ def test_chunks_are_full_where_somebody_waits() -> None:
     assert [plan.num_prefill_tokens for plan in subject.executor.plans[1:] if plan.num_prefill_tokens][:5] == [60] * 5
 
 
-def test_an_inter_token_target_bounds_the_prefill_beside_decodes() -> None:
+def test_itl_target_bounds_the_prefill_tokens_of_a_mixed_batch() -> None:
     limited = harness(itl_target=0.00125, chunk_tokens=200, num_pages=2000)
     limited.add(request(max_tokens=200))
     for _ in range(12):
@@ -199,13 +205,13 @@ def test_an_inter_token_target_bounds_the_prefill_beside_decodes() -> None:
     assert max(plan.num_prefill_tokens for plan in late[3:]) <= 26
 
 
-# ---------------------------------------------------------------------- refusing
+# ---------------------------------------------------------------------- validation
 
 
-def test_what_can_never_fit_is_refused_at_once() -> None:
+def test_a_request_that_can_never_fit_is_refused() -> None:
     subject = scheduler(num_pages=8, page_size=4)
     with pytest.raises(
-        Refused, match="prompt and max_tokens are 30 \\+ 4 tokens, more than the memory for 32"
+        Refused, match="prompt and max_tokens are 30 \\+ 4 tokens, more than the KV memory for 32"
     ) as caught:
         subject.add(request(prompt(range(30)), max_tokens=4), 0.0)
     assert not caught.value.retry
@@ -213,21 +219,21 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
     assert not subject.has_work
 
 
-def test_the_pinned_quota_is_not_promised_to_anybody() -> None:
+def test_the_pin_quota_is_not_promised_to_requests() -> None:
     subject = scheduler(num_pages=8, page_size=4, pin_quota_pages=2)
-    with pytest.raises(Refused, match="more than the memory for 24"):
+    with pytest.raises(Refused, match="more than the KV memory for 24"):
         subject.add(request(prompt(range(20)), max_tokens=8), 0.0)
 
 
 def test_a_prompt_longer_than_the_context_is_refused() -> None:
     subject = scheduler(context_tokens=16)
-    with pytest.raises(Refused, match="17 tokens and leaves no room for output in a context of 16"):
+    with pytest.raises(Refused, match="17 tokens, which leaves none for output in a context of 16"):
         subject.add(request(prompt(range(17)), max_tokens=None), 0.0)
     with pytest.raises(Refused, match="more than the context of 16"):
         subject.add(request(prompt(range(10)), max_tokens=10), 0.0)
 
 
-def test_open_max_tokens_are_cut_to_context_and_pool_and_end_in_length() -> None:
+def test_without_max_tokens_the_output_is_limited_by_context_and_memory() -> None:
     for options, expected in (({"context_tokens": 20}, 10), ({"num_pages": 4, "page_size": 4}, 6)):
         subject = harness(**options)
         subject.add(one := request(prompt(range(10)), max_tokens=None))
@@ -235,16 +241,16 @@ def test_open_max_tokens_are_cut_to_context_and_pool_and_end_in_length() -> None
         assert (len(one.output), one.finish_reason) == (expected, FinishReason.LENGTH)
 
 
-def test_a_full_queue_refuses_and_says_to_try_again() -> None:
+def test_a_full_queue_refuses_and_says_to_retry() -> None:
     subject = scheduler(max_waiting=2)
     for _ in range(2):
         subject.add(request(), 0.0)
-    with pytest.raises(Refused, match="2 requests wait already") as caught:
+    with pytest.raises(Refused, match="2 requests are waiting") as caught:
         subject.add(request(), 0.0)
     assert caught.value.retry
     subject = scheduler(max_waiting_tokens=5)
     subject.add(request([1, 2, 3]), 0.0)
-    with pytest.raises(Refused, match="3 prompt tokens wait already"):
+    with pytest.raises(Refused, match="3 prompt tokens are waiting"):
         subject.add(request([1, 2, 3]), 0.0)
 
 
@@ -261,9 +267,9 @@ def test_an_id_that_is_in_use_cannot_be_added_again() -> None:
     subject = scheduler()
     one = request(id="same")
     subject.add(one, 0.0)
-    with pytest.raises(InvalidRequest, match="'same' is taken"):
+    with pytest.raises(InvalidRequest, match="'same' is in use"):
         subject.add(request(id="same"), 0.0)
-    with pytest.raises(InvalidRequest, match="'same' is taken"):
+    with pytest.raises(InvalidRequest, match="'same' is in use"):
         subject.add(one, 0.0)
     subject.abort("same", 0.0)
     with pytest.raises(InvalidRequest, match="was added before"):
@@ -323,7 +329,7 @@ def test_min_tokens_outlasts_a_stop_token() -> None:
     assert EOS in one.output[:30]
 
 
-def test_finish_from_outside_ends_with_that_reason() -> None:
+def test_finish_ends_a_request_with_the_given_reason() -> None:
     subject = harness(overlap=True)
     subject.add(request(max_tokens=50, id="one"))
     for _ in range(4):
@@ -336,7 +342,7 @@ def test_finish_from_outside_ends_with_that_reason() -> None:
 # ---------------------------------------------------------------------- cache
 
 
-def test_a_pinned_prefix_survives_pressure_until_it_expires() -> None:
+def test_a_pinned_prefix_is_not_evicted_until_it_expires() -> None:
     subject = harness(num_pages=16, page_size=4, pin_quota_pages=4)
     shared = prompt(range(100, 116))
     subject.add(request(shared, max_tokens=1))
@@ -355,7 +361,7 @@ def test_a_pinned_prefix_survives_pressure_until_it_expires() -> None:
     assert events(subject.scheduler, EventKind.UNPIN)
 
 
-def test_pins_obey_their_quota_and_say_what_is_wrong() -> None:
+def test_pin_errors_name_the_pin_and_the_remedy() -> None:
     subject = harness(num_pages=16, page_size=4, pin_quota_pages=2)
     subject.add(request(prompt(range(16)), max_tokens=1))
     subject.run()
@@ -365,18 +371,18 @@ def test_pins_obey_their_quota_and_say_what_is_wrong() -> None:
     core.pin("small", range(8), 0.0)
     with pytest.raises(PinError, match="a pin named 'small' exists"):
         core.pin("small", range(8), 0.0)
-    with pytest.raises(PinError, match="no pin named 'other': these exist: small"):
+    with pytest.raises(PinError, match="no pin named 'other'; existing pins: small"):
         core.unpin("other", 0.0)
-    with pytest.raises(PinError, match=r"expires at 1\.0, and it is 2\.0 already"):
+    with pytest.raises(PinError, match=r"expires at 1\.0, but the time is 2\.0"):
         core.pin("late", range(4), 2.0, expires=1.0)
-    with pytest.raises(PinError, match="nothing of the prompt of pin 'cold' is cached"):
-        core.pin("cold", range(70, 90), 0.0, tenant="nobody")
-    assert "nobody" not in core.memory.tree.root.children
+    with pytest.raises(PinError, match="no part of the prompt of pin 'cold' is cached"):
+        core.pin("cold", range(70, 90), 0.0, tenant="unknown")
+    assert "unknown" not in core.memory.tree.root.children
     core.unpin("small", 0.0)
     assert core.flush_cache() == 4
 
 
-def test_without_a_prefix_cache_nothing_is_kept_and_tokens_are_the_same() -> None:
+def test_without_a_prefix_cache_nothing_is_cached_and_tokens_are_the_same() -> None:
     subject = harness(prefix_cache=False)
     subject.add(*(request(prompt(range(20)), max_tokens=5) for _ in range(4)))
     subject.run()
@@ -397,21 +403,21 @@ def test_requests_wait_one_step_for_a_prefix_that_is_being_computed() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "hrrn", "random", "lpm", "dfs"])
-def test_every_order_waits_for_prefixes_in_flight(policy: str) -> None:
+def test_every_policy_waits_for_prefixes_in_flight(policy: str) -> None:
     subject = harness(prefix_wait_tokens=8, policy=policy)
     subject.add(*(request(prompt(range(16), n), max_tokens=1) for n in range(4)))
     subject.run()
     assert subject.scheduler.counters.computed_tokens == 16 + 4
 
 
-def test_a_saving_that_is_not_worth_it_is_not_waited_for() -> None:
+def test_a_short_prefix_is_not_waited_for() -> None:
     subject = harness(prefix_wait_tokens=17)
     subject.add(*(request(prompt(range(16), n), max_tokens=1) for n in range(2)))
     subject.step()
     assert len(subject.executor.plans[0].joins) == 2
 
 
-def test_a_waiter_is_woken_when_the_owner_of_its_prefix_is_aborted() -> None:
+def test_a_request_is_admitted_when_the_owner_of_its_prefix_is_aborted() -> None:
     subject = harness(prefix_wait_tokens=8, chunk_tokens=8, overlap=True)
     subject.add(request(prompt(range(32), 1), max_tokens=1, id="owner"))
     subject.add(request(prompt(range(32), 2), max_tokens=1, id="waiter"))
@@ -422,7 +428,7 @@ def test_a_waiter_is_woken_when_the_owner_of_its_prefix_is_aborted() -> None:
     subject.assert_reference()
 
 
-def test_a_shared_prefix_is_counted_once_not_once_per_sharer() -> None:
+def test_a_shared_prefix_is_counted_once_and_not_per_sharer() -> None:
     """16 sharers of a 40-page prefix, 2 own pages each: 72 pages hold all of them at once."""
     subject = harness(num_pages=80, page_size=4, max_running=16, max_batch_tokens=1024)
     subject.add(*(request(prompt(range(160), n), max_tokens=4) for n in range(16)))
@@ -430,7 +436,7 @@ def test_a_shared_prefix_is_counted_once_not_once_per_sharer() -> None:
     while subject.scheduler.has_work:
         subject.step()
         most = max(most, subject.scheduler.num_running)
-    assert most >= 15, "the first one computes the prefix, the rest runs together"
+    assert most >= 15, "the first one computes the prefix, the others run together"
     assert subject.scheduler.counters.retractions == 0
 
 

@@ -1,4 +1,4 @@
-"""What rows of a pass have in common, against a look at their page tables."""
+"""The shared prefixes of the rows of a pass, compared with their page tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers import harness, prompt, request
 
 
 def check(subject: object, plan: Plan, page_size: int) -> int:
-    """Compares every pair of rows with their pages. Returns how many pairs share something."""
+    """Compares every pair of rows with their pages. Returns the number of pairs that share pages."""
     table = subject.memory.slots.page_table  # type: ignore[attr-defined]
     common: dict[tuple[int, int], int] = {}
     if plan.sharing is not None:
@@ -35,7 +35,7 @@ def check(subject: object, plan: Plan, page_size: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_sharing_is_what_the_page_tables_say(seed: int) -> None:
+def test_sharing_equals_the_common_pages_of_the_page_tables(seed: int) -> None:
     rng = random.Random(seed)
     page_size = rng.choice([1, 4])
     bench = harness(
@@ -75,7 +75,7 @@ def recorded(bench: Harness) -> list[Plan | None]:
     return plans
 
 
-def test_a_steady_batch_keeps_the_same_sharing_and_off_means_none() -> None:
+def test_a_steady_batch_keeps_its_sharing_and_shared_reads_off_has_none() -> None:
     for on in (True, False):
         bench = harness(shared_reads=on)
         for number in range(3):

@@ -1,4 +1,4 @@
-"""A snapshot adds up, is bounded, and gives nothing away."""
+"""A snapshot adds up and is bounded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.testing import Harness
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_map_and_the_sums_agree_at_every_step(overlap: bool) -> None:
+def test_the_page_map_and_the_totals_agree_at_every_step(overlap: bool) -> None:
     run = Harness(
         Scheduler(SchedulerConfig(num_pages=60, page_size=4, max_running=6, chunk_tokens=16)), overlap=overlap
     )
@@ -36,7 +36,7 @@ def test_the_map_and_the_sums_agree_at_every_step(overlap: bool) -> None:
         memory, codes = found["memory"], np.frombuffer(base64.b64decode(found["map"]), "<u2")
         assert memory["free"] == (codes == FREE).sum() == run.scheduler.memory.pool.num_free
         assert memory["cached"] == (codes == CACHED).sum()
-        # A page whose last sharer is left alone stays with the shared ones until it is let go.
+        # A page with one remaining holder counts as shared until it is unlocked.
         assert memory["shared"] == (codes == SHARED).sum()
         assert memory["owned"] == (codes >= OWNED).sum()
         assert sum(memory[kind] for kind in ("free", "cached", "shared", "owned")) == 60
@@ -48,7 +48,7 @@ def test_the_map_and_the_sums_agree_at_every_step(overlap: bool) -> None:
     assert seen == {"pages", "free", "cached", "shared", "owned"}
 
 
-def test_it_is_bounded_however_many_wait() -> None:
+def test_a_snapshot_is_bounded_however_many_requests_wait() -> None:
     scheduler = Scheduler(SchedulerConfig(num_pages=100_000, max_running=4))
     for number in range(1000):
         tokens = np.arange(number * 50, number * 50 + 40)

@@ -1,7 +1,7 @@
 """Everything at once: random requests, aborts, deadlines, pools down to the smallest, passes in flight.
 
-After every step the books are checked; at the end every accepted request has finished, with exactly the tokens of
-the dictionary-simple reference.
+After every step the invariants are checked; at the end every accepted request has finished, with exactly the tokens of
+the reference implementation.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from paceline.testing import Harness
 from tests.helpers import EOS
 from tests.reference import ReferenceScheduler
 
-# Few distinct tokens and a handful of beginnings: prefixes meet all the time.
+# Few distinct tokens and prefixes, so that prompts often share one.
 BEGINNINGS = [[1] * 20, [1, 2] * 10, [2, 2, 2, 1] * 5]
 TENANTS = ["a", "b", "c"]
 
 
 def options(draw: Any) -> dict[str, Any]:
-    """A configuration, mostly small enough to hurt."""
+    """A configuration, mostly with little memory."""
     page_size = draw([1, 2, 3, 4, 7, 16, 64])
     smallest = -(-40 // page_size)
     return {
@@ -77,7 +77,7 @@ def make_request(draw: Any, number: int, now: float) -> Request:
 
 
 class Run:
-    """A harness, and what to compare it with at the end."""
+    """A harness that is compared with the reference at the end."""
 
     def __init__(self, draw: Any, **more: Any) -> None:
         config = SchedulerConfig(**options(draw) | more)
@@ -125,7 +125,7 @@ class Run:
         for request in harness.requests.values():
             tokens, reason = reference.run(request)
             got, why = harness.outputs[request.id], harness.reasons[request.id]
-            assert request.output.tolist() == got, "what the client saw is what the scheduler remembers"
+            assert request.output.tolist() == got, "the client got the tokens that the scheduler has"
             if why in (FinishReason.STOP, FinishReason.LENGTH):
                 assert (got, why) == (tokens, reason), f"{request.id} differs from the reference"
             else:
@@ -176,7 +176,7 @@ TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=3
 
 
 def random_run(seed: int, max_requests: int = 40, steps: int = 120, **more: Any) -> Run:
-    """The same, driven by one seed: quick enough to be repeated by the thousand. `more` options are not drawn."""
+    """The same, driven by one seed: fast enough to repeat thousands of times. `more` options are not drawn."""
     rng = random.Random(seed)
 
     def draw(choices: Any) -> Any:
@@ -202,7 +202,7 @@ def test_random_runs_end_with_the_tokens_of_the_reference(block: int) -> None:
 
 
 def test_random_runs_reach_the_rare_paths() -> None:
-    """The runs above are worth something only if retractions, duplicates, evictions and late tokens happen."""
+    """The runs above are only useful if retractions, duplicates, evictions and late tokens occur."""
     totals = dict.fromkeys(("retractions", "duplicate_pages", "evicted_pages", "discarded_tokens", "overtakes"), 0)
     for seed in range(60):
         counters = random_run(seed).harness.scheduler.counters
@@ -224,8 +224,14 @@ def test_pins_survive_random_runs() -> None:
     for seed in range(20):
         rng = random.Random(seed)
         page_size = rng.choice([1, 2, 4])
-        config = SchedulerConfig(page_size=page_size, num_pages=160 // page_size, pin_quota_pages=24 // page_size,
-                                 context_tokens=64, max_running=4, max_batch_tokens=64)  # fmt: skip
+        config = SchedulerConfig(
+            page_size=page_size,
+            num_pages=160 // page_size,
+            pin_quota_pages=24 // page_size,
+            context_tokens=64,
+            max_running=4,
+            max_batch_tokens=64,
+        )
         harness = Harness(Scheduler(config), overlap=rng.random() < 0.5)
         for step in range(150):
             if rng.random() < 0.4:

@@ -23,7 +23,7 @@ def observe(fit: StepTimeFit, truth: StepTime, count: int, noise: float = 0.0) -
         fit.observe(features, seconds * (1 + noise * rng.uniform(-1, 1)))  # type: ignore[arg-type]
 
 
-def test_the_fit_finds_the_truth() -> None:
+def test_the_fit_finds_the_true_coefficients() -> None:
     truth = StepTime(1e-3, 2e-6, 5e-6, 3e-8)
     fit = StepTimeFit()
     assert fit.model() is None
@@ -36,7 +36,7 @@ def test_the_fit_finds_the_truth() -> None:
     assert model.per_context_token == pytest.approx(truth.per_context_token, rel=0.01)
 
 
-def test_noise_never_makes_more_work_look_faster() -> None:
+def test_coefficients_are_never_negative() -> None:
     fit = StepTimeFit()
     observe(fit, StepTime(1e-3, 2e-6, 0.0, 0.0), 40, noise=0.9)
     model = fit.model()
@@ -53,7 +53,7 @@ def test_old_passes_are_forgotten() -> None:
     assert model.base == pytest.approx(2e-3, rel=0.02)
 
 
-def test_the_budget_is_the_largest_that_stays_within_the_target() -> None:
+def test_prefill_tokens_within_is_the_largest_number_within_the_target() -> None:
     model = StepTime(1e-3, 1e-6, 1e-5, 0.0)
     assert model.prefill_tokens_within(3e-3, 100, 0) == 1000
     assert model.prefill_tokens_within(1e-3, 100, 0) == 0

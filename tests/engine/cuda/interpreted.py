@@ -127,9 +127,9 @@ def retract_often(llm: LLM) -> None:
     plan, steps = scheduler.plan, iter(range(10**6))
 
     def planning(now: float) -> Any:
-        running = [*scheduler.admission.decoding, *scheduler.admission.prefilling]
+        running = scheduler.running.requests
         if next(steps) % 2 and running and running[0].retractions < 2:
-            scheduler._retract(running[0], now, "a test")
+            scheduler.retract(running[0].id, now, "a test")
         return plan(now) or plan(now)
 
     scheduler.plan = planning  # type: ignore[method-assign]

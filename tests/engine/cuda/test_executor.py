@@ -219,10 +219,10 @@ def test_a_disturbed_run_stays_in_bounds(by_graph: bool, prompts_by_graph: dict[
     plan, steps = scheduler.plan, iter(range(10**6))
 
     def planning(now: float) -> Plan | None:
-        running = [*scheduler.admission.decoding, *scheduler.admission.prefilling]
+        running = scheduler.running.requests
         step = next(steps)
         if running and step % 3 == 2 and (victim := rng.choice(running)).retractions < 2:
-            scheduler._retract(victim, now, "a test")
+            scheduler.retract(victim.id, now, "a test")
         elif running and step in (4, 7):
             scheduler.abort(rng.choice(running).id, now)
         found = plan(now) or plan(now)

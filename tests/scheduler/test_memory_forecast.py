@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.scheduler.budget import MemoryForecast, OutputLengths
+from paceline.scheduler.memory_forecast import MemoryForecast, OutputLengths
 from tests.helpers import EOS, harness, prompt, request
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 200)), min_size=1, max_size=12)
 
 
 def naive_peak(requests: list[tuple[int, int]], page_size: int) -> int:
-    """The most pages in use at any moment at which somebody ends, one moment after the other."""
+    """The maximum number of pages in use at any moment at which a request ends, one moment after the other."""
     peak = 0
     for _, ends in requests:
         alive = [own for own, remaining in requests if remaining >= ends]
@@ -21,44 +21,44 @@ def naive_peak(requests: list[tuple[int, int]], page_size: int) -> int:
 
 
 @given(REQUESTS, st.tuples(st.integers(0, 50), st.integers(0, 200)), st.sampled_from([1, 4, 16]))
-def test_the_peak_is_that_of_the_naive_simulation(
+def test_the_predicted_peak_equals_the_naive_simulation(
     requests: list[tuple[int, int]], candidate: tuple[int, int], page_size: int
 ) -> None:
     own, remaining = (np.array(column, dtype=np.int64) for column in zip(*requests, strict=True))
-    outlook = MemoryForecast(page_size, own, remaining)
-    assert outlook.peak_with(*candidate) == naive_peak([*requests, candidate], page_size)
-    outlook.add(*candidate)
-    assert outlook.peak_with(3, 7) == naive_peak([*requests, candidate, (3, 7)], page_size)
+    forecast = MemoryForecast(page_size, own, remaining)
+    assert forecast.peak_with(*candidate) == naive_peak([*requests, candidate], page_size)
+    forecast.add(*candidate)
+    assert forecast.peak_with(3, 7) == naive_peak([*requests, candidate, (3, 7)], page_size)
 
 
 def expected(lengths: OutputLengths, generated: int, most: int) -> int:
     return int(lengths.expected_remaining(np.array([generated]), np.array([most]))[0])
 
 
-def test_without_history_the_expectation_starts_careful_and_decays() -> None:
+def test_without_history_the_expectation_starts_cautious_and_decays() -> None:
     lengths = OutputLengths()
     assert expected(lengths, 0, 1000) == 700
     for _ in range(2000):
-        lengths.step_went_well()
+        lengths.on_step()
     assert expected(lengths, 0, 1000) == 100
-    lengths.had_to_retract()
+    lengths.on_retraction()
     assert expected(lengths, 0, 1000) == pytest.approx(300, abs=1)
 
 
-def test_with_history_it_is_conditioned_on_what_was_generated() -> None:
+def test_with_history_the_expectation_is_conditioned_on_the_generated_tokens() -> None:
     lengths = OutputLengths()
     for _ in range(50):
         lengths.record(10)
         lengths.record(100)
     lengths.caution = 0.0
     assert expected(lengths, 0, 1000) == 55
-    assert expected(lengths, 20, 1000) == 80, "it has outlived the short ones"
-    assert expected(lengths, 20, 30) == 30, "never more than it may"
+    assert expected(lengths, 20, 1000) == 80, "it is already longer than the short ones"
+    assert expected(lengths, 20, 30) == 30, "never more than the maximum"
     lengths.caution = 0.5
-    assert expected(lengths, 200, 1000) == 500, "longer than anything known: a share of what it may"
+    assert expected(lengths, 200, 1000) == 500, "longer than any known output: a share of the maximum"
 
 
-def test_an_output_known_in_advance_is_counted_exactly() -> None:
+def test_an_output_length_known_in_advance_is_counted_exactly() -> None:
     """Eight requests of 4 + 12 tokens each in memory for exactly five of them: five run, none is retracted."""
     subject = harness(num_pages=20, page_size=4, max_running=8)
     subject.add(*(request(prompt([n] * 4), 12) for n in range(8)))

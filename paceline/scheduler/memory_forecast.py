@@ -1,0 +1,126 @@
+"""Memory forecast: expected output lengths, and the peak memory that running requests will need.
+
+Memory is counted in pages, never in tokens: a prompt of 17 tokens costs two pages of 16. Admitting too much ends in a
+retraction, admitting too little idles the GPU. So admission does not look at the memory in use now but at the peak from
+now on, if every request ends where it is expected to.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+_MIN_SAMPLES = 32  # finished requests before their lengths are used
+_WINDOW = 512  # finished requests that are remembered
+
+
+class OutputLengths:
+    """Expected remaining output of a request, from the output lengths of the last few hundred."""
+
+    def __init__(self) -> None:
+        # How far the expectation leans towards the worst case (SGLang: new_token_ratio): it starts high, decays with
+        # every step and rises with every retraction.
+        self.caution = 0.7
+        self._recent: deque[int] = deque(maxlen=_WINDOW)
+        self._fresh = 0
+        self._sorted: Floats = np.empty(0)
+        self._sums_above: Floats = np.zeros(1)
+
+    def record(self, num_tokens: int) -> None:
+        self._recent.append(num_tokens)
+        self._fresh += 1
+
+    def on_step(self) -> None:
+        self.caution = max(0.1, self.caution * 0.995)
+
+    def on_retraction(self) -> None:
+        self.caution = min(1.0, self.caution + 0.2)
+
+    def expected_remaining(self, generated: Ints, max_remaining: Ints) -> Ints:
+        """Expected further tokens of requests that have `generated` so far and can have up to `max_remaining` more."""
+        if len(self._recent) < _MIN_SAMPLES:
+            cautious: Ints = np.ceil(max_remaining * self.caution).astype(np.int64)
+            return cautious
+        if self._fresh * 16 > len(self._recent):
+            self._sorted = np.sort(np.array(self._recent, dtype=np.float64))
+            self._sums_above = np.append(self._sorted[::-1].cumsum()[::-1], 0.0)
+            self._fresh = 0
+        # The mean of the recent outputs that were longer than this one is now; beyond the longest of them only
+        # `max_remaining` is known.
+        first_longer = np.searchsorted(self._sorted, generated, side="right")
+        num_longer = len(self._sorted) - first_longer
+        mean = self._sums_above[first_longer] / np.maximum(num_longer, 1) - generated
+        likely = np.where(num_longer > 0, mean * (1.0 + self.caution), max_remaining * self.caution)
+        expected: Ints = np.minimum(max_remaining, np.ceil(np.maximum(likely, 1.0))).astype(np.int64)
+        return expected
+
+
+class MemoryForecast:
+    """The predicted peak memory of all running requests, in pages.
+
+    Sorted by expected remaining output, descending: when the i-th request ends, the first i are still running and have
+    all grown by its remaining output. The peak is the maximum over these moments. `own` counts the tokens in pages that
+    only one request holds, including those that its prompt has yet to fill; the caller adds shared pages once. The
+    count is exact: rounding each request up to a page separately would cost a page each.
+    """
+
+    def __init__(self, page_size: int, own: Ints, remaining: Ints) -> None:
+        size = self._page_size = page_size
+        order = np.argsort(-remaining, kind="stable")
+        self._own, self._remaining = own[order], remaining[order]
+        # peaks[i] = sum over j <= i of ceil((own[j] + remaining[i]) / size), without a loop over pairs: beyond its
+        # whole pages, request j needs one more page, two if its last page overflows, none if it has no remainder.
+        count = len(order)
+        ranks = np.arange(1, count + 1)
+        remainders = np.zeros((count, size), np.int32)
+        remainders[ranks - 1, self._own % size] = 1
+        at_most = remainders.cumsum(axis=0).cumsum(axis=1)  # [i, x]: how many of the first i have a remainder <= x
+        pages, rest = self._remaining // size, self._remaining % size
+        overflowing = np.where(rest > 0, ranks - at_most[ranks - 1, size - np.maximum(rest, 1)], -at_most[:, 0])
+        self._peaks = np.cumsum(self._own // size) + ranks * (pages + 1) + overflowing
+        # Candidates of one step often have the same lengths, and an admitted one was a candidate before.
+        self._insertions: dict[tuple[int, int], _Insertion] = {}
+
+    def peak_with(self, own: int, remaining: int) -> int:
+        """The peak if a request with that many own and expected tokens were admitted."""
+        return self._insertion(own, remaining).peak
+
+    def add(self, own: int, remaining: int) -> None:
+        """A request was admitted."""
+        insertion = self._insertion(own, remaining)
+        position = insertion.position
+        self._own = _inserted(self._own, position, own)
+        self._remaining = _inserted(self._remaining, position, remaining)
+        self._peaks = np.concatenate([self._peaks[:position], [insertion.at_its_end], insertion.later])
+        self._insertions.clear()
+
+    def _insertion(self, own: int, remaining: int) -> _Insertion:
+        insertion = self._insertions.get((own, remaining))
+        if insertion is None:
+            size = self._page_size
+            position = int(np.searchsorted(-self._remaining, -remaining, side="right"))
+            before = int(((self._own[:position] + (remaining + size - 1)) // size).sum())
+            at_its_end = before - (-(own + remaining) // size)
+            later = self._peaks[position:] + (self._remaining[position:] + (own + size - 1)) // size
+            peak = max(at_its_end, int(self._peaks[:position].max(initial=0)), int(later.max(initial=0)))
+            insertion = self._insertions[own, remaining] = _Insertion(peak, position, at_its_end, later)
+        return insertion
+
+
+class _Insertion(NamedTuple):
+    """A forecast with one more request."""
+
+    peak: int
+    position: int  # how many requests run longer
+    at_its_end: int  # pages in use when it ends
+    later: Ints  # pages in use when each request that ends earlier does
+
+
+def _inserted(column: Ints, position: int, value: int) -> Ints:
+    return np.concatenate([column[:position], [value], column[position:]])

@@ -1,0 +1,99 @@
+"""The running set: which requests prefill and decode, and what is derived from that.
+
+A steady decode step changes nothing here, so what every step needs (slots, sharing and tenants of the decodes) is
+cached. The one thing to know before changing it: only the methods of this class change the two lists, and each of them
+invalidates what it must.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+
+from paceline.request import Phase, Request
+from paceline.scheduler.memory import Memory
+from paceline.scheduler.plan import Column, Sharing
+from paceline.scheduler.sharing import find_sharing
+
+
+class RunningSet:
+    """Requests that hold a slot and have tokens that are not planned yet."""
+
+    def __init__(self, memory: Memory, *, shared_reads: bool) -> None:
+        self._memory = memory
+        self._shared_reads = shared_reads
+        self.decoding: list[Request] = []
+        self.prefilling: list[Request] = []  # admitted, prompt not fully planned; most senior first
+        self.decodes_by_tenant: Counter[str] = Counter()
+        self._decode_slots: Column | None = None
+        self._decode_sharing: Sharing | None = None
+        self._sharing_is_known = False
+
+    def __len__(self) -> int:
+        return len(self.decoding) + len(self.prefilling)
+
+    @property
+    def requests(self) -> list[Request]:
+        return self.decoding + self.prefilling
+
+    # ------------------------------------------------------------------ changes
+
+    def start_prefill(self, request: Request) -> None:
+        request.enter(Phase.PREFILL)
+        insort(self.prefilling, request, key=lambda running: running.seniority)
+
+    def finish_prefill(self, request: Request) -> None:
+        """The prompt is fully planned: the request decodes next, or ends with this pass."""
+        self.prefilling.remove(request)
+
+    def start_decoding(self, request: Request) -> None:
+        request.enter(Phase.DECODING)
+        self.decoding.append(request)
+        self.decodes_by_tenant[request.tenant] += 1
+        self._decodes_changed()
+
+    def stop_decoding(self, request: Request) -> None:
+        self.decoding.remove(request)
+        self.decodes_by_tenant[request.tenant] -= 1
+        if not self.decodes_by_tenant[request.tenant]:
+            del self.decodes_by_tenant[request.tenant]
+        self._decodes_changed()
+
+    def discard(self, request: Request) -> None:
+        """Removes a request if it is here: one that ends with a pass in flight has left already."""
+        if request in self.prefilling:
+            self.prefilling.remove(request)
+        elif request in self.decoding:
+            self.stop_decoding(request)
+
+    def rows_remapped(self) -> None:
+        """Rows read other pages than before, so the sharing of decodes has changed."""
+        self._sharing_is_known = False
+
+    def _decodes_changed(self) -> None:
+        self._decode_slots, self._sharing_is_known = None, False
+
+    # ------------------------------------------------------------------ derived
+
+    @property
+    def decode_slots(self) -> Column:
+        """Slots of the decoding requests, in row order. Read-only: plans keep it."""
+        if self._decode_slots is None:
+            self._decode_slots = np.array([request.slot for request in self.decoding], np.int32)
+            self._decode_slots.flags.writeable = False
+        return self._decode_slots
+
+    def decode_sharing(self, starts: Column, step: int) -> Sharing | None:
+        """Of the decode batch of `step`: one row per decoding request, with `starts` positions in memory."""
+        if not self._sharing_is_known:
+            self._decode_sharing, self._sharing_is_known = self.sharing(self.decoding, starts, step), True
+        return self._decode_sharing
+
+    def sharing(self, requests: Iterable[Request], starts: Column, step: int) -> Sharing | None:
+        """Of a batch with these rows. Its version is the step that found it, so it never repeats."""
+        if not self._shared_reads:
+            return None
+        return find_sharing(map(self._memory.locked_nodes.__getitem__, requests), starts, step)

@@ -1,0 +1,72 @@
+"""The running set: its lists and what it caches about them stay consistent."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.request import Phase, Request
+from paceline.scheduler import Scheduler
+from paceline.scheduler.running_set import RunningSet
+from tests.helpers import harness, prompt, request, scheduler
+
+
+def admitted(core: Scheduler, *requests: Request) -> RunningSet:
+    """The running set after one pass that prefills all of `requests`."""
+    for one in requests:
+        core.add(one, 0.0)
+    assert core.plan(0.0) is not None
+    return core.running
+
+
+def test_prefilling_requests_are_in_order_of_first_admission() -> None:
+    core = scheduler(chunk_tokens=2, max_prefill_tokens=64)
+    first, second = request(range(8)), request(range(20, 28))
+    running = admitted(core, first, second)
+    assert running.prefilling == [first, second] and not running.decoding
+    running.discard(first)
+    first.enter(Phase.WAITING)
+    running.start_prefill(first)
+    assert running.prefilling == running.requests == [first, second]
+    assert len(running) == 2
+
+
+def test_decode_slots_and_tenants_follow_the_decoding_requests() -> None:
+    core = scheduler()
+    one, other = request([1], 9, tenant="a"), request([2], 9, tenant="b")
+    running = admitted(core, one, other)
+    slots = running.decode_slots
+    assert slots.tolist() == [one.slot, other.slot] and running.decodes_by_tenant == {"a": 1, "b": 1}
+    assert running.decode_slots is slots, "a steady step builds nothing"
+    with pytest.raises(ValueError, match="read-only"):
+        slots[0] = 5
+    running.stop_decoding(one)
+    assert running.decode_slots.tolist() == [other.slot] and running.decodes_by_tenant == {"b": 1}
+    assert slots.tolist() == [one.slot, other.slot], "a plan in flight keeps its column"
+
+
+def test_discarding_a_request_that_has_left_does_nothing() -> None:
+    core = scheduler()
+    running = admitted(core, one := request([1], 9))
+    running.stop_decoding(one)
+    running.discard(one)
+    assert len(running) == 0 and not running
+
+
+def test_sharing_is_kept_until_a_decode_joins_or_leaves_or_rows_are_remapped() -> None:
+    subject = harness()
+    for number in range(3):
+        subject.add(request(prompt(range(1, 10), number + 20), 30))
+    for _ in range(3):
+        subject.step()
+    running, starts = subject.scheduler.running, np.full(3, 10, np.int32)
+    step = subject.scheduler.step
+    sharing = running.decode_sharing(starts, step)
+    assert sharing is not None and sharing.common.tolist() == [8, 8]
+    assert running.decode_sharing(starts, step + 1) is sharing
+    running.rows_remapped()
+    again = running.decode_sharing(starts, step + 2)
+    assert again is not None and again.common.tolist() == [8, 8] and again.version == step + 2 != sharing.version
+    running.stop_decoding(running.decoding[-1])
+    fewer = running.decode_sharing(starts[:2], step + 3)
+    assert fewer is not None and fewer.common.tolist() == [8]
