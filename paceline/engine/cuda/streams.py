@@ -78,7 +78,7 @@ class CudaStreams:
         return context
 
     def event(self) -> Any:
-        return _cuda.CudaEvent(enable_timing=True)
+        return _cuda.Event(enable_timing=True)
 
     def pinned(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32, pin_memory=True)
