@@ -243,9 +243,9 @@ MUTANTS = [
     Mutant(
         "logprobs of a biased token are those of the bias",
         "engine/cuda/sampling.py",
-        "raw = logits.clone() if adjusts else logits",
-        "raw = logits",
-        ["tests/engine/test_cuda_sampling.py"],
+        "unadjusted = logits.clone() if adjusts else logits",
+        "unadjusted = logits",
+        ["tests/engine/cuda/test_sampling.py"],
     ),
     Mutant(
         "logprobs of a request that has left are told to the next one",
@@ -287,14 +287,14 @@ MUTANTS = [
         "engine/cuda/swap.py",
         "            if last > self._num_spills - _RECENT:",
         "            if last > self._num_spills:",
-        ["tests/engine/test_cuda_swap.py"],
+        ["tests/engine/cuda/test_swap.py"],
     ),
     Mutant(
         "a buffer is filled while its copy leaves",
         "engine/cuda/swap.py",
         "            self._copied[(number - 2) % _RECENT].wait(streams.engine)  # it read this buffer",
         "            pass",
-        ["tests/engine/test_cuda_swap.py"],
+        ["tests/engine/cuda/test_swap.py"],
     ),
 ]
 
