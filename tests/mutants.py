@@ -222,7 +222,7 @@ MUTANTS = [
     Mutant(
         "a kernel counts a token each time it passes by",
         "kernels/adjust.py",
-        "        fresh = position >= tl.load(mine + 7)",
+        "        fresh = position >= tl.load(mine + _NUM_COUNTED)",
         "        fresh = position >= 0",
         ["tests/kernels/test_adjust.py"],
     ),
