@@ -15,7 +15,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,7 @@ def work(seconds: float) -> None:
         pass
 
 
-def measure(num_threads: int, pause_s: float, beside: bool) -> dict[str, Any]:
+def measure(num_threads: int, pause_s: float, concurrent: bool) -> dict[str, Any]:
     """Microseconds per step to advance the grammars and compute the masks, or to start them and wait for them."""
     grammar._MAX_THREADS = num_threads
     tokenizer, rng = synthetic_tokenizer(VOCAB), np.random.default_rng(0)
@@ -57,45 +56,45 @@ def measure(num_threads: int, pause_s: float, beside: bool) -> dict[str, Any]:
     for request in requests:
         assert request.params.grammar is not None, "every request has a grammar"
         grammars.attach(request, grammars.compile(request.params.grammar).result())
-    plan: Any = SimpleNamespace(requests=tuple(requests), samples=np.ones(ROWS, np.bool_))
     bits = np.zeros((ROWS, WORDS), np.int32)
     spent: dict[str, list[float]] = defaultdict(list)
 
-    def timed(what: str, call: Callable[..., Any], *args: Any) -> None:
+    def timed(what: str, call: Callable[..., Any], *args: Any) -> Any:
         began = time.perf_counter()
-        call(*args)
+        result = call(*args)
         spent[what].append((time.perf_counter() - began) * 1e6)
+        return result
 
-    def room(rows: int, words: int) -> Any:
+    def mask_buffer(rows: int, words: int) -> Any:
         return bits[:rows]
 
     for _ in range(STEPS):
-        if beside:
-            timed("start", grammars.start_masks, plan, room)
+        if concurrent:
+            timed("start", grammars.start_masks, requests, mask_buffer)
             work(WORK_S)
             timed("wait", grammars.wait_masks)
         else:
-            timed("masks", grammars.masks, plan, room)
+            timed("masks", grammars.masks, requests, mask_buffer)
         tokens = np.array([allowed(mask, rng) for mask in bits], np.int32)
         time.sleep(pause_s)
-        timed("tokens", grammars.advance, Updates(tuple(requests), tokens, (), 0))
-    assert not grammars.take_failures(), "a grammar refused a token that its mask allows"
+        failures = timed("tokens", grammars.advance, Updates(tuple(requests), tokens, (), 0))
+        assert not failures, "a grammar refused a token that its mask allows"
     grammars.close()
     return {what: np.array(each) for what, each in sorted(spent.items())}
 
 
 def main() -> None:
     cores = grammar._num_cores()
-    print(f"{cores} cores; microseconds a step of {ROWS} rows: median, 90th percentile")
-    for pause_s, beside in ((0.0, False), (PAUSE_S, False), (PAUSE_S, True)):
+    print(f"{cores} cores; microseconds per step of {ROWS} rows: median, 90th percentile")
+    for pause_s, concurrent in ((0.0, False), (PAUSE_S, False), (PAUSE_S, True)):
         for threads in sorted({1, 2, 3, 4, 6, 8, 12, max(1, cores - 1)}):
             if threads > cores:
                 continue
             found = "   ".join(
                 f"{what} {np.median(each):6.0f} {np.percentile(each, 90):6.0f}"
-                for what, each in measure(threads, pause_s, beside).items()
+                for what, each in measure(threads, pause_s, concurrent).items()
             )
-            how = f"{WORK_S * 1e3:3.1f} ms of concurrent work" if beside else "no concurrent work"
+            how = f"{WORK_S * 1e3:3.1f} ms of concurrent work" if concurrent else "no concurrent work"
             print(f"pause {pause_s * 1e3:3.1f} ms, {how}, {threads:2} threads: {found}", flush=True)
 
 

@@ -47,6 +47,7 @@ from paceline.kernels.silu_mul import silu_mul, silu_mul_reference
 from paceline.kernels.slot_state import SlotState
 from paceline.request import Request, SamplingParams
 from paceline.sampling.adjust import adjustments_of, seen_tokens
+from paceline.scheduler.plan import Join
 from tests.kernels.cases import poison_unwritten, poisoned, random_cache, relative_error
 from tests.kernels.trees import random_sharing
 
@@ -354,7 +355,7 @@ def test_adjusting_and_masking_at_size() -> None:
         )
         request = Request(str(row), pool[row, : 50 * row + 1], params, bad_word_ids=((5,), (int(pool[row, 99]), 6)))
         request.stop_ids = frozenset({1, 2})
-        by = adjustments_of(request, vocab)
+        by = adjustments_of(Join.of(request, row), vocab)
         assert by is not None
         tokens = pool[row, : 60 * row + 2]
         runs += adjust_runs(

@@ -20,6 +20,7 @@ from paceline.kernels.adjust import (
 )
 from paceline.request import Request, SamplingParams
 from paceline.sampling.adjust import Adjustments, adjust_row, adjustments_of, seen_tokens
+from paceline.scheduler.plan import Join
 
 VOCAB, LENGTH, SLOTS = 90, 40, 6
 RNG = np.random.default_rng(6)
@@ -61,7 +62,7 @@ def test_rows_are_adjusted_as_on_the_cpu_pass_after_pass(indexed: bool) -> None:
     reference.words.fill_(77)  # left by the slot's last request
     ours.words.fill_(77)
     slots = RNG.permutation(SLOTS)
-    adjustments = [adjustments_of(request, VOCAB) for request, _ in given]
+    adjustments = [adjustments_of(Join.of(request, 0), VOCAB) for request, _ in given]
     packed = pack_runs([run for (_, tokens), by, slot in zip(given, adjustments, slots.tolist(), strict=True)
                         for run in runs_of(slot, by, tokens)])  # fmt: skip
     write_runs_reference(packed, reference)

@@ -42,7 +42,7 @@ from paceline.engine.cuda.sharing import ShareRule
 from paceline.engine.cuda.stats import ExecutorStats
 from paceline.engine.cuda.streams import CudaEvent, Graph, Streams
 from paceline.engine.cuda.swap import CudaSwap
-from paceline.engine.executor import Result
+from paceline.engine.executor import Capabilities, Executor, Result
 from paceline.kernels.adjust import write_runs
 from paceline.kernels.slot_state import SlotState, apply_diff
 from paceline.sampling.types import Bits, Masks
@@ -123,8 +123,10 @@ class CudaPending:
         return self._result
 
 
-class CudaExecutor:
+class CudaExecutor(Executor):
     """Executes plans on a GPU. On a CPU device it runs in Triton's interpreter, for tests."""
+
+    capabilities = Capabilities(logits=True)
 
     def __init__(
         self,
@@ -248,7 +250,7 @@ class CudaExecutor:
         began = time.perf_counter()
         streams, stats = self._streams, self.stats
         prepared, buffers, packed = self._prepared or (plan, *self._send(plan))
-        assert prepared is plan, "another plan was prepared than is launched"
+        assert prepared.step == plan.step, "another plan was prepared than is launched"
         self._prepared = None
         ring_index = self._count % _DEPTH
         self._count += 1

@@ -30,10 +30,9 @@ from paceline.engine.cuda.sharing import NOTHING_SHARED, SharedUnits, ShareRule,
 from paceline.engine.cuda.tiles import SharedTiles, SplitRule, extend_tiles, extend_units, shared_tiles
 from paceline.kernels._triton import cdiv
 from paceline.kernels.layouts import EXTEND_UNIT_WORDS
-from paceline.request import Request
 from paceline.sampling.adjust import adjustments_of, seen_tokens
 from paceline.sampling.logprobs import LogprobTable, LogprobWidth
-from paceline.scheduler.plan import Plan, Sharing
+from paceline.scheduler.plan import Join, Plan
 
 Column = npt.NDArray[np.int32]
 
@@ -140,7 +139,7 @@ class PlanPacker:
         self._prefill_sizes = prefill_sizes
         self._share_rule = share_rule
         self._split_rule = split_rule
-        self._sharing: Sharing | None = None  # the input of `_shared`
+        self._sharing_version = 0  # of the plan that `_shared` was computed from
         self._shared: SharedUnits | None = None  # the device's shared units
         self._shared_block_m = 0
         self._vocab_size = vocab_size
@@ -233,15 +232,15 @@ class PlanPacker:
 
     def _update_sharing(self, plan: Plan, num_decodes: int) -> bool:
         """Updates `_shared` to what the decode rows of this plan share. Returns whether the device must be updated."""
-        if self._share_rule is None or plan.sharing is self._sharing:
+        if self._share_rule is None or plan.sharing_version == self._sharing_version:
             return False
-        self._sharing, before = plan.sharing, self._shared
+        self._sharing_version, before = plan.sharing_version, self._shared
         self._shared, self._shared_block_m = self._share_rule.choose(plan, num_decodes)
         return self._shared is not None or before is not None
 
     def _diff(self, plan: Plan, num_decodes: int) -> Column:
         joins = plan.joins
-        words = np.stack([self._join(join.slot, join.request) for join in joins]) if joins else None
+        words = np.stack([self._join(join) for join in joins]) if joins else None
         stale = self._computed[plan.slots] != plan.starts
         rows = plan.slots
         if np.array_equal(rows, self._rows):
@@ -259,12 +258,12 @@ class PlanPacker:
             shared=(self._shared or NOTHING_SHARED) if self._update_sharing(plan, num_decodes) else None,
         )
 
-    def _join(self, slot: int, request: Request) -> Column:
+    def _join(self, join: Join) -> Column:
         """Updates the host's tables for a slot's new request. Returns the slot's sampling words for the device."""
-        params = request.params
+        slot, params = join.slot, join.params
         top_k = params.top_k if params.top_k is not None and params.top_k < self._vocab_size else 0
         self._filtered[slot] = not params.is_greedy and (top_k > 0 or params.top_p < 1 or params.min_p > 0)
-        self.logprobs.join(slot, request)
+        self.logprobs.join(join)
         temperature = 0.0 if params.is_greedy else params.temperature
         return sampling_words(
             temperature, top_k, params.top_p, params.min_p, params.seed or 0, params.logprobs, params.logprob_token_ids
@@ -274,7 +273,7 @@ class PlanPacker:
         """The packed adjustments of joining requests; empty for most plans."""
         runs: list[Run] = []
         for join in plan.joins:
-            by = adjustments_of(join.request, self._vocab_size)
+            by = adjustments_of(join, self._vocab_size)
             if by is not None:
                 runs += adjust_runs(
                     join.slot,

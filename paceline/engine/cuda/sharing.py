@@ -107,7 +107,7 @@ class ShareRule:
         block_m = next((size for size in BLOCK_SIZES if heads <= size), BLOCK_SIZES[-1])
         if block_m < 2 * self.group or (heads == 2 * self.group and int(common.max()) < self.min_pair_tokens):
             return None, 0
-        ends = np.array([len(one.prompt) + one.max_tokens for one in plan.requests[:num_decodes]])
+        ends = plan.max_lengths[:num_decodes]
         found = None
         for chunk in self.chunks:  # the longest that loses little and leaves enough units
             if int((common // chunk).sum()) * chunk < 0.85 * worth:

@@ -69,7 +69,7 @@ def test_background_work_captures_prefill_graphs(monkeypatch: pytest.MonkeyPatch
     with llm:
         assert not run_background_work() and not prefill_keys(device), "nothing is compiled yet"
         wanted = llm.generate([PROMPTS[3], PROMPTS[1]], once)
-        assert [llm.engine.ask(lambda _: run_background_work()).result() for _ in range(3)] == [True, True, False]
+        assert [llm.engine.call(lambda _: run_background_work()).result() for _ in range(3)] == [True, True, False]
         assert [key.prefill.tokens for key in prefill_keys(device) if key.prefill] == [8, 16]
         device.reset_stats()
         found = llm.generate([PROMPTS[3], PROMPTS[1]], once)
