@@ -436,7 +436,8 @@ def decode_attention_tuning(
     rows: int, group: int, shared_block_m: int, short_contexts: bool = False
 ) -> tuple[DecodeTuning, DecodeTuning]:
     """The tuning for units of one row, and for units of `shared_block_m` query heads that several rows share; 0: no
-    unit is shared. Fastest on an H200 at 1 to 256 rows with 2, 4 and 5 query heads per KV head (docs/log.md).
+    unit is shared. The fastest on an H200 at 1 to 256 rows with 2, 4 and 5 query heads per KV head
+    (docs/log/decode-attention.md).
 
     `short_contexts`: many rows have a few hundred tokens each, so many small programs are faster. Units of one row have
     tiles of just the heads of one KV head: a tile of 16 spends a third of its instructions on empty rows. Large batches

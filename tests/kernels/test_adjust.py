@@ -63,8 +63,10 @@ def test_rows_are_adjusted_as_on_the_cpu_pass_after_pass(indexed: bool) -> None:
     ours.words.fill_(77)
     slots = RNG.permutation(SLOTS)
     adjustments = [adjustments_of(Join.of(request, 0), VOCAB) for request, _ in given]
-    packed = pack_runs([run for (_, tokens), by, slot in zip(given, adjustments, slots.tolist(), strict=True)
-                        for run in runs_of(slot, by, tokens)])  # fmt: skip
+    runs = []
+    for (_, tokens), by, slot in zip(given, adjustments, slots.tolist(), strict=True):
+        runs += runs_of(slot, by, tokens)
+    packed = pack_runs(runs)
     write_runs_reference(packed, reference)
     write_runs(torch.from_numpy(np.concatenate([packed, packed[:5]])), ours, num_programs=2)
     assert torch.equal(reference.words, ours.words)

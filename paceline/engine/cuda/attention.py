@@ -51,7 +51,7 @@ _MAX_SHARED_UNITS = 1 << 14  # of all rows together, where rows share: longer co
 
 
 def decode_chunks(rows: int) -> Chunks:
-    """The fastest chunk sizes by batch size, in whole runs of `nano` on an H200 (docs/log.md).
+    """The fastest chunk sizes by batch size, in whole runs of `nano` on an H200 (docs/log/decode-attention.md).
 
     Some 528 programs of decode attention run at the same time there, one for each unit and KV head (8): 48 to 64 rows
     fill the GPU once without being split, 96 would fill it 1.5 times, from 128 on the last wave matters less.

@@ -21,7 +21,7 @@ from paceline.engine.cuda.inputs import PrefillBucket
 from paceline.engine.cuda.streams import Graph, Streams
 
 SHORT_CONTEXT_ROWS = 96  # batches with more rows have a graph of their own for short contexts
-_SHORT_CONTEXT_TOKENS = 512  # per row on average; measured well above and below, not at the break-even (docs/log.md)
+_SHORT_CONTEXT_TOKENS = 512  # per row on average; measured well above and below (docs/log/decode-attention.md)
 
 MAX_GRAPHS = 192  # of some 4 MB each; keys and buckets could make more than a thousand
 CAPTURE_AFTER = 3  # times that a prefill bucket is launched kernel by kernel before it is worth capturing

@@ -13,6 +13,7 @@ when they read the GEMM's output (`defer_norm`), where they can, so that a layer
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,13 +33,18 @@ AttentionKernels = Callable[[int, Tensor, Tensor], None]  # layer, qkv [T, (Q + 
 
 _MAX_FUSED_ROWS = 128
 # The fused kernels were tuned for Qwen3-0.6B. A layer with a matrix of 8 million elements or more is faster with cuBLAS
-# alone, at any number of rows (docs/log.md).
+# alone, at any number of rows (docs/log/gemms.md).
 _LARGE_WEIGHT = 1 << 23
 _MAX_SPLIT_K = 4
+_UNSUPPORTED_FIELDS = ("activation", "norm_placement", "attention_scale", "score_cap", "logit_cap")  # of ModelSpec
 
 
 def check_supported(spec: ModelSpec) -> None:
-    """Raises ConfigError for a model that the kernels cannot compute."""
+    """Raises ConfigError for a model that the kernels cannot compute. One that learns an option leaves the list."""
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        if field.name in _UNSUPPORTED_FIELDS and value != field.default:
+            raise ConfigError(f"{field.name} is {value!r}, which device cuda does not support: choose device cpu.")
     if spec.head_dim & (spec.head_dim - 1) or spec.head_dim < 16:
         raise ConfigError(
             f"head_dim is {spec.head_dim}: device cuda needs a power of two of at least 16; choose device cpu."
@@ -183,7 +189,8 @@ class CudaModel:
         return weights.bias is None and self.dtype is not torch.float16
 
     def uses_pdl(self, num_tokens: int) -> bool:
-        """Whether a decode batch uses programmatic dependent launch: 4 to 6% where GEMMs are fused (docs/log.md)."""
+        """Whether a decode batch uses programmatic dependent launch (PDL): 4 to 6% faster where GEMMs are fused
+        (docs/log/gemms.md)."""
         return self.fused_tuning(self.layers[0].qkv, num_tokens) is not None and self.device.type == "cuda"
 
     def select(self, hidden: Tensor, index: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ def shared_units(rows: Words, common: Words, num_rows: int, chunk: int, rows_per
 
 @dataclass(frozen=True, slots=True)
 class ShareRule:
-    """When and how rows of a batch share KV reads; measured in docs/log.md."""
+    """When and how rows of a batch share KV reads; measured in docs/log/shared-prefix-attention.md."""
 
     group: int  # query heads per KV head
     max_units: int  # capacity of the device buffers, for units and their queries and for partial results

@@ -35,7 +35,7 @@ def extend_tiles(starts: Words, lengths: Words, tokens: int, rows: Words | None 
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """Into how many splits the keys of a tile are divided (docs/log.md).
+    """Into how many splits the keys of a tile are divided (docs/log/prefill-attention.md).
 
     Times are counted in keys that a program reads. The first candidate is a split as long as the average work of a
     program; shorter splits are used where they balance the last wave of programs.
