@@ -87,9 +87,9 @@ def record(
             scheduler.add(dataclasses.replace(one, id=f"{run}-{index}").request(), clock())
             clock.advance(gap_s)
         while scheduler.has_work:
-            updates = loop.step()
-            assert updates is not None, "there is work"
-            device.ended(updates.finished)
+            output = loop.step()
+            assert output is not None, "there is work"
+            device.ended(output.updates.finished)
         recorder.mark(f"end of run {run}")
         clock.advance(1.0)
     recorder.close()
