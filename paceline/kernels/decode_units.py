@@ -247,18 +247,23 @@ def _decode_units_kernel(
             record = units + u * _UNIT_WORDS
             tl.store(record + _UNIT_ROW, sharer, mask=inside)
             tl.store(record + _UNIT_SLOT, tl.load(row_slots + sharer, mask=inside, other=0), mask=inside)
-            first_query = tl.load(source + _SHARED_FIRST_QUERY, mask=inside, other=0)
-            tl.store(record + _UNIT_FIRST_QUERY, first_query, mask=inside)
-            num_queries = tl.load(source + _SHARED_NUM_QUERIES, mask=inside, other=0)
-            tl.store(record + _UNIT_NUM_QUERIES, num_queries, mask=inside)
+            tl.store(
+                record + _UNIT_FIRST_QUERY, tl.load(source + _SHARED_FIRST_QUERY, mask=inside, other=0), mask=inside
+            )
+            tl.store(
+                record + _UNIT_NUM_QUERIES, tl.load(source + _SHARED_NUM_QUERIES, mask=inside, other=0), mask=inside
+            )
             tl.store(record + _UNIT_BEGIN, chunk * size, mask=inside)
             tl.store(record + _UNIT_END, (chunk + 1) * size, mask=inside)
             tl.store(record + _UNIT_INDEX, chunk, mask=inside)
             tl.store(record + _UNIT_IS_TAIL, u * 0, mask=inside)
             # Position, number of chunks and first partial, which are in the same order in both records.
             for word in tl.static_range(3):
-                row_word = tl.load(rows + sharer * _ROW_WORDS + word, mask=inside, other=0)
-                tl.store(record + _UNIT_POSITION + word, row_word, mask=inside)
+                tl.store(
+                    record + _UNIT_POSITION + word,
+                    tl.load(rows + sharer * _ROW_WORDS + word, mask=inside, other=0),
+                    mask=inside,
+                )
 
 
 @triton.jit
