@@ -1,5 +1,8 @@
-"""Attention of decodes and of prompts, by tuning; prompts beside torch's own on contiguous keys, and with keys split
-by one rule or another."""
+"""Decode and prefill attention by tuning: `python benchmarks/kernels.py attention extend splits`.
+
+Prints microseconds per layer. Prefill is compared with torch's attention on contiguous keys, and with keys split by
+several rules.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +32,16 @@ from benchmarks.kernel_timing import (
     scene,
     timed,
 )
+from paceline.engine.cuda.tiles import ExtendUnits, SplitRule, Words, extend_tiles, extend_units
 from paceline.kernels.decode_attention import DecodeTuning, decode_attention
 from paceline.kernels.decode_units import Chunks
 from paceline.kernels.extend_attention import (
-    ExtendParts,
+    ExtendSplits,
     ExtendTuning,
     ExtendWorkspace,
     extend_attention,
     tokens_per_tile,
 )
-from paceline.kernels.extend_tiles import ExtendUnits, SplitRule, Words, extend_tiles, extend_units
 from paceline.kernels.rope_kv import rope_table
 
 ATTENTION = [
@@ -74,9 +77,19 @@ def attention_of(rows: Rows, what: Scene, tuning: DecodeTuning, caches: torch.Te
         for layer in range(what.layers):
             k, v = caches[2 * layer], caches[2 * layer + 1]
             decode_attention(
-                qkv[layer % 2], k, v, rows.state.page_table, table, norm, norm, EPS,
-                rows.units, rows.workspace, out, tuning=tuning,
-            )  # fmt: skip
+                qkv[layer % 2],
+                k,
+                v,
+                rows.state.page_table,
+                table,
+                norm,
+                norm,
+                EPS,
+                rows.units,
+                rows.workspace,
+                out,
+                tuning=tuning,
+            )
 
     return work
 
@@ -84,7 +97,7 @@ def attention_of(rows: Rows, what: Scene, tuning: DecodeTuning, caches: torch.Te
 def compile_attention(tuning: DecodeTuning) -> str:
     what = Scene("tiny", (40, 70), layers=1)
     rows = Rows(what)
-    rows.cut(what.chunks)
+    rows.split(what.chunks)
     try:
         attention_of(rows, what, tuning, randn(2, rows.num_pages, PAGE, KV_HEADS, HEAD))()
         torch.cuda.synchronize()
@@ -115,7 +128,7 @@ def bench_attention() -> None:
     lines = []
     for what in scenes:
         rows = Rows(what)
-        rows.cut(what.chunks)
+        rows.split(what.chunks)
         caches = randn(2 * what.layers, rows.num_pages, PAGE, KV_HEADS, HEAD)
         found = []
         for tuning in good:
@@ -129,14 +142,14 @@ def bench_attention() -> None:
         found = []
         for tuning in good_shared if share else good:
             rows = Rows(shared, rows_per_unit=tuning.block_m // 2, share=share)
-            rows.cut(shared.chunks)
+            rows.split(shared.chunks)
             caches = randn(2 * shared.layers, rows.num_pages, PAGE, KV_HEADS, HEAD)
             seconds = timed(attention_of(rows, shared, tuning, caches)) / shared.layers
             found.append((seconds, tuning))
             del caches
         found.sort(key=lambda pair: pair[0])
-        lines.append(report_attention(f"{shared.name} {'read once' if share else 'read by each'}", rows, found))
-    print("Decode attention: µs per layer, KV addressed per second; the three best and the worst")
+        lines.append(report_attention(f"{shared.name} {'shared reads' if share else 'separate reads'}", rows, found))
+    print("Decode attention: µs per layer, KV bytes per second; the three best and the worst")
     print("\n".join(lines), flush=True)
 
 
@@ -151,7 +164,7 @@ def report_attention(name: str, rows: Rows, found: list[tuple[float, DecodeTunin
     return f"{name:32} {best * 1e6:8.1f} µs {rate:6.2f} TB/s   {'  '.join(texts)}  worst {found[-1][0] * 1e6:.1f}"
 
 
-# ---- prompts --------------------------------------------------------------------------------------------------------
+# ---- prefill --------------------------------------------------------------------------------------------------------
 
 
 def compile_extend(tuning: ExtendTuning) -> str:
@@ -222,46 +235,46 @@ def bench_extend() -> None:
             if tuning not in failed:
                 found.append((timed(bench_extend_case(starts, lengths, tuning, check=i == 0)), tuning))
         found.sort(key=lambda pair: pair[0])
-        plain = float("nan")
+        sdpa = float("nan")
         if not starts[0]:
             q, k, v = (randn(len(starts), h, lengths[0], HEAD) for h in (Q_HEADS, KV_HEADS, KV_HEADS))
             with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-                plain = timed(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))  # noqa: B023
+                sdpa = timed(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))  # noqa: B023
         seconds, tuning = found[0]
-        RESULTS[f"extend {name}"] = {"sdpa": plain, "all": [(s, asdict(t)) for s, t in found]}
+        RESULTS[f"extend {name}"] = {"sdpa": sdpa, "all": [(s, asdict(t)) for s, t in found]}
         best3 = "  ".join(f"{s * 1e6:.0f} {tuple(asdict(t).values())}" for s, t in found[:3])
         lines.append(
             f"{name:22} {seconds * 1e6:8.0f} µs {flops / seconds / 1e12:5.0f} TFLOP/s   "
-            f"sdpa flash {plain * 1e6:8.0f} µs   {best3}"
+            f"sdpa flash {sdpa * 1e6:8.0f} µs   {best3}"
         )
     print("Prefill attention, per layer")
     print("\n".join(lines), flush=True)
 
 
-# ---- prompts whose keys are split -----------------------------------------------------------------------------------
+# ---- prefill with split keys ----------------------------------------------------------------------------------------
 
-Split = Callable[[Words], Words]  # keys of tiles to parts
+Split = Callable[[Words], Words]  # keys of tiles -> splits of each
 
 
-def for_the_whole_pass(keys: Words) -> Words:
-    """All tiles alike, in twice as many parts as long as the programs fit: the rule before `SplitRule`."""
-    parts = 1
-    while 2 * parts * len(keys) * KV_HEADS <= 264 and int(keys.max()) // (2 * parts) >= 512:
-        parts *= 2
-    return np.full(len(keys), parts, np.int32)
+def uniform_splits(keys: Words) -> Words:
+    """The same number of splits for all tiles, doubled as long as the programs fit: the rule before `SplitRule`."""
+    splits = 1
+    while 2 * splits * len(keys) * KV_HEADS <= 264 and int(keys.max()) // (2 * splits) >= 512:
+        splits *= 2
+    return np.full(len(keys), splits, np.int32)
 
 
 RULE = partial(SplitRule, KV_HEADS)
 SPLITS: dict[str, Split] = {
     "none": lambda keys: np.ones(len(keys), np.int32),
-    "whole pass": for_the_whole_pass,
-    "by tile": RULE().parts,
-    "load 1": RULE(loads=(1.0,)).parts,
-    "load 1/2": RULE(loads=(0.5,)).parts,
-    "load 1/4": RULE(loads=(0.25,)).parts,
-    "256 keys": RULE(least_keys=256).parts,
-    "1024 keys": RULE(least_keys=1024).parts,
-    "2048 keys": RULE(least_keys=2048).parts,
+    "uniform": uniform_splits,
+    "by tile": RULE().splits,
+    "load 1": RULE(loads=(1.0,)).splits,
+    "load 1/2": RULE(loads=(0.5,)).splits,
+    "load 1/4": RULE(loads=(0.25,)).splits,
+    "256 keys": RULE(min_keys=256).splits,
+    "1024 keys": RULE(min_keys=1024).splits,
+    "2048 keys": RULE(min_keys=2048).splits,
 }
 SPLIT_CASES = {
     "64 after 24000, 2 x 576": ([24_000, 0, 0], [64, 576, 576]),
@@ -276,7 +289,7 @@ SPLIT_CASES = {
 
 
 class SplitCase:
-    """Rows of prompts, and keys of some layers that take turns, so that none finds its own in the L2."""
+    """Prefill rows, and the keys of some layers in turn, so that no layer finds its keys in the L2 cache."""
 
     def __init__(self, starts: list[int], lengths: list[int], layers: int = 4) -> None:
         self.tuning = ExtendTuning()
@@ -292,17 +305,26 @@ class SplitCase:
         return extend_units(tiles, split(tiles[:, 2]))
 
     def run(self, made: ExtendUnits) -> tuple[float, torch.Tensor]:
-        """Seconds a layer, and the last one's output."""
+        """Seconds per layer, and the output of the last one."""
         units, state, out = ints(made.units), self.rows.state, torch.full_like(self.q, torch.nan)
-        workspace = ExtendWorkspace.empty(made.num_parts * KV_HEADS, self.tuning, HEAD, "cuda")
-        parts = ExtendParts(ints(made.folds), made.num_parts, workspace) if made.num_parts else None
+        workspace = ExtendWorkspace.empty(made.num_splits * KV_HEADS, self.tuning, HEAD, "cuda")
+        splits = ExtendSplits(ints(made.merges), made.num_splits, workspace) if made.num_splits else None
 
         def work() -> None:
             for k, v in self.caches:
                 extend_attention(
-                    self.q, k, v, state.page_table, units, state.row_slots, self.positions, self.query_starts, out,
-                    tuning=self.tuning, parts=parts,
-                )  # fmt: skip
+                    self.q,
+                    k,
+                    v,
+                    state.page_table,
+                    units,
+                    state.row_slots,
+                    self.positions,
+                    self.query_starts,
+                    out,
+                    tuning=self.tuning,
+                    splits=splits,
+                )
 
         return timed(work) / len(self.caches), out
 
@@ -319,17 +341,17 @@ def bench_splits() -> None:
     lines = [f"{'':26}" + "".join(f"{name:>17}" for name in (*SPLITS, "host, by tile"))]
     for name, (starts, lengths) in SPLIT_CASES.items():
         case = SplitCase(starts, lengths)
-        _, plain = case.run(case.units(SPLITS["none"]))
+        _, reference = case.run(case.units(SPLITS["none"]))
         line, found = f"{name:26}", {}
         for rule, split in SPLITS.items():
             made = case.units(split)
             found[rule], out = case.run(made)
-            error = float((out.float() - plain.float()).norm() / plain.float().norm())
-            assert error < 1e-2, f"{name}: keys split by {rule!r} and whole ones are {error} apart"
+            error = float((out.float() - reference.float()).norm() / reference.float().norm())
+            assert error < 1e-2, f"{name}: keys split by {rule!r} differ from whole ones by {error}"
             line += f"{found[rule] * 1e6:10.1f} ({len(made.units):4})"
         found["host"] = case.host_seconds(SPLITS["by tile"])
         lines.append(f"{line}{found['host'] * 1e6:17.0f}")
         RESULTS[f"splits {name}"] = found
         del case
-    print("Prefill attention with keys split by different rules: µs per layer (units of a KV head)")
+    print("Prefill attention with keys split by different rules: µs per layer (units per KV head)")
     print("\n".join(lines), flush=True)

@@ -1,5 +1,8 @@
-"""What decode attention takes of the GPU's power, beside a plain read: for seconds, as a run lasts, not for the
-milliseconds in which a GPU does not mind. A GPU at its limit of power lowers its clock, and everything else waits."""
+"""Power and clocks of decode attention and of a plain memory read: `python benchmarks/kernels.py power`.
+
+Each runs for seconds, as in a real run: a GPU at its power limit lowers its clock, which a burst of milliseconds does
+not show. Prints TB/s in a burst and sustained, watts, MHz and joules per TB.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from paceline.kernels._triton import tl, triton
 from paceline.kernels.decode_attention import DecodeTuning, decode_attention_tuning
 from paceline.kernels.decode_units import Chunks
 
-_SETTLES, _LASTS = 0.7, 1.8  # seconds
+_SETTLE_S, _RUN_S = 0.7, 1.8
 
 OTHERS = {
     "32 keys, 4 warps": DecodeTuning(block_m=2),
@@ -36,7 +39,7 @@ def _read_kernel(x, order, out, PAGES: tl.constexpr, SIZE: tl.constexpr, BLOCK: 
 
 
 class Meter:
-    """Watts and MHz, some twenty times a second."""
+    """Samples watts and MHz some twenty times per second."""
 
     def __init__(self) -> None:
         tool = ["nvidia-smi", "-lms", "50", "--query-gpu=power.draw.instant,clocks.sm", "--format=csv,noheader,nounits"]
@@ -45,7 +48,7 @@ class Meter:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
+        assert self._process.stdout is not None, "stdout is a pipe"
         for line in self._process.stdout:
             watts, clock = line.split(",")
             self._seen.append((time.time(), float(watts), float(clock)))
@@ -60,19 +63,21 @@ class Meter:
 
 
 def bench_power() -> None:
-    print("Memory read: TB/s in a burst and for seconds, watts, MHz, joules a TB")
+    print("Memory reads: TB/s in a burst and sustained, watts, MHz, joules per TB")
     meter = Meter()
     try:
         _read(meter)
         for name, batch, mean, spread in [
-            ("b256 ~840", 256, 840, 700), ("b160 ~1000", 160, 1000, 700), ("b96 ~1200", 96, 1200, 700),
+            ("b256 ~840", 256, 840, 700),
+            ("b160 ~1000", 160, 1000, 700),
+            ("b96 ~1200", 96, 1200, 700),
             ("b256 ~272", 256, 272, 128),
-        ]:  # fmt: skip
+        ]:
             what = scene(name, batch, mean, spread, chunks=Chunks(max_tokens=2048))
             rows = Rows(what)
-            rows.cut(what.chunks)
+            rows.split(what.chunks)
             caches = randn(2 * what.layers, rows.num_pages, PAGE, KV_HEADS, HEAD)
-            shipped = decode_attention_tuning(batch, 2, 0, short=mean < 400)[0]
+            shipped = decode_attention_tuning(batch, 2, 0, short_contexts=mean < 400)[0]
             for label, tuning in {"as shipped": shipped, **OTHERS}.items():
                 graph = graph_of(attention_of(rows, what, tuning, caches))
                 _sustain(meter, f"{name}, {label}", graph, rows.kv_bytes * what.layers)
@@ -93,12 +98,12 @@ def _sustain(meter: Meter, name: str, graph: torch.cuda.CUDAGraph, num_bytes: in
     burst = time_graph(graph, repeats=5, inner=2)
     inner = max(1, int(0.05 / burst))
     began, times = time.time(), []
-    while time.time() < began + _LASTS:
+    while time.time() < began + _RUN_S:
         took = mean_of(graph, inner)
-        if time.time() > began + _SETTLES:
+        if time.time() > began + _SETTLE_S:
             times.append(took)
     seconds = statistics.mean(times)
-    watts, clock = meter.since(began + _SETTLES)
+    watts, clock = meter.since(began + _SETTLE_S)
     RESULTS[f"power {name}"] = (burst, seconds, watts, clock)
     rates = f"{num_bytes / burst / 1e12:6.2f} {num_bytes / seconds / 1e12:6.2f}"
     print(f"{name:32} {rates} {watts:6.0f} {clock:6.0f} {watts * seconds / num_bytes * 1e12:7.1f}", flush=True)

@@ -1,6 +1,6 @@
-"""What the benchmarks of kernels have in common: the shape of the model, rows to decode, timing inside a CUDA graph.
+"""Shared by the kernel benchmarks: the shape of the model, rows to decode, timing inside a CUDA graph.
 
-Whatever is timed must outlive its graph: a graph holds addresses, not tensors.
+Tensors that are timed must outlive their graph: a graph holds addresses, not tensors.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from paceline.engine.cuda.packing import sampling_words
 from paceline.kernels.decode_attention import DecodeWorkspace
 from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_units
-from paceline.kernels.slot_state import SlotState, sampling_words
+from paceline.kernels.slot_state import SlotState
 
 Job = TypeVar("Job")
 # Qwen3-0.6B
@@ -48,7 +49,7 @@ def time_graph(graph: torch.cuda.CUDAGraph, repeats: int = 9, inner: int = 3) ->
 
 
 def mean_of(graph: torch.cuda.CUDAGraph, replays: int) -> float:
-    """Seconds of one of so many replays in a row."""
+    """Mean seconds of so many consecutive replays."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(replays):
@@ -71,7 +72,7 @@ def ints(values: list[int] | np.ndarray) -> torch.Tensor:
 
 
 def compile_all(function: Callable[[Job], str], jobs: list[Job]) -> set[Job]:
-    """Compiles in parallel, since the timed process would do it one by one. Returns the jobs that cannot run."""
+    """Compiles in parallel, since the timed process would compile one by one. Returns the jobs that cannot run."""
     begin = time.time()
     with ProcessPoolExecutor(14, get_context("spawn")) as pool:
         answers = list(pool.map(function, jobs, chunksize=4))
@@ -87,7 +88,7 @@ class Scene:
     name: str
     lengths: tuple[int, ...]  # positions being decoded
     chunks: Chunks = Chunks()  # noqa: RUF009  (frozen)
-    group: int = 1  # rows in a row that share
+    group: int = 1  # consecutive rows that share a prefix
     prefix: int = 0
     layers: int = LAYERS
 
@@ -147,5 +148,5 @@ class Rows:
             self.units.shared_chunks.fill_(chunks)
             self.units.query_rows[: len(query_rows)] = ints(query_rows)
 
-    def cut(self, chunks: Chunks, step: torch.Tensor | None = None) -> None:
+    def split(self, chunks: Chunks, step: torch.Tensor | None = None) -> None:
         decode_units(self.units, self.state.row_slots, self.state.num_rows, self.state.num_computed, chunks, step=step)

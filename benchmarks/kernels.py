@@ -1,9 +1,11 @@
-"""Checks and times kernels on a GPU: `python benchmarks/kernels.py [gemm|attention|power|extend|splits|sampling|step]`.
+"""How fast is each kernel on a GPU, and is it correct?
 
-Every part is compared with a plain alternative in the same run. Inputs rotate over 28 layers, so that nothing is timed
-out of the L2 that a real step would read from memory. Launches are timed inside a CUDA graph, as they will run.
-Products (`gemm`), attention (`attention`, `extend`, `splits`) and `power` have files of their own, kernel_*.py; the
-rest is here.
+    python benchmarks/kernels.py [gemm|attention|power|extend|splits|sampling|step ...]
+
+Prints microseconds by kernel, batch and tuning, compared with a simple alternative in the same run, and writes
+kernels.json (and best.json: the fastest GEMM tunings). Inputs rotate over 28 layers, so that nothing is read from the
+L2 cache that a real step would read from memory. Launches are timed inside a CUDA graph, as they run in the engine.
+`gemm`, `attention`, `extend`, `splits` and `power` are in kernel_*.py; the rest is here.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.kernel_attention import bench_attention, bench_extend, bench_splits
-from benchmarks.kernel_gemm import PRODUCTS, Best, bench_gemm, fused, linear_workspace, weight_of
+from benchmarks.kernel_gemm import GEMMS, Best, bench_gemm, fused, linear_workspace, weight_of
 from benchmarks.kernel_power import bench_power
 from benchmarks.kernel_timing import (
     BF16,
@@ -46,16 +48,17 @@ from benchmarks.kernel_timing import (
     time_graph,
     timed,
 )
+from paceline.engine.cuda.packing import sampling_words
 from paceline.kernels.decode_attention import DecodeTuning, decode_attention
 from paceline.kernels.decode_units import Chunks
 from paceline.kernels.gather_tokens import gather_tokens
+from paceline.kernels.layouts import LOGPROB_WORDS
 from paceline.kernels.linear import LinearTuning, decode_tuning, num_squares
-from paceline.kernels.logprobs import TOLD_WORDS, LogprobWorkspace, chosen_logprobs, top_logprobs
+from paceline.kernels.logprobs import LogprobWorkspace, chosen_logprobs, top_logprobs
 from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.rope_kv import rope_table
 from paceline.kernels.sampling import SampleWorkspace, sample
 from paceline.kernels.silu_mul import silu_mul
-from paceline.kernels.slot_state import sampling_words
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 
@@ -86,31 +89,29 @@ def bench_sampling() -> None:
 
             def work(filters: bool = filters) -> None:
                 for line in logits:  # noqa: B023
-                    sample(
-                        line, slots, positions, rows.state.num_rows, rows.state, results, step, workspace,  # noqa: B023
-                        filters=filters,
-                    )  # fmt: skip
+                    state = rows.state  # noqa: B023
+                    sample(line, slots, positions, state.num_rows, state, results, step, workspace, filters=filters)  # noqa: B023
 
             seconds = timed(work) / len(logits)
             lines.append(f"{name:22} b{batch:<4} {seconds * 1e6:8.1f} µs")
             RESULTS[f"sampling {name} {batch}"] = seconds
-        told = torch.zeros(4, batch, TOLD_WORDS, dtype=torch.int32, device="cuda")
-        places = LogprobWorkspace.empty(batch, "cuda")
+        ring = torch.zeros(4, batch, LOGPROB_WORDS, dtype=torch.int32, device="cuda")
+        logprob_workspace = LogprobWorkspace.empty(batch, "cuda")
         for count in (0, 5, 20):
             for row in range(batch):
                 rows.state.sampling[row] = torch.from_numpy(sampling_words(0.0, 0, 1.0, 0.0, row, count)).cuda()
 
-            def tell() -> None:
+            def logprobs() -> None:
                 for line in logits:  # noqa: B023
                     common = (rows.state.num_rows, rows.state.sampling)  # noqa: B023
-                    top_logprobs(line, slots, *common, told, step, places)  # noqa: B023
-                    chosen_logprobs(line, slots, *common, results, told, step, places)  # noqa: B023
+                    top_logprobs(line, slots, *common, ring, step, logprob_workspace)  # noqa: B023
+                    chosen_logprobs(line, slots, *common, results, ring, step, logprob_workspace)  # noqa: B023
 
-            seconds = timed(tell) / len(logits)
+            seconds = timed(logprobs) / len(logits)
             lines.append(f"{f'logprobs {count}':22} b{batch:<4} {seconds * 1e6:8.1f} µs")
             RESULTS[f"logprobs {count} {batch}"] = seconds
-        plain = timed(lambda: [line.argmax(-1) for line in logits]) / len(logits)  # noqa: B023
-        lines.append(f"{'torch argmax':22} b{batch:<4} {plain * 1e6:8.1f} µs")
+        argmax = timed(lambda: [line.argmax(-1) for line in logits]) / len(logits)  # noqa: B023
+        lines.append(f"{'torch argmax':22} b{batch:<4} {argmax * 1e6:8.1f} µs")
     print("Sampling and logprobs, vocabulary 151,936")
     print("\n".join(lines), flush=True)
 
@@ -125,14 +126,14 @@ class Decoder:
         self.embeddings = randn(VOCAB, HIDDEN, scale=0.02)
         self.norm = torch.ones(HIDDEN, device="cuda", dtype=BF16)
         self.head_norm = torch.ones(HEAD, device="cuda", dtype=BF16)
-        self.layers = [{p.name: weight_of(p) for p in PRODUCTS} for _ in range(LAYERS)]
+        self.layers = [{p.name: weight_of(p) for p in GEMMS} for _ in range(LAYERS)]
         self.workspace = linear_workspace()
         self.table = rope_table(4096, HEAD, 1e6, "cuda")
 
     def step(
         self, what: Scene, mode: str, best: Best, tuning: DecodeTuning, pdl: bool = False
     ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, Rows]:
-        """mode: cublas for every product, or fused where `best` names a tuning."""
+        """mode: cublas for every GEMM, or fused where `best` has a tuning."""
         torch.manual_seed(len(what.lengths))
         rows = Rows(what)
         batch = len(what.lengths)
@@ -144,17 +145,17 @@ class Decoder:
 
         x, normed, delta = empty(batch, HIDDEN), empty(batch, HIDDEN), empty(batch, HIDDEN)
         qkv, attended = empty(batch, (Q_HEADS + 2 * KV_HEADS) * HEAD), empty(batch, Q_HEADS * HEAD)
-        both, act = empty(batch, 2 * FFN), empty(batch, FFN)
+        gate_up, act = empty(batch, 2 * FFN), empty(batch, FFN)
         squares = torch.zeros(batch, 64, device="cuda")
         logits = empty(batch, VOCAB)
         slots, positions = (torch.zeros(batch, dtype=torch.int32, device="cuda") for _ in range(2))
         results = torch.zeros(4, batch, dtype=torch.int32, device="cuda")
         step = torch.zeros(1, dtype=torch.int32, device="cuda")
         samples = SampleWorkspace.empty(batch, "cuda")
-        products = {p.name: p for p in PRODUCTS}
-        chosen = {} if mode == "cublas" else {p.name: best.get((p.name, bucket(batch))) for p in PRODUCTS}
-        added = True  # whether delta is part of the stream already
-        known = 1  # columns of squares that hold the stream's sums of squares; 0: nobody left them
+        gemms = {p.name: p for p in GEMMS}
+        chosen = {} if mode == "cublas" else {p.name: best.get((p.name, bucket(batch))) for p in GEMMS}
+        added = True  # whether delta is part of the residual stream already
+        square_columns = 1  # columns of squares that hold the sums of squares of the stream; 0: none
 
         def norm_into(target: torch.Tensor) -> None:
             nonlocal added
@@ -164,57 +165,65 @@ class Decoder:
                 rms_norm(delta, self.norm, EPS, target, residual=x, pdl=pdl)
             added = True
 
-        def inward(name: str, weight: torch.Tensor, out: torch.Tensor) -> None:
-            """A product of the normed stream."""
+        def norm_linear(name: str, weight: torch.Tensor, out: torch.Tensor) -> None:
             choice = chosen.get(name)
-            if choice and known and added:
-                fused(products[name], x, weight, out, squares[:, :known], choice, self.workspace, pdl)
+            if choice and square_columns and added:
+                fused(gemms[name], x, weight, out, squares[:, :square_columns], choice, self.workspace, pdl)
                 return
             norm_into(normed)
-            if products[name].gated:
-                torch.mm(normed, weight.T, out=both)
-                silu_mul(both, out, pdl=pdl)
+            if gemms[name].gated:
+                torch.mm(normed, weight.T, out=gate_up)
+                silu_mul(gate_up, out, pdl=pdl)
             else:
                 torch.mm(normed, weight.T, out=out)
 
-        def outward(name: str, source: torch.Tensor, weight: torch.Tensor) -> None:
-            """A product that is added to the stream."""
-            nonlocal added, known
+        def add_linear(name: str, source: torch.Tensor, weight: torch.Tensor) -> None:
+            nonlocal added, square_columns
             choice = chosen.get(name)
             if choice:
-                known = num_squares(HIDDEN, choice)
-                fused(products[name], source, weight, x, squares[:, :known], choice, self.workspace, pdl)
+                square_columns = num_squares(HIDDEN, choice)
+                fused(gemms[name], source, weight, x, squares[:, :square_columns], choice, self.workspace, pdl)
                 return
             torch.mm(source, weight.T, out=delta)
-            added, known = False, 0
+            added, square_columns = False, 0
 
         def work() -> None:
-            nonlocal added, known
-            added, known = True, 1
-            rows.cut(what.chunks, step)
+            nonlocal added, square_columns
+            added, square_columns = True, 1
+            rows.split(what.chunks, step)
             gather_tokens(state, self.embeddings, x, slots, positions, squares=squares[:, :1])
             for layer, weights in enumerate(self.layers):
-                inward("qkv", weights["qkv"], qkv)
+                norm_linear("qkv", weights["qkv"], qkv)
                 decode_attention(
-                    qkv, caches[2 * layer], caches[2 * layer + 1], state.page_table, self.table, self.head_norm,
-                    self.head_norm, EPS, rows.units, rows.workspace, attended, tuning=tuning, pdl=pdl,
-                )  # fmt: skip
-                outward("o", attended, weights["o"])
-                inward("gate_up", weights["gate_up"], act)
-                outward("down", act, weights["down"])
+                    qkv,
+                    caches[2 * layer],
+                    caches[2 * layer + 1],
+                    state.page_table,
+                    self.table,
+                    self.head_norm,
+                    self.head_norm,
+                    EPS,
+                    rows.units,
+                    rows.workspace,
+                    attended,
+                    tuning=tuning,
+                    pdl=pdl,
+                )
+                add_linear("o", attended, weights["o"])
+                norm_linear("gate_up", weights["gate_up"], act)
+                add_linear("down", act, weights["down"])
             norm_into(normed)
             torch.mm(normed, self.embeddings.T, out=logits)
             sample(logits, slots, positions, state.num_rows, state, results, step, samples, filters=False)
 
         graph = graph_of(work)
-        state.num_computed.copy_(ints(list(what.lengths)))  # warm-up decoded a token or two; start afresh
+        state.num_computed.copy_(ints(list(what.lengths)))  # the warm-up decoded a token or two
         graph.replay()
         torch.cuda.synchronize()
         assert (state.num_computed.cpu() - torch.tensor(what.lengths) == 1).all(), "the step did not advance its rows"
-        # A graph holds addresses, not tensors: what it writes must outlive it.
-        rows.keep = (
-            caches, x, normed, delta, qkv, attended, both, act, squares, slots, positions, results, step, samples,
-        )  # fmt: skip
+        # A graph holds addresses, not tensors: its tensors must outlive it.
+        activations = (x, normed, delta, qkv, attended, gate_up, act, squares)
+        rows.keep = (caches, *activations, slots, positions, results, step, samples)
         return graph, logits, rows
 
 
@@ -223,7 +232,7 @@ def bucket(rows: int) -> int:
 
 
 def shipped(batch: int) -> Best:
-    tunings = {p.name: decode_tuning(batch, p.columns, p.gated) for p in PRODUCTS}
+    tunings = {p.name: decode_tuning(batch, p.columns, p.gated) for p in GEMMS}
     return {(name, bucket(batch)): tuning for name, tuning in tunings.items() if tuning}
 
 
@@ -254,8 +263,8 @@ def bench_step(best: Best) -> None:
             graph, logits, rows = decoder.step(what, mode, best or shipped(batch), tuning, pdl)
             outputs[mode, pdl] = logits.float()
             seconds = time_graph(graph, inner=1)
-            texts.append(f"{mode}{' early' * pdl} {seconds * 1e3:6.3f}")
-            RESULTS[f"step {name} {batch} {mode}{' early' * pdl}"] = seconds
+            texts.append(f"{mode}{' PDL' * pdl} {seconds * 1e3:6.3f}")
+            RESULTS[f"step {name} {batch} {mode}{' PDL' * pdl}"] = seconds
             kv = rows.kv_bytes * LAYERS
             del graph, rows
         reference = outputs["cublas", False]
@@ -289,7 +298,7 @@ def main() -> None:
             begin = time.time()
             try:
                 work()
-            except Exception:  # the other parts still have something to say
+            except Exception:  # continue with the other parts
                 traceback.print_exc()
             print(f"[{name}: {time.time() - begin:.0f} s]", flush=True)
             (out / "kernels.json").write_text(json.dumps(RESULTS))

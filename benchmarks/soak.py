@@ -1,10 +1,10 @@
-"""A soak: a server on the virtual GPU under load for minutes, with faults every few seconds, and every token checked.
+"""Does a server stay correct under load and faults? A soak test on the virtual GPU, with every token checked.
 
     python benchmarks/soak.py --minutes 20
 
-Clients stream and check every text, leave, read too slowly, send nonsense; in the first half engine and front ends are
-killed now and then, in the second half nobody is, so that memory can be watched. At the end nothing may be left. The
-last line is one JSON object.
+Clients stream and check every text, disconnect, read too slowly, send invalid requests. In the first half engine and
+front ends are killed every few seconds; in the second half none is, so that memory growth can be measured. At the end
+no request and no KV may be left. Prints progress, then one JSON object and a verdict.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.text.synthetic import synthetic_tokenizer
 TOKENS = virtual_tokens()
 TOKENIZER = synthetic_tokenizer(VOCAB_SIZE)
 CLIENTS = 24
-SLOWDOWN = 15  # of the virtual GPU: other things may run on this machine, too
+SLOWDOWN = 15  # of the virtual GPU: this machine may be busy with other work
 
 
 def expected(prompt: list[int], num_tokens: int) -> str:
@@ -39,7 +39,7 @@ def expected(prompt: list[int], num_tokens: int) -> str:
 
 
 class Wrong(AssertionError):
-    """A token lost, repeated or changed, or an end that nobody announced."""
+    """A token was lost, repeated or changed, or a stream ended without an end marker."""
 
 
 class Soak:
@@ -48,7 +48,7 @@ class Soak:
         self.rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.num_tokens = 0
-        self.killed_at = -1e9  # when a process was last killed: for a while its clients may be cut off
+        self.killed_at = -1e9  # when a process was last killed: its clients may be disconnected for a while
         self.killing = False
 
     async def client(self, until: float) -> None:
@@ -58,17 +58,22 @@ class Soak:
                 await asyncio.wait_for(self.one(kind), 120)
                 self.counts[kind] += 1
             except (ConnectionError, asyncio.IncompleteReadError):
-                # Only the end of a front end cuts connections, and only then.
+                # Connections may break only when a front end was killed.
                 if time.monotonic() - self.killed_at > 20:
                     raise
-                self.counts["cut off by a kill"] += 1
+                self.counts["disconnected by a kill"] += 1
                 await asyncio.sleep(0.1)
 
     async def one(self, kind: str) -> None:
         prompt = [self.rng.randint(300, 340)] * self.rng.randint(1, 200)
         count = self.rng.randint(1, 400)
-        body: dict[str, Any] = {"model": "virtual", "prompt": prompt, "max_tokens": count, "ignore_eos": True,
-                                "stream": kind != "whole"}  # fmt: skip
+        body: dict[str, Any] = {
+            "model": "virtual",
+            "prompt": prompt,
+            "max_tokens": count,
+            "ignore_eos": True,
+            "stream": kind != "whole",
+        }
         if kind == "bad":
             body |= self.rng.choice(({"max_tokens": -1}, {"model": "x"}, {"prompt": ""}, {"colour": 1}))
         if kind == "deadline":
@@ -86,7 +91,7 @@ class Soak:
                 await asyncio.sleep(self.rng.random() * 0.3)
                 return
             if kind == "slow":
-                await asyncio.sleep(5)  # longer than the server's patience
+                await asyncio.sleep(5)  # longer than slow_reader_s
                 return
             self.check(kind, await reader.read(), prompt, body["max_tokens"])
         finally:
@@ -94,21 +99,21 @@ class Soak:
 
     @staticmethod
     def is_prefix(raw: bytes, prompt: list[int], count: int) -> bool:
-        return expected(prompt, count).startswith(said(raw))
+        return expected(prompt, count).startswith(response_text(raw))
 
     def check(self, kind: str, raw: bytes, prompt: list[int], count: int) -> None:
         if not raw:
-            raise ConnectionError("nothing came")
+            raise ConnectionError("the response is empty")
         status = int(raw[9:12])
         chunked = b"transfer-encoding: chunked" in raw[:400].lower()
         if chunked and not raw.endswith(b"0\r\n\r\n") and not self.is_prefix(raw, prompt, count):
-            raise Wrong(f"cut off, and wrong before that: {raw[-300:]!r}")
+            raise Wrong(f"disconnected, and wrong before that: {raw[-300:]!r}")
         if chunked and not raw.endswith(b"0\r\n\r\n"):
-            raise ConnectionError("cut off")
+            raise ConnectionError("disconnected")
         if status == 503:
-            self.counts["told 503"] += 1
+            self.counts["503"] += 1
             if time.monotonic() - self.killed_at > 20:
-                raise Wrong(f"503 and nobody was killed: {raw[-300:]!r}")
+                raise Wrong(f"503 without a kill: {raw[-300:]!r}")
             return
         if kind == "bad":
             if not 400 <= status < 500:
@@ -117,11 +122,11 @@ class Soak:
         if kind == "deadline":
             killed = time.monotonic() - self.killed_at < 20 and b'"code":"engine_failed"' in raw
             if not killed and (status not in (200, 408) or b'"code":"deadline"' not in raw):
-                raise Wrong(f"a deadline passed and this came: {raw[:200]!r} … {raw[-300:]!r}")
+                raise Wrong(f"a deadline passed and the response is: {raw[:200]!r} … {raw[-300:]!r}")
             return
         if status != 200:
             raise Wrong(raw[:400].decode("utf-8", "replace"))
-        text, wanted = said(raw), expected(prompt, count)
+        text, wanted = response_text(raw), expected(prompt, count)
         ended = kind == "whole" or b"data: [DONE]" in raw[-64:]
         if ended and text == wanted:
             self.num_tokens += count
@@ -131,7 +136,7 @@ class Soak:
             raise Wrong(f"{kind}: wanted {wanted[:80]!r}…, got {text[:80]!r}…, ended {ended}, {raw[-200:]!r}")
 
 
-def said(raw: bytes) -> str:
+def response_text(raw: bytes) -> str:
     return "".join(json.loads(f'"{part}"') for part in re.findall(r'"text":"((?:[^"\\]|\\.)*)"', raw.decode()))
 
 
@@ -155,7 +160,7 @@ def children(pid: int) -> dict[str, list[int]]:
 
 
 async def inject(soak: Soak, pid: int, until: float) -> None:
-    """Kills a process now and then."""
+    """Kills a process every few seconds."""
     while time.monotonic() < until - 25:
         await asyncio.sleep(soak.rng.uniform(4, 8))
         role = soak.rng.choice(("engine", "front_end"))
@@ -164,13 +169,13 @@ async def inject(soak: Soak, pid: int, until: float) -> None:
             soak.killed_at = time.monotonic()
             os.kill(soak.rng.choice(victims), signal.SIGKILL)
             soak.counts[f"killed {role}"] += 1
-            # Until the next one, those cut off are told and those after are served.
+            # Before the next kill, the disconnected clients get errors and new ones are served.
             await asyncio.sleep(3)
 
 
 async def watch(url: str, pid: int, begins: float, until: float, samples: dict[int, list[int]]) -> None:
     await asyncio.sleep(max(0.0, begins - time.monotonic()))
-    # What is bounded and fills up with time is filled now: the bytes of every token, in every front end.
+    # Fill bounded caches first, so that they do not count as growth: the bytes of every token, in every front end.
     body = json.dumps({"tokens": list(range(VOCAB_SIZE))}).encode()
     for _ in range(16):
         await asyncio.to_thread(lambda: urlopen(Request(f"{url}/detokenize", body), timeout=60).close())
@@ -214,11 +219,20 @@ async def run(process: subprocess.Popen[str], url: str, minutes: float, seed: in
         text = response.read().decode()
     metric = {name: float(value) for name, value in re.findall(r"^paceline_(\w+) ([\d.e+-]+)$", text, re.MULTILINE)}
     left = {
-        "leaked_tokens": health["kv_tokens"] - health["kv_tokens_free"], "running": health["num_running"],
-        "waiting": health["num_waiting"], "open": metric["num_requests_open"], "repairs": metric["repairs_total"],
-    }  # fmt: skip
-    return {"minutes": minutes, "tokens_checked": soak.num_tokens, "counts": dict(soak.counts), "left": left,
-            "memory": growth, "load_average": os.getloadavg()[0]}  # fmt: skip
+        "leaked_tokens": health["kv_tokens"] - health["kv_tokens_free"],
+        "running": health["num_running"],
+        "waiting": health["num_waiting"],
+        "open": metric["num_requests_open"],
+        "repairs": metric["repairs_total"],
+    }
+    return {
+        "minutes": minutes,
+        "tokens_checked": soak.num_tokens,
+        "counts": dict(soak.counts),
+        "left": left,
+        "memory": growth,
+        "load_average": os.getloadavg()[0],
+    }
 
 
 def main() -> int:
@@ -226,11 +240,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    command = [sys.executable, "-m", "paceline.cli", "serve", "--executor", "virtual", "--port", "0", "--workers", "2",
-               "--log-level", "error", "--slow-reader-s", "2", "--kv-tokens", "40000",
-               "--journal-events", "1000", "--virtual-slowdown", str(SLOWDOWN)]  # fmt: skip
+    command = [sys.executable, "-m", "paceline.cli", "serve", "--executor", "virtual", "--port", "0"]
+    command += ["--workers", "2", "--log-level", "error", "--slow-reader-s", "2", "--kv-tokens", "40000"]
+    command += ["--journal-events", "1000", "--virtual-slowdown", str(SLOWDOWN)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None, "asked for"
+    assert process.stdout is not None, "stdout is a pipe"
     try:
         url = ""
         for line in process.stdout:
@@ -244,7 +258,11 @@ def main() -> int:
     print(json.dumps(found))
     flat = all(one["growth"] < 0.02 for one in found["memory"].values())
     whole = not any(found["left"].values())
-    print("memory is flat" if flat else "MEMORY GREW", "and nothing is left" if whole else "AND SOMETHING IS LEFT")
+    print(
+        "PASS" if flat and whole else "FAIL",
+        "memory is flat," if flat else "memory grew,",
+        f"left over: {found['left']}",
+    )
     return 0 if flat and whole else 1
 
 

@@ -235,7 +235,7 @@ MUTANTS = [
     Mutant(
         "a kernel counts a token each time it passes by",
         "kernels/adjust.py",
-        "        fresh = position >= tl.load(mine + 7)",
+        "        fresh = position >= tl.load(mine + _NUM_COUNTED)",
         "        fresh = position >= 0",
         ["tests/kernels/test_adjust.py"],
     ),
@@ -256,9 +256,9 @@ MUTANTS = [
     Mutant(
         "logprobs of a biased token are those of the bias",
         "engine/cuda/sampling.py",
-        "raw = logits.clone() if adjusts else logits",
-        "raw = logits",
-        ["tests/engine/test_cuda_sampling.py"],
+        "unadjusted = logits.clone() if adjusts else logits",
+        "unadjusted = logits",
+        ["tests/engine/cuda/test_sampling.py"],
     ),
     Mutant(
         "logprobs of a request that has left are told to the next one",
@@ -300,14 +300,14 @@ MUTANTS = [
         "engine/cuda/swap.py",
         "            if last > self._num_spills - _RECENT:",
         "            if last > self._num_spills:",
-        ["tests/engine/test_cuda_swap.py"],
+        ["tests/engine/cuda/test_swap.py"],
     ),
     Mutant(
         "a buffer is filled while its copy leaves",
         "engine/cuda/swap.py",
         "            self._copied[(number - 2) % _RECENT].wait(streams.engine)  # it read this buffer",
         "            pass",
-        ["tests/engine/test_cuda_swap.py"],
+        ["tests/engine/cuda/test_swap.py"],
     ),
 ]
 

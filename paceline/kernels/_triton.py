@@ -1,8 +1,7 @@
-"""Triton if it is installed, else stand-ins that let kernel files be imported for their torch references; and a way to
-launch kernels that costs the host little.
+"""Triton if it is installed, else stand-ins so that kernel files can be imported for their torch references; and a
+kernel launcher with low host overhead.
 
-The CPU build of torch brings no Triton. `from __future__ import annotations` must not be used to hide `tl.constexpr`:
-Triton reads the annotation, so the stand-in has to have it too.
+The CPU build of torch comes without Triton. Kernel files evaluate `tl.constexpr` at import, so the stand-in has it too.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -21,9 +20,9 @@ import torch
 
 
 class _NoTriton:
-    """Answers for `triton` and `tl` at import time; a launch fails with the reason."""
+    """Stands in for `triton` and `tl` at import time; a launch fails with the reason."""
 
-    constexpr: Any = Any
+    constexpr = int
 
     def jit(self, function: Callable[..., Any] | None = None, **_: Any) -> Any:
         return _Unlaunchable() if function is not None else lambda _function: _Unlaunchable()
@@ -32,7 +31,7 @@ class _NoTriton:
 class _Unlaunchable:
     def __getitem__(self, grid: object) -> Any:
         raise RuntimeError(
-            "this operation was asked of a GPU, but triton is not installed: install triton, or use the CPU"
+            "This operation needs a GPU kernel, and triton is not installed: install triton, or choose device cpu."
         )
 
 
@@ -49,55 +48,56 @@ except ImportError:
 
 Key = tuple[Any, ...]
 _ADDRESS, _DTYPE = torch.Tensor.data_ptr, attrgetter("dtype")
-_KNOWN_LAUNCHERS = "3.6."  # versions of Triton whose compiled launcher takes what `_Ready` gives it
+_SUPPORTED_TRITON = "3.6."  # versions whose compiled launcher has the signature that `_CompiledKernel` uses
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Ready:
-    """A compiled kernel, and all its launcher wants to know that does not change from launch to launch."""
+class _CompiledKernel:
+    """A compiled kernel, and all launcher arguments that do not change between launches."""
 
     launch: Callable[..., None]
     function: int
     fixed: tuple[Any, ...]  # between the function and the arguments
-    constants: tuple[None, ...]  # compiled in: the launcher counts them and does not look
+    constants: tuple[None, ...]  # compiled in: the launcher counts them and does not read them
 
 
 @dataclass(slots=True, eq=False)
-class _Layout:
+class _Signature:
     """Launches whose arguments have the same Python types: some tensors, then numbers."""
 
     num_tensors: int
-    ready: dict[Key, _Ready] = field(default_factory=dict)
+    compiled: dict[Key, _CompiledKernel] = field(default_factory=dict)
 
     def key(self, device: int, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Key, list[int]]:
         """What the binary depends on, and the addresses of the tensors.
 
-        Triton compiles anew for other types of elements, addresses that are no longer multiples of 16 and numbers that
-        are 1 or multiples of 16. Two launches it would compile for differ in this key; where it tells more apart than
-        Triton does, the same binary is merely found twice.
+        Triton compiles another binary for other element types, for addresses that are not multiples of 16, and for
+        numbers that are 1 or multiples of 16. Launches that need different binaries have different keys. The key is
+        finer than Triton's: the same binary may be stored under several keys.
         """
         tensors = args[: self.num_tensors]
         pointers = list(map(_ADDRESS, tensors))
-        rests: Any = reduce(or_, pointers, 0) % 16
-        if rests:  # which one is it?
-            rests = tuple(pointer % 16 for pointer in pointers)
+        misaligned: Any = reduce(or_, pointers, 0) % 16
+        if misaligned:  # at least one is: the key says which
+            misaligned = tuple(pointer % 16 for pointer in pointers)
         numbers, names, values = args[self.num_tensors :], tuple(constants), tuple(constants.values())
-        return (device, tuple(map(_DTYPE, tensors)), rests, numbers, names, values), pointers
+        return (device, tuple(map(_DTYPE, tensors)), misaligned, numbers, names, values), pointers
 
 
 class Kernel:
-    """A Triton kernel, launched as ever: kernel[grid](tensors ..., numbers ..., CONSTANTS=...).
+    """A Triton kernel with the usual launch syntax: kernel[grid](tensors ..., numbers ..., CONSTANTS=...).
 
-    A pass with prompts launches some two hundred, and of each Triton binds and keys all arguments, which takes the host
-    longer than the launch. Here only a first launch of its kind goes through Triton; the next ones call the compiled
-    launcher. Whatever is unusual (other arguments, hooks of a profiler, scratch memory) goes through Triton every time.
+    A prefill batch launches some two hundred kernels. For each, Triton binds all arguments and computes a cache key,
+    which takes the host longer than the launch. Here only the first launch with a given key goes through Triton; later
+    ones call the compiled launcher directly. Unusual launches (other argument types, profiler hooks, scratch memory)
+    always go through Triton.
 
-    All tensors must lie on the current device: only the first launch looks.
+    All tensors must be on the current device: only the first launch checks this.
     """
 
     def __init__(self, function: Any) -> None:
         self._function = function
-        self._layouts: dict[tuple[type, ...], _Layout | None] = {}
+        self._signatures: dict[tuple[type, ...], _Signature | None] = {}
         self._driver = triton.runtime.driver
         self._knobs = triton.knobs.runtime
 
@@ -106,43 +106,44 @@ class Kernel:
 
     def _launch(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         types = tuple(map(type, args))
-        if types not in self._layouts:
-            self._layouts[types] = layout_of(args)
-        layout = self._layouts[types]
-        if layout is None or self._knobs.launch_enter_hook.calls or self._knobs.launch_exit_hook.calls:
+        if types not in self._signatures:
+            self._signatures[types] = signature_of(args)
+        signature = self._signatures[types]
+        if signature is None or self._knobs.launch_enter_hook.calls or self._knobs.launch_exit_hook.calls:
             self._function[grid](*args, **constants)
             return
         driver = self._driver.active
         device = driver.get_current_device()
-        key, pointers = layout.key(device, args, constants)
-        ready = layout.ready.get(key)
-        if ready is None:
-            ready = _ready(self._function[grid](*args, **constants), len(self._function.params) - len(args))
-            if ready is None:
-                self._layouts[types] = None
+        key, pointers = signature.key(device, args, constants)
+        kernel = signature.compiled.get(key)
+        if kernel is None:
+            num_constants = len(self._function.params) - len(args)
+            kernel = _compiled_kernel(self._function[grid](*args, **constants), num_constants)
+            if kernel is None:
+                self._signatures[types] = None
             else:
-                layout.ready[key] = ready
+                signature.compiled[key] = kernel
             return
         x, y, z = (*grid, 1, 1)[:3]
-        ready.launch(x, y, z, driver.get_current_stream(device), ready.function, *ready.fixed, *pointers,
-                     *args[layout.num_tensors :], *ready.constants)  # fmt: skip
+        stream, numbers = driver.get_current_stream(device), args[signature.num_tensors :]
+        kernel.launch(x, y, z, stream, kernel.function, *kernel.fixed, *pointers, *numbers, *kernel.constants)
 
 
-def layout_of(args: tuple[Any, ...]) -> _Layout | None:
-    """None if these are not some tensors and then numbers."""
+def signature_of(args: tuple[Any, ...]) -> _Signature | None:
+    """None unless these are tensors followed by numbers."""
     is_tensor = [isinstance(arg, torch.Tensor) for arg in args]
     count = sum(is_tensor)
     if not all(is_tensor[:count]) or not all(type(arg) in (int, float) for arg in args[count:]):
         return None
-    return _Layout(count)
+    return _Signature(count)
 
 
-def _ready(compiled: Any, num_constants: int) -> _Ready | None:
-    """None if this kernel needs more than a plain launch."""
+def _compiled_kernel(compiled: Any, num_constants: int) -> _CompiledKernel | None:
+    """None if this kernel needs scratch memory, which Triton allocates at launch."""
     launcher = compiled.run
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
-    # No scratch, global or for a profiler; behind the kernel's metadata none of the launch, no hook before or after it.
+    # None: global scratch, profiler scratch; and after the kernel's metadata: launch metadata, enter hook, exit hook.
     fixed = (
         launcher.launch_cooperative_grid,
         launcher.launch_pdl,
@@ -153,14 +154,17 @@ def _ready(compiled: Any, num_constants: int) -> _Ready | None:
         None,
         None,
     )
-    return _Ready(launcher.launch, compiled.function, fixed, (None,) * num_constants)
+    return _CompiledKernel(launcher.launch, compiled.function, fixed, (None,) * num_constants)
 
 
 def launched(function: Any) -> Any:
-    """For a kernel that the host launches: as a `Kernel`, where there is something to gain."""
-    if not HAS_TRITON or not triton.__version__.startswith(_KNOWN_LAUNCHERS):
+    """Decorates a kernel that the host launches: makes it a `Kernel` where this version of Triton allows it."""
+    if not HAS_TRITON or not triton.__version__.startswith(_SUPPORTED_TRITON):
         return function
-    return Kernel(function) if isinstance(function, triton.JITFunction) else function  # else it is interpreted
+    return Kernel(function) if isinstance(function, triton.JITFunction) else function  # else: the interpreter
+
+
+LOG2_E = 1.4426950408889634  # attention computes its softmax in base 2
 
 
 def next_power_of_2(n: int) -> int:

@@ -1,19 +1,13 @@
-"""Penalties, biases and forbidden tokens on the device: lists by slot, applied to a row's logits in place.
+"""Penalties, biases, forbidden tokens and grammar masks: applied to logits in place, on the device.
 
-What a slot's owner asks lies in one row of words, int32, written when it joins and kept up by the kernel itself:
+Each slot has one row of int32 words (`AdjustHeader` and `AdjustList` in layouts.py). The host writes it when a request
+joins; the kernel keeps the list of seen tokens up to date: tokens of prompt and output, and how often each is in the
+output.
 
-    header [8]     flags, repetition, frequency, presence (floats as their bits), num_biases, num_forbidden, num_seen,
-                   num_counted: tokens of the row that are in the list of those seen
-    biases         id[MAX_BIASES], value[MAX_BIASES]
-    forbidden      id[], until[], first[], count[], MAX_FORBIDDEN each: not at positions below `until` behind the
-                   `count` tokens from `first` on of
-    prefixes       token[MAX_PREFIX_TOKENS]
-    seen           id[max_length], count[max_length]: tokens of prompt and output, and how often each is in the output
-
-The list of seen tokens makes penalties cost what the history is long, not what the vocabulary is large: 256 rows of
-1,500 tokens touch a hundredth of their logits. Each pass adds the token it was fed, if that is new, while it goes
-through the list. One program does a row, so nothing is written twice at a time: tokens stand once in each list, and a
-barrier lies between lists.
+The list of seen tokens makes the cost of penalties proportional to the length of the history, not to the vocabulary:
+256 rows of 1,500 tokens touch a hundredth of their logits. Each forward pass adds the token it was fed, if that is new,
+while it reads the list. One program handles a row and a token occurs once in each list, so no two threads write one
+logit; a barrier separates the lists.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -28,85 +22,50 @@ import numpy.typing as npt
 import torch
 
 from paceline.kernels._triton import cdiv, launched, tl, triton
+from paceline.kernels.layouts import (
+    ADJUST_HEADER_WORDS,
+    MAX_BIASES,
+    MAX_FORBIDDEN,
+    MAX_PREFIX_TOKENS,
+    PENALTIES,
+    RUN_COLUMNS,
+    AdjustHeader,
+    AdjustList,
+    RunColumn,
+    adjust_words,
+    constants,
+)
 
-Column = npt.NDArray[np.int32]
-
-ADJUST_HEADER = 8
-MAX_BIASES = 1024
-MAX_FORBIDDEN = 2048
-MAX_PREFIX_TOKENS = 4096
 FORBIDDEN = -1e30
-PENALISED, LISTED = 1, 2  # flags: what a slot asks
-_SEEN = ADJUST_HEADER + 2 * MAX_BIASES + 4 * MAX_FORBIDDEN + MAX_PREFIX_TOKENS
+(
+    _FLAGS,
+    _REPETITION,
+    _FREQUENCY,
+    _PRESENCE,
+    _NUM_BIASES,
+    _NUM_FORBIDDEN,
+    _NUM_SEEN,
+    _NUM_COUNTED,
+) = constants(AdjustHeader)
+_SLOT, _FIRST, _OFFSET, _COUNT = constants(RunColumn)
+_RUN_COLUMNS = tl.constexpr(RUN_COLUMNS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdjustState:
-    words: torch.Tensor  # [S, words of a slot] int32
+    words: torch.Tensor  # [S, adjust_words(max_length)] int32
     max_length: int
 
     @classmethod
     def empty(cls, slots: int, max_length: int, device: torch.device | str) -> AdjustState:
-        return cls(torch.zeros(slots, _SEEN + 2 * max_length, dtype=torch.int32, device=device), max_length)
+        return cls(torch.zeros(slots, adjust_words(max_length), dtype=torch.int32, device=device), max_length)
 
 
-def adjust_bytes(slots: int, max_length: int) -> int:
-    return 4 * slots * (_SEEN + 2 * max_length)
-
-
-def adjust_runs(
-    slot: int,
-    max_length: int,
-    penalties: tuple[float, float, float],
-    bias: tuple[Column, npt.NDArray[np.float32]],
-    forbidden: tuple[Column, Column, tuple[tuple[int, ...], ...]],
-    seen: tuple[Column, Column],
-    num_counted: int,
-) -> list[tuple[int, int, Column]]:
-    """What to write for a slot's new owner: (slot, first word, words).
-
-    penalties are repetition, frequency, presence; forbidden are ids, until, prefixes; seen are ids and counts.
-    """
-    ids, until, prefixes = forbidden
-    counts = np.array([len(prefix) for prefix in prefixes], np.int32)
-    assert len(bias[0]) <= MAX_BIASES and len(ids) <= MAX_FORBIDDEN and counts.sum() <= MAX_PREFIX_TOKENS, (
-        f"{len(bias[0])} biases, {len(ids)} forbidden tokens and {counts.sum()} before them do not fit"
-    )
-    flags = (PENALISED if penalties != (1.0, 0.0, 0.0) else 0) | (LISTED if len(ids) or len(bias[0]) else 0)
-    floats = np.array(penalties, np.float32).view(np.int32)
-    header = np.array([flags, *floats, len(bias[0]), len(ids), len(seen[0]), num_counted], np.int32)
-    at = ADJUST_HEADER
-    runs = [(slot, 0, header), (slot, at, bias[0]), (slot, at + MAX_BIASES, bias[1].view(np.int32))]
-    at += 2 * MAX_BIASES
-    for column in (ids, until, (np.cumsum(counts) - counts).astype(np.int32), counts):
-        runs.append((slot, at, column))
-        at += MAX_FORBIDDEN
-    runs.append((slot, at, np.array([token for prefix in prefixes for token in prefix], np.int32)))
-    if flags & PENALISED:
-        runs += [(slot, _SEEN, seen[0]), (slot, _SEEN + max_length, seen[1])]
-    return [run for run in runs if len(run[2])]
-
-
-def pack_runs(runs: list[tuple[int, int, Column]]) -> Column:
-    """num_runs, then columns slot[], first[], offset[], count[], then all words."""
-    counts = np.array([len(words) for _, _, words in runs], np.int32)
-    return np.concatenate(
-        [
-            np.array([len(runs)], np.int32),
-            np.array([slot for slot, _, _ in runs], np.int32),
-            np.array([first for _, first, _ in runs], np.int32),
-            (np.cumsum(counts) - counts).astype(np.int32),
-            counts,
-            *[words for _, _, words in runs],
-        ],
-        dtype=np.int32,
-    )
-
-
-def write_runs_reference(packed: Column, state: AdjustState) -> None:
+def write_runs_reference(packed: npt.NDArray[np.int32], state: AdjustState) -> None:
     num_runs = int(packed[0])
-    words = torch.from_numpy(packed[1 + 4 * num_runs :].copy())
-    for slot, first, offset, count in packed[1 : 1 + 4 * num_runs].reshape(4, num_runs).T.tolist():
+    end = 1 + RUN_COLUMNS * num_runs
+    words = torch.from_numpy(packed[end:].copy())
+    for slot, first, offset, count in packed[1:end].reshape(RUN_COLUMNS, num_runs).T.tolist():
         state.words[slot, first : first + count] = words[offset : offset + count]
 
 
@@ -115,53 +74,60 @@ def write_runs_reference(packed: Column, state: AdjustState) -> None:
 def _write_runs_kernel(packed, words, stride, BLOCK: tl.constexpr):
     runs = tl.load(packed)
     part = packed + 1
-    source = part + 4 * runs
+    source = part + runs * _RUN_COLUMNS
     lane = tl.arange(0, BLOCK)
     for run in range(tl.program_id(0), runs, tl.num_programs(0)):
-        target = words + tl.load(part + run).to(tl.int64) * stride + tl.load(part + runs + run)
-        offset = tl.load(part + 2 * runs + run)
-        count = tl.load(part + 3 * runs + run)
+        slot = tl.load(part + runs * _SLOT + run).to(tl.int64)
+        target = words + slot * stride + tl.load(part + runs * _FIRST + run)
+        offset = tl.load(part + runs * _OFFSET + run)
+        count = tl.load(part + runs * _COUNT + run)
         for i in range(0, count, BLOCK):
             mine = i + lane < count
             tl.store(target + i + lane, tl.load(source + offset + i + lane, mask=mine), mask=mine)
 
 
 def write_runs(packed: torch.Tensor, state: AdjustState, num_programs: int = 128) -> None:
-    """Applies packed runs, int32 on the device. The buffer may be longer."""
+    """Copies packed runs (`pack_runs`), int32 on the device, into the words of slots. The buffer may be longer."""
     _write_runs_kernel[(num_programs,)](packed, state.words, state.words.stride(0), BLOCK=512, num_warps=4)
 
 
 def adjust_logits_reference(
-    logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, num_rows: int, token_pool: torch.Tensor,
-    state: AdjustState, index: torch.Tensor | None = None,
-) -> None:  # fmt: skip
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    num_rows: int,
+    token_pool: torch.Tensor,
+    state: AdjustState,
+    index: torch.Tensor | None = None,
+) -> None:
     for row in range(num_rows):
         source = row if index is None else int(index[row])
         slot, position = int(slots[source]), int(positions[source])
         words, line = state.words[slot], logits[row]
-        flags, _, _, _, num_biases, num_forbidden, num_seen, num_counted = words[:ADJUST_HEADER].tolist()
-        if flags & PENALISED:
-            repetition, frequency, presence = words[1:4].view(torch.float32).tolist()
-            seen, counts = words[_SEEN : _SEEN + state.max_length], words[_SEEN + state.max_length :]
-            if position >= num_counted:
+        header = words[:ADJUST_HEADER_WORDS].tolist()
+        if header[AdjustHeader.FLAGS] & PENALTIES:
+            factors = words[AdjustHeader.REPETITION : AdjustHeader.PRESENCE + 1].view(torch.float32)
+            repetition, frequency, presence = factors.tolist()
+            seen, counts = words[AdjustList.SEEN_IDS :].chunk(2)
+            num_seen = header[AdjustHeader.NUM_SEEN]
+            if position >= header[AdjustHeader.NUM_COUNTED]:
                 token = int(token_pool[slot, position])
                 place = next((i for i in range(num_seen) if int(seen[i]) == token), num_seen)
                 seen[place] = token
                 counts[place] = int(counts[place]) + 1 if place < num_seen else 1
                 num_seen = max(num_seen, place + 1)
-                words[6], words[7] = num_seen, position + 1
+                words[AdjustHeader.NUM_SEEN], words[AdjustHeader.NUM_COUNTED] = num_seen, position + 1
             for token, count in zip(seen[:num_seen].tolist(), counts[:num_seen].tolist(), strict=True):
                 value = float(line[token])
                 value = value / repetition if value > 0 else value * repetition
                 line[token] = value - frequency * count - presence * (count > 0)
-        at = ADJUST_HEADER
-        for i in range(num_biases):
-            token = int(words[at + i])
-            line[token] = float(line[token]) + float(words[at + MAX_BIASES + i].view(torch.float32))
-        at += 2 * MAX_BIASES
-        for i in range(num_forbidden):
-            token, until, first, count = (int(words[at + column * MAX_FORBIDDEN + i]) for column in range(4))
-            prefix = words[at + 4 * MAX_FORBIDDEN + first :][:count].tolist()
+        for i in range(header[AdjustHeader.NUM_BIASES]):
+            token = int(words[AdjustList.BIAS_IDS + i])
+            line[token] = float(line[token]) + float(words[AdjustList.BIAS_VALUES + i].view(torch.float32))
+        for i in range(header[AdjustHeader.NUM_FORBIDDEN]):
+            token, until = int(words[AdjustList.FORBIDDEN_IDS + i]), int(words[AdjustList.FORBIDDEN_UNTIL + i])
+            first, count = int(words[AdjustList.PREFIX_FIRST + i]), int(words[AdjustList.PREFIX_COUNT + i])
+            prefix = words[AdjustList.PREFIX_TOKENS + first :][:count].tolist()
             before = token_pool[slot, max(position + 1 - count, 0) : position + 1].tolist()
             if position + 1 < until and before == prefix:
                 line[token] = FORBIDDEN
@@ -196,24 +162,24 @@ def _adjust_kernel(
         source = tl.load(index + row)
     slot = tl.load(slots + source).to(tl.int64)
     mine = words + slot * words_stride
-    flags = tl.load(mine)
+    flags = tl.load(mine + _FLAGS)
     if flags == 0:
         return
     position = tl.load(positions + source)
     line = logits + row.to(tl.int64) * logits_stride
     history = token_pool + slot * pool_stride
     lane = tl.arange(0, BLOCK)
-    if flags % 2 == 1:
-        repetition = tl.load(mine + 1).to(tl.float32, bitcast=True)
-        frequency = tl.load(mine + 2).to(tl.float32, bitcast=True)
-        presence = tl.load(mine + 3).to(tl.float32, bitcast=True)
-        num_seen = tl.load(mine + 6)
-        fresh = position >= tl.load(mine + 7)
+    if flags % 2 == 1:  # PENALTIES
+        repetition = tl.load(mine + _REPETITION).to(tl.float32, bitcast=True)
+        frequency = tl.load(mine + _FREQUENCY).to(tl.float32, bitcast=True)
+        presence = tl.load(mine + _PRESENCE).to(tl.float32, bitcast=True)
+        num_seen = tl.load(mine + _NUM_SEEN)
+        fresh = position >= tl.load(mine + _NUM_COUNTED)
         token = tl.load(history + position)
         ids = mine + HEADER + 2 * BIASES + 4 * FORBIDS + PREFIXES
         counts = ids + max_length
         found = position * 0
-        # One place more than there are: the last of them takes a token that is not in the list yet.
+        # One entry more than the list has: a token that is not in the list yet is appended there.
         for i in range(0, num_seen + 1, BLOCK):
             place = i + lane
             known = place < num_seen
@@ -233,10 +199,10 @@ def _adjust_kernel(
             tl.store(line + id, value.to(logits.dtype.element_ty), mask=touched)
         tl.debug_barrier()
         if fresh:
-            tl.store(mine + 6, num_seen + tl.where(found == 0, 1, 0))
-            tl.store(mine + 7, position + 1)
-    if flags > 1:
-        num_biases = tl.load(mine + 4)
+            tl.store(mine + _NUM_SEEN, num_seen + tl.where(found == 0, 1, 0))
+            tl.store(mine + _NUM_COUNTED, position + 1)
+    if flags > 1:  # LISTS
+        num_biases = tl.load(mine + _NUM_BIASES)
         part = mine + HEADER
         for i in range(0, num_biases, BLOCK):
             some = i + lane < num_biases
@@ -245,7 +211,7 @@ def _adjust_kernel(
             value = tl.load(line + id, mask=some, other=0.0).to(tl.float32) + bias
             tl.store(line + id, value.to(logits.dtype.element_ty), mask=some)
         tl.debug_barrier()
-        num_forbidden = tl.load(mine + 5)
+        num_forbidden = tl.load(mine + _NUM_FORBIDDEN)
         part += 2 * BIASES
         for i in range(0, num_forbidden, BLOCK):
             some = i + lane < num_forbidden
@@ -261,16 +227,22 @@ def _adjust_kernel(
                 place = position + 1 - count + j
                 there = tl.load(history + place, mask=some & within & (place >= 0), other=-1)
                 on = on & ((wanted == there) | (j >= count))
-            # A logit that loses against every other, yet a number: where a mask leaves nothing else, it may come.
+            # Lower than any real logit, but finite: if a mask allows nothing else, the token can still be sampled.
             worst = tl.full([BLOCK], -1e30, tl.float32)
             tl.store(line + id, worst.to(logits.dtype.element_ty), mask=on)
 
 
 def adjust_logits(
-    logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, num_rows: torch.Tensor,
-    token_pool: torch.Tensor, state: AdjustState, index: torch.Tensor | None = None, block: int = 1024,
-) -> None:  # fmt: skip
-    """Changes logits [R, V] of the first num_rows [1] rows, in place; rows and tokens as in `sample`."""
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    num_rows: torch.Tensor,
+    token_pool: torch.Tensor,
+    state: AdjustState,
+    index: torch.Tensor | None = None,
+    block: int = 1024,
+) -> None:
+    """Changes logits [R, V] of the first num_rows [1] rows in place; rows and tokens as in `sample`."""
     _adjust_kernel[(len(logits),)](
         logits,
         slots if index is None else index,
@@ -283,7 +255,7 @@ def adjust_logits(
         token_pool.stride(0),
         state.words.stride(0),
         state.max_length,
-        HEADER=ADJUST_HEADER,
+        HEADER=ADJUST_HEADER_WORDS,
         BIASES=MAX_BIASES,
         FORBIDS=MAX_FORBIDDEN,
         PREFIXES=MAX_PREFIX_TOKENS,
@@ -318,8 +290,8 @@ def _mask_kernel(logits, num_masks, rows, bits, logits_stride, bits_stride, voca
 def mask_logits(
     logits: torch.Tensor, num_masks: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor, block: int = 2048
 ) -> None:
-    """logits[rows[i], t] becomes minus infinity where bit t % 32 of bits[i, t // 32] [N, ceil(V / 32)] is not set, for
-    the first num_masks [1] of N; as many as logits has rows at most."""
+    """Sets logits[rows[i], t] to minus infinity where bit t % 32 of bits[i, t // 32] [N, ceil(V / 32)] is not set, for
+    the first num_masks [1] of N masks; N is at most the number of rows of logits."""
     vocab = logits.shape[1]
     _mask_kernel[(len(logits), cdiv(vocab, block))](
         logits, num_masks, rows, bits, logits.stride(0), bits.stride(0), vocab, BLOCK=block, num_warps=4

@@ -1,18 +1,19 @@
-"""Cuts the KV of a decode pass into work units, on the device, once per pass and not per layer.
+"""Splits the KV of a decode batch into work units, on the device, once per forward pass and not per layer.
 
-A row's KV is cut at multiples of a chunk. A unit is one chunk of one row, or a whole chunk that several rows share:
-the host only names the shared ones (they change with membership), everything else follows from the lengths, which
-change at every step. Each row has one partial result per chunk, shared or not, so sharing adds no merging.
+A row's KV is split at multiples of a chunk. A work unit is one chunk of one row, or a whole chunk that several rows
+share. The host names only the shared units, which change when rows join or leave; everything else follows from the
+lengths, which change at every step. Each row has one partial result per chunk, shared or not, so sharing adds no
+merging.
 
         chunk 0   chunk 1   chunk 2              units
 row 0   [ shared by 0, 1 ]  [ tail              (0,0..1) (1,0..1)  row 0: 2
 row 1   [ shared by 0, 1 ]  [   own   ][ tail                      row 1: 2, 3
 row 2   [  own   ][ tail                                           row 2: 0, 1
 
-Units come in the order shared, whole chunks, tails by falling length: programs take them in that order, and what is
-taken last should be short, or one multiprocessor is busy while all others wait.
+The order is: shared units, whole chunks, tails by falling length. Programs take units in this order, and the last ones
+should be short: otherwise one multiprocessor is busy while all others wait.
 
-The token being decoded is not in the cache yet: the row's last unit, its tail, adds it from the qkv product, and a
+The token being decoded is not in the cache yet. The row's last unit, its tail, adds it from the QKV projection, and a
 tail may hold nothing else. Hence a shared chunk must end at or before the position being decoded.
 """
 
@@ -23,119 +24,65 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
+from paceline.kernels.layouts import (
+    ROW_WORDS,
+    SHARED_UNIT_WORDS,
+    UNIT_WORDS,
+    RowWord,
+    SharedUnitWord,
+    UnitWord,
+    constants,
+)
 
-Words = npt.NDArray[np.int32]
-
-# row, slot, first query, number of queries, begin, end, index among the row's partials, whether it is the tail,
-# and of the row: position, number of chunks, first partial. All in one record, since every further look-up would
-# cost a round trip to memory in every layer.
-UNIT_WORDS = 16
-ROW_WORDS = 4  # position, number of chunks, first partial, slot
+(
+    _UNIT_ROW,
+    _UNIT_SLOT,
+    _UNIT_FIRST_QUERY,
+    _UNIT_NUM_QUERIES,
+    _UNIT_BEGIN,
+    _UNIT_END,
+    _UNIT_INDEX,
+    _UNIT_IS_TAIL,
+    _UNIT_POSITION,
+    _UNIT_NUM_CHUNKS,
+    _UNIT_FIRST_PARTIAL,
+) = constants(UnitWord)
+_ROW_POSITION, _ROW_NUM_CHUNKS, _ROW_FIRST_PARTIAL, _ROW_SLOT = constants(RowWord)
+_SHARED_ROW, _SHARED_CHUNK, _SHARED_FIRST_QUERY, _SHARED_NUM_QUERIES = constants(SharedUnitWord)
+_UNIT_WORDS, _ROW_WORDS = tl.constexpr(UNIT_WORDS), tl.constexpr(ROW_WORDS)
+_SHARED_UNIT_WORDS = tl.constexpr(SHARED_UNIT_WORDS)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """How the cut is chosen: the largest power of two in min..max that still leaves `target_units` units.
+    """How the chunk size is chosen: the largest power of two in min..max that still gives `target_units` units.
 
-    With min == max the result of a row does not depend on who else runs. Where rows share, the host has chosen.
+    With min == max the result of a row does not depend on the other rows of the batch. Where rows share KV, the host
+    chooses the size.
     """
 
     min_tokens: int = 64
     max_tokens: int = 1024
-    target_units: int = 16  # times the KV heads: about one work item per multiprocessor; more only adds folding
+    target_units: int = 16  # times the KV heads: about one work item per multiprocessor; more only adds merging
 
     def capacity(self, rows: int, max_length: int) -> int:
-        """Most units, and most partials, that a pass of `rows` rows of up to `max_length` tokens can have."""
+        """Most units, and most partial results, that a batch of `rows` rows of up to `max_length` tokens can have."""
         return max(rows * cdiv(max_length, self.max_tokens), 2 * self.target_units) + rows
-
-
-def decode_chunks(rows: int) -> Chunks:
-    """What was fastest for a batch of so many rows in whole runs of `nano` on an H200; see docs/log.md.
-
-    Some 528 programs of decode attention run at the same time there, one for each unit and KV head (8): 48 to 64 rows
-    fill them once without being cut, 96 would fill them once and a half, from 128 on the tail matters less.
-    """
-    if rows <= 4:
-        return Chunks()
-    if rows <= 16:
-        return Chunks(target_units=32)
-    return Chunks() if rows <= 32 or 64 < rows < 128 else Chunks(max_tokens=2048)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SharedUnits:
-    """The units that several rows share, as the host names them. Valid as long as the batch is made up the same way."""
-
-    chunk: int  # positions; all rows of the batch are cut at its multiples
-    units: Words  # [n, 4]: a row whose pages are read, chunk, first query, number of queries
-    query_rows: Words  # the rows of the units; units of the same rows name the same queries
-    covered: Words  # [rows]: how many leading chunks of each row are in shared units
-
-    @property
-    def num_saved_tokens(self) -> int:
-        """Positions that a row does not read because another row of the same unit does."""
-        return (int(self.units[:, 3].sum()) - len(self.units)) * self.chunk
-
-
-NOTHING_SHARED = SharedUnits(0, np.empty((0, 4), np.int32), np.empty(0, np.int32), np.empty(0, np.int32))
-
-
-def shared_units(rows: Words, common: Words, num_rows: int, chunk: int, rows_per_unit: int) -> SharedUnits | None:
-    """Rows in depth-first order, of which rows[i] and rows[i + 1] begin with the same common[i] positions.
-
-    Chunk by chunk, rows that have it in common form a run, and a run is cut into units of nearly equal size. What
-    the runs are changes only at the depths where some rows part, so all chunks between two such depths are made at
-    once. None: no whole chunk is shared.
-    """
-    depth = common // chunk
-    if not depth.any():
-        return None
-    padded = np.concatenate([[0], depth, [0]])
-    covered = np.zeros(num_rows, np.int32)
-    covered[rows] = np.maximum(padded[:-1], padded[1:])
-    units, queries, num_queries, above = [], [], 0, 0
-    for below in np.unique(depth[depth > 0]).tolist():
-        ends = np.flatnonzero(padded < below)  # between rows end - 1 and end, nobody shares so deep
-        firsts, sizes = ends[:-1], np.diff(ends)
-        runs = sizes > 1
-        firsts, sizes = firsts[runs], sizes[runs]
-        tiles = -(-sizes // rows_per_unit)
-        run = np.repeat(np.arange(len(sizes)), tiles)
-        index = np.arange(len(run)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-        begins = sizes[run] * index // tiles[run]
-        counts = sizes[run] * (index + 1) // tiles[run] - begins
-        first_query = num_queries + np.cumsum(counts) - counts
-        members = (
-            np.repeat(firsts[run] + begins, counts)
-            + np.arange(counts.sum())
-            - np.repeat(np.cumsum(counts) - counts, counts)
-        )
-        queries.append(rows[members])
-        num_queries += len(members)
-        chunks = np.arange(above, below)
-        unit = np.stack([rows[firsts[run] + begins], run, first_query, counts], axis=1)
-        unit = np.tile(unit, (len(chunks), 1))
-        unit[:, 1] = np.repeat(chunks, len(run))
-        units.append(unit)
-        above = below
-    return SharedUnits(chunk, np.concatenate(units).astype(np.int32), np.concatenate(queries).astype(np.int32), covered)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeUnits:
-    """Device buffers that the units of one pass live in. Rewritten by every pass, so one set per stream is enough."""
+    """Device buffers for the units of one forward pass. Each pass overwrites them, so one set per stream is enough."""
 
     units: torch.Tensor  # [capacity, UNIT_WORDS] int32
     num_units: torch.Tensor  # [1] int32
     rows: torch.Tensor  # [R, ROW_WORDS] int32
-    shared_units: torch.Tensor  # [max_shared, 4] int32: row, chunk, first query, number of queries
+    shared_units: torch.Tensor  # [max_shared, SHARED_UNIT_WORDS] int32
     num_shared: torch.Tensor  # [1] int32
-    shared_chunk: torch.Tensor  # [1] int32: positions of a chunk, where rows share
+    shared_chunk: torch.Tensor  # [1] int32: positions of a chunk where rows share KV
     shared_chunks: torch.Tensor  # [R] int32: how many leading chunks of a row are covered by shared units
     query_rows: torch.Tensor  # [max_queries] int32: the rows of the shared units, one after the other
 
@@ -150,7 +97,7 @@ class DecodeUnits:
             units=zeros(capacity, UNIT_WORDS),
             num_units=zeros(1),
             rows=zeros(rows, ROW_WORDS),
-            shared_units=zeros(max(max_shared, 1), 4),
+            shared_units=zeros(max(max_shared, 1), SHARED_UNIT_WORDS),
             num_shared=zeros(1),
             shared_chunk=zeros(1),
             shared_chunks=zeros(rows),
@@ -180,6 +127,7 @@ def decode_units_reference(
     if not shared:
         while size > chunks.min_tokens and sum(counts(size)) < chunks.target_units:
             size //= 2
+    # The columns of `UnitWord`; those of the row are added at the end.
     units = [[row, row_slots[row], first, count, c * size, (c + 1) * size, c, 0] for row, c, first, count in shared]
     rows: list[list[int]] = []
     partial = 0
@@ -193,8 +141,8 @@ def decode_units_reference(
             begin, end = max(chunk * size, first), min((chunk + 1) * size, position)
             is_tail = index == count - 1
             (tails if is_tail else whole).append([row, slot, 0, 1, begin, end, index, int(is_tail)])
-    units += whole + sorted(tails, key=lambda unit: (unit[4] - unit[5], unit[0]))
-    return [[*unit, *rows[unit[0]][:3]] for unit in units], rows
+    units += whole + sorted(tails, key=lambda unit: (unit[UnitWord.BEGIN] - unit[UnitWord.END], unit[UnitWord.ROW]))
+    return [[*unit, *rows[unit[UnitWord.ROW]][: RowWord.SLOT]] for unit in units], rows
 
 
 @launched
@@ -236,7 +184,7 @@ def _decode_units_kernel(
     count = tl.where(live, position // size - first // size + 1, 0)
     num_whole = shared_count + tl.sum(tl.where(live, count - covered - 1, 0), axis=0)
 
-    # The units of this program's rows. Which ones they are, others decide: all rows pass by once more.
+    # The units of this program's rows. Their places depend on all other rows, so those are read once more.
     begin = tl.program_id(0) * OWN
     own_slot, own_position, own_first, own_covered = _rows_from(
         row_slots, num_computed, shared_chunks, num_live, shared_count, begin, WINDOW, OWN
@@ -266,54 +214,63 @@ def _decode_units_kernel(
         index = own_covered + i
         chunk = own_first // size + index
         here = mine & (i <= own_whole)
-        record = units + tl.where(is_tail, rank, unit + i) * 16
-        tl.store(record, row, mask=here)
-        tl.store(record + 1, own_slot, mask=here)
-        tl.store(record + 2, row * 0, mask=here)
-        tl.store(record + 3, row * 0 + 1, mask=here)
-        tl.store(record + 4, tl.maximum(chunk * size, own_first), mask=here)
-        tl.store(record + 5, tl.minimum((chunk + 1) * size, own_position), mask=here)
-        tl.store(record + 6, index, mask=here)
-        tl.store(record + 7, is_tail.to(tl.int32), mask=here)
-        tl.store(record + 8, own_position, mask=here)
-        tl.store(record + 9, own_count, mask=here)
-        tl.store(record + 10, partial, mask=here)
+        record = units + tl.where(is_tail, rank, unit + i) * _UNIT_WORDS
+        tl.store(record + _UNIT_ROW, row, mask=here)
+        tl.store(record + _UNIT_SLOT, own_slot, mask=here)
+        tl.store(record + _UNIT_FIRST_QUERY, row * 0, mask=here)
+        tl.store(record + _UNIT_NUM_QUERIES, row * 0 + 1, mask=here)
+        tl.store(record + _UNIT_BEGIN, tl.maximum(chunk * size, own_first), mask=here)
+        tl.store(record + _UNIT_END, tl.minimum((chunk + 1) * size, own_position), mask=here)
+        tl.store(record + _UNIT_INDEX, index, mask=here)
+        tl.store(record + _UNIT_IS_TAIL, is_tail.to(tl.int32), mask=here)
+        tl.store(record + _UNIT_POSITION, own_position, mask=here)
+        tl.store(record + _UNIT_NUM_CHUNKS, own_count, mask=here)
+        tl.store(record + _UNIT_FIRST_PARTIAL, partial, mask=here)
 
     if tl.program_id(0) == 0:
-        # What there is once: the number of units, the rows, and the units that rows share.
+        # What is written once per batch: the number of units, the rows, and the units that rows share.
         tl.store(num_units, num_whole + num_live)
         if COUNT_STEP:
             tl.store(step, tl.load(step) + 1)
-        info = rows + tl.arange(0, BLOCK_R) * 4
-        tl.store(info, position, mask=live)
-        tl.store(info + 1, count, mask=live)
-        tl.store(info + 2, tl.cumsum(count, axis=0) - count, mask=live)
-        tl.store(info + 3, slot, mask=live)
-        tl.debug_barrier()  # rows, written above by other threads, are read below
+        info = rows + tl.arange(0, BLOCK_R) * _ROW_WORDS
+        tl.store(info + _ROW_POSITION, position, mask=live)
+        tl.store(info + _ROW_NUM_CHUNKS, count, mask=live)
+        tl.store(info + _ROW_FIRST_PARTIAL, tl.cumsum(count, axis=0) - count, mask=live)
+        tl.store(info + _ROW_SLOT, slot, mask=live)
+        tl.debug_barrier()  # `rows`, written above by other threads, is read below
         for start in range(0, shared_count, BLOCK_U):
             u = start + tl.arange(0, BLOCK_U)
             inside = u < shared_count
-            source = shared_units + u * 4
-            sharer = tl.load(source, mask=inside, other=0)
-            chunk = tl.load(source + 1, mask=inside, other=0)
-            record = units + u * 16
-            tl.store(record, sharer, mask=inside)
-            tl.store(record + 1, tl.load(row_slots + sharer, mask=inside, other=0), mask=inside)
-            tl.store(record + 2, tl.load(source + 2, mask=inside, other=0), mask=inside)
-            tl.store(record + 3, tl.load(source + 3, mask=inside, other=0), mask=inside)
-            tl.store(record + 4, chunk * size, mask=inside)
-            tl.store(record + 5, (chunk + 1) * size, mask=inside)
-            tl.store(record + 6, chunk, mask=inside)
-            tl.store(record + 7, u * 0, mask=inside)
+            source = shared_units + u * _SHARED_UNIT_WORDS
+            sharer = tl.load(source + _SHARED_ROW, mask=inside, other=0)
+            chunk = tl.load(source + _SHARED_CHUNK, mask=inside, other=0)
+            record = units + u * _UNIT_WORDS
+            tl.store(record + _UNIT_ROW, sharer, mask=inside)
+            tl.store(record + _UNIT_SLOT, tl.load(row_slots + sharer, mask=inside, other=0), mask=inside)
+            tl.store(
+                record + _UNIT_FIRST_QUERY, tl.load(source + _SHARED_FIRST_QUERY, mask=inside, other=0), mask=inside
+            )
+            tl.store(
+                record + _UNIT_NUM_QUERIES, tl.load(source + _SHARED_NUM_QUERIES, mask=inside, other=0), mask=inside
+            )
+            tl.store(record + _UNIT_BEGIN, chunk * size, mask=inside)
+            tl.store(record + _UNIT_END, (chunk + 1) * size, mask=inside)
+            tl.store(record + _UNIT_INDEX, chunk, mask=inside)
+            tl.store(record + _UNIT_IS_TAIL, u * 0, mask=inside)
+            # Position, number of chunks and first partial, which are in the same order in both records.
             for word in tl.static_range(3):
-                tl.store(record + 8 + word, tl.load(rows + sharer * 4 + word, mask=inside, other=0), mask=inside)
+                tl.store(
+                    record + _UNIT_POSITION + word,
+                    tl.load(rows + sharer * _ROW_WORDS + word, mask=inside, other=0),
+                    mask=inside,
+                )
 
 
 @triton.jit
 def _rows_from(
     row_slots, num_computed, shared_chunks, num_live, shared_count, begin, WINDOW: tl.constexpr, COUNT: tl.constexpr
-):  # fmt: skip
-    """Of COUNT rows: slot, position, the first position they see, and how many of their chunks are in shared units."""
+):
+    """Slot, position, first visible position and number of chunks in shared units of COUNT rows."""
     row = begin + tl.arange(0, COUNT)
     live = row < num_live
     slot = tl.load(row_slots + row, mask=live, other=0)
@@ -334,8 +291,8 @@ def decode_units(
 ) -> None:
     """Fills `buffers` for the rows row_slots[:num_rows]: slot s decodes the token at position num_computed[s].
 
-    row_slots [R], num_rows [1], num_computed [S] and step [1] are int32 on the device. `step`, where given, is raised
-    by one. Layers with a window need their own buffers, and share nothing.
+    row_slots [R], num_rows [1], num_computed [S] and step [1] are int32 on the device. `step`, if given, is incremented
+    by one. Layers with a sliding window need buffers of their own and share no KV reads.
     """
     capacity = row_slots.shape[0]
     doublings = (chunks.max_tokens // chunks.min_tokens).bit_length() - 1

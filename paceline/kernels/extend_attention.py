@@ -1,14 +1,15 @@
-"""Prefill attention over the paged cache: ragged chunks of queries, each seeing its row's whole past.
+"""Prefill attention over the paged cache: ragged chunks of queries, each over its row's whole past.
 
-The keys and values of the pass are already in the cache (rope_kv.py), so a chunk, a cache hit and a whole prompt are
-the same thing here. The heads that share a KV head are packed into one tile, so K and V are read once for all.
+"Extend" is SGLang's word for prefill with a cached prefix. The keys and values of the pass are already in the cache
+(rope_kv.py), so a chunk of a prompt, a prefix cache hit and a whole prompt are the same case. The query heads of one KV
+head are packed into one tile, so K and V are read once for all of them.
 
-Which tiles there are is the host's business (extend_tiles.py). Where the keys of some are split, each part leaves a
-partial result and a second launch folds them; the others write what they have. A fold by whoever finishes last would
-save the launch, but pull all parts of a tile through one multiprocessor.
+The host computes the tiles (engine/cuda/tiles.py). Where the keys of a tile are split (split-KV), each split leaves a
+partial result and a second launch merges them; other tiles write their output directly. A merge by the program that
+finishes last would save the launch, but send all splits of a tile through one multiprocessor.
 
-Rows with few queries behind the same long prefix go into one tile together (`shared_tiles`): it reads the prefix once,
-without a mask, and then what each of them has of its own.
+Rows with few queries after the same long prefix share a tile (`extend_shared`): it reads the prefix once, without a
+mask, and then the remaining keys of each row.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -20,9 +21,19 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.kernels._triton import launched, next_power_of_2, tl, triton
+from paceline.kernels._triton import LOG2_E, launched, next_power_of_2, tl, triton
+from paceline.kernels.layouts import (
+    EXTEND_UNIT_WORDS,
+    SHARED_TILE_WORDS,
+    ExtendUnitWord,
+    SharedTileWord,
+    constants,
+)
 
-_FOLD_HEADS, _FOLD_PARTS = 8, 8  # of a tile that one program folds at once
+_MERGE_HEADS, _MERGE_SPLITS = 8, 8  # of a tile that one program merges at once
+_ROW, _FIRST_TOKEN, _SPLIT, _NUM_SPLITS, _FIRST_PARTIAL = constants(ExtendUnitWord)
+_TILE_FIRST_ROW, _TILE_NUM_ROWS, _TILE_NUM_COMMON = constants(SharedTileWord)
+_UNIT_WORDS, _TILE_WORDS = tl.constexpr(EXTEND_UNIT_WORDS), tl.constexpr(SHARED_TILE_WORDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +51,25 @@ def tokens_per_tile(tuning: ExtendTuning, group: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExtendWorkspace:
-    """Partial results of one layer at a time; layers reuse it since they run in order."""
+    """Partial results of one layer at a time: layers run in order and reuse it."""
 
-    partials: torch.Tensor  # [room, block_m, D] float32
-    lse: torch.Tensor  # [room, block_m] float32, base 2
+    partials: torch.Tensor  # [capacity, block_m, D] float32
+    lse: torch.Tensor  # [capacity, block_m] float32, base 2
 
     @classmethod
-    def empty(cls, room: int, tuning: ExtendTuning, head_dim: int, device: torch.device | str) -> ExtendWorkspace:
+    def empty(cls, capacity: int, tuning: ExtendTuning, head_dim: int, device: torch.device | str) -> ExtendWorkspace:
         return cls(
-            partials=torch.empty(room, tuning.block_m, head_dim, device=device),
-            lse=torch.empty(room, tuning.block_m, device=device),
+            partials=torch.empty(capacity, tuning.block_m, head_dim, device=device),
+            lse=torch.empty(capacity, tuning.block_m, device=device),
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ExtendParts:
-    """For a pass in which some tiles have their keys split: `ExtendUnits` on the device, and where partials go."""
+class ExtendSplits:
+    """For a batch in which the keys of some tiles are split: the tiles to merge, and where partial results go."""
 
-    folds: torch.Tensor  # [m, 5]
-    num_parts: int
+    merges: torch.Tensor  # [m, EXTEND_UNIT_WORDS] int32: the first split of each of these tiles
+    num_splits: int  # of all these tiles together, at most
     workspace: ExtendWorkspace
 
 
@@ -92,8 +103,8 @@ def extend_attention_reference(
 
 
 @triton.jit
-def _absorb(scores, v, top, total, acc):
-    """One more tile of scores and values into the running softmax."""
+def _add_to_softmax(scores, v, top, total, acc):
+    """Adds a tile of scores and values to the online softmax."""
     higher = tl.maximum(top, tl.max(scores, axis=1))
     keep = tl.exp2(top - higher)
     weight = tl.exp2(scores - higher[:, None])
@@ -101,11 +112,13 @@ def _absorb(scores, v, top, total, acc):
 
 
 @triton.jit
-def _places(tile, query_starts, kv_head, m, Q: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, D: tl.constexpr):
-    """Where in the output the query heads m of a tile begin, and which of them there are."""
-    row = tl.load(tile)
+def _output_offsets(
+    tile, query_starts, kv_head, m, Q: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, D: tl.constexpr
+):
+    """Where in the output the query heads m of a tile begin, and which of them exist."""
+    row = tl.load(tile + _ROW)
     first = tl.load(query_starts + row)
-    token = tl.load(tile + 1) + m // PADDED_G
+    token = tl.load(tile + _FIRST_TOKEN) + m // PADDED_G
     inside = (token < tl.load(query_starts + row + 1) - first) & (m % PADDED_G < G)
     return ((first + token).to(tl.int64) * Q + kv_head * G + m % PADDED_G) * D, inside
 
@@ -138,12 +151,12 @@ def _extend_attention_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    unit = units + tl.program_id(1) * 5
+    unit = units + tl.program_id(1) * _UNIT_WORDS
     kv_head = tl.program_id(0)
-    row = tl.load(unit)
+    row = tl.load(unit + _ROW)
     if row < 0:
         return
-    offset = tl.load(unit + 1)
+    offset = tl.load(unit + _FIRST_TOKEN)
     slot = tl.load(row_slots + row).to(tl.int64)
     first = tl.load(query_starts + row)
     length = tl.load(query_starts + row + 1) - first
@@ -165,23 +178,23 @@ def _extend_attention_kernel(
     begin = start * 0
     if WINDOW:
         begin = tl.maximum(start + offset + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
-    # Keys up to here are seen by every query of the tile: no mask. A window masks at both ends, so it masks always.
-    plain = begin if WINDOW else (start + offset + 1) // BLOCK_N * BLOCK_N
+    # Every query of the tile sees the keys up to here: no mask. A window masks at both ends, so it always masks.
+    unmasked = begin if WINDOW else (start + offset + 1) // BLOCK_N * BLOCK_N
     if SPLIT:
-        part = tl.load(unit + 2)
-        num_parts = tl.load(unit + 3)
+        split = tl.load(unit + _SPLIT)
+        num_splits = tl.load(unit + _NUM_SPLITS)
         blocks = tl.cdiv(end - begin, BLOCK_N)
-        end = tl.minimum(begin + (part + 1) * blocks // num_parts * BLOCK_N, end)
-        begin += part * blocks // num_parts * BLOCK_N
-        plain = tl.maximum(begin, tl.minimum(plain, end // BLOCK_N * BLOCK_N))
+        end = tl.minimum(begin + (split + 1) * blocks // num_splits * BLOCK_N, end)
+        begin += split * blocks // num_splits * BLOCK_N
+        unmasked = tl.maximum(begin, tl.minimum(unmasked, end // BLOCK_N * BLOCK_N))
     table = page_table + slot * table_stride
-    for at in tl.range(begin, plain, BLOCK_N, num_stages=STAGES):
+    for at in tl.range(begin, unmasked, BLOCK_N, num_stages=STAGES):
         n = at + tl.arange(0, BLOCK_N)
         page = tl.load(table + n // P).to(tl.int64)
         source = (((page * P + n % P) * K + kv_head) * D)[:, None] + d[None, :]
         scores = tl.dot(queries, tl.trans(tl.load(k_cache + source))) * scale
-        top, total, acc = _absorb(scores, tl.load(v_cache + source), top, total, acc)
-    for at in tl.range(plain, end, BLOCK_N, num_stages=STAGES):
+        top, total, acc = _add_to_softmax(scores, tl.load(v_cache + source), top, total, acc)
+    for at in tl.range(unmasked, end, BLOCK_N, num_stages=STAGES):
         n = at + tl.arange(0, BLOCK_N)
         cached = n < end
         page = tl.load(table + n // P, mask=cached, other=0).to(tl.int64)
@@ -192,23 +205,23 @@ def _extend_attention_kernel(
             seen = seen & (n[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, tl.dot(queries, tl.trans(k)) * scale, -float("inf"))
         v = tl.load(v_cache + source, mask=cached[:, None], other=0.0)
-        top, total, acc = _absorb(scores, v, top, total, acc)
-    total = tl.where(total == 0.0, 1.0, total)  # a part may have nothing that a query sees
+        top, total, acc = _add_to_softmax(scores, v, top, total, acc)
+    total = tl.where(total == 0.0, 1.0, total)  # a split may have no key that a query sees
     acc = acc / total[:, None]
-    if tl.load(unit + 3) == 1:
-        # Worked out again: kept through the loops, these would not fit into registers.
-        again, inside = _places(unit, query_starts, kv_head, m, Q, G, PADDED_G, D)
+    if tl.load(unit + _NUM_SPLITS) == 1:
+        # Computed again: kept through the loops, these would not fit into registers.
+        again, inside = _output_offsets(unit, query_starts, kv_head, m, Q, G, PADDED_G, D)
         tl.store(out + again[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=inside[:, None])
     elif SPLIT:
-        mine = ((tl.load(unit + 4) + tl.load(unit + 2)) * K + kv_head).to(tl.int64) * BLOCK_M + m
+        mine = ((tl.load(unit + _FIRST_PARTIAL) + tl.load(unit + _SPLIT)) * K + kv_head).to(tl.int64) * BLOCK_M + m
         tl.store(partials + mine[:, None] * D + d[None, :], acc)
         tl.store(lse + mine, top + tl.log2(total))
 
 
 @launched
 @triton.jit
-def _extend_fold_kernel(
-    folds,
+def _extend_merge_kernel(
+    merges,
     query_starts,
     partials,
     lse,
@@ -220,25 +233,25 @@ def _extend_fold_kernel(
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """Some query heads of a tile, from the parts its keys were split into. PARTS at once: their loads wait together."""
+    """Merges the splits of some query heads of a tile, SPLITS at once so that their loads overlap."""
     kv_head = tl.program_id(0)
-    tile = folds + tl.program_id(2) * 5
-    if tl.load(tile) < 0:
+    tile = merges + tl.program_id(2) * _UNIT_WORDS
+    if tl.load(tile + _ROW) < 0:
         return
-    num_parts = tl.load(tile + 3)
-    first_part = tl.load(tile + 4)
+    num_splits = tl.load(tile + _NUM_SPLITS)
+    first_partial = tl.load(tile + _FIRST_PARTIAL)
     m = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, D)
-    place, inside = _places(tile, query_starts, kv_head, m, Q, G, PADDED_G, D)
+    place, inside = _output_offsets(tile, query_starts, kv_head, m, Q, G, PADDED_G, D)
     top = tl.full([HEADS], -1.0e30, tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, D], tl.float32)
-    for at in range(0, num_parts, PARTS):
-        part = at + tl.arange(0, PARTS)
-        here = (part < num_parts)[:, None] & inside[None, :]
-        source = ((first_part + part) * K + kv_head).to(tl.int64)[:, None] * BLOCK_M + m[None, :]
+    for at in range(0, num_splits, SPLITS):
+        split = at + tl.arange(0, SPLITS)
+        here = (split < num_splits)[:, None] & inside[None, :]
+        source = ((first_partial + split) * K + kv_head).to(tl.int64)[:, None] * BLOCK_M + m[None, :]
         weight = tl.load(lse + source, mask=here, other=-float("inf"))
         pieces = tl.load(partials + source[:, :, None] * D + d[None, None, :], mask=here[:, :, None], other=0.0)
         higher = tl.maximum(top, tl.max(weight, axis=0))
@@ -279,9 +292,9 @@ def _extend_shared_kernel(
 ):
     tile = tl.program_id(1)
     kv_head = tl.program_id(0)
-    rows = tile_rows + tl.load(tiles + tile * 3)
-    num_rows = tl.load(tiles + tile * 3 + 1)
-    common = tl.load(tiles + tile * 3 + 2) // BLOCK_N * BLOCK_N
+    rows = tile_rows + tl.load(tiles + tile * _TILE_WORDS + _TILE_FIRST_ROW)
+    num_rows = tl.load(tiles + tile * _TILE_WORDS + _TILE_NUM_ROWS)
+    common = tl.load(tiles + tile * _TILE_WORDS + _TILE_NUM_COMMON) // BLOCK_N * BLOCK_N
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D)
@@ -301,7 +314,7 @@ def _extend_shared_kernel(
         page = tl.load(table + n // P).to(tl.int64)
         source = (((page * P + n % P) * K + kv_head) * D)[:, None] + d[None, :]
         scores = tl.dot(queries, tl.trans(tl.load(k_cache + source))) * scale
-        top, total, acc = _absorb(scores, tl.load(v_cache + source), top, total, acc)
+        top, total, acc = _add_to_softmax(scores, tl.load(v_cache + source), top, total, acc)
     for index in range(0, num_rows):
         row = tl.load(rows + index)
         first = tl.load(query_starts + row)
@@ -318,7 +331,7 @@ def _extend_shared_kernel(
             seen = mine[:, None] & (n[None, :] <= position[:, None])
             scores = tl.where(seen, tl.dot(queries, tl.trans(k)) * scale, -float("inf"))
             v = tl.load(v_cache + source, mask=cached[:, None], other=0.0)
-            top, total, acc = _absorb(scores, v, top, total, acc)
+            top, total, acc = _add_to_softmax(scores, v, top, total, acc)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside[:, None])
 
@@ -337,16 +350,36 @@ def extend_shared(
     out: torch.Tensor,
     tuning: ExtendTuning = ExtendTuning(),  # noqa: B008  (frozen)
 ) -> None:
-    """`extend_attention` for the rows of `SharedTiles`, in layers without a window."""
+    """`extend_attention` for the rows of `SharedTiles` (engine/cuda/tiles.py), in layers without a sliding window."""
     page_size, kv_heads, head_dim = k_cache.shape[1:]
     q_heads = q.shape[1]
     group = q_heads // kv_heads
     _extend_shared_kernel[(kv_heads, tiles.shape[0])](
-        q, k_cache, v_cache, page_table, tiles, tile_rows, tile_tokens, row_slots, positions, query_starts, out,
-        page_table.stride(0), head_dim**-0.5 * 1.4426950408889634, Q=q_heads, K=kv_heads, G=group,
-        PADDED_G=next_power_of_2(group), D=head_dim, P=page_size, BLOCK_M=tuning.block_m, BLOCK_N=tuning.block_n,
-        STAGES=tuning.num_stages, num_warps=tuning.num_warps, maxnreg=tuning.max_registers,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        tiles,
+        tile_rows,
+        tile_tokens,
+        row_slots,
+        positions,
+        query_starts,
+        out,
+        page_table.stride(0),
+        head_dim**-0.5 * LOG2_E,
+        Q=q_heads,
+        K=kv_heads,
+        G=group,
+        PADDED_G=next_power_of_2(group),
+        D=head_dim,
+        P=page_size,
+        BLOCK_M=tuning.block_m,
+        BLOCK_N=tuning.block_n,
+        STAGES=tuning.num_stages,
+        num_warps=tuning.num_warps,
+        maxnreg=tuning.max_registers,
+    )
 
 
 def extend_attention(
@@ -361,22 +394,22 @@ def extend_attention(
     out: torch.Tensor,
     window: int = 0,
     tuning: ExtendTuning = ExtendTuning(),  # noqa: B008  (frozen)
-    parts: ExtendParts | None = None,
+    splits: ExtendSplits | None = None,
 ) -> None:
     """out [T, Q, D] = causal attention of q [T, Q, D] over each row's cache [pages, P, K, D] up to its own position.
 
-    Row r's queries are q[query_starts[r]:query_starts[r + 1]] in slot row_slots[r], at consecutive positions of
-    which positions [T] holds each. units [n, 5] is that of `extend_units` for `tokens_per_tile`; rows it does not name
-    (the decodes of a mixed pass) are left alone, units and folds of row -1 are nobody's. All index tensors are int32
-    on the device. Without `parts` every unit must be a whole tile.
+    Row r's queries are q[query_starts[r]:query_starts[r + 1]] in slot row_slots[r], at the consecutive positions in
+    positions [T]. units [n, EXTEND_UNIT_WORDS] come from `extend_units` for `tokens_per_tile`; the outputs of other
+    rows (decodes of a mixed batch) are not written, and units and merges of row -1 are padding. All index tensors are
+    int32 on the device. Without `splits` every unit must be a whole tile.
     """
     page_size, kv_heads, head_dim = k_cache.shape[1:]
     q_heads = q.shape[1]
     group = q_heads // kv_heads
-    workspace = None if parts is None else parts.workspace
-    if parts is not None:
-        used, room = parts.num_parts * kv_heads, len(parts.workspace.lse)
-        assert used <= room, f"{used} partial results in room for {room}"
+    workspace = None if splits is None else splits.workspace
+    if splits is not None:
+        used, capacity = splits.num_splits * kv_heads, len(splits.workspace.lse)
+        assert used <= capacity, f"{used} partial results do not fit a workspace for {capacity}"
     _extend_attention_kernel[(kv_heads, units.shape[0])](
         q,
         k_cache,
@@ -390,7 +423,7 @@ def extend_attention(
         out if workspace is None else workspace.partials,
         out if workspace is None else workspace.lse,
         page_table.stride(0),
-        head_dim**-0.5 * 1.4426950408889634,
+        head_dim**-0.5 * LOG2_E,
         Q=q_heads,
         K=kv_heads,
         G=group,
@@ -398,16 +431,27 @@ def extend_attention(
         D=head_dim,
         P=page_size,
         WINDOW=window,
-        SPLIT=parts is not None,
+        SPLIT=splits is not None,
         BLOCK_M=tuning.block_m,
         BLOCK_N=tuning.block_n,
         STAGES=tuning.num_stages,
         num_warps=tuning.num_warps,
         maxnreg=tuning.max_registers,
     )
-    if parts is not None and workspace is not None:
-        _extend_fold_kernel[(kv_heads, tuning.block_m // _FOLD_HEADS, parts.folds.shape[0])](
-            parts.folds, query_starts, workspace.partials, workspace.lse, out, Q=q_heads, K=kv_heads, G=group,
-            PADDED_G=next_power_of_2(group), D=head_dim, BLOCK_M=tuning.block_m, HEADS=_FOLD_HEADS, PARTS=_FOLD_PARTS,
+    if splits is not None and workspace is not None:
+        _extend_merge_kernel[(kv_heads, tuning.block_m // _MERGE_HEADS, splits.merges.shape[0])](
+            splits.merges,
+            query_starts,
+            workspace.partials,
+            workspace.lse,
+            out,
+            Q=q_heads,
+            K=kv_heads,
+            G=group,
+            PADDED_G=next_power_of_2(group),
+            D=head_dim,
+            BLOCK_M=tuning.block_m,
+            HEADS=_MERGE_HEADS,
+            SPLITS=_MERGE_SPLITS,
             num_warps=4,
-        )  # fmt: skip
+        )

@@ -1,7 +1,6 @@
-"""The pass's input: tokens from the token pool, by slot and position, straight to their embedding rows.
+"""The input of a forward pass: gathers tokens from the token pool by slot and position, and their embedding rows.
 
-A token that the pass before has just sampled is read here from where the sampler wrote it; the host never sees it
-in between.
+A token that the previous pass sampled is read from where the sampler wrote it, without a round trip to the host.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -73,7 +72,7 @@ def _gather_tokens_kernel(
         slot = tl.load(row_slots + row)
         position = tl.load(num_computed + slot) + offset
     token_id = tl.load(token_pool + slot.to(tl.int64) * pool_stride + position, mask=live, other=0).to(tl.int64)
-    # A padding row gets zeros, so that nothing unbounded travels through the products.
+    # A padding row gets zeros, so that no NaN or infinity goes through the GEMMs.
     value = tl.load(embeddings + token_id * hidden + column, mask=inside & live, other=0.0)
     tl.store(out + token.to(tl.int64) * hidden + column, value.to(out.dtype.element_ty), mask=inside)
     if LEAVE_SQUARES:
@@ -95,11 +94,12 @@ def gather_tokens(
 ) -> None:
     """out [T, H], slots [T] and positions [T] (int32) for the tokens of a pass; embeddings [V, H].
 
-    Without token_rows, token i is row i's only one (a decode pass; rows from num_rows on get zeros). With them,
-    token i belongs to row token_rows[i] [T], whose tokens begin at query_starts[row] [R + 1]; of row -1 it is nobody's
-    and gets zeros. squares [T, 1], where given, takes each row's sum of squares for the norm that follows (linear.py).
+    Without token_rows, token i is row i's only token (a decode batch; rows from num_rows on are padding and get zeros).
+    With it, token i belongs to row token_rows[i] [T], whose tokens begin at query_starts[row] [R + 1]; row -1 is
+    padding and gets zeros. squares [T, 1], if given, receives each row's sum of squares for the RMSNorm that follows
+    (linear.py).
     """
-    assert (token_rows is None) == (query_starts is None), "token_rows and query_starts come together"
+    assert (token_rows is None) == (query_starts is None), "token_rows and query_starts are given together"
     tokens, hidden = out.shape
     block = next_power_of_2(hidden)
     _gather_tokens_kernel[(tokens,)](

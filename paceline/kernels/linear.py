@@ -1,15 +1,15 @@
-"""Matrix products at decode sizes, with what stands around them fused in.
+"""GEMMs with few rows (decode batches), with prologue and epilogue fused.
 
-At up to 256 rows a product only reads its weight, in a few microseconds; a norm, an activation or a residual add as
-a launch of its own costs as much again. So one kernel does, by flags: multiply, scale each row by the norm of its
-input, add a bias, pair gate and up columns through silu, add to the residual stream.
+At up to 256 rows a GEMM only reads its weight, in a few microseconds; a norm, an activation or a residual add as a
+launch of its own costs as much again. So one kernel does, by flags: multiply, scale each row by the RMSNorm factor of
+its input, add a bias, apply SiLU to gate and multiply by up, add to the residual stream.
 
-A norm costs nothing here: its weight is folded into the product's when weights are loaded, and the factor of a row
-is the same for the whole row, so it is applied to the sum. The squares it needs are left behind by whoever wrote the
-row (`squares_out`): summing them inside the loop was tried and doubled its time.
+The norm is free here: its weight is folded into the GEMM's weight at load, and its factor is the same for a whole row,
+so it is applied to the accumulator. The sums of squares it needs are written by the kernel that wrote the row
+(`squares_out`): summing them inside the loop doubled its time.
 
-Weights are [N, K] as torch.nn.Linear keeps them. With split_k, partial sums are folded in order by whoever arrives
-last, so results do not vary from run to run.
+Weights are [N, K] as in torch.nn.Linear. With split_k, the program that arrives last adds the partial sums in a fixed
+order, so results are the same in every run.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -32,7 +32,7 @@ def linear_reference(
     gated: bool = False,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """In float64. With eps, x is normed first."""
+    """In float64. With eps, RMSNorm is applied to x first."""
     wide = x.double()
     out = wide @ weight.double().T
     if eps is not None:
@@ -46,7 +46,7 @@ def linear_reference(
 
 
 @launched
-@triton.jit(do_not_specialize=["M"])  # one binary for every batch of a tile size: start-up compiles less
+@triton.jit(do_not_specialize=["M"])  # one binary for all batches of a tile size: fewer compilations at start-up
 def _linear_kernel(
     x,
     weight,
@@ -78,7 +78,7 @@ def _linear_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Rows vary fastest: programs that read the same weights run at the same time and share them in the L2.
+    # Rows vary fastest: programs that read the same weights run at the same time and share them in the L2 cache.
     tile_m = tl.program_id(0)
     tile_n = tl.program_id(1)
     split = tl.program_id(2)
@@ -89,17 +89,17 @@ def _linear_kernel(
     first = split * per_split
     inside_m = m < M
     inside_n = n < N
-    # With a gate, the columns of a tile are those of the gate and then those they are paired with.
-    both = tl.arange(0, WIDTH)
-    column = tile_n * BLOCK_N + both % BLOCK_N
-    weights = weight + ((column + both // BLOCK_N * N).to(tl.int64) * K)[:, None] + k[None, :]
+    # With a gate, the columns of a tile are those of the gate followed by the matching columns of up.
+    wide_n = tl.arange(0, WIDTH)
+    column = tile_n * BLOCK_N + wide_n % BLOCK_N
+    weights = weight + ((column + wide_n // BLOCK_N * N).to(tl.int64) * K)[:, None] + k[None, :]
     inputs = x + (m.to(tl.int64) * x_stride)[:, None] + k[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
     if HAS_NORM:
-        # Summed behind the loop: before it, the first weights would be asked for when the sums are known.
+        # Summed after the loop: a sum before it would delay the first loads of weights.
         part = tl.arange(0, BLOCK_S)
         inside_s = inside_m[:, None] & (part < NUM_SQUARES)[None, :]
         square = tl.load(squares + m[:, None] * squares_stride + part[None, :], mask=inside_s, other=0.0)
@@ -126,7 +126,7 @@ def _linear_kernel(
     if HAS_NORM:
         acc = acc * (1.0 / tl.sqrt(tl.sum(square, axis=1) / K + eps))[:, None]
     if HAS_BIAS:
-        acc += tl.load(bias + column + both // BLOCK_N * N, mask=column < N, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias + column + wide_n // BLOCK_N * N, mask=column < N, other=0.0).to(tl.float32)[None, :]
     if WIDTH > BLOCK_N:
         acc, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N]), [0, 2, 1]))
         acc = acc / (1.0 + tl.exp(-acc)) * up
@@ -155,16 +155,16 @@ class LinearTuning:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearWorkspace:
-    """For split_k > 1. Products of one stream run in order, so they share one. Counts are zero between launches."""
+    """For split_k > 1. GEMMs of one stream run in order and share it. Counts are zero between launches."""
 
     partials: torch.Tensor  # float32, at least split_k * M * N elements
     arrived: torch.Tensor  # int32, at least one per tile
 
 
 def decode_tuning(rows: int, columns: int, gated: bool) -> LinearTuning | None:
-    """What was fastest for the products of a Qwen3-0.6B layer on an H200; None where cuBLAS is at least as fast.
+    """The fastest tuning for the GEMMs of a Qwen3-0.6B layer on an H200; None where cuBLAS is at least as fast.
 
-    Narrow products are split along K, since their tiles alone would leave most multiprocessors idle.
+    Narrow GEMMs are split along K, since their tiles alone would leave most multiprocessors idle.
     """
     narrow = not gated and columns <= 1024
     if rows <= 16:
@@ -179,7 +179,7 @@ def decode_tuning(rows: int, columns: int, gated: bool) -> LinearTuning | None:
 
 
 def num_squares(columns: int, tuning: LinearTuning) -> int:
-    """How many columns of `squares_out` a product of `columns` columns fills."""
+    """How many columns of `squares_out` a GEMM of `columns` columns fills."""
     return cdiv(columns, tuning.block_n)
 
 
@@ -199,13 +199,14 @@ def linear(
 ) -> None:
     """out [M, N] = f(rms_norm(x [M, K]) @ weight [N, K]ᵀ + bias [N]) + residual [M, N].
 
-    squares [M, any]: float32 whose row sums are the sums of squares of x's rows; without it x is taken as it is, with
-    it weight must hold the norm's weight already. gated: weight is [2N, K] (and bias [2N]), gate rows first, and
-    f(gate, up) = silu(gate) * up. out may be residual: the stream is then updated in place. squares_out
-    [M, num_squares(N, tuning)] takes the sums of squares of what is written. K must be a multiple of
+    squares [M, any]: float32 whose row sums are the sums of squares of x's rows; without it x is not normed, with it
+    weight must already contain the norm's weight. gated: weight is [2N, K] (and bias [2N]), gate rows first, and
+    f(gate, up) = silu(gate) * up. out may be residual: the residual stream is then updated in place. squares_out
+    [M, num_squares(N, tuning)] receives the sums of squares of what is written. K must be a multiple of
     split_k * block_k; a gate needs split_k = 1.
 
-    pdl: starts before the launch before has ended, and lets the next one.
+    pdl: uses programmatic dependent launch: this kernel starts before the previous one has ended, and lets the next one
+    do the same.
     """
     rows, width = x.shape
     columns = out.shape[1]

@@ -1,16 +1,15 @@
-"""How likely tokens were: the log-sum-exp of a row's logits, its largest ones, and those of ids that were asked for.
+"""Logprobs: the log-sum-exp of a row's logits, its largest logprobs, and those of requested ids.
 
-No sort and no bound that could turn out too low. A program reads its part of a row once, and each lane keeps the
-largest logit of its columns. Then the lanes compete: the largest of all is the next in the ranking, and its lane
-looks through its few columns again for its next. Whoever finishes a row last ranks the winners of all parts.
+There is no sort, and no bound that could turn out too low. A program reads its split of a row once, and each lane keeps
+the largest logit of its columns. Then the lanes compete: the largest of all is next in the ranking, and its lane
+searches its few columns again for its next candidate. The program that finishes a row last ranks the winners of all
+splits.
 
-What competes is one integer made of a logit and its column, so no two are equal: equal logits rank by lower id,
-however a row is cut. Logits that are no numbers, or below any that a model means, count as minus infinity.
+The candidates are integers made of a logit and its column, so no two are equal: equal logits rank by lower id, however
+a row is split. NaN logits, and logits lower than any a model produces, count as minus infinity.
 
-Rows ask for as much as they want, in the words of their slot; one that asks nothing costs nothing. What is told of a
-row is TOLD_WORDS words, floats as their bits, in a ring by step as the tokens are:
-
-    chosen [1]   top_chances [MOST]   top_ids [MOST]   chances of the ids that were asked for [MOST]
+Each row states in the sampling words of its slot what it needs; a row without logprobs costs nothing. The result of a
+row is LOGPROB_WORDS words (`LogprobWord` in layouts.py), in a ring indexed by step, as the sampled tokens are.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -23,26 +22,26 @@ from dataclasses import dataclass
 import torch
 
 from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
+from paceline.kernels.layouts import LOGPROB_WORDS, SAMPLING_WORDS, LogprobWord, SamplingWord, constants
 from paceline.kernels.sampling import order_key
-from paceline.kernels.slot_state import SAMPLING_WORDS
 from paceline.request import MAX_LOGPROBS
 
-TOLD_WORDS = 1 + 3 * MAX_LOGPROBS
-TOP_CHANCES, TOP_IDS, ASKED = 1, 1 + MAX_LOGPROBS, 1 + 2 * MAX_LOGPROBS  # where these begin
+_CHOSEN, _TOP_LOGPROBS, _TOP_IDS, _REQUESTED = constants(LogprobWord)
+_LOGPROBS, _NUM_LOGPROB_IDS, _LOGPROB_IDS = constants(SamplingWord)[SamplingWord.LOGPROBS :]
 _PLACES = next_power_of_2(MAX_LOGPROBS)
 _MAX_SPLITS = 32
-_PROGRAMS = 1024  # about as many as a large GPU runs at once: with more, each ranks less of a row as often
+_PROGRAMS = 1024  # about as many as a large GPU runs at once: with more, each ranks a shorter split just as often
 
 
 def top_logprobs_reference(
     logits: torch.Tensor, num_top: int, ids: list[int]
 ) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-    """Of one row [V]: the likeliest ids, all log-chances, and those of the ids that were asked for."""
+    """For one row [V]: the most likely ids, all logprobs, and those of the requested ids."""
     values = logits.double()
     values = torch.where(values > -1e30, values, -torch.inf)
     order = values.sort(descending=True, stable=True).indices
-    chances = values.log_softmax(-1)
-    return order[:num_top].tolist(), chances, chances[ids]
+    logprobs = values.log_softmax(-1)
+    return order[:num_top].tolist(), logprobs, logprobs[ids]
 
 
 @triton.jit
@@ -53,7 +52,7 @@ def _logit(line, column, within):
 
 @triton.jit
 def _rank_key(value, column):
-    """Integers in the order of the logits and, among equals, against that of their columns."""
+    """Integers that order by logit and, among equals, by falling column."""
     return (order_key(value).to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
 
 
@@ -81,7 +80,7 @@ def _top_kernel(
     part_sum,
     arrived,
     totals,
-    told,
+    ring,
     step,
     logits_stride,
     max_rows,
@@ -89,7 +88,7 @@ def _top_kernel(
     vocab,
     HAS_INDEX: tl.constexpr,
     WORDS: tl.constexpr,
-    MOST: tl.constexpr,
+    LINE: tl.constexpr,
     PLACES: tl.constexpr,
     SPLITS: tl.constexpr,
     PER_SPLIT: tl.constexpr,
@@ -104,16 +103,16 @@ def _top_kernel(
     if HAS_INDEX:
         source = tl.load(index + row)
     params = sampling + tl.load(slots + source).to(tl.int64) * WORDS
-    asked = tl.load(params + 6)
-    if asked == 0:
+    requested = tl.load(params + _LOGPROBS)
+    if requested == 0:
         return
-    num_top = tl.minimum(asked - 1, vocab)
+    num_top = tl.minimum(requested - 1, vocab)
     line = logits + row.to(tl.int64) * logits_stride
     lane = tl.arange(0, BLOCK)
     first = split * PER_SPLIT
     end = tl.minimum(first + PER_SPLIT, vocab)
 
-    # Columns come in ascending order, so the first of a lane's equals stays: of a lane without a number, its first.
+    # Columns are read in ascending order: the first of equal logits stays. A lane with only NaN keeps its first column.
     best = tl.full([BLOCK], -1.0e30, tl.float32)
     best_at = first + lane
     mass = tl.zeros([BLOCK], tl.float32)
@@ -151,19 +150,19 @@ def _top_kernel(
         top = tl.max(tops, axis=0)
         total = top + tl.log(tl.sum(tl.load(part_sum + part, cache_modifier=".cg") * tl.exp(tops - top), axis=0))
         tl.store(totals + row, total)
-        out = told + ((tl.load(step) % depth).to(tl.int64) * max_rows + row) * (1 + 3 * MOST)
+        out = ring + ((tl.load(step) % depth).to(tl.int64) * max_rows + row) * LINE
         item = tl.arange(0, SPLITS * PLACES)
         at = (row * SPLITS).to(tl.int64) * PLACES + item
         rest = tl.load(parts + at, mask=item % PLACES < num_top, other=-0x7FFFFFFFFFFFFFFF, cache_modifier=".cg")
         for rank in range(0, num_top):
             winner = tl.max(rest, axis=0)
             rest = tl.where(rest == winner, nothing, rest)
-            tl.store(out + 1 + rank, (_logit_of(winner) - total).to(tl.int32, bitcast=True))
-            tl.store(out + 1 + MOST + rank, _column_of(winner))
+            tl.store(out + _TOP_LOGPROBS + rank, (_logit_of(winner) - total).to(tl.int32, bitcast=True))
+            tl.store(out + _TOP_IDS + rank, _column_of(winner))
         each = tl.arange(0, PLACES)
-        named = each < tl.load(params + 7)
-        value = _logit(line, tl.load(params + 8 + each, mask=named, other=0), named)
-        tl.store(out + 1 + 2 * MOST + each, (value - total).to(tl.int32, bitcast=True), mask=named)
+        named = each < tl.load(params + _NUM_LOGPROB_IDS)
+        value = _logit(line, tl.load(params + _LOGPROB_IDS + each, mask=named, other=0), named)
+        tl.store(out + _REQUESTED + each, (value - total).to(tl.int32, bitcast=True), mask=named)
 
 
 @launched
@@ -176,14 +175,14 @@ def _chosen_kernel(
     sampling,
     totals,
     results,
-    told,
+    ring,
     step,
     logits_stride,
     max_rows,
     depth,
     HAS_INDEX: tl.constexpr,
     WORDS: tl.constexpr,
-    TOLD: tl.constexpr,
+    LINE: tl.constexpr,
 ):
     row = tl.program_id(0)
     if row >= tl.load(num_rows):
@@ -192,19 +191,19 @@ def _chosen_kernel(
     if HAS_INDEX:
         source = tl.load(index + row)
     slot = tl.load(slots + source).to(tl.int64)
-    if tl.load(sampling + slot * WORDS + 6) == 0:
+    if tl.load(sampling + slot * WORDS + _LOGPROBS) == 0:
         return
     line = (tl.load(step) % depth).to(tl.int64) * max_rows + row
-    token = tl.maximum(tl.load(results + line), 0)  # of a row without any nobody will look at it
-    chance = tl.load(logits + row.to(tl.int64) * logits_stride + token).to(tl.float32) - tl.load(totals + row)
-    tl.store(told + line * TOLD, chance.to(tl.int32, bitcast=True))
+    token = tl.maximum(tl.load(results + line), 0)  # a row without a token (-1): its logprob is not read
+    logprob = tl.load(logits + row.to(tl.int64) * logits_stride + token).to(tl.float32) - tl.load(totals + row)
+    tl.store(ring + line * LINE + _CHOSEN, logprob.to(tl.int32, bitcast=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogprobWorkspace:
     """Counts are zero between launches."""
 
-    parts: torch.Tensor  # [programs, places] int64: the ranking of each part
+    parts: torch.Tensor  # [programs, places] int64: the ranking of each split
     part_top: torch.Tensor  # [programs] float32, likewise part_sum
     part_sum: torch.Tensor
     arrived: torch.Tensor  # [R] int32
@@ -222,7 +221,7 @@ class LogprobWorkspace:
         )
 
 
-def cut_rows(rows: int, vocab: int, block: int, max_splits: int = _MAX_SPLITS) -> tuple[int, int]:
+def split_rows(rows: int, vocab: int, block: int, max_splits: int = _MAX_SPLITS) -> tuple[int, int]:
     """How many programs share a row of logits, and how many columns each of them has."""
     splits = 1
     while splits < max_splits and rows * splits < _PROGRAMS and vocab > block * splits:
@@ -231,15 +230,24 @@ def cut_rows(rows: int, vocab: int, block: int, max_splits: int = _MAX_SPLITS) -
 
 
 def top_logprobs(
-    logits: torch.Tensor, slots: torch.Tensor, num_rows: torch.Tensor, sampling: torch.Tensor, told: torch.Tensor,
-    step: torch.Tensor, workspace: LogprobWorkspace, index: torch.Tensor | None = None, block: int = 1024,
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    num_rows: torch.Tensor,
+    sampling: torch.Tensor,
+    ring: torch.Tensor,
+    step: torch.Tensor,
+    workspace: LogprobWorkspace,
+    index: torch.Tensor | None = None,
+    block: int = 1024,
     max_splits: int = _MAX_SPLITS,
-) -> None:  # fmt: skip
-    """Of logits [R, V], as the model gave them, what the first num_rows [1] rows ask for in sampling [S, words], all
-    but the chance of the token that is yet to be chosen: into told[step % depth] [depth, max_rows, TOLD_WORDS]; rows
-    and tokens as in `sample`."""
+) -> None:
+    """Writes the logprobs that the first num_rows [1] rows request in sampling [S, SAMPLING_WORDS] into
+    ring[step % depth] [depth, max_rows, LOGPROB_WORDS]. `chosen_logprobs` adds that of the sampled token later.
+
+    logits [R, V] are those of the model, before penalties and masks; rows and tokens as in `sample`.
+    """
     rows, vocab = logits.shape
-    splits, per_split = cut_rows(rows, vocab, block, max_splits)
+    splits, per_split = split_rows(rows, vocab, block, max_splits)
     _top_kernel[(rows, splits)](
         logits,
         slots if index is None else index,
@@ -251,15 +259,15 @@ def top_logprobs(
         workspace.part_sum,
         workspace.arrived,
         workspace.totals,
-        told,
+        ring,
         step,
         logits.stride(0),
-        told.shape[1],
-        told.shape[0],
+        ring.shape[1],
+        ring.shape[0],
         vocab,
         HAS_INDEX=index is not None,
         WORDS=SAMPLING_WORDS,
-        MOST=MAX_LOGPROBS,
+        LINE=LOGPROB_WORDS,
         PLACES=_PLACES,
         SPLITS=splits,
         PER_SPLIT=per_split,
@@ -270,11 +278,18 @@ def top_logprobs(
 
 
 def chosen_logprobs(
-    logits: torch.Tensor, slots: torch.Tensor, num_rows: torch.Tensor, sampling: torch.Tensor, results: torch.Tensor,
-    told: torch.Tensor, step: torch.Tensor, workspace: LogprobWorkspace, index: torch.Tensor | None = None,
-) -> None:  # fmt: skip
-    """The rest: the chances of the tokens in results[step % depth]. `top_logprobs` has gone before, and in logits the
-    chosen tokens' are as they were."""
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    num_rows: torch.Tensor,
+    sampling: torch.Tensor,
+    results: torch.Tensor,
+    ring: torch.Tensor,
+    step: torch.Tensor,
+    workspace: LogprobWorkspace,
+    index: torch.Tensor | None = None,
+) -> None:
+    """Adds the logprobs of the sampled tokens in results[step % depth]. `top_logprobs` was launched before, and the
+    logits of the sampled tokens have not changed since."""
     _chosen_kernel[(len(logits),)](
         logits,
         slots if index is None else index,
@@ -283,13 +298,13 @@ def chosen_logprobs(
         sampling,
         workspace.totals,
         results,
-        told,
+        ring,
         step,
         logits.stride(0),
-        told.shape[1],
-        told.shape[0],
+        ring.shape[1],
+        ring.shape[0],
         HAS_INDEX=index is not None,
         WORDS=SAMPLING_WORDS,
-        TOLD=TOLD_WORDS,
+        LINE=LOGPROB_WORDS,
         num_warps=1,
     )

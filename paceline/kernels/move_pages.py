@@ -1,4 +1,4 @@
-"""Pages between KV memory, where each lies in as many places as there are layers, and a buffer where it is whole."""
+"""Copies pages between the KV cache, where a page has one block per layer, and buffers that hold whole pages."""
 
 # Kernels are typed by Triton, not by Python.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -15,7 +15,7 @@ def collect_pages_reference(kv: torch.Tensor, pages: torch.Tensor) -> torch.Tens
 
 
 def place_pages_reference(kv: torch.Tensor, pages: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """What the KV memory is afterwards."""
+    """Returns the KV cache afterwards."""
     after = kv.clone()
     after[:, pages.long()] = buffer.transpose(0, 1)
     return after
@@ -42,7 +42,7 @@ def collect_pages(kv: torch.Tensor, pages: torch.Tensor, buffer: torch.Tensor) -
 
 
 def place_pages(kv: torch.Tensor, pages: torch.Tensor, buffer: torch.Tensor) -> None:
-    """The other way. No page may stand there twice."""
+    """Copies the buffer back into the pages of kv. The pages must be distinct."""
     _move(kv, pages, buffer, out=False)
 
 

@@ -1,5 +1,5 @@
-"""Gumbel noise as a hash of (seed, position, token): the same request draws the same noise alone or in a batch, before
-and after a retraction. In kernels, `noise_keys` once a row, then `gumbel` for each token."""
+"""Gumbel noise as a hash of (seed, position, token): a request draws the same noise alone or in a batch, before and
+after a retraction. Kernels call `noise_keys` once per row, then `gumbel` for each token."""
 
 # Kernels are typed by Triton, not by Python.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -9,7 +9,10 @@ from __future__ import annotations
 import torch
 
 from paceline.kernels._triton import tl, triton
+from paceline.kernels.layouts import SamplingWord
 
+_SEED_LOW = tl.constexpr(SamplingWord.SEED_LOW.value)
+_SEED_HIGH = tl.constexpr(SamplingWord.SEED_HIGH.value)
 _MASK = 0xFFFFFFFF
 
 
@@ -44,15 +47,15 @@ def _mix(h):
 
 @triton.jit
 def noise_keys(params, position):
-    low = tl.load(params + 4).to(tl.uint32, bitcast=True)
-    high = tl.load(params + 5).to(tl.uint32, bitcast=True)
+    low = tl.load(params + _SEED_LOW).to(tl.uint32, bitcast=True)
+    high = tl.load(params + _SEED_HIGH).to(tl.uint32, bitcast=True)
     first = _mix(low ^ _mix(position.to(tl.uint32) + 0x9E3779B9))
     return first, _mix(high + first * 0x9E3779B1)
 
 
 @triton.jit
 def _log(x, APPROX: tl.constexpr):
-    """The hardware's logarithm where there is one: the exact one is twenty instructions, twice per token."""
+    """The hardware's approximate logarithm on a GPU: the exact one takes twenty instructions, twice per token."""
     if APPROX:
         return 0.6931471805599453 * tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -62,13 +65,13 @@ def _log(x, APPROX: tl.constexpr):
 
 @triton.jit
 def gumbel(token, first, second, APPROX: tl.constexpr):
-    # One round, since the keys are mixed already: at 256 rows the hash is most of the sampling time.
+    # One round is enough, since the keys are mixed already. At 256 rows the hash is most of the sampling time.
     h = token.to(tl.uint32) * 0x9E3779B1 + first
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = (h ^ (h >> 15) ^ second) * 0x846CA68B
     h = h ^ (h >> 16)
     uniform = (h.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    # -log1p(-u): near zero the logarithm would lose the very bits that decide who wins.
+    # -log1p(-u): near zero the plain logarithm would lose the bits that decide which token wins.
     small = uniform < 0.001
     exponential = tl.where(
         small, uniform + 0.5 * uniform * uniform, -_log(1.0 - tl.minimum(uniform, 0.99999994), APPROX)

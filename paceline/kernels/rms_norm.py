@@ -1,8 +1,8 @@
 """RMSNorm, alone or after adding to the residual stream.
 
-Most passes have but one such launch, before the logits: a norm's weight is folded into the product that follows, and
-the factor of a row is the same for the whole row. Fused products apply it to their sums (linear.py); behind cuBLAS's
-products whoever reads them next does, by `row_factor`.
+Most forward passes launch it only once, before the logits. The weight of every other norm is folded into the GEMM that
+follows, and the remaining factor is the same for a whole row: fused GEMMs apply it to their accumulators (linear.py);
+after a cuBLAS GEMM, the kernel that reads the output applies it (`row_factor`).
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -18,7 +18,7 @@ from paceline.kernels._triton import launched, next_power_of_2, tl, triton
 def rms_norm_reference(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (normed, residual + x); the sum is rounded to the stream's type before it is normed, as in the kernel."""
+    """Returns (normed, residual + x). The sum is rounded to the stream's dtype before the norm, as in the kernel."""
     total = x if residual is None else (x.float() + residual.float()).to(residual.dtype)
     wide = total.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
@@ -32,7 +32,7 @@ def row_factor_reference(stream: torch.Tensor, eps: float) -> torch.Tensor:
 
 @triton.jit
 def row_factor(stream, row, eps, H: tl.constexpr):
-    """What norms a row of the stream [T, H], or whatever a linear product made of it."""
+    """The RMSNorm factor of a row of the residual stream [T, H]; it also applies to any GEMM of that row."""
     column = tl.arange(0, triton.next_power_of_2(H))
     value = tl.load(stream + row * H + column, mask=column < H, other=0.0).to(tl.float32)
     return 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / H + eps)

@@ -1,7 +1,7 @@
-"""QK-norm (where the model has it), RoPE and the write into the paged cache, straight from the qkv product.
+"""QK-norm (where the model has it), RoPE and the write into the paged cache, from the output of the QKV projection.
 
-For prefill and mixed passes. Decode rows do the same inside the attention kernel (decode_attention.py), which saves
-a launch per layer; `turn` is shared so that both write the same bits.
+For the prompt tokens of prefill and mixed batches. Decode rows do the same inside the attention kernel
+(decode_attention.py), which saves a launch per layer; both use `norm_and_rotate`, so that they write the same bits.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -60,23 +60,23 @@ def rope_kv_reference(
 
 @triton.jit
 def load_pairs(x, offset, inside, D: tl.constexpr):
-    """Heads as they are, and beside each element the one half a head away: x + offset points at element 0 of each head
-    [rows, 1]. Loaded twice instead of being shuffled: the second load is a cache hit."""
+    """The elements of heads, and for each the element half a head away; x + offset points at element 0 of each head
+    [rows, 1]. Loaded twice instead of shuffled between threads: the second load is a cache hit."""
     d = tl.arange(0, D)[None, :]
     mine = tl.load(x + offset + d, mask=inside, other=0.0)
     return mine, tl.load(x + offset + (d + D // 2) % D, mask=inside, other=0.0)
 
 
 @triton.jit
-def load_turn(table, inside, D: tl.constexpr):
+def load_cos_sin(table, inside, D: tl.constexpr):
     """Cosines and sines [rows, D] of rows of cos_sin."""
     d = tl.arange(0, D)[None, :] % (D // 2)
     return tl.load(table + d, mask=inside, other=0.0), tl.load(table + D // 2 + d, mask=inside, other=0.0)
 
 
 @triton.jit
-def turn(mine, other, weight, other_weight, cos, sin, eps, factor, D: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Heads scaled by the factor of their row, normed where the model does so, and rotated."""
+def norm_and_rotate(mine, other, weight, other_weight, cos, sin, eps, factor, D: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Heads scaled by the RMSNorm factor of their row, with QK-norm where the model has it, and rotated."""
     mine = mine.to(tl.float32) * factor
     other = other.to(tl.float32) * factor
     if HAS_NORM:
@@ -129,18 +129,18 @@ def _rope_kv_kernel(
     if H:
         factor = row_factor(stream, token, eps, H)
 
-    cos, sin = load_turn(table, True, D)
+    cos, sin = load_cos_sin(table, True, D)
     q_weight, q_other_weight = load_pairs(q_norm, 0, HAS_NORM, D)
     k_weight, k_other_weight = load_pairs(k_norm, 0, HAS_NORM, D)
 
     head = tl.arange(0, BLOCK_Q)[:, None]
     mine, other = load_pairs(source, head * D, head < Q, D)
-    q = turn(mine, other, q_weight, q_other_weight, cos, sin, eps, factor, D, HAS_NORM)
+    q = norm_and_rotate(mine, other, q_weight, q_other_weight, cos, sin, eps, factor, D, HAS_NORM)
     tl.store(q_out + token * Q * D + head * D + d, q.to(q_out.dtype.element_ty), mask=head < Q)
 
     head = tl.arange(0, BLOCK_K)[:, None]
     mine, other = load_pairs(source + Q * D, head * D, head < K, D)
-    k = turn(mine, other, k_weight, k_other_weight, cos, sin, eps, factor, D, HAS_NORM)
+    k = norm_and_rotate(mine, other, k_weight, k_other_weight, cos, sin, eps, factor, D, HAS_NORM)
     v = tl.load(source + (Q + K) * D + head * D + d, mask=head < K, other=0.0).to(tl.float32) * factor
     place = (page * P + position % P) * K * D + head * D + d
     tl.store(k_cache + place, k.to(k_cache.dtype.element_ty), mask=head < K)
@@ -162,12 +162,12 @@ def rope_kv(
     stream: torch.Tensor | None = None,
     live: torch.Tensor | None = None,
 ) -> None:
-    """q_out [T, Q, D] and the caches [pages, P, K, D] from qkv [T, (Q + 2K) D]. With `stream` [T, H], qkv is the
-    product of a stream that was not normed, and is scaled here.
+    """Writes q_out [T, Q, D] and the caches [pages, P, K, D] from qkv [T, (Q + 2K) D]. With `stream` [T, H], qkv was
+    computed from the hidden states before RMSNorm, and the norm's factor is applied here.
 
     page_table [S, pages per slot], slots [T] and positions [T] are int32, cos_sin [positions, D] float32. q_norm and
-    k_norm [D] are given together or not at all. With `live` [2] int32 only the tokens from the one to before the other
-    are: decodes come first, padding last.
+    k_norm [D] are given together or not at all. With `live` [2] int32 only tokens live[0]..live[1] are processed:
+    decodes come before them, padding after.
     """
     tokens = qkv.shape[0]
     _, page_size, kv_heads, head_dim = k_cache.shape

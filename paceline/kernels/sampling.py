@@ -1,17 +1,19 @@
 """Sampling: greedy, temperature by Gumbel-max, top-k, top-p and min-p, without sorting the vocabulary.
 
-With noise that is a hash (`noise.py`), sampling is an argmax, which splits over programs and folds exactly.
+With noise that is a hash (noise.py), sampling is an argmax, which can be split over programs and merged exactly.
 
-The filters keep an upper set of the logits, so they need no threshold beforehand: take the winner without them; if
-the filters would keep it, it is also the winner among what they keep, and we are done; if not, nothing at or below
-its logit is kept, so look for the winner above it. The first round is the ordinary argmax, later ones skip all
-blocks below the bound; two or three rounds are typical. Rows without filters never enter that kernel's loop.
+The filters keep an upper set of the logits, so no threshold is needed beforehand. The winner without filters is found
+first. If the filters keep it, it is also the winner among the tokens they keep. If not, nothing at or below its logit
+is kept, and the search continues above it. The first round is the ordinary argmax; later rounds skip all blocks below
+the bound; two or three rounds are typical. Rows without filters never enter the loop of that kernel.
 
-A row with a small top-k is chosen among its few best instead: the row is cut into a thousand groups or more; the k-th
-largest of the groups' maxima is a bound that at least k logits reach, and rarely many more. They are collected, and
-everything else happens to them in registers. A row where they are too many, all equal for instance, goes the long way.
+A row with a small top-k is sampled from its few best logits instead. The row is divided into a thousand groups or more;
+the k-th largest of the groups' maxima is a bound that at least k logits reach, and rarely many more. These candidates
+are collected, and all filters run on them in registers. A row with too many candidates (for example, all logits equal)
+takes the general path.
 
-Order as elsewhere: temperature, then top-k, then top-p within what top-k kept, then min-p. Ties at a threshold stay.
+The order of filters is the usual one: temperature, then top-k, then top-p within what top-k kept, then min-p. Ties at a
+threshold are kept.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -24,11 +26,20 @@ from dataclasses import dataclass
 import torch
 
 from paceline.kernels._triton import cdiv, launched, tl, triton
+from paceline.kernels.layouts import SAMPLING_WORDS, SamplingWord
 from paceline.kernels.noise import gumbel, gumbel_reference, noise_keys
-from paceline.kernels.slot_state import SAMPLING_WORDS, SlotState
+from paceline.kernels.slot_state import SlotState
 
-_CANDIDATES = 2048  # groups of a row whose maxima find its best logits, and places for these
-_LEAST_GROUPS = 32  # of a program, which has as many places: with fewer, a lucky block overflows them
+_TEMPERATURE = tl.constexpr(SamplingWord.TEMPERATURE.value)
+_TOP_K = tl.constexpr(SamplingWord.TOP_K.value)
+_TOP_P = tl.constexpr(SamplingWord.TOP_P.value)
+_MIN_P = tl.constexpr(SamplingWord.MIN_P.value)
+_CANDIDATES = 2048  # groups of a row whose maxima bound its best logits, and places for these
+_MIN_GROUPS = 32  # of a program, which has as many places: with fewer, one block with many candidates overflows them
+_MAX_NARROW_TOP_K = tl.constexpr(128)
+# `winner` of a row between the kernels: -1 too many candidates to collect, -2 the row has its token.
+_NOT_COLLECTED = tl.constexpr(-1)
+_SAMPLED = tl.constexpr(-2)
 
 
 def sample_reference(
@@ -60,15 +71,16 @@ def _float_param(params, word):
 
 @triton.jit
 def _has_filters(params):
-    filtered = (tl.load(params + 1) > 0) | (_float_param(params, 2) < 1.0) | (_float_param(params, 3) > 0.0)
-    return filtered & (_float_param(params, 0) > 0.0)
+    filtered = (tl.load(params + _TOP_K) > 0) | (_float_param(params, _TOP_P) < 1.0)
+    filtered = filtered | (_float_param(params, _MIN_P) > 0.0)
+    return filtered & (_float_param(params, _TEMPERATURE) > 0.0)
 
 
 @triton.jit
 def _is_narrow(params):
     """Whether a row's top-k is so small that its best logits can be collected."""
-    top_k = tl.load(params + 1)
-    return (top_k > 0) & (top_k <= 128) & (_float_param(params, 0) > 0.0)
+    top_k = tl.load(params + _TOP_K)
+    return (top_k > 0) & (top_k <= _MAX_NARROW_TOP_K) & (_float_param(params, _TEMPERATURE) > 0.0)
 
 
 @triton.jit
@@ -80,7 +92,7 @@ def _best_of(value, index):
 
 @triton.jit
 def _finish(token, row, slot, position, token_pool, num_computed, results, step, pool_stride, max_rows, depth, vocab):
-    """Where no logit was a number there is no token: the host is told -1, and the row goes on with one that exists."""
+    """Stores the token. If all logits are NaN or -inf there is none: the host gets -1, and the row continues with 0."""
     exists = token < vocab
     tl.store(token_pool + slot * pool_stride + position + 1, tl.where(exists, token, 0))
     tl.store(num_computed + slot, position + 1)
@@ -89,14 +101,14 @@ def _finish(token, row, slot, position, token_pool, num_computed, results, step,
 
 @triton.jit
 def order_key(value):
-    """Integers in the order of the floats. Zeros are equal, whatever their sign."""
+    """Integers in the order of the floats. Zeros of both signs are equal."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _kth_largest(keys, k):
-    """Of order keys [N]: the k-th largest, k <= N."""
+    """The k-th largest of order keys [N], k <= N."""
     low = tl.min(keys, axis=0).to(tl.int64)
     high = tl.max(keys, axis=0).to(tl.int64)
     while low < high:
@@ -149,7 +161,7 @@ def _sample_kernel(
     slot = tl.load(slots + source).to(tl.int64)
     position = tl.load(positions + source)
     params = sampling + slot * WORDS
-    temperature = _float_param(params, 0)
+    temperature = _float_param(params, _TEMPERATURE)
     line = logits + row.to(tl.int64) * logits_stride
     lane = tl.arange(0, BLOCK)
     first, second = noise_keys(params, position + 1)
@@ -202,7 +214,7 @@ def _sample_kernel(
         if narrow:
             all_groups = row.to(tl.int64) * (SPLITS * GROUPS) + tl.arange(0, SPLITS * GROUPS)
             keys = order_key(tl.load(candidates + all_groups, cache_modifier=".cg"))
-            tl.store(bound + row, _kth_largest(keys, tl.load(params + 1)).to(tl.int32))
+            tl.store(bound + row, _kth_largest(keys, tl.load(params + _TOP_K)).to(tl.int32))
         else:
             part = row * SPLITS + tl.arange(0, SPLITS)
             _, chosen = _best_of(
@@ -212,9 +224,19 @@ def _sample_kernel(
                 tl.store(winner + row, chosen)
             else:
                 _finish(
-                    chosen, row, slot, position, token_pool, num_computed, results, step, pool_stride, max_rows, depth,
+                    chosen,
+                    row,
+                    slot,
+                    position,
+                    token_pool,
+                    num_computed,
+                    results,
+                    step,
+                    pool_stride,
+                    max_rows,
+                    depth,
                     vocab,
-                )  # fmt: skip
+                )
 
 
 @launched
@@ -248,7 +270,7 @@ def _collect_kernel(
     PER_SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """For rows with a small top-k: collects what reaches the bound, and chooses among it."""
+    """For rows with a small top-k: collects the logits that reach the bound, and samples from them."""
     row = tl.program_id(0)
     split = tl.program_id(1)
     if row >= tl.load(num_rows):
@@ -262,7 +284,7 @@ def _collect_kernel(
     line = logits + row.to(tl.int64) * logits_stride
     lane = tl.arange(0, BLOCK)
     place = row * SPLITS + split
-    # Each program has places of its own, so that the order, and with it every sum, is always the same.
+    # Each program has its own places, so that the order of candidates, and with it every sum, is always the same.
     mine = place.to(tl.int64) * GROUPS
     count = split * 0
     for start in range(split * PER_SPLIT, tl.minimum((split + 1) * PER_SPLIT, vocab), BLOCK):
@@ -281,23 +303,23 @@ def _collect_kernel(
     if tl.atomic_add(arrived + row, 1, sem="acq_rel") == SPLITS - 1:
         tl.store(arrived + row, 0)
         most = tl.max(tl.load(counts + row * SPLITS + tl.arange(0, SPLITS), cache_modifier=".cg"), axis=0)
-        # -1: too many to be collected. The filter kernel begins from nothing.
-        tl.store(winner + row, -1)
+        # With too many candidates, the filter kernel starts from the whole row.
+        tl.store(winner + row, _NOT_COLLECTED)
         if most <= GROUPS:
             item = tl.arange(0, SPLITS * GROUPS)
             within = item % GROUPS < tl.load(counts + row * SPLITS + item // GROUPS, cache_modifier=".cg")
             at = row.to(tl.int64) * (SPLITS * GROUPS) + item
-            inverse = 1.0 / _float_param(params, 0)
+            inverse = 1.0 / _float_param(params, _TEMPERATURE)
             value = tl.load(candidates + at, mask=within, other=-float("inf"), cache_modifier=".cg") * inverse
             token = tl.load(candidate_ids + at, mask=within, other=0x7FFFFFFF, cache_modifier=".cg")
             highest = tl.max(value, axis=0)
-            # Fewer than k may be left to choose from; then all are kept.
-            top_k = tl.minimum(tl.load(params + 1), tl.sum(within.to(tl.int32), axis=0))
+            # Fewer than k finite logits may be left; then all are kept.
+            top_k = tl.minimum(tl.load(params + _TOP_K), tl.sum(within.to(tl.int32), axis=0))
             kept = within & (order_key(value) >= _kth_largest(order_key(value), top_k))
-            chances = tl.where(kept, tl.exp(value - highest), 0.0)
-            top_p = _float_param(params, 2)
-            allowed = tl.where(top_p < 1.0, top_p * tl.sum(chances, axis=0), float("inf"))
-            min_p = _float_param(params, 3)
+            mass = tl.where(kept, tl.exp(value - highest), 0.0)
+            top_p = _float_param(params, _TOP_P)
+            allowed = tl.where(top_p < 1.0, top_p * tl.sum(mass, axis=0), float("inf"))
+            min_p = _float_param(params, _MIN_P)
             least = tl.where(min_p > 0.0, highest + tl.log(tl.where(min_p > 0.0, min_p, 1.0)), -float("inf"))
             position = tl.load(positions + source)
             first, second = noise_keys(params, position + 1)
@@ -308,8 +330,8 @@ def _collect_kernel(
                 _, chosen = _best_of(noisy, token)
                 reached = tl.max(tl.where(token == chosen, value, -float("inf")), axis=0)
                 above = value > reached
-                done = (tl.sum(tl.where(above, chances, 0.0), axis=0) < allowed) & (reached >= least)
-                # Nothing above the largest: rounding must not loop for ever.
+                done = (tl.sum(tl.where(above, mass, 0.0), axis=0) < allowed) & (reached >= least)
+                # Nothing is above the largest: rounding errors must not cause an endless loop.
                 done = done | (tl.sum((kept & above).to(tl.int32), axis=0) == 0)
                 noisy = tl.where(above, noisy, -float("inf"))
             _finish(
@@ -326,15 +348,15 @@ def _collect_kernel(
                 depth,
                 vocab,
             )
-            tl.store(winner + row, -2)
+            tl.store(winner + row, _SAMPLED)
 
 
 @triton.jit
 def _kth_key(line, inverse, highest, k, vocab, BLOCK: tl.constexpr):
     """A bound on order keys that keeps the k largest scaled logits and their ties, by four-way search.
 
-    Each pass over the (cached) row counts above three bounds and quarters the bracket. The search ends as soon as a
-    bound keeps exactly k, or when nothing is left between the bracket's ends.
+    Each pass over the (cached) row counts the keys above three bounds and quarters the interval. The search ends when a
+    bound keeps exactly k, or when the interval is empty.
     """
     lane = tl.arange(0, BLOCK)
     high = order_key(highest).to(tl.int64)
@@ -402,7 +424,7 @@ def _filter_kernel(
     if not _has_filters(params):
         return
     chosen = tl.load(winner + row)
-    if chosen == -2:
+    if chosen == _SAMPLED:
         return
     position = tl.load(positions + source)
     if chosen >= vocab:
@@ -410,11 +432,11 @@ def _filter_kernel(
             chosen, row, slot, position, token_pool, num_computed, results, step, pool_stride, max_rows, depth, vocab
         )
         return
-    inverse = 1.0 / _float_param(params, 0)
-    top_k = tl.load(params + 1)
+    inverse = 1.0 / _float_param(params, _TEMPERATURE)
+    top_k = tl.load(params + _TOP_K)
     top_k = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab)
-    top_p = _float_param(params, 2)
-    min_p = _float_param(params, 3)
+    top_p = _float_param(params, _TOP_P)
+    min_p = _float_param(params, _MIN_P)
     first, second = noise_keys(params, position + 1)
     line = logits + row.to(tl.int64) * logits_stride
     lane = tl.arange(0, BLOCK)
@@ -467,7 +489,7 @@ def _filter_kernel(
                 token = tl.where(better, column, token)
         number = tl.sum(count, axis=0)
         done = (number < top_k) & (tl.sum(above, axis=0) < allowed_mass) & (bound >= least)
-        # Nothing above the row's largest logit: rounding must not loop for ever.
+        # Nothing is above the row's largest logit: rounding errors must not cause an endless loop.
         done = done | (number == 0)
         _, next_token = _best_of(best, token)
         chosen = tl.where(done, chosen, next_token)
@@ -488,7 +510,7 @@ class SampleWorkspace:
     candidate_ids: torch.Tensor
     counts: torch.Tensor  # [R, splits] int32
     bound: torch.Tensor  # [R] int32
-    order: torch.Tensor  # [R] int32: 0, 1, ...; the index of rows that have none, so that kernels know one case
+    order: torch.Tensor  # [R] int32: 0, 1, ...; used as the index where none is given, so that kernels have one case
 
     @classmethod
     def empty(cls, rows: int, device: torch.device | str, splits: int = 128) -> SampleWorkspace:
@@ -498,7 +520,7 @@ class SampleWorkspace:
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        places = max(_CANDIDATES, _LEAST_GROUPS * splits)
+        places = max(_CANDIDATES, _MIN_GROUPS * splits)
         return cls(
             part_value=floats(),
             part_token=torch.empty(rows, splits, dtype=torch.int32, device=device),
@@ -514,12 +536,12 @@ class SampleWorkspace:
         )
 
 
-def cut_rows(rows: int, vocab: int, max_splits: int, block: int) -> tuple[int, int]:
-    """How many programs share a row of logits, and how many groups each of them makes where top-k is small."""
+def split_rows(rows: int, vocab: int, max_splits: int, block: int) -> tuple[int, int]:
+    """How many programs share a row of logits, and how many groups each of them has where top-k is small."""
     splits = 1
     while splits < max_splits and rows * splits < 4096 and vocab > block * splits:
         splits *= 2
-    return splits, min(max(_CANDIDATES // splits, _LEAST_GROUPS), block)
+    return splits, min(max(_CANDIDATES // splits, _MIN_GROUPS), block)
 
 
 def sample(
@@ -539,11 +561,11 @@ def sample(
 
     Row i belongs to token j = index[i] (or i) of the pass: it is stored at token_pool[slots[j], positions[j] + 1],
     num_computed[slots[j]] becomes positions[j] + 1, and results[step % depth, i] [depth, max_rows] gets a copy for
-    the host, or -1 (NO_TOKEN) for a row without any number. `filters=False` leaves out the launch that top-k, top-p and
-    min-p need; no row may then ask for them.
+    the host, or -1 (NO_TOKEN) for a row whose logits are all NaN or -inf. `filters=False` leaves out the launches that
+    top-k, top-p and min-p need; no row may use them then.
     """
     rows, vocab = logits.shape
-    splits, groups = cut_rows(rows, vocab, workspace.part_value.shape[1], block)
+    splits, groups = split_rows(rows, vocab, workspace.part_value.shape[1], block)
     per_split = cdiv(cdiv(vocab, splits), block) * block
     assert groups * splits >= 128, f"{groups * splits} groups are too few for the largest narrow top-k"
     assert rows * groups * splits <= workspace.candidates.numel(), (
@@ -578,7 +600,7 @@ def sample(
         workspace.bound,
         *common,
         WORDS=SAMPLING_WORDS,
-        APPROX=logits.is_cuda,  # the interpreter knows no assembly
+        APPROX=logits.is_cuda,  # the interpreter has no inline assembly
         FILTERS=filters,
         SPLITS=splits,
         GROUPS=groups,

@@ -1,4 +1,4 @@
-"""silu(gate) * up, from the one product that yields both side by side."""
+"""silu(gate) * up, from the output of one GEMM that computes both side by side."""
 
 # Kernels are typed by Triton, not by Python.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -11,9 +11,7 @@ from paceline.kernels._triton import cdiv, launched, tl, triton
 from paceline.kernels.rms_norm import row_factor, row_factor_reference
 
 
-def silu_mul_reference(
-    gate_up: torch.Tensor, stream: torch.Tensor | None = None, eps: float = 0.0
-) -> torch.Tensor:  # fmt: skip
+def silu_mul_reference(gate_up: torch.Tensor, stream: torch.Tensor | None = None, eps: float = 0.0) -> torch.Tensor:
     wide = gate_up.float() if stream is None else gate_up.float() * row_factor_reference(stream, eps)
     gate, up = wide.chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
@@ -42,7 +40,7 @@ def silu_mul(
     gate_up: torch.Tensor, out: torch.Tensor, stream: torch.Tensor | None = None, eps: float = 0.0, pdl: bool = False
 ) -> None:
     """out [T, F] = silu(gate_up[:, :F]) * gate_up[:, F:], for contiguous gate_up [T, 2F]. With `stream` [T, H], gate_up
-    is the product of a stream that was not normed, and is scaled here."""
+    was computed from the hidden states before RMSNorm, and the norm's factor is applied here."""
     tokens, width = out.shape
     block = 1024
     _silu_mul_kernel[(tokens, cdiv(width, block))](

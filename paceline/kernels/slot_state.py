@@ -1,20 +1,19 @@
-"""What the device knows of each slot, and the one kernel that applies a pass's changes to it.
+"""Device state by slot, and the kernel that applies the changes of a forward pass to it.
 
-The host sends a fresh packed buffer per pass and never reads this state back: lengths follow from the plans, and
-tokens come out of the results. Layout of a packed diff, int32, columns one after the other:
+The host sends one packed diff per forward pass and never reads this state back: lengths follow from the plans, and
+tokens are in the results. A diff (`pack_diff` in engine/cuda/packing.py) is int32, column after column:
 
-    header [16]          num_pages, num_starts, num_joins, num_runs, num_tokens, num_rows,
-                         num_shared + 1, num_queries, num_covered, positions of a shared chunk
+    header [16]          DiffHeader in layouts.py
     pages                slot[], index[], page[]               page_table[slot, index] = page
     starts               slot[], position[]                    num_computed[slot] = position
     joins                slot[], then SAMPLING_WORDS columns   sampling[slot] = words
     runs                 slot[], first[], offset[], count[]    token_pool[slot, first:first+count] = tokens[offset:...]
     tokens               token[]
     rows                 slot[]                                row_slots[:num_rows] = slots
-    shared               unit[4 each], row[], count[]          the units that several rows share (decode_units.py)
+    shared               unit[4 each], row[], count[]          work units that several rows share (decode_units.py)
 
-Nothing in one diff may be written twice: programs apply it in no order. A pass whose rows did not change keeps them:
-num_rows 0 means no change, and so does 0 for num_shared + 1.
+A diff must not write the same word twice: programs apply it in any order. Rows and shared units that a diff does not
+contain stay as they are.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -22,7 +21,6 @@ num_rows 0 means no change, and so does 0 for num_shared + 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,23 +28,39 @@ import numpy.typing as npt
 import torch
 
 from paceline.kernels._triton import launched, tl, triton
-from paceline.kernels.decode_units import DecodeUnits, SharedUnits
-from paceline.request import MAX_LOGPROBS
+from paceline.kernels.decode_units import DecodeUnits
+from paceline.kernels.layouts import (
+    DIFF_HEADER_WORDS,
+    RUN_COLUMNS,
+    SAMPLING_WORDS,
+    SHARED_UNIT_WORDS,
+    DiffHeader,
+    RunColumn,
+    constants,
+)
 
-Column = npt.NDArray[np.int32]
-
-HEADER_WORDS = 16
-# temperature, top_k, top_p, min_p, seed low, seed high; floats as their bits. Then what is asked of logprobs: 0, or 1 +
-# how many alternatives; how many ids, and these.
-SAMPLING_WORDS = 8 + MAX_LOGPROBS
-_EMPTY: Column = np.empty(0, np.int32)
+(
+    _NUM_PAGES,
+    _NUM_STARTS,
+    _NUM_JOINS,
+    _NUM_RUNS,
+    _NUM_TOKENS,
+    _NUM_ROWS,
+    _SHARING,
+    _NUM_QUERIES,
+    _NUM_COVERED,
+    _SHARED_CHUNK,
+) = constants(DiffHeader)
+_RUN_SLOT, _RUN_FIRST, _RUN_OFFSET, _RUN_COUNT = constants(RunColumn)
+_HEADER_WORDS, _RUN_COLUMNS = tl.constexpr(DIFF_HEADER_WORDS), tl.constexpr(RUN_COLUMNS)
+_SHARED_UNIT_WORDS = tl.constexpr(SHARED_UNIT_WORDS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotState:
     token_pool: torch.Tensor  # [S, max_length] int32
     page_table: torch.Tensor  # [S, pages per slot] int32
-    num_computed: torch.Tensor  # [S] int32: tokens whose KV is in the cache = the next position to feed
+    num_computed: torch.Tensor  # [S] int32: tokens whose KV is in the cache; the next position to feed
     sampling: torch.Tensor  # [S, SAMPLING_WORDS] int32
     row_slots: torch.Tensor  # [R] int32
     num_rows: torch.Tensor  # [1] int32
@@ -66,72 +80,10 @@ class SlotState:
         )
 
 
-def sampling_words(
-    temperature: float, top_k: int, top_p: float, min_p: float, seed: int, logprobs: int | None = None,
-    logprob_ids: Sequence[int] = (),
-) -> Column:  # fmt: skip
-    """One slot's sampling parameters. 0 turns temperature, top_k or min_p off; 1.0 turns top_p off."""
-    floats = np.array([temperature, top_p, min_p], np.float32).view(np.int32)
-    halves = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32).view(np.int32)
-    asks = 0 if logprobs is None else 1 + logprobs
-    assert asks <= 1 + MAX_LOGPROBS and len(logprob_ids) <= MAX_LOGPROBS, (
-        f"{logprobs} alternatives and {len(logprob_ids)} ids do not fit"
-    )
-    words = np.zeros(SAMPLING_WORDS, np.int32)
-    words[: 8 + len(logprob_ids)] = (
-        floats[0], top_k, floats[1], floats[2], *halves, asks, len(logprob_ids), *logprob_ids
-    )  # fmt: skip
-    return words
-
-
-def pack_diff(
-    page_slots: Column = _EMPTY,
-    page_indices: Column = _EMPTY,
-    page_ids: Column = _EMPTY,
-    start_slots: Column = _EMPTY,
-    start_positions: Column = _EMPTY,
-    join_slots: Column = _EMPTY,
-    join_sampling: npt.NDArray[np.int32] | None = None,
-    token_runs: Sequence[tuple[int, int, Column]] = (),
-    row_slots: Column = _EMPTY,
-    shared: SharedUnits | None = None,
-) -> Column:
-    """The packed buffer; join_sampling is [joins, SAMPLING_WORDS], token_runs are (slot, first position, tokens).
-    shared: what is shared from now on; None: what was shared before."""
-    counts = np.array([len(tokens) for _, _, tokens in token_runs], np.int32)
-    header = np.zeros(HEADER_WORDS, np.int32)
-    num_joins = len(join_slots)
-    header[:6] = len(page_slots), len(start_slots), num_joins, len(token_runs), counts.sum(), len(row_slots)
-    words = np.empty((0, SAMPLING_WORDS), np.int32) if join_sampling is None else join_sampling
-    sharing: tuple[Column, ...] = ()
-    if shared is not None:
-        header[6:10] = len(shared.units) + 1, len(shared.query_rows), len(shared.covered), shared.chunk
-        sharing = (shared.units.reshape(-1), shared.query_rows, shared.covered)
-    return np.concatenate(
-        [
-            header,
-            page_slots,
-            page_indices,
-            page_ids,
-            start_slots,
-            start_positions,
-            join_slots,
-            words.T.reshape(-1),
-            np.array([slot for slot, _, _ in token_runs], np.int32),
-            np.array([first for _, first, _ in token_runs], np.int32),
-            (np.cumsum(counts) - counts).astype(np.int32),
-            counts,
-            *[tokens for _, _, tokens in token_runs],
-            row_slots,
-            *sharing,
-        ],
-        dtype=np.int32,
-    )
-
-
-def apply_diff_reference(diff: Column, state: SlotState, units: DecodeUnits | None = None) -> None:
-    num_pages, num_starts, num_joins, num_runs, num_tokens, num_rows, shared, queries, covered = diff[:9].tolist()
-    rest = torch.from_numpy(diff[HEADER_WORDS:].copy()).long()
+def apply_diff_reference(diff: npt.NDArray[np.int32], state: SlotState, units: DecodeUnits | None = None) -> None:
+    header = dict(zip(DiffHeader, diff[: len(DiffHeader)].tolist(), strict=True))
+    num_pages, num_starts, num_joins, num_runs, num_tokens, num_rows, *_ = header.values()
+    rest = torch.from_numpy(diff[DIFF_HEADER_WORDS:].copy()).long()
     slots, indices, pages, rest = rest.split([num_pages] * 3 + [len(rest) - 3 * num_pages])
     state.page_table[slots, indices] = pages.int()
     slots, positions, rest = rest.split([num_starts] * 2 + [len(rest) - 2 * num_starts])
@@ -140,24 +92,25 @@ def apply_diff_reference(diff: Column, state: SlotState, units: DecodeUnits | No
         [num_joins, num_joins * SAMPLING_WORDS, len(rest) - num_joins * (1 + SAMPLING_WORDS)]
     )
     state.sampling[slots] = words.view(SAMPLING_WORDS, num_joins).T.int()
+    run_words = RUN_COLUMNS * num_runs
     runs, tokens, rows, rest = rest.split(
-        [4 * num_runs, num_tokens, num_rows, len(rest) - 4 * num_runs - num_tokens - num_rows]
+        [run_words, num_tokens, num_rows, len(rest) - run_words - num_tokens - num_rows]
     )
-    for slot, first, offset, count in runs.view(4, num_runs).T.tolist():
+    for slot, first, offset, count in runs.view(RUN_COLUMNS, num_runs).T.tolist():
         state.token_pool[slot, first : first + count] = tokens[offset : offset + count].int()
     if num_rows:
         state.row_slots[:num_rows] = rows.int()
         state.num_rows.fill_(num_rows)
-    if shared:
-        assert units is not None, "somebody shares, and there are no units to note it in"
-        unit, query_rows, counts = rest[: 4 * (shared - 1) + queries + covered].split(
-            [4 * (shared - 1), queries, covered]
-        )
-        units.num_shared.fill_(shared - 1)
-        units.shared_chunk.fill_(int(diff[9]))
-        units.shared_units[: shared - 1] = unit.view(-1, 4).int()
-        units.query_rows[:queries] = query_rows.int()
-        units.shared_chunks[:covered] = counts.int()
+    if header[DiffHeader.SHARING]:
+        assert units is not None, "the diff has shared units, and no buffers for them were given"
+        num_shared = header[DiffHeader.SHARING] - 1
+        sizes = [SHARED_UNIT_WORDS * num_shared, header[DiffHeader.NUM_QUERIES], header[DiffHeader.NUM_COVERED]]
+        unit, query_rows, counts = rest[: sum(sizes)].split(sizes)
+        units.num_shared.fill_(num_shared)
+        units.shared_chunk.fill_(header[DiffHeader.SHARED_CHUNK])
+        units.shared_units[:num_shared] = unit.view(-1, SHARED_UNIT_WORDS).int()
+        units.query_rows[: len(query_rows)] = query_rows.int()
+        units.shared_chunks[: len(counts)] = counts.int()
 
 
 @launched
@@ -184,15 +137,15 @@ def _apply_diff_kernel(
     stride = tl.num_programs(0) * BLOCK
     first = program * BLOCK
     lane = tl.arange(0, BLOCK)
-    pages = tl.load(diff)
-    starts = tl.load(diff + 1)
-    joins = tl.load(diff + 2)
-    runs = tl.load(diff + 3)
-    tokens = tl.load(diff + 4)
-    rows = tl.load(diff + 5)
-    shared = tl.load(diff + 6)
+    pages = tl.load(diff + _NUM_PAGES)
+    starts = tl.load(diff + _NUM_STARTS)
+    joins = tl.load(diff + _NUM_JOINS)
+    runs = tl.load(diff + _NUM_RUNS)
+    tokens = tl.load(diff + _NUM_TOKENS)
+    rows = tl.load(diff + _NUM_ROWS)
+    sharing = tl.load(diff + _SHARING)
 
-    part = diff + 16
+    part = diff + _HEADER_WORDS
     for i in range(first, pages, stride):
         item = i + lane
         mine = item < pages
@@ -213,12 +166,12 @@ def _apply_diff_kernel(
         for word in tl.static_range(WORDS):
             tl.store(sampling + slot * WORDS + word, tl.load(part + (1 + word) * joins + item, mask=mine), mask=mine)
     part += (1 + WORDS) * joins
-    source = part + 4 * runs
+    source = part + runs * _RUN_COLUMNS
     for run in range(program, runs, tl.num_programs(0)):
-        slot = tl.load(part + run).to(tl.int64)
-        target = token_pool + slot * pool_stride + tl.load(part + runs + run)
-        offset = tl.load(part + 2 * runs + run)
-        count = tl.load(part + 3 * runs + run)
+        slot = tl.load(part + runs * _RUN_SLOT + run).to(tl.int64)
+        target = token_pool + slot * pool_stride + tl.load(part + runs * _RUN_FIRST + run)
+        offset = tl.load(part + runs * _RUN_OFFSET + run)
+        count = tl.load(part + runs * _RUN_COUNT + run)
         for i in range(0, count, BLOCK):
             mine = i + lane < count
             tl.store(target + i + lane, tl.load(source + offset + i + lane, mask=mine), mask=mine)
@@ -228,14 +181,14 @@ def _apply_diff_kernel(
         mine = item < rows
         tl.store(row_slots + item, tl.load(part + item, mask=mine), mask=mine)
         tl.store(num_rows + item * 0, rows + item * 0, mask=mine & (item == 0))
-    if shared > 0:
+    if sharing > 0:
         part += rows
-        words = (shared - 1) * 4
-        queries = tl.load(diff + 7)
-        covered = tl.load(diff + 8)
+        words = (sharing - 1) * _SHARED_UNIT_WORDS
+        queries = tl.load(diff + _NUM_QUERIES)
+        covered = tl.load(diff + _NUM_COVERED)
         if program == 0:
-            tl.store(num_shared, shared - 1)
-            tl.store(shared_chunk, tl.load(diff + 9))
+            tl.store(num_shared, sharing - 1)
+            tl.store(shared_chunk, tl.load(diff + _SHARED_CHUNK))
         for i in range(first, words, stride):
             mine = i + lane < words
             tl.store(shared_units + i + lane, tl.load(part + i + lane, mask=mine), mask=mine)
@@ -250,8 +203,8 @@ def _apply_diff_kernel(
 
 
 def apply_diff(diff: torch.Tensor, state: SlotState, units: DecodeUnits | None = None, num_programs: int = 64) -> None:
-    """Applies a packed diff, int32 on the device, to `state`, and to `units` what is shared: without them the diff
-    must not speak of it. The buffer may be longer than the diff in it."""
+    """Applies a packed diff, int32 on the device, to `state`, and its shared units to `units`; without `units` it must
+    not contain any. The buffer may be longer than the diff in it."""
     _apply_diff_kernel[(num_programs,)](
         diff,
         state.token_pool,

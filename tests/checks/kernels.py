@@ -1,4 +1,4 @@
-"""Engines on the kernels in Triton's interpreter, small enough for it."""
+"""Engines on the CUDA executor in Triton's interpreter, small enough for it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.config import EngineConfig, SchedulerConfig
+from paceline.engine.cuda.attention import AttentionChoices
 from paceline.engine.cuda.build import build_cuda
 from paceline.engine.engine import Engine
 from paceline.kernels.decode_units import Chunks
@@ -24,9 +25,8 @@ def assemble_kernels(
 ) -> Engine:
     """As `assemble` on a GPU. What a check asks for is cut to what the interpreter can bear."""
     scheduler = SchedulerConfig(num_pages=num_pages, **{**options, **SMALL})
-    device, scheduler = build_cuda(
-        decoder, config, scheduler, None, tuning=lambda *_: None, chunks=lambda rows: Chunks(16, 64, 4)
-    )
+    attention = AttentionChoices(chunks=lambda rows: Chunks(16, 64, 4))
+    device, scheduler = build_cuda(decoder, config, scheduler, None, tuning=lambda *_: None, attention=attention)
     return Engine(
         Scheduler(scheduler), device, tokenizer, vocab_size=decoder.spec.vocab_size, overlap=config.overlap_mode
     )

@@ -14,7 +14,7 @@ from tests.kernels.bounds import checked_bounds
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    """A tiny random model, ready to answer."""
+    """An engine with a tiny random model."""
     made = build_engine(load="random", shape="tiny-llama", threads=1, kv_tokens=4096)
     yield made
     made.close()
@@ -27,9 +27,9 @@ def in_bounds() -> Iterator[None]:
 
 
 @pytest.fixture
-def prompts_by_graph(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Options for passes with prompts that are captured when first seen, with little padding: each costs a program."""
-    monkeypatch.setattr(cuda_graphs, "FREQUENT", 1)
-    monkeypatch.setattr(cuda_inputs, "_MORE_TILES", 3)
-    monkeypatch.setattr(cuda_inputs, "_SPLITS", ((0, 0), (9, 4)))
-    return {"prompt_sizes": (8, 16, 32)}
+def prefill_graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options for prefill batches that are captured at first use, with little padding: each unit costs a program."""
+    monkeypatch.setattr(cuda_graphs, "CAPTURE_AFTER", 1)
+    monkeypatch.setattr(cuda_inputs, "_EXTRA_TILES", 3)
+    monkeypatch.setattr(cuda_inputs, "_SPLIT_CAPACITIES", ((0, 0), (9, 4)))
+    return {"prefill_sizes": (8, 16, 32)}

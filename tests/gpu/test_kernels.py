@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.engine.cuda.packing import adjust_runs, pack_runs, sampling_words
+from paceline.engine.cuda.tiles import SplitRule, extend_tiles, extend_units, shared_tiles
 from paceline.kernels.adjust import (
     AdjustState,
     adjust_logits,
     adjust_logits_reference,
-    adjust_runs,
     mask_logits,
     mask_logits_reference,
-    pack_runs,
     write_runs,
     write_runs_reference,
 )
@@ -29,7 +29,7 @@ from paceline.kernels.decode_attention import (
 )
 from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_units
 from paceline.kernels.extend_attention import (
-    ExtendParts,
+    ExtendSplits,
     ExtendTuning,
     ExtendWorkspace,
     extend_attention,
@@ -37,27 +37,18 @@ from paceline.kernels.extend_attention import (
     extend_shared,
     tokens_per_tile,
 )
-from paceline.kernels.extend_tiles import SplitRule, extend_tiles, extend_units, shared_tiles
+from paceline.kernels.layouts import LOGPROB_WORDS, LogprobWord
 from paceline.kernels.linear import LinearTuning, LinearWorkspace, linear, linear_reference, num_squares
-from paceline.kernels.logprobs import (
-    ASKED,
-    TOLD_WORDS,
-    TOP_CHANCES,
-    TOP_IDS,
-    LogprobWorkspace,
-    chosen_logprobs,
-    top_logprobs,
-    top_logprobs_reference,
-)
+from paceline.kernels.logprobs import LogprobWorkspace, chosen_logprobs, top_logprobs, top_logprobs_reference
 from paceline.kernels.rms_norm import rms_norm, rms_norm_reference
 from paceline.kernels.rope_kv import rope_kv, rope_kv_reference, rope_table
 from paceline.kernels.sampling import SampleWorkspace, sample, sample_reference
 from paceline.kernels.silu_mul import silu_mul, silu_mul_reference
-from paceline.kernels.slot_state import SlotState, sampling_words
+from paceline.kernels.slot_state import SlotState
 from paceline.request import Request, SamplingParams
 from paceline.sampling.adjust import logit_adjustments, token_counts
 from paceline.scheduler.plan import Join
-from tests.kernels.cases import forget_behind, poisoned, random_cache, relative_error
+from tests.kernels.cases import poison_unwritten, poisoned, random_cache, relative_error
 from tests.kernels.trees import random_sharing
 
 BF16 = torch.bfloat16
@@ -73,7 +64,7 @@ def randn(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("pdl", "rows", "short"), [(True, 64, False), (False, 160, False), (False, 256, False), (False, 96, True)]
+    ("pdl", "rows", "short_contexts"), [(True, 64, False), (False, 160, False), (False, 256, False), (False, 96, True)]
 )
 @pytest.mark.parametrize(
     ("lengths", "page_size", "q_heads", "kv_heads", "head_dim", "window"),
@@ -87,10 +78,17 @@ def randn(*shape: int) -> torch.Tensor:
     ],
 )
 def test_decode_attention_at_size(
-    lengths: list[int], page_size: int, q_heads: int, kv_heads: int, head_dim: int, window: int, pdl: bool, rows: int,
-    short: bool,
-) -> None:  # fmt: skip
-    tunings = decode_attention_tuning(rows, q_heads // kv_heads, 0, short)
+    lengths: list[int],
+    page_size: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int,
+    pdl: bool,
+    rows: int,
+    short_contexts: bool,
+) -> None:
+    tunings = decode_attention_tuning(rows, q_heads // kv_heads, 0, short_contexts)
     check_decode(lengths, page_size, q_heads, kv_heads, head_dim, window, pdl, tunings)
 
 
@@ -119,7 +117,7 @@ def check_decode(
 ) -> None:
     rows, longest = len(lengths), max(lengths) + 64
     cache = random_cache(rows, longest, page_size, kv_heads, head_dim, BF16, "cuda", shared_pages)
-    forget_behind(cache, lengths)
+    poison_unwritten(cache, lengths)
     chunks = Chunks(512, 512, 1) if shared else Chunks()
     capacity = chunks.capacity(rows, longest)
     buffers = DecodeUnits.empty(rows, capacity, capacity, "cuda")
@@ -184,10 +182,10 @@ def test_elementwise_at_size() -> None:
     rms_norm(x, weight, EPS, out, stream)
     assert relative_error(out, expected) < 5e-3
     assert torch.equal(stream, total)
-    both = randn(300, 6144)
+    gate_up = randn(300, 6144)
     act = poisoned(300, 3072, dtype=BF16, device="cuda")
-    silu_mul(both, act)
-    assert relative_error(act, silu_mul_reference(both)) < 5e-3
+    silu_mul(gate_up, act)
+    assert relative_error(act, silu_mul_reference(gate_up)) < 5e-3
 
 
 @pytest.mark.parametrize("window", [0, 700])
@@ -228,10 +226,10 @@ def test_extend_at_size(window: int) -> None:
         ([24_000, 0], [64, 576], 16, 5000, 1),
     ],
 )
-def test_a_few_queries_behind_a_long_context_at_size(
+def test_a_few_queries_after_a_long_context_at_size(
     starts: list[int], lengths: list[int], q_heads: int, window: int, num_split: int
 ) -> None:
-    """Beside other prompts, which are not split; twice the same to the bit."""
+    """Next to other prompts, which are not split; every run has the same bits."""
     rows, longest = len(starts), max(starts) + 1088
     cache = random_cache(rows, longest, 16, 8, 128, BF16, "cuda")
     query_starts = [0, *np.cumsum(lengths).tolist()]
@@ -239,25 +237,35 @@ def test_a_few_queries_behind_a_long_context_at_size(
     q, tuning, rule = randn(sum(lengths), q_heads, 128), ExtendTuning(), SplitRule(8, window)
     per_tile = tokens_per_tile(tuning, q_heads // 8)
     tiles = extend_tiles(np.array(starts, np.int32), np.array(lengths, np.int32), per_tile)
-    units = extend_units(tiles, rule.parts(tiles[:, 2]))
-    assert len(units.folds) == num_split
-    workspace = ExtendWorkspace.empty(rule.room, tuning, 128, "cuda")
-    parts = ExtendParts(ints(units.folds), units.num_parts, workspace)
+    units = extend_units(tiles, rule.splits(tiles[:, 2]))
+    assert len(units.merges) == num_split
+    workspace = ExtendWorkspace.empty(rule.max_partials, tuning, 128, "cuda")
+    splits = ExtendSplits(ints(units.merges), units.num_splits, workspace)
     slots = list(range(rows))
     expected = extend_attention_reference(q, cache.k, cache.v, cache.page_table, slots, starts, query_starts, window)
     outs = []
     for _ in range(3):
         outs.append(torch.full_like(q, torch.nan))
         extend_attention(
-            q, cache.k, cache.v, cache.page_table, ints(units.units), ints(slots), positions, ints(query_starts),
-            outs[-1], window, tuning, parts,
-        )  # fmt: skip
+            q,
+            cache.k,
+            cache.v,
+            cache.page_table,
+            ints(units.units),
+            ints(slots),
+            positions,
+            ints(query_starts),
+            outs[-1],
+            window,
+            tuning,
+            splits,
+        )
         assert relative_error(outs[-1], expected) < 1e-2
         assert torch.equal(outs[-1], outs[0])
 
 
 def test_prompts_that_share_tiles_at_size() -> None:
-    """Sixteen rows below 2,048 positions, most with few queries."""
+    """Sixteen rows share 2,048 positions, most with few queries."""
     rng = np.random.default_rng(0)
     starts = (2048 + 16 * rng.integers(0, 20, 16)).tolist()
     lengths = [*rng.integers(1, 12, 14).tolist(), 40, 200]
@@ -273,10 +281,10 @@ def test_prompts_that_share_tiles_at_size() -> None:
     tiles = extend_tiles(np.array(starts, np.int32), np.array(lengths, np.int32), tokens, rest)
     units = ints(extend_units(tiles, np.ones(len(tiles), np.int32)).units)
     out = torch.full_like(q, torch.nan)
-    both = (ints(range(16)), positions, ints(query_starts))
+    columns = (ints(range(16)), positions, ints(query_starts))
     parts = (ints(part) for part in (found.tiles, found.rows, found.tokens))
-    extend_shared(q, cache.k, cache.v, cache.page_table, *parts, *both, out, tuning)
-    extend_attention(q, cache.k, cache.v, cache.page_table, units, *both, out, tuning=tuning)
+    extend_shared(q, cache.k, cache.v, cache.page_table, *parts, *columns, out, tuning)
+    extend_attention(q, cache.k, cache.v, cache.page_table, units, *columns, out, tuning=tuning)
     expected = extend_attention_reference(
         q, cache.k, cache.v, cache.page_table, list(range(16)), starts, query_starts.tolist()
     )
@@ -300,29 +308,33 @@ def test_sampling_at_size() -> None:
 @pytest.mark.parametrize("vocab", [151_936, 49_151])
 @pytest.mark.parametrize("rows", [1, 7, 64, 256])
 def test_logprobs_at_size(rows: int, vocab: int) -> None:
-    """Bfloat16 logits have many equals; some rows have little else, or few numbers. Every third row asks nothing."""
-    asks = [None if row % 3 == 2 else (20, 5, 0, 1)[row % 4] for row in range(rows)]
+    """Bfloat16 logits have many equals; some rows have little else, or few finite logits. Every third row has no
+    logprobs."""
+    requests = [None if row % 3 == 2 else (20, 5, 0, 1)[row % 4] for row in range(rows)]
     ids = (0, vocab - 1, vocab // 2)
-    sampling = torch.stack([torch.from_numpy(sampling_words(0, 0, 1, 0, 0, ask, ids)) for ask in asks]).cuda()
+    sampling = torch.stack(
+        [torch.from_numpy(sampling_words(0, 0, 1, 0, 0, num_top, ids)) for num_top in requests]
+    ).cuda()
     logits = (torch.randn(rows, vocab, device="cuda") * 3).to(BF16)
     logits[::5] = (logits[::5] / 3).round()
     logits[3::7, 5:] = -torch.inf
     slots, results = torch.arange(rows, device="cuda").int(), ints([[17] * rows, [4] * rows])
-    told, workspace = ints(np.full((2, rows, TOLD_WORDS), -77)), LogprobWorkspace.empty(rows, "cuda")
-    for _ in range(2):  # the second time as the first
-        top_logprobs(logits, slots, ints([rows]), sampling, told, ints([1]), workspace)
-        chosen_logprobs(logits, slots, ints([rows]), sampling, results, told, ints([1]), workspace)
-    assert not workspace.arrived.any() and (told[0] == -77).all()
+    ring, workspace = ints(np.full((2, rows, LOGPROB_WORDS), -77)), LogprobWorkspace.empty(rows, "cuda")
+    for _ in range(2):  # the second time must give the same
+        top_logprobs(logits, slots, ints([rows]), sampling, ring, ints([1]), workspace)
+        chosen_logprobs(logits, slots, ints([rows]), sampling, results, ring, ints([1]), workspace)
+    assert not workspace.arrived.any() and (ring[0] == -77).all()
     for row in range(0, rows, max(1, rows // 40)):
-        words, num_top = told[1, row].cpu(), asks[row]
+        words, num_top = ring[1, row].cpu(), requests[row]
         if num_top is None:
             assert (words == -77).all()
             continue
-        top, chances, asked = top_logprobs_reference(logits[row].float().cpu(), num_top, list(ids))
-        assert words[TOP_IDS : TOP_IDS + num_top].tolist() == top
+        top, logprobs, requested = top_logprobs_reference(logits[row].float().cpu(), num_top, list(ids))
+        assert words[LogprobWord.TOP_IDS :][:num_top].tolist() == top
         floats = words.view(torch.float32)
-        found = torch.cat([floats[:1], floats[TOP_CHANCES : TOP_CHANCES + num_top], floats[ASKED : ASKED + len(ids)]])
-        expected = torch.cat([chances[[4]], chances[top], asked])
+        fields = {LogprobWord.CHOSEN: 1, LogprobWord.TOP_LOGPROBS: num_top, LogprobWord.REQUESTED: len(ids)}
+        found = torch.cat([floats[first:][:count] for first, count in fields.items()])
+        expected = torch.cat([logprobs[[4]], logprobs[top], requested])
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
 
 
@@ -331,34 +343,43 @@ def test_adjusting_and_masking_at_size() -> None:
     state = SlotState.empty(rows, length, 16, rows, "cuda")
     pool = np.random.default_rng(3).integers(0, vocab, (rows, length)).astype(np.int32)
     state.token_pool.copy_(torch.from_numpy(pool))
-    lists, plain = AdjustState.empty(rows, length, "cuda"), AdjustState.empty(rows, length, "cpu")
+    lists, reference = AdjustState.empty(rows, length, "cuda"), AdjustState.empty(rows, length, "cpu")
     runs = []
     for row in range(rows):
-        params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2, min_tokens=99_999,
-                                logit_bias=dict.fromkeys(range(row * 20), 1.5))  # fmt: skip
+        params = SamplingParams(
+            repetition_penalty=1.3,
+            frequency_penalty=0.4,
+            presence_penalty=0.2,
+            min_tokens=99_999,
+            logit_bias=dict.fromkeys(range(row * 20), 1.5),
+        )
         request = Request(str(row), pool[row, : 50 * row + 1], params, bad_word_ids=((5,), (int(pool[row, 99]), 6)))
         request.stop_ids = frozenset({1, 2})
         by = logit_adjustments(Join.of(request, row), vocab)
         assert by is not None
         tokens = pool[row, : 60 * row + 2]
         runs += adjust_runs(
-            row, length, (by.repetition, by.frequency, by.presence), (by.bias_ids, by.bias),
-            (by.banned_ids, by.banned_until, by.banned_prefixes), token_counts(tokens, by.num_prompt_tokens),
+            row,
+            length,
+            (by.repetition, by.frequency, by.presence),
+            (by.bias_ids, by.bias),
+            (by.banned_ids, by.banned_until, by.banned_prefixes),
+            token_counts(tokens, by.num_prompt_tokens),
             len(tokens),
-        )  # fmt: skip
+        )
     packed = pack_runs(runs)
     write_runs(torch.from_numpy(packed).cuda(), lists)
-    write_runs_reference(packed, plain)
-    assert torch.equal(lists.words.cpu(), plain.words)
+    write_runs_reference(packed, reference)
+    assert torch.equal(lists.words.cpu(), reference.words)
     slots = torch.arange(rows, device="cuda").int()
-    for step in range(3):  # the first pass feeds what is counted already
+    for step in range(3):  # the first pass feeds a token that is counted already
         positions = ints([60 * row + 1 + step for row in range(rows)])
         logits = torch.randn(rows, vocab, device="cuda") * 4
         expected = logits.cpu()
         adjust_logits(logits, slots, positions, ints([rows]), state.token_pool, lists)
-        adjust_logits_reference(expected, slots.cpu(), positions.cpu(), rows, torch.from_numpy(pool), plain)
+        adjust_logits_reference(expected, slots.cpu(), positions.cpu(), rows, torch.from_numpy(pool), reference)
         torch.testing.assert_close(logits.cpu(), expected, rtol=1e-5, atol=1e-4)
-        assert torch.equal(lists.words.cpu(), plain.words)
+        assert torch.equal(lists.words.cpu(), reference.words)
     bits = ints(np.random.default_rng(4).integers(-(2**31), 2**31, (7, vocab // 32)))
     masked, chosen = logits.cpu(), ints([3, 9, 0, 38, 11, 12, 13])
     mask_logits_reference(masked, chosen.cpu(), bits.cpu())

@@ -1,7 +1,7 @@
 """Catches kernels that read or write outside of the tensors they were given, in Triton's interpreter.
 
-There as on a GPU most such accesses hit memory that belongs to somebody else and nothing shows; a mask that is wrong
-for one shape is found by whoever runs that shape. Views count as they are cut, not the storage behind them.
+Most such accesses hit other allocated memory and go unnoticed, there as on a GPU: a mask that is wrong for one shape
+would be found by the user of that shape. Each view counts with its own extent, not that of its storage.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class OutOfBounds(AssertionError):
     pass
 
 
-_BUILTINS: dict[int, list[tuple[str, Any]]] = {}  # by module or class: what the interpreter replaces in it
+_BUILTINS: dict[int, list[tuple[str, Any]]] = {}  # by module or class: the members that the interpreter replaces
 
 
 def _patch_builtin(place: Any, builder: Any, scope: Any) -> None:
-    """As the interpreter's, which looks through all members of `place` at every call of a function within a kernel, and
-    replaces nothing where that is done already: a third of its time."""
+    """As the interpreter's function of this name, which searches all members of `place` at every call of a function
+    within a kernel, a third of its time. This one remembers them, and does nothing where they are replaced already."""
     from triton.runtime import interpreter
 
     if id(place) not in _BUILTINS:
@@ -39,7 +39,7 @@ def _patch_builtin(place: Any, builder: Any, scope: Any) -> None:
 
 @contextmanager
 def checked_bounds() -> Iterator[None]:
-    """Within, every launch raises at its first access that lies in none of its tensors."""
+    """Within this context, every launch raises at its first access outside of its tensors."""
     from triton.runtime import interpreter
 
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
@@ -55,8 +55,8 @@ def checked_bounds() -> Iterator[None]:
         size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8)
         first = int(np.searchsorted(begins, addresses.min(), side="right")) - 1
         if first >= 0 and addresses.max() + size <= ends[first]:
-            return  # nearly always: all in one tensor
-        # Extents may overlap, but of all that begin at or before an address the furthest end is what counts.
+            return  # the usual case: all in one tensor
+        # Extents may overlap: of all that begin at or before an address, the furthest end counts.
         at = np.searchsorted(begins, addresses, side="right") - 1
         outside = (at < 0) | (addresses + size > ends[at])
         if outside.any():

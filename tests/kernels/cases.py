@@ -1,4 +1,4 @@
-"""Random inputs for kernel tests, the same in the interpreter (small) and on a GPU (at size)."""
+"""Random inputs for kernel tests, in the interpreter (small) and on a GPU (at real sizes)."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def random_cache(
     return Cache(k, v, pages.contiguous())
 
 
-def forget_behind(cache: Cache, lengths: list[int]) -> None:
-    """What the slots have not written yet is NaN, as a request may have left it that ended in it."""
+def poison_unwritten(cache: Cache, lengths: list[int]) -> None:
+    """Fills what the slots have not written yet with NaN, which an earlier request may have left there."""
     page_size = cache.k.shape[1]
     written = torch.zeros(cache.k.shape[:2], dtype=torch.bool, device=cache.k.device)
     for pages, length in zip(cache.page_table.long(), lengths, strict=True):

@@ -1,11 +1,12 @@
 """Compiles every kernel for a Hopper GPU, on any machine: `python -m tests.kernels.compile_all`.
 
-An engine of a tiny model runs on the CPU with a driver that only compiles, so that every kernel sees the arguments it
-will have. What comes out means nothing: nothing is computed. The interpreter takes much that the compiler refuses.
+An engine with a tiny model runs on the CPU with a driver that only compiles, so that every kernel gets the arguments it
+has in practice. Nothing is computed, so outputs mean nothing. The compiler refuses much that the interpreter allows.
 
-With the name of a shape it compiles that model's decode passes of every size and prints what became of the kernels:
-registers, bytes that did not fit them, shared memory, and so how many programs a multiprocessor can hold. That a loop
-has fewer tiles on their way than it was told shows there, and nowhere else but in its time.
+With the name of a shape (`python -m tests.kernels.compile_all qwen3-0.6b`) it compiles that model's decode batches of
+every size and prints the resources of each kernel: registers, spilled bytes, shared memory, and how many programs fit a
+multiprocessor. It also shows when a loop has fewer tiles in flight than num_stages asks for; otherwise only its run
+time would.
 """
 
 from __future__ import annotations
@@ -39,8 +40,7 @@ Constants = tuple[tuple[str, int], ...]
 
 
 def compile_only() -> dict[str, dict[Constants, Any]]:
-    """From now on launches compile and do nothing else. Returns what will have been compiled: by the name of a kernel,
-    and by its constants."""
+    """From now on launches only compile. Returns what is compiled, by kernel name and then by constants."""
     found: dict[str, dict[Constants, Any]] = {}
     kind: Any = triton.JITFunction
     run = kind.run
@@ -59,25 +59,25 @@ def compile_only() -> dict[str, dict[Constants, Any]]:
     return found
 
 
-_SHARED_BYTES, _REGISTERS, _WARPS = 227 * 1024, 65536, 64  # of a multiprocessor
+_SHARED_BYTES, _REGISTERS, _WARPS = 227 * 1024, 65536, 64  # per multiprocessor
 
 
 def resources(compiled: Any) -> str:
-    """What a program takes, and how many of them a multiprocessor holds."""
+    """The resources of a program, and how many programs fit a multiprocessor."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         tool = [str(knobs.nvidia.cuobjdump.path), "-res-usage", file.name]
-        said = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
-    registers, stack = (int(re.findall(rf"{what}:(\d+)", said)[-1]) for what in ("REG", "STACK"))
+        report = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.findall(rf"{what}:(\d+)", report)[-1]) for what in ("REG", "STACK"))
     warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
-    held = min(_REGISTERS // (registers * 32 * warps), _WARPS // warps, _SHARED_BYTES // (shared + 1024))
-    return f"{registers:9} {stack:7} {shared / 1024:9.1f} {warps:5} {held:9}"
+    fitting = min(_REGISTERS // (registers * 32 * warps), _WARPS // warps, _SHARED_BYTES // (shared + 1024))
+    return f"{registers:9} {stack:7} {shared / 1024:9.1f} {warps:5} {fitting:9}"
 
 
 def print_resources(name: str) -> None:
     found = compile_only()
-    # Kernels know of one layer and, but for sampling, nothing of the vocabulary.
+    # Kernels depend on one layer only and, except for sampling, not on the vocabulary.
     spec = shape(name)
     spec = replace(spec, num_layers=1, windows=spec.windows[:1], layer_ropes=spec.layer_ropes[:1], vocab_size=2048)
     decoder = random_decoder(spec, dtype="bfloat16", device="cpu", max_positions=2048)
@@ -103,9 +103,12 @@ def main() -> None:
     options: dict[str, Any] = {"context_tokens": 2048, "num_pages": 512, "max_running": 8, "chunk_tokens": 64}
     decoder = random_decoder(spec, dtype="bfloat16", device="cpu", max_positions=2048)
     device, config = build_cuda(
-        decoder, EngineConfig(), SchedulerConfig(**options), None,
+        decoder,
+        EngineConfig(),
+        SchedulerConfig(**options),
+        None,
         tuning=lambda rows, columns, gated: LinearTuning(16, 16, 16, 1, 3, 1 if gated else 2) if rows < 4 else None,
-    )  # fmt: skip
+    )
     tokenizer = synthetic_tokenizer(spec.vocab_size)
     common = [5 + index % 500 for index in range(900)]
     prompts = [[*common, index] for index in range(6)]
@@ -114,13 +117,13 @@ def main() -> None:
     with LLM.from_engine(Engine(Scheduler(config), device, tokenizer, vocab_size=spec.vocab_size)) as llm:
         llm.generate(prompts, [greedy] * 5 + [full])
         llm.generate([common + common[:400]], greedy)
-    ints = torch.zeros(4, 64, dtype=torch.int32)  # a grammar would notice that its masks do nothing
+    ints = torch.zeros(4, 64, dtype=torch.int32)  # launched here: a grammar would notice that its masks do nothing
     mask_logits(torch.zeros(4, 2048, dtype=torch.bfloat16), ints[0, :1], ints[1, :4], ints)
-    for move in (collect_pages, place_pages):  # nothing left the device
+    for move in (collect_pages, place_pages):  # launched here: no page was swapped
         move(device.kv.flatten(2), ints[0, :4], torch.zeros(4, len(device.kv), device.kv[0, 0].numel()).bfloat16())
     modules = [vars(module) for name, module in sys.modules.items() if name.startswith("paceline.kernels.")]
     kernels = {one._function.fn.__name__ for each in modules for one in each.values() if isinstance(one, Kernel)}
-    assert kernels, "kernels are interpreted: leave TRITON_INTERPRET out"
+    assert kernels, "kernels run in the interpreter: unset TRITON_INTERPRET"
     missing = kernels - found.keys()
     print(f"compiled: {', '.join(sorted(found))}; not launched: {', '.join(sorted(missing)) or 'none'}")
     assert not missing, "some kernel was not launched"

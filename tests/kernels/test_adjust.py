@@ -1,4 +1,4 @@
-"""Penalties, biases, forbidden tokens and masks: kernels against references, and these against the CPU's."""
+"""Penalties, biases, forbidden tokens and masks: kernels against their references, and these against the CPU's."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.engine.cuda.packing import adjust_runs, no_adjustments, pack_runs
 from paceline.kernels.adjust import (
     AdjustState,
     adjust_logits,
     adjust_logits_reference,
-    adjust_runs,
     mask_logits,
     mask_logits_reference,
-    pack_runs,
     write_runs,
     write_runs_reference,
 )
@@ -25,7 +24,7 @@ from paceline.scheduler.plan import Join
 
 VOCAB, LENGTH, SLOTS = 90, 40, 6
 RNG = np.random.default_rng(6)
-ASKED: list[dict[str, Any]] = [
+OPTIONS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.4},
     {"frequency_penalty": 0.7, "presence_penalty": -0.4, "logit_bias": {3: 5.0, 7: -2.5}},
     {},
@@ -36,9 +35,9 @@ ASKED: list[dict[str, Any]] = [
 
 
 def requests() -> list[tuple[Request, np.ndarray]]:
-    """Requests with the tokens they join with: some come back after a retraction."""
+    """Requests with the tokens they join with: some join again after a retraction."""
     found = []
-    for number, options in enumerate(ASKED):
+    for number, options in enumerate(OPTIONS):
         prompt = RNG.integers(0, 30, 5 + number).astype(np.int32)
         output = RNG.integers(0, 30, 3 * (number % 2)).astype(np.int32)
         words = ((4,), (5, 6), (int(prompt[-1]), 8)) if number == 3 else ()
@@ -50,7 +49,7 @@ def requests() -> list[tuple[Request, np.ndarray]]:
 
 def runs_of(slot: int, by: LogitAdjustments | None, tokens: np.ndarray) -> list[Any]:
     if by is None:
-        return [(slot, 0, np.zeros(1, np.int32))]
+        return [no_adjustments(slot)]
     penalties, seen = (by.repetition, by.frequency, by.presence), token_counts(tokens, by.num_prompt_tokens)
     forbidden = (by.banned_ids, by.banned_until, by.banned_prefixes)
     return adjust_runs(slot, LENGTH, penalties, (by.bias_ids, by.bias), forbidden, seen, len(tokens))
@@ -59,16 +58,18 @@ def runs_of(slot: int, by: LogitAdjustments | None, tokens: np.ndarray) -> list[
 @pytest.mark.parametrize("indexed", [False, True])
 def test_rows_are_adjusted_as_on_the_cpu_pass_after_pass(indexed: bool) -> None:
     given = requests()
-    plain, ours = (AdjustState.empty(SLOTS, LENGTH, "cpu") for _ in range(2))
-    plain.words.fill_(77)  # what an owner before has left there
+    reference, ours = (AdjustState.empty(SLOTS, LENGTH, "cpu") for _ in range(2))
+    reference.words.fill_(77)  # left by the slot's last request
     ours.words.fill_(77)
     slots = RNG.permutation(SLOTS)
     adjustments = [logit_adjustments(Join.of(request, 0), VOCAB) for request, _ in given]
-    packed = pack_runs([run for (_, tokens), by, slot in zip(given, adjustments, slots.tolist(), strict=True)
-                        for run in runs_of(slot, by, tokens)])  # fmt: skip
-    write_runs_reference(packed, plain)
+    runs = []
+    for (_, tokens), by, slot in zip(given, adjustments, slots.tolist(), strict=True):
+        runs += runs_of(slot, by, tokens)
+    packed = pack_runs(runs)
+    write_runs_reference(packed, reference)
     write_runs(torch.from_numpy(np.concatenate([packed, packed[:5]])), ours, num_programs=2)
-    assert torch.equal(plain.words, ours.words)
+    assert torch.equal(reference.words, ours.words)
 
     pool = torch.zeros(SLOTS, LENGTH, dtype=torch.int32)
     history = [tokens for _, tokens in given]
@@ -86,22 +87,22 @@ def test_rows_are_adjusted_as_on_the_cpu_pass_after_pass(indexed: bool) -> None:
                 adjust_row(expected[row], history[item], by)
         rows = torch.tensor([SLOTS - 1], dtype=torch.int32)  # the last row is padding
         where = torch.from_numpy(slots.astype(np.int32))
-        adjust_logits_reference(theirs, where, places, SLOTS - 1, pool, plain, index)
+        adjust_logits_reference(theirs, where, places, SLOTS - 1, pool, reference, index)
         adjust_logits(logits, where, places, rows, pool, ours, index, block=16)
         np.testing.assert_allclose(theirs.numpy(), expected, atol=1e-4)
         np.testing.assert_allclose(logits.numpy(), expected, atol=1e-4)
-        if step != 2:  # the same pass again counts nothing twice
+        if step != 2:  # running the same pass again counts no token twice
             history = [np.append(tokens, np.int32(RNG.integers(0, 30))) for tokens in history]
-    assert torch.equal(plain.words, ours.words)
+    assert torch.equal(reference.words, ours.words)
 
 
-def test_masks_rule_tokens_out() -> None:
+def test_masked_tokens_get_minus_infinity() -> None:
     logits = torch.randn(5, VOCAB)
     theirs = logits.clone()
     rows = torch.tensor([3, 0, 1], dtype=torch.int32)
     bits = torch.from_numpy(RNG.integers(-(2**31), 2**31, (3, 3)).astype(np.int32))
     bits[1, 2] = -1
     mask_logits_reference(theirs, rows[:2], bits[:2])
-    mask_logits(logits, torch.tensor([2], dtype=torch.int32), rows, bits, block=32)  # what is left of others is no mask
+    mask_logits(logits, torch.tensor([2], dtype=torch.int32), rows, bits, block=32)  # two of three masks
     assert torch.equal(logits, theirs)
     assert logits[3].isinf().any() and not logits[1].isinf().any() and not logits[0, 64:].isinf().any()

@@ -35,7 +35,7 @@ def test_rms_norm_matches_its_reference(dtype: torch.dtype, hidden: int, with_re
     rms_norm(x, weight, 1e-6, out, residual)
     assert relative_error(out, expected) < TOLERANCE[dtype]
     if residual is not None:
-        # The interpreter cuts bfloat16 off where the hardware rounds.
+        # The interpreter truncates to bfloat16 where the hardware rounds.
         assert relative_error(residual, total) < TOLERANCE[dtype]
 
 
@@ -49,7 +49,7 @@ def test_silu_mul_matches_its_reference(dtype: torch.dtype, hidden: int | None) 
     assert relative_error(out, silu_mul_reference(gate_up, stream, 1e-2)) < TOLERANCE[dtype]
 
 
-def test_a_product_of_a_raw_stream_is_scaled_to_that_of_the_normed_one() -> None:
+def test_silu_mul_with_deferred_norm_equals_silu_mul_of_normed_input() -> None:
     x, weight = 5 * torch.randn(3, 96), torch.randn(2 * 40, 96)
     normed, _ = rms_norm_reference(x, torch.ones(96), 1e-6)
     assert relative_error(silu_mul_reference(x @ weight.T, x, 1e-6), silu_mul_reference(normed @ weight.T)) < 1e-5
@@ -58,9 +58,9 @@ def test_a_product_of_a_raw_stream_is_scaled_to_that_of_the_normed_one() -> None
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(4, 4), (6, 2)])
 @pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("defer_norm", [False, True])
 def test_rope_kv_rotates_and_writes_the_cache(
-    page_size: int, q_heads: int, kv_heads: int, with_norm: bool, raw: bool
+    page_size: int, q_heads: int, kv_heads: int, with_norm: bool, defer_norm: bool
 ) -> None:
     head_dim, tokens = 64, 5
     cache = random_cache(3, 40, page_size, kv_heads, head_dim, torch.float32)
@@ -70,17 +70,17 @@ def test_rope_kv_rotates_and_writes_the_cache(
     positions = torch.tensor([15, 16, 17, 0, 39], dtype=torch.int32)
     table = rope_table(40, head_dim, 1e4)
     norms = (torch.rand(head_dim) + 0.5, torch.rand(head_dim) + 0.5) if with_norm else (None, None)
-    stream = 3 * torch.randn(tokens, 96) if raw else None
+    stream = 3 * torch.randn(tokens, 96) if defer_norm else None
     expected = rope_kv_reference(qkv, k, v, cache.page_table, slots, positions, table, *norms, 1e-6, stream)
     q = poisoned(tokens, q_heads, head_dim, dtype=torch.float32)
     rope_kv(qkv, q, cache.k, cache.v, cache.page_table, slots, positions, table, *norms, 1e-6, stream)
     assert relative_error(q, expected) < 1e-6
     assert relative_error(cache.k, k) < 1e-6
-    assert relative_error(cache.v, v) < 1e-6 if raw else torch.equal(cache.v, v)
+    assert relative_error(cache.v, v) < 1e-6 if defer_norm else torch.equal(cache.v, v)
 
 
-def test_rope_kv_leaves_decodes_and_padding_alone() -> None:
-    """Of six tokens the first two are decodes', which attention writes, and the last is nobody's."""
+def test_rope_kv_does_not_write_decodes_and_padding() -> None:
+    """Of six tokens the first two are decodes, which attention writes, and the last is padding."""
     cache = random_cache(3, 40, 16, 2, 64, torch.float32)
     k, v = cache.k.clone(), cache.v.clone()
     qkv, table = torch.randn(6, 8 * 64), rope_table(40, 64, 1e4)

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.engine.cuda.tiles import ExtendUnits, SplitRule, extend_tiles, extend_units, shared_tiles
 from paceline.kernels.extend_attention import (
-    ExtendParts,
+    ExtendSplits,
     ExtendTuning,
     ExtendWorkspace,
     extend_attention,
@@ -13,7 +14,7 @@ from paceline.kernels.extend_attention import (
     extend_shared,
     tokens_per_tile,
 )
-from paceline.kernels.extend_tiles import ExtendUnits, SplitRule, extend_tiles, extend_units, shared_tiles
+from paceline.kernels.layouts import EXTEND_UNIT_WORDS
 from tests.kernels.cases import Cache, poisoned, random_cache, relative_error
 
 TUNING = ExtendTuning(block_m=32, block_n=16)
@@ -25,7 +26,7 @@ def ints(*values: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
-    """A pass with random queries behind random keys."""
+    """A prefill batch with random queries and keys."""
 
     cache: Cache
     q: torch.Tensor
@@ -36,10 +37,17 @@ class Prompts:
 
     @classmethod
     def random(
-        cls, slots: list[int], starts: list[int], lengths: list[int], page_size: int = 16, q_heads: int = 4,
-        kv_heads: int = 2, head_dim: int = 64, tuning: ExtendTuning = TUNING,
+        cls,
+        slots: list[int],
+        starts: list[int],
+        lengths: list[int],
+        page_size: int = 16,
+        q_heads: int = 4,
+        kv_heads: int = 2,
+        head_dim: int = 64,
+        tuning: ExtendTuning = TUNING,
         shared_pages: list[tuple[int, int, int]] | None = None,
-    ) -> "Prompts":  # fmt: skip
+    ) -> "Prompts":
         longest = max(start + length for start, length in zip(starts, lengths, strict=True))
         cache = random_cache(len(slots), longest, page_size, kv_heads, head_dim, torch.float32, "cpu", shared_pages)
         return cls(cache, torch.randn(sum(lengths), q_heads, head_dim), slots, starts, lengths, tuning)
@@ -53,7 +61,7 @@ class Prompts:
         return tokens_per_tile(self.tuning, self.q.shape[1] // self.cache.k.shape[2])
 
     @property
-    def whereabouts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def row_columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         runs = [np.arange(s, s + n) for s, n in zip(self.starts, self.lengths, strict=True)]
         columns = (self.slots, np.concatenate(runs), self.query_starts)
         return tuple(torch.from_numpy(np.array(column, np.int32)) for column in columns)  # type: ignore[return-value]
@@ -71,17 +79,14 @@ class Prompts:
         return poisoned(*self.q.shape, dtype=torch.float32)
 
     def attend(self, units: ExtendUnits, window: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
-        """With room for these parts and nothing behind it."""
+        """With a workspace of just the size of these splits."""
         c, out = self.cache, self.out() if out is None else out
-        room = units.num_parts * c.k.shape[2]
-        workspace = ExtendWorkspace.empty(room, self.tuning, c.k.shape[3], "cpu")
+        workspace = ExtendWorkspace.empty(units.num_splits * c.k.shape[2], self.tuning, c.k.shape[3], "cpu")
         workspace.partials.fill_(torch.nan)
         workspace.lse.fill_(torch.nan)
-        parts = ExtendParts(torch.from_numpy(units.folds), units.num_parts, workspace) if units.num_parts else None
-        extend_attention(
-            self.q, c.k, c.v, c.page_table, torch.from_numpy(units.units), *self.whereabouts, out, window, self.tuning,
-            parts,
-        )  # fmt: skip
+        merges, tiles = torch.from_numpy(units.merges), torch.from_numpy(units.units)
+        splits = ExtendSplits(merges, units.num_splits, workspace) if units.num_splits else None
+        extend_attention(self.q, c.k, c.v, c.page_table, tiles, *self.row_columns, out, window, self.tuning, splits)
         return out
 
 
@@ -93,18 +98,20 @@ class Prompts:
 def test_extend_attention_matches_its_reference(
     page_size: int, q_heads: int, kv_heads: int, head_dim: int, window: int, split: str
 ) -> None:
-    """Of 8 parts, some have no keys at all; of 9, folded in two rounds, all but one are folded with others."""
+    """Of 8 splits, some have no keys at all; 9 splits are merged in two rounds."""
     prompts = Prompts.random([3, 0, 2, 1], [0, 33, 16, 70], [20, 1, 16, 9], page_size, q_heads, kv_heads, head_dim)
     tiles = prompts.tiles()
-    parts = {"none": [1], "some": [9, 1, 3], "all": [8]}[split]
-    units = extend_units(tiles, np.resize(ints(*parts), len(tiles)))
+    splits = {"none": [1], "some": [9, 1, 3], "all": [8]}[split]
+    units = extend_units(tiles, np.resize(ints(*splits), len(tiles)))
     assert relative_error(prompts.attend(units, window), prompts.expected(window)) < 1e-5
-    nobody = np.full((3, 5), -1, np.int32)
-    padded = ExtendUnits(np.concatenate([units.units, nobody]), np.concatenate([units.folds, nobody]), units.num_parts)
+    padding = np.full((3, EXTEND_UNIT_WORDS), -1, np.int32)
+    padded = ExtendUnits(
+        np.concatenate([units.units, padding]), np.concatenate([units.merges, padding]), units.num_splits
+    )
     assert torch.equal(prompts.attend(padded, window), prompts.attend(units, window))
 
 
-RULE = SplitRule(kv_heads=2, num_programs=16, room=64, least_keys=32, part_keys=4)
+RULE = SplitRule(kv_heads=2, num_programs=16, max_partials=64, min_keys=32, merge_keys=4)
 
 
 @pytest.mark.parametrize(
@@ -116,50 +123,49 @@ RULE = SplitRule(kv_heads=2, num_programs=16, room=64, least_keys=32, part_keys=
         ([0, 0, 0, 0, 0, 0], [20, 20, 20, 20, 20, 20], 0, 0),
         ([390, 3], [1, 30], 0, 1),
     ],
-    ids=["alone", "beside decodes", "ties", "nothing to split", "one query"],
+    ids=["alone", "with decodes", "ties", "nothing to split", "one query"],
 )
-def test_a_long_context_beside_short_prompts_is_split_and_nobody_else(
+def test_only_a_long_context_among_short_prompts_is_split(
     starts: list[int], lengths: list[int], num_decodes: int, num_split: int
 ) -> None:
     prompts = Prompts.random(list(range(len(starts)))[::-1], starts, lengths)
     tiles = prompts.tiles(np.arange(num_decodes, len(starts), dtype=np.int32))
-    parts = RULE.parts(tiles[:, 2])
-    assert int((parts > 1).sum()) == num_split
-    units = extend_units(tiles, parts)
+    splits = RULE.splits(tiles[:, 2])
+    assert int((splits > 1).sum()) == num_split
+    units = extend_units(tiles, splits)
     out, expected = prompts.attend(units), prompts.expected()
     assert torch.isnan(out[:num_decodes]).all(), "a decode was written"
     assert relative_error(out[num_decodes:], expected[num_decodes:]) < 1e-5
-    # Whole tiles come to the same bits, whoever else is split.
-    whole = prompts.attend(extend_units(tiles, np.ones_like(parts)))
-    for row, token, _ in tiles[parts == 1].tolist():
+    # Whole tiles have the same bits, whichever others are split.
+    whole = prompts.attend(extend_units(tiles, np.ones_like(splits)))
+    for row, token, _ in tiles[splits == 1].tolist():
         first = prompts.query_starts[row] + token
         last = min(first + prompts.per_tile, prompts.query_starts[row + 1])
         assert torch.equal(out[first:last], whole[first:last])
 
 
-def test_whichever_part_is_done_first_the_sum_is_the_same_to_the_bit() -> None:
+def test_results_have_the_same_bits_in_any_order_of_splits() -> None:
     prompts = Prompts.random([1, 0], [300, 0], [9, 20])
     tiles = prompts.tiles()
-    units = extend_units(tiles, RULE.parts(tiles[:, 2]))
-    assert units.num_parts > 4
+    units = extend_units(tiles, RULE.splits(tiles[:, 2]))
+    assert units.num_splits > 4
     first = prompts.attend(units)
     for order in (np.arange(len(units.units))[::-1], np.random.default_rng(0).permutation(len(units.units))):
-        shuffled = ExtendUnits(np.ascontiguousarray(units.units[order]), units.folds[::-1].copy(), units.num_parts)
+        shuffled = ExtendUnits(np.ascontiguousarray(units.units[order]), units.merges[::-1].copy(), units.num_splits)
         assert torch.equal(prompts.attend(shuffled), first)
 
 
-def test_parts_without_room_for_their_results_are_not_launched() -> None:
+def test_splits_that_do_not_fit_the_workspace_are_not_launched() -> None:
     prompts = Prompts.random([0], [300], [9])
     tiles = prompts.tiles()
     units = extend_units(tiles, np.full(len(tiles), 4, np.int32))
-    workspace = ExtendWorkspace.empty(units.num_parts * 2 - 1, TUNING, 64, "cpu")
-    parts = ExtendParts(torch.from_numpy(units.folds), units.num_parts, workspace)
-    c, out = prompts.cache, prompts.out()
-    with pytest.raises(AssertionError, match="8 partial results in room for 7"):
+    workspace = ExtendWorkspace.empty(units.num_splits * 2 - 1, TUNING, 64, "cpu")
+    splits = ExtendSplits(torch.from_numpy(units.merges), units.num_splits, workspace)
+    c, out, tiles_on_device = prompts.cache, prompts.out(), torch.from_numpy(units.units)
+    with pytest.raises(AssertionError, match="8 partial results do not fit a workspace for 7"):
         extend_attention(
-            prompts.q, c.k, c.v, c.page_table, torch.from_numpy(units.units), *prompts.whereabouts, out, 0, TUNING,
-            parts,
-        )  # fmt: skip
+            prompts.q, c.k, c.v, c.page_table, tiles_on_device, *prompts.row_columns, out, 0, TUNING, splits
+        )
     assert torch.isnan(out).all()
 
 
@@ -167,8 +173,7 @@ def test_parts_without_room_for_their_results_are_not_launched() -> None:
     ("page_size", "q_heads", "kv_heads", "head_dim"), [(1, 2, 2, 64), (16, 4, 2, 64), (8, 6, 2, 64), (16, 8, 1, 128)]
 )
 def test_tiles_of_several_rows_match_the_reference(page_size: int, q_heads: int, kv_heads: int, head_dim: int) -> None:
-    """Three rows below 48 positions, one of them below 64 with another, and two that share nothing, one of them with
-    its keys split."""
+    """Three rows share 48 positions, two of them 64, and two rows share nothing, one of them with its keys split."""
     starts, lengths, slots = [64, 70, 3, 48, 90], [3, 1, 5, 4, 2], [3, 0, 2, 1, 4]
     pages = [(0, 3, 64 // page_size), (1, 3, 48 // page_size)]
     prompts = Prompts.random(
@@ -179,7 +184,7 @@ def test_tiles_of_several_rows_match_the_reference(page_size: int, q_heads: int,
     assert found is not None and found.tiles.tolist() == [[0, 3, 48]]
     out = prompts.out()
     parts = (torch.from_numpy(part) for part in (found.tiles, found.rows, found.tokens))
-    extend_shared(prompts.q, c.k, c.v, c.page_table, *parts, *prompts.whereabouts, out, prompts.tuning)
+    extend_shared(prompts.q, c.k, c.v, c.page_table, *parts, *prompts.row_columns, out, prompts.tuning)
     for row in (2, 4):
         mine = out[query_starts[row] : query_starts[row + 1]]
         assert torch.isnan(mine).all(), "a row that shares nothing was written"

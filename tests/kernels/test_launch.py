@@ -1,4 +1,5 @@
-"""The cheap launch against Triton's own: the same binary, with the same arguments. Nothing is compiled or run."""
+"""The direct launch of `Kernel` against Triton's own: the same binary, with the same arguments. Nothing is compiled or
+run."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ STREAM = 77
 
 
 class FakeDriver:
-    """A GPU that Triton's runtime takes for one."""
+    """A driver that Triton's runtime accepts as a GPU's."""
 
     device = 0
 
@@ -38,23 +39,28 @@ class FakeDriver:
 
 
 class Compiled:
-    """What Triton compiles for one of its keys. Its launcher is Triton's, down to where C begins."""
+    """What Triton compiles for one of its keys. Its launcher is Triton's, except for the part in C."""
 
     def __init__(self, launches: list[tuple[Any, ...]], number: int, scratch: int) -> None:
         self.function, self.packed_metadata = number, (4, 1, number)
         self.run: Any = object.__new__(CudaLauncher)
         vars(self.run).update(
-            num_ctas=1, global_scratch_size=scratch, global_scratch_align=1, profile_scratch_size=0,
-            profile_scratch_align=1, launch_cooperative_grid=False, launch_pdl=number % 2 == 0,
+            num_ctas=1,
+            global_scratch_size=scratch,
+            global_scratch_align=1,
+            profile_scratch_size=0,
+            profile_scratch_align=1,
+            launch_cooperative_grid=False,
+            launch_pdl=number % 2 == 0,
             launch=lambda *args: launches.append(args),
-        )  # fmt: skip
+        )
 
     def launch_metadata(self, *_: Any) -> None:
         return None
 
 
 def _scale(x, out, count, factor, WIDTH, DOUBLE):  # type: ignore[no-untyped-def]
-    """A kernel that nobody compiles."""
+    """A kernel that is never compiled."""
 
 
 _scale.__annotations__ = {"WIDTH": triton.language.constexpr, "DOUBLE": triton.language.constexpr}
@@ -80,13 +86,13 @@ class Bench:
         return self._run(*args, **kwargs)
 
     def seen(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> tuple[Any, ...]:
-        """What the compiled launcher is given: up to its metadata, and the arguments that are not compiled in."""
+        """The launcher's arguments: up to its metadata, and the kernel's arguments that are not compiled in."""
         kernel[grid](*args, **constants)
         (got,) = self.launches
         self.launches.clear()
         *head, _launch_metadata, _enter, _exit = got[:13]
         values = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in got[13 : 13 + len(args)]]
-        assert len(got) == 13 + len(args) + len(constants) - 1, "num_warps is no argument, all others are counted"
+        assert len(got) == 13 + len(args) + len(constants) - 1, "num_warps is not an argument, all others are counted"
         return (*head, *values)
 
 
@@ -101,35 +107,42 @@ BUFFERS = {dtype: torch.zeros(64, dtype=dtype) for dtype in (torch.float32, torc
 TENSORS = st.builds(lambda dtype, at: BUFFERS[dtype][at:], st.sampled_from(list(BUFFERS)), st.sampled_from([0, 1, 8]))
 NUMBERS = st.sampled_from([0, 1, 2, 15, 16, 17, 32, -16, 2**31 - 1, 2**31, 2**31 + 16, 2**35, 1.0, 0.5, 16.0])
 CALLS = st.tuples(
-    st.sampled_from([(3,), (3, 2), (3, 2, 5)]), TENSORS, TENSORS, NUMBERS, NUMBERS, st.sampled_from([1, 16, 64]),
-    st.booleans(), st.sampled_from([4, 8]), st.integers(0, 1),
-)  # fmt: skip
+    st.sampled_from([(3,), (3, 2), (3, 2, 5)]),
+    TENSORS,
+    TENSORS,
+    NUMBERS,
+    NUMBERS,
+    st.sampled_from([1, 16, 64]),
+    st.booleans(),
+    st.sampled_from([4, 8]),
+    st.integers(0, 1),
+)
 
 
 @given(st.lists(CALLS, min_size=2, max_size=12))
-def test_a_cheap_launch_is_the_one_triton_would_have_made(calls: list[Any]) -> None:
+def test_a_direct_launch_equals_tritons(calls: list[Any]) -> None:
     bench, fake = Bench(), triton.runtime.driver.active
     for _ in range(2):
         for grid, x, out, count, factor, width, double, warps, device in calls:
             fake.device = device
             args, constants = (x, out, count, factor), {"WIDTH": width, "DOUBLE": double, "num_warps": warps}
-            cheap = bench.seen(bench.kernel, grid, *args, **constants)
-            assert cheap == bench.seen(bench.function, grid, *args, **constants)
+            direct = bench.seen(bench.kernel, grid, *args, **constants)
+            assert direct == bench.seen(bench.function, grid, *args, **constants)
     runs = bench.num_runs
     for grid, x, out, count, factor, width, double, warps, device in calls:
         fake.device = device
         bench.kernel[grid](x, out, count, factor, WIDTH=width, DOUBLE=double, num_warps=warps)
-    assert bench.num_runs == runs, "what was launched before does not go through Triton again"
+    assert bench.num_runs == runs, "a second launch with the same key went through Triton"
 
 
 def launch(bench: Bench, *args: Any, **constants: Any) -> int:
-    """How often Triton itself was asked."""
+    """How many launches went through Triton."""
     before = bench.num_runs
     bench.kernel[(1,)](*args, **{"WIDTH": 16, "DOUBLE": False, **constants})
     return bench.num_runs - before
 
 
-def test_what_triton_compiles_anew_for_is_told_apart() -> None:
+def test_launches_with_different_binaries_have_different_keys() -> None:
     bench, x = Bench(), torch.zeros(64)
     assert [launch(bench, x, x, 5, 0.5) for _ in range(3)] == [1, 0, 0]
     for args in ((x[1:], x, 5, 0.5), (x, x[1:], 5, 0.5), (x, x.int(), 5, 0.5), (x, x, 1, 0.5), (x, x, 16, 0.5)):
@@ -139,22 +152,22 @@ def test_what_triton_compiles_anew_for_is_told_apart() -> None:
     assert launch(bench, x, x, 5, 0.5, WIDTH=32) == 1
     before = bench.num_runs
     bench.kernel[(1,)](x, x, 5, 0.5, DOUBLE=16, WIDTH=False)
-    assert bench.num_runs == before + 1, "constants are told apart by their names"
+    assert bench.num_runs == before + 1, "constants are distinguished by name"
     assert launch(bench, x[4:], x[8:], 5, 0.5) == 0, "other addresses, equally aligned"
 
 
-def test_what_is_unusual_goes_through_triton_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusual_launches_always_go_through_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(64)
     bench = Bench()
     for args in ((x, None, 5, 0.5), (x, 5, x, 0.5), (x, x, True, 0.5)):
         assert [launch(bench, *args) for _ in range(2)] == [1, 1]
     assert launch(bench, x, x, 5, 0.5) == 1
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
-    assert launch(bench, x, x, 5, 0.5) == 1, "a profiler wants to hear of it"
+    assert launch(bench, x, x, 5, 0.5) == 1, "a profiler has a hook"
     monkeypatch.undo()
     monkeypatch.setattr(triton.runtime.driver, "_active", FakeDriver())
     assert launch(bench, x, x, 5, 0.5) == 0
     hungry = Bench(scratch=64)
     allocator = SimpleNamespace(get=lambda: lambda size, align, stream: x)
     monkeypatch.setattr("triton.runtime._allocation._allocator", allocator)
-    assert [launch(hungry, x, x, 5, 0.5) for _ in range(2)] == [1, 1], "scratch memory is Triton's to find"
+    assert [launch(hungry, x, x, 5, 0.5) for _ in range(2)] == [1, 1], "Triton allocates scratch memory"

@@ -28,7 +28,7 @@ def test_linear_matches_its_reference(rows: int, what: str) -> None:
     assert relative_error(squares_out.sum(-1), expected.square().sum(-1)) < 1e-5
 
 
-def test_split_k_folds_into_the_residual_once_and_clears_its_counts() -> None:
+def test_split_k_adds_to_the_residual_once_and_clears_its_counts() -> None:
     x, weight, residual = torch.randn(17, 128), torch.randn(40, 128), torch.randn(17, 40)
     tuning = LinearTuning(block_m=16, block_n=16, block_k=16, num_warps=4, num_stages=2, split_k=4)
     workspace = LinearWorkspace(torch.full((4 * 17 * 40,), torch.nan), torch.zeros(6, dtype=torch.int32))

@@ -7,7 +7,7 @@ from tests.kernels.cases import poisoned
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [64, 2048 + 96])
-def test_pages_are_collected_and_placed_as_their_references_say(dtype: torch.dtype, size: int) -> None:
+def test_pages_are_collected_and_placed_as_in_the_references(dtype: torch.dtype, size: int) -> None:
     kv = torch.randn(6, 9, size).to(dtype)
     pages = torch.tensor([7, 0, 3], dtype=torch.int32)
     buffer = poisoned(3, 6, size, dtype=dtype)

@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.kernels.sampling import SampleWorkspace, cut_rows, gumbel_reference, sample, sample_reference
-from paceline.kernels.slot_state import SlotState, sampling_words
+from paceline.engine.cuda.packing import sampling_words
+from paceline.kernels.sampling import SampleWorkspace, gumbel_reference, sample, sample_reference, split_rows
+from paceline.kernels.slot_state import SlotState
 from paceline.sampling.types import NO_TOKEN
 
 VOCAB = 3000
@@ -21,7 +22,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("splits", [1, 4, 64])  # the last: more than rows this short are cut into
+@pytest.mark.parametrize("splits", [1, 4, 64])  # the last: more than rows this short are split into
 def test_every_row_samples_by_its_own_parameters(splits: int) -> None:
     torch.manual_seed(splits)
     rows = len(PARAMS)
@@ -62,7 +63,7 @@ def test_every_row_samples_by_its_own_parameters(splits: int) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter reduces with numpy, which warns of NaN
 @pytest.mark.parametrize("nothing", [float("nan"), -float("inf")])
 @pytest.mark.parametrize("filters", [True, False])
-def test_rows_without_a_number_have_no_token_and_harm_no_other(filters: bool, nothing: float) -> None:
+def test_rows_of_nan_have_no_token_and_do_not_affect_others(filters: bool, nothing: float) -> None:
     cases = PARAMS if filters else [(0.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0)] * 2
     rows = len(cases)
     state = SlotState.empty(slots=2 * rows, max_length=8, page_size=16, rows=2 * rows, device="cpu")
@@ -77,11 +78,11 @@ def test_rows_without_a_number_have_no_token_and_harm_no_other(filters: bool, no
     sample(logits, slots, positions, count, state, results, step, workspace, filters=filters, block=128)
     assert results[0, 1::2].tolist() == [NO_TOKEN] * rows
     assert results[0, ::2].tolist() == [sample_reference(logits[2 * i], *p, 2 * i, 4) for i, p in enumerate(cases)]
-    assert state.token_pool[1::2, 4].tolist() == [0] * rows, "the next pass reads it"
+    assert state.token_pool[1::2, 4].tolist() == [0] * rows, "the next pass reads the token"
     assert not workspace.arrived.any()
 
 
-def test_ties_go_to_the_smaller_token_and_filters_may_be_left_out() -> None:
+def test_ties_go_to_the_smaller_token_without_filters() -> None:
     state = SlotState.empty(slots=1, max_length=8, page_size=1, rows=1, device="cpu")
     state.sampling[0] = torch.from_numpy(sampling_words(0, 0, 1, 0, 0))
     logits = torch.zeros(1, 1000)
@@ -93,12 +94,12 @@ def test_ties_go_to_the_smaller_token_and_filters_may_be_left_out() -> None:
 
 
 @pytest.mark.parametrize("max_rows", [1, 32, 33, 64, 96, 128, 300])
-def test_every_batch_of_a_workspace_has_room_for_its_candidates(max_rows: int) -> None:
-    """Between 33 and 63 rows of a large vocabulary have most of them: twice as many as larger batches."""
+def test_the_workspace_fits_the_candidates_of_every_batch(max_rows: int) -> None:
+    """33 to 63 rows of a large vocabulary have most: twice as many as larger batches."""
     workspace = SampleWorkspace.empty(max_rows, "meta")
     for rows in range(1, max_rows + 1):
         for vocab in (500, 32_000, 151_936):
-            splits, groups = cut_rows(rows, vocab, workspace.part_value.shape[1], block=1024)
+            splits, groups = split_rows(rows, vocab, workspace.part_value.shape[1], block=1024)
             assert rows * splits * groups <= workspace.candidates.numel() == workspace.candidate_ids.numel()
             assert rows * splits <= workspace.counts.numel()
 
@@ -111,7 +112,7 @@ def test_noise_is_gumbel_and_depends_on_seed_position_and_token() -> None:
     assert float(correlation.abs().max()) < 0.06
 
 
-CONFUSING = {
+DIFFICULT = {
     "flat": torch.zeros(1500),
     "zeros of both signs": torch.where(torch.arange(1500) % 50 > 0, -0.0, 0.0),
     "many equals": torch.where(torch.arange(1500) % 2 > 0, 0.0, 1.0),
@@ -125,14 +126,14 @@ CONFUSING = {
 }
 
 
-@pytest.mark.parametrize("name", CONFUSING)
-def test_filters_keep_the_right_tokens_of_confusing_rows(name: str) -> None:
-    """Also where so many reach the bound of a small top-k that they cannot be collected."""
+@pytest.mark.parametrize("name", DIFFICULT)
+def test_filters_keep_the_right_tokens_of_difficult_rows(name: str) -> None:
+    """Also where so many logits reach the bound of a small top-k that they cannot be collected."""
     cases = [(1.0, 1, 1.0, 0.0), (0.7, 40, 0.9, 0.0), (1.0, 120, 1.0, 0.1), (1.0, 300, 0.8, 0.0), (2.0, 0, 0.5, 0.0)]
     state = SlotState.empty(slots=len(cases), max_length=8, page_size=1, rows=len(cases), device="cpu")
     for row, params in enumerate(cases):
         state.sampling[row] = torch.from_numpy(sampling_words(*params, row))
-    logits = CONFUSING[name].repeat(len(cases), 1).clone()
+    logits = DIFFICULT[name].repeat(len(cases), 1).clone()
     slots, results = torch.arange(len(cases)).int(), torch.zeros(1, len(cases), dtype=torch.int32)
     rows, zero = torch.tensor([len(cases)]).int(), torch.zeros(1, dtype=torch.int32)
     workspace = SampleWorkspace.empty(len(cases), "cpu", splits=2)

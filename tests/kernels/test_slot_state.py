@@ -2,16 +2,12 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.kernels.decode_units import NOTHING_SHARED, DecodeUnits, SharedUnits
+from paceline.engine.cuda.packing import pack_diff, sampling_words
+from paceline.engine.cuda.sharing import NOTHING_SHARED, SharedUnits
+from paceline.kernels.decode_units import DecodeUnits
 from paceline.kernels.gather_tokens import gather_tokens, gather_tokens_reference
-from paceline.kernels.slot_state import (
-    SAMPLING_WORDS,
-    SlotState,
-    apply_diff,
-    apply_diff_reference,
-    pack_diff,
-    sampling_words,
-)
+from paceline.kernels.layouts import DIFF_HEADER_WORDS, SAMPLING_WORDS
+from paceline.kernels.slot_state import SlotState, apply_diff, apply_diff_reference
 from tests.kernels.cases import poisoned
 
 
@@ -35,7 +31,7 @@ def same(a: SlotState, b: SlotState) -> bool:
     return all(torch.equal(getattr(a, name), getattr(b, name)) for name in SlotState.__dataclass_fields__)
 
 
-def test_a_packed_diff_changes_what_it_names_and_nothing_else() -> None:
+def test_a_packed_diff_changes_what_it_contains_and_nothing_else() -> None:
     tokens = np.random.default_rng(0).integers(0, 50, 530).astype(np.int32)
     diff = pack_diff(
         page_slots=column(0, 0, 3),
@@ -57,7 +53,7 @@ def test_a_packed_diff_changes_what_it_names_and_nothing_else() -> None:
     assert state.token_pool[3, 5:535].tolist() == tokens.tolist()
 
 
-def test_what_is_shared_travels_with_the_diff() -> None:
+def test_a_diff_contains_the_shared_units() -> None:
     rng = np.random.default_rng(1)
     shared = SharedUnits(
         128, rng.integers(0, 9, (700, 4)).astype(np.int32), rng.integers(0, 9, 3).astype(np.int32), column(5, 0, 2)
@@ -80,7 +76,7 @@ def test_an_empty_diff_changes_nothing() -> None:
     apply_diff(torch.from_numpy(pack_diff()), state, num_programs=2)
     assert same(state, expected)
     words = np.ones((1, SAMPLING_WORDS), np.int32)
-    assert pack_diff(join_slots=column(1), join_sampling=words).size == 17 + SAMPLING_WORDS
+    assert pack_diff(join_slots=column(1), join_sampling=words).size == DIFF_HEADER_WORDS + 1 + SAMPLING_WORDS
 
 
 def test_decode_rows_gather_their_last_token_and_padding_gets_zeros() -> None:
@@ -115,8 +111,8 @@ def test_ragged_rows_gather_consecutive_tokens() -> None:
     assert not out[6:].any(), "padding"
 
 
-def test_a_page_behind_the_table_is_out_of_bounds() -> None:
-    """The bounds that all these tests run under (bounds.py): of the last slot, one entry too far is nobody's."""
+def test_a_page_beyond_the_table_is_out_of_bounds() -> None:
+    """Checks the checker (bounds.py) that all these tests run with, by an entry just beyond that of the last slot."""
     from triton.runtime.errors import InterpreterError
 
     state = random_state()

@@ -1,4 +1,4 @@
-"""Random prefix trees for the shared-chunk tests: rows in depth-first order and what neighbours have in common."""
+"""Random prefix trees for tests of shared chunks: rows in depth-first order, and what neighbours have in common."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Sharing:
 def shared_units(common: list[int], rows_per_unit: int) -> tuple[list[tuple[int, int, int, int]], list[int], list[int]]:
     """(units, covered chunks by row, query rows) for rows whose neighbours have common[i] whole chunks in common.
 
-    A row's covered chunks must be its leading ones, so a run is tiled even where a tile is left with one row.
+    A row's covered chunks must be its leading ones, so a run is divided into units even if one is left with one row.
     """
     rows = len(common) + 1
     units: list[tuple[int, int, int, int]] = []

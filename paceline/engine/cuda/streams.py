@@ -1,7 +1,7 @@
-"""Streams, events and pinned memory: the only things a CUDA device has that a CPU has not.
+"""Streams, events and pinned memory: what a CUDA device has and a CPU does not.
 
-`CudaStreams` are the real ones. `HostStreams` do nothing, in order: with them the whole device runs on the CPU, in
-Triton's interpreter, which is how it is tested where there is no GPU.
+`CudaStreams` are the real ones. With `HostStreams` everything runs immediately, in order, on the CPU: this is how the
+executor is tested in Triton's interpreter where there is no GPU.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-_cuda: Any = torch.cuda  # much of it has no types
+_cuda: Any = torch.cuda  # most of it is untyped
 
 
 class CudaEvent(Protocol):
     def record(self, stream: Any) -> None: ...
 
     def wait(self, stream: Any) -> None:
-        """What is launched on `stream` from now on runs after this event."""
+        """Makes work launched on `stream` from now on wait for this event."""
 
     def synchronize(self) -> None: ...
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this event to `end`; both have passed."""
+        """Milliseconds from this event to `end`; both have completed."""
 
 
 class Graph(Protocol):
@@ -34,25 +34,25 @@ class Graph(Protocol):
 
 
 class Streams(Protocol):
-    engine: Any  # runs passes and applies every change of device state
-    copy: Any  # brings uploads into staging buffers
-    results: Any  # brings results out; behind them, an upload would wait for the pass that yields them
-    side: Any  # for what can run beside the engine stream's own launches
-    spill: Any  # brings KV pages to host memory
-    fetch: Any  # brings them back
+    engine: Any  # runs forward passes and applies every change of device state
+    copy: Any  # copies uploads to staging buffers
+    results: Any  # copies results to the host; on this stream an upload would wait for the pass before it
+    side: Any  # for kernels that run concurrently with the engine stream's
+    spill: Any  # copies KV pages to host memory
+    fetch: Any  # copies KV pages from host memory
 
     def follow(self, later: Any, earlier: Any) -> None:
-        """What is launched on `later` from now on runs after what was launched on `earlier`."""
+        """Makes work launched on `later` from now on wait for everything launched on `earlier` so far."""
 
     def use(self, stream: Any) -> AbstractContextManager[Any]: ...
 
     def event(self) -> CudaEvent: ...
 
     def pinned(self, size: int) -> Tensor:
-        """int32 on the host, where copies need not wait for each other."""
+        """int32 in pinned host memory, so that copies are asynchronous."""
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """`work`, to be run again and again. It must have run before, so that nothing is compiled while capturing."""
+        """Captures `work`. It must have run before, so that no kernel is compiled during the capture."""
 
     def free_memory(self) -> int: ...
 
@@ -78,15 +78,15 @@ class CudaStreams:
         return context
 
     def event(self) -> Any:
-        return _cuda.CudaEvent(enable_timing=True)
+        return _cuda.Event(enable_timing=True)
 
     def pinned(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32, pin_memory=True)
 
     def capture(self, work: Callable[[], None]) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        # All graphs run on one stream, one after the other, so they may share their memory. Thread-local: what other
-        # threads do meanwhile is none of this capture's business.
+        # All graphs run on one stream, one after the other, so they share a memory pool. Thread-local: calls of other
+        # threads must not make the capture fail.
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self.engine):
@@ -111,7 +111,7 @@ class _HostEvent:
         self._at = 0.0
 
     def record(self, stream: Any) -> None:
-        self._at = time.perf_counter()  # all that was launched before has run
+        self._at = time.perf_counter()  # everything launched before has run
 
     def wait(self, stream: Any) -> None: ...
 

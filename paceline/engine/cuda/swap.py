@@ -1,19 +1,19 @@
-"""KV pages between the GPU and pinned host memory, beside the passes.
+"""Copies KV pages between the GPU and pinned host memory, concurrently with forward passes.
 
     engine  ── pass N-1 ── collect ─────────────── place ── pass N ──
     spill                    └─▶ buffer ─▶ host      ▲
     fetch       host ─▶ buffer ──────────────────────┘
 
-What a plan spills is collected into a buffer before the pass may write those pages again, and leaves from there while
-the pass runs. What it fetches comes into another buffer while the passes before still run, and is placed before the
-pass. Nothing is waited for by the host; the pass waits for what it fetches, and for a buffer if the copies of two
-spills ago are still leaving.
+Pages that a plan spills are collected into a buffer before the pass can write those pages again, and are copied from
+there while the pass runs. Pages that it fetches are copied into another buffer while earlier passes still run, and
+are placed before the pass. The host waits for nothing. The pass waits for the pages it fetches, and for a buffer if the
+spill before last is still being copied.
 
-Each direction has two buffers and uses them in turns. The order between the directions:
+Each direction alternates between two buffers. The order between the directions:
 - A fetch waits for the copy that filled its host pages, however long ago that was launched.
-- A spill writes host pages that a fetch of an earlier plan may have read. That one was placed before this one is
-  collected, and so has been read.
-- In one plan no host page stands in both directions (scheduler/host_tier.py).
+- A spill writes host pages that a fetch of an earlier plan may have read. That fetch was placed before this spill is
+  collected, so it has been read.
+- In one plan no host page occurs in both directions (scheduler/host_tier.py).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from paceline.engine.cuda.streams import CudaEvent, Streams
 from paceline.kernels.move_pages import collect_pages, place_pages
 from paceline.scheduler.plan import Column
 
-# Spills whose copies may still be under way: those before were waited for by a pass that the host has waited for, since
-# a spill waits for the copy before last and four passes are in flight at most.
+# Spills whose copies may still be running. Earlier ones have ended: a spill waits for the copy before last, at most
+# four passes are in flight, and the host has waited for all passes before these.
 _RECENT = 8
 _BLOCK_BYTES = 1 << 30  # torch rounds pinned memory up to a power of two
 
 
 def buffer_bytes(max_pages: int, page_bytes: int) -> int:
-    """Device memory that moving pages takes."""
+    """Device memory of the buffers."""
     return 4 * max_pages * page_bytes
 
 
 class CudaSwap:
     def __init__(self, streams: Streams, kv: Tensor, num_host_pages: int, max_pages: int) -> None:
-        """`kv` [parts, pages, ...] is all KV memory; at most `max_pages` go out or come back with one pass."""
+        """`kv` [parts, pages, ...] is the whole KV cache; one pass spills, and fetches, at most `max_pages`."""
         self._streams = streams
         self._kv = kv.flatten(2)
         parts, _, size = self._kv.shape
@@ -70,13 +70,13 @@ class CudaSwap:
         self._filled_by = np.full(num_host_pages, -_RECENT, np.int64)  # the spill that wrote each host page last
 
     def warm_up(self) -> None:
-        """Moves a page out and back to where it was."""
+        """Compiles the kernels: copies a page out and back."""
         page = torch.zeros(1, dtype=torch.int32, device=self._kv.device)
         for move in (collect_pages, place_pages):
             move(self._kv, page, self._out[0][:1])
 
     def spill(self, pages: Tensor, hosts: Column) -> None:
-        """Copies device pages [N] to host pages. Called while the engine's stream is in use."""
+        """Copies device pages [N] to host pages. Called with the engine stream as the current stream."""
         streams, number = self._streams, self._num_spills
         self._num_spills += 1
         buffer, collected = self._out[number % 2][: len(hosts)], self._collected[number % 2]
@@ -92,7 +92,7 @@ class CudaSwap:
         self._filled_by[hosts] = number
 
     def fetch(self, pages: Tensor, hosts: Column, began: CudaEvent, arrived: CudaEvent) -> None:
-        """Copies host pages to device pages [N], before what the engine's stream, which is in use, runs next. The
+        """Copies host pages to device pages [N], before the next work of the engine stream (the current stream). The
         events are recorded around the copy."""
         streams, number = self._streams, self._num_fetches
         self._num_fetches += 1
@@ -100,7 +100,7 @@ class CudaSwap:
         last = int(self._filled_by[hosts].max())
         with streams.use(streams.fetch):
             if number >= 2:
-                placed.wait(streams.fetch)  # the fetch before last, out of this buffer
+                placed.wait(streams.fetch)  # of the fetch before last, which used this buffer
             if last > self._num_spills - _RECENT:
                 self._copied[last % _RECENT].wait(streams.fetch)
             began.record(streams.fetch)
@@ -112,7 +112,7 @@ class CudaSwap:
         placed.record(streams.engine)
 
     def _runs(self, hosts: Column) -> Iterator[tuple[Tensor, int, int]]:
-        """Host pages that lie side by side, and where of the buffer they belong: one copy each."""
+        """Runs of consecutive host pages, and their range of the buffer: one copy each."""
         breaks = np.flatnonzero((np.diff(hosts) != 1) | (hosts[1:] % self._per_block == 0)) + 1
         borders = [0, *breaks.tolist(), len(hosts)]
         for first, end in itertools.pairwise(borders):

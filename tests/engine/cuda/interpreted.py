@@ -1,4 +1,4 @@
-"""The CUDA device on the CPU, in Triton's interpreter: what its tests share."""
+"""The CUDA executor on the CPU, in Triton's interpreter: what its tests share."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import torch
 
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.build import assemble
+from paceline.engine.cuda.attention import AttentionChoices
 from paceline.engine.cuda.build import build_cuda
 from paceline.engine.cuda.executor import CudaExecutor
 from paceline.engine.cuda.graphs import Graph, GraphKey
-from paceline.engine.cuda.inputs import Packed, ShareRule
+from paceline.engine.cuda.inputs import PackedBatch
+from paceline.engine.cuda.sharing import ShareRule
+from paceline.engine.cuda.tiles import SplitRule
 from paceline.engine.engine import Engine
 from paceline.kernels._triton import HAS_TRITON
 from paceline.kernels.decode_units import Chunks
-from paceline.kernels.extend_tiles import SplitRule
 from paceline.kernels.linear import LinearTuning
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
@@ -43,13 +45,19 @@ SHARED = RNG.integers(3, 512, 21).tolist()
 PROMPTS = [[*SHARED, 7, 8, 9], RNG.integers(3, 512, 1).tolist(), [*SHARED, 9, 9], RNG.integers(3, 512, 11).tolist()]
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 BASE: dict[str, Any] = {
-    "num_pages": 64, "page_size": 4, "max_running": 4, "context_tokens": CONTEXT, "prefix_wait_tokens": 8,
-    "max_batch_tokens": 32, "max_prefill_tokens": 32, "chunk_tokens": 16,
-}  # fmt: skip
+    "num_pages": 64,
+    "page_size": 4,
+    "max_running": 4,
+    "context_tokens": CONTEXT,
+    "prefix_wait_tokens": 8,
+    "max_batch_tokens": 32,
+    "max_prefill_tokens": 32,
+    "chunk_tokens": 16,
+}
 
 
 def decoder(name: str) -> Decoder:
-    """Two layers of a family, with norms and biases that would be missed."""
+    """Two layers of a family, with norms and biases that change the result."""
     spec = shape(name)
     spec = replace(spec, num_layers=2, windows=spec.windows[1:3], layer_ropes=spec.layer_ropes[-2:])
     weights = random_weights(spec, dtype="float32")
@@ -63,7 +71,7 @@ def decoder(name: str) -> Decoder:
 
 
 def small_tiles(rows: int, columns: int, gated: bool) -> LinearTuning | None:
-    """Fused products for a tiny model: some split, and none from three rows on, so that both kinds meet in a run."""
+    """Fused GEMMs for a tiny model, some with split-K; cuBLAS from three rows on, so that a run uses both kinds."""
     if rows > 2:
         return None
     return LinearTuning(16, 16, 16, 1, 1, 1 if gated or columns > 64 else 2)
@@ -71,32 +79,38 @@ def small_tiles(rows: int, columns: int, gated: bool) -> LinearTuning | None:
 
 def on_kernels(name: str, **options: Any) -> tuple[LLM, CudaExecutor]:
     overlap, model = options.pop("overlap", "on"), options.pop("model", None) or decoder(name)
-    split_rule, sizes = options.pop("split_rule", SplitRule), options.pop("prompt_sizes", ())
-    rule = partial(ShareRule, chunks=(32, 16), least_of_pairs=16)
+    split_rule, sizes = options.pop("split_rule", SplitRule), options.pop("prefill_sizes", ())
     config = SchedulerConfig(**{**BASE, **options})
     device, config = build_cuda(
-        model, EngineConfig(), config, None, tuning=small_tiles, chunks=lambda rows: Chunks(16, 64, 4),
-        share_rule=rule, split_rule=split_rule, prompt_sizes=sizes,
-    )  # fmt: skip
+        model,
+        EngineConfig(),
+        config,
+        None,
+        tuning=small_tiles,
+        attention=AttentionChoices(chunks=lambda rows: Chunks(16, 64, 4), split_rule=split_rule),
+        share_rule=partial(ShareRule, chunks=(32, 16), min_pair_tokens=16),
+        prefill_sizes=sizes,
+    )
     tokenizer = synthetic_tokenizer(device.model.spec.vocab_size)
     engine = Engine(Scheduler(config), device, tokenizer, vocab_size=device.model.spec.vocab_size, overlap=overlap)
     return LLM.from_engine(engine), device
 
 
 def expected(name: str, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-    plain = decoder(name)
-    tokenizer = synthetic_tokenizer(plain.spec.vocab_size)
-    engine = assemble(plain, tokenizer, EngineConfig(device="cpu", threads=1, overlap="off"), BASE)
+    """The output of the CPU executor."""
+    reference = decoder(name)
+    tokenizer = synthetic_tokenizer(reference.spec.vocab_size)
+    engine = assemble(reference, tokenizer, EngineConfig(device="cpu", threads=1, overlap="off"), BASE)
     with LLM.from_engine(engine) as llm:
         return [output.token_ids for output in llm.generate(prompts, params)]
 
 
-def watch_packed(device: CudaExecutor) -> list[Packed]:
-    """Will hold what was packed for each pass."""
-    found: list[Packed] = []
+def record_packed(device: CudaExecutor) -> list[PackedBatch]:
+    """A list that receives the packed batch of every pass."""
+    found: list[PackedBatch] = []
     pack = device._packer.pack
 
-    def packing(plan: Plan) -> Packed:
+    def packing(plan: Plan) -> PackedBatch:
         found.append(pack(plan))
         return found[-1]
 
@@ -104,22 +118,22 @@ def watch_packed(device: CudaExecutor) -> list[Packed]:
     return found
 
 
-def watch_graphs(device: CudaExecutor) -> list[GraphKey]:
-    """Will hold the kind of every graph that is asked for."""
+def record_graphs(device: CudaExecutor) -> list[GraphKey]:
+    """A list that receives the key of every graph that is used."""
     found: list[GraphKey] = []
     graph = device.graphs.graph
 
-    def choosing(size: int, kind: GraphKey) -> Graph:
-        found.append(kind)
-        return graph(size, kind)
+    def choosing(size: int, key: GraphKey) -> Graph:
+        found.append(key)
+        return graph(size, key)
 
     device.graphs.graph = choosing  # type: ignore[method-assign]
     return found
 
 
-def rooms_of(device: CudaExecutor) -> list[GraphKey]:
-    """Of the graphs with prompts that were captured."""
-    return [kind for _, kind in device.graphs._graphs if kind.room is not None]
+def prefill_keys(device: CudaExecutor) -> list[GraphKey]:
+    """The keys of the prefill graphs that were captured."""
+    return [key for _, key in device.graphs._graphs if key.prefill is not None]
 
 
 def retract_often(llm: LLM) -> None:

@@ -1,4 +1,4 @@
-"""The CUDA device on the CPU, in Triton's interpreter: the same tokens as the CPU executor, whatever happens."""
+"""The CUDA executor on the CPU, in Triton's interpreter: the same tokens as the CPU executor in all circumstances."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from paceline.config import EngineConfig
 from paceline.engine.build import assemble
 from paceline.engine.cuda import graphs as cuda_graphs
 from paceline.engine.cuda.graphs import CudaGraphs, GraphKey, buckets
-from paceline.engine.cuda.inputs import PlanPacker, ShareRule
+from paceline.engine.cuda.inputs import PlanPacker
+from paceline.engine.cuda.sharing import ShareRule
 from paceline.engine.cuda.streams import HostStreams, _HostEvent
 from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
 from paceline.kernels.decode_attention import NONE_SHARED, decode_attention
 from paceline.kernels.decode_units import DecodeUnits
+from paceline.kernels.layouts import DiffHeader
 from paceline.kernels.slot_state import SlotState, apply_diff_reference
 from paceline.llm import LLM
 from paceline.request import FinishReason, Request, SamplingParams
@@ -37,16 +39,16 @@ from tests.engine.cuda.interpreted import (
     decoder,
     expected,
     on_kernels,
+    prefill_keys,
+    record_packed,
     retract_often,
-    rooms_of,
-    watch_packed,
 )
 
 pytestmark = [*INTERPRETED, IN_BOUNDS]
 
 
 def test_an_upload_waits_for_nothing_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind the results of the pass before it would wait for that pass, and the next one would begin late."""
+    """On the results stream it would wait for the previous pass, and the next one would begin late."""
     waited: list[str] = []
     for name in ("engine", "copy", "results", "side"):
         monkeypatch.setattr(HostStreams, name, name)
@@ -58,8 +60,8 @@ def test_an_upload_waits_for_nothing_on_the_device(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen2", "tiny-smollm3"])
-def test_kernels_and_the_cpu_say_the_same(name: str) -> None:
-    """Chunked prompts, mixed passes, decodes by graph, then hits: biases, windows, layers without rotation."""
+def test_kernels_give_the_same_tokens_as_the_cpu(name: str) -> None:
+    """Chunked prefill, mixed batches, decode graphs, cache hits; biases, sliding windows, layers without RoPE."""
     wanted = expected(name, PROMPTS, GREEDY)
     llm, device = on_kernels(name)
     with llm:
@@ -69,17 +71,17 @@ def test_kernels_and_the_cpu_say_the_same(name: str) -> None:
         assert again.token_ids == wanted[0] and again.num_cached_tokens == 20
 
 
-def test_the_graph_that_was_not_used_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 2)
+def test_the_least_recently_used_graph_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
     captured: list[int] = []
-    graphs = CudaGraphs(HostStreams(), 8, lambda size, kind: None, lambda size, kind: captured.append(size))
+    graphs = CudaGraphs(HostStreams(), 8, lambda size, key: None, lambda size, key: captured.append(size))
     for size in (1, 2, 1, 4, 1, 2):
         graphs.graph(size, GraphKey())
     assert captured == [1, 2, 4, 2] and [size for size, _ in graphs._graphs] == [1, 2]
 
 
 def test_shared_reads_change_no_token() -> None:
-    """Rows below two prefixes of 40 tokens, one of them below another, in units of up to 16 tokens."""
+    """Rows with two shared prefixes of 33 and 40 tokens, one row with half of a prefix, in units of up to 16 tokens."""
     rng = np.random.default_rng(7)
     long, other = rng.integers(3, 512, 40).tolist(), rng.integers(3, 512, 33).tolist()
     prompts = [[*long, 7], [*other, 4, 5], [*long, 9, 9], [*long[:20], 5], [*other, 6], [*long, *range(20, 30)]]
@@ -88,17 +90,17 @@ def test_shared_reads_change_no_token() -> None:
     found = []
     for shared in (True, False):
         llm, device = on_kernels("tiny-qwen3", shared_reads=shared, **options)
-        packed = watch_packed(device)
+        packed = record_packed(device)
         with llm:
             llm.generate([long, other], replace(GREEDY, max_tokens=1))
             found.append([output.token_ids for output in llm.generate(prompts, params)])
         assert (device.stats.saved_tokens > 0) == shared
         assert any(one.shared_tiles.count for one in packed) == shared
-        assert any(kind.tile for _, kind in device.graphs._graphs) == shared
+        assert any(key.shared_block_m for _, key in device.graphs._graphs) == shared
     assert found[0] == found[1] == [expected("tiny-qwen3", [p], q)[0] for p, q in zip(prompts, params, strict=True)]
 
 
-def test_where_nothing_is_shared_nothing_more_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_shared_prefixes_shared_reads_add_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [RNG.integers(3, 512, 20).tolist() for _ in range(2)]
     parts: list[list[int]] = []
     for shared in (True, False):
@@ -109,7 +111,7 @@ def test_where_nothing_is_shared_nothing_more_is_launched(monkeypatch: pytest.Mo
             launched.append(options["part"])
             decode_attention(*args, **options)
 
-        monkeypatch.setattr("paceline.engine.cuda.executor.decode_attention", launching)
+        monkeypatch.setattr("paceline.engine.cuda.attention.decode_attention", launching)
         with llm:
             llm.generate(prompts, replace(GREEDY, max_tokens=2))
         parts.append(launched)
@@ -118,25 +120,25 @@ def test_where_nothing_is_shared_nothing_more_is_launched(monkeypatch: pytest.Mo
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter reduces with numpy, which warns of NaN
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_a_request_whose_logits_are_no_numbers_ends_and_harms_no_other(on_cpu: bool) -> None:
-    """Token 7 has no embedding. Whoever says it leaves NaN in memory that others get after it."""
+def test_a_request_with_nan_logits_ends_and_does_not_affect_others(on_cpu: bool) -> None:
+    """The embedding of token 7 is NaN. A request with it leaves NaN in pages that other requests get afterwards."""
     model = decoder("tiny-qwen3")
     model.embedding = model.embedding.clone()
     model.embedding[7] = torch.nan
     good = [prompt for prompt in PROMPTS if 7 not in prompt]
     bad = [[5, 6, 7], [*range(10, 25), 7, 3]]
-    options = {"num_pages": 24}  # so few that good ones get the bad ones' pages
+    options = {"num_pages": 24}  # so few that pages of bad requests are reused by good ones
     if on_cpu:
         tokenizer = synthetic_tokenizer(model.spec.vocab_size)
         config = EngineConfig(device="cpu", threads=1)
         llm = LLM.from_engine(assemble(model, tokenizer, config, {**BASE, **options}))
     else:
         llm, _ = on_kernels("tiny-qwen3", model=model, **options)
-    plain = expected("tiny-qwen3", good, GREEDY)
-    assert 7 not in [token for tokens in plain for token in tokens], "else they would end, too"
+    wanted = expected("tiny-qwen3", good, GREEDY)
+    assert 7 not in [token for tokens in wanted for token in tokens], "otherwise they would end too"
     filtered = SamplingParams(top_k=5, top_p=0.9, logprobs=2, max_tokens=4, ignore_eos=True)
 
-    class Heard:
+    class Sink:
         def __init__(self) -> None:
             self.pieces: list[OutputDelta] = []
             self.ended = threading.Event()
@@ -151,29 +153,30 @@ def test_a_request_whose_logits_are_no_numbers_ends_and_harms_no_other(on_cpu: b
 
     with llm:
         for params in (GREEDY, filtered):
-            heard = [Heard() for _ in bad]
-            for prompt, sink in zip(bad, heard, strict=True):
+            sinks = [Sink() for _ in bad]
+            for prompt, sink in zip(bad, sinks, strict=True):
                 llm.engine.submit(Job(llm.engine.encode(prompt), params, stream=False), sink)
-            assert [output.token_ids for output in llm.generate(good, GREEDY)] == plain
-            for sink in heard:
+            assert [output.token_ids for output in llm.generate(good, GREEDY)] == wanted
+            for sink in sinks:
                 assert sink.ended.wait(20)
                 assert sink.pieces[-1].finish_reason is FinishReason.ERROR
                 assert "logits contain NaN" in str(sink.pieces[-1].error)
 
 
-def test_a_graph_captured_between_passes_that_share_leaves_no_trace() -> None:
-    """The one row with a filter ends early, so another kind of graph is captured while shared units lie there."""
+def test_capturing_a_graph_between_passes_with_shared_units_changes_no_state() -> None:
+    """The one row with a filter ends early, so that another graph is captured while there are shared units."""
     shared = RNG.integers(3, 512, 40).tolist()
     prompts = [[*shared, 7], [*shared, 9, 9], [*shared, 5]]
     params = [replace(GREEDY, max_tokens=6), SamplingParams(max_tokens=3, seed=2, top_k=1, ignore_eos=True)]
     llm, device = on_kernels("tiny-qwen3")
     capture, found = device.graphs._run_empty, []
 
-    def capturing(size: int, kind: Any) -> None:
-        num_shared = int(device._units[0].num_shared)
-        capture(size, kind)
-        assert int(device._units[0].num_shared) == num_shared
-        assert not device._attention.arrived.any()
+    def capturing(size: int, key: Any) -> None:
+        units = device.attention.units[0]
+        num_shared = int(units.num_shared)
+        capture(size, key)
+        assert int(units.num_shared) == num_shared
+        assert not device.attention.workspace.arrived.any()
         found.append(num_shared)
 
     device.graphs._run_empty = capturing
@@ -184,14 +187,14 @@ def test_a_graph_captured_between_passes_that_share_leaves_no_trace() -> None:
     assert outputs[2].token_ids == expected("tiny-qwen3", prompts[2:], params[0])[0]
 
 
-def test_serial_small_chunks_and_pages_change_nothing() -> None:
+def test_serial_loop_small_chunks_and_pages_change_no_token() -> None:
     llm, _ = on_kernels("tiny-qwen3", overlap="off", chunk_tokens=5, page_size=1, num_pages=256)
     with llm:
         found = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
     assert found == expected("tiny-qwen3", PROMPTS, GREEDY)
 
 
-def test_retracted_requests_say_the_same() -> None:
+def test_retracted_requests_give_the_same_tokens() -> None:
     llm, _ = on_kernels("tiny-qwen3")
     retract_often(llm)
     with llm:
@@ -201,8 +204,8 @@ def test_retracted_requests_say_the_same() -> None:
 
 
 @pytest.mark.parametrize("by_graph", [False, True])
-def test_a_disturbed_run_stays_in_bounds(by_graph: bool, prompts_by_graph: dict[str, Any]) -> None:
-    """Retractions and aborts while passes are in flight, too few pages, and rows with filters that come and go."""
+def test_a_disturbed_run_stays_in_bounds(by_graph: bool, prefill_graphs: dict[str, Any]) -> None:
+    """Retractions and aborts while passes are in flight, too few pages, and rows with filters that join and leave."""
     rng = random.Random(3)
     long = [rng.randrange(3, 512) for _ in range(50)]
     prompts, params = [], []
@@ -214,7 +217,7 @@ def test_a_disturbed_run_stays_in_bounds(by_graph: bool, prompts_by_graph: dict[
         if rng.random() < 0.5:
             options |= {"stop_token_ids": tuple(range(0, 512, 9)), "min_tokens": min(2, options["max_tokens"])}
         params.append(SamplingParams(**options))
-    llm, device = on_kernels("tiny-qwen3", num_pages=44, max_running=4, **(prompts_by_graph if by_graph else {}))
+    llm, device = on_kernels("tiny-qwen3", num_pages=44, max_running=4, **(prefill_graphs if by_graph else {}))
     scheduler = llm.engine.scheduler
     plan, steps = scheduler.plan, iter(range(10**6))
 
@@ -234,13 +237,13 @@ def test_a_disturbed_run_stays_in_bounds(by_graph: bool, prompts_by_graph: dict[
         outputs = llm.generate(prompts, params)
         assert scheduler.counters.retractions > 2 and device.stats.saved_tokens > 0
     assert FinishReason.ABORT in {output.finish_reason for output in outputs}
-    assert any(kind.tile for kind in rooms_of(device)) == by_graph
+    assert any(key.shared_block_m for key in prefill_keys(device)) == by_graph
     for prompt, one, output in zip(prompts, params, outputs, strict=True):
         if one.temperature == 0:
             assert output.token_ids == expected("tiny-qwen3", [prompt], one)[0][: len(output.token_ids)]
 
 
-def test_buckets_reach_every_batch() -> None:
+def test_buckets_cover_every_batch_size() -> None:
     assert buckets(1) == [1]
     assert buckets(5) == [1, 2, 4, 5]
     assert buckets(256)[-4:] == [160, 192, 224, 256]
@@ -253,42 +256,50 @@ def plan_of(slots: list[int], starts: list[int], lengths: list[int], **fields: A
     none = column([])
     given = {"joins": (), "page_slots": none, "page_indices": none, "page_ids": none, **fields}
     return Plan(
-        step=0, slots=column(slots), starts=column(starts), lengths=column(lengths),
+        step=0,
+        slots=column(slots),
+        starts=column(starts),
+        lengths=column(lengths),
         max_lengths=column([start + length + 30 for start, length in zip(starts, lengths, strict=True)]),
-        samples=np.ones(len(slots), np.bool_), num_tokens=sum(lengths), num_context_tokens=0,
+        samples=np.ones(len(slots), np.bool_),
+        num_tokens=sum(lengths),
+        num_context_tokens=0,
         **{"num_decodes": len(slots), **given},
-    )  # fmt: skip
+    )
 
 
-def test_a_steady_decode_sends_nothing() -> None:
+def test_a_steady_decode_batch_uploads_nothing() -> None:
     packer = PlanPacker(4, 100, 8)
     join = Join.of(Request("a", np.arange(5)), 2)
     first = packer.pack(plan_of([2], [0], [5], joins=(join,)))
-    assert not first.is_decode and first.parts[0][:6].tolist() == [0, 0, 1, 1, 5, 1]
+    counts = dict(zip(DiffHeader, first.parts[0].tolist(), strict=False))
+    assert not first.is_decode
+    assert {field.name for field in DiffHeader if counts[field]} == {"NUM_JOINS", "NUM_RUNS", "NUM_TOKENS", "NUM_ROWS"}
+    assert counts[DiffHeader.NUM_TOKENS] == 5 and counts[DiffHeader.NUM_ROWS] == 1
     second = packer.pack(plan_of([2], [5], [1]))
     assert second.is_decode and not second.parts[0].any()
 
 
-def test_of_two_writes_to_one_page_entry_the_later_counts() -> None:
+def test_the_later_of_two_writes_to_one_page_entry_wins() -> None:
     packer = PlanPacker(4, 100, 8)
     state = SlotState.empty(4, 8, 2, 4, "cpu")
-    pages = {name: np.array(values, np.int32) for name, values in
-             {"page_slots": [1, 0, 1], "page_indices": [2, 2, 2], "page_ids": [7, 8, 9]}.items()}  # fmt: skip
+    changes = {"page_slots": [1, 0, 1], "page_indices": [2, 2, 2], "page_ids": [7, 8, 9]}
+    pages = {name: np.array(values, np.int32) for name, values in changes.items()}
     apply_diff_reference(packer.pack(plan_of([1], [0], [1], **pages)).parts[0], state)
     assert state.page_table[:2, 2].tolist() == [8, 9]
 
 
-def test_two_rows_share_only_what_the_cache_does_not_keep_for_them() -> None:
-    rule = ShareRule(group=2, max_units=64, chunks=(16,), least_saving=0, least_of_pairs=64)
+def test_two_rows_share_only_prefixes_too_long_for_the_l2_cache() -> None:
+    rule = ShareRule(group=2, max_units=64, chunks=(16,), min_saving=0, min_pair_tokens=64)
     for count, common, is_shared in ((2, 48, False), (2, 64, True), (3, 48, True)):
         sharing = Sharing(1, np.arange(count, dtype=np.int32), np.full(count - 1, common, np.int32))
         plan = plan_of([0, 1, 2], [90] * 3, [1] * 3, num_decodes=3, sharing=sharing)
         assert (rule.choose(plan, 3)[0] is not None) == is_shared
 
 
-def test_a_prompt_of_one_token_among_decodes_shares_nothing_of_who_was_there_before() -> None:
-    """A graph runs it as a row like the others, so the device must know that none of its chunks are in shared units."""
-    packer = PlanPacker(4, 100, 8, ShareRule(group=2, max_units=64, chunks=(16,), least_saving=0, least_of_pairs=16))
+def test_a_prompt_of_one_token_among_decodes_does_not_inherit_shared_chunks() -> None:
+    """It runs as a decode row, so the device must know that none of its chunks are in shared units."""
+    packer = PlanPacker(4, 100, 8, ShareRule(group=2, max_units=64, chunks=(16,), min_saving=0, min_pair_tokens=16))
     state, units = SlotState.empty(4, 64, 2, 4, "cpu"), DecodeUnits.empty(4, 64, 64, "cpu")
     for starts, num_decodes, shared in (([40, 40, 40], 3, [0, 1, 2]), ([41, 41, 5], 2, [0, 1])):
         rows = np.array(shared, np.int32)

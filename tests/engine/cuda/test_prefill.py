@@ -1,4 +1,5 @@
-"""Passes with prompts on a GPU, in the interpreter: by graph or kernel by kernel, the tokens of the CPU."""
+"""Prefill and mixed batches of the CUDA executor, in the interpreter: as CUDA graphs and kernel by kernel, with the
+tokens of the CPU executor."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ import torch
 
 from paceline.engine.cuda import graphs as cuda_graphs
 from paceline.engine.cuda import inputs as cuda_inputs
-from paceline.engine.cuda import model as cuda_model
 from paceline.engine.cuda.graphs import GraphKey
-from paceline.kernels.extend_tiles import SplitRule
+from paceline.engine.cuda.model import ForwardPass, LinearWeights
+from paceline.engine.cuda.tiles import SplitRule
+from paceline.kernels.layouts import EXTEND_UNIT_WORDS
 from tests.engine.cuda.interpreted import (
     GREEDY,
     IN_BOUNDS,
@@ -23,71 +25,70 @@ from tests.engine.cuda.interpreted import (
     RNG,
     expected,
     on_kernels,
-    rooms_of,
-    watch_packed,
+    prefill_keys,
+    record_packed,
 )
 
 pytestmark = [*INTERPRETED, IN_BOUNDS]
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen2", "tiny-smollm3"])
-def test_prompts_by_graph_say_the_same(name: str, prompts_by_graph: dict[str, Any]) -> None:
-    """Chunks, prompts alone and beside decodes, hits of which little is left: all that samples is replayed."""
+def test_prefill_graphs_give_the_same_tokens(name: str, prefill_graphs: dict[str, Any]) -> None:
+    """Chunked prefill, mixed batches, cache hits with few tokens left: every batch that samples runs as a graph."""
     wanted = expected(name, PROMPTS, GREEDY)
-    llm, device = on_kernels(name, overlap="off", **prompts_by_graph)
-    packed = watch_packed(device)
+    llm, device = on_kernels(name, overlap="off", **prefill_graphs)
+    packed = record_packed(device)
     with llm:
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == wanted
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == wanted
-    # Prompts that share tiles have no graph.
+    # Batches with shared tiles have no graph.
     assert device.stats.graphs == sum(one.num_sampled > 0 and not one.shared_tiles.count for one in packed)
-    assert len({kind.room.tokens for kind in rooms_of(device) if kind.room}) > 1
-    mixed = [one for one in packed if one.room and one.num_decodes]
-    assert mixed and any(one.num_tokens < one.room.tokens for one in mixed if one.room)
+    assert len({key.prefill.tokens for key in prefill_keys(device) if key.prefill}) > 1
+    mixed = [one for one in packed if one.bucket and one.num_decodes]
+    assert mixed and any(one.num_tokens < one.bucket.tokens for one in mixed if one.bucket)
 
 
-def test_a_graph_of_prompts_is_captured_when_it_has_been_missed() -> None:
-    llm, device = on_kernels("tiny-qwen3", prompt_sizes=(16,), prefix_cache=False)
+def test_a_prefill_graph_is_captured_after_a_few_uses() -> None:
+    llm, device = on_kernels("tiny-qwen3", prefill_sizes=(16,), prefix_cache=False)
     with llm:
-        for number in range(cuda_graphs.FREQUENT + 1):
+        for number in range(cuda_graphs.CAPTURE_AFTER + 1):
             device.reset_stats()
             llm.generate([PROMPTS[3]], replace(GREEDY, max_tokens=1))
-            assert device.stats.graphs == (number >= cuda_graphs.FREQUENT - 1)
-            assert len(rooms_of(device)) == device.stats.graphs
+            assert device.stats.graphs == (number >= cuda_graphs.CAPTURE_AFTER - 1)
+            assert len(prefill_keys(device)) == device.stats.graphs
 
 
-def test_idle_time_goes_into_graphs_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a pass with prompts has run; then such a pass finds its graph, however rare it is."""
-    monkeypatch.setattr(cuda_inputs, "_MORE_TILES", 3)
-    llm, device = on_kernels("tiny-qwen3", prompt_sizes=(8, 16), prefix_cache=False)
+def test_background_work_captures_prefill_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a prefill bucket has run; from then on every prefill batch has its graph, however rare it is."""
+    monkeypatch.setattr(cuda_inputs, "_EXTRA_TILES", 3)
+    llm, device = on_kernels("tiny-qwen3", prefill_sizes=(8, 16), prefix_cache=False)
     once = replace(GREEDY, max_tokens=1)
+    # The engine's own thread does this work when it is idle. Here the test does it, so that the two cannot race.
+    run_background_work = device.run_background_work
+    monkeypatch.setattr(device, "run_background_work", lambda: False)
     with llm:
-        assert not device.run_background_work() and not rooms_of(device), "nothing is compiled yet"
+        assert not run_background_work() and not prefill_keys(device), "nothing is compiled yet"
         wanted = llm.generate([PROMPTS[3], PROMPTS[1]], once)
-        assert [device.run_background_work(), device.run_background_work(), device.run_background_work()] == [
-            True,
-            True,
-            False,
-        ]
-        assert [kind.room.tokens for kind in rooms_of(device) if kind.room] == [8, 16]
+        assert [llm.engine.call(lambda _: run_background_work()).result() for _ in range(3)] == [True, True, False]
+        assert [key.prefill.tokens for key in prefill_keys(device) if key.prefill] == [8, 16]
         device.reset_stats()
         found = llm.generate([PROMPTS[3], PROMPTS[1]], once)
         assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
         assert device.stats.graphs == device.stats.passes == 1
 
 
-def test_capturing_a_graph_of_prompts_leaves_no_trace(prompts_by_graph: dict[str, Any]) -> None:
-    llm, device = on_kernels("tiny-qwen3", **prompts_by_graph)
+def test_capturing_a_prefill_graph_changes_no_state(prefill_graphs: dict[str, Any]) -> None:
+    llm, device = on_kernels("tiny-qwen3", **prefill_graphs)
     capture, seen = device.graphs._run_empty, []
 
-    def capturing(size: int, kind: GraphKey) -> None:
+    def capturing(size: int, key: GraphKey) -> None:
         state = device.state
         watched = [device.kv, state.token_pool, state.num_computed, state.num_rows, device._sampling.step]
         before = [tensor.clone() for tensor in watched]
-        capture(size, kind)
-        if kind.room is not None:
-            seen.append(kind)
-            assert all(map(torch.equal, watched, before)) and not device._attention.arrived.any()
+        capture(size, key)
+        if key.prefill is not None:
+            seen.append(key)
+            assert all(map(torch.equal, watched, before)) and not device.attention.workspace.arrived.any()
 
     device.graphs._run_empty = capturing
     with llm:
@@ -95,77 +96,77 @@ def test_capturing_a_graph_of_prompts_leaves_no_trace(prompts_by_graph: dict[str
     assert seen
 
 
-def test_what_does_not_fit_a_room_is_launched_kernel_by_kernel(
-    prompts_by_graph: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_a_batch_that_fits_no_bucket_is_launched_kernel_by_kernel(
+    prefill_graphs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_inputs, "_SPLITS", ((0, 0),))
-    llm, device = on_kernels("tiny-qwen3", max_running=6, overlap="off", **prompts_by_graph)
-    packed = watch_packed(device)
-    prompts = [RNG.integers(3, 512, 2).tolist() for _ in range(6)]  # a tile each, and there is room for four
+    monkeypatch.setattr(cuda_inputs, "_SPLIT_CAPACITIES", ((0, 0),))
+    llm, device = on_kernels("tiny-qwen3", max_running=6, overlap="off", **prefill_graphs)
+    packed = record_packed(device)
+    prompts = [RNG.integers(3, 512, 2).tolist() for _ in range(6)]  # a tile each; the bucket has four
     with llm:
         found = [one.token_ids for one in llm.generate(prompts, replace(GREEDY, max_tokens=1))]
     assert found == expected("tiny-qwen3", prompts, replace(GREEDY, max_tokens=1))
-    assert [(one.num_tokens, one.room) for one in packed] == [(12, None)]
+    assert [(one.num_tokens, one.bucket) for one in packed] == [(12, None)]
 
 
-def test_a_room_may_have_fewer_tokens_than_there_are_rows(prompts_by_graph: dict[str, Any]) -> None:
+def test_a_bucket_may_have_fewer_tokens_than_the_executor_has_rows(prefill_graphs: dict[str, Any]) -> None:
     once = replace(GREEDY, max_tokens=2)
-    llm, device = on_kernels("tiny-qwen3", max_running=6, overlap="off", **{**prompts_by_graph, "prompt_sizes": (4,)})
+    llm, device = on_kernels("tiny-qwen3", max_running=6, overlap="off", **{**prefill_graphs, "prefill_sizes": (4,)})
     with llm:
         assert [llm.generate([[7, 8, 9]], once)[0].token_ids] == expected("tiny-qwen3", [[7, 8, 9]], once)
-    assert [kind.room.tokens for kind in rooms_of(device) if kind.room] == [4]
+    assert [key.prefill.tokens for key in prefill_keys(device) if key.prefill] == [4]
 
 
-def test_the_last_layer_does_no_more_than_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk that is not its prompt's last yields keys and values; what comes behind them nobody would read."""
+def test_the_last_layer_computes_only_the_output_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a chunk that is not its prompt's last, only keys and values are needed, and no hidden states."""
     rows: list[int] = []
-    outward = cuda_model._Forward._outward
+    add_linear = ForwardPass.add_linear
 
-    def watched(self: Any, product: Any, source: torch.Tensor) -> None:
-        if product is self.model.layers[-1].down:
+    def watched(self: ForwardPass, weights: LinearWeights, source: torch.Tensor) -> None:
+        if weights is self.model.layers[-1].mlp.down:
             rows.append(len(source))
-        outward(self, product, source)
+        add_linear(self, weights, source)
 
-    monkeypatch.setattr(cuda_model._Forward, "_outward", watched)
+    monkeypatch.setattr(ForwardPass, "add_linear", watched)
     prompt = RNG.integers(3, 512, 40).tolist()
     llm, _ = on_kernels("tiny-qwen3", overlap="off", chunk_tokens=16)
     once = replace(GREEDY, max_tokens=1)
     with llm:
         found = llm.generate([prompt], once)[0].token_ids
         assert rows == [1]
-        told = llm.generate([prompt], replace(once, prompt_logprobs=0))[0]
-        assert rows == [1, 16, 16, 8] and told.token_ids == found and len(told.prompt_logprobs or ()) == 40
+        output = llm.generate([prompt], replace(once, prompt_logprobs=0))[0]
+        assert rows == [1, 16, 16, 8] and output.token_ids == found and len(output.prompt_logprobs or ()) == 40
     assert [found] == expected("tiny-qwen3", [prompt], once)
 
 
-def test_keys_in_parts_change_no_token() -> None:
-    """A few tokens behind a long hit, beside another prompt, in a layer without and one with a window, of which some
-    parts see nothing."""
+def test_split_keys_change_no_token() -> None:
+    """A few tokens after a long cache hit, next to another prompt, in a layer without and one with a sliding window, of
+    which some splits see no key."""
     params = replace(GREEDY, max_tokens=2)
     rng = np.random.default_rng(3)
     long, short = rng.integers(3, 512, 70).tolist(), rng.integers(3, 512, 11).tolist()
     prompts = [[*long, 5, 6, 7], short]
-    rule = partial(SplitRule, num_programs=8, least_keys=16, part_keys=2)
+    rule = partial(SplitRule, num_programs=8, min_keys=16, merge_keys=2)
     llm, device = on_kernels("tiny-qwen2", split_rule=rule)
-    packed = watch_packed(device)
+    packed = record_packed(device)
     with llm:
         llm.generate(long, replace(GREEDY, max_tokens=1))
         assert [one.token_ids for one in llm.generate(prompts, params)] == expected("tiny-qwen2", prompts, params)
-    tiles = [(one.units.count // 5, one.num_parts) for one in packed if one.num_parts]
-    assert any(units > parts for units, parts in tiles), "no whole tile beside parts"
+    tiles = [(one.extend_units.count // EXTEND_UNIT_WORDS, one.num_splits) for one in packed if one.num_splits]
+    assert any(units > splits for units, splits in tiles), "no batch has both whole and split tiles"
 
 
-def test_keys_in_parts_by_graph_change_no_token(prompts_by_graph: dict[str, Any]) -> None:
-    """One graph for passes with and without parts of tiles; the second leaves what the first has in the workspace."""
+def test_split_keys_in_prefill_graphs_change_no_token(prefill_graphs: dict[str, Any]) -> None:
+    """One graph for batches with and without splits; the second finds the workspace as the first has left it."""
     params = replace(GREEDY, max_tokens=2)
     rng = np.random.default_rng(3)
     long, short = rng.integers(3, 512, 70).tolist(), rng.integers(3, 512, 11).tolist()
-    rule = partial(SplitRule, num_programs=8, least_keys=16, part_keys=2)
-    llm, device = on_kernels("tiny-qwen2", split_rule=rule, **prompts_by_graph)
-    packed = watch_packed(device)
+    rule = partial(SplitRule, num_programs=8, min_keys=16, merge_keys=2)
+    llm, device = on_kernels("tiny-qwen2", split_rule=rule, **prefill_graphs)
+    packed = record_packed(device)
     with llm:
         llm.generate(long, replace(GREEDY, max_tokens=1))
         for prompts in ([[*long, 5, 6, 7], short], [[*long, 9], [*long, 8, 7], short[:9]]):
             assert [one.token_ids for one in llm.generate(prompts, params)] == expected("tiny-qwen2", prompts, params)
-    assert any(one.num_parts and one.room for one in packed)
-    assert any(kind.room and kind.room.folds for kind in rooms_of(device))
+    assert any(one.num_splits and one.bucket for one in packed)
+    assert any(key.prefill and key.prefill.merges for key in prefill_keys(device))

@@ -1,4 +1,4 @@
-"""Sampling on a GPU, in the interpreter: seeds, filters, penalties, masks and chances as on the CPU."""
+"""Sampling of the CUDA executor, in the interpreter: seeds, filters, penalties, masks and logprobs as on the CPU."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.engine.cuda.interpreted import (
     decoder,
     expected,
     on_kernels,
+    record_graphs,
     retract_often,
-    watch_graphs,
 )
 
 pytestmark = [*INTERPRETED, IN_BOUNDS]
@@ -36,11 +36,19 @@ pytestmark = [*INTERPRETED, IN_BOUNDS]
 EVERYTHING = [
     SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, repetition_penalty=1.7, logprobs=3, prompt_logprobs=2),
     SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, frequency_penalty=2.0, presence_penalty=1.0),
-    SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logit_bias={9: 4.0, 11: 4.5}, frequency_penalty=1.5,
-                   bad_words=("a", "b c"), logprobs=0, logprob_token_ids=(5, 6, 7)),
+    SamplingParams(
+        temperature=0,
+        max_tokens=4,
+        ignore_eos=True,
+        logit_bias={9: 4.0, 11: 4.5},
+        frequency_penalty=1.5,
+        bad_words=("a", "b c"),
+        logprobs=0,
+        logprob_token_ids=(5, 6, 7),
+    ),
     SamplingParams(temperature=0, max_tokens=5, grammar=Grammar.regex("[a-d]{2}( [x-z]+)?"), repetition_penalty=1.3),
-]  # fmt: skip
-LIKELY = [
+]
+WITH_LOGPROBS = [
     SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=20),
     SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
     SamplingParams(temperature=0.7, top_k=1, seed=1, max_tokens=6, ignore_eos=True, logprobs=1, logit_bias={9: 20.0}),
@@ -48,7 +56,7 @@ LIKELY = [
 ]
 
 
-def test_sampling_obeys_seeds_filters_and_the_least_length() -> None:
+def test_sampling_applies_seeds_filters_and_min_tokens() -> None:
     ends = expected("tiny-qwen3", PROMPTS[3:], GREEDY)[0][0]
     params = [
         SamplingParams(max_tokens=3, seed=1, ignore_eos=True),
@@ -66,35 +74,35 @@ def test_sampling_obeys_seeds_filters_and_the_least_length() -> None:
 
 
 def compared(outputs: list[RequestOutput]) -> list[Any]:
-    def rounded(told: Any) -> Any:
-        return told and [one and (one.token_id, round(one.logprob, 3), [(t, round(v, 3)) for t, v in one.top])
-                         for one in told]  # fmt: skip
+    def rounded(logprobs: Any) -> Any:
+        return logprobs and [
+            one and (one.token_id, round(one.logprob, 3), [(token, round(value, 3)) for token, value in one.top])
+            for one in logprobs
+        ]
 
     return [(one.token_ids, one.finish_reason, rounded(one.logprobs), rounded(one.prompt_logprobs)) for one in outputs]
 
 
 def on_the_cpu(params: list[SamplingParams], prompts: list[list[int]] = PROMPTS) -> list[RequestOutput]:
-    plain = decoder("tiny-qwen3")
+    reference = decoder("tiny-qwen3")
     config = EngineConfig(device="cpu", threads=1, overlap="off")
-    with LLM.from_engine(assemble(plain, synthetic_tokenizer(plain.spec.vocab_size), config, BASE)) as llm:
+    with LLM.from_engine(assemble(reference, synthetic_tokenizer(reference.spec.vocab_size), config, BASE)) as llm:
         return llm.generate(prompts, params)
 
 
 @pytest.mark.parametrize("by_graph", [False, True])
-def test_penalties_biases_logprobs_and_grammars_are_those_of_the_cpu(
-    by_graph: bool, prompts_by_graph: dict[str, Any]
-) -> None:
-    llm, device = on_kernels("tiny-qwen3", **(prompts_by_graph if by_graph else {}))
+def test_penalties_biases_logprobs_and_grammars_match_the_cpu(by_graph: bool, prefill_graphs: dict[str, Any]) -> None:
+    llm, device = on_kernels("tiny-qwen3", **(prefill_graphs if by_graph else {}))
     with llm:
         assert compared(llm.generate(PROMPTS, EVERYTHING)) == compared(on_the_cpu(EVERYTHING))
         assert device.stats.graphs > 2
-        # Another owner of such a slot, who asks nothing.
+        # The next request of such a slot has no options.
         few = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         assert llm.generate(PROMPTS[3:], few)[0].token_ids == expected("tiny-qwen3", PROMPTS[3:], few)[0]
 
 
 @pytest.mark.parametrize("overlap", ["on", "off"])
-def test_passes_with_masks_choose_by_a_graph_of_their_own(overlap: str) -> None:
+def test_passes_with_masks_sample_in_a_second_graph(overlap: str) -> None:
     params = [
         SamplingParams(temperature=0, max_tokens=6, grammar=Grammar.regex("([a-d]{2} )+")),
         SamplingParams(temperature=0.7, top_k=1, max_tokens=4, seed=1, grammar=Grammar.regex("[0-9]{9}")),
@@ -102,14 +110,14 @@ def test_passes_with_masks_choose_by_a_graph_of_their_own(overlap: str) -> None:
         SamplingParams(temperature=0, max_tokens=3, grammar=Grammar.choice(["yes", "no"])),
     ]
     llm, device = on_kernels("tiny-qwen3", overlap=overlap)
-    chosen = watch_graphs(device)
+    chosen = record_graphs(device)
     with llm:
         assert compared(llm.generate(PROMPTS, params)) == compared(on_the_cpu(params))
-    behind = {(kind.filters, kind.adjusts) for kind in chosen if kind.part is GraphStage.TOKENS}
-    assert {(True, True), (False, False)} <= behind, "the masks of few rows and of many, with filters and without"
+    sampled = {(key.filters, key.adjusts) for key in chosen if key.stage is GraphStage.TOKENS}
+    assert {(True, True), (False, False)} <= sampled, "with and without filters and adjustments"
 
 
-def test_masks_are_not_written_while_the_pass_before_reads_its_own() -> None:
+def test_masks_are_not_written_while_the_previous_pass_reads_its_own() -> None:
     llm, device = on_kernels("tiny-qwen3")
     with llm:
         request = Request("a", np.arange(3, 8), SamplingParams(max_tokens=9))
@@ -131,11 +139,11 @@ def test_masks_are_not_written_while_the_pass_before_reads_its_own() -> None:
             second.mask_buffer(1, words)
         first.wait()
         assert second.mask_buffer(1, words).shape == (1, words)
-        with pytest.raises(AssertionError, match="written into the room"):
+        with pytest.raises(AssertionError, match="must be written into host_bits"):
             second.sample(Masks(np.array([0]), np.zeros((1, words), np.int32)))
 
 
-def test_a_plan_is_sent_while_the_pass_before_waits_for_its_masks() -> None:
+def test_a_plan_is_uploaded_while_the_previous_pass_waits_for_its_masks() -> None:
     def tokens(*, ahead: bool) -> list[int]:
         llm, device = on_kernels("tiny-qwen3")
         with llm:
@@ -171,7 +179,7 @@ def test_a_plan_is_sent_while_the_pass_before_waits_for_its_masks() -> None:
     assert found == tokens(ahead=False) and len(set(found)) == 5
 
 
-def test_a_plan_that_was_prepared_is_the_next_to_be_launched() -> None:
+def test_a_prepared_plan_must_be_launched_next() -> None:
     llm, device = on_kernels("tiny-qwen3")
     with llm:
         scheduler = Scheduler(SchedulerConfig(**BASE))
@@ -185,44 +193,44 @@ def test_a_plan_that_was_prepared_is_the_next_to_be_launched() -> None:
             device.prepare(second)
 
 
-def ids_told(output: RequestOutput) -> list[list[int]]:
+def logprob_ids(output: RequestOutput) -> list[list[int]]:
     return [[one.token_id, *(token for token, _ in one.top)] for one in output.logprobs or ()]
 
 
-def chances_told(output: RequestOutput) -> list[float]:
+def logprob_values(output: RequestOutput) -> list[float]:
     return [value for one in output.logprobs or () for value in (one.logprob, *(value for _, value in one.top))]
 
 
-@pytest.mark.parametrize("case", ["as it is", "with masks", "nobody adjusts"])
-def test_logprobs_come_out_of_the_graphs(case: str) -> None:
-    """Rows that ask for 20, 1 and no alternatives beside one that asks nothing; 5 join when that one has ended."""
-    params = [*LIKELY, replace(LIKELY[0], logprobs=5, max_tokens=4, logprob_token_ids=(3, 500))]
+@pytest.mark.parametrize("case", ["with adjustments", "with masks", "without adjustments"])
+def test_graphs_compute_logprobs(case: str) -> None:
+    """Rows with 20, 1 and no alternatives, and one without logprobs; a row with 5 joins when that one has ended."""
+    params = [*WITH_LOGPROBS, replace(WITH_LOGPROBS[0], logprobs=5, max_tokens=4, logprob_token_ids=(3, 500))]
     if case == "with masks":
         params[3] = replace(params[3], ignore_eos=False, grammar=Grammar.regex("[a-d]{9}"), logprobs=5)
-    if case == "nobody adjusts":
+    if case == "without adjustments":
         params[2] = replace(params[2], logit_bias=())
     prompts = [*PROMPTS, PROMPTS[1]]
     llm, device = on_kernels("tiny-qwen3")
-    ran = watch_graphs(device)
+    ran = record_graphs(device)
     with llm:
         outputs = llm.generate(prompts, params)
         for ours, cpus in zip(outputs, on_the_cpu(params, prompts), strict=True):
             assert (ours.token_ids, ours.finish_reason) == (cpus.token_ids, cpus.finish_reason)
-            assert ids_told(ours) == ids_told(cpus)
-            np.testing.assert_allclose(chances_told(ours), chances_told(cpus), atol=1e-3)
-        told = [kind for kind in ran if kind.logprobs]
-        # Whoever comes next asks nothing, and pays nothing.
+            assert logprob_ids(ours) == logprob_ids(cpus)
+            np.testing.assert_allclose(logprob_values(ours), logprob_values(cpus), atol=1e-3)
+        with_logprobs = [key for key in ran if key.logprobs]
+        # Later requests without logprobs use graphs without them.
         del ran[:]
         llm.generate(PROMPTS[:2], GREEDY)
-        assert ran and not any(kind.logprobs for kind in ran)
-    part = GraphStage.TOKENS if case == "with masks" else GraphStage.ALL
-    assert {(case != "nobody adjusts", part)} <= {(kind.adjusts, kind.part) for kind in told}
+        assert ran and not any(key.logprobs for key in ran)
+    stage = GraphStage.TOKENS if case == "with masks" else GraphStage.ALL
+    assert {(case != "without adjustments", stage)} <= {(key.adjusts, key.stage) for key in with_logprobs}
     biased = outputs[2].logprobs
     assert biased is not None and outputs[1].logprobs is None
-    if case == "nobody adjusts":
+    if case == "without adjustments":
         assert biased[0].token_id == biased[0].top[0][0] and biased[0].logprob == biased[0].top[0][1]
     else:
-        assert biased[-1].token_id == 9 != biased[-1].top[0][0], "what the model thinks of it, not the bias"
+        assert biased[-1].token_id == 9 != biased[-1].top[0][0], "logprobs are the model's own, without the bias"
 
 
 def test_retracted_requests_keep_their_penalties_and_grammars() -> None:

@@ -1,4 +1,4 @@
-"""Pages between a GPU and its host, in the interpreter: the right ones, and in an order that cannot race."""
+"""KV pages between a GPU and host memory, in the interpreter: the right pages, in an order that cannot race."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.engine.cuda.interpreted import GREEDY, INTERPRETED, PROMPTS, expected
 pytestmark = INTERPRETED
 
 
-def test_pages_that_were_on_the_host_say_what_the_cpu_says() -> None:
+def test_pages_fetched_from_the_host_give_the_same_tokens_as_the_cpu() -> None:
     wanted = expected("tiny-qwen3", PROMPTS, GREEDY)
     llm, device = on_kernels("tiny-qwen3", num_pages=7, num_host_pages=24, max_swap_pages=3)
     with llm:
@@ -40,7 +40,7 @@ def test_pages_that_were_on_the_host_say_what_the_cpu_says() -> None:
         assert device.stats.fetched_pages * 4 == counters.fetched_tokens and device.stats.fetch_s > 0
 
 
-def test_warming_up_changes_nothing() -> None:
+def test_warm_up_changes_no_page() -> None:
     kv = torch.randn(4, 3, 2, 8)
     before = kv.clone()
     CudaSwap(HostStreams(), kv, 2, 1).warm_up()
@@ -56,27 +56,27 @@ def test_host_memory_that_cannot_be_pinned_is_a_clear_error(monkeypatch: pytest.
         CudaSwap(HostStreams(), torch.zeros(4, 2, 256), 2**17, 1)
 
 
-def test_a_small_model_on_a_fast_gpu_fetches_only_what_lies_deep() -> None:
+def test_a_small_model_on_a_fast_gpu_fetches_only_long_prefixes() -> None:
     assert host_page_cost(shape("qwen3-0.6b"), 2, 16) == pytest.approx(16 * 114_688 / 53e9 * 700e12 / 1.2e9, rel=0.02)
     assert 16 < host_page_cost(shape("qwen3-0.6b"), 2, 16) < 32
     assert host_page_cost(shape("qwen3-14b"), 2, 16) < 2
 
 
-# ---------------------------------------------------------------------- who may run before whom
+# ---------------------------------------------------------------------- order between streams
 
 
 @dataclass(eq=False)
 class Op:
     stream: str
     number: int  # on its stream
-    clock: dict[str, int]  # of each stream, how much has certainly run before
+    clock: dict[str, int]  # operations of each stream that have certainly run before
     reads: set[Any]
     writes: set[Any]
 
 
 @dataclass
 class Watch:
-    """Streams on which nothing runs: it is written down what would, and what waits for what."""
+    """Streams that record operations, and which of them wait for which, instead of running them."""
 
     ops: list[Op] = field(default_factory=list)
     now: str = "engine"
@@ -134,7 +134,7 @@ def merge(clock: dict[str, int], other: dict[str, int]) -> None:
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, seed: int) -> Watch:
-    """Random plans as the scheduler may make them, on streams that run in any order they are not kept from."""
+    """Random plans as the scheduler may make them, on streams that run in any order that the events allow."""
     rng, watch = random.Random(seed), Watch()
     num_pages, num_hosts, most = 12, 10, 4
     swap = CudaSwap(watch, torch.zeros(2, num_pages, 8), num_hosts, most)  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, seed: int) -> Watch:
     page_bytes = swap._blocks[0][0].numel() * 4
 
     def part(tensor: torch.Tensor) -> set[Any]:
-        """The pages of a host block or a buffer that this piece covers."""
+        """The pages of a host block or a buffer that this view covers."""
         at = tensor.data_ptr()
         if host_at <= at < host_at + num_hosts * page_bytes:
             return {("host", (at - host_at) // page_bytes + index) for index in range(len(tensor))}
@@ -160,13 +160,13 @@ def watched(monkeypatch: pytest.MonkeyPatch, seed: int) -> Watch:
     ends: list[WatchedEvent] = []
     for _ in range(60):
         if len(ends) >= _DEPTH:
-            ends[-_DEPTH].synchronize()  # the flight's pass before is over
+            ends[-_DEPTH].synchronize()  # the last pass with the same buffers has ended
         fetches = rng.sample(filled, rng.choice([0, 0, 1, min(3, len(filled))])) if len(filled) > 2 else []
         spills = rng.sample([one for one in range(num_hosts) if one not in fetches], rng.choice([0, 1, 2, most]))
         pages = rng.sample(range(num_pages), most)
         if spills:
             swap.spill(torch.tensor(pages[: len(spills)]), np.array(spills, np.int32))
-        if fetches:  # into pages just spilled, too
+        if fetches:  # also into pages that were just spilled
             ids = np.array(fetches, np.int32)
             swap.fetch(torch.tensor(pages[: len(fetches)]), ids, watch.event(), watch.event())  # type: ignore[arg-type]
         watch.run({("kv", page) for page in range(num_pages)}, {("kv", page) for page in pages})  # the pass
@@ -177,15 +177,15 @@ def watched(monkeypatch: pytest.MonkeyPatch, seed: int) -> Watch:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_touches_the_same_memory_is_ordered(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_operations_on_the_same_memory_are_ordered(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     with monkeypatch.context() as patch:
         watch = watched(patch, seed)
     assert sum(op.stream == "fetch" for op in watch.ops) > 20 and sum(op.stream == "spill" for op in watch.ops) > 40
     assert watch.races() == []
 
 
-def test_the_streams_are_not_simply_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages leave and come while passes run: some copies know nothing of a pass launched before or after them."""
+def test_copies_run_concurrently_with_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some copies are not ordered with a pass that was launched before or after them."""
     with monkeypatch.context() as patch:
         watch = watched(patch, 0)
     for stream in ("spill", "fetch"):
@@ -198,7 +198,7 @@ def test_the_streams_are_not_simply_one_after_the_other(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("event", ["_collected", "_placed", "_copied"])
-def test_without_one_of_its_events_it_would_race(monkeypatch: pytest.MonkeyPatch, event: str) -> None:
+def test_each_event_is_needed_to_prevent_races(monkeypatch: pytest.MonkeyPatch, event: str) -> None:
     make = CudaSwap.__init__
 
     def without(self: CudaSwap, streams: Any, *args: Any) -> None:

@@ -1,8 +1,10 @@
-"""What launching costs the host, through Triton and past it: `python benchmarks/launches.py [run]`.
+"""How much host time does a kernel launch take, through Triton and by the direct launcher (kernels/_triton.py)?
 
-Alone: each kernel of a pass with prompts, and the matrix product beside it, launched many times with so little to do
-that the device keeps up; then whether both ways leave the same bits. `run`: gsp with 100,000 tokens of KV, both ways in
-turn, with what the host spent on passes with prompts and on others.
+    python benchmarks/launch_overhead.py [run]
+
+Prints microseconds per launch of each kernel of a prefill batch and of a GEMM, with so little work that the device
+keeps up; and whether both launchers give the same bits. With `run`: gsp with 100,000 tokens of KV, alternating between
+the launchers, and the host's time for prefill and for decode batches.
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import paceline.kernels
 from paceline.bench.workloads import gsp_offline
 from paceline.config import EngineConfig, SchedulerConfig
+from paceline.engine.cuda.attention import decode_chunks
 from paceline.engine.cuda.build import build_cuda
+from paceline.engine.cuda.tiles import extend_tiles, extend_units
 from paceline.engine.engine import Engine
 from paceline.engine.timeline import Timeline
 from paceline.kernels._triton import Kernel
 from paceline.kernels.decode_attention import DecodeWorkspace, decode_attention, decode_attention_tuning
-from paceline.kernels.decode_units import DecodeUnits, decode_chunks, decode_units
+from paceline.kernels.decode_units import DecodeUnits, decode_units
 from paceline.kernels.extend_attention import ExtendTuning, extend_attention, tokens_per_tile
-from paceline.kernels.extend_tiles import extend_tiles, extend_units
 from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.rope_kv import rope_kv, rope_table
 from paceline.kernels.silu_mul import silu_mul
@@ -45,12 +48,12 @@ from paceline.text.synthetic import synthetic_tokenizer
 DEVICE = "cuda"
 SHAPE, KV_TOKENS = "qwen3-0.6b", 100_000
 HIDDEN, Q_HEADS, KV_HEADS, HEAD, FFN, EPS = 1024, 16, 8, 128, 3072, 1e-6
-ROWS, PROMPTS, LENGTH = 32, 4, 64  # small: the device must be quicker than the host
+ROWS, PROMPTS, LENGTH = 32, 4, 64  # small: the device must be faster than the host
 
 
 @contextmanager
 def through_triton() -> Iterator[None]:
-    """Every kernel as Triton launches it."""
+    """Launches every kernel through Triton."""
     changed = []
     for found in pkgutil.iter_modules(paceline.kernels.__path__):
         module = importlib.import_module(f"paceline.kernels.{found.name}")
@@ -66,7 +69,7 @@ def through_triton() -> Iterator[None]:
 
 
 def cases() -> tuple[dict[str, Callable[[], None]], list[torch.Tensor]]:
-    """Launches by name, and all that they write."""
+    """Launches by name, and all tensors they write."""
 
     def randn(*sizes: int) -> torch.Tensor:
         return torch.randn(sizes, device=DEVICE).bfloat16()
@@ -96,29 +99,39 @@ def cases() -> tuple[dict[str, Callable[[], None]], list[torch.Tensor]]:
     group = Q_HEADS // KV_HEADS
     tiles = extend_tiles(starts, lengths, tokens_per_tile(tuning, group), prompts)
     prompt_units = ints(extend_units(tiles, np.ones(len(tiles), np.int32)).units)
-    both = randn(tokens, 2 * FFN)
+    gate_up = randn(tokens, 2 * FFN)
     decode_tuning, _ = decode_attention_tuning(ROWS, group, 0)
     first_tokens, heads = ints(query_starts), attended.view(-1, Q_HEADS, HEAD)
-    square, turned = randn(HIDDEN, HIDDEN), randn(tokens, HIDDEN)
+    square, projected = randn(HIDDEN, HIDDEN), randn(tokens, HIDDEN)
 
-    def product() -> None:
-        torch.mm(normed, square, out=turned)
+    def gemm() -> None:
+        torch.mm(normed, square, out=projected)
 
     launches: dict[str, Callable[[], None]] = {
         "rms_norm": lambda: rms_norm(x, weight, EPS, normed, residual=residual),
-        "silu_mul": lambda: silu_mul(both, out),
+        "silu_mul": lambda: silu_mul(gate_up, out),
         "rope_kv": lambda: rope_kv(
             qkv[ROWS:], q[ROWS:], k_cache, v_cache, table, slots[ROWS:], positions[ROWS:], cos_sin, norm, norm, EPS
         ),
         "decode_attention": lambda: decode_attention(
-            qkv[:ROWS], k_cache, v_cache, table, cos_sin, norm, norm, EPS, units, workspace, attended[:ROWS],
+            qkv[:ROWS],
+            k_cache,
+            v_cache,
+            table,
+            cos_sin,
+            norm,
+            norm,
+            EPS,
+            units,
+            workspace,
+            attended[:ROWS],
             tuning=decode_tuning,
         ),
         "extend_attention": lambda: extend_attention(
             q, k_cache, v_cache, table, prompt_units, row_slots, positions, first_tokens, heads, tuning=tuning
         ),
-        "torch.mm": product,
-    }  # fmt: skip
+        "torch.mm": gemm,
+    }
     return launches, [normed, residual, out, q, k_cache, v_cache, attended]
 
 
@@ -138,9 +151,9 @@ def alone() -> None:
     launches, written = cases()
     for name, launch in launches.items():
         with through_triton():
-            plain = microseconds(launch)
-        cheap = microseconds(launch)
-        print(f"{name:18} through Triton {plain:6.1f} us, past it {cheap:6.1f} us: {plain / cheap:.2f}x")
+            triton = microseconds(launch)
+        direct = microseconds(launch)
+        print(f"{name:18} through Triton {triton:6.1f} us, direct {direct:6.1f} us: {triton / direct:.2f}x")
 
     def bits() -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -153,7 +166,7 @@ def alone() -> None:
         expected = bits()
     bits()
     same = all(torch.equal(one, other) for one, other in zip(expected, bits(), strict=True))
-    print(f"{'PASS' if same else 'FAIL'} both ways leave the same bits in {len(written)} tensors")
+    print(f"{'PASS' if same else 'FAIL'} both launchers give the same bits in {len(written)} tensors")
 
 
 def whole_run() -> None:
@@ -166,7 +179,7 @@ def whole_run() -> None:
     with LLM.from_engine(Engine(Scheduler(config), device, tokenizer, vocab_size=spec.vocab_size)) as llm:
         outputs = {}
         for number in range(7):
-            name = ("past it", "through Triton")[number % 2]
+            name = ("direct", "through Triton")[number % 2]
             timeline = Timeline()
             llm.engine.loop.trace = timeline
             began = time.perf_counter()
@@ -182,13 +195,16 @@ def whole_run() -> None:
             idle = {
                 kind: sum(p.idle_s for p in timeline.passes if (p.step in prompts) is kind) for kind in (True, False)
             }
-            print(f", device {sum(one.device_s for one in timeline.passes):.3f} s"
-                  f", idle before prompts {idle[True]:.3f} s, before others {idle[False]:.3f} s")  # fmt: skip
+            device_s = sum(one.device_s for one in timeline.passes)
+            print(
+                f", device {device_s:.3f} s, idle before prefill {idle[True]:.3f} s, before decode {idle[False]:.3f} s"
+            )
             for what in ("plan", "launch", "wait", "commit", "text"):
                 spans = [(s.step in prompts, (s.ended - s.began) * 1e3) for s in timeline.spans if s.what == what]
                 of = {kind: [ms for is_prompt, ms in spans if is_prompt is kind] for kind in (True, False)}
-                print(f"    {what:7} ms a pass: with prompts {statistics.mean(of[True]):7.3f}"
-                      f" (longest {max(of[True]):7.3f}), others {statistics.mean(of[False]):.3f}")  # fmt: skip
+                prefill, decode = statistics.mean(of[True]), statistics.mean(of[False])
+                longest = max(of[True])
+                print(f"    {what:7} ms per pass: prefill {prefill:7.3f} (longest {longest:7.3f}), decode {decode:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""nano and sweep under different settings of the CUDA device, in one process: `python benchmarks/cuda_variants.py`.
+"""What is a tuning choice of the CUDA executor worth in a whole run?
 
-Each variant is a whole engine with the same random weights. Shows what a choice is worth in a real run, where a kernel
-alone may say something else.
+    SHAPE=qwen3-0.6b TOKENS=1000000 python benchmarks/executor_variants.py [first letters of a variant ...]
+
+Runs `nano`, `sweep` and `gsp` with one engine per variant, all with the same random weights, and prints seconds,
+milliseconds per pass and the time of each kernel in a decode batch. A kernel measured alone may rank differently.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from paceline.bench.figures import Ceilings, Figures, figures, measure_ceilings
 from paceline.bench.workloads import Offline, gsp_offline, nano, sweep
 from paceline.config import EngineConfig, SchedulerConfig
+from paceline.engine.cuda.attention import AttentionChoices
 from paceline.engine.cuda.build import build_cuda
-from paceline.engine.cuda.inputs import ShareRule
+from paceline.engine.cuda.sharing import ShareRule
 from paceline.engine.engine import Engine
 from paceline.engine.timeline import Timeline
 from paceline.kernels.decode_attention import DecodeTuning, decode_attention_tuning
@@ -41,24 +44,26 @@ from paceline.scheduler import Scheduler
 from paceline.text.synthetic import synthetic_tokenizer
 
 SHAPE, TOKENS = os.environ.get("SHAPE", "qwen3-0.6b"), int(os.environ.get("TOKENS", "1000000"))
-TWICE = ("as shipped", "16,384 tokens a pass")  # the first prompts of a process wait for cuBLAS to load its kernels
+TWICE = ("as shipped", "16,384 tokens per pass")  # the first prefill of a process waits for cuBLAS to load its kernels
 
 
 Tunings = tuple[DecodeTuning, DecodeTuning]
 
 
-def tall(rows: int, group: int, tile: int, short: bool) -> Tunings:
-    """64 keys, of which one tile is on its way."""
-    own, shared = decode_attention_tuning(rows, group, tile, short)
+def tall(rows: int, group: int, shared_block_m: int, short_contexts: bool) -> Tunings:
+    """Tiles of 64 keys, with one tile in flight."""
+    own, shared = decode_attention_tuning(rows, group, shared_block_m, short_contexts)
     return replace(own, block_n=64, num_warps=4, num_stages=2, max_registers=128), shared
 
 
-def sharing(own: dict[str, Any], shared: dict[str, Any]) -> Any:
-    def choose(rows: int, group: int, tile: int, short: bool) -> Tunings:
-        of_own, of_shared = decode_attention_tuning(rows, group, tile, short)
-        return replace(of_own, **own), replace(of_shared, **shared)
+def shared_tuning(**changes: Any) -> AttentionChoices:
+    """Another tuning of shared units."""
 
-    return choose
+    def choose(rows: int, group: int, shared_block_m: int, short_contexts: bool) -> Tunings:
+        own, shared = decode_attention_tuning(rows, group, shared_block_m, short_contexts)
+        return own, replace(shared, **changes)
+
+    return AttentionChoices(tuning=choose)
 
 
 GSP: dict[str, dict[str, Any]] = {
@@ -66,19 +71,19 @@ GSP: dict[str, dict[str, Any]] = {
     "gsp S 2048": {"share_rule": partial(ShareRule, target_units=16)},
     "gsp S 512": {"share_rule": partial(ShareRule, target_units=64)},
     "gsp shared 32 keys 4 warps 3 stages": {
-        "attention_tuning": sharing({}, {"block_n": 32, "num_stages": 3, "max_registers": 128})
+        "attention": shared_tuning(block_n=32, num_stages=3, max_registers=128),
     },
-    "gsp shared 64 keys 4 warps 3 stages": {"attention_tuning": sharing({}, {"num_stages": 3})},
-    "gsp shared 64 keys 8 warps": {"attention_tuning": sharing({}, {"num_warps": 8, "max_registers": 128})},
+    "gsp shared 64 keys 4 warps 3 stages": {"attention": shared_tuning(num_stages=3)},
+    "gsp shared 64 keys 8 warps": {"attention": shared_tuning(num_warps=8, max_registers=128)},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "attention": {},
     "kernels alone": {"timelines": (256, 100, 1)},
     "as shipped": {"timelines": (256, 100)},
-    "16,384 tokens a pass": {"step_tokens": 16_384},
-    "chunks up to 1,024": {"chunks": lambda rows: Chunks()},
-    "chunks up to 2,048, 32 units": {"chunks": lambda rows: Chunks(64, 2048, 32)},
-    "64 keys": {"attention_tuning": tall},
+    "16,384 tokens per pass": {"step_tokens": 16_384},
+    "chunks up to 1,024": {"attention": AttentionChoices(chunks=lambda rows: Chunks())},
+    "chunks up to 2,048, 32 units": {"attention": AttentionChoices(chunks=lambda rows: Chunks(64, 2048, 32))},
+    "64 keys": {"attention": AttentionChoices(tuning=tall)},
     "fused up to 64 rows": {"tuning": lambda m, n, g: decode_tuning(m, n, g) if m <= 64 else None},
     **GSP,
 }
@@ -87,9 +92,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def run(name: str, step_tokens: int = 8192, timelines: Sequence[int] = (), **choices: Any) -> None:
     spec = shape(SHAPE)
     config = SchedulerConfig(
-        context_tokens=spec.context_tokens, max_wait=math.inf, num_pages=TOKENS // 16, max_batch_tokens=step_tokens,
+        context_tokens=spec.context_tokens,
+        max_wait=math.inf,
+        num_pages=TOKENS // 16,
+        max_batch_tokens=step_tokens,
         max_prefill_tokens=step_tokens,
-    )  # fmt: skip
+    )
     decoder = random_decoder(spec, dtype="bfloat16", device="cuda", max_positions=spec.context_tokens)
     device, config = build_cuda(decoder, EngineConfig(), config, None, **choices)
     if name not in GSP and name not in ("kernels alone", "attention"):
@@ -120,7 +128,7 @@ def run(name: str, step_tokens: int = 8192, timelines: Sequence[int] = (), **cho
             f"{name:28} nano {min(seconds):.3f} s (other {max(seconds):.3f}); {runs[-1]}; "
             f"{runs[-1].against(ceilings())}"
         )
-        print(f"    ms a pass: {buckets}")
+        print(f"    ms per pass: {buckets}")
         each = []
         for batch in (64, 256):
             times = [timed(llm, sweep(batch, count, count)).seconds for count in (16, 272)]
@@ -150,13 +158,13 @@ def timed(llm: LLM, work: Offline) -> Figures:
 
 
 def timeline(llm: LLM, name: str, work: Offline, show: int = 12) -> None:
-    """Which kernels a decode pass goes to; and those of a layer or two in its middle."""
+    """The time of each kernel in a decode batch, and the kernels of a layer or two in its middle."""
     from torch.profiler import ProfilerActivity, profile
 
     params = [replace(each, max_tokens=12) for each in work.params]
     llm.generate(work.prompts, params)
     with profile(activities=[ProfilerActivity.CUDA]) as found:
-        llm.generate(work.prompts, params)  # a cache hit: nearly all passes decode
+        llm.generate(work.prompts, params)  # cache hits: nearly all passes are decode batches
     events = kernels_of(found)
     firsts = [i for i, e in enumerate(events) if "apply_diff" in e["name"]]
     one = events[firsts[-3] : firsts[-2]]
@@ -172,7 +180,7 @@ def timeline(llm: LLM, name: str, work: Offline, show: int = 12) -> None:
 
 
 def kernels_of(profile: Any) -> list[dict[str, Any]]:
-    """In the order they began, with times in microseconds."""
+    """Kernels in the order they began, with times in microseconds."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
@@ -181,7 +189,7 @@ def kernels_of(profile: Any) -> list[dict[str, Any]]:
 
 
 def attention_tunings(llm: LLM) -> None:
-    """Microseconds of decode attention in a layer, by tuning: in whole passes, on contexts of nano's prompts."""
+    """Microseconds of decode attention per layer by tuning, in whole passes with the contexts of nano."""
     from torch.profiler import ProfilerActivity, profile
 
     device: Any = llm.engine.executor
@@ -192,13 +200,13 @@ def attention_tunings(llm: LLM) -> None:
     print(f"    {'tile keys warps stages registers':36}" + "".join(f"{batch:>10}" for batch in batches))
     for given in TUNINGS:
 
-        def choose(rows: int, group: int, tile: int, short: bool, given: Any = given) -> Tunings:
-            own, shared = decode_attention_tuning(rows, group, tile)
+        def choose(rows: int, group: int, shared_block_m: int, short_contexts: bool, given: Any = given) -> Tunings:
+            own, shared = decode_attention_tuning(rows, group, shared_block_m)
             names = ("block_m", "block_n", "num_warps", "num_stages", "max_registers")
             return (replace(own, **dict(zip(names, given, strict=True))) if given else own), shared
 
-        device._attention_tuning = choose
-        kept.append(device.graphs._graphs)  # their memory pool must not be empty at any time
+        device.attention._tuning = choose
+        kept.append(device.graphs._graphs)  # keeps the graphs' memory pool alive
         device.graphs._graphs = {}
         each = []
         for batch in batches:
@@ -236,7 +244,7 @@ def groups(count: int = 16) -> Offline:
 
 
 def prompts(llm: LLM) -> None:
-    """Which kernels the passes with prompts go to, all of nano's."""
+    """The time of each kernel in all prefill and mixed batches of nano."""
     from torch.profiler import ProfilerActivity, profile
 
     work = nano().shifted(21_000)
@@ -248,20 +256,20 @@ def prompts(llm: LLM) -> None:
     for e in events:
         if e["ts"] <= last:
             by_name.setdefault(e["name"][:60], []).append(e["dur"])
-    print(f"    prompts: {last - min(e['ts'] for e in events):.0f} us")
+    print(f"    prefill: {last - min(e['ts'] for e in events):.0f} us")
     for name, durs in sorted(by_name.items(), key=lambda x: -sum(x[1]))[:14]:
         print(f"      {sum(durs):8.1f} us in {len(durs):4}  {name}")
 
 
 def main() -> int:
     failed = 0
-    print(ceilings())  # now, while there is memory
+    print(ceilings())  # now, while memory is free
     given = sys.argv[1:]
     for name in [name for name in VARIANTS if not given or name.startswith(tuple(given))]:
         began = time.perf_counter()
         try:
             run(name, **VARIANTS[name])
-        except Exception:  # the other variants still have something to say
+        except Exception:  # continue with the other variants
             traceback.print_exc()
             failed = 1
         gc.collect()

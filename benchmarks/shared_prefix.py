@@ -1,7 +1,11 @@
-"""What reading a shared prefix once is worth: `python benchmarks/sharing.py` on a GPU, then `--plot FILE` anywhere.
+"""How much faster is decoding when rows read a shared prefix once (`shared_reads`)?
 
-Batches of decoding rows in groups below one prefix each, with `shared_reads` on and off, the same weights and prompts:
-device time of a decode pass. Where a batch of 256 rows does not fit the memory it is smaller, for both alike.
+    python benchmarks/shared_prefix.py [--shape qwen3-0.6b]            on a GPU
+    python benchmarks/shared_prefix.py --plot OUTPUT PICTURE           anywhere
+
+Prints the device time of a decode batch with `shared_reads` on and off, by group size and prefix length, for groups of
+rows with one prefix each, with the same weights and prompts. Where 256 rows do not fit the memory, both batches are
+smaller.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ ROWS, OWN, TOKENS_OUT, POOL = 256, 128, 24, 280_000
 
 
 def scene(group: int, prefix: int) -> list[list[int]] | None:
-    """Prompts of a batch, or None: not even two groups fit."""
+    """The prompts of a batch; None if not even two groups fit."""
     each = prefix + group * (OWN + TOKENS_OUT)
     count = min(ROWS // group, POOL // each)
     if count < 1 or (count < 2 and group < ROWS):
@@ -33,7 +37,7 @@ def scene(group: int, prefix: int) -> list[list[int]] | None:
 
 
 def measure(shared: bool, shape: str) -> dict[tuple[int, int], tuple[int, float]]:
-    """(group, prefix) -> rows, milliseconds of a decode pass."""
+    """(group, prefix) -> rows, milliseconds of a decode batch."""
     from paceline.llm import LLM
     from paceline.request import SamplingParams
 
@@ -46,14 +50,21 @@ def measure(shared: bool, shape: str) -> dict[tuple[int, int], tuple[int, float]
                 prompts = scene(group, prefix)
                 if prompts is None:
                     continue
-                llm.generate(prompts, params)  # the prompts, and the graph
+                llm.generate(prompts, params)  # prefill, and graph capture
                 device.reset_stats()
                 llm.generate(prompts, params)
                 decodes = [of for bucket, of in device.stats.by_bucket.items() if bucket]
                 each = sum(of.device_s for of in decodes) / sum(of.passes for of in decodes)
                 found[group, prefix] = (len(prompts), each * 1e3)
-                result = {"workload": "sharing", "shape": shape, "group": group, "prefix": prefix,
-                          "rows": len(prompts), "shared_reads": shared, "ms": round(each * 1e3, 3)}  # fmt: skip
+                result = {
+                    "workload": "sharing",
+                    "shape": shape,
+                    "group": group,
+                    "prefix": prefix,
+                    "rows": len(prompts),
+                    "shared_reads": shared,
+                    "ms": round(each * 1e3, 3),
+                }
                 print("RESULT " + json.dumps(result), flush=True)
     return found
 
@@ -63,7 +74,8 @@ def run(shape: str) -> None:
     gc.collect()
     off = measure(False, shape)
     print(
-        f"{shape}: speed-up of a decode pass (ms apart / ms shared), rows\n| prefix | " + " | ".join(map(str, GROUPS))
+        f"{shape}: speed-up of a decode batch (ms separate / ms shared), rows\n| prefix | "
+        + " | ".join(map(str, GROUPS))
     )
     for prefix in PREFIXES:
         cells = []
@@ -72,13 +84,13 @@ def run(shape: str) -> None:
                 cells.append("–")
                 continue
             rows, shared_ms = on[group, prefix]
-            apart_ms = off[group, prefix][1]
-            cells.append(f"{apart_ms / shared_ms:.2f} ({apart_ms:.2f} / {shared_ms:.2f}; {rows})")
+            separate_ms = off[group, prefix][1]
+            cells.append(f"{separate_ms / shared_ms:.2f} ({separate_ms:.2f} / {shared_ms:.2f}; {rows})")
         print(f"| {prefix} | " + " | ".join(cells), flush=True)
 
 
 def plot(source: Path, target: Path) -> None:
-    """Speed-up by group size, a line for each prefix, of the RESULT lines in a file."""
+    """Plots the RESULT lines in a file: speed-up by group size, one line per prefix length."""
     from matplotlib import pyplot
 
     ms: dict[tuple[int, int], dict[bool, float]] = {}
@@ -97,8 +109,8 @@ def plot(source: Path, target: Path) -> None:
     for axis, ticks in ((axes.xaxis, sorted({group for _, group in ms})), (axes.yaxis, (1, 2, 4, 8))):
         axis.set_ticks(ticks, labels=[str(tick) for tick in ticks])
         axis.set_minor_locator(pyplot.NullLocator())
-    axes.set_xlabel("requests below one prefix")
-    axes.set_ylabel("times as fast as reading it for each")
+    axes.set_xlabel("requests with the same prefix")
+    axes.set_ylabel("speed-up over separate reads")
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.legend(title="shared prefix")
     figure.tight_layout()
@@ -108,7 +120,7 @@ def plot(source: Path, target: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="qwen3-0.6b")
-    parser.add_argument("--plot", type=Path, nargs=2, metavar=("OUTPUT", "PICTURE"), help="of what a run has printed")
+    parser.add_argument("--plot", type=Path, nargs=2, metavar=("OUTPUT", "PICTURE"), help="plot the output of a run")
     given = parser.parse_args()
     if given.plot:
         plot(*given.plot)

@@ -1,8 +1,11 @@
-"""How long the host takes from the tokens of a pass to the masks of the next: `python benchmarks/grammars.py`.
+"""How long does the host take from the tokens of a pass to the grammar masks of the next?
 
-64 rows, a schema each, by the number of llguidance's threads; once step after step, once with a pause as long as a pass
-between them, in which the threads fall asleep. Then the masks beside a thread that has work of its own, as the engine's
-has: how long it is blocked to start them and to wait for them. No GPU is needed, but the cores of its host are.
+    python benchmarks/grammar_masks.py
+
+Prints microseconds per step (median, 90th percentile) for 64 rows with a schema each, by the number of llguidance's
+threads: step after step; with a pause as long as a forward pass, in which the threads fall asleep; and concurrently
+with a busy thread like the engine's: how long starting the masks and waiting for them blocks it. Needs no GPU, but the
+cores of a GPU host.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,25 +28,25 @@ from paceline.scheduler.plan import Updates
 from paceline.text.synthetic import synthetic_tokenizer
 
 ROWS, VOCAB, STEPS, PAUSE_S = 64, 151_936, 100, 0.0015
-WORK_S = 0.0004  # in which the engine's thread makes text, plans and packs
+WORK_S = 0.0004  # in which the engine thread detokenizes, plans and packs
 WORDS = -(-VOCAB // 32)
 
 
 def allowed(mask: Any, rng: np.random.Generator) -> int:
-    """Some token of a mask."""
+    """A random token that a mask allows."""
     word = int(rng.choice(np.flatnonzero(mask)))
     return word * 32 + int(rng.choice([bit for bit in range(32) if int(mask[word]) >> bit & 1]))
 
 
 def work(seconds: float) -> None:
-    """Holds Python's lock, as planning does."""
+    """Holds the GIL, as planning does."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         pass
 
 
-def measure(num_threads: int, pause_s: float, beside: bool) -> dict[str, Any]:
-    """Microseconds of each step, to follow the tokens and to compute the masks, or to start and to wait for them."""
+def measure(num_threads: int, pause_s: float, concurrent: bool) -> dict[str, Any]:
+    """Microseconds per step to advance the grammars and compute the masks, or to start them and wait for them."""
     grammar._MAX_THREADS = num_threads
     tokenizer, rng = synthetic_tokenizer(VOCAB), np.random.default_rng(0)
     grammars = grammar.Grammars(tokenizer, VOCAB)
@@ -52,47 +54,47 @@ def measure(num_threads: int, pause_s: float, beside: bool) -> dict[str, Any]:
         Request(str(row), np.arange(3, 9), params) for row, params in enumerate(structured(ROWS, 256, 7).params)
     ]
     for request in requests:
-        assert request.params.grammar is not None, "all of them have one"
+        assert request.params.grammar is not None, "every request has a grammar"
         grammars.attach(request, grammars.compile(request.params.grammar).result())
-    plan: Any = SimpleNamespace(requests=tuple(requests), samples=np.ones(ROWS, np.bool_))
     bits = np.zeros((ROWS, WORDS), np.int32)
     spent: dict[str, list[float]] = defaultdict(list)
 
-    def timed(what: str, call: Callable[..., Any], *args: Any) -> None:
+    def timed(what: str, call: Callable[..., Any], *args: Any) -> Any:
         began = time.perf_counter()
-        call(*args)
+        result = call(*args)
         spent[what].append((time.perf_counter() - began) * 1e6)
+        return result
 
-    def room(rows: int, words: int) -> Any:
+    def mask_buffer(rows: int, words: int) -> Any:
         return bits[:rows]
 
     for _ in range(STEPS):
-        if beside:
-            timed("start", grammars.start_masks, plan, room)
+        if concurrent:
+            timed("start", grammars.start_masks, requests, mask_buffer)
             work(WORK_S)
             timed("wait", grammars.wait_masks)
         else:
-            timed("masks", grammars.masks, plan, room)
+            timed("masks", grammars.masks, requests, mask_buffer)
         tokens = np.array([allowed(mask, rng) for mask in bits], np.int32)
         time.sleep(pause_s)
-        timed("tokens", grammars.advance, Updates(tuple(requests), tokens, (), 0))
-    assert not grammars.take_failures(), "a token that a mask allows is taken"
+        failures = timed("tokens", grammars.advance, Updates(tuple(requests), tokens, (), 0))
+        assert not failures, "a grammar refused a token that its mask allows"
     grammars.close()
     return {what: np.array(each) for what, each in sorted(spent.items())}
 
 
 def main() -> None:
     cores = grammar._num_cores()
-    print(f"{cores} cores; microseconds a step of {ROWS} rows: median, 90th percentile")
-    for pause_s, beside in ((0.0, False), (PAUSE_S, False), (PAUSE_S, True)):
+    print(f"{cores} cores; microseconds per step of {ROWS} rows: median, 90th percentile")
+    for pause_s, concurrent in ((0.0, False), (PAUSE_S, False), (PAUSE_S, True)):
         for threads in sorted({1, 2, 3, 4, 6, 8, 12, max(1, cores - 1)}):
             if threads > cores:
                 continue
             found = "   ".join(
                 f"{what} {np.median(each):6.0f} {np.percentile(each, 90):6.0f}"
-                for what, each in measure(threads, pause_s, beside).items()
+                for what, each in measure(threads, pause_s, concurrent).items()
             )
-            how = f"{WORK_S * 1e3:3.1f} ms of work beside" if beside else "nothing beside"
+            how = f"{WORK_S * 1e3:3.1f} ms of concurrent work" if concurrent else "no concurrent work"
             print(f"pause {pause_s * 1e3:3.1f} ms, {how}, {threads:2} threads: {found}", flush=True)
 
 

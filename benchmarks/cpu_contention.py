@@ -1,9 +1,10 @@
-"""A token on the CPU beside processes that keep cores busy, by how long OpenMP's threads spin before they sleep.
+"""How much do busy processes on the same cores slow down CPU decoding, by the spin count of OpenMP's threads?
 
-    python benchmarks/beside.py --spins 300000,4000,0 --busy 0,1,2 --rounds 10
+    python benchmarks/cpu_contention.py --spins 300000,4000,0 --busy 0,1,2 --rounds 10
 
-300,000 is what libgomp does unless told otherwise, 0 never spins. Each count has a process of its own with the default
-model, loaded at the beginning; they take turns, so that whatever else runs on the machine meets all of them.
+Prints milliseconds per token (median, mean, slowest turn) by number of busy processes and spin count, and the ratio to
+the first spin count. 300,000 is libgomp's default; 0 never spins. Each spin count has its own process with the default
+model; the processes take turns, so that other load on the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from statistics import mean, median
 
 
 def serve_turns() -> None:
-    """A process with an engine: for each line with a number, so many tokens and a line with the ms of each."""
+    """A process with an engine: for each number on stdin, generates so many tokens and prints the ms of each."""
     from paceline import LLM, SamplingParams
     from paceline.engine.timeline import Timeline
 
@@ -34,24 +35,23 @@ def serve_turns() -> None:
 
 
 def start(spins: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, __file__, "--turns"], env={**os.environ, "GOMP_SPINCOUNT": str(spins)},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    env = {**os.environ, "GOMP_SPINCOUNT": str(spins)}
+    command = [sys.executable, __file__, "--turns"]
+    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def ask(process: subprocess.Popen[str], num_tokens: int) -> list[float]:
-    assert process.stdin is not None and process.stdout is not None, "both were asked for"
+    assert process.stdin is not None and process.stdout is not None, "both are pipes"
     print(num_tokens, file=process.stdin, flush=True)
     return list(json.loads(process.stdout.readline()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--spins", default="300000,4000,0", help="counts to compare; ratios are to the first")
-    parser.add_argument("--busy", default="0,1,2", help="how many busy processes to run beside them")
+    parser.add_argument("--spins", default="300000,4000,0", help="spin counts to compare; ratios are to the first")
+    parser.add_argument("--busy", default="0,1,2", help="numbers of busy processes")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--tokens", type=int, default=8, help="of a turn")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens per turn")
     parser.add_argument("--turns", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.turns:
@@ -77,7 +77,7 @@ def compare(args: argparse.Namespace) -> None:
                 one.wait()
     for process in processes.values():
         process.communicate()
-    print("ms a token; load averages", *(f"{load:.1f}" for load in os.getloadavg()))
+    print("ms per token; load averages", *(f"{load:.1f}" for load in os.getloadavg()))
     print("busy   spins  median    mean  slowest turn   ratio of medians, turn by turn")
     first = next(iter(processes))
     for (num_busy, spins), found in sorted(turns.items(), key=lambda item: item[0][0]):

@@ -1,0 +1,306 @@
+"""Attention on a GPU: the KV cache, and the kernels of decode and prefill rows for every layer.
+
+`CudaAttention` is built once per executor. Per forward pass it prepares the work units and returns the function that
+`CudaModel.forward` calls in each layer. What differs between layers (window, RoPE table, QK-norm) is read from
+`CudaLayer`: another option of a layer's attention goes there, and to the kernels from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from paceline.engine.cuda.model import AttentionKernels, CudaModel
+from paceline.engine.cuda.sharing import SHARED_CHUNKS
+from paceline.engine.cuda.streams import Streams
+from paceline.engine.cuda.tiles import SplitRule
+from paceline.kernels._triton import cdiv
+from paceline.kernels.decode_attention import (
+    ALL_UNITS,
+    NONE_SHARED,
+    OWN_UNITS,
+    SHARED_UNITS,
+    DecodeTuning,
+    DecodeWorkspace,
+    decode_attention,
+    decode_attention_tuning,
+    tiles_fit,
+)
+from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_units
+from paceline.kernels.extend_attention import (
+    ExtendSplits,
+    ExtendTuning,
+    ExtendWorkspace,
+    extend_attention,
+    extend_shared,
+    tokens_per_tile,
+)
+from paceline.kernels.rope_kv import rope_kv
+from paceline.kernels.slot_state import SlotState
+
+# rows, query heads per KV head, query heads in a shared unit or 0, whether contexts are short -> tuning of units of one
+# row, and of shared units
+AttentionTuning = Callable[[int, int, int, bool], tuple[DecodeTuning, DecodeTuning]]
+ChunkChoice = Callable[[int], Chunks]  # rows
+SplitChoice = Callable[[int, int], SplitRule]  # KV heads, the widest window if every layer has one
+
+_MAX_SHARED_UNITS = 1 << 14  # of all rows together, where rows share: longer contexts are split into longer chunks
+
+
+def decode_chunks(rows: int) -> Chunks:
+    """The fastest chunk sizes by batch size, in whole runs of `nano` on an H200 (docs/log/decode-attention.md).
+
+    Some 528 programs of decode attention run at the same time there, one for each unit and KV head (8): 48 to 64 rows
+    fill the GPU once without being split, 96 would fill it 1.5 times, from 128 on the last wave matters less.
+    """
+    if rows <= 4:
+        return Chunks()
+    if rows <= 16:
+        return Chunks(target_units=32)
+    return Chunks() if rows <= 32 or 64 < rows < 128 else Chunks(max_tokens=2048)
+
+
+def max_units(sizes: Sequence[int], max_length: int, chunks: ChunkChoice) -> int:
+    """Most work units that a decode batch of any bucket can have. Where rows share, the host checks that they fit."""
+    shared = sizes[-1] * (cdiv(max_length, SHARED_CHUNKS[-1]) + 1)
+    return max(min(shared, _MAX_SHARED_UNITS), *(chunks(size).capacity(size, max_length) for size in sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoices:
+    """How attention splits its work. The defaults were measured on an H200; benchmarks and tests replace them."""
+
+    chunks: ChunkChoice = decode_chunks
+    tuning: AttentionTuning = decode_attention_tuning
+    split_rule: SplitChoice = SplitRule
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillTiles:
+    """The work units of the prefill rows of a batch, on the device."""
+
+    positions: Tensor  # [T], like slots: of all tokens of the batch
+    slots: Tensor
+    query_starts: Tensor
+    prefill_range: Tensor  # [2]: tokens that rope_kv processes; decodes come before them, padding after
+    units: Tensor
+    merges: Tensor
+    num_splits: int
+    shared: tuple[Tensor, Tensor, Tensor] | None  # tiles, rows and tokens of `SharedTiles`
+
+
+class CudaAttention:
+    def __init__(
+        self,
+        model: CudaModel,
+        streams: Streams,
+        state: SlotState,
+        *,
+        num_pages: int,
+        page_size: int,
+        capacity: int,
+        choices: AttentionChoices,
+    ) -> None:
+        """capacity: most work units, and partial results, of a decode batch (`max_units`)."""
+        spec, device, max_rows = model.spec, model.device, len(state.row_slots)
+        self._model, self._streams, self._state = model, streams, state
+        self._chunks, self._tuning = choices.chunks, choices.tuning
+        # The interpreter runs programs one after the other, and idle ones cost as much as others.
+        self._num_programs = None if device.type == "cuda" else 2
+        # One tensor for keys and values of all layers, so that one kernel can copy all blocks of a page.
+        shape = (2 * spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_dim)
+        self.kv = torch.zeros(shape, dtype=model.dtype, device=device)
+        self.caches = [(self.kv[2 * layer], self.kv[2 * layer + 1]) for layer in range(spec.num_layers)]
+        self._page_size, self._group = page_size, spec.num_heads // spec.num_kv_heads
+        # Layers with a sliding window share no KV reads: only the units of the others need buffers for sharing.
+        self.units = {
+            layer.window: DecodeUnits.empty(max_rows, capacity, 0 if layer.window else capacity, device)
+            for layer in model.layers
+        }
+        self.workspace = DecodeWorkspace.empty(
+            max_rows, capacity, spec.num_heads, spec.num_kv_heads, spec.head_dim, device
+        )
+        windows = self.units.keys()
+        self.split_rule = choices.split_rule(spec.num_kv_heads, 0 if 0 in windows else max(windows))
+        self._extend_tuning = ExtendTuning()
+        self.tokens_per_tile = tokens_per_tile(self._extend_tuning, self._group)
+        self._extend_workspace = ExtendWorkspace.empty(
+            self.split_rule.max_partials, self._extend_tuning, spec.head_dim, device
+        )
+        self._q = torch.zeros(model.max_tokens, spec.num_heads, spec.head_dim, dtype=model.dtype, device=device)
+
+    @property
+    def shared_units(self) -> DecodeUnits | None:
+        """The buffers for shared units; None if every layer has a sliding window, so that no row shares."""
+        return self.units.get(0)
+
+    @property
+    def can_share_prefill(self) -> bool:
+        return self.units.keys() == {0}
+
+    @property
+    def max_splits(self) -> int:
+        """Most splits of prefill tiles that the workspace can hold."""
+        return len(self._extend_workspace.lse) // self._model.spec.num_kv_heads
+
+    def decode(
+        self,
+        rows: int,
+        num_rows: Tensor,
+        shared_block_m: int,
+        short_contexts: bool = False,
+        step: Tensor | None = None,
+        *,
+        defer_norm: bool,
+        single_launch: bool = False,
+    ) -> AttentionKernels:
+        """Computes the work units of the first `num_rows` rows, of at most `rows`; returns attention over them.
+        defer_norm: it applies the RMSNorm factor to its qkv.
+
+        Where rows share, shared units and units of one row are two launches side by side, since their tiles differ in
+        size. With `single_launch` they are one, which is slower on the device and faster to launch.
+        """
+        model, state, spec, streams = self._model, self._state, self._model.spec, self._streams
+        chunks, pdl = self._chunks(rows), not shared_block_m and model.uses_pdl(rows)
+        for window, units in self.units.items():
+            decode_units(units, state.row_slots[:rows], num_rows, state.num_computed, chunks, window, step)
+            step = None  # incremented once per pass
+        stream = model.input(rows) if defer_norm else None
+        own, shared = self._tuning(rows, self._group, shared_block_m, short_contexts)
+        assert all(tiles_fit(chunks.min_tokens, self._page_size, one) for one in (own, shared)), (
+            f"tiles of {own} and {shared} do not fit pages of {self._page_size} in {chunks}"
+        )
+        if self._num_programs is not None:
+            own, shared = (replace(one, num_programs=self._num_programs) for one in (own, shared))
+
+        def launch(index: int, qkv: Tensor, out: Tensor, tuning: DecodeTuning, part: int) -> None:
+            layer, cache = model.layers[index], self.caches[index]
+            decode_attention(
+                qkv,
+                cache[0],
+                cache[1],
+                state.page_table,
+                layer.cos_sin,
+                layer.q_norm,
+                layer.k_norm,
+                spec.rms_eps,
+                self.units[layer.window],
+                self.workspace,
+                out,
+                window=layer.window,
+                tuning=tuning,
+                pdl=pdl,
+                part=part,
+                stream=stream,
+            )
+
+        def attend(index: int, qkv: Tensor, out: Tensor) -> None:
+            if not shared_block_m or model.layers[index].window:
+                launch(index, qkv, out, own, NONE_SHARED)
+                return
+            if single_launch:
+                launch(index, qkv, out, shared, ALL_UNITS)
+                return
+            streams.follow(streams.side, streams.engine)
+            with streams.use(streams.side):
+                launch(index, qkv, out, shared, SHARED_UNITS)
+            launch(index, qkv, out, own, OWN_UNITS)
+            streams.follow(streams.engine, streams.side)
+
+        return attend
+
+    def mixed(
+        self,
+        tiles: PrefillTiles,
+        decode_rows: int,
+        shared_block_m: int,
+        *,
+        defer_norm: bool,
+        skip_last: bool,
+        single_launch: bool,
+    ) -> AttentionKernels:
+        """Attention of a prefill or mixed batch: of up to `decode_rows` decodes, which come first, and of prefill rows.
+
+        skip_last: no output of the last layer is needed, only its keys and values. single_launch: as in `decode`, and
+        decode and prefill rows run one after the other.
+        """
+        model, state, spec, streams = self._model, self._state, self._model.spec, self._streams
+        slots, positions, query_starts = tiles.slots, tiles.positions, tiles.query_starts
+        prefill_range, units, shared, num_tokens = tiles.prefill_range, tiles.units, tiles.shared, len(tiles.positions)
+        decode = None
+        if decode_rows:
+            num_decodes = prefill_range[:1]
+            decode = self.decode(
+                decode_rows, num_decodes, shared_block_m, defer_norm=defer_norm, single_launch=single_launch
+            )
+        # Views are made once and not in every layer: the host has little time for such a batch.
+        q = self._q[:num_tokens]
+        decode_qkv, decode_out = model.attention_buffers(decode_rows)
+        heads = model.attention_buffers(num_tokens)[1].view(-1, spec.num_heads, spec.head_dim)
+        # Decodes are bound by memory and prefill by computation. In a graph, where another stream costs no launch time,
+        # they run side by side; where decodes share KV reads, the side stream is in use for that.
+        side_by_side = not single_launch and not shared_block_m
+        splits = ExtendSplits(tiles.merges, tiles.num_splits, self._extend_workspace) if tiles.num_splits else None
+        stream = model.input(num_tokens) if defer_norm else None
+        last, tuning = len(model.layers) - 1, self._extend_tuning
+
+        def attend(index: int, qkv: Tensor, out: Tensor) -> None:
+            layer, cache = model.layers[index], self.caches[index]
+            if side_by_side and decode is not None:
+                streams.follow(streams.side, streams.engine)
+                with streams.use(streams.side):
+                    decode(index, decode_qkv, decode_out)
+            elif decode is not None:
+                decode(index, decode_qkv, decode_out)
+            rope_kv(
+                qkv,
+                q,
+                cache[0],
+                cache[1],
+                state.page_table,
+                slots,
+                positions,
+                layer.cos_sin,
+                layer.q_norm,
+                layer.k_norm,
+                spec.rms_eps,
+                stream,
+                prefill_range,
+            )
+            if index == last and skip_last:
+                return
+            if len(units):
+                extend_attention(
+                    q,
+                    cache[0],
+                    cache[1],
+                    state.page_table,
+                    units,
+                    state.row_slots,
+                    positions,
+                    query_starts,
+                    heads,
+                    window=layer.window,
+                    tuning=tuning,
+                    splits=splits,
+                )
+            if shared is not None:
+                extend_shared(
+                    q,
+                    cache[0],
+                    cache[1],
+                    state.page_table,
+                    *shared,
+                    state.row_slots,
+                    positions,
+                    query_starts,
+                    heads,
+                    tuning=tuning,
+                )
+            if side_by_side:
+                streams.follow(streams.engine, streams.side)
+
+        return attend

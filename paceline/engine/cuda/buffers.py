@@ -1,0 +1,46 @@
+"""The host and device buffers of forward passes in flight."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.engine.cuda.inputs import PackedBatch, UploadSpan
+from paceline.engine.cuda.streams import Streams
+from paceline.kernels.layouts import LOGPROB_WORDS
+
+_INITIAL_WORDS = 1 << 18  # of an upload buffer; it grows when a pass needs more
+
+
+class PassBuffers:
+    """The buffers and events of one forward pass at a time. They are reused once its results have been read."""
+
+    def __init__(self, streams: Streams, max_rows: int, device: torch.device) -> None:
+        self._streams, self._device = streams, device
+        self.uploaded, self.began, self.ended, self.copied = (streams.event() for _ in range(4))
+        self.fetch_began, self.fetched = (streams.event() for _ in range(2))
+        self.results = streams.pinned(max_rows)
+        self.logprobs = streams.pinned(max_rows * LOGPROB_WORDS).view(max_rows, LOGPROB_WORDS)
+        self._grow(_INITIAL_WORDS)
+
+    def _grow(self, num_words: int) -> None:
+        self._upload = self._streams.pinned(num_words)
+        self._words = self._upload.numpy()
+        self._staging = torch.empty(num_words, dtype=torch.int32, device=self._device)
+
+    def send(self, packed: PackedBatch) -> None:
+        """Copies the upload to the staging buffer asynchronously. The last pass that used these buffers has ended."""
+        if packed.num_words > len(self._words):
+            self._grow(1 << (packed.num_words - 1).bit_length())
+        packed.write(self._words)
+        with self._streams.use(self._streams.copy):
+            self._staging[: packed.num_words].copy_(self._upload[: packed.num_words], non_blocking=True)
+        self.uploaded.record(self._streams.copy)
+
+    def span(self, span: UploadSpan) -> Tensor:
+        return self._staging[span.first : span.first + span.count]
+
+    @property
+    def diff(self) -> Tensor:
+        """The packed diff, which is the first part of the upload."""
+        return self._staging
