@@ -18,9 +18,9 @@ from paceline.config import (
     SchedulerConfig,
     ServerConfig,
     TenantConfig,
-    read_file,
     split_options,
 )
+from paceline.config_file import read_file
 
 if TYPE_CHECKING:
     from paceline.server.engine_client import ServedModel

@@ -105,8 +105,8 @@ def test_a_check_that_fails_is_said_and_gives_the_exit_status(
     ("arguments", "message"),
     [
         (("fly",), "part is 'fly': choose of nano, gsp, prompts"),
-        (("nano", "--batches=1,x"), "batches is '1,x': give numbers from 1 up"),
-        (("nano", "--scale=2"), "scale is 2.0: give 1.0 or less."),
+        (("nano", "--batches=1,x"), "batches is '1,x': expected positive integers"),
+        (("nano", "--scale=2"), "scale is 2.0: must be at most 1.0."),
         (("nano", "--shape=huge"), "shape is 'huge', which is not known"),
         (("nano", "--trace=/no/such/folder/x.json"), "trace is '/no/such/folder/x.json', which cannot be written"),
         (("profile", *TINY), "profile looks at a GPU's kernels"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -14,7 +13,16 @@ from typing import Any
 
 import pytest
 
-from paceline.config import ConfigError, EngineConfig, SchedulerConfig, ServerConfig
+from paceline.config import (
+    BATCHING,
+    EVICTION,
+    POLICIES,
+    ConfigError,
+    EngineConfig,
+    SchedulerConfig,
+    ServerConfig,
+    public_options,
+)
 from paceline.model.fetch import DEFAULT_MODEL
 from tests.cli.conftest import RANDOM
 
@@ -127,18 +135,18 @@ def test_generate_can_be_told_what_an_answer_looks_like(run: Run, tmp_path: Path
         (("generate", "hi", "--load", "random"), "load is 'random' and no shape is given"),
         (("generate", "hi", "--load", "random", "--shape", "huge"), "shape is 'huge', which is not known"),
         (("generate", "hi", "--load", "random", "--model", "x"), "leave the model out and give a shape."),
-        (("generate", "hi", *RANDOM[:4], "--kv-tokens", "0"), "kv_tokens is 0: give 1 or more."),
-        (("serve", *RANDOM, "--port", "0", "--page-size", "0"), "page_size is 0: give 1 or more."),
-        (("serve", "--port", "70000"), "port is 70000: give 65535 or less."),
+        (("generate", "hi", *RANDOM[:4], "--kv-tokens", "0"), "kv_tokens is 0: must be at least 1."),
+        (("serve", *RANDOM, "--port", "0", "--page-size", "0"), "page_size is 0: must be at least 1."),
+        (("serve", "--port", "70000"), "port is 70000: must be at most 65535."),
         (("serve", "--host", "not an address"), "host is 'not an address'"),
-        (("serve", "--tenant-weights", "alice"), "tenant_weights has 'alice': give pairs such as alice=2,bob=1."),
+        (("serve", "--tenant-weights", "alice"), "tenant_weights has 'alice': expected pairs such as alice=2,bob=1."),
         (("bench", "offline", "--against", "transformers", "--only", "all"), "only is 'all': choose of single"),
         (("bench", "offline", "--only", "batch"), "only is 'batch', which belongs to --against: leave it out."),
         (("bench", "offline", "nano", "--against", "transformers"), "parts is ['nano'], which --against does not know"),
         (("bench", "offline", "--against", "transformers", "--page-size", "4"), "page_size is 4, which --against"),
         (("bench", "offline", "--against", "transformers", "--device", "cuda"), "with --against both run on the cpu."),
         (("bench", "offline", "fly"), "part is 'fly': choose of nano"),
-        (("bench", "offline", "nano", "--batches", "0"), "batches is '0': give numbers from 1 up"),
+        (("bench", "offline", "nano", "--batches", "0"), "batches is '0': expected positive integers"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(run: Run, arguments: tuple[str, ...], message: str) -> None:
@@ -153,6 +161,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(run: Run, arguments: tuple[
     ("arguments", "message"),
     [
         (("serve", "--polcy", "fair"), "No such option"),
+        (("serve", "--draft-tokens", "2"), "No such option"),
         (("serve", "--policy", "best"), "'best' is not one of 'fair', 'fcfs'"),
         (("serve", "--port", "web"), "--port"),
         (("generate",), "Missing argument"),
@@ -174,11 +183,15 @@ def test_serve_offers_every_option_there_is() -> None:
         check=True, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"},
     ).stdout  # fmt: skip
     for config in (ServerConfig, EngineConfig, SchedulerConfig):
-        for item in dataclasses.fields(config):
+        for item in public_options(config):
             assert f"--{item.name.replace('_', '-')} " in text, item.name
-    for group in ("Server", "Limits for clients", "Logs", "Engine", "Memory", "A forward pass", "Order of requests",
-                  "Limits of the queue", "Other"):  # fmt: skip
+    for group in ("Server", "HTTP limits", "Logs", "Engine", "Memory", "Batching", "Scheduling policy",
+                  "Queue limits", "Other"):  # fmt: skip
         assert f"─ {group} ─" in text
+    flat = " ".join(text.replace("│", " ").split())
+    for choices in (POLICIES, BATCHING, EVICTION):
+        for name, sentence in choices.items():
+            assert f"{name}: {sentence}" in flat
 
 
 def test_options_that_the_engine_computes_are_not_given_a_default_that_is_not_theirs() -> None:
@@ -208,7 +221,7 @@ def test_the_benchmark_is_the_modules_own(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "out.json").stat().st_size > 1000
     known = {action.dest for action in offline._parser()._actions}
     for config in (OfflineConfig, EngineConfig, SchedulerConfig):
-        assert {item.name for item in dataclasses.fields(config)} - {"tenant_weights"} <= known
+        assert {item.name for item in public_options(config)} - {"tenant_weights"} <= known
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["bench", "--help"], ["--version"]])
