@@ -1,4 +1,4 @@
-"""Engines on the kernels in Triton's interpreter, small enough for it."""
+"""Engines that run the kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL: dict[str, Any] = {
 def assemble_kernels(
     decoder: Decoder, tokenizer: Tokenizer, config: EngineConfig, options: Mapping[str, Any], num_pages: int = 128
 ) -> Engine:
-    """As `assemble` on a GPU. What a check asks for is cut to what the interpreter can bear."""
+    """`assemble` on a GPU, with the limits of a check lowered to what the interpreter can run."""
     scheduler = SchedulerConfig(num_pages=num_pages, **{**options, **SMALL})
     device, scheduler = build_cuda(
         decoder, config, scheduler, None, tuning=lambda *_: None, chunks=lambda rows: Chunks(16, 64, 4)

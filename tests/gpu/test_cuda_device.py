@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.bench import checks
-from paceline.checks import Lab
+from paceline import checks
+from paceline.checks import CheckSetup
 
 CHECKS: dict[str, Any] = {
     "check": {}, "logits": {}, "alone": {}, "soak": {"seconds": 20.0}, "long": {}, "tiny": {}, "swap": {},
@@ -18,11 +18,11 @@ CHECKS: dict[str, Any] = {
 def test_a_soak_with_host_memory_passes() -> None:
     """Pages leave and come back between random joins, aborts and retractions, however deep they lie."""
     options = {"host_kv_tokens": 100_000, "host_page_cost": 0.0, "max_swap_pages": 64}
-    verdict = checks.soak(Lab("qwen3-0.6b", torch.device("cuda"), options=options), 20.0, kv_tokens=12_000)
-    assert verdict.passed, verdict.text
+    result = checks.check_soak(CheckSetup("qwen3-0.6b", torch.device("cuda"), options=options), 20.0, kv_tokens=12_000)
+    assert result.passed, result.text
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_engine_passes(name: str) -> None:
-    verdict = getattr(checks, name)(Lab("qwen3-0.6b", torch.device("cuda")), **CHECKS[name])
-    assert verdict.passed, verdict.text
+    result = checks.CHECKS[name](CheckSetup("qwen3-0.6b", torch.device("cuda")), **CHECKS[name])
+    assert result.passed, result.text
