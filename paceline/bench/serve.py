@@ -151,9 +151,14 @@ def send_all(
     async def one(prompt: list[int], params: SamplingParams, start: float) -> StreamResult:
         result = StreamResult(len(prompt))
         body = {
-            "model": model, "prompt": prompt, "max_tokens": params.max_tokens, "temperature": params.temperature,
-            "ignore_eos": params.ignore_eos, "stream": True, "stream_options": {"include_usage": True},
-        }  # fmt: skip
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "ignore_eos": params.ignore_eos,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         request = _http(url, body, key)
         await asyncio.sleep(max(0.0, begins + start - time.monotonic()))
         loop = asyncio.get_running_loop()
@@ -234,8 +239,17 @@ def _percentile(ordered: Sequence[float], percent: float) -> float:
 @contextmanager
 def started(arguments: str) -> Iterator[str]:
     """Starts a server on a free port, yields its URL and stops it."""
-    command = [sys.executable, "-m", "paceline.cli", "serve", "--port", "0", "--log-level", "warning",
-               *shlex.split(arguments)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "paceline.cli",
+        "serve",
+        "--port",
+        "0",
+        "--log-level",
+        "warning",
+        *shlex.split(arguments),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None, "stdout is a pipe"
     try:

@@ -24,7 +24,7 @@ __all__ = [
     "check_tokens",
     "run_sanitizer",
     "run_tiny",
-]  # fmt: skip
+]
 
 CHECKS: dict[str, Callable[[CheckSetup], CheckResult]] = {
     "check": check_tokens,

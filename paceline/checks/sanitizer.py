@@ -23,8 +23,12 @@ def run_tiny(setup: CheckSetup) -> CheckResult:
     prompts = [shared + own for own in random_prompts(rng, spec.vocab_size, 3, 20)]
     prompts += random_prompts(rng, spec.vocab_size, 2, 90)
     options: dict[str, Any] = {
-        "max_running": 4, "context_tokens": 512, "max_batch_tokens": 128, "max_prefill_tokens": 128, "chunk_tokens": 64,
-    }  # fmt: skip
+        "max_running": 4,
+        "context_tokens": 512,
+        "max_batch_tokens": 128,
+        "max_prefill_tokens": 128,
+        "chunk_tokens": 64,
+    }
     with setup.llm(spec, kv_tokens=2048, **options) as llm:
         params = [
             *greedy([6, 5, 4]),
@@ -48,8 +52,12 @@ def run_sanitizer(command: Sequence[str]) -> CheckResult:
     began = time.perf_counter()
     run = subprocess.run(
         [tool, "--tool", "memcheck", "--error-exitcode", "3", "--print-limit", "20", *command],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=540, check=False,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=540,
+        check=False,
+    )
     if run.returncode:
         print(run.stdout[-6000:])
     summary = next((line for line in reversed(run.stdout.splitlines()) if "ERROR SUMMARY" in line), "no summary")

@@ -14,9 +14,13 @@ from paceline.scheduler import Scheduler
 from paceline.text.tokenizer import Tokenizer
 
 SMALL: dict[str, Any] = {
-    "page_size": 4, "max_running": 4, "context_tokens": 192, "max_batch_tokens": 32, "max_prefill_tokens": 32,
+    "page_size": 4,
+    "max_running": 4,
+    "context_tokens": 192,
+    "max_batch_tokens": 32,
+    "max_prefill_tokens": 32,
     "chunk_tokens": 16,
-}  # fmt: skip
+}
 
 
 def assemble_kernels(

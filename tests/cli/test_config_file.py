@@ -1,4 +1,4 @@
-"""Options from a file, the environment and the command line, in that order of weight."""
+"""Options from the configuration file, the environment and the command line, by increasing precedence."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_file_has_options_by_table_and_tenants(tmp_path: Path) -> None:
         ("[[tenants]]\nname = 'a'\nkeys = 'k'", "keys is 'k': expected a list of strings."),
         ("[[tenants]]\nname = 'a'\nkeys = [1]", "keys is (1,): expected a list of strings."),
         ("[[tenants]]\nname = 'a'\n[[tenants]]\nname = 'a'", "two tenants have the same name: names must be unique."),
-        ("[[tenants]]\nname='a'\nkeys=['k']\n[[tenants]]\nname='b'\nkeys=['k']", "the same API key: keys must be unique."),
+        ("[[tenants]]\nname='a'\nkeys=['k']\n[[tenants]]\nname='b'\nkeys=['k']", "API key: keys must be unique."),
         ("modle = 'x'", "paceline.toml has an unknown option 'modle': did you mean model?"),
         ("[scheduler]\ndraft_tokens = 1", "paceline.toml: [scheduler] has an unknown option 'draft_tokens'"),
         ("model = 3", "paceline.toml: model is 3: expected a string."),
@@ -73,4 +73,4 @@ def test_a_flag_overrides_the_environment_which_overrides_the_file(
     with virtual("--config", str(path), "--num-pages", "50") as served:
         assert get(served, "/v1/models").json()["data"][0]["id"] == "filed"
         assert get(served, "/v1/models").json()["data"][0]["max_model_len"] == 300
-        assert "9 requests at once" in served.output and "KV of 800 tokens" in served.output
+        assert "up to 9 running requests" in served.output and "KV cache of 800 tokens" in served.output
