@@ -130,8 +130,8 @@ def _compiling_passes(passes: Sequence[RecordedPass]) -> list[RecordedPass]:
     def usual_s(one: RecordedPass) -> float:
         """The median of passes with the nearest number of prompt tokens: all with as many may have waited."""
         bucket, bits, repeated = _group_key(one.features)
-        alike = [(abs(at - bits), seconds) for (b, at, r), seconds in medians.items() if (b, r) == (bucket, repeated)]
-        return min(alike, default=(0, 0.0))[1]
+        similar = [(abs(at - bits), seconds) for (b, at, r), seconds in medians.items() if (b, r) == (bucket, repeated)]
+        return min(similar, default=(0, 0.0))[1]
 
     def lost_s(one: RecordedPass) -> float:
         return (one.idle_s or 0.0) + (one.device_s or 0.0) - usual_s(one)

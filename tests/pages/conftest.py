@@ -6,9 +6,12 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, Route, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect, sync_playwright
 
 from tests.pages.browser import NoBrowser, find_browser
+
+# A simulation runs in the process of the test: on a busy machine it takes longer than the default of 5 s.
+expect.set_options(timeout=30_000)
 
 
 @pytest.fixture(scope="package")  # no longer scope: Playwright keeps an event loop running, which breaks other tests
