@@ -314,7 +314,7 @@ def test_random_runs_end_with_the_tokens_of_the_reference(block: int) -> None:
     ("given", "message"),
     [
         ({"num_host_pages": -1}, "num_host_pages is -1: must be at least 0."),
-        ({"num_host_pages": 8, "prefix_cache": False}, "num_host_pages is 8 and prefix_cache is off: host memory needs"),
+        ({"num_host_pages": 8, "prefix_cache": False}, "num_host_pages is 8 and prefix_cache is off: host memory"),
         (
             {"num_host_pages": 8, "host_page_cost": 1e6, "context_tokens": 4096},
             "host_page_cost = 1e\\+06 all of a context of 4096 tokens is faster to recompute than to fetch",
