@@ -150,11 +150,11 @@ class BenchRunner:
             if engine.recorder is not None:
                 engine.recorder.mark(f"end of {name}")
 
-        engine.ask(begin).result()
+        engine.call(begin).result()
         began = time.perf_counter()
         outputs = llm.generate(work.prompts, work.params)
         seconds = time.perf_counter() - began
-        engine.ask(end).result()
+        engine.call(end).result()
         num_tokens = sum(len(output.token_ids) for output in outputs)
         assert num_tokens == work.num_output_tokens, f"{num_tokens} output tokens, expected {work.num_output_tokens}"
         cached = sum(output.num_cached_tokens for output in outputs)
@@ -206,10 +206,10 @@ def model_of(llm: LLM) -> DecoderModel | Any:
     executor = llm.engine.executor
     if isinstance(executor, CudaExecutor):
         return executor.model
-    assert isinstance(executor, CpuExecutor) and isinstance(executor.device, CpuModelRunner), (
+    assert isinstance(executor, CpuExecutor) and isinstance(executor.runner, CpuModelRunner), (
         "a benchmark runs on the CUDA or the CPU executor"
     )
-    return executor.device.decoder
+    return executor.runner.decoder
 
 
 def device_name(device: torch.device) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from paceline.checks.harness import CheckResult, CheckSetup, TimedSink, greedy, wait_for
 from paceline.config import ConfigError
+from paceline.engine.job import Job
 from paceline.engine.timeline import Timeline
 
 
@@ -81,7 +82,7 @@ def _long(setup: CheckSetup, running: int, prompt_tokens: int, num_prompts: int,
     with setup.llm(spec, kv_tokens=600_000) as llm:
         engine, timeline = llm.engine, Timeline()
         shortest = greedy([1])[0]
-        engine.ask(lambda _: setattr(engine.loop, "trace", timeline)).result()
+        engine.call(lambda _: setattr(engine.loop, "trace", timeline)).result()
         # Outputs as long as possible beside the prompts in the KV cache.
         config = engine.scheduler.config
         if running >= config.max_running:
@@ -93,13 +94,13 @@ def _long(setup: CheckSetup, running: int, prompt_tokens: int, num_prompts: int,
         kept = greedy([min(tokens_per_row, config.context_tokens) - length - config.page_size])[0]
         rows = [TimedSink() for _ in range(running)]
         # Made before the run: meanwhile this thread would hold the GIL for as long as several passes take.
-        long_prompts = iter([prompt(prompt_tokens) for _ in range(1 + num_prompts)])
-        names = [engine.submit(prompt(length), kept, sink=row) for row in rows]
+        long_prompts = iter([engine.encode(prompt(prompt_tokens)) for _ in range(1 + num_prompts)])
+        names = [engine.submit(Job(engine.encode(prompt(length)), kept), row) for row in rows]
         wait_for(engine, lambda: all(len(row.tokens) > 8 for row in rows))
 
         def send_prompt() -> float:
             sink, sent = TimedSink(), time.perf_counter()
-            engine.submit(next(long_prompts), shortest, sink=sink)
+            engine.submit(Job(next(long_prompts), shortest), sink)
             wait_for(engine, sink.ended.is_set)
             if sink.refused is not None:
                 raise sink.refused

@@ -84,7 +84,7 @@ def check_swap(
             answers += found
             questions = random_prompts(rng, spec.vocab_size, chats, max(2, longest // 8))
             histories = [[*before, *said, *new] for before, said, new in zip(histories, found, questions, strict=True)]
-        faults = llm.engine.ask(lambda scheduler: scheduler.check_idle(llm.engine.clock())).result()
+        faults = llm.engine.call(lambda scheduler: scheduler.check_idle(llm.engine.clock())).result()
         counters = llm.engine.scheduler.counters
         num_wrong = recorder.num_wrong if recorder is not None else 0
         compared = (

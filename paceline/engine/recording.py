@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from paceline.config import ConfigError, SchedulerConfig
-from paceline.engine.executor import DelayedPending, Executor, MaskedExecutor, Pending, Result
+from paceline.engine.executor import DelayedPending, Executor, Pending, Result
 from paceline.engine.pass_features import PassFeatures, read_features
 from paceline.request import Request
 from paceline.sampling.types import Bits, Masks
@@ -187,7 +187,7 @@ class Recorder:
 
     def _blocks(self, request: Request) -> list[int]:
         # A tenant or salt of its own has a cache of its own: then equal tokens are not an equal prefix.
-        last = "\0".join((request.tenant, request.cache_salt, request.adapter)).encode()
+        last = "\0".join(request.namespace).encode()
         data = request.prompt.tobytes() + request.output.tobytes()
         size = 4 * self._scheduler.config.page_size
         # Requests of one group often end one after the other. What they begin with is hashed once: hashing holds the
@@ -238,18 +238,19 @@ class Recorder:
         return self._clock
 
 
-class _Recorded:
+class _Recorded(Executor):
     def __init__(self, recorder: Recorder, executor: Executor) -> None:
         self._recorder, self._executor = recorder, executor
+        self.capabilities = executor.capabilities
 
     def launch(self, plan: Plan) -> Pending:
         return self._recorder.launch(self._executor.launch, plan)
 
     def prepare(self, plan: Plan) -> None:
-        self._recorder.prepare(cast(MaskedExecutor, self._executor).prepare, plan)
+        self._recorder.prepare(self._executor.prepare, plan)
 
     def launch_delayed(self, plan: Plan) -> DelayedPending:
-        return self._recorder.launch(cast(MaskedExecutor, self._executor).launch_delayed, plan)
+        return self._recorder.launch(self._executor.launch_delayed, plan)
 
 
 class _RecordedPending:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config import SchedulerConfig
-from paceline.engine.executor import Pending
+from paceline.engine.executor import Executor, Pending
 from paceline.engine.loop import Loop
 from paceline.engine.virtual.executor import Link, VirtualClock, VirtualExecutor
 from paceline.request import Refused, Request
@@ -161,13 +161,16 @@ class _ScriptedTokens:
 
     def __init__(self, arrivals: Sequence[Arrival]) -> None:
         self._outputs: dict[str, Tokens] = {one.id: one.output for one in arrivals}
+        self._slots: dict[int, tuple[Tokens, int]] = {}  # slot -> output, number of prompt tokens
 
     def __call__(self, plan: Plan) -> Tokens:
+        for join in plan.joins:
+            self._slots[join.slot] = self._outputs[join.request_id], join.num_prompt_tokens
         found = []
         positions = plan.starts + plan.lengths
         for row in np.flatnonzero(plan.samples).tolist():
-            request = plan.requests[row]
-            output, index = self._outputs[request.id], int(positions[row]) - len(request.prompt)
+            output, num_prompt_tokens = self._slots[int(plan.slots[row])]
+            index = int(positions[row]) - num_prompt_tokens
             # With overlap, a pass may be in flight for a request that has just finished; its token is discarded.
             found.append(output[index] if index < len(output) else 0)
         return np.array(found, np.int32)
@@ -183,7 +186,7 @@ class Observer(Protocol):
         """The oldest pass was committed."""
 
 
-class _ObservedExecutor:
+class _ObservedExecutor(Executor):
     """A virtual executor that reports launches to an observer."""
 
     def __init__(self, executor: VirtualExecutor, clock: VirtualClock, observer: Observer) -> None:
@@ -234,10 +237,10 @@ def simulate(
             coming = next(upcoming, None)
         if not scheduler.has_work:
             continue
-        updates = loop.step()
-        assert updates is not None, f"{len(scheduler.requests)} requests are left and none can run"
+        output = loop.step()
+        assert output is not None, f"{len(scheduler.requests)} requests are left and none can run"
         passes += 1
-        timing.ended(updates.finished)
+        timing.ended(output.updates.finished)
         recorder.note(clock.now)
         if observer is not None:
             observer.committed(scheduler, clock.now)

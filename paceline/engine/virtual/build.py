@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
-from paceline.engine.engine import Engine, ModelInfo
+from paceline.engine.engine import Engine, EngineHooks, ModelInfo
 from paceline.engine.loop import Trace
 from paceline.engine.virtual.executor import (
     SMALL_MODEL_H200,
@@ -34,6 +34,8 @@ def build_virtual(
     scheduler_options: Mapping[str, Any],
     *,
     trace: Trace | None = None,
+    hooks: EngineHooks | None = None,
+    detokenize: bool = True,
 ) -> Engine:
     options = dict(scheduler_options)
     if config.kv_tokens is not None and "num_pages" in options:
@@ -68,11 +70,12 @@ def build_virtual(
         executor,
         tokenizer,
         vocab_size=VOCAB_SIZE,
-        facts=ModelInfo("virtual", 600_000_000, "bfloat16", "virtual", KV_BYTES_PER_TOKEN),
+        info=ModelInfo("virtual", 600_000_000, "bfloat16", "virtual", KV_BYTES_PER_TOKEN),
         overlap=config.overlap_mode,
         clock=time.monotonic,
+        detokenize=detokenize,
         trace=trace,
-        on_close=executor.close,
+        hooks=hooks,
         recorder=recorder,
     )
 

@@ -15,8 +15,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from paceline.engine.executor import Result
+from paceline.engine.executor import Capabilities, Executor, Result
+from paceline.engine.pooling import PooledStates
 from paceline.scheduler.plan import Plan, Swap
 from paceline.scheduler.step_time import StepTime
 
@@ -106,10 +108,10 @@ class _VirtualPending:
         return self._result
 
 
-class VirtualExecutor:
-    """Passes take what `step_time` says and run one after the other, whatever the host does meanwhile."""
+class VirtualExecutor(Executor):
+    """Charges each pass its `step_time`. Passes run one after the other, whatever the host does meanwhile."""
 
-    can_pool = True
+    capabilities = Capabilities(pooling=True)
 
     def __init__(
         self,
@@ -128,6 +130,7 @@ class VirtualExecutor:
         self._launching = launching
         self._link = link
         self._idle_from = 0.0
+        self._embeddings: dict[int, npt.NDArray[np.float64]] = {}  # by slot
         self.busy_s = 0.0
         self.span = (0.0, 0.0)  # from when to when the last launched pass runs
 
@@ -144,16 +147,26 @@ class VirtualExecutor:
         self._idle_from = starts + seconds
         self.busy_s += seconds
         self.span = (starts, self._idle_from)
-        for join in plan.joins:
-            if join.request.pooled is not None:  # as all it says: made up, the same for the same prompt
-                rng = np.random.default_rng(zlib.crc32(join.request.prompt.tobytes()))
-                join.request.pooled.take(rng.standard_normal((1, _EMBEDDING_SIZE)))
         count = int(np.count_nonzero(plan.samples))
         tokens = np.zeros(count, np.int32) if self._tokens is None else self._tokens(plan)
-        return _VirtualPending(self._clock, self._idle_from, Result(tokens, seconds, idle_s=idle_s))
+        result = Result(tokens, seconds, idle_s=idle_s, pooled=self._pool(plan))
+        return _VirtualPending(self._clock, self._idle_from, result)
 
-    def close(self) -> None:
-        """It holds nothing."""
+    def _pool(self, plan: Plan) -> tuple[PooledStates, ...]:
+        """Embeddings are synthetic too: a vector that depends on the prompt only, the same for each of its chunks."""
+        for join in plan.joins:
+            self._embeddings.pop(join.slot, None)
+            if join.pooling is not None:
+                rng = np.random.default_rng(zlib.crc32(join.tokens[: join.num_prompt_tokens].tobytes()))
+                self._embeddings[join.slot] = rng.standard_normal(_EMBEDDING_SIZE)
+        if not self._embeddings:
+            return ()
+        slots = plan.slots.tolist()
+        return tuple(
+            PooledStates(row, int(plan.starts[row]), self._embeddings[slots[row]])
+            for row in range(plan.num_decodes, plan.num_rows)
+            if slots[row] in self._embeddings
+        )
 
 
 def slowed(step_time: StepTime, factor: float) -> StepTime:
@@ -179,9 +192,9 @@ class VirtualTokens:
 
     def __call__(self, plan: Plan) -> np.ndarray:
         for join in plan.joins:
-            prompt = join.request.prompt
+            prompt = join.tokens[: join.num_prompt_tokens]
             self._base[join.slot] = zlib.crc32(prompt.tobytes())
-            ends = _NEVER if join.request.params.ignore_eos else self.length(prompt)
+            ends = _NEVER if join.params.ignore_eos else self.length(prompt)
             self._ends[join.slot] = len(prompt) + ends
         rows = np.flatnonzero(plan.samples)
         slots = plan.slots[rows]
