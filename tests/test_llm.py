@@ -86,7 +86,7 @@ def test_an_invalid_prompt_raises_and_the_next_call_works(llm: LLM, bad: Any) ->
 def test_params_are_shared_or_one_per_prompt(llm: LLM) -> None:
     each = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (1, 3)]
     assert [len(output.token_ids) for output in llm.generate(["a", "b"], each)] == [1, 3]
-    with pytest.raises(InvalidRequest, match="params has 2 entries for 3 prompts: give one, or one for each"):
+    with pytest.raises(InvalidRequest, match="params has 2 entries for 3 prompts: give one, or one per prompt"):
         llm.generate(["a", "b", "c"], each)
     assert llm.generate([], GREEDY_8) == []
 

@@ -153,13 +153,13 @@ class TimedSink:
     started: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
 
-    def put(self, piece: OutputDelta) -> None:
-        self.times.extend([time.perf_counter()] * len(piece.token_ids))
-        self.tokens.extend(piece.token_ids)
-        self.logprobs.extend(piece.logprobs)
-        if piece.finish_reason is not None:
+    def put(self, delta: OutputDelta) -> None:
+        self.times.extend([time.perf_counter()] * len(delta.token_ids))
+        self.tokens.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        if delta.finish_reason is not None:
             assert not self.ended.is_set(), "a request finished twice"
-            self.last = piece
+            self.last = delta
             self.ended.set()
         if self.tokens or self.last is not None:
             self.started.set()

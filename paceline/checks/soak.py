@@ -29,10 +29,10 @@ class _SentRequest:
 
     def fault(self) -> str | None:
         """What is wrong with the output, if anything."""
-        piece, params = self.sink.last, self.params
-        if piece is None or piece.finish_reason is None:
+        delta, params = self.sink.last, self.params
+        if delta is None or delta.finish_reason is None:
             return f"refused: {self.sink.refused}" if self.sink.refused else "never finished"
-        reason, count, limit = piece.finish_reason, len(self.sink.tokens), params.max_tokens or 0
+        reason, count, limit = delta.finish_reason, len(self.sink.tokens), params.max_tokens or 0
         if params.logprobs is not None and [one.token_id for one in self.sink.logprobs] != self.sink.tokens:
             return f"has logprobs of {len(self.sink.logprobs)} tokens that are not its {count} output tokens"
         logprobs = self.sink.logprobs if params.temperature == 0 and not params.min_tokens and params.logprobs else []
@@ -47,7 +47,7 @@ class _SentRequest:
             return None if self.aborted else "aborted without a request to abort"
         if reason is FinishReason.DEADLINE:
             return None if self.timeout is not None else "finished by a deadline that was not set"
-        return f"finished with {reason}: {piece.error}"
+        return f"finished with {reason}: {delta.error}"
 
 
 def check_soak(
