@@ -118,7 +118,7 @@ def test_importing_paceline_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_longest_requests_are_added_first_and_outputs_keep_their_order(llm: LLM) -> None:
+def test_the_longest_requests_are_added_first_and_outputs_keep_their_order(llm: LLM) -> None:
     llm.engine.scheduler.journal.events.clear()
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 5, 3, 5)]
     outputs = llm.generate(["a", "b", "c", "d"], params)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config import ConfigError
-from paceline.engine.pass_features import Ended, PassFeatures
+from paceline.engine.pass_features import FinishedRequests, PassFeatures
 from paceline.engine.recording import Header, Mark, RecordedPass, RecordedRequest, read_recording
 from paceline.simulator.profile import DECODE_TERMS, ENDED_TERMS, HOST_TERMS, PROMPT_TERMS, Linear, Profile
 
@@ -64,7 +64,7 @@ class Recording:
     requests: list[RecordedRequest]
     runs: list[RecordedRun]
     cut_off: list[str]  # names of runs without an end
-    ended: dict[int, Ended]  # by step: the requests that finished since the previous launch
+    ended: dict[int, FinishedRequests]  # by step: the requests that finished since the previous launch
 
     @classmethod
     def read(cls, path: Path) -> Recording:
@@ -139,7 +139,7 @@ def _compiling_passes(passes: Sequence[RecordedPass]) -> list[RecordedPass]:
     return [one for one in passes if one.launch_s > _COMPILED_S and lost_s(one) > one.launch_s / 2]
 
 
-def _ended(requests: Sequence[RecordedRequest], passes: Sequence[RecordedPass]) -> dict[int, Ended]:
+def _ended(requests: Sequence[RecordedRequest], passes: Sequence[RecordedPass]) -> dict[int, FinishedRequests]:
     """Assigned by time: the thread that launches also commits, so a request finishes between two launches."""
     launches = [one.at for one in passes]
     groups: dict[int, list[RecordedRequest]] = defaultdict(list)
@@ -149,7 +149,9 @@ def _ended(requests: Sequence[RecordedRequest], passes: Sequence[RecordedPass]) 
             if index < len(passes):
                 groups[passes[index].step].append(request)
     return {
-        step: Ended(len(group), sum(one.prompt_tokens for one in group), sum(one.output_tokens for one in group))
+        step: FinishedRequests(
+            len(group), sum(one.prompt_tokens for one in group), sum(one.output_tokens for one in group)
+        )
         for step, group in groups.items()
     }
 
@@ -158,7 +160,7 @@ class LoopStep(NamedTuple):
     """One step of the loop: a forward pass, and the requests that finished before its launch."""
 
     line: RecordedPass
-    ended: Ended
+    ended: FinishedRequests
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +213,7 @@ def non_negative(features: Matrix, target: Matrix) -> Matrix:
     return found
 
 
-def _columns(values: Iterable[PassFeatures | Ended], terms: Sequence[str]) -> Matrix:
+def _columns(values: Iterable[PassFeatures | FinishedRequests], terms: Sequence[str]) -> Matrix:
     return np.array([[float(getattr(one, term)) for term in terms] for one in values])
 
 
@@ -307,7 +309,7 @@ def fit(recordings: Sequence[Recording], source: str) -> FitResult:
         raise ConfigError(f"the recordings are of different devices, models or CUDA graph sizes: {sorted(headers)}.")
     largest = max((one.header for one in recordings), key=lambda header: header.num_pages)
     steps = [
-        LoopStep(line, one.ended.get(line.step, Ended()))
+        LoopStep(line, one.ended.get(line.step, FinishedRequests()))
         for one in recordings
         for line in one.passes
         if line.device_s and line.launch_s <= _COMPILED_S

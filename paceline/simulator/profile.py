@@ -4,7 +4,7 @@ A decode batch runs as a CUDA graph: it takes the base time of the graph's bucke
 for rows that share a prefix. A prefill or mixed batch takes a term per new token, per query-key pair in attention, and
 per KV position that its decodes read; its kernels are launched one by one while the device runs the first of them.
 Host time is results, text and planning, most of it when requests finish or join. Pages are spilled to host memory and
-fetched beside the passes (`Link`), at a fixed rate each way. No coefficient is negative: more work never takes less
+fetched beside the passes (`HostLink`), at a fixed rate each way. No coefficient is negative: more work never takes less
 time.
 """
 
@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 
 from paceline.config import ConfigError
-from paceline.engine.pass_features import Ended, PassFeatures, read_features
+from paceline.engine.pass_features import FinishedRequests, PassFeatures, read_features
 from paceline.engine.virtual.executor import VirtualClock
 from paceline.scheduler.plan import Finished, Plan
 
 _FOLDER = Path(__file__).parent / "profiles"
-# Terms of each kind of batch and of the host: fields of PassFeatures, and of Ended
+# Terms of each kind of batch and of the host: fields of PassFeatures, and of FinishedRequests
 DECODE_TERMS = ("own_tokens", "has_repeated", "longest_context")
 PROMPT_TERMS = ("num_prompt_tokens", "prompt_pairs", "own_tokens", "repeated_tokens", "num_decodes", "has_decodes")
 HOST_TERMS = ("num_decodes", "has_prompts", "num_joins", "join_tokens", "num_page_changes", "num_moved_pages")
@@ -36,7 +36,7 @@ class Linear(msgspec.Struct, frozen=True, dict=True):
     base: float
     per: dict[str, float]
 
-    def seconds(self, features: PassFeatures | Ended) -> float:
+    def seconds(self, features: PassFeatures | FinishedRequests) -> float:
         total = self.base
         for name, coefficient in self.per.items():
             total += coefficient * getattr(features, name)
@@ -74,7 +74,7 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
             base = seconds[1] + slope * (features.bucket - rows[1])
         return base + self.decode.seconds(features)
 
-    def host_s(self, features: PassFeatures, ended: Ended) -> float:
+    def host_s(self, features: PassFeatures, ended: FinishedRequests) -> float:
         """Host time until an idle device can start the pass."""
         return self.host.seconds(features) + self.ended.seconds(ended)
 
@@ -146,17 +146,17 @@ class ProfileTiming:
 
     def __init__(self, profile: Profile, clock: VirtualClock) -> None:
         self._profile, self._clock = profile, clock
-        self._ended = Ended()
+        self._ended = FinishedRequests()
         self.host_s = 0.0
 
     def ended(self, finished: Sequence[Finished]) -> None:
         """These finished with the last results; the host processes them before the next launch."""
-        self._ended = Ended.of(one.request for one in finished)
+        self._ended = FinishedRequests.of(one.request for one in finished)
 
     def of(self, plan: Plan) -> float:
         features = read_features(plan, self._profile.buckets)
         host_s = self._profile.host_s(features, self._ended)
-        self._ended = Ended()
+        self._ended = FinishedRequests()
         self.host_s += host_s
         self._clock.advance(host_s)
         return self._profile.device_s(features)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from paceline.config import SchedulerConfig
 from paceline.engine.executor import Executor, Pending
 from paceline.engine.loop import Loop
-from paceline.engine.virtual.executor import Link, VirtualClock, VirtualExecutor
+from paceline.engine.virtual.executor import HostLink, VirtualClock, VirtualExecutor
 from paceline.request import Refused, Request
 from paceline.scheduler import Scheduler
 from paceline.scheduler.journal import Counters
@@ -212,7 +212,7 @@ def simulate(
     began = time.perf_counter()
     clock = VirtualClock()
     timing = ProfileTiming(profile, clock)
-    link = Link(profile.swap_page_s(config.page_size)) if config.num_host_pages else None
+    link = HostLink(profile.swap_page_s(config.page_size)) if config.num_host_pages else None
     executor = VirtualExecutor(clock, timing, _ScriptedTokens(arrivals), timing.launching, link)
     scheduler = Scheduler(config)
     observed = executor if observer is None else _ObservedExecutor(executor, clock, observer)

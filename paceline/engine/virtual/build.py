@@ -1,4 +1,4 @@
-"""An engine on the virtual GPU, in real time: a server without a model or torch, with a synthetic tokenizer."""
+"""Builds an engine on the virtual GPU in real time: no model, no torch, a synthetic tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.engine.loop import Trace
 from paceline.engine.virtual.executor import (
     SMALL_MODEL_H200,
     ClockTokens,
-    Link,
+    HostLink,
     VirtualExecutor,
     VirtualTokens,
     WallClock,
@@ -56,7 +56,7 @@ def build_virtual(
         tokens = virtual_tokens(scheduler_config.max_running)
     executor = VirtualExecutor(
         WallClock(), slowed(SMALL_MODEL_H200, config.virtual_slowdown), tokens,
-        link=Link(page_s * config.virtual_slowdown),
+        link=HostLink(page_s * config.virtual_slowdown),
     )  # fmt: skip
     scheduler = Scheduler(scheduler_config)
     recorder = None
@@ -81,5 +81,5 @@ def build_virtual(
 
 
 def virtual_tokens(max_running: int = 1) -> VirtualTokens:
-    """What the virtual model says; for tests and benchmarks that know the answer beforehand."""
+    """The virtual model's tokens, for tests and benchmarks that compute the expected output."""
     return VirtualTokens(max_running, SMALLEST, VOCAB_SIZE, end=2)
