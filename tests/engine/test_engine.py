@@ -201,7 +201,7 @@ def test_every_request_gets_the_logprobs_of_its_own_tokens(overlap: str) -> None
         assert expected.logprobs is not None and output.logprobs is not None
         for logprobs in (expected.logprobs, output.logprobs, [each for piece in pieces for each in piece.logprobs]):
             assert [each.token_id for each in logprobs] == output.token_ids
-            assert [len(each.top) for each in logprobs] == [one.logprobs] * len(told)
+            assert [len(each.top) for each in logprobs] == [one.logprobs] * len(logprobs)
             for each, same in zip(logprobs, expected.logprobs, strict=True):
                 assert each.logprob == pytest.approx(same.logprob, abs=1e-4)
                 assert all(token != each.token_id or value == each.logprob for token, value in each.top)
@@ -262,7 +262,7 @@ def test_garbage_is_not_collected_in_the_middle_of_generate(engine: Engine, monk
     [
         ("", greedy(1), InvalidRequest, "the prompt is empty: give at least one token."),
         ([], greedy(1), InvalidRequest, "the prompt is empty: give at least one token."),
-        ([512], greedy(1), InvalidRequest, "token id 512 and the model knows 512 tokens: give ids from 0 to 511."),
+        ([512], greedy(1), InvalidRequest, "token id 512: the model's ids are 0 to 511."),
         ([-1], greedy(1), InvalidRequest, "negative token id"),
         ([0.5], greedy(1), InvalidRequest, "flat list of token ids"),
         ([1] * 2049, SamplingParams(), Refused, "leaves no room for output in a context of 2048"),
@@ -359,9 +359,9 @@ def test_a_request_that_finishes_during_close_keeps_its_output(engine: Engine, m
     step = engine.loop.step
 
     def closing() -> Any:
-        updates = step()
-        engine._closing = updates is not None and bool(updates.finished)
-        return updates
+        output = step()
+        engine._closing = output is not None and bool(output.updates.finished)
+        return output
 
     monkeypatch.setattr(engine.loop, "step", closing)
     with LLM.from_engine(engine) as llm:
@@ -538,6 +538,6 @@ def test_an_executor_without_logits_refuses_grammars_and_logprobs() -> None:
     executor = VirtualExecutor(VirtualClock())
     engine = Engine(scheduler, executor, synthetic_tokenizer(512), vocab_size=512)
     for params in (SamplingParams(logprobs=1), SamplingParams(grammar=Grammar.regex("a"))):
-        with pytest.raises(InvalidRequest, match="this device computes no logits"):
+        with pytest.raises(InvalidRequest, match="this executor does not compute logits"):
             asyncio.run(collect(engine, "hello", params))
     engine.close()
