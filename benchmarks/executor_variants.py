@@ -26,8 +26,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from paceline.bench.figures import Ceilings, Figures, figures, measure_ceilings
-from paceline.bench.workloads import Offline, gsp_offline, nano, sweep
+from paceline.bench.metrics import Roofline, RunMetrics, measure_roofline, run_metrics
+from paceline.bench.workloads import OfflineWorkload, gsp_offline, nano, sweep
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cuda.attention import AttentionChoices
 from paceline.engine.cuda.build import build_cuda
@@ -107,7 +107,7 @@ def run(name: str, step_tokens: int = 8192, timelines: Sequence[int] = (), **cho
         if name in GSP:
             timeline(llm, name, groups())
             found = timed(llm, gsp_offline())
-            print(f"{name:28} {found.seconds:.3f} s; {found}; {found.against(ceilings())}")
+            print(f"{name:28} {found.seconds:.3f} s; {found}; {found.against(roofline())}")
             return
 
         if name == "attention":
@@ -126,7 +126,7 @@ def run(name: str, step_tokens: int = 8192, timelines: Sequence[int] = (), **cho
         buckets = "  ".join(f"{b}: {of.device_s / of.passes * 1e3:.2f}" for b, of in sorted(stats.by_bucket.items()))
         print(
             f"{name:28} nano {min(seconds):.3f} s (other {max(seconds):.3f}); {runs[-1]}; "
-            f"{runs[-1].against(ceilings())}"
+            f"{runs[-1].against(roofline())}"
         )
         print(f"    ms per pass: {buckets}")
         each = []
@@ -141,11 +141,11 @@ def run(name: str, step_tokens: int = 8192, timelines: Sequence[int] = (), **cho
 
 
 @cache
-def ceilings() -> Ceilings:
-    return measure_ceilings(torch.device("cuda"), torch.bfloat16)
+def roofline() -> Roofline:
+    return measure_roofline(torch.device("cuda"), torch.bfloat16)
 
 
-def timed(llm: LLM, work: Offline) -> Figures:
+def timed(llm: LLM, work: OfflineWorkload) -> RunMetrics:
     engine, seen = llm.engine, Timeline()
     device: Any = engine.executor
     device.reset_stats()
@@ -154,11 +154,16 @@ def timed(llm: LLM, work: Offline) -> Figures:
     llm.generate(work.prompts, work.params)
     seconds = time.perf_counter() - began
     engine.call(lambda _: setattr(engine.loop, "trace", None)).result()
-    return figures(seen, seconds, device.model.spec, device.model.dtype.itemsize, device.stats.saved_tokens)
+    return run_metrics(seen, seconds, device.model.spec, device.model.dtype.itemsize, device.stats.saved_tokens)
 
 
+<<<<<<< HEAD:benchmarks/executor_variants.py
 def timeline(llm: LLM, name: str, work: Offline, show: int = 12) -> None:
     """The time of each kernel in a decode batch, and the kernels of a layer or two in its middle."""
+=======
+def timeline(llm: LLM, name: str, work: OfflineWorkload, show: int = 12) -> None:
+    """Which kernels a decode pass goes to; and those of a layer or two in its middle."""
+>>>>>>> h-tools:benchmarks/cuda_variants.py
     from torch.profiler import ProfilerActivity, profile
 
     params = [replace(each, max_tokens=12) for each in work.params]
@@ -229,18 +234,18 @@ TUNINGS: list[tuple[int, ...]] = [
 ]
 
 
-def some(work: Offline, count: int) -> Offline:
-    return Offline(work.prompts[:count], work.params[:count])
+def some(work: OfflineWorkload, count: int) -> OfflineWorkload:
+    return OfflineWorkload(work.prompts[:count], work.params[:count])
 
 
-def groups(count: int = 16) -> Offline:
+def groups(count: int = 16) -> OfflineWorkload:
     """The requests of `count` groups of gsp."""
     work = gsp_offline()
     by_prefix: dict[tuple[int, ...], list[int]] = {}
     for index, prompt in enumerate(work.prompts):
         by_prefix.setdefault(tuple(prompt[:64]), []).append(index)
     chosen = [index for members in list(by_prefix.values())[:count] for index in members]
-    return Offline([work.prompts[i] for i in chosen], [work.params[i] for i in chosen])
+    return OfflineWorkload([work.prompts[i] for i in chosen], [work.params[i] for i in chosen])
 
 
 def prompts(llm: LLM) -> None:
@@ -263,7 +268,11 @@ def prompts(llm: LLM) -> None:
 
 def main() -> int:
     failed = 0
+<<<<<<< HEAD:benchmarks/executor_variants.py
     print(ceilings())  # now, while memory is free
+=======
+    print(roofline())  # now, while there is memory
+>>>>>>> h-tools:benchmarks/cuda_variants.py
     given = sys.argv[1:]
     for name in [name for name in VARIANTS if not given or name.startswith(tuple(given))]:
         began = time.perf_counter()

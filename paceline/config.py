@@ -1,7 +1,8 @@
-"""Every option once: name, type, default, bounds and help. Command line and docs are made from here.
+"""Every option, declared once: name, type, default, bounds and help text.
 
-An option is a dataclass field declared with `option(...)`; `check_options` enforces what the declaration says,
-so a bound is never written twice.
+An option is a dataclass field declared with `option(...)`. `check_options` enforces the declaration; the command line,
+the environment variables, the configuration file, the simulator page and the tables of the docs are made from it, so
+a bound or a sentence is never written twice.
 """
 
 from __future__ import annotations
@@ -10,19 +11,17 @@ import dataclasses
 import difflib
 import math
 import os
-import tomllib
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from paceline.request import PacelineError
 
 
 class ConfigError(PacelineError, ValueError):
-    """An option with a value it cannot have; the message names option, value and remedy."""
+    """An option has an invalid value. The message names the option, the value and the remedy."""
 
 
 def option(
@@ -31,122 +30,217 @@ def option(
     *,
     low: float | None = None,
     high: float | None = None,
-    choices: Iterable[str] = (),
+    choices: Iterable[str] | Mapping[str, str] = (),
+    hidden: str = "",
 ) -> Any:
-    """A dataclass field that is an option: its bounds are inclusive."""
-    metadata = {"help": help, "low": low, "high": high, "choices": tuple(choices)}
+    """A dataclass field that is an option. Bounds are inclusive.
+
+    `choices` may map each value to a sentence about it, for help texts and docs. `hidden` gives the reason why users
+    cannot set the option yet: it is not in the command line, environment, configuration file or docs.
+    """
+    about = dict(choices) if isinstance(choices, Mapping) else {}
+    metadata = {
+        "help": help,
+        "low": low,
+        "high": high,
+        "choices": tuple(choices),
+        "choice_help": about,
+        "hidden": hidden,
+    }
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-POLICIES = ("fair", "fcfs", "lpm", "dfs", "sjf", "lof", "random", "priority", "hrrn")
-BATCHING = ("mixed", "prefill-first", "static")
-EVICTION = ("lru", "lfu", "cost")
+def public_options(config: type) -> list[dataclasses.Field[Any]]:
+    """The options of a config class that users can set, in order of declaration."""
+    return [item for item in dataclasses.fields(config) if not item.metadata["hidden"]]
+
+
+def full_help(item: dataclasses.Field[Any]) -> str:
+    """The help text of an option, with a sentence about each of its choices."""
+    text: str = item.metadata["help"]
+    about = "; ".join(f"{name}: {sentence}" for name, sentence in item.metadata["choice_help"].items())
+    return f"{text}. {about}" if about else text
+
+
+# The three tables below are shown by `--help`, by the simulator page and in docs/concepts.md.
+POLICIES: Mapping[str, str] = {
+    "fair": "token-weighted fair queueing between tenants, depth-first over shared prefixes within each",
+    "fcfs": "first come, first served",
+    "lpm": "longest prefix match: the request with the longest cached prefix first",
+    "dfs": "depth-first search over the prefix tree: requests that share a prefix run together",
+    "sjf": "shortest job first: fewest expected output tokens",
+    "lof": "longest output first: most expected output tokens",
+    "random": "random order, from order_seed",
+    "priority": "highest priority first, then first come, first served",
+    "hrrn": "highest response ratio next: (waiting time + service time) / service time",
+}
+BATCHING: Mapping[str, str] = {
+    "mixed": "prefill chunks and decodes share every forward pass (chunked prefill)",
+    "prefill-first": "prefill batches run before decode batches and are never mixed with them",
+    "static": "no request joins until all requests of the batch have finished",
+}
+EVICTION: Mapping[str, str] = {
+    "lru": "the least recently used prefix first",
+    "lfu": "the least frequently used prefix first, then the least recently used",
+    "cost": "the prefix that is cheapest to recompute, weighted by its uses, first (GreedyDual)",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """What the scheduler may use and how it decides."""
+    """Memory, batch limits, order and queue limits of the scheduler."""
 
     # Memory
-    num_pages: int = option(4096, "pages of KV memory in the pool", low=1)
-    page_size: int = option(16, "KV positions in a page; 1 matches prefixes token by token", low=1)
-    context_tokens: int = option(32768, "longest prompt plus output the model takes", low=2)
-    prefix_cache: bool = option(True, "keep computed prefixes for later requests")
-    shared_reads: bool = option(True, "rows below the same cached prefix read its KV together, once")
-    eviction: str = option("lru", "which cached prefix goes first when memory is short", choices=EVICTION)
-    partial_eviction: bool = option(True, "take only the pages needed, from a cached prefix's tail; else all of it")
+    num_pages: int = option(4096, "number of pages in the KV cache (vLLM: num_gpu_blocks)", low=1)
+    page_size: int = option(16, "tokens per KV cache page (vLLM: block_size); 1 matches prefixes token by token", low=1)
+    context_tokens: int = option(
+        32768, "maximum number of prompt plus output tokens of a request (vLLM: max_model_len)", low=2
+    )
+    prefix_cache: bool = option(
+        True, "keep the KV of computed prefixes for later requests (vLLM: enable_prefix_caching; SGLang: radix cache)"
+    )
+    shared_reads: bool = option(
+        True, "decode rows with a common cached prefix read its KV once, together (cascade attention)"
+    )
+    eviction: str = option("lru", "which cached prefix is evicted first when the KV cache is full", choices=EVICTION)
+    partial_eviction: bool = option(
+        True, "evict only as many pages as needed, from the end of a cached prefix; otherwise the whole tree node"
+    )
     num_host_pages: int = option(
-        0, "pages of host memory that keep what is evicted, to be fetched when it is needed again; 0: it is dropped",
-        low=0,
-    )  # fmt: skip
-    max_swap_pages: int = option(256, "pages that go to host memory, and that come back, with one pass at most", low=1)
+        0, "number of pages in host memory for evicted KV, fetched back when needed; 0 discards evicted KV", low=0
+    )
+    max_swap_pages: int = option(
+        256, "maximum number of pages spilled to host memory, and fetched from it, per forward pass", low=1
+    )
     host_page_cost: float = option(
-        0.0, "prompt tokens that are computed in the time a page takes to come back from host memory: what is cheaper "
-        "to compute is not kept there", low=0.0,
-    )  # fmt: skip
-    pin_quota_pages: int = option(0, "pages that pinned prefixes may hold at most", low=0)
+        0.0,
+        "time to fetch a page from host memory, in prompt tokens computed meanwhile; pages that are cheaper to "
+        "recompute are not kept there",
+        low=0.0,
+    )
+    pin_quota_pages: int = option(0, "maximum number of pages that pinned prefixes may hold", low=0)
 
     # A step
-    max_running: int = option(256, "requests that hold a slot at the same time", low=1)
-    max_batch_tokens: int = option(8192, "tokens in one forward pass", low=1)
-    max_prefill_tokens: int = option(8192, "prompt tokens in one forward pass", low=1)
-    chunk_tokens: int = option(2048, "prompt tokens of one request in one forward pass", low=1)
-    chunk_context: int = option(
+    max_running: int = option(
+        256, "maximum number of running requests (vLLM: max_num_seqs; SGLang: max_running_requests)", low=1
+    )
+    max_batch_tokens: int = option(
+        8192, "maximum number of tokens in a forward pass (vLLM: max_num_batched_tokens)", low=1
+    )
+    max_prefill_tokens: int = option(8192, "maximum number of prompt tokens in a forward pass", low=1)
+    chunk_tokens: int = option(
         2048,
-        "context at which a prompt token takes twice its time: where others decode and nobody waits, chunks are half "
-        "as long, and shrink by it",
+        "maximum number of prompt tokens of one request in a forward pass (SGLang: chunked_prefill_size)",
         low=1,
     )
-    batching: str = option(
-        "mixed", "mixed: decodes always run; prefill-first: prompts alone, when there are any; static: no joining",
-        choices=BATCHING,
-    )  # fmt: skip
-    draft_tokens: int = option(0, "tokens beyond the first that a pass may add to a row", low=0, high=64)
-    itl_target: float | None = option(None, "seconds between tokens that a step should stay under", low=1e-6)
+    chunk_context: int = option(
+        2048,
+        "context length, in tokens, at which a prompt token takes twice as long to compute; while other requests "
+        "decode and none waits, chunks are half as long and shrink as the context grows",
+        low=1,
+    )
+    batching: str = option("mixed", "how prefill and decode share forward passes", choices=BATCHING)
+    draft_tokens: int = option(
+        0,
+        "draft tokens per row that a forward pass verifies (speculative decoding)",
+        low=0,
+        high=64,
+        hidden="no executor drafts tokens yet",
+    )
+    itl_target: float | None = option(
+        None, "target inter-token latency in seconds: prefill chunks are cut so that a step stays below it", low=1e-6
+    )
 
     # Order
-    policy: str = option("fair", "in which order waiting requests are admitted", choices=POLICIES)
-    max_wait: float = option(0.2, "seconds that a better cache order may overtake a request; inf: always", low=0.0)
-    lane_share: float = option(0.125, "share of admitted tokens that goes to overdue requests", low=0.001, high=1.0)
-    fair_quantum: int = option(8192, "tokens a tenant may be served before the next one's turn", low=1)
-    output_weight: float = option(2.0, "what a decoded token costs a tenant, in prompt tokens", low=0.0)
-    tenant_weights: Mapping[str, float] = option({}, "share of each tenant against the others; 1 if not given")
-    prefix_wait: bool = option(True, "wait one step for a prefix that is being computed instead of computing it again")
-    prefix_wait_tokens: int = option(
-        32, "fewest saved tokens worth waiting a step for, be they computed or in host memory", low=1
+    policy: str = option(
+        "fair",
+        "order in which waiting requests are admitted (vLLM: scheduling_policy; SGLang: schedule_policy)",
+        choices=POLICIES,
     )
-    look_ahead: int = option(8, "requests that may be tried past one that does not fit, in one step", low=0)
-    max_overtakes: int = option(64, "requests admitted past one that does not fit before memory is kept for it", low=0)
+    max_wait: float = option(
+        0.2,
+        "seconds after which requests with a better cache hit may no longer overtake a request; inf: no limit",
+        low=0.0,
+    )
+    lane_share: float = option(
+        0.125,
+        "share of admitted tokens reserved for requests that have waited longer than max_wait",
+        low=0.001,
+        high=1.0,
+    )
+    fair_quantum: int = option(
+        8192, "policy fair: tokens that a tenant is served before the scheduler switches to another tenant", low=1
+    )
+    output_weight: float = option(2.0, "cost of an output token, in prompt tokens (policies fair and hrrn)", low=0.0)
+    tenant_weights: Mapping[str, float] = option({}, "policy fair: weight of each tenant; 1 if not given")
+    prefix_wait: bool = option(
+        True, "in-batch prefix caching: wait one step for a prefix that is being computed instead of computing it twice"
+    )
+    prefix_wait_tokens: int = option(
+        32, "minimum number of tokens saved, by prefix_wait or by a fetch from host memory, to wait a step for", low=1
+    )
+    look_ahead: int = option(
+        8, "maximum number of requests tried in a step after one that does not fit into memory", low=0
+    )
+    max_overtakes: int = option(
+        64, "number of requests admitted ahead of one that does not fit before memory is reserved for it", low=0
+    )
     retract_gap: float = option(
-        math.inf, "policy priority: a request may retract one whose priority is lower by this much", low=1
+        math.inf,
+        "policy priority: a waiting request may retract (preempt) a running one whose priority is lower by this much",
+        low=1,
     )
 
     # Limits
-    max_waiting: int = option(100_000, "requests that may wait; more are refused", low=1)
-    max_waiting_tokens: int = option(2_000_000_000, "prompt tokens that may wait; more are refused", low=1)
+    max_waiting: int = option(
+        100_000, "maximum number of waiting requests (SGLang: max_queued_requests); more are refused", low=1
+    )
+    max_waiting_tokens: int = option(
+        2_000_000_000, "maximum number of waiting prompt tokens; requests beyond that are refused", low=1
+    )
 
-    # The rest
-    order_seed: int = option(0, "seed of policy random", low=0)
-    journal_events: int = option(65_536, "decisions the journal remembers", low=0)
+    # Other
+    order_seed: int = option(0, "random seed of policy random", low=0)
+    journal_events: int = option(65_536, "number of recent decisions that the journal keeps", low=0)
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.max_batch_tokens < self.max_running * (1 + self.draft_tokens):
+        decode_tokens = self.max_running * (1 + self.draft_tokens)
+        if self.max_batch_tokens < decode_tokens:
             raise ConfigError(
-                f"max_batch_tokens is {self.max_batch_tokens}, fewer than a decode of all max_running = "
-                f"{self.max_running} requests needs: raise it to {self.max_running * (1 + self.draft_tokens)} "
-                "or lower max_running."
+                f"max_batch_tokens is {self.max_batch_tokens}, too small for a decode batch of max_running = "
+                f"{self.max_running} requests: raise it to {decode_tokens} or lower max_running."
             )
         if self.pin_quota_pages >= self.num_pages:
             raise ConfigError(
-                f"pin_quota_pages is {self.pin_quota_pages}, all of num_pages = {self.num_pages}: "
-                "leave pages for requests."
+                f"pin_quota_pages is {self.pin_quota_pages}: must be less than num_pages = {self.num_pages}."
             )
         if self.num_host_pages and not self.prefix_cache:
             raise ConfigError(
-                f"num_host_pages is {self.num_host_pages} and prefix_cache is off: nothing is kept then; leave one out."
+                f"num_host_pages is {self.num_host_pages} and prefix_cache is off: host memory needs the prefix cache; "
+                "remove one of the two."
             )
         if self.num_host_pages and self.host_from_token >= self.context_tokens:
             raise ConfigError(
-                f"num_host_pages is {self.num_host_pages}, and with a host_page_cost of {self.host_page_cost:g} tokens "
-                f"all of a context of {self.context_tokens} is quicker to compute than to fetch: leave it out."
+                f"num_host_pages is {self.num_host_pages}, but with host_page_cost = {self.host_page_cost:g} all "
+                f"of a context of {self.context_tokens} tokens is faster to recompute than to fetch: remove it."
             )
         for tenant, weight in self.tenant_weights.items():
             if not (isinstance(weight, int | float) and weight > 0 and math.isfinite(weight)):
-                raise ConfigError(f"tenant_weights[{tenant!r}] is {weight!r}: give a number above 0.")
+                raise ConfigError(f"tenant_weights[{tenant!r}] is {weight!r}: must be a number above 0.")
 
     @property
     def host_from_token(self) -> int:
-        """Where in a prompt fetching a page begins to be cheaper than computing it, which takes the longer the more
-        context it reads."""
+        """The position in a prompt from which fetching a page is faster than recomputing it: the cost of computing a
+        page grows with the context it attends to."""
         first = self.chunk_context * (self.host_page_cost / self.page_size - 1)
         return max(0, math.ceil(first / self.page_size)) * self.page_size
 
 
 def check_options(config: Any) -> None:
-    """Raises ConfigError for the first option of `config` whose value breaks its declaration."""
+    """Raises ConfigError for the first option of `config` whose value does not match its declaration."""
     hints = typing.get_type_hints(type(config))
     for item in dataclasses.fields(config):
         _check(item.name, getattr(config, item.name), hints[item.name], item.metadata)
@@ -157,28 +251,28 @@ def _check(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> Non
     if value is None and type(None) in kinds:
         return
     if float in kinds:
-        right = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-        wanted = "a number"
+        valid = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+        expected = "a number"
     elif bool in kinds:
-        right, wanted = isinstance(value, bool), "true or false"
+        valid, expected = isinstance(value, bool), "true or false"
     elif int in kinds:
-        right, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
+        valid, expected = isinstance(value, int) and not isinstance(value, bool), "an integer"
     elif str in kinds:
-        right, wanted = isinstance(value, str), "a word"
+        valid, expected = isinstance(value, str), "a string"
     elif typing.get_origin(hint) is tuple:
-        right = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
-        wanted = "a list of words"
+        valid = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+        expected = "a list of strings"
     else:
-        right, wanted = isinstance(value, Mapping), "a mapping"
-    if not right:
-        raise ConfigError(f"{name} is {value!r}: give {wanted}.")
+        valid, expected = isinstance(value, Mapping), "a mapping"
+    if not valid:
+        raise ConfigError(f"{name} is {value!r}: expected {expected}.")
     if metadata["choices"] and value not in metadata["choices"]:
         raise ConfigError(f"{name} is {value!r}: choose one of {', '.join(metadata['choices'])}.")
     low, high = metadata["low"], metadata["high"]
     if low is not None and value < low:
-        raise ConfigError(f"{name} is {value!r}: give {low} or more.")
+        raise ConfigError(f"{name} is {value!r}: must be at least {low}.")
     if high is not None and value > high:
-        raise ConfigError(f"{name} is {value!r}: give {high} or less.")
+        raise ConfigError(f"{name} is {value!r}: must be at most {high}.")
 
 
 OVERLAP = ("on", "off", "sync")
@@ -186,116 +280,136 @@ EXECUTORS = ("torch", "virtual")
 VIRTUAL_TOKENS = ("prompt", "clock")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
-OVERLAP_VARIABLE = "PACELINE_OVERLAP"  # the environment's word, where the option is not given
+OVERLAP_VARIABLE = "PACELINE_OVERLAP"  # read when the option is not given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What the engine runs on."""
+    """Device, precision and memory of the engine."""
 
     executor: str = option(
-        "torch", "torch: the model runs; virtual: nothing runs, passes only take as long as on a GPU, and answers are "
-        "made up", choices=EXECUTORS,
-    )  # fmt: skip
-    device: str = option("auto", "where the model runs; auto: on a GPU if there is one", choices=DEVICES)
-    dtype: str = option(
-        "auto", "of weights and KV memory; auto: float32 on a CPU, bfloat16 on a GPU", choices=DTYPE_NAMES
+        "torch",
+        "torch: run the model; virtual: run no model, each forward pass takes the time it takes on a GPU and tokens "
+        "are synthetic",
+        choices=EXECUTORS,
     )
-    threads: int | None = option(None, "CPU threads for computing; one for each core if not given", low=1, high=1024)
+    device: str = option("auto", "device to run the model on; auto: a GPU if there is one", choices=DEVICES)
+    dtype: str = option(
+        "auto", "data type of weights and KV cache; auto: float32 on a CPU, bfloat16 on a GPU", choices=DTYPE_NAMES
+    )
+    threads: int | None = option(None, "number of CPU threads for compute; default: one per core", low=1, high=1024)
     overlap: str | None = option(
-        None, "on: the next pass is planned while one runs; off: one after the other; sync: on, with a full "
-        f"synchronisation before each pass, to find races; ${OVERLAP_VARIABLE} or on if not given",
+        None,
+        "on: plan the next forward pass while one runs (SGLang: overlap schedule; vLLM: async_scheduling); off: one "
+        "after the other; sync: as on, with a full synchronization before each pass, to find race conditions; "
+        f"default: ${OVERLAP_VARIABLE}, or on",
         choices=OVERLAP,
-    )  # fmt: skip
-    kv_tokens: int | None = option(None, "tokens of KV memory; a share of the free memory if not given", low=1)
+    )
+    kv_tokens: int | None = option(
+        None,
+        "size of the KV cache in tokens (SGLang: max_total_tokens); default: kv_memory_fraction of the free memory",
+        low=1,
+    )
     host_kv_tokens: int = option(
-        0, "tokens of host memory for KV that is evicted, which is fetched from there instead of computed again where "
-        "that is quicker; 0: none", low=0,
-    )  # fmt: skip
+        0,
+        "size in tokens of the host memory for evicted KV, which is fetched back where that is faster than recomputing "
+        "it (vLLM: swap_space); 0: none",
+        low=0,
+    )
     kv_memory_fraction: float | None = option(
-        None, "share of the free memory that becomes KV memory; 0.3 on a CPU and 0.9 on a GPU if not given",
-        low=0.001, high=0.95,
-    )  # fmt: skip
+        None,
+        "fraction of the free memory used for the KV cache (vLLM: gpu_memory_utilization; SGLang: "
+        "mem_fraction_static); default: 0.3 on a CPU, 0.9 on a GPU",
+        low=0.001,
+        high=0.95,
+    )
 
     record: str | None = option(
-        None, "file to write every request (as hashes of its tokens, no text) and every pass to, for `paceline sim`"
+        None,
+        "file to record every request (token hashes, no text) and every forward pass to, for `paceline sim`",
     )
     virtual_slowdown: float = option(
-        1.0, "executor virtual: how many times slower than an H200 with a model of 0.6B", low=1e-6
+        1.0, "executor virtual: slowdown factor relative to an H200 running a 0.6B model", low=1e-6
     )
     virtual_tokens: str = option(
-        "prompt", "executor virtual: prompt: tokens depend on the prompt alone; clock: they tell when they were made",
+        "prompt",
+        "executor virtual: prompt: tokens depend on the prompt only; clock: tokens encode the time they were made at",
         choices=VIRTUAL_TOKENS,
-    )  # fmt: skip
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
 
     def num_host_pages(self, page_size: int, given: Mapping[str, Any]) -> int:
-        """`host_kv_tokens` in pages; else what `given`, the scheduler's options, say."""
+        """`host_kv_tokens` in pages, or `num_host_pages` of `given`, the scheduler options."""
         if self.host_kv_tokens and "num_host_pages" in given:
             raise ConfigError(
                 f"host_kv_tokens is {self.host_kv_tokens} and num_host_pages is {given['num_host_pages']}: "
-                "give one of them."
+                "set only one of them."
             )
         if 0 < self.host_kv_tokens < page_size:
             raise ConfigError(
-                f"host_kv_tokens is {self.host_kv_tokens}, less than a page of {page_size}: raise it, or leave it out."
+                f"host_kv_tokens is {self.host_kv_tokens}, less than a page of {page_size} tokens: raise or remove it."
             )
         pages: int = given.get("num_host_pages", 0)
         return self.host_kv_tokens // page_size or pages
 
     @property
     def overlap_mode(self) -> str:
-        """on, off or sync: the option, else the environment, else on."""
+        """on, off or sync: the option, or the environment variable, or on."""
         mode = self.overlap or os.environ.get(OVERLAP_VARIABLE) or "on"
         if mode not in OVERLAP:
             raise ConfigError(f"{OVERLAP_VARIABLE} is {mode!r}: choose one of {', '.join(OVERLAP)}.")
         return mode
 
 
-OFFLINE_PARTS = {
-    "nano": "256 prompts of 100 to 1,024 tokens, as many tokens out",
-    "gsp": "1,024 prompts in 64 groups with a common beginning",
-    "prompts": "32 prompts of 256 to 24,000 tokens, 32 tokens out",
-    "chats": "64 chats of 6 turns, one turn of all of them after the other: what host_kv_tokens is worth",
-    "sweep": "time per token at several batch sizes",
-    "sampling": "nano with top-k, top-p and penalties on all rows, against plain",
-    "logprobs": "64 and 256 prompts with five alternatives to every token, against the same without",
-    "grammar": "64 prompts that obey a schema each, against the same unconstrained",
-    "startup": "from the start of a process to its first token",
-    "profile": "which kernels a GPU's time goes to",
-    "check": "greedy tokens against float32, and the same ones however passes overlap",
-    "logits": "logits against transformers with the same weights",
+OFFLINE_PARTS: Mapping[str, str] = {
+    "nano": "256 prompts of 100 to 1,024 tokens, outputs of 100 to 1,024 tokens",
+    "gsp": "1,024 prompts in 64 groups with a shared prefix (SGLang: generated-shared-prefix)",
+    "prompts": "32 prompts of 256 to 24,000 tokens, 32 output tokens each",
+    "chats": "64 conversations of 6 turns that do not fit into the KV cache: what host_kv_tokens is worth",
+    "sweep": "time per output token at several batch sizes",
+    "sampling": "nano with top-k, top-p and penalties on all rows, compared with temperature alone",
+    "logprobs": "64 and 256 prompts with top-5 logprobs, compared with none",
+    "grammar": "64 prompts with a JSON schema each, compared with unconstrained output",
+    "startup": "time from the start of a process to its first token",
+    "profile": "GPU time by kernel",
+    "check": "greedy tokens within tolerance of float32, and equal in all overlap modes",
+    "logits": "logits compared with transformers, same weights",
     "alone": "the same request alone and in a full batch",
-    "long": "time between tokens while prompts of 32,000 tokens arrive",
-    "soak": "random joins, aborts and retractions, every step checked",
-    "swap": "chats that do not fit: pages that come back from host memory, bit for bit",
-    "sanitizer": "a short run under compute-sanitizer, where there is one",
-    "tiny": "that short run",
-    "first-token": "one token, and how old the process is",
-}  # what `paceline bench offline` can run; from check on they say PASS or FAIL
+    "long": "inter-token latency while prompts of 32,000 tokens arrive",
+    "soak": "random joins, aborts and retractions, with invariants checked at every step",
+    "swap": "KV pages fetched from host memory are bitwise equal to those spilled",
+    "sanitizer": "a short run under compute-sanitizer, if installed",
+    "tiny": "that short run without compute-sanitizer",
+    "first-token": "one token, and the age of the process (used by startup)",
+}  # what `paceline bench offline` runs; from `check` on, a part prints PASS or FAIL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineConfig:
-    """How `paceline bench offline` runs its parts."""
+    """Options of `paceline bench offline`."""
 
-    repeats: int = option(3, "times that nano and gsp run, with other tokens each time; the best counts", low=1)
+    repeats: int = option(3, "runs of each workload, with different tokens each time; the best run counts", low=1)
     overlap: str = option(
-        "on", "on, off or sync: how passes overlap; both: everything with on, then with off",
-        choices=(*OVERLAP, "both"),
-    )  # fmt: skip
-    batches: str = option("1,256", "batch sizes of sweep")
-    scale: float = option(1.0, "below 1: fewer requests, shorter prompts and outputs, to try it", low=0.001, high=1.0)
-    trace: str | None = option(None, "file for a timeline of all runs, host and device, that Perfetto opens")
-    running: int = option(240, "requests that run while the long prompts of `long` arrive", low=1)
-    soak_seconds: float = option(300.0, "seconds that soak lasts", low=0.1)
+        "on", "overlap mode: on, off or sync; both: every run with on and with off", choices=(*OVERLAP, "both")
+    )
+    batches: str = option("1,256", "batch sizes of sweep, separated by commas")
+    scale: float | None = option(
+        None,
+        "fraction of the number of requests and of the prompt and output lengths; default: 1 on a GPU, on a CPU as "
+        "much as takes about two minutes",
+        low=0.001,
+        high=1.0,
+    )
+    trace: str | None = option(None, "file to write a timeline of all runs (host and device) to, for Perfetto")
+    running: int = option(240, "part long: number of running requests while the long prompts arrive", low=1)
+    soak_seconds: float = option(300.0, "part soak: duration in seconds", low=0.1)
 
     def __post_init__(self) -> None:
         check_options(self)
         if not all(one.strip().isdecimal() and int(one) for one in self.batches.split(",")):
-            raise ConfigError(f"batches is {self.batches!r}: give numbers from 1 up, such as 1,16,256.")
+            raise ConfigError(f"batches is {self.batches!r}: expected positive integers such as 1,16,256.")
 
     @property
     def overlap_modes(self) -> tuple[str, ...]:
@@ -308,74 +422,19 @@ class OfflineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantConfig:
-    """One of those who share a server: a `[[tenants]]` table of the configuration file."""
+    """One tenant of a shared server: a `[[tenants]]` table of the configuration file."""
 
-    name: str = option("", "by which metrics and logs call it; tenants share no cached prefixes")
-    keys: tuple[str, ...] = option((), "API keys that speak for it")
-    weight: float = option(1.0, "its share against the others under policy fair", low=1e-6)
-    max_requests: int | None = option(None, "requests at once, running or waiting", low=1)
-    tokens_per_minute: int | None = option(None, "prompt and output tokens in a minute", low=1)
-    max_priority: int = option(0, "highest priority that its requests may ask for", low=0)
+    name: str = option("", "name in metrics and logs; tenants do not share cached prefixes")
+    keys: tuple[str, ...] = option((), "API keys of the tenant")
+    weight: float = option(1.0, "weight relative to other tenants under policy fair", low=1e-6)
+    max_requests: int | None = option(None, "maximum number of concurrent requests, running or waiting", low=1)
+    tokens_per_minute: int | None = option(None, "maximum number of prompt and output tokens per minute", low=1)
+    max_priority: int = option(0, "highest priority that a request of the tenant may set", low=0)
 
     def __post_init__(self) -> None:
         check_options(self)
         if not self.name:
-            raise ConfigError("a tenant has no name: give it one.")
-
-
-@dataclass(frozen=True, slots=True)
-class ConfigFile:
-    """A configuration file: `[server]`, `[engine]`, `[scheduler]` with their options, `[[tenants]]`, and the model."""
-
-    model: str | None
-    load: str | None
-    shape: str | None
-    options: dict[str, Any]
-    tenants: tuple[TenantConfig, ...]
-
-
-def read_file(path: Path) -> ConfigFile:
-    try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"config is {str(path)!r}, which cannot be read ({error}): correct it.") from None
-    options: dict[str, Any] = {}
-    for table, kind in (("server", ServerConfig), ("engine", EngineConfig), ("scheduler", SchedulerConfig)):
-        given = _table(found.pop(table, {}), table, path)
-        _check_names(given, [item.name for item in dataclasses.fields(kind)], f"{path.name}: [{table}]")
-        options |= given
-    rows = found.pop("tenants", [])
-    if not isinstance(rows, list):
-        raise ConfigError(f"{path.name}: tenants is {rows!r}: write [[tenants]] tables.")
-    tenants = []
-    for row in rows:
-        given = _table(row, "tenants", path)
-        _check_names(given, [item.name for item in dataclasses.fields(TenantConfig)], f"{path.name}: [[tenants]]")
-        keys = given.get("keys", [])
-        tenants.append(TenantConfig(**{**given, "keys": tuple(keys) if isinstance(keys, list) else keys}))
-    if len({tenant.name for tenant in tenants}) < len(tenants):
-        raise ConfigError(f"{path.name}: two tenants have the same name: give each its own.")
-    if len({key for tenant in tenants for key in tenant.keys}) < sum(len(tenant.keys) for tenant in tenants):
-        raise ConfigError(f"{path.name}: two tenants have the same key: give each its own.")
-    _check_names(found, ["model", "load", "shape", "server", "engine", "scheduler", "tenants"], path.name)
-    for name, value in found.items():
-        if not isinstance(value, str):
-            raise ConfigError(f"{path.name}: {name} is {value!r}: give a word.")
-    return ConfigFile(found.get("model"), found.get("load"), found.get("shape"), options, tuple(tenants))
-
-
-def _table(value: Any, name: str, path: Path) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path.name}: {name} is {value!r}: write a table.")
-    return dict(value)
-
-
-def _check_names(given: Mapping[str, Any], known: list[str], where: str) -> None:
-    for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"these exist: {', '.join(known)}."
-            raise ConfigError(f"{where} has {name!r}, which is not known: {hint}")
+            raise ConfigError("name of a tenant is missing: every [[tenants]] table needs one.")
 
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -384,72 +443,85 @@ LOG_FORMATS = ("text", "json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Where the server listens, what it takes and what it tells."""
+    """Address, processes, limits and logs of the HTTP server."""
 
     # Server
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's")
-    port: int = option(8000, "port to listen on; 0: any free one", low=0, high=65535)
-    served_name: str | None = option(None, "name that requests call the model by; the model's own if not given")
-    workers: int = option(1, "processes that speak HTTP; one carries some 20,000 tokens a second", low=1, high=64)
-    admin_key: str | None = option(None, "key of the /admin routes; without one nobody may use them")
-    live_page: bool = option(True, "a page at / that shows browsers the engine at work; with API keys, to the admin")
-    shutdown_s: float = option(3.0, "seconds that running requests get to finish after a signal to end", low=0.0)
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all interfaces")
+    port: int = option(8000, "port to listen on; 0: any free port", low=0, high=65535)
+    served_name: str | None = option(
+        None, "model name in the API (vLLM: served_model_name); default: the name of the model"
+    )
+    workers: int = option(1, "number of HTTP processes; each streams about 20,000 tokens per second", low=1, high=64)
+    admin_key: str | None = option(None, "API key of the /admin routes; without one they are disabled")
+    live_page: bool = option(True, "serve a page at / that shows the engine's state; with API keys, to the admin only")
+    shutdown_s: float = option(3.0, "seconds that running requests get to finish after SIGTERM or SIGINT", low=0.0)
     stall_s: float = option(60.0, "seconds without progress after which /health fails", low=0.1)
 
     # Limits
-    max_body_bytes: int = option(16_777_216, "longest request body", low=1024)
-    max_header_bytes: int = option(32_768, "longest request line and headers", low=1024)
-    max_connections: int = option(4096, "connections at once, for each worker; more are answered 503", low=1)
-    max_prompts: int = option(128, "prompts in one completions request", low=1)
-    header_s: float = option(10.0, "seconds for a request's headers to arrive", low=0.01)
-    body_s: float = option(60.0, "seconds for a request's body to arrive", low=0.01)
-    keep_alive_s: float = option(30.0, "seconds that a connection may stay open between requests", low=0.01)
-    slow_reader_s: float = option(30.0, "seconds that a client may leave its answer unread", low=0.01)
+    max_body_bytes: int = option(16_777_216, "maximum size of a request body in bytes", low=1024)
+    max_header_bytes: int = option(32_768, "maximum size of the request line and headers in bytes", low=1024)
+    max_connections: int = option(
+        4096, "maximum number of concurrent connections per worker; more are answered with 503", low=1
+    )
+    max_prompts: int = option(128, "maximum number of prompts in a completions request", low=1)
+    header_s: float = option(10.0, "timeout in seconds for receiving the headers of a request", low=0.01)
+    body_s: float = option(60.0, "timeout in seconds for receiving the body of a request", low=0.01)
+    keep_alive_s: float = option(30.0, "seconds that an idle connection stays open between requests", low=0.01)
+    slow_reader_s: float = option(
+        30.0, "seconds that a client may leave a response unread before it is disconnected", low=0.01
+    )
 
     # Logs
-    log_level: str = option("info", "what is worth a line", choices=LOG_LEVELS)
-    log_format: str = option("text", "json: one object a line", choices=LOG_FORMATS)
-    log_prompts: bool = option(False, "write the text of prompts into the log, too")
+    log_level: str = option("info", "minimum level of log messages", choices=LOG_LEVELS)
+    log_format: str = option("text", "format of log messages; json: one object per line", choices=LOG_FORMATS)
+    log_prompts: bool = option(False, "include the text of prompts in the log")
 
     def __post_init__(self) -> None:
         check_options(self)
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options of the engine and of the scheduler; one that is neither is an error that names its likely meaning."""
-    known = {item.name: kind for kind in (SchedulerConfig, EngineConfig) for item in dataclasses.fields(kind)}
-    for name in options:
-        if name not in known:
+    """Splits options into those of the engine and those of the scheduler. Unknown and hidden options are errors."""
+    fields = {item.name: (kind, item) for kind in (SchedulerConfig, EngineConfig) for item in dataclasses.fields(kind)}
+    known = [name for name, (_, item) in fields.items() if not item.metadata["hidden"]]
+    for name, value in options.items():
+        if name not in fields:
             close = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"these exist: {', '.join(sorted(known))}."
-            raise ConfigError(f"option {name!r} is not known: {hint}")
-    engine = {name: value for name, value in options.items() if known[name] is EngineConfig}
-    return engine, {name: value for name, value in options.items() if known[name] is SchedulerConfig}
+            hint = f"did you mean {' or '.join(close)}?" if close else f"options are: {', '.join(sorted(known))}."
+            raise ConfigError(f"unknown option {name!r}: {hint}")
+        if reason := fields[name][1].metadata["hidden"]:
+            raise ConfigError(f"{name} is {value!r}, which is not supported: {reason}.")
+    engine = {name: value for name, value in options.items() if fields[name][0] is EngineConfig}
+    return engine, {name: value for name, value in options.items() if fields[name][0] is SchedulerConfig}
 
 
-ARRIVALS = ("once", "poisson", "gamma", "onoff")
+ARRIVALS: Mapping[str, str] = {
+    "once": "all requests at the start",
+    "poisson": "independent arrivals",
+    "gamma": "clustered arrivals",
+    "onoff": "bursts, then pauses",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadConfig:
-    """What arrives at a simulated server, how often, and how much of it is alike."""
+    """Requests of a simulated workload: arrival times, lengths and shared prefixes."""
 
-    requests: int = option(200, "requests in all", low=1, high=1_000_000)
-    arrivals: str = option(
-        "poisson",
-        "once: all at the beginning; poisson: independent of each other; gamma: in clumps; onoff: floods, then quiet",
-        choices=ARRIVALS,
-    )
-    rate: float = option(20.0, "requests a second, on average", low=1e-6)
+    requests: int = option(200, "number of requests", low=1, high=1_000_000)
+    arrivals: str = option("poisson", "arrival process", choices=ARRIVALS)
+    rate: float = option(20.0, "mean arrival rate in requests per second", low=1e-6)
     burstiness: float = option(
-        4.0, "gamma: variance of the time between two, 1 is poisson; onoff: flood over mean", low=1
+        4.0,
+        "gamma: squared coefficient of variation of the time between arrivals, 1 is poisson; onoff: rate of a burst "
+        "over the mean rate",
+        low=1,
     )
-    prompt_tokens: int = option(512, "tokens of a prompt, on average", low=2)
-    output_tokens: int = option(128, "tokens of an answer, on average", low=1)
-    shared: float = option(0.6, "share of a prompt that it has in common with its group", low=0.0, high=0.99)
-    groups: int = option(8, "groups of requests with a common beginning", low=1)
-    tenants: int = option(1, "tenants that send them", low=1, high=1024)
-    seed: int = option(0, "of everything random here", low=0)
+    prompt_tokens: int = option(512, "mean prompt length in tokens", low=2)
+    output_tokens: int = option(128, "mean output length in tokens", low=1)
+    shared: float = option(0.6, "fraction of a prompt that is the shared prefix of its group", low=0.0, high=0.99)
+    groups: int = option(8, "number of groups of requests with a shared prefix", low=1)
+    tenants: int = option(1, "number of tenants that send requests", low=1, high=1024)
+    seed: int = option(0, "random seed of the workload", low=0)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -1,4 +1,4 @@
-"""`LLM`: a model to call from Python. Prompts in, outputs out, as many at once as there are."""
+"""`LLM`: offline generation from Python, for one prompt or many at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer to a prompt. `logprobs` has an entry for each token id, if they were asked for."""
+    """One completion of a prompt. `logprobs` has one entry per output token, if requested."""
 
     text: str
     token_ids: list[int]
@@ -34,23 +34,23 @@ class Choice:
 
     @property
     def mean_logprob(self) -> float:
-        """By which the best of several is chosen."""
-        assert self.logprobs is not None, "only choices that are compared have it"
+        """The score by which `best_of` ranks choices."""
+        assert self.logprobs is not None, "ranked choices have logprobs"
         return sum(one.logprob for one in self.logprobs) / max(len(self.logprobs), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What became of one prompt: `n` choices, of which `text`, `token_ids`, ... are the first's.
+    """The output for one prompt: `n` choices. `text`, `token_ids`, ... are those of the first choice.
 
-    `prompt_logprobs` begins with None: nothing comes before the first token.
+    `prompt_logprobs` begins with None, since the first token has no context.
     """
 
     prompt_token_ids: list[int]
     choices: list[Choice]
-    num_cached_tokens: int  # of the prompt; they were computed for an earlier one
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    num_fetched_tokens: int = 0  # of the cached ones: from host memory
+    num_fetched_tokens: int = 0  # of the cached tokens, those fetched from host memory
 
     @property
     def text(self) -> str:
@@ -75,8 +75,8 @@ class RequestOutput:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A collection stops the engine too, for as long as many passes take where there are many prompts to look through.
-    The engine itself collects what is young once a minute."""
+    """Disables garbage collection: with many prompts in memory, a full collection stops the engine for many passes.
+    The engine itself collects the youngest generation once a minute."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -87,11 +87,15 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 class LLM:
-    """A model, loaded and ready.
+    """A loaded model with its engine. Use it as a context manager, or call `close`.
 
-    `model` is a folder, a .gguf file, a hub id, or None for the default model, fetched on first use. With
-    `load="random", shape=NAME` there are random weights instead. Further options are those of `EngineConfig` and
-    `SchedulerConfig`; `max_wait` is infinite unless given, since offline nobody waits for the first token.
+    `model` is a folder, a .gguf file or a Hugging Face id; None is the default model, SmolLM2-135M-Instruct, which is
+    downloaded on first use. `load="random", shape=NAME` uses random weights instead (`paceline models` lists shapes).
+    Further options are the fields of `EngineConfig` and `SchedulerConfig`, such as `kv_tokens` or `max_running`.
+    `max_wait` defaults to infinity, since TTFT does not matter offline.
+
+        with LLM() as llm:
+            print(llm.chat([{"role": "user", "content": "Hello!"}])[0].text)
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
@@ -100,7 +104,7 @@ class LLM:
 
     @classmethod
     def from_engine(cls, engine: Engine) -> LLM:
-        """Around an engine that is there already and may outlive it."""
+        """An LLM on an existing engine. Deleting it does not close the engine; `close` does."""
         llm = cls.__new__(cls)
         llm.engine, llm._is_owner = engine, False
         return llm
@@ -116,9 +120,11 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """The outputs for one prompt or many, in their order; each is a text or a list of token ids.
+        """Generates from one prompt or many and returns one output per prompt, in order.
 
-        `params` is one for all or one for each. If one prompt is refused, nothing is generated and its error raised.
+        A prompt is a string or a list of token ids; the chat template is not applied (see `chat`). `params` applies to
+        all prompts, or is a sequence with one entry per prompt; None is `SamplingParams()`. `progress` shows a bar on
+        the terminal. If a prompt is invalid or refused, the call raises its error and the others are aborted.
         """
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         listed: Any = [prompts] if one else prompts
@@ -129,23 +135,23 @@ class LLM:
                 encoded.append(self.engine.encode(prompt))
             except InvalidRequest as error:
                 raise InvalidRequest(f"prompts[{index}]: {error}") from None
-        # Each choice is a request of its own; those of one prompt share its computation through the prefix tree.
+        # Each choice is a request of its own; those of one prompt share its KV through the prefix cache.
         variants = [one.each_choice() for one in each]
         flat = [(prompt, one) for prompt, ones in zip(encoded, variants, strict=True) for one in ones]
         with ExitStack() as stack:
             bar = stack.enter_context(_Bar(len(flat))) if progress else None
-            gathering = _Gathering(len(flat), bar)
-            sinks = [_OutputCollector(gathering) for _ in flat]
-            # Who may run longest comes first: one that begins last would run on alone when all others have ended.
+            waiter = _CallWaiter(len(flat), bar)
+            sinks = [_OutputCollector(waiter) for _ in flat]
+            # Longest output first: a long request that starts last would run alone after all others have finished.
             longest = [math.inf if one.max_tokens is None else one.max_tokens for _, one in flat]
             order = sorted(range(len(flat)), key=lambda index: -longest[index])
             # A progress bar counts tokens as they are produced.
             jobs = [Job(flat[index][0], flat[index][1], stream=progress) for index in order]
             request_ids = self.engine.submit_all(jobs, [sinks[index] for index in order])
             try:
-                gathering.wait()
+                waiter.wait()
             finally:
-                if gathering.num_left:  # a refusal, or the user's interrupt: nobody wants the others any more
+                if waiter.num_left:  # a request was refused, or the user interrupted: abort the others
                     for request_id in request_ids:
                         self.engine.abort(request_id)
         left = iter(sinks)
@@ -161,7 +167,10 @@ class LLM:
         progress: bool = False,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """The next message of one conversation or of many; `template_options` go to the model's chat template."""
+        """Generates the next assistant message of one conversation or of many; returns one output per conversation.
+
+        `template_options` are passed to the chat template of the model.
+        """
         many = bool(messages) and isinstance(messages[0], Sequence) and not isinstance(messages[0], str | bytes)
         conversations: Sequence[Any] = messages if many else [messages]
         prompts = [self.engine.tokenizer.encode_chat(one, **template_options) for one in conversations]
@@ -171,7 +180,7 @@ class LLM:
         self.engine.close()
 
     def __del__(self) -> None:
-        # The engine's thread keeps the engine, and so the model, alive: dropping the last LLM must end it.
+        # The thread of the engine keeps the engine and the model alive, so deleting the LLM must close it.
         if getattr(self, "_is_owner", False):
             self.engine.close()
 
@@ -188,12 +197,12 @@ class LLM:
         if isinstance(params, SamplingParams):
             return [params] * count
         if len(params) != count:
-            raise InvalidRequest(f"params has {len(params)} entries for {count} prompts: give one, or one for each.")
+            raise InvalidRequest(f"params has {len(params)} entries for {count} prompts: give one, or one per prompt.")
         return params
 
 
-class _Gathering:
-    """Waits until every request of one call has ended."""
+class _CallWaiter:
+    """Waits until all requests of one call have finished."""
 
     def __init__(self, count: int, bar: _Bar | None) -> None:
         self.num_left = count
@@ -201,15 +210,15 @@ class _Gathering:
         self._changed = threading.Condition()
         self._refusal: PacelineError | None = None
 
-    def one_ended(self, refusal: PacelineError | None = None) -> None:
+    def one_finished(self, refusal: PacelineError | None = None) -> None:
         with self._changed:
             self.num_left -= 1
             self._refusal = self._refusal or refusal
             self._changed.notify()
 
-    def note(self, piece: OutputDelta) -> None:
+    def note(self, delta: OutputDelta) -> None:
         if self._bar is not None:
-            self._bar.note(piece)
+            self._bar.note(delta)
 
     def wait(self) -> None:
         with self._changed:
@@ -221,71 +230,81 @@ class _Gathering:
 
 @dataclass(slots=True, eq=False)
 class _OutputCollector:
-    """The sink of one request."""
+    """The sink of one request: collects its output."""
 
-    gathering: _Gathering
+    waiter: _CallWaiter
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     last: OutputDelta | None = None
 
-    def put(self, piece: OutputDelta) -> None:
-        self.texts.append(piece.text)
-        self.token_ids.extend(piece.token_ids)
-        self.logprobs.extend(piece.logprobs)
-        self.prompt_logprobs.extend(piece.prompt_logprobs)
-        self.gathering.note(piece)
-        if piece.finish_reason is not None:
-            self.last = piece
-            self.gathering.one_ended()
+    def put(self, delta: OutputDelta) -> None:
+        self.texts.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        self.prompt_logprobs.extend(delta.prompt_logprobs)
+        self.waiter.note(delta)
+        if delta.finish_reason is not None:
+            self.last = delta
+            self.waiter.one_finished()
 
     def refuse(self, error: PacelineError) -> None:
-        self.gathering.one_ended(error)
+        self.waiter.one_finished(error)
 
 
 def _output(prompt: list[int], params: SamplingParams, sinks: Sequence[_OutputCollector]) -> RequestOutput:
-    """The choices that were asked for, the best first where there are more candidates."""
+    """The requested choices; the best ones, ranked, where there are more candidates (best_of)."""
     choices: list[Choice] = []
     usages: list[TokenUsage] = []
     is_ranked = len(sinks) > params.n
     for sink in sinks:
-        piece = sink.last
-        assert piece is not None and piece.finish_reason is not None, "the last piece says how it ended"
-        if piece.error is not None:
-            raise EngineFailed(f"generation failed: {piece.error}")
-        assert piece.usage is not None and piece.timings is not None, "the last piece says what it took"
+        delta = sink.last
+        assert delta is not None and delta.finish_reason is not None, "the last delta has a finish reason"
+        if delta.error is not None:
+            raise EngineFailed(f"generation failed: {delta.error}")
+        assert delta.usage is not None and delta.timings is not None, "the last delta has usage and timings"
         wants = is_ranked or params.logprobs is not None
-        choices.append(Choice("".join(sink.texts), sink.token_ids, piece.finish_reason, piece.timings,
-                              sink.logprobs if wants else None))  # fmt: skip
-        usages.append(piece.usage)
+        choices.append(
+            Choice(
+                "".join(sink.texts),
+                sink.token_ids,
+                delta.finish_reason,
+                delta.timings,
+                sink.logprobs if wants else None,
+            )
+        )
+        usages.append(delta.usage)
     if is_ranked:
         choices = sorted(choices, key=lambda choice: -choice.mean_logprob)[: params.n]
         if params.logprobs is None:
             choices = [replace(choice, logprobs=None) for choice in choices]
-    told = None if params.prompt_logprobs is None else [None, *sinks[0].prompt_logprobs]
-    return RequestOutput(prompt, choices, usages[0].cached_tokens, told, usages[0].fetched_tokens)
+    prompt_logprobs = None if params.prompt_logprobs is None else [None, *sinks[0].prompt_logprobs]
+    return RequestOutput(prompt, choices, usages[0].cached_tokens, prompt_logprobs, usages[0].fetched_tokens)
 
 
 class _Bar:
-    """A progress bar: requests that have ended, tokens so far, tokens a second."""
+    """A progress bar: finished requests, tokens so far, tokens per second."""
 
     def __init__(self, num_requests: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]}"),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[tokens]}"),
             TimeElapsedColumn(),
-        )  # fmt: skip
+        )
         self._task = self._progress.add_task("prompts", total=num_requests, tokens="")
         self._num_tokens = 0
         self._began = time.monotonic()
 
-    def note(self, piece: OutputDelta) -> None:
-        self._num_tokens += len(piece.token_ids)
+    def note(self, delta: OutputDelta) -> None:
+        self._num_tokens += len(delta.token_ids)
         rate = self._num_tokens / max(time.monotonic() - self._began, 1e-9)
-        ended = 0 if piece.finish_reason is None else 1
-        self._progress.update(self._task, advance=ended, tokens=f"{self._num_tokens} tokens, {rate:.1f} a second")
+        ended = 0 if delta.finish_reason is None else 1
+        self._progress.update(self._task, advance=ended, tokens=f"{self._num_tokens} tokens, {rate:.1f} tokens/s")
 
     def __enter__(self) -> _Bar:
         self._progress.start()

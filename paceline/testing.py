@@ -1,9 +1,9 @@
-"""For testing against the scheduler: an executor with a toy model, its plain twin, and a driver.
+"""Test support for the scheduler: an executor with a toy model, its reference implementation, and a driver.
 
-The toy model is a transformer's memory in miniature. The KV of a position is a number that depends on its token,
-its position and the sum of all KV before it, read through the page table; a token is sampled from that sum. So a
-page that is freed too early, read by the wrong row, cached under wrong tokens or never computed changes every
-token after it, as it would in a real model, and a comparison with `reference_tokens` shows it.
+The toy model behaves like the KV cache of a transformer. The KV of a position is a number that depends on its token,
+its position and the sum of all KV before it, read through the page table; a token is sampled from that sum. A page
+that is freed too early, read by the wrong row, cached under wrong tokens or never computed therefore changes every
+later token, as in a real model, and a comparison with `reference_tokens` detects it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _mix(value: int) -> int:
 
 
 def _seed(namespace: Iterable[str]) -> int:
-    """Where the sum of KV begins: requests that must not share a cache have different KV for equal tokens."""
+    """The initial sum of KV: requests that must not share a cache have different KV for equal tokens."""
     name = "\0".join(namespace)
     return _mix(int.from_bytes(name.encode()[-8:].rjust(8), "little") ^ len(name))
 
@@ -47,9 +47,9 @@ def _sample(total: int, vocab: int) -> int:
 
 
 def reference_tokens(request: Request, vocab: int) -> tuple[list[int], FinishReason]:
-    """What `request` must yield: the toy model run alone, with no pages, no cache and no scheduler.
+    """The expected output of `request`: the toy model alone, without pages, cache or scheduler.
 
-    `request.max_tokens` must be settled, as it is once a scheduler has accepted it.
+    `request.max_tokens` must be set, as it is after `Scheduler.add`.
     """
     if request.prefill_only:
         return [], FinishReason.LENGTH
@@ -84,10 +84,10 @@ class ScriptedPending:
 
 @dataclass
 class ScriptedExecutor(Executor):
-    """Carries plans out on the toy model, strictly in launch order.
+    """Executes plans on the toy model, in launch order.
 
-    `lazy` runs each pass as late as possible, when it is waited for: a plan that still changes after `launch` then
-    computes something else. `draft` gives up to that many tokens beyond the first to a decoding row.
+    `lazy` runs each pass as late as possible, in `wait`: a plan that is modified after `launch` then computes something
+    else. `draft` adds up to that many tokens beyond the first to a decode row.
     """
 
     num_pages: int
@@ -107,7 +107,7 @@ class ScriptedExecutor(Executor):
     _queue: list[ScriptedPending] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # Memory that was never written must not look like memory that was.
+        # Random contents: reading memory that was never written must change the output.
         size = self.num_pages + self.num_host_pages, self.page_size
         self._memory, self._host = np.split(
             np.random.default_rng(0).integers(0, 1 << 63, size, dtype=np.uint64), [self.num_pages]
@@ -118,9 +118,12 @@ class ScriptedExecutor(Executor):
     def for_scheduler(cls, scheduler: Scheduler, **options: object) -> ScriptedExecutor:
         config = scheduler.config
         return cls(
-            config.num_pages, config.page_size, draft=config.draft_tokens, num_host_pages=config.num_host_pages,
+            config.num_pages,
+            config.page_size,
+            draft=config.draft_tokens,
+            num_host_pages=config.num_host_pages,
             **options,  # type: ignore[arg-type]
-        )  # fmt: skip
+        )
 
     def launch(self, plan: Plan) -> ScriptedPending:
         pending = ScriptedPending(self, plan)
@@ -167,9 +170,9 @@ class ScriptedExecutor(Executor):
         pages[swap.fetch_pages] = self._host[swap.fetch_hosts]
 
     def _draft(self, max_length: int, slot: int, position: int) -> list[int]:
-        room = max_length - 1 - position
+        max_drafts = max_length - 1 - position
         tokens: list[int] = []
-        for _ in range(min(position % (self.draft + 1), room)):
+        for _ in range(min(position % (self.draft + 1), max_drafts)):
             total = self._feed(slot, position, 1)
             position += 1
             tokens.append(_sample(total, self.vocab))
@@ -183,7 +186,7 @@ class ScriptedExecutor(Executor):
         tokens.append(token)
 
     def _feed(self, slot: int, start: int, length: int) -> int:
-        """Writes KV of `length` tokens from `start` on, and returns the sum over the row so far."""
+        """Writes the KV of `length` tokens from `start`, and returns the sum over the row so far."""
         row, size = self._rows.get(slot, {}), self.page_size
         places = np.array([row[at // size] * size + at % size for at in range(start + length)], np.int64)
         with np.errstate(over="ignore"):
@@ -196,9 +199,9 @@ class ScriptedExecutor(Executor):
 
 
 class Harness:
-    """A scheduler on the toy model, stepped and checked: the shortest way to a test.
+    """Drives a scheduler on the toy model, step by step.
 
-    Every step checks the invariants; `outputs` is what a client saw, put together from the updates alone.
+    Every step checks the invariants; `outputs` is what a client receives, assembled from the updates alone.
     """
 
     def __init__(
@@ -234,7 +237,7 @@ class Harness:
         updates = None if output is None else output.updates
         if updates is not None:
             for request, token in zip(updates.requests, updates.tokens.tolist(), strict=True):
-                assert request.id not in self.reasons, f"request {request.id} got a token after its end"
+                assert request.id not in self.reasons, f"request {request.id} got a token after it finished"
                 self.outputs[request.id].append(token)
             self._note(updates.finished)
             if self.on_step is not None:
@@ -246,27 +249,27 @@ class Harness:
     def _note(self, finished: Iterable[object]) -> None:
         for item in finished:
             request, reason = item.request, item.reason  # type: ignore[attr-defined]
-            assert request.id not in self.reasons, f"request {request.id} ended twice"
+            assert request.id not in self.reasons, f"request {request.id} finished twice"
             self.reasons[request.id] = reason
 
     def run(self, max_steps: int = 100_000) -> int:
-        """Until everything has ended. Returns the number of passes."""
+        """Runs until all requests have finished. Returns the number of steps."""
         steps = 0
         while self.scheduler.has_work:
-            assert steps < max_steps, f"no end after {steps} steps"
+            assert steps < max_steps, f"requests are left after {steps} steps"
             updates = self.step()
             if updates is None:
-                assert not self.scheduler.has_work, "work is left and nothing can be planned"
+                assert not self.scheduler.has_work, "requests are left and none can be planned"
             steps += 1
         self._note(self.scheduler.take_ended())
         return steps
 
     def assert_reference(self) -> None:
-        """Everything that was not cut short from outside yielded exactly the toy model's tokens."""
+        """Asserts that all outputs equal the reference; aborted requests have a prefix of it."""
         for request_id, request in self.requests.items():
             tokens, reason = reference_tokens(request, self.executor.vocab)
             got = self.outputs[request_id]
             if self.reasons.get(request_id) in (FinishReason.STOP, FinishReason.LENGTH):
-                assert (got, self.reasons[request_id]) == (tokens, reason), f"request {request_id} went wrong"
+                assert (got, self.reasons[request_id]) == (tokens, reason), f"{request_id} differs from the reference"
             else:
-                assert got == tokens[: len(got)], f"request {request_id} went wrong before it was cut short"
+                assert got == tokens[: len(got)], f"{request_id} differs from the reference before its abort"

@@ -1,51 +1,91 @@
+"""Declarations of options: bounds, help texts, choices."""
+
+from __future__ import annotations
+
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import pytest
 
-from paceline.config import ConfigError, SchedulerConfig
+from paceline.config import (
+    BATCHING,
+    EVICTION,
+    POLICIES,
+    ConfigError,
+    EngineConfig,
+    OfflineConfig,
+    SchedulerConfig,
+    ServerConfig,
+    TenantConfig,
+    WorkloadConfig,
+    full_help,
+    public_options,
+    split_options,
+)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"page_size": 0}, "page_size is 0: give 1 or more."),
-        ({"page_size": 1.5}, "page_size is 1.5: give a whole number."),
-        ({"page_size": True}, "page_size is True: give a whole number."),
-        ({"prefix_cache": 1}, "prefix_cache is 1: give true or false."),
-        ({"max_wait": -1}, "max_wait is -1: give 0.0 or more."),
-        ({"max_wait": math.nan}, "max_wait is nan: give a number."),
-        ({"lane_share": 2}, "lane_share is 2: give 1.0 or less."),
-        ({"itl_target": 0}, "itl_target is 0: give 1e-06 or more."),
+        ({"page_size": 0}, "page_size is 0: must be at least 1."),
+        ({"page_size": 1.5}, "page_size is 1.5: expected an integer."),
+        ({"page_size": True}, "page_size is True: expected an integer."),
+        ({"prefix_cache": 1}, "prefix_cache is 1: expected true or false."),
+        ({"max_wait": -1}, "max_wait is -1: must be at least 0.0."),
+        ({"max_wait": math.nan}, "max_wait is nan: expected a number."),
+        ({"lane_share": 2}, "lane_share is 2: must be at most 1.0."),
+        ({"itl_target": 0}, "itl_target is 0: must be at least 1e-06."),
         (
             {"policy": "fastest"},
             "policy is 'fastest': choose one of fair, fcfs, lpm, dfs, sjf, lof, random, priority, hrrn.",
         ),
-        ({"batching": 3}, "batching is 3: give a word."),
-        ({"tenant_weights": [1]}, "tenant_weights is [1]: give a mapping."),
-        ({"tenant_weights": {"a": 0}}, "tenant_weights['a'] is 0: give a number above 0."),
+        ({"batching": 3}, "batching is 3: expected a string."),
+        ({"tenant_weights": [1]}, "tenant_weights is [1]: expected a mapping."),
+        ({"tenant_weights": {"a": 0}}, "tenant_weights['a'] is 0: must be a number above 0."),
         (
             {"num_pages": 8, "pin_quota_pages": 8},
-            "pin_quota_pages is 8, all of num_pages = 8: leave pages for requests.",
+            "pin_quota_pages is 8: must be less than num_pages = 8.",
         ),
         (
             {"max_running": 300, "max_batch_tokens": 256},
-            "max_batch_tokens is 256, fewer than a decode of all max_running = 300 requests needs: "
+            "max_batch_tokens is 256, too small for a decode batch of max_running = 300 requests: "
             "raise it to 300 or lower max_running.",
         ),
     ],
 )
-def test_a_bad_value_is_named_with_its_remedy(options: dict, message: str) -> None:
+def test_an_invalid_value_is_reported_with_its_remedy(options: dict, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         SchedulerConfig(**options)
     assert str(caught.value) == message
 
 
-def test_every_option_says_what_it_is_for() -> None:
-    for item in dataclasses.fields(SchedulerConfig):
-        assert len(item.metadata["help"]) > 15, f"{item.name} has no help"
+CONFIGS = (SchedulerConfig, EngineConfig, ServerConfig, OfflineConfig, TenantConfig, WorkloadConfig)
 
 
-def test_infinity_and_none_are_values_where_they_mean_something() -> None:
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_option_has_a_help_text(config: type) -> None:
+    for item in dataclasses.fields(config):
+        assert len(item.metadata["help"]) > 15 or item.metadata["choice_help"], f"{item.name} has no help"
+        assert not item.metadata["help"].endswith("."), f"{item.name}: the help text continues with the default"
+
+
+@pytest.mark.parametrize(("name", "choices"), [("policy", POLICIES), ("batching", BATCHING), ("eviction", EVICTION)])
+def test_every_choice_has_a_sentence_in_the_help_text(name: str, choices: Mapping[str, str]) -> None:
+    (item,) = (item for item in dataclasses.fields(SchedulerConfig) if item.name == name)
+    assert item.metadata["choices"] == tuple(choices)
+    text = full_help(item)
+    for choice, sentence in choices.items():
+        assert len(sentence) > 15 and f"{choice}: {sentence}" in text
+
+
+def test_infinity_and_none_are_valid_where_documented() -> None:
     config = SchedulerConfig(max_wait=math.inf, itl_target=None, retract_gap=math.inf)
     assert config.max_wait == math.inf
+
+
+def test_a_hidden_option_is_refused_from_users_and_accepted_from_code() -> None:
+    assert SchedulerConfig(draft_tokens=2).draft_tokens == 2
+    assert "draft_tokens" not in [item.name for item in public_options(SchedulerConfig)]
+    with pytest.raises(ConfigError, match="draft_tokens is 2, which is not supported: no executor drafts tokens yet"):
+        split_options({"draft_tokens": 2})

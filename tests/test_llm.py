@@ -1,4 +1,4 @@
-"""The library as a user has it, with the real default model."""
+"""The Python API with the default model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.model.fetch import fetch_default
 from paceline.request import FinishReason, InvalidRequest, Refused
 from paceline.scheduler import EventKind
 
-KNOWN = [7042, 30, 198, 198, 504, 2988, 314, 42]  # what follows "The capital of France is", by hand and by others
+KNOWN = [7042, 30, 198, 198, 504, 2988, 314, 42]  # the greedy continuation of "The capital of France is"
 GREEDY_8 = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 TEXTS = [
     "The capital of France is", "def fibonacci(n):", "Once upon a time", "1 2 3 4 5", "Liberté, égalité,", "你好，世界",
@@ -33,7 +33,7 @@ def llm() -> Iterator[LLM]:
         yield made
 
 
-def test_the_known_continuation(llm: LLM) -> None:
+def test_greedy_decoding_gives_the_known_continuation(llm: LLM) -> None:
     output = llm.generate([[504, 3575, 282, 4649, 314]], GREEDY_8)[0]
     assert output.token_ids == KNOWN
     assert output.text == " Paris.\n\nThe answer is:"
@@ -47,7 +47,7 @@ def test_every_overlap_mode_gives_the_same_tokens() -> None:
             assert llm.generate("The capital of France is", GREEDY_8)[0].token_ids == KNOWN
 
 
-def test_a_chat_answer_names_paris(llm: LLM) -> None:
+def test_chat_applies_the_template_and_stops_at_eos(llm: LLM) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
     params = SamplingParams(temperature=0, max_tokens=40)
     one = llm.chat(question, params)
@@ -77,38 +77,38 @@ def test_mixed_prompts_equal_transformers(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("bad", ["", [], [1] * 9000, [49_152], ["a"]])
-def test_a_bad_prompt_is_an_error_and_the_next_is_served(llm: LLM, bad: Any) -> None:
+def test_an_invalid_prompt_raises_and_the_next_call_works(llm: LLM, bad: Any) -> None:
     with pytest.raises((InvalidRequest, Refused)):
         llm.generate(["fine", bad], GREEDY_8)
     assert llm.generate("The capital of France is", GREEDY_8)[0].token_ids == KNOWN
 
 
-def test_params_are_one_for_all_or_one_for_each(llm: LLM) -> None:
+def test_params_are_shared_or_one_per_prompt(llm: LLM) -> None:
     each = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (1, 3)]
     assert [len(output.token_ids) for output in llm.generate(["a", "b"], each)] == [1, 3]
-    with pytest.raises(InvalidRequest, match="params has 2 entries for 3 prompts: give one, or one for each"):
+    with pytest.raises(InvalidRequest, match="params has 2 entries for 3 prompts: give one, or one per prompt"):
         llm.generate(["a", "b", "c"], each)
     assert llm.generate([], GREEDY_8) == []
 
 
-def test_bad_messages_are_an_error(llm: LLM) -> None:
+def test_invalid_messages_raise(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match=r"messages\[0\].role is 'wizard'"):
         llm.chat([{"role": "wizard", "content": "hi"}])
 
 
-def test_progress_is_shown(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bar_counts_requests_and_tokens(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["a", "b"], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), progress=True)
     shown = capsys.readouterr().out
     assert "2/2" in shown
     assert "8 tokens" in shown
 
 
-def test_unknown_options_are_named() -> None:
+def test_an_unknown_option_is_reported_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="did you mean page_size"):
         LLM(load="random", shape="tiny-llama", pagesize=3)
 
 
-def test_importing_paceline_is_quick_and_needs_no_torch() -> None:
+def test_importing_paceline_does_not_import_torch() -> None:
     code = (
         "import sys, paceline; from paceline import SamplingParams; assert 'torch' not in sys.modules; "
         "import paceline.engine.loop; assert 'torch' not in sys.modules; "

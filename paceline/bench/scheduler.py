@@ -1,8 +1,8 @@
-"""What the scheduler itself costs: plan + commit on one core, with nothing behind it.
+"""`paceline bench scheduler`: the time of plan + commit on one core, without a device.
 
-256 requests run and many more wait; one ends every few steps and another takes its place, as in a busy server. The
-executor is the virtual one, so every microsecond counted is the scheduler's. A step in which nobody comes or goes is
-the usual one and the median; what a join costs is shown beside it.
+256 requests run and many more wait; one finishes every few steps and another takes its slot, as in a busy server. The
+executor is the virtual one, so all of the time is the scheduler's. The median is a step in which no request joins or
+finishes; steps with a join are reported beside it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ WAITING = (0, 100, 10_000, 100_000)
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class StepCost:
     median_us: float
-    join_us: float  # median of steps in which somebody joined; nan if nobody did
+    join_us: float  # median of steps in which a request joined; nan if there is none
     p99_us: float
-    add_us: float  # one add
+    add_us: float  # of one Scheduler.add
     joins_per_step: float
 
 
 class _RequestStream:
-    """Requests without end: 64 system prompts in 4 tenants, own tokens, outputs of 500 to 1,500 tokens."""
+    """An endless stream of requests: 64 system prompts, 4 tenants, outputs of 500 to 1,500 tokens."""
 
     def __init__(self) -> None:
         self._tokens = np.random.default_rng(0)
@@ -50,14 +50,14 @@ class _RequestStream:
         self._count += 1
         own = self._tokens.integers(0, 1000, 64)
         prompt = np.concatenate([self._systems[self._count % 64], own])
-        # The first ones are met somewhere in the middle of their life, so that from the first step on some end.
+        # The first ones have short outputs, so that requests finish from the first steps on.
         shortest = 500 if self._count > RUNNING else 2
         params = SamplingParams(max_tokens=int(self._tokens.integers(shortest, 1500)), ignore_eos=True)
         return Request(f"request-{self._count}", prompt, params, tenant=f"tenant-{self._count % 4}")
 
 
-def step_cost(policy: str, num_waiting: int, num_steps: int = 600) -> Cost:
-    """Plan + commit with RUNNING requests and `num_waiting` behind them, kept at that by an arrival for each end."""
+def step_cost(policy: str, num_waiting: int, num_steps: int = 600) -> StepCost:
+    """Time of plan + commit with RUNNING requests and `num_waiting` waiting ones; each that finishes is replaced."""
     scheduler = Scheduler(
         SchedulerConfig(num_pages=40_000, max_running=RUNNING, policy=policy, max_waiting=max(WAITING) + RUNNING)
     )
@@ -78,14 +78,14 @@ def step_cost(policy: str, num_waiting: int, num_steps: int = 600) -> Cost:
         loop.step()
         refill()
     gc.collect()
-    gc.freeze()  # as a server does once it has started
+    gc.freeze()  # as the server does after startup
     everything: list[float] = []
     joining: list[float] = []
     while len(everything) < num_steps:
         before = time.perf_counter()
         plan = scheduler.plan(clock())
         planned = time.perf_counter()
-        assert plan is not None, "there is always something to run"
+        assert plan is not None, "requests are running"
         result = executor.launch(plan).wait()
         launched = time.perf_counter()
         scheduler.commit(plan, result.tokens, clock(), result.device_s)
@@ -96,7 +96,7 @@ def step_cost(policy: str, num_waiting: int, num_steps: int = 600) -> Cost:
         refill()
     gc.unfreeze()
     p99 = float(np.percentile(everything, 99))
-    return Cost(
+    return StepCost(
         statistics.median(everything),
         float(np.median(joining)) if joining else math.nan,
         p99,
@@ -106,7 +106,7 @@ def step_cost(policy: str, num_waiting: int, num_steps: int = 600) -> Cost:
 
 
 def match_32k_us() -> float:
-    """Finding out that a 32k-token prompt is fully cached, at page size 16."""
+    """Time to match a fully cached prompt of 32k tokens, at page size 16."""
     tokens = np.random.default_rng(0).integers(0, 50_000, 32_768)
     scheduler = Scheduler(SchedulerConfig(num_pages=4_096, context_tokens=40_000))
     clock = VirtualClock()
@@ -118,28 +118,28 @@ def match_32k_us() -> float:
         before = time.perf_counter()
         matched = scheduler.match(probe)
         times.append((time.perf_counter() - before) * 1e6)
-        assert matched == 32_752, f"{matched} tokens of a cached prompt were found"
+        assert matched == 32_752, f"{matched} cached tokens were matched"
     return statistics.median(times)
 
 
 def gsp_hit_rate(max_wait: float, num_tokens: int = 100_000) -> float:
-    """The share of prompt tokens that the shared-prefix workload finds in a cache of `num_tokens`."""
+    """Prefix cache hit rate of gsp with a KV cache of `num_tokens`."""
     config = SchedulerConfig(num_pages=num_tokens // 16, page_size=16, max_wait=max_wait, context_tokens=4_096)
     scheduler, clock = Scheduler(config), VirtualClock()
     for request in gsp():
         scheduler.add(request, clock())
     Loop(scheduler, VirtualExecutor(clock), clock).drain()
-    assert scheduler.counters.finished[FinishReason.LENGTH] == 1024, "every request of gsp ends by length"
+    assert scheduler.counters.finished[FinishReason.LENGTH] == 1024, "every request of gsp finishes by length"
     return scheduler.counters.hit_rate
 
 
 def run(console: Console) -> dict[str, float]:
-    """Prints the table, and returns what goes into the JSON line."""
-    table = Table(title=f"plan + commit in µs, {RUNNING} running, journal on; by how many wait")
-    table.add_column("order")
+    """Prints the table and returns the values of the JSON line."""
+    table = Table(title=f"plan + commit in µs, {RUNNING} running requests, by number of waiting requests")
+    table.add_column("policy")
     for num_waiting in WAITING:
         table.add_column(f"{num_waiting:,}", justify="right")
-    for title in ("ratio", "a join", "p99", "an add"):
+    for title in ("ratio", "join", "p99", "add"):
         table.add_column(title, justify="right")
     figures: dict[str, float] = {}
     for policy in POLICIES:
@@ -154,14 +154,14 @@ def run(console: Console) -> dict[str, float]:
             figures |= {f"plan_us_{waiting}": round(cost.median_us, 1) for waiting, cost in costs.items()}
             figures |= {f"join_us_{waiting}": round(cost.join_us, 1) for waiting, cost in costs.items()}
     console.print(table)
-    console.print("ratio: 100,000 waiting against 100; a join, p99, an add: with 100,000 waiting")
+    console.print("ratio: 100,000 waiting requests over 100; join, p99, add: with 100,000 waiting requests")
     figures["match_32k_us"] = round(match_32k_us(), 1)
     figures["gsp_100k_hit_rate"] = round(gsp_hit_rate(math.inf), 4)
     figures["gsp_100k_hit_rate_default_wait"] = round(gsp_hit_rate(0.2), 4)
-    console.print(f"a cached 32k-token prompt is matched in {figures['match_32k_us']} µs")
+    console.print(f"matching a cached prompt of 32k tokens: {figures['match_32k_us']} µs")
     console.print(
-        f"gsp with 100,000 tokens of memory: hit rate {figures['gsp_100k_hit_rate']} "
-        f"(with the default max_wait {figures['gsp_100k_hit_rate_default_wait']}; 0.8824 is the most possible)"
+        f"gsp with a KV cache of 100,000 tokens: hit rate {figures['gsp_100k_hit_rate']} "
+        f"(with the default max_wait {figures['gsp_100k_hit_rate_default_wait']}; the maximum is 0.8824)"
     )
     return figures
 

@@ -1,11 +1,12 @@
-"""A server under load, from outside: many streams at once, over real sockets, against anything that speaks OpenAI's
-completions.
+"""`paceline bench serve`: throughput and latency of a server under load, over HTTP.
 
-    paceline bench serve --url http://127.0.0.1:8000                     against a server that runs
-    paceline bench serve --start "--load random --shape qwen3-0.6b"      starts one, and ends it
-    ... --workload nano --offline                                        and compares with the same work offline
+Works with every server that has OpenAI's /v1/completions:
 
-The client is raw sockets on an event loop, in as many processes as are asked for, so that it is not what is measured.
+    paceline bench serve --url http://127.0.0.1:8000                     a running server
+    paceline bench serve --start "--load random --shape qwen3-0.6b"      starts a server and stops it
+    ... --workload nano --offline                                        compares with the same workload offline
+
+The client uses raw sockets on an event loop, in several processes if asked to, so that it is not the bottleneck.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,56 +34,56 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from paceline.bench.workloads import Offline, nano
+from paceline.bench.workloads import OfflineWorkload, nano
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.request import SamplingParams
 
 
 @dataclass(slots=True)
 class StreamResult:
-    """What one stream brought, by the client's clock."""
+    """One streamed response, timed by the client's clock."""
 
     num_prompt_tokens: int
     sent: float = 0.0
-    times: list[float] = field(default_factory=list)  # of each event with a choice in it
-    num_tokens: int = 0  # by the server's own count
+    times: list[float] = field(default_factory=list)  # of each event with a choice
+    num_tokens: int = 0  # as reported in `usage`
     ended: float = 0.0
     error: str | None = None
-    late: list[float] = field(default_factory=list)  # of each token, behind the end of its pass
+    late: list[float] = field(default_factory=list)  # seconds from the end of its forward pass, for each token
 
 
 class _SseProtocol(asyncio.Protocol):
-    """One request on a connection of its own."""
+    """One streaming request on its own connection."""
 
-    def __init__(self, request: bytes, answer: StreamResult, clock: _ClockReader | None) -> None:
-        self._request, self._answer, self._clock = request, answer, clock
-        self._begun = False
+    def __init__(self, request: bytes, result: StreamResult, clock: _ClockReader | None) -> None:
+        self._request, self._result, self._clock = request, result, clock
+        self._has_status = False
         self._tail = self._partial = b""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        self._answer.sent = time.monotonic()
+        self._result.sent = time.monotonic()
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         now = time.monotonic()
         data = self._partial + data
-        if not self._begun:
-            self._begun = len(data) >= 12
-            if self._begun and not data.startswith(b"HTTP/1.1 200"):
+        if not self._has_status:
+            self._has_status = len(data) >= 12
+            if self._has_status and not data.startswith(b"HTTP/1.1 200"):
                 self._fail(data.decode("utf-8", "replace"), now)
                 return
         whole, _, self._partial = data.rpartition(b"\n\n")  # an event may end in the next packet
         count = whole.count(b'"finish_reason":')
         if count:
-            self._answer.times += [now] * count
+            self._result.times += [now] * count
             if self._clock is not None:
-                self._answer.late += self._clock.ages(whole, now)
+                self._result.late += self._clock.ages(whole, now)
         self._tail = (self._tail + whole)[-2048:]
         if b"data: [DONE]" in self._tail:
             usage = re.search(rb'"completion_tokens":(\d+)', self._tail)
-            self._answer.num_tokens = int(usage[1]) if usage else 0
+            self._result.num_tokens = int(usage[1]) if usage else 0
             self._end(now)
         elif b'data: {"error"' in self._tail:
             self._fail(self._tail[self._tail.index(b'data: {"error"') :].decode("utf-8", "replace"), now)
@@ -92,18 +93,18 @@ class _SseProtocol(asyncio.Protocol):
             self._fail(f"the connection was closed ({error})", time.monotonic())
 
     def _fail(self, why: str, now: float) -> None:
-        self._answer.error = why
+        self._result.error = why
         self._end(now)
 
     def _end(self, now: float) -> None:
         if not self.done.done():
-            self._answer.ended = now
+            self._result.ended = now
             self.done.set_result(None)
             self._transport.close()
 
 
 class _ClockReader:
-    """How old the tokens are that a virtual GPU made with `--virtual-tokens clock`."""
+    """Reads the age of tokens that a virtual GPU made with `--virtual-tokens clock`."""
 
     def __init__(self) -> None:
         from paceline.engine.virtual.build import VOCAB_SIZE
@@ -128,38 +129,46 @@ def _http(url: str, body: dict[str, Any], key: str | None) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Requests, and when each is sent, in seconds from the start."""
+class TimedWorkload:
+    """A workload with the start time of each request, in seconds from the beginning."""
 
-    work: Offline
+    work: OfflineWorkload
     starts: Sequence[float]
 
-    def part(self, index: int, of: int) -> Load:
-        return Load(Offline(self.work.prompts[index::of], self.work.params[index::of]), self.starts[index::of])
+    def part(self, index: int, of: int) -> TimedWorkload:
+        work = OfflineWorkload(self.work.prompts[index::of], self.work.params[index::of])
+        return TimedWorkload(work, self.starts[index::of])
 
 
-def send_all(url: str, model: str, load: Load, key: str | None, begins: float, read_clock: bool) -> list[StreamResult]:
-    """Sends every request at its time and reads every answer. `begins` is on this machine's monotonic clock."""
+def send_all(
+    url: str, model: str, load: TimedWorkload, key: str | None, begins: float, read_clock: bool
+) -> list[StreamResult]:
+    """Sends every request at its time and reads every response. `begins` is a time of `time.monotonic()`."""
     clock = _ClockReader() if read_clock else None
     parts = urlsplit(url)
     host, port = parts.hostname or "127.0.0.1", parts.port or 80
 
     async def one(prompt: list[int], params: SamplingParams, start: float) -> StreamResult:
-        answer = StreamResult(len(prompt))
+        result = StreamResult(len(prompt))
         body = {
-            "model": model, "prompt": prompt, "max_tokens": params.max_tokens, "temperature": params.temperature,
-            "ignore_eos": params.ignore_eos, "stream": True, "stream_options": {"include_usage": True},
-        }  # fmt: skip
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "ignore_eos": params.ignore_eos,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         request = _http(url, body, key)
         await asyncio.sleep(max(0.0, begins + start - time.monotonic()))
         loop = asyncio.get_running_loop()
         try:
-            _, stream = await loop.create_connection(lambda: _SseProtocol(request, answer, clock), host, port)
+            _, stream = await loop.create_connection(lambda: _SseProtocol(request, result, clock), host, port)
         except OSError as error:
-            answer.error = str(error)
-            return answer
+            result.error = str(error)
+            return result
         await stream.done
-        return answer
+        return result
 
     async def main() -> list[StreamResult]:
         jobs = zip(load.work.prompts, load.work.params, load.starts, strict=True)
@@ -169,43 +178,42 @@ def send_all(url: str, model: str, load: Load, key: str | None, begins: float, r
 
 
 def run_load(
-    url: str, model: str, load: Load, *, key: str | None, clients: int, read_clock: bool
+    url: str, model: str, load: TimedWorkload, *, key: str | None, clients: int, read_clock: bool
 ) -> list[StreamResult]:
-    """As `send_all`, from several processes."""
-    lead = 1.0 + 0.5 * clients  # for the processes to start
+    """`send_all` from `clients` processes."""
     if clients == 1:
         return send_all(url, model, load, key, time.monotonic() + 0.2, read_clock)
-    begins = time.monotonic() + lead
+    begins = time.monotonic() + 1.0 + 0.5 * clients  # after all processes have started
     with ProcessPoolExecutor(clients, mp_context=get_context("spawn")) as pool:
         parts = [
             pool.submit(send_all, url, model, load.part(index, clients), key, begins, read_clock)
             for index in range(clients)
         ]
-        return [answer for part in parts for answer in part.result()]
+        return [result for part in parts for result in part.result()]
 
 
-def summary(answers: Sequence[StreamResult], goodput: dict[str, float] | None = None) -> dict[str, Any]:
-    """The figures under the names that `vllm bench serve` gives them."""
-    good = [answer for answer in answers if answer.error is None]
-    found: dict[str, Any] = {"completed": len(good), "failed": len(answers) - len(good)}
+def summary(results: Sequence[StreamResult], goodput: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """Metrics under the names of `vllm bench serve`."""
+    good = [result for result in results if result.error is None]
+    found: dict[str, Any] = {"completed": len(good), "failed": len(results) - len(good)}
     if not good:
         return found
-    seconds = max(answer.ended for answer in good) - min(answer.sent for answer in good)
-    tokens = sum(answer.num_tokens for answer in good)
-    prompts = sum(answer.num_prompt_tokens for answer in good)
+    seconds = max(result.ended for result in good) - min(result.sent for result in good)
+    tokens = sum(result.num_tokens for result in good)
+    prompts = sum(result.num_prompt_tokens for result in good)
     found |= {
         "duration": seconds, "total_input_tokens": prompts, "total_output_tokens": tokens,
-        "events": sum(len(answer.times) for answer in good), "request_throughput": len(good) / seconds,
+        "events": sum(len(result.times) for result in good), "request_throughput": len(good) / seconds,
         "output_throughput": tokens / seconds, "total_token_throughput": (prompts + tokens) / seconds,
     }  # fmt: skip
     samples = {
-        "ttft": [answer.times[0] - answer.sent for answer in good if answer.times],
-        "tpot": [(answer.times[-1] - answer.times[0]) / (answer.num_tokens - 1) for answer in good
-                 if answer.num_tokens > 1],
-        "itl": [later - earlier for answer in good
-                for earlier, later in zip(answer.times, answer.times[1:], strict=False)],
-        "e2el": [answer.ended - answer.sent for answer in good],
-        "late": [late for answer in good for late in answer.late],
+        "ttft": [result.times[0] - result.sent for result in good if result.times],
+        "tpot": [(result.times[-1] - result.times[0]) / (result.num_tokens - 1) for result in good
+                 if result.num_tokens > 1],
+        "itl": [later - earlier for result in good
+                for earlier, later in zip(result.times, result.times[1:], strict=False)],
+        "e2el": [result.ended - result.sent for result in good],
+        "late": [late for result in good for late in result.late],
     }  # fmt: skip
     for name, values in samples.items():
         if values:
@@ -216,9 +224,9 @@ def summary(answers: Sequence[StreamResult], goodput: dict[str, float] | None = 
             }  # fmt: skip
     if goodput:
         kept = 0
-        for answer in good:
-            of = {"e2el": answer.ended - answer.sent, "ttft": (answer.times or [math.inf])[0] - answer.sent}
-            of["tpot"] = (answer.times[-1] - answer.times[0]) / max(1, answer.num_tokens - 1) if answer.times else 0.0
+        for result in good:
+            of = {"e2el": result.ended - result.sent, "ttft": (result.times or [math.inf])[0] - result.sent}
+            of["tpot"] = (result.times[-1] - result.times[0]) / max(1, result.num_tokens - 1) if result.times else 0.0
             kept += all(of[name] * 1e3 <= most for name, most in goodput.items())
         found["request_goodput"] = kept / seconds
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in found.items()}
@@ -230,11 +238,20 @@ def _percentile(ordered: Sequence[float], percent: float) -> float:
 
 @contextmanager
 def started(arguments: str) -> Iterator[str]:
-    """A server on a free port; its address."""
-    command = [sys.executable, "-m", "paceline.cli", "serve", "--port", "0", "--log-level", "warning",
-               *shlex.split(arguments)]  # fmt: skip
+    """Starts a server on a free port, yields its URL and stops it."""
+    command = [
+        sys.executable,
+        "-m",
+        "paceline.cli",
+        "serve",
+        "--port",
+        "0",
+        "--log-level",
+        "warning",
+        *shlex.split(arguments),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None, "asked for"
+    assert process.stdout is not None, "stdout is a pipe"
     try:
         url = None
         for line in process.stdout:
@@ -242,7 +259,7 @@ def started(arguments: str) -> Iterator[str]:
             if "Ctrl-C" in line:
                 break
         if url is None:
-            raise ConfigError("the server did not start: its own message says why.")
+            raise ConfigError("the server did not start: see its message above.")
         yield url
     finally:
         if process.poll() is None:
@@ -258,74 +275,92 @@ def served_model(url: str, key: str | None) -> str:
         return name
 
 
-def streams(count: int, prompt: int, output: int, seed: int) -> Offline:
+def streams(count: int, prompt: int, output: int, seed: int) -> OfflineWorkload:
     rng = random.Random(seed)
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=output)
-    return Offline([[rng.randint(300, 10_000) for _ in range(prompt)] for _ in range(count)], [params] * count)
+    return OfflineWorkload([[rng.randint(300, 10_000) for _ in range(prompt)] for _ in range(count)], [params] * count)
 
 
-def bench(
-    *,
-    url: str | None,
-    start: str | None,
-    workload: str,
-    count: int,
-    prompt: int,
-    output: int,
-    rate: float | None,
-    repeats: int,
-    clients: int,
-    key: str | None,
-    late: bool,
-    goodput: dict[str, float] | None,
-    offline: bool,
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeBenchConfig:
+    """Options of `paceline bench serve`."""
+
+    workload: str = "streams"
+    count: int = 256  # requests
+    prompt: int = 64  # tokens of each prompt, workload streams
+    output: int = 512  # tokens of each output, workload streams
+    rate: float | None = None  # requests per second, Poisson; None: all at once
+    repeats: int = 3
+    clients: int = 1  # processes
+    key: str | None = None
+    late: bool = False
+    goodput: Mapping[str, float] = field(default_factory=dict)  # upper bounds in ms by metric
+
+    def work(self, repeat: int) -> OfflineWorkload:
+        if self.workload == "nano":
+            return nano(self.count).shifted(repeat)
+        return streams(self.count, self.prompt, self.output, repeat)
+
+    def starts(self, repeat: int) -> list[float]:
+        rng, at, starts = random.Random(repeat), 0.0, []
+        for _ in range(self.count):
+            starts.append(at)
+            at += rng.expovariate(self.rate) if self.rate else 0.0
+        return starts
+
+    @property
+    def warm_up(self) -> OfflineWorkload:
+        return streams(min(self.count, 32), 64, 8, 77)
+
+
+def bench(config: ServeBenchConfig, *, url: str | None, start: str | None, offline: bool) -> dict[str, Any]:
+    """Runs the benchmark against `url`, or a server started with the options `start`, and prints the best run."""
     if (url is None) == (start is None):
-        raise ConfigError("url and start are both given, or neither: name a server, or how to start one.")
+        raise ConfigError("give either --url or --start: the address of a server, or the options to start one.")
     if start is not None:
         with started(start) as address:
-            best = _repeat(address, workload, count, prompt, output, rate, repeats, clients, key, late, goodput)
+            best = _repeat(address, config)
     else:
         assert url is not None, "one of them is given"
-        best = _repeat(url, workload, count, prompt, output, rate, repeats, clients, key, late, goodput)
+        best = _repeat(url, config)
     if offline:
         if start is None:
-            raise ConfigError("offline is asked for, and the server is not ours: use --start, whose options it takes.")
-        best["offline_throughput"] = round(_offline(start, workload, count, prompt, output, repeats), 3)
+            raise ConfigError("--offline needs --start, whose options it uses to load the same model.")
+        best["offline_throughput"] = round(_offline(start, config), 3)
         best["share_of_offline"] = round(best["output_throughput"] / best["offline_throughput"], 4)
-        print(f"offline {best['offline_throughput']:.0f} tokens/s: over HTTP it is {best['share_of_offline']:.1%}")
-    best |= {"workload": workload, "clients": clients, "cores": os.cpu_count(), "load_average": os.getloadavg()[0]}
+        print(f"offline: {best['offline_throughput']:.0f} tokens/s; over HTTP {best['share_of_offline']:.1%} of that")
+    best |= {
+        "workload": config.workload,
+        "clients": config.clients,
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+    }
     print(json.dumps(best))
     return best
 
 
-def _work(workload: str, count: int, prompt: int, output: int, repeat: int) -> Offline:
-    return nano(count).shifted(repeat) if workload == "nano" else streams(count, prompt, output, repeat)
-
-
-def _repeat(url: str, workload: str, count: int, prompt: int, output: int, rate: float | None, repeats: int,
-            clients: int, key: str | None, late: bool, goodput: dict[str, float] | None) -> dict[str, Any]:  # fmt: skip
-    model = served_model(url, key)
-    run_load(url, model, Load(streams(min(count, 32), 64, 8, 77), [0.0] * min(count, 32)), key=key, clients=1,
-             read_clock=False)  # fmt: skip
+def _repeat(url: str, config: ServeBenchConfig) -> dict[str, Any]:
+    """The run with the highest output throughput."""
+    model = served_model(url, config.key)
+    warm_up = TimedWorkload(config.warm_up, [0.0] * len(config.warm_up.prompts))
+    run_load(url, model, warm_up, key=config.key, clients=1, read_clock=False)
     best: dict[str, Any] = {}
-    for repeat in range(repeats):
-        rng, at = random.Random(repeat), 0.0
-        starts = []
-        for _ in range(count):
-            starts.append(at)
-            at += rng.expovariate(rate) if rate else 0.0
-        load = Load(_work(workload, count, prompt, output, repeat), starts)
-        answers = run_load(url, model, load, key=key, clients=clients, read_clock=late)
-        errors = [answer.error for answer in answers if answer.error is not None]
-        found = summary(answers, goodput)
+    for repeat in range(config.repeats):
+        load = TimedWorkload(config.work(repeat), config.starts(repeat))
+        results = run_load(url, model, load, key=config.key, clients=config.clients, read_clock=config.late)
+        errors = [result.error for result in results if result.error is not None]
+        found = summary(results, config.goodput)
         found["asked_output_tokens"] = load.work.num_output_tokens
+        late = (
+            f", token age median {found['median_late_ms']:.1f}, p99 {found['p99_late_ms']:.1f} ms"
+            if config.late
+            else ""
+        )
         print(
-            f"{workload} run {repeat}: {found.get('duration', 0):.2f} s, "
+            f"{config.workload} run {repeat}: {found.get('duration', 0):.2f} s, "
             f"{found.get('output_throughput', 0):.0f} tokens/s, "
-            f"{found['completed']} whole, {found['failed']} failed; TTFT p99 {found.get('p99_ttft_ms', 0):.1f} ms, "
-            f"ITL p99 {found.get('p99_itl_ms', 0):.1f} ms"
-            + (f", late median {found['median_late_ms']:.1f}, p99 {found['p99_late_ms']:.1f} ms" if late else ""),
+            f"{found['completed']} completed, {found['failed']} failed; TTFT p99 {found.get('p99_ttft_ms', 0):.1f} ms, "
+            f"ITL p99 {found.get('p99_itl_ms', 0):.1f} ms{late}",
             flush=True,
         )
         if errors:
@@ -335,25 +370,25 @@ def _repeat(url: str, workload: str, count: int, prompt: int, output: int, rate:
     return best
 
 
-def _offline(start: str, workload: str, count: int, prompt: int, output: int, repeats: int) -> float:
-    """Tokens a second of the same work without a server, with the options of the server that bear on it."""
+def _offline(start: str, config: ServeBenchConfig) -> float:
+    """Output tokens per second of the same workload without a server, with the engine options of the server."""
     from paceline.llm import LLM
 
     with LLM(**_library_options(start)) as llm:
-        warm = streams(min(count, 32), 64, 8, 77)
-        llm.generate(warm.prompts, warm.params)
+        llm.generate(config.warm_up.prompts, config.warm_up.params)
         best = math.inf
-        for repeat in range(repeats):
-            work = _work(workload, count, prompt, output, repeat)
+        for repeat in range(config.repeats):
+            work = config.work(repeat)
             began = time.perf_counter()
             outputs = llm.generate(work.prompts, work.params)
             best = min(best, time.perf_counter() - began)
-            assert sum(len(one.token_ids) for one in outputs) == work.num_output_tokens, "all of it was generated"
+            num_tokens = sum(len(one.token_ids) for one in outputs)
+            assert num_tokens == work.num_output_tokens, f"{num_tokens} tokens, expected {work.num_output_tokens}"
     return work.num_output_tokens / best
 
 
 def _library_options(start: str) -> dict[str, Any]:
-    """What `LLM` takes of a server's options."""
+    """The options of a server that `LLM` takes."""
     known = {"model", "load", "shape"}
     known |= {item.name for kind in (EngineConfig, SchedulerConfig) for item in dataclasses.fields(kind)}
     words = shlex.split(start)

@@ -1,8 +1,8 @@
-"""Our engine against transformers' `generate()`: the same model, prompts, float32 and number of threads, in one run.
+"""Compares with transformers' `generate()`: same model, prompts, dtype (float32) and number of threads, in one run.
 
-Three questions: one stream; 16 prompts whose outputs differ in length, against a padded batch that runs until its
-longest ends; 64 requests with a common prefix, against a batch that computes it 64 times. The two sides take turns and
-the best run of each counts, since a busy machine only ever makes a run slower. `transformers` is imported here only.
+Three workloads: one stream; 16 prompts with outputs of different lengths, which transformers runs as a padded batch
+until the longest output ends; 64 requests with a shared prefix, which transformers computes 64 times. Runs alternate
+and the best of each counts, since a busy machine only makes a run slower. Only this module imports `transformers`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Workload:
 
 
 def workloads(vocab_size: int, *, scale: float = 1.0) -> list[Workload]:
-    """`scale` makes outputs shorter and requests fewer, for trying things out."""
+    """`scale` below 1 gives fewer requests and shorter outputs."""
     rng = np.random.default_rng(0)
 
     def ids(count: int) -> list[int]:
@@ -72,7 +72,7 @@ def compare_with_transformers(
     only: Sequence[str] = WORKLOADS,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Runs the comparison, says what it finds, and returns (and says last, as one JSON object) the ratios."""
+    """Runs the comparison and returns the ratios; `say` gets every line, the last one as JSON."""
     torch.set_num_threads(threads)
     path = find_model(DEFAULT_MODEL if model is None else model)
     decoder, tokenizer = CpuModel(load_decoder(path, dtype="float32")), load_tokenizer(path)
@@ -94,10 +94,10 @@ def compare_with_transformers(
         same = sum(a == b for a, b in zip(tokens, their_tokens, strict=True))
         found[f"{work.name}_ratio"] = round(their_s / our_s, 3)
         say(
-            f"{work.name:7} {len(work.prompts)} prompts, {work.num_tokens} tokens out: ours {our_s:.2f} s "
+            f"{work.name:7} {len(work.prompts)} prompts, {work.num_tokens} output tokens: paceline {our_s:.2f} s "
             f"({work.num_tokens / our_s:.1f} tokens/s), transformers {their_s:.2f} s "
             f"({work.num_tokens / their_s:.1f} tokens/s): {their_s / our_s:.2f}x; "
-            f"{same} of {len(tokens)} outputs are the same tokens"
+            f"{same} of {len(tokens)} outputs equal"
         )
     found["tokens_equal"] = equal
     say(json.dumps(found))
@@ -122,7 +122,7 @@ def _load_theirs(path: Path) -> Any:
     from transformers import modeling_gguf_pytorch_utils
 
     reading: Any = modeling_gguf_pytorch_utils
-    reading.tqdm = lambda items, **_: items  # its bar for GGUF files listens to no setting once tqdm is imported
+    reading.tqdm = lambda items, **_: items  # no setting disables its progress bar once tqdm is imported
     logging: Any = transformers.logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -135,7 +135,7 @@ def _load_theirs(path: Path) -> Any:
 
 @torch.inference_mode()
 def _run_theirs(model: Any, work: Workload) -> tuple[float, list[list[int]]]:
-    """One padded batch, which runs until the longest output is there."""
+    """One padded batch, which runs until the longest output ends."""
     longest = max(map(len, work.prompts))
     ids = torch.zeros(len(work.prompts), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -153,8 +153,8 @@ def _run_theirs(model: Any, work: Workload) -> tuple[float, list[list[int]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Our engine against transformers, float32 on the CPU.")
-    parser.add_argument("--model", help="folder, .gguf file or name; the default model if not given")
+    parser = argparse.ArgumentParser(description="Compares with transformers, float32 on the CPU.")
+    parser.add_argument("--model", help="model folder, .gguf file or name (default: the default model)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads for both sides")
     parser.add_argument("--scale", type=float, default=1.0, help="below 1: fewer requests and shorter outputs")
     parser.add_argument("--only", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)

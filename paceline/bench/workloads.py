@@ -1,4 +1,4 @@
-"""The workloads figures are given for, exactly, so that they compare."""
+"""The benchmark workloads, fixed token by token, so that results compare between runs and machines."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paceline.config import OfflineConfig
 from paceline.request import Grammar, Request, SamplingParams
+
+SWEEP_OUTPUTS = (16, 272)  # output tokens of a short and a long run
+CHAT_TURNS = 6
 
 
 def gsp(
     groups: int = 64, per_group: int = 16, *, prefix: int = 2048, own: int = 128, output: int = 256
 ) -> list[Request]:
-    """Shared prefixes: every group has a system prompt, every request some tokens of its own; shuffled once."""
+    """Generated shared prefix: one system prompt per group, a distinct question per request; shuffled once."""
     tokens = np.random.default_rng(0)
     prompts = []
     for _ in range(groups):
@@ -25,8 +29,8 @@ def gsp(
     return [Request(f"gsp-{number}", prompt, params) for number, prompt in enumerate(prompts)]
 
 
-class Offline(NamedTuple):
-    """Prompts to generate from, all at once."""
+class OfflineWorkload(NamedTuple):
+    """Prompts and their sampling parameters, submitted all at once."""
 
     prompts: list[list[int]]
     params: list[SamplingParams]
@@ -35,16 +39,21 @@ class Offline(NamedTuple):
     def num_output_tokens(self) -> int:
         return sum(each.max_tokens or 0 for each in self.params)
 
-    def shifted(self, by: int) -> Offline:
-        """The same with other token ids, so that a repeat finds nothing in the cache."""
-        return Offline([[token + by for token in prompt] for prompt in self.prompts], self.params)
+    @property
+    def num_tokens(self) -> int:
+        """Prompt plus output tokens."""
+        return sum(map(len, self.prompts)) + self.num_output_tokens
 
-    def within(self, vocab_size: int) -> Offline:
-        """The same where a model knows fewer tokens than these."""
-        return Offline([[token % vocab_size for token in prompt] for prompt in self.prompts], self.params)
+    def shifted(self, by: int) -> OfflineWorkload:
+        """The same with other token ids, so that a repeat finds nothing in the prefix cache."""
+        return OfflineWorkload([[token + by for token in prompt] for prompt in self.prompts], self.params)
 
-    def scaled(self, scale: float) -> Offline:
-        """Fewer requests, with prompts and outputs shorter in proportion: what they share they go on sharing."""
+    def within(self, vocab_size: int) -> OfflineWorkload:
+        """The same with token ids below `vocab_size`."""
+        return OfflineWorkload([[token % vocab_size for token in prompt] for prompt in self.prompts], self.params)
+
+    def scaled(self, scale: float) -> OfflineWorkload:
+        """Fewer requests with shorter prompts and outputs, in proportion; shared prefixes stay shared."""
         if scale == 1:
             return self
 
@@ -52,49 +61,49 @@ class Offline(NamedTuple):
             return max(1, round(count * scale))
 
         few = part(len(self.prompts))
-        return Offline(
+        return OfflineWorkload(
             [[p[i * len(p) // part(len(p))] for i in range(part(len(p)))] for p in self.prompts[:few]],
             [replace(each, max_tokens=part(each.max_tokens or 1)) for each in self.params[:few]],
         )
 
 
-def nano(num_requests: int = 256) -> Offline:
-    """The offline benchmark of the small engines: 256 prompts of 100 to 1,024 tokens, as many tokens out."""
+def nano(num_requests: int = 256) -> OfflineWorkload:
+    """The offline benchmark of nano-vllm: 256 prompts of 100 to 1,024 tokens, outputs of 100 to 1,024 tokens."""
     rng = random.Random(0)
     prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))] for _ in range(num_requests)]
     params = [
         SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=rng.randint(100, 1024)) for _ in range(num_requests)
     ]
-    return Offline(prompts, params)
+    return OfflineWorkload(prompts, params)
 
 
-def sweep(batch: int, output: int, seed: int = 0) -> Offline:
+def sweep(batch: int, output: int, seed: int = 0) -> OfflineWorkload:
     """`batch` prompts of 128 tokens."""
     rng = random.Random(seed)
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=output)
-    return Offline([[rng.randint(0, 10_000) for _ in range(128)] for _ in range(batch)], [params] * batch)
+    return OfflineWorkload([[rng.randint(0, 10_000) for _ in range(128)] for _ in range(batch)], [params] * batch)
 
 
-def long_prompts(num_requests: int = 32, output: int = 32) -> Offline:
-    """Prompts of 256 to 24,000 tokens, as many of each magnitude."""
+def long_prompts(num_requests: int = 32, output: int = 32) -> OfflineWorkload:
+    """Prompts of 256 to 24,000 tokens, with lengths on a logarithmic scale."""
     rng = random.Random(3)
     lengths = [round(256 * (24_000 / 256) ** (number / max(num_requests - 1, 1))) for number in range(num_requests)]
     rng.shuffle(lengths)
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=output)
     prompts = [[rng.randint(0, 10_000) for _ in range(length)] for length in lengths]
-    return Offline(prompts, [params] * num_requests)
+    return OfflineWorkload(prompts, [params] * num_requests)
 
 
-def chats(num_chats: int = 64, output: int = 64) -> Offline:
-    """Chats that begin with 1,000 to 3,000 tokens of their own."""
+def chats(num_chats: int = 64, output: int = 64) -> OfflineWorkload:
+    """Conversations that begin with 1,000 to 3,000 distinct tokens."""
     rng = random.Random(4)
     prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(1000, 3000))] for _ in range(num_chats)]
-    return Offline(prompts, [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=output)] * num_chats)
+    return OfflineWorkload(prompts, [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=output)] * num_chats)
 
 
-def sampled(work: Offline) -> Offline:
-    """The same work with top-k, top-p and all penalties on every row."""
-    return Offline(
+def sampled(work: OfflineWorkload) -> OfflineWorkload:
+    """The same workload with top-k, top-p and all penalties on every row."""
+    return OfflineWorkload(
         work.prompts,
         [
             replace(params, top_p=0.9, top_k=50, repetition_penalty=1.1, presence_penalty=0.3, frequency_penalty=0.3)
@@ -103,13 +112,13 @@ def sampled(work: Offline) -> Offline:
     )
 
 
-def with_logprobs(work: Offline, count: int = 5) -> Offline:
-    """The same work with so many alternatives to every token."""
-    return Offline(work.prompts, [replace(params, logprobs=count) for params in work.params])
+def with_logprobs(work: OfflineWorkload, count: int = 5) -> OfflineWorkload:
+    """The same workload with the logprobs of the `count` most likely tokens at every position."""
+    return OfflineWorkload(work.prompts, [replace(params, logprobs=count) for params in work.params])
 
 
-def structured(batch: int, output: int, seed: int = 0) -> Offline:
-    """`batch` prompts of 128 tokens, each answered by a schema of its own that cannot end before `output` tokens."""
+def structured(batch: int, output: int, seed: int = 0) -> OfflineWorkload:
+    """`batch` prompts of 128 tokens, each with a JSON schema of its own that needs more than `output` tokens."""
     work = sweep(batch, output, seed)
 
     def schema(number: int) -> Grammar:
@@ -128,13 +137,38 @@ def structured(batch: int, output: int, seed: int = 0) -> Offline:
         }
         return Grammar.json_schema({"type": "array", "items": item, "minItems": output})
 
-    return Offline(
+    return OfflineWorkload(
         work.prompts,
         [replace(each, ignore_eos=False, grammar=schema(index)) for index, each in enumerate(work.params)],
     )
 
 
-def gsp_offline() -> Offline:
+def gsp_offline() -> OfflineWorkload:
     requests = gsp()
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=requests[0].params.max_tokens)
-    return Offline([request.prompt.tolist() for request in requests], [params] * len(requests))
+    return OfflineWorkload([request.prompt.tolist() for request in requests], [params] * len(requests))
+
+
+def num_part_tokens(part: str, config: OfflineConfig) -> int:
+    """About how many prompt and output tokens a part of `paceline bench offline` computes at full scale."""
+    runs = config.repeats * len(config.overlap_modes)
+    compared = 2 * (2 * config.repeats + 1)
+    match part:
+        case "nano":
+            return runs * nano().num_tokens
+        case "gsp":
+            return runs * gsp_offline().num_tokens // 4  # most of it is found in the prefix cache
+        case "prompts":
+            return runs * long_prompts().num_tokens
+        case "chats":
+            return runs * CHAT_TURNS * chats().num_tokens
+        case "sweep":
+            each = sum(sweep(1, count).num_tokens for count in SWEEP_OUTPUTS)
+            return 2 * len(config.overlap_modes) * sum(config.batch_sizes) * each
+        case "sampling":
+            return compared * nano().num_tokens
+        case "logprobs":
+            return compared * (64 + 256) * sweep(1, 256).num_tokens
+        case "grammar":
+            return compared * 64 * sweep(1, 256).num_tokens
+    return 0

@@ -1,10 +1,10 @@
-"""Is it right? Checks of a whole engine that are worth running at full size, on the device that will serve."""
+"""Correctness checks of a whole engine, at full size, on the device that serves. The engine never imports them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.checks.harness import Lab, Verdict
+from paceline.checks.harness import CheckResult, CheckSetup
 from paceline.checks.inter_token_latency import check_inter_token_latency
 from paceline.checks.logits import check_logits
 from paceline.checks.sanitizer import run_sanitizer, run_tiny
@@ -13,11 +13,20 @@ from paceline.checks.swap import check_swap
 from paceline.checks.tokens import check_alone, check_tokens
 
 __all__ = [
-    "CHECKS", "Lab", "Verdict", "check_alone", "check_inter_token_latency", "check_logits", "check_soak", "check_swap",
-    "check_tokens", "run_sanitizer", "run_tiny",
-]  # fmt: skip
+    "CHECKS",
+    "CheckResult",
+    "CheckSetup",
+    "check_alone",
+    "check_inter_token_latency",
+    "check_logits",
+    "check_soak",
+    "check_swap",
+    "check_tokens",
+    "run_sanitizer",
+    "run_tiny",
+]
 
-CHECKS: dict[str, Callable[[Lab], Verdict]] = {
+CHECKS: dict[str, Callable[[CheckSetup], CheckResult]] = {
     "check": check_tokens,
     "logits": check_logits,
     "alone": check_alone,

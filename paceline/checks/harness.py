@@ -1,9 +1,10 @@
-"""What checks are made with: engines of random weights, and a judge of their tokens.
+"""The harness of the checks: engines with random weights, and the comparison of their tokens with float32.
 
-A token is judged by its **margin**: how far its logit lies below the best one when the same tokens are computed in
-float32. Bfloat16 moves logits, so near the top the choice may differ and the margin of a right engine is small, not 0.
-How small is not guessed: plain torch in the same dtype chooses after the same tokens, and no choice of the engine may
-lie 1.5 times as far off as the worst of plain torch's. A page read by the wrong row is off by whole deviations.
+A token is judged by its **margin**: the distance of its logit below the highest one when the same tokens are computed
+in float32. Bfloat16 changes logits, so the choice between close candidates may differ and the margin of a correct
+engine is small, not 0. The bound is measured: plain torch in the same dtype chooses after the same tokens, and the
+worst margin of the engine must stay below 1.5 times that of plain torch. Reading a wrong page is off by whole standard
+deviations.
 """
 
 from __future__ import annotations
@@ -37,35 +38,35 @@ from paceline.text.synthetic import synthetic_tokenizer
 from paceline.text.tokenizer import Tokenizer
 
 _SEED = 11
-ROUNDING = 5e-3  # what float32 itself may differ by between two orders of summing up
+ROUNDING = 5e-3  # difference of float32 logits between two orders of summation
 
 
-class Verdict(NamedTuple):
-    passed: bool | None  # None: it could not be run here
+class CheckResult(NamedTuple):
+    passed: bool | None  # None: not runnable on this host
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Lab:
-    """What checks are made on: random weights of a shape, on a device, with the options that were given."""
+class CheckSetup:
+    """What a check runs on: random weights of a shape, a device, and the options that the user gave."""
 
     shape: str
     device: torch.device
     dtype: str = "bfloat16"
-    options: Mapping[str, Any] = field(default_factory=dict)  # of engine and scheduler
+    options: Mapping[str, Any] = field(default_factory=dict)  # engine and scheduler options
     assemble: Callable[[Decoder, Tokenizer, EngineConfig, Mapping[str, Any]], Engine] = assemble
-    num_layers: int | None = None  # at most; all that the shape has, if not given
+    num_layers: int | None = None  # at most; None: all layers of the shape
 
     def spec(self, num_layers: int | None = None) -> ModelSpec:
         if not self.shape:
-            raise ConfigError("a check makes its own random weights: give a shape and no model.")
+            raise ConfigError("checks use random weights: give a shape and no model.")
         spec = named_shape(self.shape)
         count = min(spec.num_layers, num_layers or spec.num_layers, self.num_layers or spec.num_layers)
         cut = slice(0, count)
         return replace(spec, num_layers=count, windows=spec.windows[cut], layer_ropes=spec.layer_ropes[cut])
 
     def weights(self, spec: ModelSpec, dtype: str | None = None) -> dict[str, Tensor]:
-        """The same numbers every time; in another dtype, those numbers rounded to it."""
+        """The same values on every call; `dtype` rounds them."""
         made = random_weights(spec, seed=_SEED, dtype=self.dtype, device=self.device)
         return made if dtype is None else {name: weight.to(getattr(torch, dtype)) for name, weight in made.items()}
 
@@ -74,12 +75,12 @@ class Lab:
 
     @contextmanager
     def llm(self, spec: ModelSpec, *, overlap: str = "on", kv_tokens: int, **scheduler: Any) -> Iterator[LLM]:
-        """An engine with these options, unless others were given."""
+        """An engine with these options; those of the user take precedence."""
         engine, given = split_options(self.options)
         memory = {} if "num_pages" in given else {"kv_tokens": kv_tokens}
         config = EngineConfig(**{**memory, **engine, "overlap": overlap})
         tokenizer = synthetic_tokenizer(spec.vocab_size)
-        gc.collect()  # an engine before this one and its thread refer to each other, and hold their memory
+        gc.collect()  # the previous engine and its thread refer to each other and hold memory
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         made = self.assemble(self.decoder(spec), tokenizer, config, {"max_wait": math.inf, **scheduler, **given})
@@ -89,7 +90,7 @@ class Lab:
 
 class Margin(NamedTuple):
     worst: float
-    wrong: int  # tokens that were not the best
+    wrong: int  # tokens that are not the argmax
     judged: int
 
 
@@ -97,8 +98,10 @@ class Margin(NamedTuple):
 def margin(
     decoder: Decoder, prompts: Sequence[list[int]], outputs: Sequence[list[int]], chooser: Decoder | None = None
 ) -> Margin:
-    """How far below the best logit of `decoder` a chosen token lies at worst, how many were not the best, of how
-    many. With a `chooser`, its choice after the same tokens is judged instead of the outputs'."""
+    """The worst margin of the output tokens under the logits of `decoder`.
+
+    With a `chooser`, the argmax of its logits after the same tokens is judged instead.
+    """
     worst, wrong, count = 0.0, 0, 0
     for prompt, output in zip(prompts, outputs, strict=True):
         logits = logits_after(decoder, prompt, output)
@@ -113,8 +116,8 @@ def margin(
 
 
 def logits_after(decoder: Decoder, prompt: list[int], output: list[int]) -> Tensor:
-    """Logits [T, V] from which each token of `output` was to be chosen. Layers with windows are not for this."""
-    assert not any(decoder.spec.windows), "a window would need a mask"
+    """Logits [T, V] that predict each token of `output`. For models without sliding window layers."""
+    assert not any(decoder.spec.windows), "sliding windows need a mask"
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -139,8 +142,8 @@ def tokens_of(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingP
 
 
 @dataclass(slots=True, eq=False)
-class Clocked:
-    """A sink that knows when each token came."""
+class TimedSink:
+    """A sink that records when each token arrived."""
 
     times: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -150,13 +153,13 @@ class Clocked:
     started: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
 
-    def put(self, piece: OutputDelta) -> None:
-        self.times.extend([time.perf_counter()] * len(piece.token_ids))
-        self.tokens.extend(piece.token_ids)
-        self.logprobs.extend(piece.logprobs)
-        if piece.finish_reason is not None:
-            assert not self.ended.is_set(), "a request ended twice"
-            self.last = piece
+    def put(self, delta: OutputDelta) -> None:
+        self.times.extend([time.perf_counter()] * len(delta.token_ids))
+        self.tokens.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        if delta.finish_reason is not None:
+            assert not self.ended.is_set(), "a request finished twice"
+            self.last = delta
             self.ended.set()
         if self.tokens or self.last is not None:
             self.started.set()
@@ -167,7 +170,7 @@ class Clocked:
         self.ended.set()
 
     def between(self, began: float, ended: float) -> list[float]:
-        """Times between tokens that came in this window."""
+        """Inter-token latencies between two points in time."""
         times = [at for at in self.times if began <= at <= ended]
         return [b - a for a, b in itertools.pairwise(times)]
 

@@ -1,4 +1,4 @@
-"""What long prompts do to the time between the tokens of those that run."""
+"""Inter-token latency of running requests while long prompts arrive."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.checks.harness import Clocked, Lab, Verdict, greedy, wait_for
+from paceline.checks.harness import CheckResult, CheckSetup, TimedSink, greedy, wait_for
 from paceline.config import ConfigError
 from paceline.engine.job import Job
 from paceline.engine.timeline import Timeline
 
 
-class _Gaps(NamedTuple):
-    """Times between tokens of running requests, before long prompts arrive, after that, and while they do."""
+class _Latencies(NamedTuple):
+    """Inter-token latencies of running requests before, after and while long prompts arrive."""
 
     before: list[float]
     after: list[float]
     busy: list[float]
-    first_token_s: float  # of a long prompt, on average
-    prompt_tokens: float  # in a pass with prompts, on average
-    pass_s: float  # of such a pass, on average
-    quiet_pass_s: float
-    settings: str  # what decides it
+    first_token_s: float  # mean TTFT of a long prompt
+    prompt_tokens: float  # mean number of prompt tokens of a mixed batch
+    pass_s: float  # mean time of a mixed batch
+    quiet_pass_s: float  # mean time of a decode batch
+    settings: str  # the options that decide it
 
     def quiet(self, percent: float) -> float:
-        """The mean of before and after: contexts grow all the time, and those between are in the middle."""
+        """The mean of before and after, since contexts grow during the test."""
         return (_p(self.before, percent) + _p(self.after, percent)) / 2
 
     @property
@@ -43,9 +43,9 @@ class _Gaps(NamedTuple):
             for percent in (99, 50)
         )
         return (
-            f"{self.settings}: p99 before, while and after {p99} ms ({self.ratio:.2f}x), median {p50}; a pass has "
-            f"{self.prompt_tokens:.0f} prompt tokens and takes {self.pass_s * 1e3:.2f} ms "
-            f"({self.quiet_pass_s * 1e3:.2f} without); a long prompt's first token after {self.first_token_s:.2f} s"
+            f"{self.settings}: ITL p99 before, during and after {p99} ms ({self.ratio:.2f}x), median {p50}; a mixed "
+            f"batch has {self.prompt_tokens:.0f} prompt tokens and takes {self.pass_s * 1e3:.2f} ms (decode batch: "
+            f"{self.quiet_pass_s * 1e3:.2f}); TTFT of a long prompt {self.first_token_s:.2f} s"
         )
 
 
@@ -54,50 +54,52 @@ def _p(values: Sequence[float], percent: float) -> float:
 
 
 def check_inter_token_latency(
-    lab: Lab, running: int = 240, *, prompt_tokens: int = 32_000, num_prompts: int = 3, quiet_tokens: int = 300
-) -> Verdict:
-    """Running requests' p99 time between tokens while long prompts arrive, one behind the other, over the same without:
-    2 at most. Without is half before and half after, since contexts grow meanwhile; the first prompt, for which kernels
-    are compiled and loaded, does not count. With the options as they are; if that is too much, with some others, to see
-    what decides it."""
+    setup: CheckSetup, running: int = 240, *, prompt_tokens: int = 32_000, num_prompts: int = 3, quiet_tokens: int = 300
+) -> CheckResult:
+    """The p99 ITL of running requests while long prompts arrive, one after the other, is at most twice that without.
+
+    Without is measured half before and half after, since contexts grow meanwhile. The first prompt, for which kernels
+    are compiled and loaded, does not count. If the check fails, it runs again with other options, to show which of them
+    matters.
+    """
     sizes = (running, prompt_tokens, num_prompts, quiet_tokens)
-    found = _long(lab, *sizes)
-    print(f"long, as it is: {found}", flush=True)
+    found = _long(setup, *sizes)
+    print(f"long: {found}", flush=True)
     if found.ratio > 2:
         target = round(1.7 * found.quiet(50), 6)
         for change in ({"chunk_tokens": 512}, {"chunk_tokens": 128}, {"itl_target": target}):
-            changed = _long(replace(lab, options={**lab.options, **change}), *sizes)
-            print(f"long, changed: {changed}", flush=True)
-    return Verdict(found.ratio <= 2, f"{running} running, {num_prompts} prompts of {prompt_tokens} tokens; {found}")
+            changed = _long(replace(setup, options={**setup.options, **change}), *sizes)
+            print(f"long, with other options: {changed}", flush=True)
+    return CheckResult(found.ratio <= 2, f"{running} running, {num_prompts} prompts of {prompt_tokens} tokens; {found}")
 
 
-def _long(lab: Lab, running: int, prompt_tokens: int, num_prompts: int, quiet_tokens: int) -> _Gaps:
-    spec, rng = lab.spec(), random.Random(9)
+def _long(setup: CheckSetup, running: int, prompt_tokens: int, num_prompts: int, quiet_tokens: int) -> _Latencies:
+    spec, rng = setup.spec(), random.Random(9)
 
     def prompt(count: int) -> list[int]:
         return [rng.randrange(spec.vocab_size) for _ in range(count)]
 
-    with lab.llm(spec, kv_tokens=600_000) as llm:
+    with setup.llm(spec, kv_tokens=600_000) as llm:
         engine, timeline = llm.engine, Timeline()
         shortest = greedy([1])[0]
         engine.call(lambda _: setattr(engine.loop, "trace", timeline)).result()
-        # As long as memory lets them run together with the prompts.
+        # Outputs as long as possible beside the prompts in the KV cache.
         config = engine.scheduler.config
         if running >= config.max_running:
             raise ConfigError(
-                f"running is {running} and max_running {config.max_running}: the prompts need a slot; give fewer."
+                f"running is {running} and max_running is {config.max_running}: the prompts need a slot; lower running."
             )
-        room = (config.num_pages * config.page_size - 2 * prompt_tokens) // running
-        length = min(512, room // 4)
-        kept = greedy([min(room, config.context_tokens) - length - config.page_size])[0]
-        rows = [Clocked() for _ in range(running)]
-        # Made now: while it runs, this thread would hold Python's lock for as long as several passes take.
+        tokens_per_row = (config.num_pages * config.page_size - 2 * prompt_tokens) // running
+        length = min(512, tokens_per_row // 4)
+        kept = greedy([min(tokens_per_row, config.context_tokens) - length - config.page_size])[0]
+        rows = [TimedSink() for _ in range(running)]
+        # Made before the run: meanwhile this thread would hold the GIL for as long as several passes take.
         long_prompts = iter([engine.encode(prompt(prompt_tokens)) for _ in range(1 + num_prompts)])
         names = [engine.submit(Job(engine.encode(prompt(length)), kept), row) for row in rows]
         wait_for(engine, lambda: all(len(row.tokens) > 8 for row in rows))
 
         def send_prompt() -> float:
-            sink, sent = Clocked(), time.perf_counter()
+            sink, sent = TimedSink(), time.perf_counter()
             engine.submit(Job(next(long_prompts), shortest), sink)
             wait_for(engine, sink.ended.is_set)
             if sink.refused is not None:
@@ -107,7 +109,7 @@ def _long(lab: Lab, running: int, prompt_tokens: int, num_prompts: int, quiet_to
         def wait_quietly() -> tuple[float, float]:
             began, target = time.perf_counter(), max(len(row.tokens) for row in rows) + quiet_tokens // 2
             wait_for(engine, lambda: all(len(row.tokens) >= target or row.last is not None for row in rows))
-            assert all(row.last is None for row in rows), "running requests ended too early: give more memory"
+            assert all(row.last is None for row in rows), "running requests finished too early: raise kv_tokens"
             return began, time.perf_counter()
 
         send_prompt()
@@ -120,10 +122,10 @@ def _long(lab: Lab, running: int, prompt_tokens: int, num_prompts: int, quiet_to
             row.ended.wait()
     between, after = quiet[0][1], quiet[1][0]
     busy = [one for one in timeline.passes if one.num_prompts and between < one.waited < after]
-    assert busy, "no pass had a prompt: give more slots than requests that run"
+    assert busy, "no batch had prompt tokens: raise max_running"
     decodes = [one for one in timeline.passes if not one.num_prompts]
     alone = [one for one in decodes for began, ended in quiet if began < one.waited < ended]
-    return _Gaps(
+    return _Latencies(
         before=[gap for row in rows for gap in row.between(*quiet[0])],
         after=[gap for row in rows for gap in row.between(*quiet[1])],
         busy=[gap for row in rows for gap in row.between(between, after)],

@@ -1,4 +1,4 @@
-"""Random joins, aborts and retractions, every step checked."""
+"""Random joins, aborts, deadlines and retractions, with the invariants checked at every step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.checks.harness import ROUNDING, Clocked, Lab, Verdict, margin
+from paceline.checks.harness import ROUNDING, CheckResult, CheckSetup, TimedSink, margin
 from paceline.engine.engine import Engine
 from paceline.engine.job import Job
 from paceline.model.spec import ModelSpec
@@ -19,39 +19,39 @@ from paceline.scheduler.plan import Plan
 
 
 @dataclass(slots=True, eq=False)
-class _Sent:
+class _SentRequest:
     prompt: list[int]
     params: SamplingParams
-    sink: Clocked
+    sink: TimedSink
     timeout: float | None = None
     stream: bool = True
     aborted: bool = False
 
     def fault(self) -> str | None:
-        """What is wrong with how it ended."""
-        piece, params = self.sink.last, self.params
-        if piece is None or piece.finish_reason is None:
-            return f"refused: {self.sink.refused}" if self.sink.refused else "never ended"
-        reason, count, limit = piece.finish_reason, len(self.sink.tokens), params.max_tokens or 0
+        """What is wrong with the output, if anything."""
+        delta, params = self.sink.last, self.params
+        if delta is None or delta.finish_reason is None:
+            return f"refused: {self.sink.refused}" if self.sink.refused else "never finished"
+        reason, count, limit = delta.finish_reason, len(self.sink.tokens), params.max_tokens or 0
         if params.logprobs is not None and [one.token_id for one in self.sink.logprobs] != self.sink.tokens:
-            return f"told the chances of {len(self.sink.logprobs)} other tokens than its {count}"
-        told = self.sink.logprobs if params.temperature == 0 and not params.min_tokens and params.logprobs else []
-        if any((one.token_id, one.logprob) != one.top[0] for one in told):
-            return "greedy, and another token was told to be the likeliest"
+            return f"has logprobs of {len(self.sink.logprobs)} tokens that are not its {count} output tokens"
+        logprobs = self.sink.logprobs if params.temperature == 0 and not params.min_tokens and params.logprobs else []
+        if any((one.token_id, one.logprob) != one.top[0] for one in logprobs):
+            return "greedy, but another token has the highest logprob"
         if reason is FinishReason.LENGTH:
-            return None if count == limit else f"ended by length with {count} of {limit} tokens"
+            return None if count == limit else f"finished by length with {count} of {limit} tokens"
         if reason is FinishReason.STOP:
             stopped = self.sink.tokens[-1] in params.stop_token_ids and params.min_tokens <= count <= limit
-            return None if stopped else f"stopped at token {self.sink.tokens[-1]}, the {count}th"
+            return None if stopped else f"stopped at token {self.sink.tokens[-1]}, number {count}"
         if reason is FinishReason.ABORT:
-            return None if self.aborted else "aborted, and nobody asked for it"
+            return None if self.aborted else "aborted without a request to abort"
         if reason is FinishReason.DEADLINE:
-            return None if self.timeout is not None else "ended by a deadline that it had not"
-        return f"ended with {reason}: {piece.error}"
+            return None if self.timeout is not None else "finished by a deadline that was not set"
+        return f"finished with {reason}: {delta.error}"
 
 
 def check_soak(
-    lab: Lab,
+    setup: CheckSetup,
     seconds: float = 300.0,
     *,
     live: int = 96,
@@ -60,17 +60,17 @@ def check_soak(
     longest: int = 600,
     num_tokens: int = 200,
     seed: int = 0,
-) -> Verdict:
-    """Random joins, aborts, deadlines and retractions in a small pool, with shared prefixes, all kinds of sampling and
-    logprobs. The scheduler's books are counted again at every step, every output is complete, greedy ones are within
-    the margin."""
-    spec, rng = lab.spec(4), random.Random(seed)  # through more random layers, roundings alone change most tokens
+) -> CheckResult:
+    """Random joins, aborts, deadlines and retractions in a small KV cache, with shared prefixes, all kinds of sampling
+    and logprobs. The scheduler's invariants hold at every step, every output is complete, greedy ones are within the
+    margin."""
+    spec, rng = setup.spec(4), random.Random(seed)  # with more random layers, rounding alone changes most tokens
     prefixes = [[rng.randrange(spec.vocab_size) for _ in range(rng.randint(longest // 8, longest))] for _ in range(8)]
     faults: list[str] = []
     ended: Counter[str] = Counter()
-    greedy: list[_Sent] = []  # complete ones, a fair sample of all
+    greedy: list[_SentRequest] = []  # finished ones: a uniform sample of all
 
-    def judge(one: _Sent) -> None:
+    def judge(one: _SentRequest) -> None:
         if (fault := one.fault()) is not None:
             faults.append(fault)
         elif one.params.temperature == 0 and not one.params.min_tokens and one.sink.tokens:
@@ -81,11 +81,11 @@ def check_soak(
                 greedy[place] = one
         ended[str(one.sink.last.finish_reason) if one.sink.last is not None else "nothing"] += 1
 
-    with lab.llm(spec, kv_tokens=kv_tokens, max_running=running) as llm:
+    with setup.llm(spec, kv_tokens=kv_tokens, max_running=running) as llm:
         engine = llm.engine
         num_steps = _disturb(engine, random.Random(seed + 1))
         deadline = time.perf_counter() + seconds
-        sent: dict[str, _Sent] = {}
+        sent: dict[str, _SentRequest] = {}
         num_sent = num_aborted = 0
         while time.perf_counter() < deadline and engine.failure is None:
             for name in [name for name, one in sent.items() if one.sink.ended.is_set()]:
@@ -97,7 +97,7 @@ def check_soak(
                 name = engine.submit(job, one.sink)
                 sent[name] = one
                 num_sent += 1
-            if rng.random() < 0.3 and num_aborted < 0.2 * num_sent:  # however fast the device is
+            if rng.random() < 0.3 and num_aborted < 0.2 * num_sent:  # whatever the speed of the device
                 name = rng.choice(list(sent))
                 sent[name].aborted = True
                 engine.abort(name)
@@ -112,16 +112,16 @@ def check_soak(
         else:
             faults.insert(0, f"the engine failed: {engine.failure}")
             retractions = 0
-    reference, plain = lab.decoder(spec, "float32"), lab.decoder(spec)
+    reference, plain = setup.decoder(spec, "float32"), setup.decoder(spec)
     prompts, outputs = [one.prompt for one in greedy], [one.sink.tokens for one in greedy]
     ours, theirs = margin(reference, prompts, outputs), margin(reference, prompts, outputs, plain)
     bound = 1.5 * theirs.worst + ROUNDING
     num_greedy = ended.pop("greedy", 0)
-    return Verdict(
+    return CheckResult(
         not faults and retractions > 0 and num_greedy > 0 and ours.worst < bound,
         f"{seconds:.0f} s, {sum(ended.values())} requests ({', '.join(f'{n} {what}' for what, n in ended.items())}), "
         f"{num_steps()} steps checked, {retractions} retractions, {len(faults)} faults"
-        f"{''.join(': ' + fault for fault in faults[:3])}; of {num_greedy} greedy outputs {len(greedy)} judged, "
+        f"{''.join(': ' + fault for fault in faults[:3])}; of {num_greedy} greedy outputs {len(greedy)} compared, "
         f"{ours.judged} tokens, {ours.wrong} not the float32 argmax, worst margin {ours.worst:.3f} (plain torch "
         f"{theirs.wrong}, {theirs.worst:.3f}; bound {bound:.3f})",
     )
@@ -129,7 +129,7 @@ def check_soak(
 
 def _random_request(
     rng: random.Random, spec: ModelSpec, prefixes: Sequence[list[int]], longest: int, num_tokens: int
-) -> _Sent:
+) -> _SentRequest:
     prefix = rng.choice(prefixes) if rng.random() < 0.7 else []
     prompt = prefix[: rng.randint(1, len(prefix))] if prefix and rng.random() < 0.2 else list(prefix)
     prompt += [rng.randrange(spec.vocab_size) for _ in range(rng.randint(1, longest // 2))]
@@ -138,18 +138,20 @@ def _random_request(
     if options["temperature"]:
         options |= {"top_k": rng.choice((None, 1, 40)), "top_p": rng.choice((1.0, 0.9))}
         options["seed"] = rng.choice((None, rng.randrange(1 << 60)))
-    if rng.random() < 0.5:  # then its length is not known in advance
+    if rng.random() < 0.5:  # the output length is not known in advance
         options["stop_token_ids"] = tuple(rng.sample(range(spec.vocab_size), min(64, spec.vocab_size // 4)))
         options["min_tokens"] = rng.choice((0, min(4, count)))
     if rng.random() < 0.3:
         options["logprobs"] = rng.choice((0, 1, 5, 20))
     timeout = rng.choice((0.05, 0.5)) if rng.random() < 0.05 else None
-    return _Sent(prompt, SamplingParams(**options), Clocked(), timeout, stream=rng.random() < 0.5)
+    return _SentRequest(prompt, SamplingParams(**options), TimedSink(), timeout, stream=rng.random() < 0.5)
 
 
 def _disturb(engine: Engine, rng: random.Random) -> Callable[[], int]:
-    """From now on every step is checked, and now and then a running request loses its memory. Returns a function that
-    tells how many steps were."""
+    """Makes the engine check the invariants at every step and retract a random running request now and then.
+
+    Returns a function that returns the number of steps so far.
+    """
     scheduler, loop = engine.scheduler, engine.loop
     plan, step, num_steps = scheduler.plan, loop.step, 0
 
@@ -157,7 +159,7 @@ def _disturb(engine: Engine, rng: random.Random) -> Callable[[], int]:
         running = scheduler.running.requests
         if running and rng.random() < 0.03 and (victim := rng.choice(running)).retractions < 2:
             scheduler.retract(victim.id, now, "a soak")
-        return plan(now) or plan(now)  # the only one running may have been taken
+        return plan(now) or plan(now)  # the only running request may have been retracted
 
     def stepping() -> Any:
         nonlocal num_steps

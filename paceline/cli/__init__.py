@@ -1,4 +1,4 @@
-"""The command line: one file per command. Heavy imports happen inside the commands, so that `--help` is quick."""
+"""The command line: one file per command. Commands import torch and the server lazily, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.request import PacelineError
 
 class _CommandGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
-        """A mistake of the user's is one line and exit code 2; a traceback is for mistakes of ours."""
+        """Prints a user error as one line and exits with 2; other exceptions are bugs and keep their traceback."""
         try:
             return super().invoke(ctx)
         except PacelineError as error:
@@ -43,10 +43,10 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _callback(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and end.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Serves large language models."""
+    """Paceline, an inference and serving engine for large language models."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`python -m paceline.cli`, where the script is not on the path."""
+"""`python -m paceline.cli`, the same as the `paceline` script."""
 
 from paceline.cli import main
 

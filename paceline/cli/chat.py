@@ -1,4 +1,4 @@
-"""`paceline chat`: a conversation in the terminal, or one line after the other from a pipe."""
+"""`paceline chat`: an interactive conversation in the terminal, or one message per line from a pipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.request import PacelineError, SamplingParams
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
-_HELP = "Commands: /reset forgets the conversation, /exit (or Ctrl-D) ends it; Ctrl-C stops an answer."
+_HELP = "Commands: /reset starts a new conversation, /exit (or Ctrl-D) quits; Ctrl-C stops an answer."
 
 
 @takes(EngineConfig)
@@ -33,19 +33,24 @@ def chat(
     load: Load = "weights",
     shape: Shape = None,
 ) -> None:
-    """Talk with a model. Works with piped input too: every line is a message."""
+    """Chat with a model in the terminal. With piped input, every line is a message."""
     params = SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
-        seed=seed, max_tokens=max_tokens,
-    )  # fmt: skip
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        max_tokens=max_tokens,
+    )
     from paceline.cli.loading import load_engine
 
     interactive = sys.stdin.isatty()
     loaded = load_engine(model, load, shape, options)
     if interactive:
-        import readline  # noqa: F401 (gives input() its line editing)
+        import readline  # noqa: F401 (enables line editing in input())
 
-        typer.echo(f"{loaded.name}, {loaded.context_tokens:,} tokens of context. {_HELP}\n")
+        typer.echo(f"{loaded.name}, context of {loaded.context_tokens:,} tokens. {_HELP}\n")
     try:
         _Conversation(loaded.engine, params, system).run(interactive)
     finally:
@@ -61,38 +66,38 @@ class _Conversation:
     def run(self, interactive: bool) -> None:
         while True:
             try:
-                said = input("> " if interactive else "").strip()
+                message = input("> " if interactive else "").strip()
             except (EOFError, KeyboardInterrupt):
                 if interactive:
                     typer.echo()
                 return
-            if said in ("/exit", "/quit"):
+            if message in ("/exit", "/quit"):
                 return
-            if said == "/reset":
+            if message == "/reset":
                 self._messages.clear()
                 if interactive:
-                    typer.echo("(forgotten)")
-            elif said.startswith("/"):
+                    typer.echo("(new conversation)")
+            elif message.startswith("/"):
                 typer.echo(_HELP, err=not interactive)
-            elif said:
-                self._answer(said)
+            elif message:
+                self._answer(message)
 
-    def _answer(self, said: str) -> None:
+    def _answer(self, message: str) -> None:
         from paceline.cli.streaming import stream
 
-        messages = [*self._messages, {"role": "user", "content": said}]
+        messages = [*self._messages, {"role": "user", "content": message}]
         texts: list[str] = []
         try:
             prompt = self._engine.tokenizer.encode_chat([*self._before, *messages])
-            with stream(self._engine, prompt, self._params) as pieces:
-                for piece in pieces:
-                    texts.append(piece.text)
-                    typer.echo(piece.text, nl=False)
+            with stream(self._engine, prompt, self._params) as deltas:
+                for delta in deltas:
+                    texts.append(delta.text)
+                    typer.echo(delta.text, nl=False)
             typer.echo("\n")
         except KeyboardInterrupt:
             typer.echo(" (stopped)\n")
-        except PacelineError as error:  # such as a conversation that has outgrown the context
-            typer.secho(f"{error} /reset begins anew.", err=True, fg="red")
+        except PacelineError as error:  # for example, the conversation exceeds the context
+            typer.secho(f"{error} /reset starts a new conversation.", err=True, fg="red")
             if self._engine.failure is not None:
                 raise
             return

@@ -1,4 +1,4 @@
-"""`paceline generate`: prompts in, answers out, and back to the shell."""
+"""`paceline generate`: answers prompts and exits."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from paceline.cli.sampling import (
 from paceline.config import EngineConfig
 from paceline.request import Grammar, SamplingParams
 
-Prompts = Annotated[list[str], typer.Argument(help="One or more prompts, answered side by side.", show_default=False)]
-Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the model's chat template.")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on to the last token asked for.",
-                                         rich_help_panel="Sampling")]  # fmt: skip
+Prompts = Annotated[list[str], typer.Argument(help="One or more prompts, answered in parallel.", show_default=False)]
+Raw = Annotated[bool, typer.Option("--raw", help="Continue the raw text, without the chat template.")]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Generate max_tokens tokens, past EOS.", rich_help_panel="Sampling")
+]
 
 
 @takes(EngineConfig)
@@ -51,20 +52,28 @@ def generate(
     load: Load = "weights",
     shape: Shape = None,
 ) -> None:
-    """Answer prompts and end. One answer is shown as it is made, several when all are there."""
+    """Answer prompts and exit. One answer is streamed, several are printed when all are complete."""
     if regex is not None and json_schema is not None:
-        raise typer.BadParameter("--regex and --json-schema are both given: give one of them.")
+        raise typer.BadParameter("--regex and --json-schema exclude each other: give one of them.")
     grammar = Grammar.regex(regex) if regex is not None else None
     if json_schema is not None:
         grammar = Grammar.json_schema(json_schema.read_text(encoding="utf-8"))
     params = SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
-        seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos, grammar=grammar,
-    )  # fmt: skip
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+        grammar=grammar,
+    )
     if raw and system is not None:
-        raise typer.BadParameter("--system belongs to the chat template, which --raw leaves out.")
+        raise typer.BadParameter("--system needs the chat template, which --raw disables.")
     if any(not prompt for prompt in prompts):
-        raise typer.BadParameter("a prompt is empty: give some text.", param_hint="PROMPTS")
+        raise typer.BadParameter("a prompt is empty.", param_hint="PROMPTS")
     from paceline.cli.loading import load_engine
     from paceline.cli.streaming import stream
     from paceline.llm import LLM
@@ -73,17 +82,18 @@ def generate(
     before = [{"role": "system", "content": system}] if system is not None else []
     with LLM.from_engine(loaded.engine) as llm:
         encoded = [
-            llm.tokenizer.encode(prompt) if raw
+            llm.tokenizer.encode(prompt)
+            if raw
             else llm.tokenizer.encode_chat([*before, {"role": "user", "content": prompt}])
             for prompt in prompts
-        ]  # fmt: skip
+        ]
         if len(prompts) > 1:
             outputs = llm.generate(encoded, params, progress=sys.stderr.isatty())
             for prompt, output in zip(prompts, outputs, strict=True):
                 typer.secho(f"> {prompt}", bold=True)
                 typer.echo(f"{output.text}\n")
             return
-        with stream(llm.engine, encoded[0], params) as pieces:
-            for piece in pieces:
-                typer.echo(piece.text, nl=False)
+        with stream(llm.engine, encoded[0], params) as deltas:
+            for delta in deltas:
+                typer.echo(delta.text, nl=False)
         typer.echo()

@@ -1,4 +1,4 @@
-"""From a model's name to an engine, with bars on the error stream so that the output is only output."""
+"""Finds or downloads a model and builds an engine. Progress bars go to stderr, so that stdout has output only."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """An engine and what to say about it."""
+class LoadedEngine:
+    """An engine, with the name and context length of its model."""
 
     engine: Engine
     name: str
@@ -30,7 +30,7 @@ class Loaded:
 
 @contextmanager
 def bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar of bytes that appears with the first of them and leaves no trace."""
+    """A progress bar in bytes, shown from the first update on and removed at the end."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task: Any = None
@@ -45,13 +45,13 @@ def bar(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def fetch(model: str | None) -> Path:
-    """Where the model is, after fetching it if it is not here yet."""
+    """The path of the model, which is downloaded if it is not on this machine."""
     from paceline.model.fetch import DEFAULT_MODEL, find_model
 
     name = model or DEFAULT_MODEL
     fetched = False
 
-    with bar(f"fetching {name}") as advance:
+    with bar(f"downloading {name}") as advance:
 
         def note(done: int, total: int) -> None:
             nonlocal fetched
@@ -60,13 +60,13 @@ def fetch(model: str | None) -> Path:
 
         path = find_model(name, progress=note)
     if fetched:
-        checked = ", its checksum is right" if model in (None, DEFAULT_MODEL) else ""
-        errors.print(f"Fetched {name} to {path}{checked}.", markup=False)
+        checked = " (checksum verified)" if model in (None, DEFAULT_MODEL) else ""
+        errors.print(f"Downloaded {name} to {path}{checked}.", markup=False)
     return path
 
 
 def name_of(model: str | None, path: Path | None, shape: str | None) -> str:
-    """What to call a model: its id, or its file's or folder's name."""
+    """The name of a model: its id, or the name of its file or folder."""
     from paceline.model.fetch import DEFAULT_MODEL
 
     if path is None:
@@ -74,20 +74,20 @@ def name_of(model: str | None, path: Path | None, shape: str | None) -> str:
     if model is None:
         return DEFAULT_MODEL
     if not Path(model).expanduser().exists():
-        return model  # a hub id, or the default model's name
+        return model  # a Hugging Face id, or the name of the default model
     return path.stem if path.is_file() else path.resolve().name
 
 
-def load_engine(model: str | None, load: str, shape: str | None, options: dict[str, Any]) -> Loaded:
+def load_engine(model: str | None, load: str, shape: str | None, options: dict[str, Any]) -> LoadedEngine:
     if load == "random" and model is not None:
-        raise ConfigError(f"model is {model!r} and load is 'random': leave the model out and give a shape.")
+        raise ConfigError(f"model is {model!r} and load is 'random': remove the model and give a shape.")
     path = None if load == "random" or options.get("executor") == "virtual" else fetch(model)
     name = name_of(model, path, shape)
-    with errors.status("importing torch"):  # a sign of life: it takes a second or two
+    with errors.status("importing torch"):  # takes a second or two
         from paceline.engine.build import build_engine
     with bar(f"loading {name}") as advance:
         engine = build_engine(path, load=load, shape=shape, progress=advance, **options)
-    return Loaded(engine, name, engine.scheduler.config.context_tokens)
+    return LoadedEngine(engine, name, engine.scheduler.config.context_tokens)
 
 
 def size(num_bytes: float) -> str:
@@ -99,7 +99,7 @@ def size(num_bytes: float) -> str:
 
 
 def count(number: int) -> str:
-    """Parameters, as people say them."""
+    """A number of parameters, such as 134.5 M."""
     if number < 1_000_000:
         return f"{number:,}"
     return f"{number / 1e6:.1f} M" if number < 1_000_000_000 else f"{number / 1e9:.1f} G"

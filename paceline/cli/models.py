@@ -1,4 +1,4 @@
-"""`paceline models`: what can be served here without fetching anything."""
+"""`paceline models`: models on this machine, supported families, and shapes for random weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 def models() -> None:
-    """List the models on this machine, the families and the shapes for random weights."""
+    """List models on this machine, supported families, and shapes for random weights."""
     from paceline.cli.loading import count, size
     from paceline.model.fetch import DEFAULT_MODEL, models_dir
     from paceline.model.registry import FAMILIES, SHAPES
@@ -18,13 +18,13 @@ def models() -> None:
     console = Console(soft_wrap=True, highlight=False)
     found = list(_on_disk(models_dir()))
     width = max((len(name) for name, _, _ in found), default=0)
-    console.print("On this machine:" if found else f"No model is here yet: `paceline pull` fetches {DEFAULT_MODEL}.")
+    console.print("On this machine:" if found else f"No model yet: `paceline pull` downloads {DEFAULT_MODEL}.")
     for name, num_bytes, path in found:
-        # No table: paths are long, and a path that is cut off is of no use.
+        # Not a table: it would truncate long paths.
         console.print(f"  {name:{width}}  {size(num_bytes):>8}  {path}", markup=False)
 
     console.print(f"\nFamilies: {', '.join(family.name for family in FAMILIES)}.")
-    console.print("A folder with config.json and safetensors, a .gguf file or a hub id of one of them can be served.\n")
+    console.print("Formats: a folder with config.json and safetensors, a .gguf file, or a Hugging Face id of either.\n")
 
     console.print("Shapes for --load random:")
     table = Table(box=None, padding=(0, 2))
@@ -36,7 +36,7 @@ def models() -> None:
 
 
 def _on_disk(folder: Path) -> Iterator[tuple[str, int, Path]]:
-    """Name, bytes and path of every model: ours first, then what the hub's client has cached."""
+    """Name, size in bytes and path of every model: the models folder first, then the Hugging Face cache."""
     for path in sorted(folder.glob("*.gguf")):
         yield _name(path), path.stat().st_size, path
     yield from _in_hub_cache()
@@ -45,7 +45,7 @@ def _on_disk(folder: Path) -> Iterator[tuple[str, int, Path]]:
 def _name(path: Path) -> str:
     from paceline.model.fetch import DEFAULT_MODEL
 
-    # The default model keeps the name of its file in the wheel, which begins with its own.
+    # The default model keeps the file name of its wheel, which begins with the model's name.
     return DEFAULT_MODEL if path.name.lower().startswith(f"{DEFAULT_MODEL}.") else str(path)
 
 

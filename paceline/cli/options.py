@@ -1,6 +1,7 @@
-"""Command line options out of the config's dataclasses: name, type, choices, default and help are written there, once.
+"""Command line options generated from the dataclasses of config.py, which declare name, type, choices and help once.
 
-What is not given stays out, so that a default is decided where it is known: some depend on the device and the model.
+An option that is not given is not passed on, so that its default is decided where it is known: some defaults depend on
+the device and the model.
 """
 
 from __future__ import annotations
@@ -14,46 +15,51 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from paceline.config import ConfigError
+from paceline.config import ConfigError, full_help, public_options
 
-# Each group of options begins with this one, in the order they are declared.
+# Headings of `--help`: a group begins with this option and ends before the next group, in order of declaration.
 _GROUPS = {
     "host": "Server",
-    "max_body_bytes": "Limits for clients",
+    "max_body_bytes": "HTTP limits",
     "log_level": "Logs",
     "executor": "Engine",
     "virtual_slowdown": "Virtual GPU",
     "num_pages": "Memory",
-    "max_running": "A forward pass",
-    "policy": "Order of requests",
-    "max_waiting": "Limits of the queue",
+    "max_running": "Batching",
+    "policy": "Scheduling policy",
+    "max_waiting": "Queue limits",
     "order_seed": "Other",
     "requests": "Workload",
     "repeats": "Benchmark",
 }
 ENVIRONMENT = "PACELINE_"
 
-# Chosen by the engine from the model, the device and the memory; what the dataclass says is not what happens.
+# The engine chooses these by model, device and free memory; the default of the dataclass does not apply.
 COMPUTED = frozenset(
     {"num_pages", "context_tokens", "max_running", "max_batch_tokens", "max_prefill_tokens", "chunk_tokens"}
 )
 
 Model = Annotated[
     str | None,
-    typer.Option(help="A folder, a .gguf file or a hub id. If not given: smollm2-135m-instruct, fetched on first use."),
+    typer.Option(
+        help="Model folder, .gguf file or Hugging Face id (default: smollm2-135m-instruct, downloaded on first use)."
+    ),
 ]
 Load = Annotated[
-    Literal["weights", "random"], typer.Option(help="weights: of the model; random: of no model, for measuring.")
+    Literal["weights", "random"],
+    typer.Option(help="weights: load the model's weights; random: random weights, for benchmarks."),
 ]
-Shape = Annotated[str | None, typer.Option(help="With --load random: the model's shape; `paceline models` lists them.")]
+Shape = Annotated[
+    str | None, typer.Option(help="With --load random: name of the model architecture; see `paceline models`.")
+]
 
 
 def takes(*configs: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command the options of these configs; those that were given arrive as its argument `options`."""
+    """Adds the options of these configs to a command. Those that are given are passed as its argument `options`."""
     by_name: dict[str, inspect.Parameter] = {}
     for config in configs:
         for parameter in _parameters(config):
-            by_name.setdefault(parameter.name, parameter)  # the first config that has an option says what it takes
+            by_name.setdefault(parameter.name, parameter)  # the first config that declares an option wins
     generated, names = list(by_name.values()), by_name.keys()
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -78,7 +84,7 @@ def _parameters(config: type) -> list[inspect.Parameter]:
     hints = typing.get_type_hints(config)
     group = ""
     found = []
-    for item in dataclasses.fields(config):
+    for item in public_options(config):
         group = _GROUPS.get(item.name, group)
         choices = item.metadata["choices"]
         kind = Literal[choices] if choices else _kind(hints[item.name])
@@ -105,10 +111,9 @@ def _kind(hint: Any) -> Any:
 
 
 def _help(item: dataclasses.Field[Any]) -> str:
-    text: str = item.metadata["help"]
-    default = item.default
+    text, default = full_help(item), item.default
     if item.name in COMPUTED:
-        return f"{text} (default: by model and device)"
+        return f"{text} (default: depends on model and device)"
     if isinstance(default, bool):
         return f"{text} (default: {'yes' if default else 'no'})"
     return f"{text} (default: {default})" if isinstance(default, str | int | float) else text
@@ -119,12 +124,12 @@ def _value(name: str, value: Any) -> Any:
 
 
 def parse_weights(text: str) -> dict[str, float]:
-    """`a=2,b=1` as a mapping."""
+    """Parses `a=2,b=1`."""
     weights = {}
     for item in filter(None, text.split(",")):
         tenant, _, weight = item.partition("=")
         try:
             weights[tenant.strip()] = float(weight)
         except ValueError:
-            raise ConfigError(f"tenant_weights has {item!r}: give pairs such as alice=2,bob=1.") from None
+            raise ConfigError(f"tenant_weights has {item!r}: expected pairs such as alice=2,bob=1.") from None
     return weights

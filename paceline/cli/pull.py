@@ -1,4 +1,4 @@
-"""`paceline pull`: fetch a model before it is needed."""
+"""`paceline pull`: downloads a model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 
 Name = Annotated[
-    str | None, typer.Argument(help="A hub id, or smollm2-135m-instruct, the default.", show_default=False)
+    str | None, typer.Argument(help="Hugging Face id (default: smollm2-135m-instruct).", show_default=False)
 ]
 
 
 def pull(model: Name = None) -> None:
-    """Fetch a model, or say where it is."""
+    """Download a model, and print its path."""
     from paceline.cli.loading import fetch
 
     typer.echo(str(fetch(model)))

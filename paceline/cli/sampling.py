@@ -9,24 +9,38 @@ import typer
 
 _PANEL = "Sampling"
 
-MaxTokens = Annotated[int | None, typer.Option(help="Most tokens of an answer.", rich_help_panel=_PANEL)]
-Temperature = Annotated[
-    float, typer.Option(help="0: always the likeliest token; 1: as the model has learned.", rich_help_panel=_PANEL)
+MaxTokens = Annotated[int | None, typer.Option(help="Maximum number of output tokens.", rich_help_panel=_PANEL)]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0: greedy.", rich_help_panel=_PANEL)]
+TopP = Annotated[
+    float,
+    typer.Option(
+        help="Nucleus sampling: keep the most likely tokens up to this total probability.", rich_help_panel=_PANEL
+    ),
 ]
-TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens up to this chance.", rich_help_panel=_PANEL)]
-TopK = Annotated[int | None, typer.Option(help="Keep so many of the likeliest tokens.", rich_help_panel=_PANEL)]
+TopK = Annotated[
+    int | None, typer.Option(help="Keep only the k most likely tokens (default: all).", rich_help_panel=_PANEL)
+]
 MinP = Annotated[
-    float, typer.Option(help="Keep tokens at least so likely as this share of the likeliest.", rich_help_panel=_PANEL)
+    float,
+    typer.Option(help="Keep tokens with at least this fraction of the highest probability.", rich_help_panel=_PANEL),
 ]
 RepetitionPenalty = Annotated[
-    float, typer.Option(help="Above 1: tokens that stand there already become less likely.", rich_help_panel=_PANEL)
+    float, typer.Option(help="Above 1: tokens of prompt and output become less likely.", rich_help_panel=_PANEL)
 ]
-Regex = Annotated[str | None, typer.Option(help="The answer matches this pattern.", rich_help_panel=_PANEL)]
+Regex = Annotated[
+    str | None, typer.Option(help="Constrain the output to this regular expression.", rich_help_panel=_PANEL)
+]
 JsonSchema = Annotated[
     Path | None,
-    typer.Option(help="A file: the answer is JSON that obeys its schema.", exists=True, dir_okay=False,
-                 rich_help_panel=_PANEL),
-]  # fmt: skip
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.", rich_help_panel=_PANEL)]
-Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.", rich_help_panel=_PANEL)]
-System = Annotated[str | None, typer.Option(help="A system message to begin with.")]
+    typer.Option(
+        help="Constrain the output to the JSON schema in this file.",
+        exists=True,
+        dir_okay=False,
+        rich_help_panel=_PANEL,
+    ),
+]
+Seed = Annotated[int | None, typer.Option(help="Random seed for reproducible sampling.", rich_help_panel=_PANEL)]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="Stop string, not part of the output; may be repeated.", rich_help_panel=_PANEL)
+]
+System = Annotated[str | None, typer.Option(help="System message.")]

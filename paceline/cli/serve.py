@@ -1,4 +1,4 @@
-"""`paceline serve`: a model behind OpenAI's HTTP interface."""
+"""`paceline serve`: serves a model with an OpenAI-compatible HTTP API."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from paceline.config import (
     SchedulerConfig,
     ServerConfig,
     TenantConfig,
-    read_file,
     split_options,
 )
+from paceline.config_file import read_file
 
 if TYPE_CHECKING:
     from paceline.server.engine_client import ServedModel
@@ -32,18 +32,18 @@ def serve(
     model: Model = None,
     load: Annotated[
         Literal["weights", "random"] | None,
-        typer.Option(help="weights: of the model, the default; random: of no model, for measuring."),
+        typer.Option(help="weights: load the model's weights (default); random: random weights, for benchmarks."),
     ] = None,
     shape: Shape = None,
     config_file: Annotated[
         Path | None,
-        typer.Option("--config", help="A TOML file with tables of options, and the tenants; see docs/serving.md."),
+        typer.Option("--config", help="TOML file with options and tenants; see docs/serving.md."),
     ] = None,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI does: chat and completions, streaming or not.
+    """Serve a model over HTTP with an OpenAI-compatible API.
 
-    Every option below can also be set by the environment, PORT as PACELINE_PORT, and in the file that --config names.
-    What is given here goes before the environment, and that before the file.
+    Every option below can also be set in the environment (--port as PACELINE_PORT) and in the file given by --config.
+    The command line takes precedence over the environment, and the environment over the file.
     """
     from paceline.cli.loading import bar, fetch, name_of
     from paceline.server.run import bind, run, url_of
@@ -66,7 +66,7 @@ def serve(
         tokenizer: str | int
         if engine.executor == "virtual":
             if model is not None or load != "weights" or shape is not None:
-                raise ConfigError("executor is 'virtual', which runs no model: leave model, load and shape out.")
+                raise ConfigError("executor is 'virtual', which runs no model: remove model, load and shape.")
             from paceline.engine.virtual.build import NAME, VOCAB_SIZE
 
             path, tokenizer, own_name = None, VOCAB_SIZE, NAME
@@ -74,13 +74,13 @@ def serve(
             from paceline.model.registry import shape as named_shape
 
             if model is not None:
-                raise ConfigError(f"model is {model!r} and load is 'random': leave the model out and give a shape.")
+                raise ConfigError(f"model is {model!r} and load is 'random': remove the model and give a shape.")
             if shape is None:
-                raise ConfigError("load is 'random' and no shape is given: name one, such as smollm2-135m.")
+                raise ConfigError("load is 'random' and no shape is given: give one, such as smollm2-135m.")
             path, tokenizer, own_name = None, named_shape(shape).vocab_size, name_of(None, None, shape)
         else:
             if shape is not None:
-                raise ConfigError(f"shape is {shape!r}, which belongs to load='random': leave it out.")
+                raise ConfigError(f"shape is {shape!r}, which needs load='random': remove it.")
             path = str(fetch(model))
             tokenizer, own_name = path, name_of(model, Path(path), None)
         name = config.served_name or own_name
@@ -89,16 +89,16 @@ def serve(
         )
         with bar(f"loading {name}") as advance:
             status = run(
-                plan, taken, advance, lambda served: _say_hello(served, url_of(taken), time.perf_counter() - began)
+                plan, taken, advance, lambda served: _print_summary(served, url_of(taken), time.perf_counter() - began)
             )
     finally:
         taken.close()
     if status:
         raise typer.Exit(status)
-    Console().print("Ended.")
+    Console().print("Stopped.")
 
 
-def _say_hello(served: ServedModel, url: str, seconds: float) -> None:
+def _print_summary(served: ServedModel, url: str, seconds: float) -> None:
     from paceline import __version__
     from paceline.cli.loading import count, size
 
@@ -113,8 +113,8 @@ def _say_hello(served: ServedModel, url: str, seconds: float) -> None:
     rows = {
         "model": f"{served.name}: {served.family} family, {count(served.num_parameters)} parameters, {served.dtype}",
         "device": served.device,
-        "memory": f"KV of {served.kv_tokens:,} tokens ({size(kv_bytes)}){host}, context {served.context_tokens:,}, "
-        f"{served.max_running} requests at once",
+        "memory": f"KV cache of {served.kv_tokens:,} tokens ({size(kv_bytes)}){host}, context of "
+        f"{served.context_tokens:,} tokens, up to {served.max_running} running requests",
         "address": url,
     }
     say(f"[bold]Paceline {__version__}[/bold], ready after {seconds:.1f} s")
@@ -123,4 +123,4 @@ def _say_hello(served: ServedModel, url: str, seconds: float) -> None:
         say(text, markup=False)
     say("\nTry it:")
     say(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'", markup=False)
-    say("\nCtrl-C ends it.")
+    say("\nPress Ctrl-C to stop.")

@@ -1,4 +1,4 @@
-"""`paceline sim …`: the real scheduler on a virtual GPU."""
+"""`paceline sim`: the real scheduler on a virtual GPU."""
 
 from __future__ import annotations
 
@@ -23,25 +23,32 @@ if TYPE_CHECKING:
     from paceline.simulator.run import SimulationResult
     from paceline.simulator.workloads import Arrival
 
-app = typer.Typer(help="Try policies, pools and loads on a virtual GPU.", no_args_is_help=True)
+app = typer.Typer(help="Simulate workloads, policies and KV cache sizes on a virtual GPU.", no_args_is_help=True)
 
 _SHOWN = {
-    "hit rate": ("hit_rate", 1, 4), "first token, p50 s": ("ttft_p50_ms", 1e-3, 3),
-    "first token, p99 s": ("ttft_p99_ms", 1e-3, 3), "waiting, p50 s": ("wait_p50_ms", 1e-3, 3),
-    "waiting, p99 s": ("wait_p99_ms", 1e-3, 3), "a token, p50 ms": ("tpot_p50_ms", 1, 2),
-    "a token, p99 ms": ("tpot_p99_ms", 1, 2), "tokens a second": ("tokens_per_s", 1, 0), "GPU busy": ("busy", 1, 3),
-    "requests waiting, mean": ("mean_waiting", 1, 1), "retractions": ("retractions", 1, 0),
-    "fairness": ("fairness", 1, 3), "seconds in all": ("seconds", 1, 1),
+    "prefix cache hit rate": ("hit_rate", 1, 4), "TTFT p50, s": ("ttft_p50_ms", 1e-3, 3),
+    "TTFT p99, s": ("ttft_p99_ms", 1e-3, 3), "waiting time p50, s": ("wait_p50_ms", 1e-3, 3),
+    "waiting time p99, s": ("wait_p99_ms", 1e-3, 3), "TPOT p50, ms": ("tpot_p50_ms", 1, 2),
+    "TPOT p99, ms": ("tpot_p99_ms", 1, 2), "output tokens/s": ("tokens_per_s", 1, 0),
+    "GPU utilization": ("busy", 1, 3), "waiting requests, mean": ("mean_waiting", 1, 1),
+    "retractions": ("retractions", 1, 0), "fairness (Jain)": ("fairness", 1, 3), "total time, s": ("seconds", 1, 1),
 }  # fmt: skip
 
-Workload = Annotated[str, typer.Argument(help="prefixes, chat, agents, tenants, nano, gsp, or a trace: Azure's CSV, "
-                                              "Mooncake's JSON lines, a recording made with --record.")]  # fmt: skip
-Gpu = Annotated[str, typer.Option(help="The virtual GPU: a shipped profile, or a file that `sim fit` wrote.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.")]
-PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw it, as .png or .svg; needs matplotlib.")]
-Speed = Annotated[float, typer.Option(help="Traces: how many times faster than recorded requests arrive.")]
-Limit = Annotated[int | None, typer.Option(help="Traces: only the first so many requests.", min=1)]
-Overlap = Annotated[bool, typer.Option("--overlap/--no-overlap", help="Plan the next pass while one runs.")]
+Workload = Annotated[
+    str,
+    typer.Argument(
+        help="prefixes, chat, agents, tenants, nano, gsp, or a trace file: Azure's CSV, Mooncake's JSON lines, or a "
+        "recording made with --record."
+    ),
+]
+Gpu = Annotated[str, typer.Option(help="Profile of the virtual GPU: a name, or a file written by `sim fit`.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write all results to this file.")]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", help="Write a plot to this .png or .svg file; needs matplotlib.")
+]
+Speed = Annotated[float, typer.Option(help="Traces: factor by which requests arrive faster than recorded.")]
+Limit = Annotated[int | None, typer.Option(help="Traces: maximum number of requests.", min=1)]
+Overlap = Annotated[bool, typer.Option("--overlap/--no-overlap", help="Plan the next forward pass while one runs.")]
 _H200 = "h200-qwen3-0.6b"
 
 
@@ -54,12 +61,12 @@ def load_arrivals(
     given = {name: value for name, value in options.items() if name in WorkloadConfig.__dataclass_fields__}
     if workload in WORKLOADS:
         if limit is not None or speed != 1.0:
-            raise ConfigError(f"speed and limit are for traces: give --rate and --requests to workload {workload!r}.")
+            raise ConfigError(f"speed and limit are for traces: use --rate and --requests for workload {workload!r}.")
         if workload in SIZES and set(given) - {"requests"}:
-            raise ConfigError(f"workload {workload!r} is given exactly: it takes no {', '.join(sorted(given))}.")
+            raise ConfigError(f"workload {workload!r} is fixed: remove {', '.join(sorted(given))}.")
         return make_workload(workload, WorkloadConfig(**{"requests": SIZES.get(workload, 200), **given}))
     if given:
-        raise ConfigError(f"{', '.join(sorted(given))}: not for a trace, which says itself what comes when.")
+        raise ConfigError(f"workload is a trace, which has its own requests: remove {', '.join(sorted(given))}.")
     path = Path(workload).expanduser()
     if not path.exists():
         raise ConfigError(f"workload is {workload!r}: choose one of {', '.join(WORKLOADS)}, or give a trace file.")
@@ -82,7 +89,7 @@ def run(
     json_file: Json = None,
     plot: PlotFile = None,
 ) -> None:
-    """SimulationResult a workload or a trace, and say what became of it."""
+    """Simulate a workload or a trace, and print its metrics."""
     from paceline.simulator.compare import scheduler_config
     from paceline.simulator.profile import load_profile
     from paceline.simulator.run import simulate
@@ -97,7 +104,7 @@ def run(
         table.add_row(name, f"{value:,.4f}".rstrip("0").rstrip("."))
     console = Console()
     console.print(table)
-    console.print(_speed_of(found))
+    console.print(_simulation_speed(found))
     _write(json_file, plot, workload, profile, {config.policy: found})
 
 
@@ -106,28 +113,35 @@ def run(
 def compare(
     options: dict[str, Any],
     workload: Workload = "prefixes",
-    policies: Annotated[str, typer.Option(help="Policies to compare, with commas.")] = "fcfs,lpm,dfs,fair",
+    policies: Annotated[
+        str,
+        typer.Option(
+            help="Policies to compare, separated by commas. "
+            + "; ".join(f"{name}: {sentence}" for name, sentence in POLICIES.items())
+            + "."
+        ),
+    ] = "fcfs,lpm,dfs,fair",
     gpu: Gpu = _H200,
     speed: Speed = 1.0,
     limit: Limit = None,
     queue: Annotated[
         float | None,
-        typer.Option(help="Speed arrivals up by quarters until fcfs has so many requests waiting on average."),
+        typer.Option(help="Speed up arrivals until policy fcfs has this many requests waiting on average."),
     ] = None,
     overlap: Overlap = True,
     json_file: Json = None,
     plot: PlotFile = None,
 ) -> None:
-    """The same arrivals under several policies: hit rate, first token, waiting, side by side."""
+    """Simulate the same arrivals under several policies, and compare hit rate, TTFT and waiting time."""
     from paceline.simulator.compare import Comparison, scheduler_config
     from paceline.simulator.profile import load_profile
 
     names = [name.strip() for name in policies.split(",") if name.strip()]
     for name in names:
         if name not in POLICIES:
-            raise ConfigError(f"policies has {name!r}: choose of {', '.join(POLICIES)}.")
+            raise ConfigError(f"policies has {name!r}: choose from {', '.join(POLICIES)}.")
     if "policy" in options:
-        raise ConfigError("policy is for `sim run`: here give --policies.")
+        raise ConfigError("policy is an option of `sim run`: use --policies here.")
     console = Console()
     profile = load_profile(gpu)
     arrivals = load_arrivals(workload, options, speed=speed, limit=limit)
@@ -137,7 +151,9 @@ def compare(
         faster = 1.0
         if queue is not None:
             faster = comparison.speed_for(
-                queue, config, lambda at, waiting: console.print(f"arrivals x{at:.2f}: {waiting:.1f} wait under fcfs")
+                queue,
+                config,
+                lambda at, waiting: console.print(f"arrivals x{at:.2f}: {waiting:.1f} requests wait under fcfs"),
             )
         runs = dict(comparison.runs(configs, faster))
     table = Table(
@@ -150,24 +166,26 @@ def compare(
     for title, (key, scale, digits) in _SHOWN.items():
         table.add_row(title, *(f"{summary[key] * scale:,.{digits}f}" for summary in summaries))
     console.print(table)
-    console.print(_speed_of(*runs.values()))
+    console.print(_simulation_speed(*runs.values()))
     _write(json_file, plot, workload, profile, runs)
 
 
 @app.command()
 def experiment(
-    names: Annotated[list[str] | None, typer.Argument(help="Which; all if none is named.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="Folder to draw each one's plot into; needs matplotlib.")] = None,
-    form: Annotated[str, typer.Option(help="Of the plots: svg or png.")] = "svg",
+    names: Annotated[list[str] | None, typer.Argument(help="Names of experiments (default: all).")] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="Folder to write a plot of each experiment to; needs matplotlib.")
+    ] = None,
+    form: Annotated[str, typer.Option(help="Format of the plots: svg or png.")] = "svg",
     json_file: Json = None,
 ) -> None:
-    """The published experiments: what batching, order, waiting, overlap and memory are worth."""
+    """Reproduce published effects: continuous batching, cache-aware order, overlap, retraction, KV offloading."""
     from paceline.simulator.experiments import EXPERIMENTS
 
     chosen = list(EXPERIMENTS) if not names or names == ["all"] else names
     for name in chosen:
         if name not in EXPERIMENTS:
-            raise ConfigError(f"experiment is {name!r}: choose of {', '.join(EXPERIMENTS)}, or all.")
+            raise ConfigError(f"experiment is {name!r}: choose from {', '.join(EXPERIMENTS)}, or all.")
     console, written = Console(), {}
     for name in chosen:
         report = EXPERIMENTS[name].run()
@@ -192,12 +210,12 @@ def experiment(
 def fit(
     recordings: Annotated[list[Path], typer.Argument(help="Recordings of one device and model, made with --record.")],
     source: Annotated[
-        str | None, typer.Option(help="What the profile says it is from; the files' names if not given.")
+        str | None, typer.Option(help="Source to note in the profile (default: the names of the files).")
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="Write the profile to this file, for --gpu.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the profile to this file, for use with --gpu.")] = None,
     json_file: Json = None,
 ) -> None:
-    """Fit a virtual GPU to recorded passes, and say how far off it is on passes and runs it has not seen."""
+    """Fit a virtual GPU to recordings, and print its error on held-out passes and runs."""
     from paceline.simulator.fit import Recording
     from paceline.simulator.fit import fit as fit_to
     from paceline.simulator.profile import keep_swap
@@ -206,18 +224,24 @@ def fit(
     read = [one.warm() for one in every]
     fitted = fit_to(read, source or ", ".join(path.name for path in recordings))
     console = Console()
-    table = Table(title=f"{fitted.profile.device}, {fitted.profile.model}: passes held out of the fit")
-    for title in ("passes", "count", "measured s", "predicted s", "error of the sum", "mean error of a pass"):
-        table.add_column(title, justify="left" if title == "passes" else "right")
+    table = Table(title=f"{fitted.profile.device}, {fitted.profile.model}: held-out passes")
+    for title in ("batch", "passes", "measured s", "predicted s", "total error", "mean error per pass"):
+        table.add_column(title, justify="left" if title == "batch" else "right")
     for name, error in fitted.held_out.items():
-        table.add_row(name, f"{error.count:,}", f"{error.measured_s:.3f}", f"{error.predicted_s:.3f}",
-                      f"{error.total:+.2%}", f"{error.mean_absolute:.2%}")  # fmt: skip
+        table.add_row(
+            name,
+            f"{error.count:,}",
+            f"{error.measured_s:.3f}",
+            f"{error.predicted_s:.3f}",
+            f"{error.total:+.2%}",
+            f"{error.mean_absolute:.2%}",
+        )
     console.print(table)
     runs = _replayed(read, recordings, fitted.profile, console)
     if cold := [run.name for one, kept in zip(every, read, strict=True) for run in one.runs if run not in kept.runs]:
-        console.print(f"Left out, because kernels were compiled on the way: {', '.join(cold)}.")
+        console.print(f"Skipped, because kernels were compiled during the run: {', '.join(cold)}.")
     if cut := [name for one, kept in zip(every, read, strict=True) if kept is not one for name in one.cut_off]:
-        console.print(f"Left out, because the recording ends before they do: {', '.join(cut)}.")
+        console.print(f"Skipped, because the recording ends before the run: {', '.join(cut)}.")
     if save is not None:
         keep_swap(fitted.profile, save).save(save)
     if json_file is not None:
@@ -228,7 +252,7 @@ def fit(
 def _replayed(
     read: Sequence[Recording], paths: Sequence[Path], profile: Profile, console: Console
 ) -> list[dict[str, Any]]:
-    """Whole runs again on the virtual GPU, from their requests alone."""
+    """Replays whole runs on the virtual GPU, from their requests alone, and prints the errors."""
     from paceline.simulator.replay import replay, replay_held_out
 
     found = [(path.stem, item) for path, one in zip(paths, read, strict=True) for item in replay(path, one, profile)]
@@ -240,11 +264,11 @@ def _replayed(
         box=SIMPLE,
         pad_edge=False,
         collapse_padding=True,
-        caption="Seconds from the arrivals before the first pass to the last token, and ms of a pass on the device. "
-        "Held out: the error of a profile that is fitted to every second run of each workload, but not to this one.",
+        caption="Seconds from the arrivals before the first pass to the last token, and device time per pass in ms. "
+        "Held out: the error of a profile fitted to every second run of each workload, without this one.",
     )
-    # Seven columns: a terminal of 80 characters must be able to show them.
-    for title in ("run", "s", "simulated", "off (held out)", "ms a pass", "off (held out)", "passes"):
+    # Seven columns fit into a terminal of 80 characters.
+    for title in ("run", "s", "simulated", "error (held out)", "ms/pass", "error (held out)", "passes"):
         table.add_column(title, justify="left" if title == "run" else "right")
     names = Counter(item.name for _, item in found)
     rows = []
@@ -255,10 +279,14 @@ def _replayed(
         if item.simulated_passes != item.measured_passes:
             passes += f", {item.simulated_passes:,}"
         table.add_row(
-            item.name if names[item.name] == 1 else f"{item.name}, {stem}", f"{item.measured_s:.2f}",
-            f"{item.simulated_s:.2f}", f"{item.total_error:+.1%}{held_total}", f"{item.measured_pass_s * 1e3:.2f}",
-            f"{item.pass_error:+.1%}{held_pass}", passes,
-        )  # fmt: skip
+            item.name if names[item.name] == 1 else f"{item.name}, {stem}",
+            f"{item.measured_s:.2f}",
+            f"{item.simulated_s:.2f}",
+            f"{item.total_error:+.1%}{held_total}",
+            f"{item.measured_pass_s * 1e3:.2f}",
+            f"{item.pass_error:+.1%}{held_pass}",
+            passes,
+        )
         held = dataclasses.asdict(other) if other else None
         rows.append({"recording": stem, **dataclasses.asdict(item), "held_out": held})
     console.print(table)
@@ -270,16 +298,16 @@ def ui(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 8001,
 ) -> None:
-    """A page that plays runs step by step: queue, pages, prefix tree, and the reason for every decision."""
+    """Serve a page that plays simulations step by step: queue, KV cache, prefix tree, and every decision."""
     from paceline.simulator.ui import serve
 
-    serve(host, port, lambda url: Console().print(f"The simulator is at {url} · Ctrl-C ends it.", highlight=False))
+    serve(host, port, lambda url: Console().print(f"Simulator at {url} (Ctrl-C to stop)", highlight=False))
 
 
-def _speed_of(*runs: SimulationResult) -> str:
+def _simulation_speed(*runs: SimulationResult) -> str:
     virtual, wall = sum(run.seconds for run in runs), sum(run.wall_s for run in runs)
     passes, factor = sum(run.passes for run in runs), virtual / max(wall, 1e-9)
-    return f"{virtual:,.1f} s of the GPU in {wall:,.1f} s here, {passes:,} passes: {factor:,.1f} times as fast."
+    return f"simulated {virtual:,.1f} s of GPU time in {wall:,.1f} s ({factor:,.1f}x), {passes:,} forward passes"
 
 
 def _write(

@@ -1,4 +1,4 @@
-"""Text from the engine, on the caller's own thread, as it comes."""
+"""Streams the output of a request to the calling thread."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class _TerminalSink:
     def __init__(self) -> None:
         self.queue: SimpleQueue[OutputDelta | PacelineError] = SimpleQueue()
 
-    def put(self, piece: OutputDelta) -> None:
-        self.queue.put(piece)
+    def put(self, delta: OutputDelta) -> None:
+        self.queue.put(delta)
 
     def refuse(self, error: PacelineError) -> None:
         self.queue.put(error)
@@ -27,18 +27,18 @@ class _TerminalSink:
 
 @contextmanager
 def stream(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Iterator[Iterator[OutputDelta]]:
-    """The pieces of one request. Leaving early, an interrupt included, aborts it."""
+    """The output deltas of one request. Leaving the context early, by Ctrl-C for example, aborts the request."""
     from paceline.engine.job import Job
 
     sink = _TerminalSink()
     request_id = engine.submit(Job(engine.encode(prompt), params), sink)
     try:
-        yield _pieces(sink)
+        yield _deltas(sink)
     finally:
         engine.abort(request_id)
 
 
-def _pieces(sink: _TerminalSink) -> Iterator[OutputDelta]:
+def _deltas(sink: _TerminalSink) -> Iterator[OutputDelta]:
     from paceline.engine.output import EngineFailed
 
     while True:
@@ -46,7 +46,7 @@ def _pieces(sink: _TerminalSink) -> Iterator[OutputDelta]:
         if isinstance(item, PacelineError):
             raise item
         if item.error is not None:
-            raise EngineFailed(f"generation failed ({item.error}): try again.")
+            raise EngineFailed(f"generation failed: {item.error}.")
         yield item
         if item.finish_reason is not None:
             return

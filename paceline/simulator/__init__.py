@@ -1,1 +1,1 @@
-"""What the real scheduler would do: experiments on the virtual clock."""
+"""The simulator: the real scheduler on a virtual GPU and a virtual clock."""

@@ -1,4 +1,4 @@
-"""Several runs of one workload, side by side and in as many processes as there are cores."""
+"""Several simulations of one workload, in as many processes as there are cores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.simulator.workloads import Arrival
 
 
 def scheduler_config(arrivals: Sequence[Arrival], profile: Profile, options: Mapping[str, Any]) -> SchedulerConfig:
-    """What was asked for; else all the memory of the profile's device, and a context as long as the longest request."""
+    """`options`; by default the KV cache of the profile's device and a context as long as the longest request."""
     page_size = int(options.get("page_size", SchedulerConfig().page_size))
     longest = max((len(one.prompt) + (one.max_tokens or len(one.output)) for one in arrivals), default=2)
     defaults: dict[str, float] = {
@@ -32,42 +32,44 @@ def scheduler_config(arrivals: Sequence[Arrival], profile: Profile, options: Map
     return SchedulerConfig(**chosen)
 
 
-_job: tuple[Sequence[Arrival], Profile, bool] | None = None  # of this process: arrivals are sent once, not per run
+_job: tuple[Sequence[Arrival], Profile, bool] | None = None  # of a worker process: arrivals are sent once, not per run
 
 
 def _begin(arrivals: Sequence[Arrival], profile: Profile, overlap: bool) -> None:
-    global _job  # noqa: PLW0603 (a worker process has no other place for it)
+    global _job  # noqa: PLW0603 (the initializer of a worker process)
     _job = arrivals, profile, overlap
 
 
 def _one(config: SchedulerConfig, speed: float) -> SimulationResult:
-    assert _job is not None, "the process was given its work when it began"
+    assert _job is not None, "the initializer has run"
     arrivals, profile, overlap = _job
     return simulate(faster(arrivals, speed), config, profile, overlap=overlap)
 
 
 class Comparison:
-    """Runs of the same arrivals, in as many processes as there are cores. To be closed."""
+    """Simulations of the same arrivals, in as many processes as there are cores. A context manager."""
 
     def __init__(
         self, arrivals: Sequence[Arrival], profile: Profile, *, overlap: bool = True, processes: int | None = None
     ) -> None:
         self._count = processes or os.cpu_count() or 1
-        # A fork shares the arrivals; elsewhere they are copied to each process.
+        # Forked processes share the arrivals; elsewhere they are copied to each process.
         how = get_context("fork" if sys.platform == "linux" else "spawn")
         self._pool = ProcessPoolExecutor(self._count, how, _begin, (arrivals, profile, overlap))
 
     def runs(
         self, configs: Mapping[str, SchedulerConfig], speed: float = 1.0
     ) -> Iterator[tuple[str, SimulationResult]]:
-        """One under each config, in their order, with arrivals `speed` times as fast."""
+        """One simulation per config, in order, with arrivals `speed` times as fast."""
         yield from zip(configs, self._pool.map(_one, configs.values(), [speed] * len(configs)), strict=True)
 
     def speed_for(
         self, queue: float, config: SchedulerConfig, note: Callable[[float, float], None] = lambda speed, waiting: None
     ) -> float:
-        """By how much arrivals must be faster for fcfs to have `queue` requests waiting on average, in steps of a
-        quarter. As many steps at a time as there are processes."""
+        """The speed at which policy fcfs has `queue` requests waiting on average, found in steps of 1.25.
+
+        Runs as many steps at a time as there are processes.
+        """
         first_come = dataclasses.replace(config, policy="fcfs")
         step, waiting = 0, 0.0
         while step < 60:
@@ -78,7 +80,7 @@ class Comparison:
                 if waiting >= queue:
                     return speed
             step += self._count
-        raise ConfigError(f"queue is {queue}: however fast requests arrive, only {waiting:.1f} wait on average.")
+        raise ConfigError(f"queue is {queue}: at most {waiting:.1f} requests wait on average at any speed.")
 
     def __enter__(self) -> Comparison:
         return self

@@ -1,6 +1,6 @@
-"""Experiments that show what scheduling is worth, on the real scheduler with a virtual device behind it.
+"""Experiments that reproduce published effects of scheduling, on the real scheduler with a virtual GPU.
 
-Each is a function of its parameters, and a named one prints as a table and a plot: `paceline sim experiment`.
+Each is a function of its parameters; `paceline sim experiment` prints the named ones as tables and plots.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from paceline.testing import Harness
 GPU = "h200-qwen3-0.6b"
 
 
-def seats_used(batching: str, steps: int = 500) -> float:
-    """8 seats; one request of 500 tokens, seven of 10, and 343 more of 10 waiting: the share of seats in use."""
+def slot_utilization(batching: str, steps: int = 500) -> float:
+    """The mean share of 8 slots in use; one request of 500 tokens and seven of 10 run, and 343 more of 10 wait."""
     scheduler = Scheduler(SchedulerConfig(max_running=8, batching=batching, num_pages=4096))
     clock = VirtualClock()
     executor = VirtualExecutor(clock)
@@ -45,8 +45,8 @@ def seats_used(batching: str, steps: int = 500) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """What became of the tokens that requests of one kind have in common."""
+class PrefixReuse:
+    """How many tokens of shared prefixes were computed, of how many in all prompts."""
 
     computed: int
     total: int
@@ -56,8 +56,8 @@ class Shared:
         return 1 - self.computed / self.total
 
 
-def _run(requests: Sequence[Request], prefix_tokens: dict[str, int], **options: Any) -> Shared:
-    """Runs `requests`, which arrive at once, and counts what was computed of each one's first `prefix_tokens`."""
+def _run(requests: Sequence[Request], prefix_tokens: dict[str, int], **options: Any) -> PrefixReuse:
+    """Runs `requests`, which arrive at once, and counts the computed tokens among the first `prefix_tokens` of each."""
     scheduler = Scheduler(SchedulerConfig(max_wait=math.inf, **options))
     clock = VirtualClock()
     executor = VirtualExecutor(clock)
@@ -73,14 +73,14 @@ def _run(requests: Sequence[Request], prefix_tokens: dict[str, int], **options: 
             start, end = int(plan.starts[row]), int(plan.starts[row] + plan.lengths[row])
             computed += max(0, min(end, common) - start)
         scheduler.commit(plan, executor.launch(plan).wait().tokens, clock())
-    return Shared(computed, sum(prefix_tokens.values()))
+    return PrefixReuse(computed, sum(prefix_tokens.values()))
 
 
-def shared_system_prompt(policy: str, *, seats: int, runs: int = 100) -> float:
-    """24 requests with one 2,000-token system prompt and 8 unrelated ones of 2,000, in 100 shuffled arrivals.
+def shared_system_prompt(policy: str, *, slots: int, runs: int = 100) -> float:
+    """24 requests with a common system prompt of 2,000 tokens and 8 unrelated ones, in `runs` shuffled orders.
 
-    The mean hit rate over the sharers' shared tokens. With one seat there is room for one request at a time; with
-    more there is memory for all of them, and nobody waits for a prefix that another one is computing.
+    Returns the mean hit rate of the shared tokens. With one slot, memory holds one request at a time; with more
+    it holds all of them, and in-batch prefix caching (prefix_wait) is off.
     """
     rates = []
     for seed in range(runs):
@@ -94,8 +94,8 @@ def shared_system_prompt(policy: str, *, seats: int, runs: int = 100) -> float:
         ]
         shared = {f"request-{number}": 2000 for number in range(24)}
         random.Random(seed).shuffle(requests)
-        options: dict[str, Any] = {"page_size": 10, "max_running": seats, "policy": policy}
-        if seats == 1:
+        options: dict[str, Any] = {"page_size": 10, "max_running": slots, "policy": policy}
+        if slots == 1:
             options |= {"num_pages": 210}
         else:
             options |= {"num_pages": 100_000, "prefix_wait": False}
@@ -105,7 +105,7 @@ def shared_system_prompt(policy: str, *, seats: int, runs: int = 100) -> float:
 
 
 def two_prefixes(policy: str, pool_tokens: int, **options: Any) -> int:
-    """A, B, A, B, A, B with prefixes of 2,000 and 1,500 tokens and 100 own ones: prefix tokens computed."""
+    """Prefix tokens computed for requests A, B, A, B, A, B with prefixes of 2,000 (A) and 1,500 (B) tokens."""
     tokens = np.random.default_rng(0)
     prefixes = [tokens.integers(0, 50_000, 2000), tokens.integers(0, 50_000, 1500)]
     requests, shared = [], {}
@@ -125,7 +125,7 @@ class SmallPool:
 
 
 def small_pool(num_pages: int, **options: Any) -> SmallPool:
-    """40 requests that expect short outputs and produce long ones, in a pool of `num_pages`, on the toy model."""
+    """40 requests that expect short outputs and produce long ones, with `num_pages` of KV cache, on the toy model."""
     scheduler = Scheduler(SchedulerConfig(num_pages=num_pages, page_size=4, max_running=16, **options))
     harness = Harness(scheduler, vocab=512)
     tokens = np.random.default_rng(0)
@@ -144,7 +144,7 @@ LANE_SHARES = (1.0, 0.5, 0.25)
 
 
 def waiting_curve(max_wait: float, requests: int = 400, **options: Any) -> SimulationResult:
-    """More than the GPU can do, and 40 system prompts of 1,500 tokens in a pool that holds ten of them."""
+    """An overloaded GPU, and 40 system prompts of 1,500 tokens in a KV cache that holds ten of them."""
     work = WorkloadConfig(
         requests=requests, rate=80, prompt_tokens=2000, shared=0.75, groups=40, output_tokens=64, seed=1
     )
@@ -153,7 +153,7 @@ def waiting_curve(max_wait: float, requests: int = 400, **options: Any) -> Simul
 
 
 def overlap(rows: int, enabled: bool, gpu: str = GPU) -> SimulationResult:
-    """`rows` prompts of 128 tokens, 256 out: long enough that nearly all passes decode."""
+    """`rows` prompts of 128 tokens, outputs of 256: nearly all forward passes are decode batches."""
     tokens = np.random.default_rng(0)
     arrivals = [
         Arrival(0.0, f"request-{number}", tokens.integers(0, 50_000, 128, dtype=np.int32), np.zeros(256, np.int32))
@@ -163,23 +163,23 @@ def overlap(rows: int, enabled: bool, gpu: str = GPU) -> SimulationResult:
     return simulate(arrivals, config, load_profile(gpu), overlap=enabled)
 
 
-CHAT_POOL = 100_000  # tokens of KV on the device
+CHAT_POOL = 100_000  # size of the KV cache on the device, in tokens
 
 
 def host_memory(host_tokens: int, requests: int = 300, gpu: str = "h200-qwen3-14b") -> SimulationResult:
-    """Turns of chats that grow to 17,000 tokens, more than the pool holds, with so much host memory behind it."""
+    """Conversations that grow to 17,000 tokens and do not fit into the KV cache, with `host_tokens` of host memory."""
     work = WorkloadConfig(requests=requests, rate=0.8, prompt_tokens=6000, shared=0.1, output_tokens=200, seed=1)
     arrivals, profile = make_workload("chat", work), load_profile(gpu)
     options = {"num_pages": CHAT_POOL // 16, "num_host_pages": host_tokens // 16}
     return simulate(arrivals, scheduler_config(arrivals, profile, options), profile)
 
 
-# ---------------------------------------------------------------------- by name
+# ---------------------------------------------------------------------- named experiments
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Bars, or one line for each of `labels`: y[i][j] belongs to labels[i] and x[j]."""
+    """Bars, or one line per label: y[i][j] is the value of labels[i] at x[j]."""
 
     kind: Literal["bars", "lines"]
     x: list[str] | list[float]
@@ -187,7 +187,7 @@ class Plot:
     labels: list[str]
     x_title: str
     y_title: str
-    points: list[str] | None = None  # a name for each point of a line
+    points: list[str] | None = None  # a label for each point of a line
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,26 +204,33 @@ class Experiment:
     run: Callable[[], Report]
 
 
-def _seats() -> Report:
-    shares = {mode: seats_used(mode) for mode in ("static", "mixed")}
+def _continuous_batching() -> Report:
+    shares = {mode: slot_utilization(mode) for mode in ("static", "mixed")}
     names = {"static": "static", "mixed": "continuous"}
     return Report(
-        ["batching", "seats in use"],
+        ["batching", "slot utilization"],
         [[names[mode], round(share, 4)] for mode, share in shares.items()],
-        "8 seats for 500 steps; one request of 500 tokens, seven of 10, and 343 more of 10 waiting.",
-        Plot("bars", [names[mode] for mode in shares], [list(shares.values())], ["seats in use"], "", "share of seats"),
+        "8 slots, 500 steps; one request of 500 tokens and seven of 10 run, and 343 more of 10 wait.",
+        Plot(
+            "bars",
+            [names[mode] for mode in shares],
+            [list(shares.values())],
+            ["slot utilization"],
+            "",
+            "share of slots in use",
+        ),
     )
 
 
 def _system_prompt() -> Report:
     cases = [("lpm", 1), ("fair", 1), ("dfs", 1), ("fcfs", 1), ("fcfs", 16)]
-    rates = [shared_system_prompt(policy, seats=seats) for policy, seats in cases]
-    names = [f"{policy}, {seats} seat{'s' if seats > 1 else ''}" for policy, seats in cases]
+    rates = [shared_system_prompt(policy, slots=slots) for policy, slots in cases]
+    names = [f"{policy}, {slots} slot{'s' if slots > 1 else ''}" for policy, slots in cases]
     return Report(
-        ["order", "seats", "hit rate"],
-        [[policy, seats, round(rate, 4)] for (policy, seats), rate in zip(cases, rates, strict=True)],
-        "24 requests share 2,000 tokens, 8 do not; mean of 100 shuffled arrivals. With 16 seats there is ample memory, "
-        "and nobody waits for a prefix that another one is computing. 23/24 is 0.9583.",
+        ["policy", "slots", "hit rate"],
+        [[policy, slots, round(rate, 4)] for (policy, slots), rate in zip(cases, rates, strict=True)],
+        "24 requests share 2,000 tokens, 8 do not; mean of 100 shuffled orders. With 16 slots memory is ample and "
+        "in-batch prefix caching is off. The maximum is 23/24 = 0.9583.",
         Plot("bars", names, [rates], ["hit rate"], "", "hit rate of shared tokens"),
     )
 
@@ -233,12 +240,18 @@ def _two_prefixes() -> Report:
     whole = {policy: [two_prefixes(policy, pool, partial_eviction=False) for pool in pools] for policy in policies}
     partial = {policy: [two_prefixes(policy, pool) for pool in pools] for policy in policies}
     return Report(
-        ["order", "pool 8,000", "pool 2,600", "pool 2,600, only the pages needed evicted"],
+        ["policy", "8,000 tokens", "2,600 tokens", "2,600 tokens, partial eviction"],
         [[policy, *whole[policy], partial[policy][1]] for policy in policies],
-        "Prefix tokens computed for A, B, A, B, A, B; each prefix once would be 3,500.",
-        Plot("bars", list(policies), [[float(whole[policy][at]) for policy in policies] for at in (0, 1)],
-             ["pool of 8,000", "pool of 2,600"], "", "prefix tokens computed"),
-    )  # fmt: skip
+        "Prefix tokens computed for A, B, A, B, A, B by size of the KV cache; the minimum is 3,500, each prefix once.",
+        Plot(
+            "bars",
+            list(policies),
+            [[float(whole[policy][at]) for policy in policies] for at in (0, 1)],
+            ["KV cache of 8,000 tokens", "KV cache of 2,600 tokens"],
+            "",
+            "prefix tokens computed",
+        ),
+    )
 
 
 def _max_wait() -> Report:
@@ -246,25 +259,38 @@ def _max_wait() -> Report:
     waits = [waiting_curve(max_wait).summary() for max_wait in MAX_WAITS]
     lanes = [waiting_curve(0.05, lane_share=share).summary() for share in LANE_SHARES]
     rows: list[list[str | float]] = [
-        [name, share, round(found["hit_rate"], 4), round(found["wait_p50_ms"] / 1e3, 3),
-         round(found["wait_p99_ms"] / 1e3, 3), round(found["tokens_per_s"])]
+        [
+            name,
+            share,
+            round(found["hit_rate"], 4),
+            round(found["wait_p50_ms"] / 1e3, 3),
+            round(found["wait_p99_ms"] / 1e3, 3),
+            round(found["tokens_per_s"]),
+        ]
         for name, share, found in [
             *zip(names, ["1/8"] * len(names), waits, strict=True),
             *zip(["0.05 s"] * len(lanes), ["1", "1/2", "1/4"], lanes, strict=True),
         ]
-    ]  # fmt: skip
-    # From first come to cache alone, through the lane's shares; the default is the share of 1/8.
+    ]
+    # From first come, first served to cache hits alone, by lane_share; its default is 1/8.
     curve = [(waits[0], "max_wait 0")]
-    curve += [(found, f"lane {share}") for found, share in zip(lanes, ("1", "1/2", "1/4"), strict=True)]
-    curve += [(waits[MAX_WAITS.index(0.2)], "the default"), (waits[-1], "max_wait ∞")]
+    curve += [(found, f"lane_share {share}") for found, share in zip(lanes, ("1", "1/2", "1/4"), strict=True)]
+    curve += [(waits[MAX_WAITS.index(0.2)], "default"), (waits[-1], "max_wait ∞")]
     return Report(
-        ["max_wait", "lane_share", "hit rate", "p50 wait s", "p99 wait s", "tokens a second"],
+        ["max_wait", "lane_share", "hit rate", "wait p50 s", "wait p99 s", "tokens/s"],
         rows,
-        "400 requests of 40 groups, policy fair, a pool of 16,000 tokens. max_wait says from when on a request is "
-        "overdue, lane_share how much of the work goes to overdue ones first.",
-        Plot("lines", [found["wait_p99_ms"] / 1e3 for found, _ in curve], [[found["hit_rate"] for found, _ in curve]],
-             ["max_wait"], "p99 wait, s", "hit rate", [name for _, name in curve]),
-    )  # fmt: skip
+        "400 requests in 40 groups, policy fair, a KV cache of 16,000 tokens. A request is overdue after max_wait; "
+        "overdue requests get lane_share of the admitted tokens.",
+        Plot(
+            "lines",
+            [found["wait_p99_ms"] / 1e3 for found, _ in curve],
+            [[found["hit_rate"] for found, _ in curve]],
+            ["max_wait"],
+            "waiting time p99, s",
+            "hit rate",
+            [name for _, name in curve],
+        ),
+    )
 
 
 def _overlap() -> Report:
@@ -276,59 +302,90 @@ def _overlap() -> Report:
         for enabled, run in found.items():
             shares[enabled].append(1 - run.busy_s / run.seconds)
         speeds = [found[enabled].summary()["tokens_per_s"] for enabled in (False, True)]
-        rows.append([size, *(round(shares[enabled][-1], 4) for enabled in (False, True)), *map(round, speeds),
-                     round(speeds[1] / speeds[0], 3)])  # fmt: skip
+        rows.append(
+            [
+                size,
+                *(round(shares[enabled][-1], 4) for enabled in (False, True)),
+                *map(round, speeds),
+                round(speeds[1] / speeds[0], 3),
+            ]
+        )
     return Report(
         ["requests", "GPU idle, off", "GPU idle, on", "tokens/s, off", "tokens/s, on", "ratio"],
         rows,
-        f"Prompts of 128 tokens, 256 out, {GPU}, overlap off and on.",
-        Plot("bars", [str(size) for size in sizes], [shares[False], shares[True]], ["overlap off", "overlap on"],
-             "requests at once", "share of time the GPU is idle"),
-    )  # fmt: skip
+        f"Prompts of 128 tokens, outputs of 256, {GPU}, overlap off and on.",
+        Plot(
+            "bars",
+            [str(size) for size in sizes],
+            [shares[False], shares[True]],
+            ["overlap off", "overlap on"],
+            "running requests",
+            "share of time the GPU is idle",
+        ),
+    )
 
 
-def _small_pool() -> Report:
+def _retraction() -> Report:
     large = small_pool(4_000)
     pools = (45, 60, 90, 150, 4_000)
     found = {pool: small_pool(pool) for pool in pools}
     same = {pool: run.outputs == large.outputs for pool, run in found.items()}
     return Report(
-        ["pages", "retractions", "output as with ample memory"],
+        ["pages", "retractions", "outputs compared with ample memory"],
         [[pool, run.retractions, "identical" if same[pool] else "DIFFERENT"] for pool, run in found.items()],
-        "40 requests that expect 2 tokens and produce up to 48, on the toy model, whose every token depends on all KV "
-        "before it.",
-        Plot("bars", [f"{pool:,}" for pool in pools], [[float(run.retractions) for run in found.values()]],
-             ["retractions"], "pages in the pool", "retractions"),
-    )  # fmt: skip
+        "40 requests that expect 2 tokens and produce up to 48, on a toy model whose tokens depend on all KV before "
+        "them.",
+        Plot(
+            "bars",
+            [f"{pool:,}" for pool in pools],
+            [[float(run.retractions) for run in found.values()]],
+            ["retractions"],
+            "pages of KV cache",
+            "retractions",
+        ),
+    )
 
 
 def _host_memory() -> Report:
     sizes = [times * CHAT_POOL for times in (0, 1, 2, 4)]
     runs = {size: host_memory(size) for size in sizes}
-    shares: dict[str, list[float]] = {"on the device": [], "fetched": [], "computed": []}
+    shares: dict[str, list[float]] = {"cached on the device": [], "fetched from the host": [], "computed": []}
     rows: list[list[str | float]] = []
     for size, run in runs.items():
         found, counters = run.summary(), run.counters
         parts = (counters.hit_tokens, counters.fetched_tokens, counters.computed_tokens)
         for name, part in zip(shares, parts, strict=True):
             shares[name].append(round(part / counters.prompt_tokens, 2))
-        rows.append([size, *(share[-1] for share in shares.values()), round(found["ttft_p50_ms"] / 1e3, 3),
-                     round(found["ttft_p99_ms"] / 1e3, 2), round(found["busy"], 3)])  # fmt: skip
+        rows.append(
+            [
+                size,
+                *(share[-1] for share in shares.values()),
+                round(found["ttft_p50_ms"] / 1e3, 3),
+                round(found["ttft_p99_ms"] / 1e3, 2),
+                round(found["busy"], 3),
+            ]
+        )
     return Report(
-        ["host memory, tokens", "found on the device", "fetched", "computed", "first token p50 s", "p99 s", "GPU busy"],
+        ["host memory, tokens", "cached", "fetched", "computed", "TTFT p50 s", "TTFT p99 s", "GPU busy"],
         rows,
-        f"300 turns of chats on a 14B with {CHAT_POOL:,} tokens of KV memory; shares of all prompt tokens.",
-        Plot("bars", [f"{size:,}" for size in sizes], list(shares.values()), list(shares), "tokens of host memory",
-             "share of prompt tokens"),
-    )  # fmt: skip
+        f"300 turns of conversations on a 14B model, a KV cache of {CHAT_POOL:,} tokens; shares of all prompt tokens.",
+        Plot(
+            "bars",
+            [f"{size:,}" for size in sizes],
+            list(shares.values()),
+            list(shares),
+            "host memory, tokens",
+            "share of prompt tokens",
+        ),
+    )
 
 
 EXPERIMENTS: dict[str, Experiment] = {
-    "seats": Experiment("Seats in use, static and continuous batching", _seats),
-    "system-prompt": Experiment("A shared system prompt: hit rate by order", _system_prompt),
-    "two-prefixes": Experiment("Two prefixes in a pool for one", _two_prefixes),
-    "max-wait": Experiment("Hit rate against waiting, as max_wait goes from 0 to infinity", _max_wait),
-    "overlap": Experiment("GPU idle time and throughput, with and without overlap", _overlap),
-    "small-pool": Experiment("A pool too small for its load", _small_pool),
-    "host-memory": Experiment("Chats that do not fit, with and without host memory", _host_memory),
+    "continuous-batching": Experiment("Continuous and static batching: slot utilization (Orca)", _continuous_batching),
+    "system-prompt": Experiment("Cache-aware scheduling: hit rate by policy (SGLang LPM, DFS)", _system_prompt),
+    "two-prefixes": Experiment("Cache thrashing: two prefixes in a KV cache for one (LPM vs FCFS)", _two_prefixes),
+    "max-wait": Experiment("Starvation bound: hit rate against waiting time, by max_wait", _max_wait),
+    "overlap": Experiment("Overlap scheduling: GPU idle time (SGLang zero-overhead scheduler)", _overlap),
+    "retraction": Experiment("Retraction (preemption by recomputation): a KV cache that is too small", _retraction),
+    "host-memory": Experiment("KV offloading: conversations that do not fit into the KV cache", _host_memory),
 }

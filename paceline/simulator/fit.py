@@ -1,9 +1,9 @@
-"""Coefficients from recordings: `paceline sim fit`.
+"""`paceline sim fit`: the coefficients of a profile, fitted to recordings.
 
-Decodes, prompts and the host are fitted each on their own, by least squares without negative coefficients; short
-passes weigh more than their seconds. What loads, compiles or waits for its launch says nothing about a device and is
-left out, run by run where marks name runs, else pass by pass. Every fifth pass is held out: the error printed is of
-passes that the fit has not seen. The profile that is kept is fitted to all of them.
+Decode batches, prefill batches and the host are fitted separately, by non-negative least squares in which short passes
+have more weight. Passes that load, compile or wait for their launch say nothing about the device and are left out: by
+run where marks name runs, otherwise by pass. Every fifth pass is held out for the error that is printed; the profile
+that is saved is fitted to all of them.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from paceline.simulator.profile import DECODE_TERMS, ENDED_TERMS, HOST_TERMS, PR
 
 Matrix = npt.NDArray[np.float64]
 _HELD_OUT = 5
-_DECODES, _PROMPTS = 20, 5  # passes that a fit needs at least
-_FAR = 1.5  # times what a first fit predicts: something was loaded or compiled on the way
-_COMPILED_S = 0.05  # no launch takes so long, unless it compiles or waits
-_ROUNDING_S = 2e-6  # of recorded times, added up
-# By whether a pass has prompts and whether its rows have a prefix in common
+_DECODES, _PROMPTS = 20, 5  # minimum number of passes for a fit
+_FAR = 1.5  # times the prediction of a first fit: the pass loaded or compiled something
+_COMPILED_S = 0.05  # a longer launch compiles or waits
+_ROUNDING_S = 2e-6  # accumulated rounding of recorded times
+# By whether a pass has prompt tokens and whether its rows share a prefix
 _KIND = {
-    (True, True): "with prompts", (True, False): "with prompts", (False, True): "decodes that share a prefix",
-    (False, False): "decodes",
-}  # fmt: skip
+    (True, True): "prefill or mixed",
+    (True, False): "prefill or mixed",
+    (False, True): "decode, shared prefix",
+    (False, False): "decode",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """A run of a recording: from a mark to the mark `end of` it."""
+class RecordedRun:
+    """A run within a recording, from the mark `NAME` to the mark `end of NAME`."""
 
     name: str
     begins: float
@@ -60,9 +62,9 @@ class Recording:
     header: Header
     passes: list[RecordedPass]
     requests: list[RecordedRequest]
-    runs: list[Stretch]
-    cut_off: list[str]  # names of runs that have no end
-    ended: dict[int, FinishedRequests]  # by step: the requests that ended since the launch before it
+    runs: list[RecordedRun]
+    cut_off: list[str]  # names of runs without an end
+    ended: dict[int, FinishedRequests]  # by step: the requests that finished since the previous launch
 
     @classmethod
     def read(cls, path: Path) -> Recording:
@@ -77,24 +79,24 @@ class Recording:
             else:
                 marks.append(line)
         if header is None or not passes:
-            raise ConfigError(f"{path.name} has no passes: record a run with --record.")
-        runs, cut_off = _stretches(marks, passes)
+            raise ConfigError(f"{path.name} has no forward passes: record a run with --record.")
+        runs, cut_off = _recorded_runs(marks, passes)
         return cls(header, passes, requests, runs, cut_off, _ended(requests, passes))
 
-    def only(self, runs: Iterable[Stretch]) -> Recording:
-        """Nothing but these runs of it."""
+    def only(self, runs: Iterable[RecordedRun]) -> Recording:
+        """The same recording, restricted to these runs."""
         chosen = list(runs)
         passes = [line for line in self.passes if any(line.at in run for run in chosen)]
         return replace(self, passes=passes, runs=chosen)
 
     def warm(self) -> Recording:
-        """Without runs that compile or are cut off, or what lies between runs; all of it if nothing would be left."""
+        """Without runs that compile or are cut off, and without passes between runs; everything if no run is left."""
         runs = [run for run in self.runs if not run.compiles]
         return self.only(runs) if runs else self
 
 
 def halves(recordings: Sequence[Recording]) -> tuple[list[Recording], list[Recording]]:
-    """Every second run of each workload, and the others."""
+    """Splits the runs of each workload: every second one, and the others."""
     numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
     sides = [[(next(numbers[run.workload]) % 2, run) for run in one.runs] for one in recordings]
     first, second = (
@@ -104,11 +106,11 @@ def halves(recordings: Sequence[Recording]) -> tuple[list[Recording], list[Recor
     return first, second
 
 
-def _stretches(marks: Sequence[Mark], passes: Sequence[RecordedPass]) -> tuple[list[Stretch], list[str]]:
-    """The runs that are whole, and the names of others."""
+def _recorded_runs(marks: Sequence[Mark], passes: Sequence[RecordedPass]) -> tuple[list[RecordedRun], list[str]]:
+    """The complete runs, and the names of the incomplete ones."""
     began: dict[str, float] = {}
     found = []
-    compiled = _compiled(passes)
+    compiled = _compiling_passes(passes)
     for mark in marks:
         name = mark.name.removeprefix("end of ")
         if name == mark.name:
@@ -116,20 +118,20 @@ def _stretches(marks: Sequence[Mark], passes: Sequence[RecordedPass]) -> tuple[l
             continue
         begins = began.pop(name)
         compiles = any(begins <= one.at <= mark.at for one in compiled)
-        found.append(Stretch(name, begins, mark.at, compiles))
+        found.append(RecordedRun(name, begins, mark.at, compiles))
     return found, list(began)
 
 
-def _compiled(passes: Sequence[RecordedPass]) -> list[RecordedPass]:
-    """Those with a long launch of which the device lost half or more: it idled before the pass, or took longer than
-    with passes like it. A launch that waits for passes in flight is as long, but then the device is at work."""
+def _compiling_passes(passes: Sequence[RecordedPass]) -> list[RecordedPass]:
+    """Passes with a long launch that cost the device half of it or more, as idle time or as a longer pass than similar
+    ones. A launch that waits for passes in flight is as long, but then the device is busy."""
     medians = _medians([one for one in passes if one.launch_s <= _COMPILED_S])
 
     def usual_s(one: RecordedPass) -> float:
-        """Of those with the number of prompt tokens next to its own: all that have as many may have waited."""
-        bucket, bits, repeated = _likeness(one.features)
-        alike = [(abs(at - bits), seconds) for (b, at, r), seconds in medians.items() if (b, r) == (bucket, repeated)]
-        return min(alike, default=(0, 0.0))[1]
+        """The median of passes with the nearest number of prompt tokens: all with as many may have waited."""
+        bucket, bits, repeated = _group_key(one.features)
+        similar = [(abs(at - bits), seconds) for (b, at, r), seconds in medians.items() if (b, r) == (bucket, repeated)]
+        return min(similar, default=(0, 0.0))[1]
 
     def lost_s(one: RecordedPass) -> float:
         return (one.idle_s or 0.0) + (one.device_s or 0.0) - usual_s(one)
@@ -138,7 +140,7 @@ def _compiled(passes: Sequence[RecordedPass]) -> list[RecordedPass]:
 
 
 def _ended(requests: Sequence[RecordedRequest], passes: Sequence[RecordedPass]) -> dict[int, FinishedRequests]:
-    """By time: the thread that launches also commits, so an end lies between two launches."""
+    """Assigned by time: the thread that launches also commits, so a request finishes between two launches."""
     launches = [one.at for one in passes]
     groups: dict[int, list[RecordedRequest]] = defaultdict(list)
     for request in requests:
@@ -154,21 +156,21 @@ def _ended(requests: Sequence[RecordedRequest], passes: Sequence[RecordedPass]) 
     }
 
 
-class Turn(NamedTuple):
-    """One turn of the loop: a pass, and what had ended when it was launched."""
+class LoopStep(NamedTuple):
+    """One step of the loop: a forward pass, and the requests that finished before its launch."""
 
     line: RecordedPass
     ended: FinishedRequests
 
 
 @dataclass(frozen=True, slots=True)
-class Error:
-    """Predicted against measured device seconds."""
+class FitError:
+    """Predicted and measured device seconds."""
 
     count: int
     measured_s: float
     predicted_s: float
-    mean_absolute: float  # of a pass, relative
+    mean_absolute: float  # relative, per pass
 
     @property
     def total(self) -> float:
@@ -176,13 +178,13 @@ class Error:
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class FitResult:
     profile: Profile
-    held_out: dict[str, Error]  # by kind of pass
+    held_out: dict[str, FitError]  # by kind of batch
 
 
 def non_negative(features: Matrix, target: Matrix) -> Matrix:
-    """Least squares with no coefficient below 0 (Lawson and Hanson's active set)."""
+    """Non-negative least squares (Lawson and Hanson's active set method)."""
     scale = np.maximum(np.abs(features).max(0), 1e-300)
     a = features / scale
     count = a.shape[1]
@@ -201,7 +203,7 @@ def non_negative(features: Matrix, target: Matrix) -> Matrix:
             if (trial[inside] > 0).all():
                 x = trial
                 break
-            # Go towards the trial until the first coefficient reaches 0, and leave that one out.
+            # Move towards the trial until the first coefficient reaches 0, and remove that one.
             falling = inside & (trial <= 0)
             step = float((x[falling] / np.maximum(x[falling] - trial[falling], 1e-300)).min())
             x = x + step * (trial - x)
@@ -225,8 +227,7 @@ def _mean(rows: Matrix, seconds: Matrix) -> Matrix:
 
 
 def _robust(rows: Matrix, seconds: Matrix) -> Matrix:
-    """Of errors above 3 ms it counts on which side they are, not how large: a host is now and then busy with something
-    else, for any time."""
+    """Absolute instead of squared errors above 3 ms, since other processes delay the host at times."""
     weights = 1 / np.sqrt(np.maximum(seconds, 1e-9))
     for _ in range(20):
         found = non_negative(rows * weights[:, None], seconds * weights)
@@ -235,11 +236,11 @@ def _robust(rows: Matrix, seconds: Matrix) -> Matrix:
 
 
 def _decodes(passes: Sequence[PassFeatures], seconds: Matrix, buckets: Sequence[int]) -> tuple[list[float], Linear]:
-    """Each graph's own time, and what all of them have in common."""
+    """The base time of each CUDA graph, and the terms that all of them share."""
     present = [bucket for bucket in buckets if any(one.bucket == bucket for one in passes)]
     graphs = np.array([[float(one.bucket == bucket) for bucket in present] for one in passes])
     found = _mean(np.hstack([graphs, _columns(passes, DECODE_TERMS)]), seconds)
-    bases = np.interp(buckets, present, found[: len(present)])  # graphs that never ran: between their neighbours
+    bases = np.interp(buckets, present, found[: len(present)])  # graphs that never ran: interpolated
     return [float(base) for base in bases], _linear(0.0, DECODE_TERMS, found[len(present) :])
 
 
@@ -252,36 +253,36 @@ def _prompts(passes: Sequence[RecordedPass]) -> Linear:
 
 
 def _waits_for_launch(one: RecordedPass) -> bool:
-    """A device that waits for kernels to be launched is not at work. Such a pass ends with its launch: it did not if it
-    took longer than that, or still had to be waited for when the next one was launched."""
+    """Whether the device was waiting for kernel launches. Such a pass ends with its launch: it does not take longer,
+    and the host does not wait for it after the next launch."""
     return one.features.has_prompts and (one.device_s or 0.0) <= one.launch_s and one.wait_s <= 1e-3
 
 
-def _host(turns: Sequence[Turn]) -> tuple[Linear, Linear, float]:
-    """A turn of the loop, what ended requests add to it, and what of a launch runs beside the device."""
-    turns = [one for one in turns if one.line.num_in_flight]  # with nothing in flight the host may have slept
-    ours = np.hstack([np.ones((len(turns), 1)), _columns((one.line.features for one in turns), HOST_TERMS)])
-    rows = np.hstack([ours, _columns((one.ended for one in turns), ENDED_TERMS)])
-    launch = np.array([one.line.launch_s for one in turns])
+def _host(steps: Sequence[LoopStep]) -> tuple[Linear, Linear, float]:
+    """Host time per step, per finished request, and the part of a launch that overlaps with the device."""
+    steps = [one for one in steps if one.line.num_in_flight]  # with no pass in flight the host may have slept
+    ours = np.hstack([np.ones((len(steps), 1)), _columns((one.line.features for one in steps), HOST_TERMS)])
+    rows = np.hstack([ours, _columns((one.ended for one in steps), ENDED_TERMS)])
+    launch = np.array([one.line.launch_s for one in steps])
     launch_s = float(_robust(rows, launch)[1 + HOST_TERMS.index("has_prompts")])
     beside = launch_s * ours[:, 1 + HOST_TERMS.index("has_prompts")]
-    before = np.array([one.line.host_s for one in turns]) + np.maximum(0.0, launch - beside)
+    before = np.array([one.line.host_s for one in steps]) + np.maximum(0.0, launch - beside)
     base, *found = _robust(rows, before).tolist()
     host, ended = found[: len(HOST_TERMS)], found[len(HOST_TERMS) :]
     return _linear(base, HOST_TERMS, host), _linear(0.0, ENDED_TERMS, ended), launch_s
 
 
-def _fit(turns: Sequence[Turn], header: Header, source: str) -> Profile:
-    prompts = [one.line for one in turns if one.line.features.has_prompts]
-    decodes = [one.line for one in turns if not one.line.features.has_prompts]
+def _fit(steps: Sequence[LoopStep], header: Header, source: str) -> Profile:
+    prompts = [one.line for one in steps if one.line.features.has_prompts]
+    decodes = [one.line for one in steps if not one.line.features.has_prompts]
     if len(decodes) < _DECODES or len(prompts) < _PROMPTS:
         raise ConfigError(
-            f"{source} has {len(decodes)} passes of decodes and {len(prompts)} with prompts: "
+            f"{source} has {len(decodes)} decode batches and {len(prompts)} prefill or mixed batches: "
             f"a fit needs {_DECODES} and {_PROMPTS}."
         )
     buckets = header.buckets or sorted({one.features.bucket for one in decodes})
     bases, decode = _decodes([one.features for one in decodes], _seconds(decodes), buckets)
-    host, ended, launch_s = _host(turns)
+    host, ended, launch_s = _host(steps)
     return Profile(
         device=header.device,
         model=header.model,
@@ -301,37 +302,37 @@ def _seconds(passes: Iterable[RecordedPass]) -> Matrix:
     return np.array([one.device_s for one in passes], np.float64)
 
 
-def fit(recordings: Sequence[Recording], source: str) -> Fitted:
-    """A profile from recordings of one device and model, and how wrong a fit is on passes it has not seen."""
+def fit(recordings: Sequence[Recording], source: str) -> FitResult:
+    """A profile fitted to recordings of one device and model, and the error of a fit on held-out passes."""
     headers = {(one.header.device, one.header.model, tuple(one.header.buckets)) for one in recordings}
     if len(headers) > 1:
-        raise ConfigError(f"the recordings are of different devices, models or graphs: {sorted(headers)}.")
+        raise ConfigError(f"the recordings are of different devices, models or CUDA graph sizes: {sorted(headers)}.")
     largest = max((one.header for one in recordings), key=lambda header: header.num_pages)
-    turns = [
-        Turn(line, one.ended.get(line.step, FinishedRequests()))
+    steps = [
+        LoopStep(line, one.ended.get(line.step, FinishedRequests()))
         for one in recordings
         for line in one.passes
         if line.device_s and line.launch_s <= _COMPILED_S
     ]
-    first = _fit(_usual(turns), largest, source)
-    turns = [one for one in turns if (one.line.device_s or 0.0) <= _FAR * first.device_s(one.line.features)]
-    held = [one.line for index, one in enumerate(turns) if index % _HELD_OUT == 0]
-    trial = _fit([one for index, one in enumerate(turns) if index % _HELD_OUT], largest, source)
+    first = _fit(_without_outliers(steps), largest, source)
+    steps = [one for one in steps if (one.line.device_s or 0.0) <= _FAR * first.device_s(one.line.features)]
+    held = [one.line for index, one in enumerate(steps) if index % _HELD_OUT == 0]
+    trial = _fit([one for index, one in enumerate(steps) if index % _HELD_OUT], largest, source)
     groups: dict[str, list[RecordedPass]] = defaultdict(list)
     for one in held:
         if _waits_for_launch(one):
-            continue  # it says how long the host takes
+            continue  # its time is the host's
         groups[_KIND[one.features.has_prompts, one.features.has_repeated]].append(one)
         groups["all"].append(one)
     errors = {name: error(trial.device_s, group) for name, group in sorted(groups.items())}
-    profile = _fit(turns, largest, source)
+    profile = _fit(steps, largest, source)
     if (token_s := _swap_token_s(recordings)) is not None:
         profile = msgspec.structs.replace(profile, swap_token_s=token_s, swap_source=f"measured: {source}")
-    return Fitted(profile, errors)
+    return FitResult(profile, errors)
 
 
 def _swap_token_s(recordings: Sequence[Recording]) -> float | None:
-    """Of all that was fetched together; None if nothing was."""
+    """Mean time to fetch a token's KV; None if none was fetched."""
     seconds, tokens = 0.0, 0
     for one in recordings:
         for line in one.passes:
@@ -346,26 +347,26 @@ def can_fit(recordings: Sequence[Recording]) -> bool:
     return with_prompts.count(False) >= 2 * _DECODES and with_prompts.count(True) >= 2 * _PROMPTS
 
 
-def _usual(turns: Sequence[Turn]) -> list[Turn]:
-    """Without those that took three times as long as the median of passes like them."""
-    medians = _medians([one.line for one in turns])
-    return [one for one in turns if (one.line.device_s or 0.0) <= 3 * medians[_likeness(one.line.features)]]
+def _without_outliers(steps: Sequence[LoopStep]) -> list[LoopStep]:
+    """Without steps that took more than three times the median of similar passes."""
+    medians = _medians([one.line for one in steps])
+    return [one for one in steps if (one.line.device_s or 0.0) <= 3 * medians[_group_key(one.line.features)]]
 
 
-def _likeness(features: PassFeatures) -> tuple[int, int, bool]:
-    """The same for passes that should take about as long."""
+def _group_key(features: PassFeatures) -> tuple[int, int, bool]:
+    """Equal for passes that should take about the same time."""
     return features.bucket, features.num_prompt_tokens.bit_length(), features.has_repeated
 
 
 def _medians(passes: Sequence[RecordedPass]) -> dict[tuple[int, int, bool], float]:
     groups: dict[tuple[int, int, bool], list[float]] = defaultdict(list)
     for one in passes:
-        groups[_likeness(one.features)].append(one.device_s or 0.0)
-    return {likeness: float(np.median(seconds)) for likeness, seconds in groups.items()}
+        groups[_group_key(one.features)].append(one.device_s or 0.0)
+    return {key: float(np.median(seconds)) for key, seconds in groups.items()}
 
 
-def error(predict: Callable[[PassFeatures], float], passes: Sequence[RecordedPass]) -> Error:
+def error(predict: Callable[[PassFeatures], float], passes: Sequence[RecordedPass]) -> FitError:
     measured = _seconds(passes)
     predicted = np.array([predict(one.features) for one in passes])
     absolute = float(np.abs(predicted / measured - 1).mean()) if len(passes) else 0.0
-    return Error(len(passes), float(measured.sum()), float(predicted.sum()), absolute)
+    return FitError(len(passes), float(measured.sum()), float(predicted.sum()), absolute)

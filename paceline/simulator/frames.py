@@ -1,4 +1,4 @@
-"""A run as a film: one frame for each pass, with all that the page draws, and what was decided between two frames."""
+"""A simulation frame by frame: a scheduler snapshot per forward pass, and the decisions between two of them."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from paceline.simulator.profile import Profile
 from paceline.simulator.run import simulate
 from paceline.simulator.workloads import Arrival
 
-MOST_FRAMES = 1500  # then the film ends: it is there to be looked at, `sim run` is there for long runs
+MOST_FRAMES = 1500  # the page shows the beginning of a run; `sim run` is for long ones
 
 _SENTENCES = {
-    EventKind.ADD: "arrives with {0} prompt tokens and asks for up to {1}",
+    EventKind.ADD: "arrives with {0} prompt tokens and max_tokens {1}",
     EventKind.REFUSE: "is refused: {0}",
-    EventKind.ADMIT: "is admitted: {0} tokens found in the cache, {1} to compute",
+    EventKind.ADMIT: "is admitted: {0} tokens cached, {1} to compute",
     EventKind.WAIT: "waits for {0}",
     EventKind.EVICT: "{0} pages of cached prefixes are evicted",
-    EventKind.RETRACT: "is retracted for {0}; {1} pages come free or evictable",
-    EventKind.DUPLICATE: "computed {0} pages that another one computed too; one copy survives",
-    EventKind.RESERVE: "was overtaken often enough: memory that comes free is kept for it",
+    EventKind.RETRACT: "is retracted for {0}; {1} pages become free or evictable",
+    EventKind.DUPLICATE: "computed {0} pages that another request computed too; one copy is kept",
+    EventKind.RESERVE: "was overtaken max_overtakes times: freed memory is reserved for it",
     EventKind.FINISH: "finishes by {0} after {1} tokens",
 }
 
 
 def sentence(event: Event) -> str:
-    """A decision in words, without the request's name."""
+    """A decision in words, without the request id."""
     return _SENTENCES[event.kind].format(*event.detail) if event.kind in _SENTENCES else str(event.kind)
 
 
-class Film:
-    """An observer that keeps a frame for every pass."""
+class FrameRecorder:
+    """An observer that records a frame per forward pass."""
 
     def __init__(self) -> None:
         self.frames: list[dict[str, Any]] = []
-        self.lanes: list[list[float]] = []  # step, decodes, prompt tokens, host from and to, device from and to
+        self.lanes: list[list[float]] = []  # step, decodes, prompt tokens, host start and end, device start and end
         self.events: list[list[Any]] = []  # frame, time, kind, request, sentence
         self._listening = False
 
@@ -47,7 +47,7 @@ class Film:
 
     def committed(self, scheduler: Scheduler, now: float) -> None:
         if not self._listening:
-            # What was decided before the first frame is in the journal already.
+            # Decisions before the first frame are in the journal already.
             for event in scheduler.journal.events:
                 self._note(event)
             scheduler.journal.listeners.append(self._note)
@@ -58,10 +58,12 @@ class Film:
         self.events.append([len(self.frames), event.time, str(event.kind), event.request_id, sentence(event)])
 
 
-def film(arrivals: list[Arrival], config: SchedulerConfig, profile: Profile, *, overlap: bool) -> dict[str, Any]:
-    """All of a run that the page needs, as plain values."""
-    camera = Film()
-    run = simulate(arrivals, config, profile, overlap=overlap, observer=camera, max_passes=MOST_FRAMES)
+def record_frames(
+    arrivals: list[Arrival], config: SchedulerConfig, profile: Profile, *, overlap: bool
+) -> dict[str, Any]:
+    """Everything the page draws of a run, as JSON values."""
+    recorder = FrameRecorder()
+    run = simulate(arrivals, config, profile, overlap=overlap, observer=recorder, max_passes=MOST_FRAMES)
     return {
         "policy": config.policy,
         "summary": run.summary(),
@@ -69,7 +71,7 @@ def film(arrivals: list[Arrival], config: SchedulerConfig, profile: Profile, *, 
         "cut": run.passes >= MOST_FRAMES,
         "page_size": config.page_size,
         "max_running": config.max_running,
-        "frames": camera.frames,
-        "lanes": camera.lanes,
-        "events": camera.events,
+        "frames": recorder.frames,
+        "lanes": recorder.lanes,
+        "events": recorder.events,
     }

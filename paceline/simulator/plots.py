@@ -1,4 +1,4 @@
-"""Plots of runs and experiments, PNG or SVG by the file's name. They need matplotlib: `pip install paceline[plots]`."""
+"""Plots of simulations and experiments, PNG or SVG by file suffix. Needs matplotlib: `pip install paceline[plots]`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.config import ConfigError
 from paceline.simulator.experiments import Plot
 from paceline.simulator.run import SimulationResult
 
-# Told apart also by those who do not see all colours (Okabe and Ito), in the order of the pages' own
+# Safe for colour blindness (Okabe and Ito), in the order that the pages use
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")
 _STYLE: dict[str, Any] = {
     "figure.dpi": 120, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
@@ -36,10 +36,10 @@ def _pyplot() -> Any:
 
 def _save(plt: Any, figure: Any, path: Path) -> None:
     if path.suffix not in (".png", ".svg"):
-        raise ConfigError(f"plot is {path.name!r}: name a .png or a .svg file.")
+        raise ConfigError(f"plot is {path.name!r}: expected a .png or .svg file.")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
-    # The same figures give the same file, byte by byte.
+    # Without dates: the same values give the same file, byte by byte.
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
     plt.close(figure)
 
@@ -60,7 +60,7 @@ def plot_experiment(title: str, plot: Plot, path: Path) -> None:
         for index, values in enumerate(plot.y):
             axes.plot(plot.x, values, marker="o", color=COLOURS[index], label=plot.labels[index])
             for place, (x, y, name) in enumerate(zip(plot.x, values, plot.points or (), strict=False)):
-                # By turns above and below, so that neighbours do not cover each other
+                # Alternating above and below, so that neighbours do not overlap
                 axes.annotate(name, (x, y), textcoords="offset points", xytext=(5, -13 if place % 2 else 6), fontsize=8)
         axes.margins(0.08, 0.15)
     axes.set(xlabel=plot.x_title, ylabel=plot.y_title, title=title)
@@ -70,16 +70,16 @@ def plot_experiment(title: str, plot: Plot, path: Path) -> None:
 
 
 _OVER_TIME = {
-    "waiting": "Requests waiting", "running": "Requests running", "tokens": "Tokens decoded a second",
-    "hit_rate": "Hit rate of all prompts so far", "used": "Share of pages in use", "busy": "GPU busy, share of time",
-    "retractions": "Retractions so far",
+    "waiting": "Waiting requests", "running": "Running requests", "tokens": "Output tokens/s",
+    "hit_rate": "Prefix cache hit rate, cumulative", "used": "KV cache usage", "busy": "GPU utilization",
+    "retractions": "Retractions, cumulative",
 }  # fmt: skip
-_RATES = ("tokens", "busy")  # from one sample to the next: drawn as a moving mean
-_SHARES = {"ttft": ("Time to first token", "s"), "waits": ("Waiting", "s"), "tpot": ("Time for a token", "ms")}
+_RATES = ("tokens", "busy")  # drawn as a moving average
+_SHARES = {"ttft": ("TTFT", "s"), "waits": ("Waiting time", "s"), "tpot": ("TPOT", "ms")}
 
 
 def plot_runs(runs: Mapping[str, SimulationResult], path: Path) -> None:
-    """Runs of one workload: over time, what single requests saw, and how even tenants fared."""
+    """Simulations of one workload: time series, latency distributions, and fairness between tenants."""
     plt = _pyplot()
     figure, grid = plt.subplots(4, 3, figsize=(12, 10.5))
     places = iter(grid.flat)
@@ -96,17 +96,17 @@ def plot_runs(runs: Mapping[str, SimulationResult], path: Path) -> None:
             values = np.sort(getattr(run, name)) * (1e3 if unit == "ms" else 1)
             shares = np.arange(1, len(values) + 1) / max(1, len(values))
             axes.plot(values, shares, color=COLOURS[index % len(COLOURS)], linewidth=1.3, label=label)
-        axes.set(title=f"{title}: share of requests within", xlabel=unit)
+        axes.set(title=f"{title}, cumulative distribution", xlabel=unit)
         axes.set_ylim(0, 1.02)
     slowest = {name: run.summary()["ttft_p99_ms"] / 1e3 for name, run in runs.items()}
-    _bars(next(places), "p99 of the time to first token, s", slowest)
-    _bars(next(places), "Fairness between tenants", {name: run.fairness() for name, run in runs.items()})
+    _bars(next(places), "TTFT p99, s", slowest)
+    _bars(next(places), "Fairness between tenants (Jain)", {name: run.fairness() for name, run in runs.items()})
     grid.flat[0].legend()
     _save(plt, figure, path)
 
 
 def _smooth(run: SimulationResult, name: str) -> Any:
-    """Rates weighted by how long each held, over a twentieth of the samples."""
+    """A moving average over a twentieth of the samples, weighted by duration."""
     width = max(1, len(run.series.time) // 20)
     spans = np.diff(run.series.time, prepend=0.0)
     kernel = np.ones(width)

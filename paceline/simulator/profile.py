@@ -1,11 +1,11 @@
-"""A device in numbers: how long a pass takes it and its host, fitted from a recording.
+"""Performance profile of a device: how long a forward pass takes on the device and on the host, fitted to recordings.
 
-A pass of decodes runs as a graph: it takes what the graph's bucket takes with nothing to read, and something for every
-KV position read, once where rows have a prefix in common. A pass with prompts takes something for each new token, each
-pair of tokens that meet in attention, and what its decodes read; its kernels are launched one by one while the device
-runs the first of them. The host's time is results, text and planning; most of it where requests end or join. Pages go
-to host memory and come back beside the passes (`HostLink`), at so many tokens a second each way.
-No coefficient is negative: a pass does not get faster by having more to do.
+A decode batch runs as a CUDA graph: it takes the base time of the graph's bucket plus a term per KV position read, once
+for rows that share a prefix. A prefill or mixed batch takes a term per new token, per query-key pair in attention, and
+per KV position that its decodes read; its kernels are launched one by one while the device runs the first of them.
+Host time is results, text and planning, most of it when requests finish or join. Pages are spilled to host memory and
+fetched beside the passes (`HostLink`), at a fixed rate each way. No coefficient is negative: more work never takes less
+time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.engine.virtual.executor import VirtualClock
 from paceline.scheduler.plan import Finished, Plan
 
 _FOLDER = Path(__file__).parent / "profiles"
-# What the time of each kind of pass, and of the host, may depend on: names of PassFeatures, and of FinishedRequests
+# Terms of each kind of batch and of the host: fields of PassFeatures, and of FinishedRequests
 DECODE_TERMS = ("own_tokens", "has_repeated", "longest_context")
 PROMPT_TERMS = ("num_prompt_tokens", "prompt_pairs", "own_tokens", "repeated_tokens", "num_decodes", "has_decodes")
 HOST_TERMS = ("num_decodes", "has_prompts", "num_joins", "join_tokens", "num_page_changes", "num_moved_pages")
@@ -31,7 +31,7 @@ ENDED_TERMS = ("num_requests", "prompt_tokens", "output_tokens")
 
 
 class Linear(msgspec.Struct, frozen=True, dict=True):
-    """Seconds: a base and so much for each of some features."""
+    """A linear model of seconds: a base plus a coefficient per feature."""
 
     base: float
     per: dict[str, float]
@@ -44,21 +44,21 @@ class Linear(msgspec.Struct, frozen=True, dict=True):
 
 
 class Profile(msgspec.Struct, frozen=True, dict=True):
-    """A device with a model. `buckets`: rows of each decode graph, and seconds of it with nothing to read."""
+    """A device running a model. `buckets`: rows of each decode CUDA graph; `bucket_s`: its time without any KV."""
 
     device: str
     model: str
-    source: str  # where the coefficients are from
-    kv_tokens: int  # that its memory holds beside the model
+    source: str  # where the coefficients come from
+    kv_tokens: int  # size of the KV cache beside the model
     buckets: list[int]
     bucket_s: list[float]
-    decode: Linear  # beside the graph's own time
+    decode: Linear  # added to the time of the graph
     prompt: Linear
-    host: Linear  # of one turn of the loop: results of a pass, planning and launching another
-    ended: Linear  # of the host, for requests that ended in between
-    launch_s: float  # of the host, for kernels of a pass with prompts that it launches while the device runs others
-    swap_token_s: float | None = None  # to bring a token's KV to host memory, or back; None: not known
-    swap_source: str = ""  # where that is from
+    host: Linear  # one step of the loop: results of a pass, planning and launching the next
+    ended: Linear  # host time for requests that finished in between
+    launch_s: float  # host time to launch a prefill batch while the device runs its first kernels
+    swap_token_s: float | None = None  # to copy the KV of a token to or from host memory; None: unknown
+    swap_source: str = ""  # where swap_token_s comes from
 
     @cached_property
     def _by_bucket(self) -> dict[int, float]:
@@ -68,27 +68,27 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
         if features.has_prompts:
             return self.prompt.seconds(features)
         base = self._by_bucket.get(features.bucket)
-        if base is None:  # more rows than were ever recorded: each costs what the last ones did
+        if base is None:  # more rows than were recorded: extrapolated from the last two buckets
             rows, seconds = self.buckets[-2:], self.bucket_s[-2:]
             slope = max(0.0, (seconds[1] - seconds[0]) / (rows[1] - rows[0]))
             base = seconds[1] + slope * (features.bucket - rows[1])
         return base + self.decode.seconds(features)
 
     def host_s(self, features: PassFeatures, ended: FinishedRequests) -> float:
-        """Until the device can begin with the pass, if it has nothing else to do."""
+        """Host time until an idle device can start the pass."""
         return self.host.seconds(features) + self.ended.seconds(ended)
 
     def swap_page_s(self, page_size: int) -> float:
-        """Of a page, each way."""
+        """Time to copy a page to or from host memory."""
         if self.swap_token_s is None:
             raise ConfigError(
-                f"num_host_pages is given, and the profile of {self.model} does not say how long KV takes to host "
-                "memory: set its swap_token_s, or fit it to a recording with num_host_pages."
+                f"num_host_pages is set, but the profile of {self.model} has no swap_token_s (time to copy KV to host "
+                "memory): set it, or fit the profile to a recording with num_host_pages."
             )
         return page_size * self.swap_token_s
 
     def host_page_cost(self, page_size: int) -> float:
-        """The scheduler's option: prompt tokens that are computed while a page comes back."""
+        """The scheduler option of that name: prompt tokens computed in the time a page is fetched."""
         return round(self.swap_page_s(page_size) / self.prompt.per["num_prompt_tokens"], 3)
 
     def save(self, path: Path) -> None:
@@ -97,7 +97,7 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
 
 
 def _rounded(value: Any) -> Any:
-    """Six digits are more than a measurement has."""
+    """Six significant digits, more than a measurement has."""
     if isinstance(value, dict):
         return {name: _rounded(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -111,13 +111,13 @@ class _Swap(msgspec.Struct, frozen=True):
 
 
 def keep_swap(profile: Profile, path: Path) -> Profile:
-    """With the time to host memory that is in `path` already, where the profile says none."""
+    """`profile` with the swap time stored in `path`, if it has none itself."""
     if profile.swap_token_s is not None or not path.exists():
         return profile
     try:
         kept = msgspec.json.decode(path.read_bytes(), type=_Swap)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{path.name} is there and no profile: {error}.") from None
+        raise ConfigError(f"{path.name} exists and is not a profile: {error}.") from None
     return msgspec.structs.replace(profile, swap_token_s=kept.swap_token_s, swap_source=kept.swap_source)
 
 
@@ -132,17 +132,17 @@ def load_profile(name: str) -> Profile:
         path = Path(name)
         if not path.is_file():
             raise ConfigError(
-                f"gpu is {name!r}: choose one of {', '.join(profile_names())}, or give a file of `sim fit`."
+                f"gpu is {name!r}: choose one of {', '.join(profile_names())}, or give a file written by `sim fit`."
             )
     try:
         return msgspec.json.decode(path.read_bytes(), type=Profile)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{path.name} is no profile: {error}.") from None
+        raise ConfigError(f"{path.name} is not a profile: {error}.") from None
 
 
-class Charged:
-    """A profile's times on a clock: the host's pass when a pass is launched, so what overlap hides can be seen; the
-    device's, and what is launched beside it, are what the virtual executor is told."""
+class ProfileTiming:
+    """The timing model of the virtual executor: advances the clock by the host time of a launch and returns the device
+    time of the pass, so that overlap shows in the results."""
 
     def __init__(self, profile: Profile, clock: VirtualClock) -> None:
         self._profile, self._clock = profile, clock
@@ -150,7 +150,7 @@ class Charged:
         self.host_s = 0.0
 
     def ended(self, finished: Sequence[Finished]) -> None:
-        """These came with the last results; the host is busy with them before the next launch."""
+        """These finished with the last results; the host processes them before the next launch."""
         self._ended = FinishedRequests.of(one.request for one in finished)
 
     def of(self, plan: Plan) -> float:

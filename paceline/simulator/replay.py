@@ -1,9 +1,9 @@
-"""Recorded runs once more, on the virtual GPU: what the simulator is worth.
+"""Replays recorded runs on the virtual GPU, to measure how accurate the simulator is.
 
-A recording that names its runs with marks is cut at them; each run's requests arrive as they did, in an engine with the
-recorded options, and the time to the last token is compared with the recorded one. It counts from when all had arrived
-that the first pass was planned with. (What a caller measures has a little more in it: reading prompts before and
-collecting outputs after.)
+A recording is split into runs at its marks. The requests of a run arrive as recorded, in an engine with the recorded
+options, and the time to the last token is compared with the recording. Time counts from the arrival of the last request
+that the first pass was planned with. (A caller measures a little more: reading prompts before and collecting outputs
+after.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 from paceline.config import SchedulerConfig
 from paceline.engine.recording import Header
-from paceline.simulator.fit import Recording, Stretch, can_fit, fit, halves
+from paceline.simulator.fit import RecordedRun, Recording, can_fit, fit, halves
 from paceline.simulator.profile import Profile
 from paceline.simulator.run import simulate
 from paceline.simulator.traces import read_trace
@@ -26,11 +26,11 @@ from paceline.simulator.workloads import Arrival
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReplayedRun:
     name: str
     measured_s: float
     simulated_s: float
-    measured_pass_s: float  # mean of a pass on the device
+    measured_pass_s: float  # mean device time of a pass
     simulated_pass_s: float
     measured_passes: int
     simulated_passes: int
@@ -50,20 +50,19 @@ def recorded_config(header: Header) -> SchedulerConfig:
     return SchedulerConfig(**options | sizes)
 
 
-def replay(path: Path, recording: Recording, profile: Profile) -> list[Replayed]:
-    """Its runs, each on its own."""
+def replay(path: Path, recording: Recording, profile: Profile) -> list[ReplayedRun]:
+    """Replays each run of the recording on its own."""
     arrivals = read_trace(path, rebased=False)
     return [one for run in recording.runs for one in _replay(arrivals, recording, run, profile)]
 
 
-def replay_held_out(paths: Sequence[Path], recordings: Sequence[Recording]) -> list[Replayed]:
-    """The same runs of all recordings, each by a profile that is fitted to the half of them it does not belong to;
-    none if there is too little for two fits."""
+def replay_held_out(paths: Sequence[Path], recordings: Sequence[Recording]) -> list[ReplayedRun]:
+    """Replays each run with a profile fitted to the other half of the runs; empty if there are too few for two fits."""
     first, second = halves(recordings)
     if not (can_fit(first) and can_fit(second)):
         return []
     by_first, by_second = (fit(side, "the other half").profile for side in (first, second))
-    found: list[Replayed] = []
+    found: list[ReplayedRun] = []
     for path, recording, ours in zip(paths, recordings, first, strict=True):
         arrivals = read_trace(path, rebased=False)
         for run in recording.runs:
@@ -71,25 +70,34 @@ def replay_held_out(paths: Sequence[Path], recordings: Sequence[Recording]) -> l
     return found
 
 
-def span_of(recording: Recording, run: Stretch) -> tuple[float, float]:
-    """When a run began and when its last token came. Requests that came before the first pass was launched came
-    together: it was planned with all of them in sight."""
+def span_of(recording: Recording, run: RecordedRun) -> tuple[float, float]:
+    """Start and end of a run: the last arrival before the first launch, whose plan saw all requests until then, and the
+    last token."""
     requests = [one for one in recording.requests if one.at in run]
     launched = min(one.at for one in recording.passes if one.at in run)
     first = max((one.at for one in requests if one.at <= launched), default=requests[0].at)
     return first, max(one.at + (one.finished_s or 0.0) for one in requests)
 
 
-def _replay(arrivals: Sequence[Arrival], recording: Recording, run: Stretch, profile: Profile) -> Iterator[Replayed]:
+def _replay(
+    arrivals: Sequence[Arrival], recording: Recording, run: RecordedRun, profile: Profile
+) -> Iterator[ReplayedRun]:
     requests = [one for one in recording.requests if one.at in run]
     passes = [one for one in recording.passes if one.at in run and one.device_s]
     if not requests or not passes:
         return
     first, last = span_of(recording, run)
-    if profile.swap_token_s is None:  # nothing was fetched, or moving is part of the passes, as on a CPU
+    if profile.swap_token_s is None:  # no KV was fetched, or copies are part of the passes, as on a CPU
         profile = msgspec.structs.replace(profile, swap_token_s=0.0)
     coming = [one.later(-min(one.at, first)) for one in arrivals if one.at in run]
     found = simulate(coming, recorded_config(recording.header), profile, overlap=recording.header.overlap != "off")
     measured = sum(one.device_s or 0.0 for one in passes)
-    yield Replayed(run.name, last - first, found.seconds, measured / len(passes), found.busy_s / found.passes,
-                   len(passes), found.passes)  # fmt: skip
+    yield ReplayedRun(
+        run.name,
+        last - first,
+        found.seconds,
+        measured / len(passes),
+        found.busy_s / found.passes,
+        len(passes),
+        found.passes,
+    )

@@ -1,7 +1,6 @@
-"""One run: the real scheduler and loop on a virtual GPU, from the first arrival to the last token.
+"""One simulation: the real scheduler and loop on a virtual GPU, from the first arrival to the last token.
 
-Everything follows from the arrivals, the options and the profile: the same ones give the same run, decision by
-decision.
+A simulation is deterministic: the same arrivals, options and profile give the same decisions.
 """
 
 from __future__ import annotations
@@ -24,30 +23,30 @@ from paceline.request import Refused, Request
 from paceline.scheduler import Scheduler
 from paceline.scheduler.journal import Counters
 from paceline.scheduler.plan import Plan
-from paceline.simulator.profile import Charged, Profile
+from paceline.simulator.profile import Profile, ProfileTiming
 from paceline.simulator.workloads import Arrival, Tokens
 
 Column = npt.NDArray[np.float64]
-_SAMPLES = 400  # points of a series
+_SAMPLES = 400  # points of a time series
 
 
 @dataclass(slots=True, eq=False)
 class Series:
-    """What was so over time, sampled evenly; and sums between two samples as rates."""
+    """Time series, sampled evenly; rates are means since the previous sample."""
 
     time: list[float] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
-    used: list[float] = field(default_factory=list)  # share of pages that hold something locked or private
-    cached: list[float] = field(default_factory=list)  # share of pages that are evictable
-    busy: list[float] = field(default_factory=list)  # share of the time in which the device ran
-    tokens: list[float] = field(default_factory=list)  # decoded, a second
-    hit_rate: list[float] = field(default_factory=list)  # of all prompts admitted so far
+    used: list[float] = field(default_factory=list)  # share of pages in use by running requests
+    cached: list[float] = field(default_factory=list)  # share of pages that are cached and evictable
+    busy: list[float] = field(default_factory=list)  # share of time that the device is busy
+    tokens: list[float] = field(default_factory=list)  # output tokens per second
+    hit_rate: list[float] = field(default_factory=list)  # of all requests admitted so far
     retractions: list[int] = field(default_factory=list)  # so far
 
 
 class ServedRequest(NamedTuple):
-    """What became of one request; times are seconds on the virtual clock."""
+    """One request after the simulation; times are seconds of the virtual clock."""
 
     id: str
     tenant: str
@@ -65,26 +64,35 @@ class ServedRequest(NamedTuple):
         def at(time: float | None) -> float:
             return math.nan if time is None else time
 
-        return cls(request.id, request.tenant, len(request.prompt), len(request.output), request.num_cached,
-                   request.retractions, request.arrival, at(request.first_admitted), at(request.first_token),
-                   at(request.finished))  # fmt: skip
+        return cls(
+            request.id,
+            request.tenant,
+            len(request.prompt),
+            len(request.output),
+            request.num_cached,
+            request.retractions,
+            request.arrival,
+            at(request.first_admitted),
+            at(request.first_token),
+            at(request.finished),
+        )
 
 
 @dataclass(slots=True, eq=False)
 class SimulationResult:
-    """What became of a workload."""
+    """Requests, counters and time series of one simulation."""
 
     config: SchedulerConfig
     served: list[ServedRequest]
     refused: list[str]
     counters: Counters
-    journal: str  # one hash over its decisions: equal runs have equal ones
-    seconds: float  # on the virtual clock, to the last token
+    journal: str  # hash over all decisions: equal runs have equal hashes
+    seconds: float  # virtual time to the last token
     busy_s: float
     host_s: float
-    wall_s: float  # that it took here
+    wall_s: float  # real time of the simulation
     passes: int
-    mean_waiting: float  # requests that waited, averaged over time
+    mean_waiting: float  # mean number of waiting requests over time
     series: Series
 
     @property
@@ -93,18 +101,18 @@ class SimulationResult:
 
     @property
     def waits(self) -> Column:
-        """From arrival to the first admission."""
+        """Seconds from arrival to the first admission."""
         return _known([one.admitted - one.arrival for one in self.served])
 
     @property
     def tpot(self) -> Column:
-        """Seconds for each token after the first, of requests with more than one."""
+        """Seconds per output token after the first."""
         return _known(
             [(one.finished - one.first_token) / (one.output_tokens - 1) for one in self.served if one.output_tokens > 1]
         )
 
     def summary(self) -> dict[str, float]:
-        """Figures by name. Fractions and seconds, milliseconds where the name says so."""
+        """Metrics by name: fractions and seconds, or milliseconds where the name ends in _ms."""
         counters, output = self.counters, sum(one.output_tokens for one in self.served)
         found: dict[str, float] = {
             "requests": len(self.served),
@@ -127,9 +135,9 @@ class SimulationResult:
         return {name: round(value, 6) for name, value in found.items()}
 
     def fairness(self) -> float:
-        """Jain's index over the tenants' speeds, each divided by its weight: 1 is equal, 1/n is all for one.
+        """Jain's fairness index over the weighted speeds of tenants: 1 is equal, 1/n is all for one of n.
 
-        A tenant's speed is its tokens, prompts included, a second of its requests' lives: waiting slows it down.
+        The speed of a tenant is its prompt and output tokens per second of its requests' lifetimes, waiting included.
         """
         weights = self.config.tenant_weights
         lived: dict[str, float] = defaultdict(float)
@@ -148,12 +156,12 @@ def _known(values: list[float]) -> Column:
     return known
 
 
-class _Script:
-    """What the model would say: the arrivals' outputs, by request and position."""
+class _ScriptedTokens:
+    """The tokens that the virtual GPU samples: the outputs of the arrivals, by request and position."""
 
     def __init__(self, arrivals: Sequence[Arrival]) -> None:
         self._outputs: dict[str, Tokens] = {one.id: one.output for one in arrivals}
-        self._slots: dict[int, tuple[Tokens, int]] = {}  # slot -> output, tokens of the prompt
+        self._slots: dict[int, tuple[Tokens, int]] = {}  # slot -> output, number of prompt tokens
 
     def __call__(self, plan: Plan) -> Tokens:
         for join in plan.joins:
@@ -163,23 +171,23 @@ class _Script:
         for row in np.flatnonzero(plan.samples).tolist():
             output, num_prompt_tokens = self._slots[int(plan.slots[row])]
             index = int(positions[row]) - num_prompt_tokens
-            # Overlapped, a pass may be under way for a request that has just ended; its token is discarded.
+            # With overlap, a pass may be in flight for a request that has just finished; its token is discarded.
             found.append(output[index] if index < len(output) else 0)
         return np.array(found, np.int32)
 
 
 class Observer(Protocol):
-    """Who wants to see a run pass by pass."""
+    """Follows a simulation pass by pass."""
 
     def launched(self, plan: Plan, host: tuple[float, float], device: tuple[float, float]) -> None:
-        """A pass was launched. From when to when the host worked for it and the device runs it."""
+        """A pass was launched; start and end of its host work and of its device time."""
 
     def committed(self, scheduler: Scheduler, now: float) -> None:
         """The oldest pass was committed."""
 
 
-class _Watched(Executor):
-    """A virtual executor with somebody watching."""
+class _ObservedExecutor(Executor):
+    """A virtual executor that reports launches to an observer."""
 
     def __init__(self, executor: VirtualExecutor, clock: VirtualClock, observer: Observer) -> None:
         self._executor, self._clock, self._observer = executor, clock, observer
@@ -200,19 +208,19 @@ def simulate(
     observer: Observer | None = None,
     max_passes: int | None = None,
 ) -> SimulationResult:
-    """Runs `arrivals` to their end, or to the end of so many passes."""
+    """Runs until all `arrivals` have finished, or for `max_passes` forward passes."""
     began = time.perf_counter()
     clock = VirtualClock()
-    charged = Charged(profile, clock)
+    timing = ProfileTiming(profile, clock)
     link = HostLink(profile.swap_page_s(config.page_size)) if config.num_host_pages else None
-    executor = VirtualExecutor(clock, charged, _Script(arrivals), charged.launching, link)
+    executor = VirtualExecutor(clock, timing, _ScriptedTokens(arrivals), timing.launching, link)
     scheduler = Scheduler(config)
-    watched = executor if observer is None else _Watched(executor, clock, observer)
-    loop = Loop(scheduler, watched, clock, overlap=overlap)
+    observed = executor if observer is None else _ObservedExecutor(executor, clock, observer)
+    loop = Loop(scheduler, observed, clock, overlap=overlap)
     requests: list[Request] = []
     refused: list[str] = []
     horizon = arrivals[-1].at if arrivals else 0.0
-    meter = _Meter(scheduler, executor, horizon)
+    recorder = _SeriesRecorder(scheduler, executor, horizon)
     upcoming = iter(sorted(arrivals, key=lambda one: one.at))
     coming = next(upcoming, None)
     passes = 0
@@ -232,21 +240,32 @@ def simulate(
         output = loop.step()
         assert output is not None, f"{len(scheduler.requests)} requests are left and none can run"
         passes += 1
-        charged.ended(output.updates.finished)
-        meter.note(clock.now)
+        timing.ended(output.updates.finished)
+        recorder.note(clock.now)
         if observer is not None:
             observer.committed(scheduler, clock.now)
         if max_passes is not None and passes >= max_passes:
             break
-    meter.close(clock.now)
-    return SimulationResult(config, [ServedRequest.of(request) for request in requests], refused, scheduler.counters,
-               scheduler.journal.digest(), clock.now, executor.busy_s, charged.host_s, time.perf_counter() - began,
-               passes, meter.mean_waiting(clock.now), meter.series)  # fmt: skip
+    recorder.close(clock.now)
+    return SimulationResult(
+        config,
+        [ServedRequest.of(request) for request in requests],
+        refused,
+        scheduler.counters,
+        scheduler.journal.digest(),
+        clock.now,
+        executor.busy_s,
+        timing.host_s,
+        time.perf_counter() - began,
+        passes,
+        recorder.mean_waiting(clock.now),
+        recorder.series,
+    )
 
 
-class _Meter:
-    """Looks at the scheduler after each pass and keeps about `_SAMPLES` points: when there are twice as many, every
-    second one goes."""
+class _SeriesRecorder:
+    """Samples the scheduler after a pass and keeps between `_SAMPLES` and twice as many points: at the limit every
+    second one is dropped."""
 
     def __init__(self, scheduler: Scheduler, executor: VirtualExecutor, horizon: float) -> None:
         self._scheduler, self._executor = scheduler, executor

@@ -1,8 +1,7 @@
 """Traces as workloads: Azure's CSV, Mooncake's JSON lines, and Paceline's own recordings.
 
-A trace has no tokens, only how many there were and, in the latter two, which blocks of them were alike. Each block is
-filled with tokens that follow from its id, so that what was a common prefix is one again, and the real prefix tree
-finds it.
+A trace has no tokens, only their number and, in the latter two, hashes of token blocks. Each block is filled with
+tokens derived from its hash, so that a shared prefix in the trace is a shared prefix in the simulation.
 """
 
 from __future__ import annotations
@@ -33,11 +32,12 @@ class _Mooncake(msgspec.Struct):
 
 
 def read_trace(path: Path, *, limit: int | None = None, speed: float = 1.0, rebased: bool = True) -> list[Arrival]:
-    """The first `limit` requests of a trace, `speed` times as fast. Its first line shows what kind of trace it is.
+    """The first `limit` requests of a trace, `speed` times as fast. The format is detected by the first line.
 
-    `rebased`: the first one arrives at 0."""
+    `rebased`: the first request arrives at 0.
+    """
     if speed <= 0:
-        raise ConfigError(f"speed is {speed}: give a number above 0.")
+        raise ConfigError(f"speed is {speed}: must be above 0.")
     with open_packed(path) as file:
         first = file.readline()
     if first.startswith(b"TIMESTAMP,"):
@@ -48,8 +48,8 @@ def read_trace(path: Path, *, limit: int | None = None, speed: float = 1.0, reba
         found = _recording(path)
     else:
         raise ConfigError(
-            f"trace {path.name!r} begins with {first[:40]!r}: give Azure's CSV (TIMESTAMP,…), Mooncake's JSON lines "
-            "(with hash_ids) or a recording made with --record."
+            f"trace {path.name!r} begins with {first[:40]!r}: expected Azure's CSV (TIMESTAMP,…), Mooncake's JSON "
+            "lines (with hash_ids) or a recording made with --record."
         )
     arrivals = list(itertools.islice(found, limit))
     if not arrivals:
@@ -60,7 +60,7 @@ def read_trace(path: Path, *, limit: int | None = None, speed: float = 1.0, reba
 
 
 def block_tokens(ids: npt.ArrayLike, size: int) -> Tokens:
-    """`size` tokens for each block id, the same ones for the same id and others for others."""
+    """`size` tokens for each block id: equal ids have equal tokens."""
     blocks = np.asarray(ids, np.uint64)[:, None]
     with np.errstate(over="ignore"):
         mixed = (blocks + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.arange(size, dtype=np.uint64) * np.uint64(
@@ -71,7 +71,7 @@ def block_tokens(ids: npt.ArrayLike, size: int) -> Tokens:
     return ((mixed >> np.uint64(33)) % np.uint64(VOCAB)).astype(np.int32).ravel()
 
 
-def _answer(rng: np.random.Generator, count: int) -> Tokens:
+def _random_tokens(rng: np.random.Generator, count: int) -> Tokens:
     return rng.integers(0, VOCAB, max(1, count), dtype=np.int32)
 
 
@@ -80,12 +80,12 @@ def _azure(path: Path) -> Iterator[Arrival]:
     with path.open(newline="") as file:
         for number, row in enumerate(csv.DictReader(file)):
             try:
-                # Seven digits of a second, one more than Python reads
+                # Timestamps have seven decimal digits; Python reads six.
                 at = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
                 prompt, output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
             except (KeyError, TypeError, ValueError) as error:
                 raise ConfigError(f"{path.name}, line {number + 2} cannot be read: {error}.") from None
-            yield Arrival(at, f"azure-{number}", _answer(rng, prompt), _answer(rng, output))
+            yield Arrival(at, f"azure-{number}", _random_tokens(rng, prompt), _random_tokens(rng, output))
 
 
 def _mooncake(path: Path) -> Iterator[Arrival]:
@@ -99,13 +99,13 @@ def _mooncake(path: Path) -> Iterator[Arrival]:
                 raise ConfigError(f"{path.name}, line {number + 1} cannot be read: {error}.") from None
             tokens = block_tokens(line.hash_ids, _MOONCAKE_BLOCK)
             prompt = tokens[: line.input_length]
-            if len(prompt) < line.input_length:  # fewer blocks than tokens: the rest is the request's own
-                prompt = np.concatenate([prompt, _answer(rng, line.input_length - len(prompt))])
-            yield Arrival(line.timestamp / 1e3, f"mooncake-{number}", prompt, _answer(rng, line.output_length))
+            if len(prompt) < line.input_length:  # fewer blocks than tokens: the rest is unique
+                prompt = np.concatenate([prompt, _random_tokens(rng, line.input_length - len(prompt))])
+            yield Arrival(line.timestamp / 1e3, f"mooncake-{number}", prompt, _random_tokens(rng, line.output_length))
 
 
 def _recording(path: Path) -> Iterator[Arrival]:
-    """A recorded request ends where it ended, and until then the scheduler does not know where that is."""
+    """A recorded request has its recorded output length, which the scheduler does not know in advance."""
     rng = np.random.default_rng(0)
     size = 16
     for line in read_recording(path):
@@ -117,7 +117,7 @@ def _recording(path: Path) -> Iterator[Arrival]:
 
 def _recorded(line: RecordedRequest, size: int, rng: np.random.Generator) -> Arrival:
     known = block_tokens(line.blocks, size)
-    whole = np.concatenate([known, _answer(rng, max(1, line.prompt_tokens + line.output_tokens - len(known)))])
+    whole = np.concatenate([known, _random_tokens(rng, max(1, line.prompt_tokens + line.output_tokens - len(known)))])
     output = whole[line.prompt_tokens : line.prompt_tokens + max(1, line.output_tokens)].copy()
     if line.known_length and line.reason == "length":
         return Arrival(line.at, line.id, whole[: line.prompt_tokens], output, None, line.tenant, line.priority)

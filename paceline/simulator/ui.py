@@ -1,7 +1,7 @@
-"""The simulator's page: `paceline sim ui`.
+"""The simulator page: `paceline sim ui`.
 
-The page asks for a run by its parameters and gets the whole film; nothing is kept between two questions, so a link that
-holds the parameters shows the same thing anywhere.
+The page requests a simulation by its parameters and gets all frames in one response. The server keeps no state, so a
+link with the parameters shows the same simulation anywhere.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from urllib.parse import parse_qsl
 import msgspec
 import uvicorn
 
-from paceline.config import ConfigError, SchedulerConfig, WorkloadConfig
+from paceline.config import ConfigError, SchedulerConfig, WorkloadConfig, public_options
 from paceline.request import PacelineError
 from paceline.simulator.compare import scheduler_config
-from paceline.simulator.frames import film
+from paceline.simulator.frames import record_frames
 from paceline.simulator.profile import load_profile, profile_names
 from paceline.simulator.workloads import SIZES, WORKLOADS, make_workload
 from paceline.web import SECURITY, web_file
@@ -29,7 +29,7 @@ from paceline.web import SECURITY, web_file
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 MOST_REQUESTS = 500
 MOST_PAGES = 4096
-# What is looked at rather than measured: few enough requests and pages to see each of them
+# Few enough requests and pages to see each of them
 DEFAULTS: dict[str, Any] = {
     "workload": "prefixes", "gpu": "h200-qwen3-0.6b", "overlap": True, "requests": 64, "rate": 80.0,
     "prompt_tokens": 384, "output_tokens": 24, "groups": 10, "shared": 0.8, "num_pages": 144, "max_running": 8,
@@ -37,51 +37,69 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def run_film(asked: typing.Mapping[str, str]) -> dict[str, Any]:
-    """The film for parameters as they stand in a link."""
-    options = {**DEFAULTS, **{name: _value(name, text) for name, text in asked.items()}}
+def run_frames(parameters: typing.Mapping[str, str]) -> dict[str, Any]:
+    """The frames of a simulation with the parameters of a query string."""
+    options = {**DEFAULTS, **{name: _value(name, text) for name, text in parameters.items()}}
     workload = options["workload"]
     if workload not in WORKLOADS or workload in SIZES:
         raise ConfigError(f"workload is {workload!r}: choose one of {', '.join(set(WORKLOADS) - set(SIZES))}.")
     work = WorkloadConfig(**{name: options[name] for name in _names(WorkloadConfig) if name in options})
     if work.requests > MOST_REQUESTS:
-        raise ConfigError(f"requests is {work.requests}: the page shows up to {MOST_REQUESTS}; `sim run` takes more.")
+        raise ConfigError(
+            f"requests is {work.requests}: the page shows up to {MOST_REQUESTS}; use `paceline sim run` for more."
+        )
     profile = load_profile(options["gpu"])
     arrivals = make_workload(workload, work)
     config = scheduler_config(
         arrivals, profile, {name: options[name] for name in _names(SchedulerConfig) if name in options}
     )
     if config.num_pages > MOST_PAGES:
-        raise ConfigError(f"num_pages is {config.num_pages}: the page shows up to {MOST_PAGES}; `sim run` takes more.")
-    return film(arrivals, config, profile, overlap=options["overlap"])
+        raise ConfigError(
+            f"num_pages is {config.num_pages}: the page shows up to {MOST_PAGES}; use `paceline sim run` for more."
+        )
+    return record_frames(arrivals, config, profile, overlap=options["overlap"])
 
 
 def describe() -> dict[str, Any]:
-    """Every parameter with its default, bounds and help, from where it is declared."""
+    """Every parameter with its default, bounds, help text and a sentence per choice, from config.py."""
     found: dict[str, Any] = {}
     for config in (WorkloadConfig, SchedulerConfig):
-        for item in dataclasses.fields(config):
+        for item in public_options(config):
             default = DEFAULTS.get(item.name, None if item.default is dataclasses.MISSING else item.default)
             found[item.name] = {
                 "default": "inf" if isinstance(default, float) and math.isinf(default) else default,
-                **{name: item.metadata[name] for name in ("help", "low", "high", "choices")},
+                **{name: item.metadata[name] for name in ("help", "low", "high", "choices", "choice_help")},
             }
-    own = {"workload": sorted(set(WORKLOADS) - set(SIZES)), "gpu": profile_names(), "overlap": []}
-    for name, choices in own.items():
-        found[name] = {"default": DEFAULTS[name], "help": "", "low": None, "high": None, "choices": choices}
+    own = {
+        "workload": (sorted(set(WORKLOADS) - set(SIZES)), "kind of workload"),
+        "gpu": (profile_names(), "device and model whose timing is simulated"),
+        "overlap": ([], "plan the next forward pass while one runs"),
+    }
+    for name, (choices, text) in own.items():
+        found[name] = {
+            "default": DEFAULTS[name],
+            "help": text,
+            "low": None,
+            "high": None,
+            "choices": choices,
+            "choice_help": {},
+        }
     return found
 
 
 def _names(config: type) -> list[str]:
-    return [item.name for item in dataclasses.fields(config)]
+    return [item.name for item in public_options(config)]
+
+
+_PARAMETERS = {*_names(WorkloadConfig), *_names(SchedulerConfig), "overlap"} - {"tenant_weights"}
 
 
 def _value(name: str, text: str) -> Any:
     hints = {**typing.get_type_hints(WorkloadConfig), **typing.get_type_hints(SchedulerConfig), "overlap": bool}
     if name in ("workload", "gpu"):
         return text
-    if name not in hints or name == "tenant_weights":
-        raise ConfigError(f"parameter {name!r} is not known.")
+    if name not in _PARAMETERS:
+        raise ConfigError(f"unknown parameter {name!r}.")
     kind = hints[name]
     try:
         if kind is bool:
@@ -90,45 +108,45 @@ def _value(name: str, text: str) -> Any:
             return int(text)
         return text if kind is str else float(text)
     except (KeyError, ValueError):
-        raise ConfigError(f"{name} is {text!r}: give {'true or false' if kind is bool else 'a number'}.") from None
+        raise ConfigError(f"{name} is {text!r}: expected {'true or false' if kind is bool else 'a number'}.") from None
 
 
 class SimulatorApp:
-    """An ASGI app: the page's files, what can be asked, and runs."""
+    """An ASGI app: the files of the page, its options, and simulations."""
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: object, send: Send) -> None:
         if scope["type"] != "http":
             return
         path = scope["path"]
         if path == "/api/options":
-            await _answer(send, 200, msgspec.json.encode(describe()), "application/json")
+            await _respond(send, 200, msgspec.json.encode(describe()), "application/json")
         elif path == "/api/run":
             try:
-                asked = dict(parse_qsl(scope["query_string"].decode(), keep_blank_values=True))
-                found = await asyncio.to_thread(lambda: msgspec.json.encode(run_film(asked)))
+                parameters = dict(parse_qsl(scope["query_string"].decode(), keep_blank_values=True))
+                found = await asyncio.to_thread(lambda: msgspec.json.encode(run_frames(parameters)))
             except PacelineError as error:
-                await _answer(send, 400, msgspec.json.encode({"error": str(error)}), "application/json")
+                await _respond(send, 400, msgspec.json.encode({"error": str(error)}), "application/json")
             else:
-                await _answer(send, 200, found, "application/json")
+                await _respond(send, 200, found, "application/json")
         elif (file := web_file("sim.html" if path == "/" else path.removeprefix("/"))) is not None:
-            await _answer(send, 200, file.body, file.type)
+            await _respond(send, 200, file.body, file.type)
         else:
-            await _answer(send, 404, b"There is nothing here.\n", "text/plain; charset=utf-8")
+            await _respond(send, 404, b"Not found.\n", "text/plain; charset=utf-8")
 
 
-async def _answer(send: Send, status: int, body: bytes, kind: str) -> None:
+async def _respond(send: Send, status: int, body: bytes, kind: str) -> None:
     headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode()), *SECURITY]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
 def serve(host: str, port: int, ready: Callable[[str], None]) -> None:
-    """Until it is interrupted. `ready` gets the address once the port is taken."""
+    """Serves the page until interrupted. `ready` gets the URL once the socket listens."""
     try:
-        taken = socket.create_server((host, port))
+        listener = socket.create_server((host, port))
     except OSError as error:
-        raise ConfigError(f"{host}:{port} cannot be listened on: {error.strerror}.") from None
-    with taken:
-        ready(f"http://{host}:{taken.getsockname()[1]}")
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}.") from None
+    with listener:
+        ready(f"http://{host}:{listener.getsockname()[1]}")
         config = uvicorn.Config(SimulatorApp(), log_level="warning", access_log=False, lifespan="off")
-        uvicorn.Server(config).run(sockets=[taken])
+        uvicorn.Server(config).run(sockets=[listener])

@@ -1,7 +1,7 @@
-"""What arrives when: requests with times, by name or from a trace.
+"""Simulated workloads: requests with arrival times and outputs, by name.
 
-A workload is made from a seed and its parameters alone. Arrivals carry what the requests will answer, since a virtual
-GPU has to be told; the scheduler learns of it token by token, as it would from a real one.
+A workload depends on its parameters and seed only. An arrival carries the output of the request, since a virtual GPU
+computes none; the scheduler gets it token by token, as from a real one.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from paceline.request import Request, SamplingParams
 
 Tokens = npt.NDArray[np.int32]
 VOCAB = 50_000
-EOS = VOCAB  # no prompt has it
+EOS = VOCAB  # in no prompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrival:
-    """One request to come. `output` ends with EOS unless the request runs to its `max_tokens`."""
+    """A future request. `output` ends with EOS unless the request runs to its `max_tokens`."""
 
     at: float
     id: str
     prompt: Tokens
     output: Tokens
-    max_tokens: int | None = None  # None: as many as the output has, and the scheduler knows it
+    max_tokens: int | None = None  # None: the length of the output, known to the scheduler
     tenant: str = "default"
     priority: int = 0
 
@@ -41,7 +41,7 @@ class Arrival:
         return dataclasses.replace(self, at=self.at + seconds)
 
     def request(self) -> Request:
-        """A fresh one: a run uses up its requests."""
+        """A new request: a simulation mutates its requests."""
         if self.max_tokens is None:
             params = SamplingParams(max_tokens=len(self.output), ignore_eos=True)
             return Request(self.id, self.prompt, params, tenant=self.tenant, priority=self.priority)
@@ -60,7 +60,7 @@ def times(config: WorkloadConfig, rng: np.random.Generator) -> npt.NDArray[np.fl
         shape = 1 / config.burstiness
         gaps = rng.gamma(shape, mean / shape, count)
     else:
-        # Floods of about 32 requests at `burstiness` times the rate, then quiet until the mean is right again.
+        # Bursts of 32 requests at `burstiness` times the rate, then a pause that restores the mean rate.
         gaps = rng.exponential(mean / config.burstiness, count)
         length = 32
         gaps[length::length] += length * mean * (1 - 1 / config.burstiness)
@@ -69,7 +69,7 @@ def times(config: WorkloadConfig, rng: np.random.Generator) -> npt.NDArray[np.fl
 
 
 def _length(rng: np.random.Generator, mean: int) -> int:
-    """Most are shorter than the mean, a few much longer, as prompts and answers are."""
+    """Log-normal, as real prompts and outputs: most are shorter than the mean, a few much longer."""
     return max(1, int(rng.lognormal(math.log(mean) - 0.125, 0.5)))
 
 
@@ -78,7 +78,7 @@ def _tokens(rng: np.random.Generator, count: int) -> Tokens:
 
 
 def _prefixes(config: WorkloadConfig) -> Iterator[Arrival]:
-    """Groups with a system prompt each; the popular ones are asked more often."""
+    """Groups with a system prompt each; the popularity of groups follows Zipf's law."""
     rng = np.random.default_rng(config.seed)
     common = round(config.prompt_tokens * config.shared)
     systems = [_tokens(rng, common) for _ in range(config.groups)]
@@ -92,7 +92,7 @@ def _prefixes(config: WorkloadConfig) -> Iterator[Arrival]:
 
 
 def _chat(config: WorkloadConfig) -> Iterator[Arrival]:
-    """Conversations of several turns: each prompt is the one before, its answer and a new question."""
+    """Multi-turn conversations: a prompt is the previous prompt, its output and a new question."""
     rng = np.random.default_rng(config.seed)
     system = _tokens(rng, round(config.prompt_tokens * config.shared))
     question = max(1, round(config.prompt_tokens * (1 - config.shared) / 3))
@@ -107,13 +107,13 @@ def _chat(config: WorkloadConfig) -> Iterator[Arrival]:
             tenant = f"tenant-{chat % config.tenants}" if config.tenants > 1 else "default"
             found.append(Arrival(at, f"chat{chat}-{turn}", prompt, output, tenant=tenant))
             prompt = np.concatenate([prompt, output])
-            at += 0.02 * len(output) + rng.exponential(5.0)  # it is read, and somebody thinks
+            at += 0.02 * len(output) + rng.exponential(5.0)  # reading and thinking time of the user
         chat += 1
     yield from sorted(found[: config.requests], key=lambda arrival: arrival.at)
 
 
 def _agents(config: WorkloadConfig) -> Iterator[Arrival]:
-    """Agents: one long description of tools for all, a prompt per kind of task, many short steps that add a result."""
+    """Agents: a common tool description, a prompt per kind of task, many short steps that append a tool result."""
     rng = np.random.default_rng(config.seed)
     tools = _tokens(rng, round(config.prompt_tokens * config.shared))
     kinds = [_tokens(rng, max(1, config.prompt_tokens // 8)) for _ in range(config.groups)]
@@ -129,13 +129,13 @@ def _agents(config: WorkloadConfig) -> Iterator[Arrival]:
             found.append(Arrival(at, f"agent{agent}-{step}", prompt, output, tenant=tenant))
             result = _tokens(rng, _length(rng, max(1, round(config.prompt_tokens * (1 - config.shared) / 4))))
             prompt = np.concatenate([prompt, output, result])
-            at += 0.01 * len(output) + rng.exponential(0.5)  # the tool runs
+            at += 0.01 * len(output) + rng.exponential(0.5)  # run time of the tool
         agent += 1
     yield from sorted(found[: config.requests], key=lambda arrival: arrival.at)
 
 
 def _tenants(config: WorkloadConfig) -> Iterator[Arrival]:
-    """Tenants of unequal appetite: the first sends half of everything, each further one half of the rest."""
+    """Tenants with unequal load: the first sends half of the requests, each further one half of the rest."""
     rng = np.random.default_rng(config.seed)
     count = max(2, config.tenants)
     shares = 0.5 ** np.arange(1, count + 1)
@@ -147,7 +147,9 @@ def _tenants(config: WorkloadConfig) -> Iterator[Arrival]:
 def _nano(config: WorkloadConfig) -> Iterator[Arrival]:
     work = bench_nano(config.requests)
     sizes = [params.max_tokens or 0 for params in work.params]
-    for number in sorted(range(len(sizes)), key=lambda index: -sizes[index]):  # as `generate` gives them to the engine
+    for number in sorted(
+        range(len(sizes)), key=lambda index: -sizes[index]
+    ):  # the order in which `LLM.generate` submits them
         tokens = np.array(work.prompts[number], np.int32)
         yield Arrival(0.0, f"nano-{number}", tokens, np.zeros(sizes[number], np.int32))
 
@@ -165,7 +167,7 @@ WORKLOADS: dict[str, Callable[[WorkloadConfig], Iterator[Arrival]]] = {
     "nano": _nano,
     "gsp": _gsp,
 }
-# Published sizes, where the workload has one
+# Number of requests of the published benchmarks
 SIZES = {"nano": 256, "gsp": 1024}
 
 
@@ -176,7 +178,7 @@ def make_workload(name: str, config: WorkloadConfig) -> list[Arrival]:
 
 
 def unique_ids(arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """The same with a number in front of ids that come twice."""
+    """The same with a number in front of repeated ids."""
     seen: dict[str, Any] = {}
     found = []
     for number, one in enumerate(arrivals):

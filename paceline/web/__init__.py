@@ -1,4 +1,4 @@
-"""The pages: plain ES modules, served as they lie here. No build step, and no request to any other host."""
+"""The web pages: plain ES modules, served as files. No build step, and no request to any other host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Nothing from elsewhere, not even by mistake; inline styles are how bars get their width.
+# The policy blocks every other host; bars set their width with inline styles.
 SECURITY = (
     (b"content-security-policy", b"default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"),
     (b"x-content-type-options", b"nosniff"),
@@ -26,7 +26,7 @@ class WebFile(NamedTuple):
 
 
 def web_file(name: str) -> WebFile | None:
-    """A file of the pages by its path below this folder; None if there is none that may be shown."""
+    """A file of the pages by its path below this folder; None if it does not exist or may not be served."""
     path = (_FOLDER / name).resolve()
     if path.suffix not in _TYPES or not path.is_relative_to(_FOLDER) or not path.is_file():
         return None

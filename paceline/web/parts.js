@@ -1,4 +1,4 @@
-// What both pages are made of. A component draws a snapshot of the scheduler (scheduler/snapshot.py) and keeps nothing.
+// Components of both pages. A component draws a snapshot of the scheduler (scheduler/snapshot.py) and is stateless.
 import { html, render, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
 import uPlot from "./vendor/uplot.js";
 
@@ -31,17 +31,17 @@ function currentTheme() {
   return chosen || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 }
 
-/** Counts up whenever colours change, so that canvases draw again. */
+/** A counter that increases when colours change, so that canvases are redrawn. */
 export function useTheme() {
-  const [turn, setTurn] = useState(0);
+  const [version, setVersion] = useState(0);
   useEffect(() => {
-    const again = () => setTurn(turn => turn + 1);
+    const again = () => setVersion(version => version + 1);
     const query = matchMedia("(prefers-color-scheme: dark)");
     query.addEventListener("change", again);
     addEventListener("themechange", again);
     return () => { query.removeEventListener("change", again); removeEventListener("themechange", again); };
   }, []);
-  return turn;
+  return version;
 }
 
 export function ThemeButton() {
@@ -51,7 +51,7 @@ export function ThemeButton() {
   return html`<button class="btn" onClick=${change} aria-label=${`${other} colours`}>${other === "dark" ? "Dark" : "Light"}</button>`;
 }
 
-// ------------------------------------------------------------------ a canvas as wide as its place
+// ------------------------------------------------------------------ a canvas as wide as its container
 
 function useCanvas(height, draw, depends) {
   const ref = useRef(null);
@@ -85,7 +85,7 @@ function decodeMap(text) {
   return new Uint16Array(bytes.buffer);
 }
 
-/** Of a pool too large to draw page by page: so many cells for each kind, in proportion. */
+/** For a KV cache too large to draw page by page: cells of each kind in proportion. */
 function proportions(memory, cells) {
   const codes = new Uint16Array(cells);
   const counts = [[OWNED, memory.owned], [SHARED, memory.shared], [CACHED, memory.cached]];
@@ -123,7 +123,7 @@ export function Pages({ snapshot, hint = "" }) {
         if (code === FREE) {
           pen.fillStyle = free; pen.fillRect(x, y, side, side);
           pen.strokeStyle = line; pen.strokeRect(x + .5, y + .5, side - 1, side - 1);
-        } else if (code === CACHED) { // half a cell: something lies there and nobody needs it now
+        } else if (code === CACHED) { // half a cell: in memory, but not in use
           pen.fillStyle = free; pen.fillRect(x, y, side, side);
           pen.fillStyle = cached;
           pen.beginPath(); pen.moveTo(x, y + side); pen.lineTo(x + side, y); pen.lineTo(x + side, y + side); pen.fill();
@@ -141,16 +141,16 @@ export function Pages({ snapshot, hint = "" }) {
     const index = Math.floor(event.offsetY / size) * columns + Math.floor(event.offsetX / size);
     if (!map || index >= codes.length) return setTip(null);
     const code = codes[index];
-    const what = ["free", "cached, nobody uses it", "shared by running requests"][code] || `of ${names.get(code - OWNED) || "slot " + (code - OWNED)}`;
+    const what = ["free", "cached, not in use", "shared by running requests"][code] || `owned by ${names.get(code - OWNED) || "slot " + (code - OWNED)}`;
     setTip({ x: event.clientX + 12, y: event.clientY + 12, text: `page ${index}: ${what}` });
   };
   const share = name => `${whole(memory[name])}`;
-  return html`<section class="card wide"><h2><b>Pages</b> ${whole(memory.pages)} in the pool ${hint}</h2>
+  return html`<section class="card wide"><h2><b>KV cache</b> ${whole(memory.pages)} pages ${hint}</h2>
     <div><canvas ref=${ref} onMouseMove=${over} onMouseLeave=${() => setTip(null)} role="img"
-      aria-label=${`pages: ${memory.owned} of one request, ${memory.shared} shared, ${memory.cached} cached, ${memory.free} free`}></canvas></div>
+      aria-label=${`pages: ${memory.owned} owned by one request, ${memory.shared} shared, ${memory.cached} cached, ${memory.free} free`}></canvas></div>
     ${tip && html`<div class="tip" style=${`left:${tip.x}px;top:${tip.y}px`}>${tip.text}</div>`}
     <div class="legend">
-      <span><i style="background:var(--accent)"></i>one request's (its slot's number) <b class="num" data-figure="owned">${share("owned")}</b></span>
+      <span><i style="background:var(--accent)"></i>owned by one request (number: its slot) <b class="num" data-figure="owned">${share("owned")}</b></span>
       <span><i style="background:radial-gradient(var(--card) 0 2.4px, var(--shared) 3px)"></i>shared <b class="num" data-figure="shared">${share("shared")}</b></span>
       <span><i style="background:linear-gradient(135deg,var(--free) 50%,var(--cached) 50%)"></i>cached <b class="num" data-figure="cached">${share("cached")}</b></span>
       <span><i style="background:var(--free);border-color:var(--line)"></i>free <b class="num" data-figure="free">${share("free")}</b></span>
@@ -159,8 +159,8 @@ export function Pages({ snapshot, hint = "" }) {
 
 // ------------------------------------------------------------------ the prefix tree
 
-/** Each node from the token it begins at to the token it ends at; as tall as the paths that run through it. */
-function layTree(nodes) {
+/** Lays out the tree: x is the token position, the height of a node is its number of leaves. */
+function layoutTree(nodes) {
   const laid = nodes.map(([parent, tokens, state, sharers, waiting, name], index) =>
     ({ index, parent, tokens, state, sharers, waiting, name, children: [], start: 0, leaves: 0, top: 0 }));
   for (const node of laid) if (node.parent >= 0) laid[node.parent].children.push(node);
@@ -172,7 +172,7 @@ function layTree(nodes) {
 
 export function Tree({ snapshot }) {
   const { nodes, left_out: leftOut } = snapshot.tree;
-  const laid = useMemo(() => layTree(nodes), [nodes]);
+  const laid = useMemo(() => layoutTree(nodes), [nodes]);
   const box = useRef(null);
   const [width, setWidth] = useState(560);
   useLayoutEffect(() => {
@@ -185,22 +185,22 @@ export function Tree({ snapshot }) {
   const rows = laid.length ? laid[0].leaves : 0;
   const high = Math.max(7, Math.min(24, 260 / Math.max(1, rows)));
   const x = tokens => (tokens / deepest) * (width - 2) + 1;
-  const label = node => [node.sharers > 1 && `×${node.sharers}`, node.waiting && `${node.waiting} wait`].filter(Boolean).join(" · ");
-  return html`<section class="card wide"><h2><b>Prefix tree</b> ${drawn.length} prefixes, up to ${whole(deepest)} tokens deep${leftOut ? `, ${leftOut} more not drawn` : ""}</h2>
+  const label = node => [node.sharers > 1 && `×${node.sharers}`, node.waiting && `${node.waiting} waiting`].filter(Boolean).join(" · ");
+  return html`<section class="card wide"><h2><b>Prefix tree</b> ${drawn.length} prefixes, up to ${whole(deepest)} tokens deep${leftOut ? `, ${leftOut} more not shown` : ""}</h2>
     <div ref=${box} class="tree">${drawn.length
       ? html`<svg width=${width} height=${rows * high + 2} role="img" aria-label="prefix tree">
         ${drawn.map(node => {
           const wide = Math.max(2, x(node.start + node.tokens) - x(node.start) - 1.5), tall = node.leaves * high - 1.5;
           const text = label(node);
-          return html`<g key=${node.index}><title>${`${node.tokens} tokens, ${node.state}${node.sharers ? `, used by ${node.sharers}` : ""}${node.waiting ? `, ${node.waiting} wait for it` : ""}`}</title>
+          return html`<g key=${node.index}><title>${`${node.tokens} tokens, ${node.state}${node.sharers ? `, used by ${node.sharers} running` : ""}${node.waiting ? `, ${node.waiting} waiting` : ""}`}</title>
             <rect x=${x(node.start)} y=${node.top * high + 1} width=${wide} height=${tall} rx="3" class=${"node " + node.state}
               style=${node.state === "locked" ? `fill:var(--node);fill-opacity:${Math.min(1, .5 + .12 * node.sharers)}`
                 : node.state === "cached" ? "fill:var(--cached);fill-opacity:.55" : "fill:none;stroke:var(--warm);stroke-dasharray:4 3"}></rect>
             ${text && wide > 12 + 6.4 * text.length && tall > 9 && html`<text x=${x(node.start) + 6} y=${node.top * high + 1 + tall / 2} dy=".36em" font-size=${Math.min(11, tall)}
               style=${`fill:${node.state === "locked" ? "#fff" : "var(--ink)"};font-weight:600`}>${text}</text>`}</g>`;
         })}</svg>`
-      : html`<div class="empty">Nothing is cached yet.</div>`}</div>
-    <div class="legend"><span><i style="background:var(--node)"></i>in use (×: by how many)</span>
+      : html`<div class="empty">No cached prefixes yet.</div>`}</div>
+    <div class="legend"><span><i style="background:var(--node)"></i>in use (×: number of running requests)</span>
       <span><i style="background:var(--cached)"></i>cached</span>
       <span><i style="border:1px dashed var(--warm)"></i>wanted by a waiting request</span></div></section>`;
 }
@@ -217,12 +217,12 @@ export function Running({ snapshot }) {
       const part = tokens => `width:${(100 * tokens) / most}%`;
       const prompt = Math.min(one.computed, one.prompt) - Math.min(one.cached, one.computed);
       return html`<div class="row" key=${one.id}><${Chip} slot=${one.slot} /><span class="id" title=${one.tenant}>${one.id}</span>
-        <span class="bar" title=${`${one.cached} cached, ${one.computed} computed, ${one.output} of at most ${one.max} out`}>
+        <span class="bar" title=${`${one.cached} cached, ${one.computed} computed, ${one.output} of at most ${one.max} output tokens`}>
           <i class="b-cached" style=${part(Math.min(one.cached, one.computed))}></i><i class="b-done" style=${part(prompt)}></i><i class="b-out" style=${part(one.output)}></i></span>
         <span class="soft num">${one.phase === "prefill" ? `prompt ${one.computed}/${one.prompt}` : `${one.output}/${one.max}`}</span></div>`;
-    }) : html`<div class="empty">Nothing runs.</div>`}
+    }) : html`<div class="empty">No running requests.</div>`}
     ${count > running.length && html`<div class="empty">and ${whole(count - running.length)} more</div>`}</div>
-    <div class="legend"><span><i class="bar b-cached" style="background:repeating-linear-gradient(135deg,var(--cached) 0 3px,transparent 3px 5px);border-color:var(--line)"></i>found in the cache</span>
+    <div class="legend"><span><i class="bar b-cached" style="background:repeating-linear-gradient(135deg,var(--cached) 0 3px,transparent 3px 5px);border-color:var(--line)"></i>prompt cached</span>
       <span><i style="background:var(--accent)"></i>prompt computed</span><span><i style="background:var(--good)"></i>output</span></div></section>`;
 }
 
@@ -235,13 +235,13 @@ export function Queue({ snapshot }) {
       <div class="row" key=${one.id}><span class="soft">${one.retractions ? "↩" : ""}</span><span class="id" title=${one.tenant}>${one.id}</span>
         <span class="bar" title=${`${one.cached} of ${one.tokens} tokens are cached`}><i class="b-cached" style=${`width:${(100 * one.cached) / one.tokens}%`}></i></span>
         <span class="soft num">${whole(one.tokens)} tokens, ${seconds(one.waited)}</span>
-        <span class="why">for ${why(one)}</span></div>`) : html`<div class="empty">Nobody waits.</div>`}
+        <span class="why">for ${why(one)}</span></div>`) : html`<div class="empty">No waiting requests.</div>`}
     ${count > waiting.length && html`<div class="empty">and ${whole(count - waiting.length)} more</div>`}</div></section>`;
 }
 
 // ------------------------------------------------------------------ host and device
 
-/** What the CPU and the GPU did around `time`: gaps in the lower lane are time nobody gets back. */
+/** Host and device activity around `time`; gaps in the lower lane are GPU idle time. */
 export function Lanes({ lanes, time, overlap }) {
   const span = useMemo(() => {
     const lengths = lanes.map(lane => lane[6] - lane[5]).sort((a, b) => a - b);
@@ -261,7 +261,7 @@ export function Lanes({ lanes, time, overlap }) {
       pen.fillStyle = prompts ? css("--node") : css("--leaf"); pen.fillRect(left, 38, wide, 28);
       if (wide > 46) {
         pen.fillStyle = "#fff"; pen.textAlign = "center";
-        pen.fillText(prompts ? `${prompts} prompt${decodes ? ` + ${decodes}` : ""}` : `${decodes} decode${decodes > 1 ? "s" : ""}`, left + wide / 2, 52.5, wide - 6);
+        pen.fillText(prompts ? `${prompts} prefill${decodes ? ` + ${decodes}` : ""}` : `${decodes} decode${decodes > 1 ? "s" : ""}`, left + wide / 2, 52.5, wide - 6);
         pen.textAlign = "left";
       }
     }
@@ -277,14 +277,14 @@ export function Lanes({ lanes, time, overlap }) {
     return gaps / whole;
   }, [lanes]);
   return html`<section class="card wide"><h2><b>Host and device</b> overlap ${overlap ? "on" : "off"}, the GPU is idle ${percent(idle)} of the run</h2>
-    <div><canvas ref=${ref} role="img" aria-label="what CPU and GPU do over time"></canvas></div>
-    <div class="legend"><span><i style="background:var(--host)"></i>planning, results, launching</span><span><i style="background:var(--node)"></i>a pass with prompts</span>
-      <span><i style="background:var(--leaf)"></i>decodes alone</span></div></section>`;
+    <div><canvas ref=${ref} role="img" aria-label="CPU and GPU activity over time"></canvas></div>
+    <div class="legend"><span><i style="background:var(--host)"></i>plan, launch, commit</span><span><i style="background:var(--node)"></i>prefill or mixed batch</span>
+      <span><i style="background:var(--leaf)"></i>decode batch</span></div></section>`;
 }
 
 // ------------------------------------------------------------------ charts
 
-/** Lines over time. `series`: [{name, values, colour, dash, format}], all on `times`; `mark`: a moment to point at. */
+/** Lines over time. `series`: [{name, values, colour, dash}], all at `times`; `mark`: a time to highlight. */
 export function Chart({ title, times, series, height = 120, mark = null, format = whole, xFormat = ticks => ticks.map(seconds) }) {
   const ref = useRef(null), chart = useRef(null), at = useRef(mark);
   const theme = useTheme();

@@ -1,24 +1,24 @@
-// The simulator's page: a run as a film. Everything shown follows from the link: parameters, moment and all.
+// The simulator page: plays a simulation frame by frame. The link holds the whole view: parameters, policies and time.
 import { Chart, html, Lanes, Pages, percent, Queue, render, Running, seconds, Stat, ThemeButton, Tree, useEffect, useMemo, useRef, useState, whole } from "./parts.js";
 
 const WAITS = ["0", "0.005", "0.02", "0.05", "0.2", "1", "5", "inf"];
 const PAGE_SIZES = ["1", "2", "4", "8", "16", "32", "64"];
-const waitName = text => (text === "inf" ? "∞: cache order alone" : text === "0" ? "0: first come" : seconds(Number(text)));
+const waitName = text => (text === "inf" ? "∞: cache hits only" : text === "0" ? "0: FCFS" : seconds(Number(text)));
 
-// What the side panel offers: [name, label, kind, ...]; help, bounds and defaults come from the program.
+// Parameters of the side panel: [name, label, kind, ...]. Help texts, choices and defaults come from /api/options.
 const FIELDS = {
-  "What arrives": [
-    ["workload", "Workload", "choice"], ["arrivals", "Arrivals", "choice"],
-    ["rate", "Requests a second", "range", 10, 1000, 10], ["requests", "Requests", "range", 8, 200, 4],
-    ["shared", "Shared part of a prompt", "range", 0, .95, .05, percent], ["groups", "Groups", "range", 1, 16, 1],
+  "Workload": [
+    ["workload", "Kind", "choice"], ["arrivals", "Arrivals", "choice"],
+    ["rate", "Requests per second", "range", 10, 1000, 10], ["requests", "Requests", "range", 8, 200, 4],
+    ["shared", "Shared prefix", "range", 0, .95, .05, percent], ["groups", "Prefix groups", "range", 1, 16, 1],
     ["prompt_tokens", "Prompt tokens", "range", 32, 1024, 32], ["output_tokens", "Output tokens", "range", 4, 128, 4],
     ["tenants", "Tenants", "range", 1, 6, 1], ["seed", "Seed", "range", 0, 50, 1],
   ],
-  "The machine": [
-    ["gpu", "Model and GPU", "choice"], ["num_pages", "Memory, pages", "range", 32, 512, 8], ["page_size", "Tokens in a page", "steps", PAGE_SIZES, text => text],
-    ["max_running", "Slots", "range", 1, 32, 1], ["overlap", "Overlap", "check"],
+  "Engine": [
+    ["gpu", "Model and GPU", "choice"], ["num_pages", "KV cache pages", "range", 32, 512, 8], ["page_size", "Page size, tokens", "steps", PAGE_SIZES, text => text],
+    ["max_running", "Max running", "range", 1, 32, 1], ["overlap", "Overlap", "check"],
   ],
-  "The scheduler": [["max_wait", "max_wait", "steps", WAITS, waitName], ["chunk_tokens", "Chunk tokens", "range", 16, 1024, 16], ["batching", "Batching", "choice"]],
+  "Scheduler": [["max_wait", "Max wait", "steps", WAITS, waitName], ["chunk_tokens", "Chunk tokens", "range", 16, 1024, 16], ["batching", "Batching", "choice"], ["eviction", "Eviction", "choice"]],
 };
 
 // ------------------------------------------------------------------ the link
@@ -37,13 +37,13 @@ function writeLink({ at, policies, asked }) {
 // ------------------------------------------------------------------ runs
 
 async function fetchRun(policy, asked) {
-  const answer = await fetch("/api/run?" + new URLSearchParams({ ...asked, policy }));
-  const body = await answer.json();
-  if (!answer.ok) throw new Error(body.error);
+  const response = await fetch("/api/run?" + new URLSearchParams({ ...asked, policy }));
+  const body = await response.json();
+  if (!response.ok) throw new Error(body.error);
   return body;
 }
 
-/** The frame that shows a moment: the last one at or before it. */
+/** The index of the last frame at or before `time`. */
 function frameAt(run, time) {
   let low = 0, high = run.frames.length - 1;
   while (low < high) {
@@ -59,7 +59,7 @@ function useRuns(policies, asked) {
   useEffect(() => {
     const ticket = ++newest.current;
     setState(before => ({ ...before, busy: true }));
-    const timer = setTimeout(async () => { // a slider that moves asks once, when it rests
+    const timer = setTimeout(async () => { // debounced: a moving slider sends one request
       try {
         const runs = await Promise.all(policies.map(policy => fetchRun(policy, asked)));
         if (ticket === newest.current) setState({ runs, error: null, busy: false });
@@ -77,9 +77,9 @@ function useRuns(policies, asked) {
 function Field({ spec, option, value, onChange }) {
   const [name, label, kind, ...more] = spec;
   const id = "field-" + name;
-  const title = option.help;
+  const title = option.help, about = option.choice_help;
   if (kind === "choice") return html`<div class=${"field" + (name === "gpu" ? " tall" : "")}><label for=${id} title=${title}>${label}</label>
-    <select id=${id} value=${value} onChange=${event => onChange(name, event.target.value)}>${option.choices.map(choice => html`<option value=${choice} selected=${choice === value}>${choice}</option>`)}</select></div>`;
+    <select id=${id} value=${value} title=${about[value]} onChange=${event => onChange(name, event.target.value)}>${option.choices.map(choice => html`<option value=${choice} title=${about[choice]} selected=${choice === value}>${choice}</option>`)}</select></div>`;
   if (kind === "check") return html`<div class="field"><label for=${id} title=${title}>${label}</label>
     <input id=${id} type="checkbox" checked=${value === "true"} onChange=${event => onChange(name, String(event.target.checked))} /></div>`;
   const [low, high, step, format] = kind === "steps" ? [0, more[0].length - 1, 1] : more;
@@ -99,9 +99,9 @@ function Side({ options, asked, policies, onAsk, onPolicies }) {
   const choose = (index, value) => onPolicies(index ? (value === "none" ? [policies[0]] : [policies[0], value]) : [value, ...policies.slice(1)]);
   return html`<form class="side" aria-label="parameters" onSubmit=${event => event.preventDefault()}>
     <fieldset><legend>Policies</legend>
-      ${["Left", "Right"].map((label, index) => html`<div class="field"><label for=${"policy-" + index}>${label}</label>
-        <select id=${"policy-" + index} value=${policies[index] || "none"} onChange=${event => choose(index, event.target.value)}>
-          ${[...(index ? ["none"] : []), ...options.policy.choices].map(choice => html`<option value=${choice} selected=${choice === (policies[index] || "none")}>${choice}</option>`)}</select></div>`)}
+      ${["Left", "Right"].map((label, index) => html`<div class="field"><label for=${"policy-" + index} title=${options.policy.help}>${label}</label>
+        <select id=${"policy-" + index} value=${policies[index] || "none"} title=${options.policy.choice_help[policies[index]]} onChange=${event => choose(index, event.target.value)}>
+          ${[...(index ? ["none"] : []), ...options.policy.choices].map(choice => html`<option value=${choice} title=${options.policy.choice_help[choice]} selected=${choice === (policies[index] || "none")}>${choice}</option>`)}</select></div>`)}
     </fieldset>
     ${Object.entries(FIELDS).map(([legend, fields]) => html`<fieldset><legend>${legend}</legend>
       ${fields.map(spec => html`<${Field} key=${spec[0]} spec=${spec} option=${options[spec[0]]} value=${valueOf(spec[0])} onChange=${set} />`)}</fieldset>`)}
@@ -116,30 +116,30 @@ function Journal({ run, frame }) {
     while (end < run.events.length && run.events[end][0] <= frame) end++;
     return run.events.slice(Math.max(0, end - 40), end).reverse();
   }, [run, frame]);
-  return html`<section class="card wide"><h2><b>Journal</b> every decision with its reason, newest first</h2>
+  return html`<section class="card wide"><h2><b>Journal</b> scheduling decisions and their reasons, newest first</h2>
     <div class="journal" tabindex="0" aria-label="journal">${recent.length ? recent.map(([at, time, kind, request, text]) => html`
       <div class=${at === frame ? "now" : "past"} data-kind=${kind}><span class="num">${seconds(time)}</span><b>${request || "—"}</b><span>${text}</span></div>`)
-      : html`<div class="empty">Nothing has been decided yet.</div>`}</div></section>`;
+      : html`<div class="empty">No decisions yet.</div>`}</div></section>`;
 }
 
-function Column({ run, time, overlap, index }) {
+function Column({ run, time, overlap, index, about }) {
   const frame = frameAt(run, time), snapshot = run.frames[frame];
   const { summary } = run;
   const times = useMemo(() => run.frames.map(one => one.time), [run]);
   const waiting = useMemo(() => run.frames.map(one => one.num_waiting), [run]);
   const running = useMemo(() => run.frames.map(one => one.num_running), [run]);
   return html`<div class="run" data-side=${index}>
-    <div class="side-name">${run.policy} <span class="soft" style="font-size:13px;font-weight:400">pass ${frame + 1} of ${run.frames.length}${run.cut ? ", cut there" : ""}</span></div>
+    <div class="side-name" title=${about}>${run.policy} <span class="soft" style="font-size:13px;font-weight:400">pass ${frame + 1} of ${run.frames.length}${run.cut ? " (truncated)" : ""}</span></div>
     <div class="col">
       <section class="card wide"><div class="stats">
-        <${Stat} id="hit_rate" name="hit rate" value=${percent(summary.hit_rate, 2)} title="prompt tokens found in the cache" />
-        <${Stat} id="ttft_p50_ms" name="first token, p50" value=${seconds(summary.ttft_p50_ms / 1e3)} />
-        <${Stat} id="ttft_p99_ms" name="first token, p99" value=${seconds(summary.ttft_p99_ms / 1e3)} />
-        <${Stat} id="wait_p99_ms" name="waiting, p99" value=${seconds(summary.wait_p99_ms / 1e3)} />
-        <${Stat} id="tokens_per_s" name="tokens a second" value=${whole(summary.tokens_per_s)} />
-        <${Stat} id="busy" name="GPU busy" value=${percent(summary.busy)} />
+        <${Stat} id="hit_rate" name="prefix cache hit rate" value=${percent(summary.hit_rate, 2)} title="share of prompt tokens found in the prefix cache" />
+        <${Stat} id="ttft_p50_ms" name="TTFT p50" value=${seconds(summary.ttft_p50_ms / 1e3)} />
+        <${Stat} id="ttft_p99_ms" name="TTFT p99" value=${seconds(summary.ttft_p99_ms / 1e3)} />
+        <${Stat} id="wait_p99_ms" name="waiting time p99" value=${seconds(summary.wait_p99_ms / 1e3)} />
+        <${Stat} id="tokens_per_s" name="output tokens/s" value=${whole(summary.tokens_per_s)} />
+        <${Stat} id="busy" name="GPU utilization" value=${percent(summary.busy)} />
         <${Stat} id="retractions" name="retractions" value=${whole(summary.retractions)} />
-        <${Stat} id="seconds" name="in all" value=${seconds(summary.seconds)} />
+        <${Stat} id="seconds" name="total time" value=${seconds(summary.seconds)} />
       </div></section>
       <section class="card wide"><${Chart} title="Requests" times=${times} mark=${time}
         series=${[{ name: "running", values: running, colour: "--accent" }, { name: "waiting", values: waiting, colour: "--warm", dash: [5, 4] }]} /></section>
@@ -208,13 +208,13 @@ function App({ options }) {
     <div class="sim"><${Side} options=${options} asked=${view.asked} policies=${view.policies} onAsk=${asked => update({ asked })} onPolicies=${policies => update({ policies })} />
       <main class="stage">${error && html`<div class="error" role="alert">${error}</div>`}
         ${runs && html`<div class=${"pair" + (runs.length > 1 ? " two" : "")}>${runs.map((run, index) => run.frames.length
-          ? html`<${Column} key=${index} index=${index} run=${run} time=${time} overlap=${(view.asked.overlap ?? "true") === "true"} />`
-          : html`<div class="empty">Nothing could run: every request was refused.</div>`)}</div>`}</main></div>
+          ? html`<${Column} key=${index} index=${index} about=${options.policy.choice_help[run.policy]} run=${run} time=${time} overlap=${(view.asked.overlap ?? "true") === "true"} />`
+          : html`<div class="empty">No request could run: all were refused.</div>`)}</div>`}</main></div>
     <div class="transport" role="group" aria-label="playback">
-      <button class="btn" onClick=${() => step(-1)} aria-label="one pass back" title="← one pass back">◀</button>
-      <button class="btn main" onClick=${play} title="space">${playing ? "Pause" : "Play"}</button>
-      <button class="btn" onClick=${() => step(1)} aria-label="one pass on" title="→ one pass on">▶</button>
-      <input type="range" aria-label="moment" min="0" max=${end || 1} step="any" value=${time} onInput=${event => { setPlaying(false); update({ at: Number(event.target.value) }); }} />
+      <button class="btn" onClick=${() => step(-1)} aria-label="previous pass" title="previous pass (←)">◀</button>
+      <button class="btn main" onClick=${play} title="play or pause (space)">${playing ? "Pause" : "Play"}</button>
+      <button class="btn" onClick=${() => step(1)} aria-label="next pass" title="next pass (→)">▶</button>
+      <input type="range" aria-label="time" min="0" max=${end || 1} step="any" value=${time} onInput=${event => { setPlaying(false); update({ at: Number(event.target.value) }); }} />
       <label class="soft">speed <select value=${speed} onChange=${event => setSpeed(Number(event.target.value))} aria-label="speed">
         ${[.005, .02, .05, .2, 1].map(value => html`<option value=${value} selected=${value === speed}>${value < 1 ? `1/${Math.round(1 / value)}` : "real time"}</option>`)}</select></label>
       <span class="when" data-figure="time">${seconds(time)} of ${seconds(end)}</span></div>`;

@@ -1,4 +1,4 @@
-"""`paceline bench offline` in small, on the CPU: what it prints, what it leaves, and what it needs."""
+"""`paceline bench offline` on the CPU: output, trace file, dependencies, errors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from paceline.bench import offline
+from paceline.bench import offline, runner
+from paceline.bench.parts import PARTS
 from paceline.bench.workloads import gsp_offline, long_prompts, nano
+from paceline.checks import CheckResult
 from paceline.config import OFFLINE_PARTS, ConfigError, OfflineConfig
 
 KEYS = {
@@ -24,9 +26,7 @@ def results(text: str) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("RESULT ")) for line in text.splitlines() if line.startswith("RESULT ")]
 
 
-def test_every_run_ends_in_a_result_and_both_modes_stand_side_by_side(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_every_run_prints_a_result_in_both_overlap_modes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace = tmp_path / "out.json"
     arguments = ("nano", "gsp", "sweep", *TINY, "--overlap=both", "--repeats=1", "--batches=50", f"--trace={trace}")
     assert offline.main(arguments) == 0
@@ -48,11 +48,11 @@ def test_every_run_ends_in_a_result_and_both_modes_stand_side_by_side(
     }
     events = json.loads(trace.read_text())["traceEvents"]
     assert sum(event["ph"] == "X" and event["pid"] == 2 for event in events) > 20
-    assert "measured ceilings" in printed and "in steady decode" in printed
+    assert "measured roofline" in printed and "in steady decode" in printed
 
 
 @pytest.mark.parametrize("host", [(), ("--host-kv-tokens=16384",)])
-def test_chats_say_what_was_found_fetched_and_computed(
+def test_chats_reports_cached_fetched_and_computed_tokens(
     capsys: pytest.CaptureFixture[str], host: tuple[str, ...]
 ) -> None:
     arguments = ("chats", *TINY, "--repeats=1", "--kv-tokens=512", "--context-tokens=512", "--scale=0.06", *host)
@@ -64,14 +64,13 @@ def test_chats_say_what_was_found_fetched_and_computed(
     assert f"{found['fetched_tokens']:,} fetched" in printed
 
 
-def test_startup_starts_a_process_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_startup_measures_a_new_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert offline.main(("startup", *TINY)) == 0
     (found,) = results(capsys.readouterr().out)
     assert found.keys() >= KEYS and found["workload"] == "startup" and 0 < found["seconds"] == found["startup_s"]
 
 
-def test_it_runs_where_there_is_nothing_but_torch() -> None:
-    """Neither the packages of the command line nor those of the server and the recorder."""
+def test_it_runs_without_the_packages_of_command_line_and_server() -> None:
     code = (
         "import sys\n"
         "for name in ('typer', 'rich', 'msgspec', 'starlette', 'uvicorn', 'httpx', 'transformers'):\n"
@@ -84,16 +83,16 @@ def test_it_runs_where_there_is_nothing_but_torch() -> None:
     assert len(results(run.stdout)) == 1
 
 
-def test_a_check_that_fails_is_said_and_gives_the_exit_status(
+def test_a_failed_check_is_printed_and_sets_the_exit_status(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(lab: Any) -> offline.checks.Verdict:
+    def broken(setup: Any) -> CheckResult:
         raise RuntimeError("no such luck")
 
-    monkeypatch.setitem(offline.checks.CHECKS, "alone", lambda lab: offline.checks.Verdict(False, "three are off"))
+    monkeypatch.setitem(offline.checks.CHECKS, "alone", lambda setup: CheckResult(False, "three are off"))
     monkeypatch.setitem(offline.checks.CHECKS, "check", broken)
-    monkeypatch.setitem(offline.checks.CHECKS, "tiny", lambda lab: offline.checks.Verdict(True, "1.5x"))
-    monkeypatch.setattr(offline.checks, "sanitizer", lambda command: offline.checks.Verdict(None, "no such tool"))
+    monkeypatch.setitem(offline.checks.CHECKS, "tiny", lambda setup: CheckResult(True, "1.5x"))
+    monkeypatch.setattr(offline.checks, "run_sanitizer", lambda command: CheckResult(None, "no such tool"))
     assert offline.main(("alone", "check", "tiny", "sanitizer", *TINY)) == 1
     printed = capsys.readouterr().out
     assert "FAIL alone: three are off" in printed and "PASS tiny: 1.5x" in printed
@@ -104,12 +103,12 @@ def test_a_check_that_fails_is_said_and_gives_the_exit_status(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("fly",), "part is 'fly': choose of nano, gsp, prompts"),
-        (("nano", "--batches=1,x"), "batches is '1,x': give numbers from 1 up"),
-        (("nano", "--scale=2"), "scale is 2.0: give 1.0 or less."),
+        (("fly",), "part is 'fly': choose from nano, gsp, prompts"),
+        (("nano", "--batches=1,x"), "batches is '1,x': expected positive integers"),
+        (("nano", "--scale=2"), "scale is 2.0: must be at most 1.0."),
         (("nano", "--shape=huge"), "shape is 'huge', which is not known"),
         (("nano", "--trace=/no/such/folder/x.json"), "trace is '/no/such/folder/x.json', which cannot be written"),
-        (("profile", *TINY), "profile looks at a GPU's kernels"),
+        (("profile", *TINY), "part profile needs a GPU"),
         (("check", "--model=x"), "give a shape and no model"),
     ],
 )
@@ -120,8 +119,7 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: tu
 
 
 def test_every_part_exists() -> None:
-    for part in OFFLINE_PARTS:
-        assert part in offline.checks.CHECKS or part == "sanitizer" or hasattr(offline.Bench, part.replace("-", "_"))
+    assert {*PARTS, *offline.checks.CHECKS, "startup", "sanitizer"} == set(OFFLINE_PARTS)
     with pytest.raises(ConfigError, match="overlap is 'maybe'"):
         OfflineConfig(overlap="maybe")
 
@@ -133,6 +131,16 @@ def test_a_scaled_workload_shares_in_proportion() -> None:
     assert len(starts) == len({tuple(prompt[:2000]) for prompt in whole.prompts[:102]})
     assert len({tuple(prompt) for prompt in part.prompts}) == 102
     assert nano().scaled(1).prompts == nano().prompts
+
+
+def test_without_a_scale_a_cpu_runs_a_part_of_the_workload(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "CPU_SECONDS", 2.0)
+    assert offline.main(("nano", *TINY[:-1], "--repeats=1")) == 0
+    printed = capsys.readouterr().out
+    (result,) = results(printed)
+    assert 0 < result["scale"] < 0.5 and f"scale {result['scale']:g}: chosen to take about two minutes" in printed
 
 
 def test_long_prompts_are_of_all_lengths() -> None:

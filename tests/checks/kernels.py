@@ -15,15 +15,19 @@ from paceline.scheduler import Scheduler
 from paceline.text.tokenizer import Tokenizer
 
 SMALL: dict[str, Any] = {
-    "page_size": 4, "max_running": 4, "context_tokens": 192, "max_batch_tokens": 32, "max_prefill_tokens": 32,
+    "page_size": 4,
+    "max_running": 4,
+    "context_tokens": 192,
+    "max_batch_tokens": 32,
+    "max_prefill_tokens": 32,
     "chunk_tokens": 16,
-}  # fmt: skip
+}
 
 
 def assemble_kernels(
     decoder: Decoder, tokenizer: Tokenizer, config: EngineConfig, options: Mapping[str, Any], num_pages: int = 128
 ) -> Engine:
-    """As `assemble` on a GPU. What a check asks for is cut to what the interpreter can bear."""
+    """`assemble` on a GPU, with the limits of a check lowered to what the interpreter can run."""
     scheduler = SchedulerConfig(num_pages=num_pages, **{**options, **SMALL})
     attention = AttentionChoices(chunks=lambda rows: Chunks(16, 64, 4))
     device, scheduler = build_cuda(decoder, config, scheduler, None, tuning=lambda *_: None, attention=attention)

@@ -1,4 +1,4 @@
-"""The checks themselves, in small: that they pass on a right engine and fail on a wrong one."""
+"""Every check passes on a correct engine and fails on a broken one. Small models on the CPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from paceline import checks
-from paceline.checks import Lab
+from paceline.checks import CheckSetup
 from paceline.checks import soak as soaking
-from paceline.checks.harness import Clocked
+from paceline.checks.harness import TimedSink
 from paceline.config import ConfigError
 from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.cuda.swap import CudaSwap
@@ -24,16 +24,16 @@ from paceline.sampling.sampler import Sampler
 from tests.checks.kernels import assemble_kernels
 
 CPU = torch.device("cpu")
-LAB = Lab("tiny-qwen3", CPU, "float32", {"threads": 1, "kv_tokens": 8192})
-KERNELS = Lab("tiny-qwen3", CPU, "float32", {}, assemble_kernels, num_layers=1)
+SETUP = CheckSetup("tiny-qwen3", CPU, "float32", {"threads": 1, "kv_tokens": 8192})
+KERNELS = CheckSetup("tiny-qwen3", CPU, "float32", {}, assemble_kernels, num_layers=1)
 interpreted = pytest.mark.skipif(
     not HAS_TRITON or torch.cuda.is_available(), reason="the interpreter is for machines with triton and no GPU"
 )
 SMALL: dict[str, Any] = {"longest": 40, "num_tokens": (2, 6)}
 
 
-def unlike_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Breaks the CPU's executor: in a batch every other row takes its second best token."""
+def break_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks the CPU executor: in a batch every other row takes its second best token."""
     sample = Sampler.sample
 
     def second_best(self: Sampler, logits: torch.Tensor, *args: Any) -> np.ndarray:
@@ -45,64 +45,64 @@ def unlike_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sampler, "sample", second_best)
 
 
-def test_check_passes_and_says_what_it_found() -> None:
-    verdict = checks.check_tokens(LAB, count=20, **SMALL)
-    assert verdict.passed, verdict.text
-    assert "of 22 outputs as with overlap off: {'on': 22, 'sync': 22}" in verdict.text
+def test_check_passes_and_reports_what_it_compared() -> None:
+    result = checks.check_tokens(SETUP, count=20, **SMALL)
+    assert result.passed, result.text
+    assert "outputs of 22 equal to overlap off: {'on': 22, 'sync': 22}" in result.text
 
 
-def test_alone_passes_on_a_right_engine_and_fails_on_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict = checks.check_alone(LAB, batch=12, some=4, **SMALL)
-    assert verdict.passed and "4 outputs equal" in verdict.text, verdict.text
-    unlike_alone(monkeypatch)
-    assert not checks.check_alone(LAB, batch=12, some=4, **SMALL).passed
+def test_alone_passes_on_a_correct_engine_and_fails_on_a_broken_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = checks.check_alone(SETUP, batch=12, some=4, **SMALL)
+    assert result.passed and "4 outputs equal" in result.text, result.text
+    break_batches(monkeypatch)
+    assert not checks.check_alone(SETUP, batch=12, some=4, **SMALL).passed
 
 
 CHATS: dict[str, Any] = {"chats": 4, "turns": 3, "longest": 60, "num_tokens": 4, "kv_tokens": 128}
 
 
-def test_swap_passes_on_a_right_engine_and_fails_on_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    lab = Lab("tiny-qwen3", CPU, "float32", {"threads": 1, "page_size": 4})
-    verdict = checks.check_swap(lab, **CHATS)
-    assert verdict.passed, verdict.text
+def test_swap_passes_on_a_correct_engine_and_fails_on_a_broken_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = CheckSetup("tiny-qwen3", CPU, "float32", {"threads": 1, "page_size": 4})
+    result = checks.check_swap(setup, **CHATS)
+    assert result.passed, result.text
     monkeypatch.setattr(KVCache, "swap", lambda self, swap: None)
-    assert not checks.check_swap(lab, **CHATS).passed
+    assert not checks.check_swap(setup, **CHATS).passed
 
 
 @interpreted
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("is_right", [True, False])
 def test_swap_compares_pages_on_kernels(monkeypatch: pytest.MonkeyPatch, is_right: bool) -> None:
-    if not is_right:  # pages come back in another order
+    if not is_right:  # pages are fetched in another order
         fetch = CudaSwap.fetch
         monkeypatch.setattr(CudaSwap, "fetch", lambda self, pages, hosts, *rest: fetch(self, pages, hosts[::-1], *rest))
-    lab = replace(KERNELS, assemble=partial(assemble_kernels, num_pages=12))
-    verdict = checks.check_swap(lab, chats=2, turns=2, longest=40, num_tokens=2, kv_tokens=48)
-    assert verdict.passed == is_right, verdict.text
-    assert " 0 of them wrong" in verdict.text or not is_right
+    setup = replace(KERNELS, assemble=partial(assemble_kernels, num_pages=12))
+    result = checks.check_swap(setup, chats=2, turns=2, longest=40, num_tokens=2, kv_tokens=48)
+    assert result.passed == is_right, result.text
+    assert " 0 of them wrong" in result.text or not is_right
 
 
-def test_soak_counts_what_happened() -> None:
+def test_soak_passes_and_counts_finish_reasons() -> None:
     options = {"live": 16, "running": 8, "longest": 60, "num_tokens": 20}
-    lab = Lab("tiny-qwen3", CPU, "float32", {"threads": 1, "kv_tokens": 800, "page_size": 4})
-    verdict = checks.check_soak(lab, 2.0, **options)
-    assert verdict.passed, verdict.text
-    assert " 0 faults" in verdict.text and "abort" in verdict.text and "stop" in verdict.text
+    setup = CheckSetup("tiny-qwen3", CPU, "float32", {"threads": 1, "kv_tokens": 800, "page_size": 4})
+    result = checks.check_soak(setup, 2.0, **options)
+    assert result.passed, result.text
+    assert " 0 faults" in result.text and "abort" in result.text and "stop" in result.text
 
 
-def test_soak_fails_when_the_books_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_soak_fails_when_an_invariant_is_violated(monkeypatch: pytest.MonkeyPatch) -> None:
     def leak(scheduler: Any) -> None:
         raise AssertionError("a page has two owners")
 
     monkeypatch.setattr(soaking, "check_invariants", leak)
-    verdict = checks.check_soak(LAB, 0.2, live=8, running=4, longest=40, num_tokens=8)
-    assert not verdict.passed and "the engine failed: a page has two owners" in verdict.text
+    result = checks.check_soak(SETUP, 0.2, live=8, running=4, longest=40, num_tokens=8)
+    assert not result.passed and "the engine failed: a page has two owners" in result.text
 
 
 def test_soak_fails_when_tokens_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Clocked, "put", _forgetful(Clocked.put))
-    verdict = checks.check_soak(LAB, 0.5, live=8, running=4, longest=40, num_tokens=8)
-    assert not verdict.passed and "ended by length with" in verdict.text
+    monkeypatch.setattr(TimedSink, "put", _forgetful(TimedSink.put))
+    result = checks.check_soak(SETUP, 0.5, live=8, running=4, longest=40, num_tokens=8)
+    assert not result.passed and "finished by length with" in result.text
 
 
 def _forgetful(put: Any) -> Any:
@@ -113,66 +113,64 @@ def _forgetful(put: Any) -> Any:
     return forgetting
 
 
-def test_long_gives_a_ratio(capsys: pytest.CaptureFixture[str]) -> None:
-    lab = Lab("tiny-qwen3", CPU, "float32", {"threads": 1, "kv_tokens": 32_768})
-    verdict = checks.check_inter_token_latency(lab, running=4, prompt_tokens=600, num_prompts=2, quiet_tokens=40)
-    assert (
-        "4 running, 2 prompts of 600 tokens; chunk_tokens 512, max_batch_tokens 1024, itl_target None" in verdict.text
-    )
-    ratio = float(verdict.text.split(" ms (")[1].split("x)")[0])
-    assert verdict.passed == (ratio <= 2)
-    assert ("itl_target 0." in capsys.readouterr().out) == (not verdict.passed)
+def test_long_reports_the_latency_ratio(capsys: pytest.CaptureFixture[str]) -> None:
+    setup = CheckSetup("tiny-qwen3", CPU, "float32", {"threads": 1, "kv_tokens": 32_768})
+    result = checks.check_inter_token_latency(setup, running=4, prompt_tokens=600, num_prompts=2, quiet_tokens=40)
+    assert "4 running, 2 prompts of 600 tokens; chunk_tokens 512, max_batch_tokens 1024, itl_target None" in result.text
+    ratio = float(result.text.split(" ms (")[1].split("x)")[0])
+    assert result.passed == (ratio <= 2)
+    assert ("itl_target 0." in capsys.readouterr().out) == (not result.passed)
 
 
 def test_long_refuses_prompts_that_do_not_fit() -> None:
     with pytest.raises(Exception, match="context"):
-        checks.check_inter_token_latency(LAB, running=1, prompt_tokens=3000, num_prompts=1, quiet_tokens=4)
+        checks.check_inter_token_latency(SETUP, running=1, prompt_tokens=3000, num_prompts=1, quiet_tokens=4)
 
 
-def test_long_needs_a_slot_for_the_prompts() -> None:
-    lab = Lab("tiny-qwen3", CPU, "float32", {"threads": 1, "kv_tokens": 32_768, "max_running": 4})
-    with pytest.raises(ConfigError, match="running is 4 and max_running 4: the prompts need a slot"):
-        checks.check_inter_token_latency(lab, running=4, prompt_tokens=600, num_prompts=1, quiet_tokens=4)
+def test_long_refuses_to_run_without_a_free_slot() -> None:
+    setup = CheckSetup("tiny-qwen3", CPU, "float32", {"threads": 1, "kv_tokens": 32_768, "max_running": 4})
+    with pytest.raises(ConfigError, match="running is 4 and max_running is 4: the prompts need a slot"):
+        checks.check_inter_token_latency(setup, running=4, prompt_tokens=600, num_prompts=1, quiet_tokens=4)
 
 
-def test_a_check_without_a_shape_says_what_it_needs() -> None:
+def test_a_check_without_a_shape_or_a_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="give a shape and no model"):
-        checks.check_tokens(Lab("", CPU))
-    with pytest.raises(ConfigError, match="logits looks into the CUDA executor"):
-        checks.check_logits(LAB)
+        checks.check_tokens(CheckSetup("", CPU))
+    with pytest.raises(ConfigError, match="part logits needs the CUDA executor"):
+        checks.check_logits(SETUP)
 
 
-def test_the_sanitizer_is_run_if_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_the_sanitizer_runs_if_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     tool = tmp_path / "bin" / "compute-sanitizer"
     if not list(Path("/usr/local").glob("cuda*/bin/compute-sanitizer")):
-        assert checks.run_sanitizer(["true"]) == (None, "this host has no compute-sanitizer")
+        assert checks.run_sanitizer(["true"]) == (None, "compute-sanitizer is not installed")
     tool.parent.mkdir()
     for errors, status in ((0, 0), (2, 3)):
         tool.write_text(f"#!/bin/sh\necho '========= ERROR SUMMARY: {errors} errors'\nexit {status}\n")
         tool.chmod(0o755)
-        verdict = checks.run_sanitizer(["true"])
-        assert verdict.passed == (errors == 0) and f"ERROR SUMMARY: {errors} errors" in verdict.text
+        result = checks.run_sanitizer(["true"])
+        assert result.passed == (errors == 0) and f"ERROR SUMMARY: {errors} errors" in result.text
 
 
 @interpreted
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_logits_on_kernels_are_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict = checks.check_logits(KERNELS, count=2, longest=20, num_tokens=2)
-    assert verdict.passed, verdict.text
-    weights = Lab.weights
+def test_logits_passes_on_kernels_and_fails_with_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = checks.check_logits(KERNELS, count=2, longest=20, num_tokens=2)
+    assert result.passed, result.text
+    weights = CheckSetup.weights
 
-    def others(lab: Lab, spec: ModelSpec, dtype: str | None = None) -> dict[str, torch.Tensor]:
-        made = weights(lab, spec, dtype)
+    def others(setup: CheckSetup, spec: ModelSpec, dtype: str | None = None) -> dict[str, torch.Tensor]:
+        made = weights(setup, spec, dtype)
         return made if dtype is None else {name: weight * 1.02 for name, weight in made.items()}
 
-    monkeypatch.setattr(Lab, "weights", others)  # of transformers alone
+    monkeypatch.setattr(CheckSetup, "weights", others)  # of transformers alone
     assert not checks.check_logits(KERNELS, count=1, longest=9, num_tokens=1).passed
 
 
 @interpreted
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tiny_runs_on_kernels() -> None:
-    verdict = checks.run_tiny(KERNELS)
-    assert verdict.passed, verdict.text
+    result = checks.run_tiny(KERNELS)
+    assert result.passed, result.text

@@ -11,7 +11,7 @@ RANDOM = ("--load", "random", "--shape", "tiny-qwen3", "--kv-tokens", "4096", "-
 
 @pytest.fixture
 def run() -> Callable[..., Any]:
-    """`paceline …`, in this process."""
+    """Runs `paceline` in this process."""
 
     def call(*arguments: str, said: str | None = None) -> Any:
         return CliRunner().invoke(app, list(arguments), input=said)

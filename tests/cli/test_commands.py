@@ -1,8 +1,7 @@
-"""The commands as a user types them, with the tiny random model where a model is needed."""
+"""The commands as a user types them, with a tiny random model."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -14,7 +13,16 @@ from typing import Any
 
 import pytest
 
-from paceline.config import ConfigError, EngineConfig, SchedulerConfig, ServerConfig
+from paceline.config import (
+    BATCHING,
+    EVICTION,
+    POLICIES,
+    ConfigError,
+    EngineConfig,
+    SchedulerConfig,
+    ServerConfig,
+    public_options,
+)
 from paceline.model.fetch import DEFAULT_MODEL
 from tests.cli.conftest import RANDOM
 
@@ -43,8 +51,10 @@ def test_generate_raw_continues_the_text_without_a_template(run: Run) -> None:
 
 
 def test_sampling_options_reach_the_model(run: Run) -> None:
-    hot = [run("generate", "one", "--max-tokens", "8", "--temperature", "9", "--seed", seed, *RANDOM).stdout
-           for seed in ("1", "1", "2")]  # fmt: skip
+    hot = [
+        run("generate", "one", "--max-tokens", "8", "--temperature", "9", "--seed", seed, *RANDOM).stdout
+        for seed in ("1", "1", "2")
+    ]
     assert hot[0] == hot[1] != hot[2]
     greedy = run("generate", "one", "--max-tokens", "8", *RANDOM).stdout
     assert run("generate", "one", "--max-tokens", "8", "--stop", greedy[2:4], *RANDOM).stdout == f"{greedy[:2]}\n"
@@ -57,15 +67,15 @@ def test_chat_answers_every_line_of_a_pipe(run: Run) -> None:
     answers = result.stdout.split("\n\n")
     assert len(answers) == 4 and answers[3] == ""
     first, second, third = answers[:3]
-    assert first == third, "after /reset the conversation begins anew"
+    assert first == third, "/reset starts a new conversation"
     alone = run(*asked, said="and you?\n").stdout
     assert second != alone.split("\n\n")[0], "the history is part of the prompt"
 
 
-def test_chat_goes_on_after_a_message_that_does_not_fit(run: Run) -> None:
+def test_chat_continues_after_a_message_that_does_not_fit(run: Run) -> None:
     result = run("chat", "--temperature", "0", "--max-tokens", "6", *RANDOM, said=f"{'word ' * 3000}\nhello\n")
     assert result.exit_code == 0, result.output
-    assert "/reset begins anew." in result.stderr
+    assert "/reset starts a new conversation." in result.stderr
     assert result.stdout == run("chat", "--temperature", "0", "--max-tokens", "6", *RANDOM, said="hello\n").stdout
 
 
@@ -74,11 +84,11 @@ def test_a_system_message_changes_the_answer(run: Run) -> None:
     assert run("generate", "hi", *asked).stdout != run("generate", "hi", "--system", "be brief", *asked).stdout
 
 
-def test_models_lists_what_is_here_and_which_shapes_exist(run: Run, tmp_path: Path, monkeypatch: Any) -> None:
+def test_models_lists_local_models_and_shapes(run: Run, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
     result = run("models")
     assert result.exit_code == 0, result.output
-    assert f"`paceline pull` fetches {DEFAULT_MODEL}" in result.stdout
+    assert f"`paceline pull` downloads {DEFAULT_MODEL}" in result.stdout
     assert "tiny-qwen3" in result.stdout and "qwen3-0.6b" in result.stdout and "mistral" in result.stdout
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"x" * 2000)
@@ -86,14 +96,14 @@ def test_models_lists_what_is_here_and_which_shapes_exist(run: Run, tmp_path: Pa
     assert DEFAULT_MODEL in listed and "2 kB" in listed and str(tmp_path / "models") in listed
 
 
-def test_pull_says_where_a_model_is_that_is_here_already(run: Run) -> None:
+def test_pull_prints_the_path_of_a_local_model(run: Run) -> None:
     result = run("pull")
     assert result.exit_code == 0, result.output
     assert Path(result.stdout.strip()).is_file()
     assert run("pull", DEFAULT_MODEL).stdout == result.stdout
 
 
-def test_pull_shows_that_it_fetches_and_checks(run: Run, tmp_path: Path, monkeypatch: Any) -> None:
+def test_pull_reports_download_and_checksum(run: Run, tmp_path: Path, monkeypatch: Any) -> None:
     def fetch(name: str, *, progress: Any) -> Path:
         progress(50, 100)
         progress(100, 100)
@@ -102,17 +112,17 @@ def test_pull_shows_that_it_fetches_and_checks(run: Run, tmp_path: Path, monkeyp
     monkeypatch.setattr("paceline.model.fetch.find_model", fetch)
     result = run("pull")
     assert result.stdout == f"{tmp_path / 'model.gguf'}\n"
-    assert result.stderr == f"Fetched {DEFAULT_MODEL} to {tmp_path / 'model.gguf'}, its checksum is right.\n"
+    assert result.stderr == f"Downloaded {DEFAULT_MODEL} to {tmp_path / 'model.gguf'} (checksum verified).\n"
 
 
-def test_generate_can_be_told_what_an_answer_looks_like(run: Run, tmp_path: Path) -> None:
+def test_generate_constrains_output_to_a_regex_or_a_json_schema(run: Run, tmp_path: Path) -> None:
     answer = run("generate", "one", "--regex", "[0-9]{3}-[a-f]{2}", *RANDOM).stdout
     assert re.fullmatch("[0-9]{3}-[a-f]{2}\n", answer)
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}')
     assert len(json.loads(run("generate", "one", "--json-schema", str(schema), *RANDOM).stdout)) == 2
     both = run("generate", "one", "--regex", "a", "--json-schema", str(schema), *RANDOM)
-    assert both.exit_code == 2 and "give one of them" in both.output
+    assert both.exit_code == 2 and "exclude each other" in both.output
 
 
 @pytest.mark.parametrize(
@@ -126,22 +136,25 @@ def test_generate_can_be_told_what_an_answer_looks_like(run: Run, tmp_path: Path
         (("generate", "hi", "--max-tokens=-1"), "max_tokens is -1: give 0 (compute the prompt alone) or more."),
         (("generate", "hi", "--load", "random"), "load is 'random' and no shape is given"),
         (("generate", "hi", "--load", "random", "--shape", "huge"), "shape is 'huge', which is not known"),
-        (("generate", "hi", "--load", "random", "--model", "x"), "leave the model out and give a shape."),
-        (("generate", "hi", *RANDOM[:4], "--kv-tokens", "0"), "kv_tokens is 0: give 1 or more."),
-        (("serve", *RANDOM, "--port", "0", "--page-size", "0"), "page_size is 0: give 1 or more."),
-        (("serve", "--port", "70000"), "port is 70000: give 65535 or less."),
+        (("generate", "hi", "--load", "random", "--model", "x"), "remove the model and give a shape."),
+        (("generate", "hi", *RANDOM[:4], "--kv-tokens", "0"), "kv_tokens is 0: must be at least 1."),
+        (("serve", *RANDOM, "--port", "0", "--page-size", "0"), "page_size is 0: must be at least 1."),
+        (("serve", "--port", "70000"), "port is 70000: must be at most 65535."),
         (("serve", "--host", "not an address"), "host is 'not an address'"),
-        (("serve", "--tenant-weights", "alice"), "tenant_weights has 'alice': give pairs such as alice=2,bob=1."),
-        (("bench", "offline", "--against", "transformers", "--only", "all"), "only is 'all': choose of single"),
-        (("bench", "offline", "--only", "batch"), "only is 'batch', which belongs to --against: leave it out."),
-        (("bench", "offline", "nano", "--against", "transformers"), "parts is ['nano'], which --against does not know"),
+        (("serve", "--tenant-weights", "alice"), "tenant_weights has 'alice': expected pairs such as alice=2,bob=1."),
+        (("bench", "offline", "--against", "transformers", "--only", "all"), "only is 'all': choose from single"),
+        (("bench", "offline", "--only", "batch"), "only is 'batch', which needs --against: remove it."),
+        (
+            ("bench", "offline", "nano", "--against", "transformers"),
+            "parts is ['nano'], which --against does not support",
+        ),
         (("bench", "offline", "--against", "transformers", "--page-size", "4"), "page_size is 4, which --against"),
-        (("bench", "offline", "--against", "transformers", "--device", "cuda"), "with --against both run on the cpu."),
-        (("bench", "offline", "fly"), "part is 'fly': choose of nano"),
-        (("bench", "offline", "nano", "--batches", "0"), "batches is '0': give numbers from 1 up"),
+        (("bench", "offline", "--against", "transformers", "--device", "cuda"), "--against runs on the CPU."),
+        (("bench", "offline", "fly"), "part is 'fly': choose from nano"),
+        (("bench", "offline", "nano", "--batches", "0"), "batches is '0': expected positive integers"),
     ],
 )
-def test_a_users_mistake_is_one_line_and_exit_code_2(run: Run, arguments: tuple[str, ...], message: str) -> None:
+def test_an_invalid_value_is_one_line_and_exit_code_2(run: Run, arguments: tuple[str, ...], message: str) -> None:
     result = run(*arguments)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -153,42 +166,59 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(run: Run, arguments: tuple[
     ("arguments", "message"),
     [
         (("serve", "--polcy", "fair"), "No such option"),
+        (("serve", "--draft-tokens", "2"), "No such option"),
         (("serve", "--policy", "best"), "'best' is not one of 'fair', 'fcfs'"),
         (("serve", "--port", "web"), "--port"),
         (("generate",), "Missing argument"),
-        (("generate", "--raw", "--system", "x", "hi"), "--system belongs to the chat template"),
+        (("generate", "--raw", "--system", "x", "hi"), "--system needs the chat template"),
         (("bench", "offline", "--against", "llama.cpp"), "is not one of 'transformers'"),
         (("fly",), "No such command"),
     ],
 )
-def test_a_wrong_option_is_named(run: Run, arguments: tuple[str, ...], message: str) -> None:
+def test_an_unknown_option_is_named(run: Run, arguments: tuple[str, ...], message: str) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
     flat = " ".join(result.stderr.replace("│", " ").split())
     assert message in flat and "Traceback" not in flat
 
 
-def test_serve_offers_every_option_there_is() -> None:
+def test_serve_help_lists_every_option_and_every_choice() -> None:
     text = subprocess.run(
         [sys.executable, "-m", "paceline.cli", "serve", "--help"],
-        check=True, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"},
-    ).stdout  # fmt: skip
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    ).stdout
     for config in (ServerConfig, EngineConfig, SchedulerConfig):
-        for item in dataclasses.fields(config):
+        for item in public_options(config):
             assert f"--{item.name.replace('_', '-')} " in text, item.name
-    for group in ("Server", "Limits for clients", "Logs", "Engine", "Memory", "A forward pass", "Order of requests",
-                  "Limits of the queue", "Other"):  # fmt: skip
+    for group in (
+        "Server",
+        "HTTP limits",
+        "Logs",
+        "Engine",
+        "Memory",
+        "Batching",
+        "Scheduling policy",
+        "Queue limits",
+        "Other",
+    ):
         assert f"─ {group} ─" in text
+    flat = " ".join(text.replace("│", " ").split())
+    for choices in (POLICIES, BATCHING, EVICTION):
+        for name, sentence in choices.items():
+            assert f"{name}: {sentence}" in flat
 
 
-def test_options_that_the_engine_computes_are_not_given_a_default_that_is_not_theirs() -> None:
+def test_help_shows_no_default_for_options_that_the_engine_computes() -> None:
     from paceline.cli.options import COMPUTED
     from paceline.engine.build import _CPU_DEFAULTS
 
     assert {*_CPU_DEFAULTS, "num_pages", "context_tokens"} == COMPUTED
 
 
-def test_weights_are_pairs() -> None:
+def test_tenant_weights_are_parsed_as_pairs() -> None:
     from paceline.cli.options import parse_weights
 
     assert parse_weights("alice=2, bob=0.5") == {"alice": 2.0, "bob": 0.5}
@@ -196,19 +226,20 @@ def test_weights_are_pairs() -> None:
         parse_weights("bob=x")
 
 
-def test_the_benchmark_is_the_modules_own(run: Run, tmp_path: Path) -> None:
+def test_bench_offline_equals_the_module(run: Run, tmp_path: Path) -> None:
     """The command and `python -m paceline.bench.offline` take the same options and print the same."""
     from paceline.bench import offline
     from paceline.config import OfflineConfig
 
-    result = run("bench", "offline", "nano", *RANDOM, "--scale", "0.01", "--repeats", "1", "--trace",
-                 str(tmp_path / "out.json"))  # fmt: skip
+    result = run(
+        "bench", "offline", "nano", *RANDOM, "--scale", "0.01", "--repeats", "1", "--trace", str(tmp_path / "out.json")
+    )
     assert result.exit_code == 0, result.output
     assert sum(line.startswith("RESULT {") for line in result.stdout.splitlines()) == 1
     assert (tmp_path / "out.json").stat().st_size > 1000
     known = {action.dest for action in offline._parser()._actions}
     for config in (OfflineConfig, EngineConfig, SchedulerConfig):
-        assert {item.name for item in dataclasses.fields(config)} - {"tenant_weights"} <= known
+        assert {item.name for item in public_options(config)} - {"tenant_weights"} <= known
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["bench", "--help"], ["--version"]])

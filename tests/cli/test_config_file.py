@@ -1,4 +1,4 @@
-"""Options from a file, the environment and the command line, in that order of weight."""
+"""Options from the configuration file, the environment and the command line, by increasing precedence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import ConfigError, read_file
+from paceline.config import ConfigError
+from paceline.config_file import read_file
 from tests.server.virtual import get, virtual
 
 GOOD = """
@@ -23,7 +24,7 @@ weight = 2.5
 """
 
 
-def test_a_file_has_options_by_room_and_tenants(tmp_path: Path) -> None:
+def test_a_file_has_options_by_table_and_tenants(tmp_path: Path) -> None:
     path = tmp_path / "paceline.toml"
     path.write_text(GOOD)
     file = read_file(path)
@@ -37,21 +38,22 @@ def test_a_file_has_options_by_room_and_tenants(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("[server", "cannot be read"),
-        ("[server]\nprot = 1", "paceline.toml: [server] has 'prot', which is not known: did you mean port?"),
-        ("[scheduler]\nport = 1", "paceline.toml: [scheduler] has 'port', which is not known"),
-        ("server = 3", "paceline.toml: server is 3: write a table."),
-        ("tenants = 3", "paceline.toml: tenants is 3: write [[tenants]] tables."),
-        ("[[tenants]]\nweight = 1.0", "a tenant has no name: give it one."),
-        ("[[tenants]]\nname = 'a'\nweight = 0", "weight is 0: give 1e-06 or more."),
-        ("[[tenants]]\nname = 'a'\nkeys = 'k'", "keys is 'k': give a list of words."),
-        ("[[tenants]]\nname = 'a'\nkeys = [1]", "keys is (1,): give a list of words."),
-        ("[[tenants]]\nname = 'a'\n[[tenants]]\nname = 'a'", "two tenants have the same name: give each its own."),
-        ("[[tenants]]\nname='a'\nkeys=['k']\n[[tenants]]\nname='b'\nkeys=['k']", "the same key: give each its own."),
-        ("modle = 'x'", "paceline.toml has 'modle', which is not known: did you mean model?"),
-        ("model = 3", "paceline.toml: model is 3: give a word."),
+        ("[server]\nprot = 1", "paceline.toml: [server] has an unknown option 'prot': did you mean port?"),
+        ("[scheduler]\nport = 1", "paceline.toml: [scheduler] has an unknown option 'port'"),
+        ("server = 3", "paceline.toml: server is 3: expected a table."),
+        ("tenants = 3", "paceline.toml: tenants is 3: expected [[tenants]] tables."),
+        ("[[tenants]]\nweight = 1.0", "name of a tenant is missing: every [[tenants]] table needs one."),
+        ("[[tenants]]\nname = 'a'\nweight = 0", "weight is 0: must be at least 1e-06."),
+        ("[[tenants]]\nname = 'a'\nkeys = 'k'", "keys is 'k': expected a list of strings."),
+        ("[[tenants]]\nname = 'a'\nkeys = [1]", "keys is (1,): expected a list of strings."),
+        ("[[tenants]]\nname = 'a'\n[[tenants]]\nname = 'a'", "two tenants have the same name: names must be unique."),
+        ("[[tenants]]\nname='a'\nkeys=['k']\n[[tenants]]\nname='b'\nkeys=['k']", "API key: keys must be unique."),
+        ("modle = 'x'", "paceline.toml has an unknown option 'modle': did you mean model?"),
+        ("[scheduler]\ndraft_tokens = 1", "paceline.toml: [scheduler] has an unknown option 'draft_tokens'"),
+        ("model = 3", "paceline.toml: model is 3: expected a string."),
     ],
 )  # fmt: skip
-def test_a_wrong_file_is_told_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_file_is_reported_with_the_place_and_the_remedy(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "paceline.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -59,7 +61,7 @@ def test_a_wrong_file_is_told_what_is_wrong(tmp_path: Path, text: str, message: 
     assert message in str(caught.value)
 
 
-def test_a_flag_goes_before_the_environment_and_that_before_the_file(
+def test_a_flag_overrides_the_environment_which_overrides_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "paceline.toml"
@@ -71,4 +73,4 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(
     with virtual("--config", str(path), "--num-pages", "50") as served:
         assert get(served, "/v1/models").json()["data"][0]["id"] == "filed"
         assert get(served, "/v1/models").json()["data"][0]["max_model_len"] == 300
-        assert "9 requests at once" in served.output and "KV of 800 tokens" in served.output
+        assert "up to 9 running requests" in served.output and "KV cache of 800 tokens" in served.output

@@ -1,4 +1,4 @@
-"""What a user installs beside torch stays small."""
+"""The size of an installation without torch stays small."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIMIT_MB = 150
 
 
 def needed_by(name: str, found: dict[str, Distribution]) -> dict[str, Distribution]:
-    """A distribution and all that it needs at run time on this machine, by canonical name."""
+    """A distribution and its runtime dependencies on this machine, by canonical name."""
     canonical = re.sub(r"[-_.]+", "-", name).lower()
     if canonical in found:
         return found
@@ -29,7 +29,7 @@ def megabytes(installed: Distribution) -> float:
     return sum(file.stat().st_size for file in files if file.is_file()) / 1e6
 
 
-def test_what_a_user_installs_beside_torch_is_small() -> None:
+def test_dependencies_besides_torch_stay_small() -> None:
     ours = needed_by("paceline", {})
     torchs = needed_by("torch", {})
     sizes = {name: megabytes(item) for name, item in ours.items() if name not in torchs and name != "paceline"}

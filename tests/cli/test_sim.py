@@ -1,4 +1,4 @@
-"""`paceline sim`: tables on the screen, figures in a file, mistakes in a sentence."""
+"""`paceline sim`: printed tables, result files, error messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def sim(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["sim", *arguments])
 
 
-def test_run_says_the_same_twice_and_writes_it_down(tmp_path: Path) -> None:
+def test_run_is_deterministic_and_writes_its_results(tmp_path: Path) -> None:
     found = []
     for name in ("one.json", "two.json"):
         result = sim("run", "prefixes", *SMALL, "--policy", "lpm", "--json", str(tmp_path / name))
@@ -29,20 +29,28 @@ def test_run_says_the_same_twice_and_writes_it_down(tmp_path: Path) -> None:
     assert found[0]["runs"]["lpm"]["summary"]["requests"] == 30
 
 
-def test_compare_shows_each_policy_and_draws_them(tmp_path: Path) -> None:
+def test_compare_prints_and_plots_each_policy(tmp_path: Path) -> None:
     result = sim("compare", "tenants", *SMALL, "--policies", "fcfs,fair", "--plot", str(tmp_path / "plot.svg"))
     assert result.exit_code == 0, result.output
-    assert "fcfs" in result.output and "fair" in result.output and "waiting, p99 s" in result.output
+    assert "fcfs" in result.output and "fair" in result.output and "waiting time p99, s" in result.output
     assert "<svg" in (tmp_path / "plot.svg").read_text()
 
 
-def test_fit_prints_the_held_out_error_and_its_profile_can_be_used(tmp_path: Path) -> None:
+def test_fit_prints_the_held_out_error_and_saves_a_usable_profile(tmp_path: Path) -> None:
     record(tmp_path / "run.jsonl", noise=0.02, runs=3, requests=200, compile_s=0.3)
-    result = sim("fit", str(tmp_path / "run.jsonl"), "--source", "here and today", "--save", str(tmp_path / "gpu.json"),
-                 "--json", str(tmp_path / "fit.json"))  # fmt: skip
+    result = sim(
+        "fit",
+        str(tmp_path / "run.jsonl"),
+        "--source",
+        "here and today",
+        "--save",
+        str(tmp_path / "gpu.json"),
+        "--json",
+        str(tmp_path / "fit.json"),
+    )
     assert result.exit_code == 0, result.output
-    assert "held out" in result.output and "simulated from their requests alone" in " ".join(result.output.split())
-    assert "Left out, because kernels were compiled on the way: run 0." in " ".join(result.output.split())
+    assert "held-out" in result.output and "simulated from their requests alone" in " ".join(result.output.split())
+    assert "Skipped, because kernels were compiled during the run: run 0." in " ".join(result.output.split())
     runs = json.loads((tmp_path / "fit.json").read_text())["runs"]
     assert [(run["recording"], run["name"], run["held_out"]["name"]) for run in runs] == [
         ("run", "run 1", "run 1"),
@@ -53,40 +61,40 @@ def test_fit_prints_the_held_out_error_and_its_profile_can_be_used(tmp_path: Pat
     assert sim("run", str(tmp_path / "run.jsonl"), "--gpu", str(tmp_path / "gpu.json")).exit_code == 0
 
 
-def test_fit_names_the_run_that_the_recording_ends_in(tmp_path: Path) -> None:
+def test_fit_names_a_run_that_is_truncated(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     record(path, runs=2, requests=200)
     text = path.read_bytes()
     path.write_bytes(text[: text.index(b'"end of run 1"') - 3000])
     result = sim("fit", str(path))
     assert result.exit_code == 0, result.output
-    assert "Left out, because the recording ends before they do: run 1." in " ".join(result.output.split())
+    assert "Skipped, because the recording ends before the run: run 1." in " ".join(result.output.split())
     path.write_bytes(text[: text.index(b'"end of run 0"') - 3000])
-    assert "Left out" not in sim("fit", str(path)).output, "what there is of the only run is used"
+    assert "Skipped" not in sim("fit", str(path)).output, "the only run is used although it is truncated"
 
 
 def test_an_experiment_is_a_table_and_a_plot(tmp_path: Path) -> None:
-    result = sim("experiment", "seats", "--plots", str(tmp_path), "--json", str(tmp_path / "all.json"))
+    result = sim("experiment", "continuous-batching", "--plots", str(tmp_path), "--json", str(tmp_path / "all.json"))
     assert result.exit_code == 0, result.output
     assert "0.1425" in result.output
-    assert (tmp_path / "experiment-seats.svg").stat().st_size > 1000
-    assert json.loads((tmp_path / "all.json").read_text())["seats"]["rows"][0] == ["static", 0.1425]
+    assert (tmp_path / "experiment-continuous-batching.svg").stat().st_size > 1000
+    assert json.loads((tmp_path / "all.json").read_text())["continuous-batching"]["rows"][0] == ["static", 0.1425]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("run", "nonsense"), "workload is 'nonsense': choose one of prefixes, chat"),
-        (("run", "nano", "--rate", "3"), "workload 'nano' is given exactly: it takes no rate."),
+        (("run", "nano", "--rate", "3"), "workload 'nano' is fixed: remove rate."),
         (("run", "prefixes", "--speed", "3"), "speed and limit are for traces"),
         (("run", "--gpu", "abacus"), "gpu is 'abacus': choose one of h200"),
-        (("run", "--requests", "0"), "requests is 0: give 1 or more."),
-        (("compare", "--policies", "fcfs,best"), "policies has 'best': choose of fair"),
-        (("experiment", "cold-fusion"), "experiment is 'cold-fusion': choose of seats"),
+        (("run", "--requests", "0"), "requests is 0: must be at least 1."),
+        (("compare", "--policies", "fcfs,best"), "policies has 'best': choose from fair"),
+        (("experiment", "cold-fusion"), "experiment is 'cold-fusion': choose from continuous-batching"),
         (("fit", "/nowhere.jsonl"), "/nowhere.jsonl"),
     ],
 )
-def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], message: str) -> None:
+def test_an_invalid_argument_is_reported_in_one_sentence(arguments: tuple[str, ...], message: str) -> None:
     result = sim(*arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())

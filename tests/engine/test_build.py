@@ -23,13 +23,14 @@ RANDOM: dict[str, Any] = {"load": "random", "shape": "tiny-llama", "threads": 1}
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({**RANDOM, "max_runing": 3}, "option 'max_runing' is not known: did you mean max_running or max_waiting?"),
-        ({**RANDOM, "zzz": 3}, "option 'zzz' is not known: these exist: batching,"),
+        ({**RANDOM, "max_runing": 3}, "unknown option 'max_runing': did you mean max_running or max_waiting?"),
+        ({**RANDOM, "zzz": 3}, "unknown option 'zzz': options are: batching,"),
+        ({**RANDOM, "draft_tokens": 2}, "draft_tokens is 2, which is not supported: no executor drafts tokens yet."),
         ({**RANDOM, "overlap": "yes"}, "overlap is 'yes': choose one of on, off, sync."),
         ({**RANDOM, "dtype": "int4"}, "dtype is 'int4': choose one of auto, float32, bfloat16, float16."),
-        ({**RANDOM, "threads": 0}, "threads is 0: give 1 or more."),
+        ({**RANDOM, "threads": 0}, "threads is 0: must be at least 1."),
         ({**RANDOM, "context_tokens": 9999}, "context_tokens is 9999, more than the model's 2048"),
-        ({**RANDOM, "context_tokens": "many"}, "context_tokens is 'many': give a whole number."),
+        ({**RANDOM, "context_tokens": "many"}, "context_tokens is 'many': expected an integer."),
         ({**RANDOM, "kv_tokens": 64, "num_pages": 4}, "kv_tokens is 64 and num_pages is 4: give one of them."),
         ({**RANDOM, "kv_tokens": 10**12}, "kv_tokens is 1000000000000, which takes"),
         ({**RANDOM, "kv_tokens": 3}, "the model leaves memory for a KV cache of 3 tokens"),

@@ -110,8 +110,8 @@ def test_the_virtual_and_the_cpu_executor_get_the_same_plans() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"host_kv_tokens": 3}, "host_kv_tokens is 3, less than a page of 4: raise it, or leave it out."),
-        ({"host_kv_tokens": 64, "num_host_pages": 4}, "host_kv_tokens is 64 and num_host_pages is 4: give one of"),
+        ({"host_kv_tokens": 3}, "host_kv_tokens is 3, less than a page of 4 tokens: raise or remove it."),
+        ({"host_kv_tokens": 64, "num_host_pages": 4}, "host_kv_tokens is 64 and num_host_pages is 4: set only one of"),
         (
             {"host_kv_tokens": 10**12},
             r"\(host_kv_tokens 1000000000000\), which takes .* of host memory, but only .* are free",
@@ -135,7 +135,7 @@ def test_a_virtual_engine_has_host_memory_too() -> None:
         assert counters.fetched_tokens > 4000
     with pytest.raises(build.ConfigError, match="host_kv_tokens is 3, less than a page of 16"):
         build_engine(executor="virtual", host_kv_tokens=3)
-    with pytest.raises(build.ConfigError, match="host_kv_tokens is 64 and num_host_pages is 4: give one of them"):
+    with pytest.raises(build.ConfigError, match="host_kv_tokens is 64 and num_host_pages is 4: set only one of them"):
         build_engine(executor="virtual", host_kv_tokens=64, num_host_pages=4)
 
 

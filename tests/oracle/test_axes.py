@@ -16,8 +16,8 @@ from paceline.request import SamplingParams
 AXES: dict[str, tuple[Any, ...]] = {
     "chunk_tokens": (1, 2, 3, 7, 512),
     "page_size": (1, 3, 16, 64),
-    "policy": POLICIES,
-    "batching": BATCHING,
+    "policy": tuple(POLICIES),
+    "batching": tuple(BATCHING),
     "overlap": OVERLAP,
     "prefix_cache": (True, False),
     "max_running": (1, 3, 64),

@@ -1,4 +1,4 @@
-"""A Chromium to test with: one that is here, else Playwright's own, else the distribution's."""
+"""Finds a Chromium for the tests: an installed one, or Playwright's, or the distribution's."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable
 
 
 class NoBrowser(Exception):
-    """None is here and none could be fetched."""
+    """No Chromium is installed and none could be downloaded."""
 
 
 @cache
 def find_browser() -> str:
-    """The path of a browser, after installing one if there is none. Takes minutes at worst, once."""
+    """The path of a browser; installs one if there is none, which may take minutes, once."""
     found = _here()
     if found is None:
         _try([sys.executable, "-m", "playwright", "install", "chromium"])

@@ -1,4 +1,4 @@
-"""A browser that can reach nothing but the page's own server."""
+"""A browser that can reach only the server of the page."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, Route, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect, sync_playwright
 
 from tests.pages.browser import NoBrowser, find_browser
 
+# A simulation runs in the process of the test: on a busy machine it takes longer than the default of 5 s.
+expect.set_options(timeout=30_000)
 
-@pytest.fixture(scope="package")  # not longer: Playwright keeps an event loop running, which others would trip over
+
+@pytest.fixture(scope="package")  # no longer scope: Playwright keeps an event loop running, which breaks other tests
 def browser() -> Iterator[Browser]:
     try:
         path = find_browser()
@@ -27,7 +30,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
-    """A page on which an error of the script, or a request to any other host, fails the test."""
+    """A page on which a script error or a request to another host fails the test."""
     opened = browser.new_page(viewport={"width": 1440, "height": 1000})
     wrong: list[str] = []
 
@@ -47,5 +50,5 @@ def page(browser: Browser) -> Iterator[Page]:
 
 
 def _is_wrong(message: ConsoleMessage) -> bool:
-    # A status that is no success is an answer like another; the browser reports it as an error all the same.
+    # Tests request error statuses on purpose; the browser reports them as console errors.
     return message.type == "error" and "with a status of" not in message.text

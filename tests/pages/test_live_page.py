@@ -107,7 +107,7 @@ def test_it_says_when_the_server_is_gone(page: Page, url: str) -> None:
     page.goto(url)
     expect(page.get_by_text("live", exact=True)).to_be_visible()
     page.route("**/live/state", lambda route: route.fulfill(body="half an ans"))
-    expect(page.get_by_role("status")).to_contain_text("no answer")
+    expect(page.get_by_role("status")).to_contain_text("no response")
     page.unroute("**/live/state")
 
 
@@ -140,7 +140,7 @@ def test_where_there_are_keys_it_is_for_the_admin(page: Page, engine: Engine) ->
             assert httpx.get(f"{url}/live/state", headers=headers).status_code == status
         page.goto(f"{url}/live/live.html")
         page.get_by_label("admin key").fill("ours")
-        page.get_by_role("button", name="Look").click()
+        page.get_by_role("button", name="Open").click()
         expect(page.get_by_text("live", exact=True)).to_be_visible()
         page.goto("about:blank")  # it would go on asking a server that is gone
 

@@ -1,4 +1,4 @@
-"""The simulator's page in a real browser: what it shows is what the command line says."""
+"""The simulator page in a real browser: it shows the results of the command line."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from playwright.sync_api import Page, expect
 from typer.testing import CliRunner
 
 from paceline.cli import app
+from paceline.config import BATCHING, EVICTION, POLICIES
 from paceline.simulator.ui import DEFAULTS, SimulatorApp
 from tests.pages.serving import served
 
@@ -56,19 +57,19 @@ def assert_shows(page: Page, side: int, summary: dict[str, float]) -> None:
         assert milliseconds(shown(page, side, name)) == pytest.approx(summary[name], rel=0.01, abs=0.5)
 
 
-def test_both_policies_show_the_figures_of_the_command_line(page: Page, url: str, tmp_path: Path) -> None:
+def test_both_policies_show_the_results_of_the_command_line(page: Page, url: str, tmp_path: Path) -> None:
     page.goto(url)
     settled(page)
     assert_shows(page, 0, from_the_command_line(tmp_path / "left.json", policy="fcfs"))
     assert_shows(page, 1, from_the_command_line(tmp_path / "right.json", policy="fair"))
 
 
-def test_dragging_the_memory_slider_runs_it_again(page: Page, url: str, tmp_path: Path) -> None:
+def test_moving_a_slider_runs_the_simulation_again(page: Page, url: str, tmp_path: Path) -> None:
     page.goto(url)
     settled(page)
     before = shown(page, 0, "hit_rate")
-    page.get_by_label("Memory, pages").fill("64")
-    expect(page.locator(".run[data-side='0'] h2", has_text="Pages 64 in the pool")).to_be_visible()
+    page.get_by_label("KV cache pages").fill("64")
+    expect(page.locator(".run[data-side='0'] h2", has_text="KV cache 64 pages")).to_be_visible()
     settled(page)
     assert shown(page, 0, "hit_rate") != before
     assert_shows(page, 0, from_the_command_line(tmp_path / "small.json", policy="fcfs", num_pages=64))
@@ -85,14 +86,14 @@ def test_switching_the_policy_shows_that_policy(page: Page, url: str, tmp_path: 
     expect(page.locator(".run")).to_have_count(1)
 
 
-def test_playing_and_stepping_move_through_the_passes(page: Page, url: str) -> None:
+def test_play_and_step_move_through_the_passes(page: Page, url: str) -> None:
     page.goto(url)
     settled(page)
     name = page.locator(".run[data-side='0'] .side-name")
     expect(name).to_contain_text("pass 1 of")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
-    page.get_by_label("one pass on").click()
+    page.get_by_label("next pass").click()
     expect(name).not_to_contain_text("pass 1 of")
     after = name.inner_text()
     page.get_by_role("button", name="Play").click()
@@ -105,7 +106,7 @@ def test_playing_and_stepping_move_through_the_passes(page: Page, url: str) -> N
     expect(page.locator(".run[data-side='0'] [data-figure='num_waiting']")).to_have_text("0")
 
 
-def test_pages_of_every_kind_add_up_at_any_moment(page: Page, url: str) -> None:
+def test_pages_of_every_kind_add_up_at_any_time(page: Page, url: str) -> None:
     for at in ("0.01", "0.1", "0.2"):
         page.goto(f"{url}/#policy=fair&against=none&at={at}")
         page.reload()
@@ -118,11 +119,11 @@ def test_pages_of_every_kind_add_up_at_any_moment(page: Page, url: str) -> None:
 def test_a_link_reproduces_the_view(page: Page, url: str) -> None:
     page.goto(url)
     settled(page)
-    page.get_by_label("Slots").fill("3")
+    page.get_by_label("Max running").fill("3")
     page.get_by_label("Right").select_option("hrrn")
     expect(page.locator(".run[data-side='1'] .side-name")).to_contain_text("hrrn")
     settled(page)
-    page.get_by_label("moment").fill("0.1")
+    page.get_by_label("time", exact=True).fill("0.1")
     page.wait_for_function("location.hash.includes('at=0.1')")
     link, seen = page.url, page.locator("main").inner_text()
     page.goto("about:blank")
@@ -131,20 +132,34 @@ def test_a_link_reproduces_the_view(page: Page, url: str) -> None:
     assert page.locator("main").inner_text() == seen
 
 
-def test_the_journal_says_why(page: Page, url: str) -> None:
+def test_tooltips_of_selects_are_the_sentences_of_the_config(page: Page, url: str) -> None:
+    page.goto(f"{url}/#policy=lpm&against=hrrn")
+    settled(page)
+    expect(page.get_by_label("Left")).to_have_attribute("title", POLICIES["lpm"])
+    expect(page.get_by_label("Right")).to_have_attribute("title", POLICIES["hrrn"])
+    expect(page.get_by_label("Batching")).to_have_attribute("title", BATCHING["mixed"])
+    expect(page.get_by_label("Eviction")).to_have_attribute("title", EVICTION["lru"])
+    for label, choices in (("Left", POLICIES), ("Batching", BATCHING), ("Eviction", EVICTION)):
+        for name, sentence in choices.items():
+            assert page.get_by_label(label).locator(f"option[value='{name}']").get_attribute("title") == sentence
+
+
+def test_the_journal_gives_reasons(page: Page, url: str) -> None:
     page.goto(f"{url}/#policy=fair&against=none&at=0.2&num_pages=64")
     settled(page)
     text = page.get_by_label("journal").inner_text()
-    assert "is admitted:" in text and "tokens found in the cache" in text
+    assert "is admitted:" in text and "tokens cached" in text
     waiting = page.get_by_label("waiting requests").inner_text()
-    assert "for one of 8 slots" in waiting or "more pages of memory" in waiting
+    assert "for one of 8 slots" in waiting or "more pages of" in waiting
 
 
-def test_what_cannot_run_is_said_in_a_sentence(page: Page, url: str) -> None:
+def test_an_invalid_parameter_is_reported_in_one_sentence(page: Page, url: str) -> None:
     page.goto(f"{url}/#policy=fair&against=none")
     settled(page)
     answer = page.request.get(f"{url}/api/run?requests=many")
-    assert (answer.status, answer.json()["error"]) == (400, "requests is 'many': give a number.")
+    assert (answer.status, answer.json()["error"]) == (400, "requests is 'many': expected a number.")
+    answer = page.request.get(f"{url}/api/run?draft_tokens=2")
+    assert (answer.status, answer.json()["error"]) == (400, "unknown parameter 'draft_tokens'.")
     assert page.request.get(f"{url}/../pyproject.toml").status == 404
     assert (
         page.request.get(f"{url}/api/run?policy=magic").json()["error"].startswith("policy is 'magic': choose one of")

@@ -315,13 +315,13 @@ def test_random_runs_end_with_the_tokens_of_the_reference(block: int) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"num_host_pages": -1}, "num_host_pages is -1: give 0 or more."),
-        ({"num_host_pages": 8, "prefix_cache": False}, "num_host_pages is 8 and prefix_cache is off: nothing is kept"),
+        ({"num_host_pages": -1}, "num_host_pages is -1: must be at least 0."),
+        ({"num_host_pages": 8, "prefix_cache": False}, "num_host_pages is 8 and prefix_cache is off: host memory"),
         (
             {"num_host_pages": 8, "host_page_cost": 1e6, "context_tokens": 4096},
-            "with a host_page_cost of 1e\\+06 tokens all of a context of 4096 is quicker to compute than to fetch",
+            "host_page_cost = 1e\\+06 all of a context of 4096 tokens is faster to recompute than to fetch",
         ),
-        ({"max_swap_pages": 0}, "max_swap_pages is 0: give 1 or more."),
+        ({"max_swap_pages": 0}, "max_swap_pages is 0: must be at least 1."),
     ],
 )
 def test_invalid_host_options_are_rejected(given: dict[str, Any], message: str) -> None:

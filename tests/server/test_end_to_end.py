@@ -42,7 +42,7 @@ def health(served: Served) -> dict[str, Any]:
 
 def test_the_start_says_what_was_loaded_and_what_to_try(served: Served) -> None:
     assert f"{MODEL}: llama family, 134.5 M parameters, float32" in served.output
-    assert "cpu, " in served.output and "KV of 32,768 tokens" in served.output
+    assert "cpu, " in served.output and "KV cache of 32,768 tokens" in served.output
     assert f"curl {served.url}/v1/chat/completions" in served.output
 
 
@@ -176,4 +176,4 @@ def test_a_signal_ends_the_server_within_seconds_and_tells_who_is_still_there(nu
         assert '"code":"shutting_down"' in rest[-1]
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{served.url}/health")
-    assert "Traceback" not in served.output and served.output.rstrip().endswith("Ended.")
+    assert "Traceback" not in served.output and served.output.rstrip().endswith("Stopped.")

@@ -1,6 +1,6 @@
-"""Cuts `data/h200-qwen3-0.6b.jsonl.gz` out of a recording: `python tests/simulator/cut_data.py recording.jsonl`.
+"""Extracts `data/h200-qwen3-0.6b.jsonl.gz` from a recording: `python tests/simulator/cut_data.py recording.jsonl`.
 
-One warm run of nano and one of gsp. Requests lose their blocks, which the tests do not need: the workloads are known.
+Keeps one warm run of nano and one of gsp, without block hashes: the tests know the workloads.
 """
 
 from __future__ import annotations

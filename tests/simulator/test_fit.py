@@ -1,4 +1,4 @@
-"""A fit finds the device that made the recording."""
+"""A fit recovers the profile of the device that made a recording."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from paceline.simulator.workloads import SIZES, make_workload
 TRUTH = load_profile("h200-qwen3-0.6b")
 
 
-# Passes with few prompt tokens would only wait for their launch, and nobody could tell how long they take.
+# With the real launch time, passes with few prompt tokens would only wait for their launch.
 QUICK = msgspec.structs.replace(TRUTH, launch_s=0.0005)
 
 
 class Device:
-    """A toy that takes the times of `profile`, shaken by `noise`. As on a real one, the host works before a launch."""
+    """A toy device with the timing of `profile` plus `noise`. As on a real one, the host works before a launch."""
 
     def __init__(self, profile: Profile, clock: VirtualClock, noise: float, compile_s: float) -> None:
         self._profile, self._clock, self._noise, self._compile_s = profile, clock, noise, compile_s
@@ -71,7 +71,7 @@ def record(
     runs: int = 1,
     compile_s: float = 0.0,
 ) -> None:
-    """A recording of the toy, whose first few launches take `compile_s` longer. All of a run is added before its first
+    """Records the toy device, whose first launches take `compile_s` longer. Requests of a run arrive before its first
     pass."""
     clock = VirtualClock()
     scheduler = Scheduler(SchedulerConfig(num_pages=4000, max_running=96, max_wait=math.inf))
@@ -95,7 +95,7 @@ def record(
     recorder.close()
 
 
-def test_a_noisy_recording_gives_the_times_of_its_device(tmp_path: Path) -> None:
+def test_a_fit_to_a_noisy_recording_predicts_its_device(tmp_path: Path) -> None:
     record(tmp_path / "run.jsonl", noise=0.03)
     read = Recording.read(tmp_path / "run.jsonl")
     fitted = fit([read], "run")
@@ -109,19 +109,19 @@ def test_a_noisy_recording_gives_the_times_of_its_device(tmp_path: Path) -> None
     assert abs(run.pass_error) < 0.03
 
 
-def test_the_host_of_a_recording_is_found_again(tmp_path: Path) -> None:
-    """A turn of the loop, what ended requests cost, and what is launched beside the device."""
+def test_a_fit_recovers_the_host_times(tmp_path: Path) -> None:
+    """Per step, per finished request, and of launches that overlap with the device."""
     record(tmp_path / "run.jsonl", profile=TRUTH)
     read = Recording.read(tmp_path / "run.jsonl")
     found = fit([read], "run").profile
     assert found.launch_s == pytest.approx(TRUTH.launch_s, rel=0.02)
-    assert sum(one.num_requests for one in read.ended.values()) > 300, "all but the last ones end before a launch"
+    assert sum(one.num_requests for one in read.ended.values()) > 300, "all but the last ones finish before a launch"
     for one in read.passes:
         ended = read.ended.get(one.step, FinishedRequests())
         assert found.host_s(one.features, ended) == pytest.approx(TRUTH.host_s(one.features, ended), rel=0.05, abs=1e-4)
 
 
-def test_passes_that_wait_for_their_launch_are_no_error_of_the_device(tmp_path: Path) -> None:
+def test_passes_that_wait_for_their_launch_do_not_count_as_errors(tmp_path: Path) -> None:
     record(tmp_path / "run.jsonl", profile=TRUTH)
     read = Recording.read(tmp_path / "run.jsonl")
     waiting = [
@@ -130,7 +130,7 @@ def test_passes_that_wait_for_their_launch_are_no_error_of_the_device(tmp_path: 
         if one.features.has_prompts and (one.device_s or 0) > 2 * TRUTH.device_s(one.features)
     ]
     assert len(waiting) > 10, "their device time is the launch's"
-    assert fit([read], "run").held_out["with prompts"].mean_absolute < 0.05
+    assert fit([read], "run").held_out["prefill or mixed"].mean_absolute < 0.05
 
 
 def test_a_run_that_compiles_kernels_is_left_out(tmp_path: Path) -> None:
@@ -141,17 +141,17 @@ def test_a_run_that_compiles_kernels_is_left_out(tmp_path: Path) -> None:
     warm = read.warm()
     assert [run.name for run in warm.runs] == ["run 1", "run 2"]
     cold = read.only(read.runs[:1])
-    assert cold.warm() == cold, "better than nothing"
+    assert cold.warm() == cold, "a cold run is used if there is no other"
     assert {one.step for one in warm.passes} < {one.step for one in read.passes}
     for one in replay(path, warm, fit([warm], "run").profile):
         assert abs(one.total_error) < 0.02 and abs(one.pass_error) < 0.02
 
 
 @pytest.mark.parametrize(("launch_s", "compiles"), [(0.1, False), (1.0, True)])
-def test_a_long_launch_that_the_device_does_not_wait_for_compiles_nothing(
+def test_a_long_launch_counts_as_compiling_only_if_the_device_waits(
     tmp_path: Path, launch_s: float, compiles: bool
 ) -> None:
-    """Passes with prompts of the 14B take 0.1 to 0.4 s: 0.1 s of the host are hidden behind them, one second is not."""
+    """Prefill batches of the 14B take 0.1 to 0.4 s: they hide a launch of 0.1 s, but not one of 1 s."""
     record(tmp_path / "run.jsonl", profile=load_profile("h200-qwen3-14b"), runs=3, compile_s=launch_s)
     read = Recording.read(tmp_path / "run.jsonl")
     assert max(one.launch_s for one in read.passes if one.at in read.runs[0]) > launch_s
@@ -159,7 +159,7 @@ def test_a_long_launch_that_the_device_does_not_wait_for_compiles_nothing(
 
 
 @pytest.mark.parametrize(("launch_s", "device_s", "compiles"), [(0.15, 0.103, False), (1.0, 1.0, True)])
-def test_a_long_launch_of_a_pass_like_no_other_is_judged_by_those_next_to_it(
+def test_a_long_launch_of_a_unique_pass_is_compared_with_the_nearest_size(
     tmp_path: Path, launch_s: float, device_s: float, compiles: bool
 ) -> None:
     """The third has 2,142 prompt tokens; the second has 8,184, and the others fewer than 1,024."""
@@ -172,7 +172,7 @@ def test_a_long_launch_of_a_pass_like_no_other_is_judged_by_those_next_to_it(
     assert [run.compiles for run in Recording.read(path).runs] == [compiles]
 
 
-def test_of_a_recording_that_was_cut_off_the_whole_runs_are_used(tmp_path: Path) -> None:
+def test_complete_runs_of_a_truncated_recording_are_used(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     record(path, runs=2, requests=200)
     whole = Recording.read(path)
@@ -185,7 +185,7 @@ def test_of_a_recording_that_was_cut_off_the_whole_runs_are_used(tmp_path: Path)
     assert [one.name for one in replay(path, cut.warm(), QUICK)] == ["run 0"]
 
 
-def test_a_recording_that_ends_in_its_only_run_is_used_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_the_only_run_of_a_truncated_recording_is_used(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     record(path)
     text = path.read_bytes()
@@ -223,7 +223,7 @@ def test_a_run_is_held_out_by_a_fit_to_the_others(tmp_path: Path) -> None:
     assert replay_held_out(paths[:1], [read[0].only(read[0].runs[:1])]) == [], "one run cannot be held out"
 
 
-def test_what_came_before_the_first_pass_is_replayed_as_planned_with_it(tmp_path: Path) -> None:
+def test_requests_before_the_first_pass_are_replayed_together(tmp_path: Path) -> None:
     record(tmp_path / "run.jsonl", requests=12, gap_s=0.05)
     (run,) = replay(tmp_path / "run.jsonl", Recording.read(tmp_path / "run.jsonl"), QUICK)
     assert run.simulated_passes == run.measured_passes
@@ -235,14 +235,14 @@ H200 = Path(__file__).parent / "data" / "h200-qwen3-0.6b.jsonl.gz"  # a run of n
 def test_held_out_passes_of_an_h200_are_predicted() -> None:
     found = fit([Recording.read(H200)], "H200").held_out
     assert abs(found["all"].total) < 0.01
-    assert found["decodes"].mean_absolute < 0.02
-    assert found["decodes that share a prefix"].mean_absolute < 0.03
-    assert found["with prompts"].mean_absolute < 0.10
+    assert found["decode"].mean_absolute < 0.02
+    assert found["decode, shared prefix"].mean_absolute < 0.03
+    assert found["prefill or mixed"].mean_absolute < 0.10
 
 
 @pytest.mark.parametrize("name", ["nano", "gsp"])
 def test_the_shipped_profile_predicts_whole_runs(name: str) -> None:
-    """Simulated from the workload alone, against what the H200 took: all of it within 5%, a pass within 3%."""
+    """Simulated from the workload alone: total time within 5% of the H200, a pass within 3%."""
     read = Recording.read(H200)
     (run,) = (run for run in read.runs if run.name.startswith(name))
     first, last = span_of(read, run)
@@ -264,7 +264,7 @@ def test_the_shipped_14b_predicts_nano() -> None:
     assert found.busy_s / found.passes == pytest.approx(20.89e-3, rel=0.03)
 
 
-def test_a_profile_survives_being_saved(tmp_path: Path) -> None:
+def test_a_profile_round_trips_through_a_file(tmp_path: Path) -> None:
     TRUTH.save(tmp_path / "mine.json")
     found = load_profile(str(tmp_path / "mine.json"))
     assert isinstance(found, Profile)
@@ -276,7 +276,7 @@ def test_least_squares_without_negative_coefficients() -> None:
     features = rng.uniform(0, 1, (200, 4)) * [1, 1e3, 1e-6, 10]
     exact = np.array([2.0, 0.003, 5e4, 0.0])
     assert non_negative(features, features @ exact) == pytest.approx(exact, abs=1e-6)
-    # Where the best fit would have negative ones: nothing is gained by raising a zero or moving another.
+    # Where the unconstrained fit has negative coefficients: the KKT conditions hold.
     scale = features.max(0)
     target = features @ np.array([2.0, -0.001, 5e4, 0.1])
     found = non_negative(features, target)
@@ -286,7 +286,7 @@ def test_least_squares_without_negative_coefficients() -> None:
     assert (gain[found == 0] <= 1e-8).all()
 
 
-def test_too_little_to_fit_is_said(tmp_path: Path) -> None:
+def test_a_recording_that_is_too_short_is_refused(tmp_path: Path) -> None:
     record(tmp_path / "run.jsonl", requests=1)
     with pytest.raises(ConfigError, match="a fit needs 20 and 5"):
         fit([Recording.read(tmp_path / "run.jsonl")], "run.jsonl")

@@ -1,4 +1,4 @@
-"""A simulated run is the real scheduler's, and the same one every time."""
+"""A simulation runs the real scheduler and is deterministic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.engine.virtual.executor import VirtualClock, VirtualExecutor
 from paceline.request import Request, SamplingParams
 from paceline.scheduler import Plan, Scheduler
 from paceline.simulator.compare import Comparison, scheduler_config
-from paceline.simulator.profile import Charged, Linear, load_profile, profile_names
+from paceline.simulator.profile import Linear, ProfileTiming, load_profile, profile_names
 from paceline.simulator.run import SimulationResult, simulate
 from paceline.simulator.workloads import EOS, Arrival, make_workload
 
@@ -38,19 +38,18 @@ def test_the_same_seed_gives_the_same_decisions() -> None:
     assert one.journal != other.journal
 
 
-def test_every_request_is_answered_in_full() -> None:
+def test_every_request_gets_its_whole_output() -> None:
     work = WorkloadConfig(requests=60, rate=300, prompt_tokens=200, output_tokens=20, groups=4)
     expected = {one.id: len(one.output) for one in make_workload("prefixes", work)}
     assert {one.id: one.output_tokens for one in run().served} == expected
 
 
-def test_times_are_in_order_and_waiting_shows_in_the_first_token() -> None:
+def test_arrival_admission_first_token_and_finish_are_in_order() -> None:
     for one in run().served:
         assert one.arrival <= one.admitted <= one.first_token <= one.finished
 
 
-def test_waiting_begins_when_a_request_comes_not_when_it_is_first_looked_at() -> None:
-    """One that comes while a pass runs has waited for the rest of it."""
+def test_waiting_time_starts_at_the_arrival_during_a_pass() -> None:
     tokens = np.arange(4000, dtype=np.int32)
     arrivals = [Arrival(0.0, "long", tokens, tokens[:50]), Arrival(0.0005, "late", tokens[:50], tokens[:5])]
     served = {one.id: one for one in simulate(arrivals, SchedulerConfig(), H200).served}
@@ -66,14 +65,14 @@ def test_a_request_that_can_never_fit_is_refused_and_the_others_run() -> None:
     assert [one.id for one in found.served] == ["small"]
 
 
-def test_an_answer_that_ends_before_its_limit_ends_by_its_last_token() -> None:
+def test_an_output_shorter_than_max_tokens_ends_with_eos() -> None:
     tokens = np.arange(50, dtype=np.int32)
     arrival = Arrival(0.0, "one", tokens, np.array([1, 2, EOS], np.int32), max_tokens=100)
     (served,) = simulate([arrival], SchedulerConfig(num_pages=100), H200).served
     assert served.output_tokens == 3
 
 
-def test_overlap_hides_the_host_and_nothing_else() -> None:
+def test_overlap_changes_times_but_not_outputs() -> None:
     on, off = run(overlap=True), run(overlap=False)
     assert on.seconds < off.seconds
     assert {one.id: one.output_tokens for one in on.served} == {one.id: one.output_tokens for one in off.served}
@@ -81,11 +80,11 @@ def test_overlap_hides_the_host_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("prompt_tokens", [100, 8000])
 def test_without_overlap_host_and_device_add_up(prompt_tokens: int) -> None:
-    """All but the kernels of prompts, which are launched while the first of them run."""
+    """Except for the launches of a prefill batch, which overlap with its first kernels."""
     tokens = np.arange(prompt_tokens, dtype=np.int32)
     found = simulate([Arrival(0.0, "one", tokens, tokens[:20])], SchedulerConfig(), H200, overlap=False)
-    beside = (found.passes - 19) * H200.launch_s
-    assert found.seconds == pytest.approx(found.host_s + found.busy_s - beside)
+    overlapped = (found.passes - 19) * H200.launch_s
+    assert found.seconds == pytest.approx(found.host_s + found.busy_s - overlapped)
 
 
 def test_a_short_prompt_takes_as_long_as_its_launch() -> None:
@@ -96,7 +95,7 @@ def test_a_short_prompt_takes_as_long_as_its_launch() -> None:
     assert 0 < quick.busy_s < H200.launch_s
 
 
-def test_ended_requests_keep_the_host_busy_before_the_next_launch() -> None:
+def test_finished_requests_cost_host_time_before_the_next_launch() -> None:
     tokens = np.arange(100, dtype=np.int32)
     arrivals = [Arrival(0.0, "short", tokens, tokens[:10]), Arrival(0.0, "long", tokens + 1, tokens[:30])]
     free, busy = (
@@ -105,12 +104,12 @@ def test_ended_requests_keep_the_host_busy_before_the_next_launch() -> None:
         )
         for seconds in (0.0, 0.01)
     )
-    assert busy.host_s - free.host_s == pytest.approx(10 * 0.01), "nothing is launched after the last one"
+    assert busy.host_s - free.host_s == pytest.approx(10 * 0.01), "no launch follows the last finished request"
     assert 0.09 < busy.seconds - free.seconds <= 0.1
 
 
 @pytest.mark.parametrize("name", profile_names())
-def test_no_profile_gets_faster_with_more_to_do(name: str) -> None:
+def test_coefficients_of_profiles_are_not_negative(name: str) -> None:
     profile = load_profile(name)
     assert min(profile.bucket_s) > 0
     parts = (profile.decode, profile.prompt, profile.host, profile.ended)
@@ -118,7 +117,7 @@ def test_no_profile_gets_faster_with_more_to_do(name: str) -> None:
     assert profile.launch_s >= 0
 
 
-def test_runs_in_processes_are_the_runs_here() -> None:
+def test_simulations_in_processes_equal_those_in_this_one() -> None:
     arrivals = make_workload("prefixes", WorkloadConfig(requests=40, prompt_tokens=100, output_tokens=5, rate=5))
     config = scheduler_config(arrivals, H200, {"num_pages": 200, "max_running": 4})
     configs = {name: dataclasses.replace(config, policy=name) for name in ("fcfs", "fair")}
@@ -132,8 +131,8 @@ def test_runs_in_processes_are_the_runs_here() -> None:
 
 
 @dataclasses.dataclass
-class Recording:
-    """An executor with its plans kept."""
+class PlanRecorder:
+    """An executor that keeps its plans."""
 
     executor: Any
     plans: list[Plan]
@@ -144,15 +143,20 @@ class Recording:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_simulator_plans_what_the_cpu_runs(overlap: bool) -> None:
-    """The same arrivals, by step: the scheduler behind a real model and behind the virtual GPU decides the same."""
-    options: dict[str, Any] = {"max_running": 4, "chunk_tokens": 32, "max_batch_tokens": 64, "num_pages": 40,
-                               "max_wait": math.inf}  # fmt: skip
+def test_the_virtual_and_the_cpu_executor_get_the_same_plans(overlap: bool) -> None:
+    """With the same arrivals by step, the scheduler makes the same decisions in front of a model and a virtual GPU."""
+    options: dict[str, Any] = {
+        "max_running": 4,
+        "chunk_tokens": 32,
+        "max_batch_tokens": 64,
+        "num_pages": 40,
+        "max_wait": math.inf,
+    }
     engine = build_engine(load="random", shape="tiny-llama", threads=1, **options)
     try:
         config = engine.scheduler.config
         clock = VirtualClock()
-        virtual = VirtualExecutor(clock, Charged(H200, clock))
+        virtual = VirtualExecutor(clock, ProfileTiming(H200, clock))
         plans = [_plans(config, executor, overlap) for executor in (engine.executor, virtual)]
     finally:
         engine.close()
@@ -165,17 +169,20 @@ def test_the_simulator_plans_what_the_cpu_runs(overlap: bool) -> None:
 
 
 def _plans(config: SchedulerConfig, executor: Any, overlap: bool) -> list[Plan]:
-    """Requests that come one every second step, on a clock that counts steps: time must not make a difference here."""
+    """A request arrives every second step; the clock counts steps, so that timing makes no difference."""
     scheduler, steps = Scheduler(config), 0
-    kept = Recording(executor, [])
+    kept = PlanRecorder(executor, [])
     loop = Loop(scheduler, kept, lambda: float(steps), overlap=overlap)
     tokens = np.random.default_rng(3)
     system = tokens.integers(0, 100, 40)
     coming = [
-        Request(f"r{number}", np.concatenate([system[: 40 * (number % 2)], tokens.integers(0, 100, 5 + number)]),
-                SamplingParams(max_tokens=3 + number, temperature=0, ignore_eos=True))
+        Request(
+            f"r{number}",
+            np.concatenate([system[: 40 * (number % 2)], tokens.integers(0, 100, 5 + number)]),
+            SamplingParams(max_tokens=3 + number, temperature=0, ignore_eos=True),
+        )
         for number in range(10)
-    ]  # fmt: skip
+    ]
     while coming or scheduler.has_work:
         if coming and steps % 2 == 0:
             scheduler.add(coming.pop(0), float(steps))

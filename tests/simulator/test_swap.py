@@ -1,4 +1,4 @@
-"""Host memory behind a virtual GPU: what it costs, and when that shows."""
+"""KV offloading on a virtual GPU: copies to and from host memory take time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.scheduler import Plan, Scheduler
 from paceline.scheduler.plan import Swap
 from paceline.simulator.compare import scheduler_config
 from paceline.simulator.fit import Recording, fit
-from paceline.simulator.profile import Charged, keep_swap, load_profile
+from paceline.simulator.profile import ProfileTiming, keep_swap, load_profile
 from paceline.simulator.replay import recorded_config, replay
 from paceline.simulator.run import SimulationResult, simulate
 from paceline.simulator.workloads import make_workload
@@ -33,36 +33,36 @@ def swap(spills: list[int], fetches: list[int]) -> Swap:
     return Swap(ids["s"], ids["s"], ids["f"], ids["f"])
 
 
-def test_what_leaves_delays_nobody_until_both_buffers_are_full() -> None:
+def test_spills_delay_a_pass_only_when_both_buffers_are_full() -> None:
     link = HostLink(1.0)
-    assert link.starts(swap([0, 1, 2], []), now=10.0, idle_from=5.0) == 10.0  # leaves until 13
+    assert link.starts(swap([0, 1, 2], []), now=10.0, idle_from=5.0) == 10.0  # spills until 13
     assert link.starts(swap([3], []), now=10.0, idle_from=11.0) == 11.0  # behind it, until 14
     assert link.starts(swap([4], []), now=11.0, idle_from=12.0) == 13.0, "the first buffer is empty then"
 
 
-def test_a_pass_waits_for_what_it_fetches_and_that_comes_while_another_runs() -> None:
+def test_a_pass_waits_for_its_fetches_which_overlap_with_the_previous_pass() -> None:
     link = HostLink(1.0)
     link.starts(swap([0, 1], []), now=0.0, idle_from=0.0)
-    assert link.starts(swap([], [0, 1]), now=10.0, idle_from=15.0) == 15.0, "it has come by then"
+    assert link.starts(swap([], [0, 1]), now=10.0, idle_from=15.0) == 15.0, "it has been fetched by then"
     assert link.starts(swap([], [0, 1]), now=20.0, idle_from=15.0) == 22.0
     assert link.starts(swap([], [0]), now=20.0, idle_from=22.5) == 23.0, "one after the other"
 
 
-def test_what_is_fetched_must_have_left_before() -> None:
+def test_a_fetch_waits_for_the_spill_of_the_same_page() -> None:
     link = HostLink(1.0)
     link.starts(swap([0, 1, 2, 3], []), now=0.0, idle_from=0.0)
     assert link.starts(swap([], [3]), now=1.0, idle_from=1.0) == 5.0
 
 
 def run(num_host_pages: int, profile: Any = H200, **options: Any) -> SimulationResult:
-    """Chats in a pool too small for them."""
+    """Conversations in a KV cache too small for them."""
     work = WorkloadConfig(requests=60, rate=1.0, prompt_tokens=3000, shared=0.1, output_tokens=100, seed=2)
     arrivals = make_workload("chat", work)
     config = scheduler_config(arrivals, profile, {"num_pages": 1200, "num_host_pages": num_host_pages, **options})
     return simulate(arrivals, config, profile)
 
 
-def test_the_same_arrivals_give_the_same_run_and_a_slow_link_shows() -> None:
+def test_host_memory_lowers_ttft_unless_the_link_is_slow() -> None:
     one, two, without = run(8000), run(8000), run(0)
     assert one.journal == two.journal and one.summary() == two.summary()
     assert one.counters.fetched_tokens > 0 == without.counters.fetched_tokens
@@ -74,13 +74,13 @@ def test_the_same_arrivals_give_the_same_run_and_a_slow_link_shows() -> None:
 
 def test_a_link_so_slow_that_nothing_is_worth_fetching_is_refused() -> None:
     slow = msgspec.structs.replace(H200, swap_token_s=1e-2)
-    with pytest.raises(ConfigError, match="is quicker to compute than to fetch"):
+    with pytest.raises(ConfigError, match="is faster to recompute than to fetch"):
         run(8000, slow)
 
 
-def test_a_profile_that_knows_no_link_says_so() -> None:
+def test_a_profile_without_a_link_is_refused_with_host_memory() -> None:
     unknown = msgspec.structs.replace(H200, swap_token_s=None)
-    with pytest.raises(ConfigError, match="does not say how long KV takes to host memory: set its swap_token_s"):
+    with pytest.raises(ConfigError, match=r"has no swap_token_s .*: set it, or fit the profile"):
         run(8000, unknown)
     assert run(0, unknown).counters.fetched_tokens == 0
 
@@ -93,7 +93,7 @@ def test_shipped_profiles_have_the_link_that_was_measured() -> None:
 
 
 class Timed(Executor):
-    """A virtual executor that says how long its fetches took, as a GPU does."""
+    """A virtual executor that reports the time of its fetches, as a GPU does."""
 
     def __init__(self, executor: VirtualExecutor, page_s: float) -> None:
         self._executor, self._page_s = executor, page_s
@@ -105,13 +105,13 @@ class Timed(Executor):
         return pending
 
 
-def test_a_fit_finds_the_link_and_replays_the_moves(tmp_path: Path) -> None:
+def test_a_fit_finds_the_speed_of_the_link(tmp_path: Path) -> None:
     path, clock = tmp_path / "rec.jsonl", VirtualClock()
     work = WorkloadConfig(requests=80, rate=2.0, prompt_tokens=3000, shared=0.1, output_tokens=40, seed=2)
     arrivals = make_workload("chat", work)
     config = scheduler_config(arrivals, H200, {"num_pages": 1200, "num_host_pages": 8000, "max_swap_pages": 64})
-    scheduler, charged = Scheduler(config), Charged(H200, clock)
-    executor = VirtualExecutor(clock, charged, launching=charged.launching, link=HostLink(H200.swap_page_s(16)))
+    scheduler, timing = Scheduler(config), ProfileTiming(H200, clock)
+    executor = VirtualExecutor(clock, timing, launching=timing.launching, link=HostLink(H200.swap_page_s(16)))
     recorder = Recorder(path, scheduler, clock, device="toy", model="toy", overlap="on", buckets=H200.buckets)
     loop = Loop(scheduler, recorder.watch(Timed(executor, H200.swap_page_s(16))), clock)
     for arrival in arrivals:
@@ -133,8 +133,8 @@ def test_a_recording_of_a_device_that_does_not_time_its_fetches_is_replayed(tmp_
     work = WorkloadConfig(requests=40, rate=2.0, prompt_tokens=3000, shared=0.1, output_tokens=40, seed=2)
     arrivals = make_workload("chat", work)
     config = scheduler_config(arrivals, H200, {"num_pages": 1200, "num_host_pages": 8000})
-    scheduler, charged = Scheduler(config), Charged(H200, clock)
-    executor = VirtualExecutor(clock, charged, launching=charged.launching)
+    scheduler, timing = Scheduler(config), ProfileTiming(H200, clock)
+    executor = VirtualExecutor(clock, timing, launching=timing.launching)
     recorder = Recorder(path, scheduler, clock, device="toy", model="toy", overlap="on", buckets=H200.buckets)
     loop = Loop(scheduler, recorder.watch(executor), clock)
     recorder.mark("chats")
@@ -150,7 +150,7 @@ def test_a_recording_of_a_device_that_does_not_time_its_fetches_is_replayed(tmp_
     assert replayed.measured_passes > 0
 
 
-def test_saving_a_fit_without_fetches_keeps_the_link_that_was_there(tmp_path: Path) -> None:
+def test_saving_a_fit_without_fetches_keeps_the_stored_link(tmp_path: Path) -> None:
     path, fitted = tmp_path / "gpu.json", msgspec.structs.replace(H200, swap_token_s=None, swap_source="")
     assert keep_swap(fitted, path).swap_token_s is None
     H200.save(path)
@@ -158,11 +158,11 @@ def test_saving_a_fit_without_fetches_keeps_the_link_that_was_there(tmp_path: Pa
     measured = msgspec.structs.replace(H200, swap_token_s=1.0, swap_source="measured: now")
     assert keep_swap(measured, path) == measured
     path.write_text("no profile")
-    with pytest.raises(ConfigError, match=r"gpu\.json is there and no profile"):
+    with pytest.raises(ConfigError, match=r"gpu\.json exists and is not a profile"):
         keep_swap(fitted, path)
 
 
-def test_the_command_takes_host_memory() -> None:
+def test_sim_run_accepts_host_memory() -> None:
     from typer.testing import CliRunner
 
     options = ["--requests", "30", "--prompt-tokens", "2000", "--num-pages", "500", "--gpu", "h200-qwen3-14b"]

@@ -1,4 +1,4 @@
-"""Workloads and traces: what they promise to contain."""
+"""The contents of workloads and traces."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_arrivals_have_the_rate_asked_for(arrivals: str) -> None:
     assert times(config, np.random.default_rng(0))[-1] == pytest.approx(400, rel=0.06)
 
 
-def test_clumps_are_clumps() -> None:
-    """The variance of the time between two arrivals, relative to poisson's."""
+def test_arrival_processes_have_their_variance() -> None:
+    """The squared coefficient of variation of the time between arrivals; 1 for poisson."""
 
     def spread(arrivals: str) -> float:
         config = WorkloadConfig(requests=20_000, arrivals=arrivals, burstiness=9)
@@ -53,17 +53,21 @@ def test_clumps_are_clumps() -> None:
     assert spread("onoff") > 9
 
 
-def test_a_turn_of_a_chat_continues_the_one_before_with_its_answer() -> None:
+def test_a_turn_of_a_conversation_continues_the_previous_turn() -> None:
     chats = {one.id: one for one in make_workload("chat", WorkloadConfig(requests=60))}
-    followed = [(chats[f"chat{n}-{t}"], chats[f"chat{n}-{t + 1}"]) for n in range(40) for t in range(5)
-                if f"chat{n}-{t}" in chats and f"chat{n}-{t + 1}" in chats]  # fmt: skip
+    followed = [
+        (chats[f"chat{n}-{t}"], chats[f"chat{n}-{t + 1}"])
+        for n in range(40)
+        for t in range(5)
+        if f"chat{n}-{t}" in chats and f"chat{n}-{t + 1}" in chats
+    ]
     assert len(followed) > 10
     for turn, later in followed:
         assert later.prompt.tolist()[: len(turn.prompt) + len(turn.output)] == [*turn.prompt, *turn.output]
         assert later.at > turn.at
 
 
-def test_agents_share_their_tools_and_kinds_share_more() -> None:
+def test_agents_share_tools_and_agents_of_a_kind_share_more() -> None:
     arrivals = make_workload("agents", WorkloadConfig(requests=60, groups=2, prompt_tokens=400, shared=0.5))
     firsts = {one.id: one for one in arrivals if one.id.endswith("-0")}
     same, other = firsts["agent0-0"], firsts["agent1-0"]
@@ -100,7 +104,7 @@ def test_blocks_of_different_ids_begin_differently() -> None:
     assert tokens.min() >= 0 and tokens.max() < 50_000
 
 
-def test_azures_csv_is_read(tmp_path: Path) -> None:
+def test_azure_csv_is_read(tmp_path: Path) -> None:
     path = tmp_path / "azure.csv"
     path.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -112,7 +116,7 @@ def test_azures_csv_is_read(tmp_path: Path) -> None:
     assert len(read_trace(path, limit=1)) == 1
 
 
-def test_a_recorded_day_replays_with_the_hits_it_had(tmp_path: Path) -> None:
+def test_a_replayed_recording_has_the_same_cache_hits(tmp_path: Path) -> None:
     path = tmp_path / "day.jsonl"
     run = harness(num_pages=400, page_size=4, max_running=2)
     lines_of(path, run, requests())
@@ -127,13 +131,13 @@ def test_a_recorded_day_replays_with_the_hits_it_had(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,b\n1,2\n", r"begins with b'a,b\\n': give Azure's CSV"),
+        ("a,b\n1,2\n", r"begins with b'a,b\\n': expected Azure's CSV"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n", "line 2 cannot be read"),
         ('{"timestamp": 1, "hash_ids": "x"}\n', "line 1 cannot be read"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no requests"),
     ],
 )
-def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_an_unreadable_trace_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "trace"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
