@@ -165,10 +165,19 @@ def test_every_generated_table_is_in_the_docs() -> None:
 # ----------------------------------------------------------------------------------------------------- files and links
 
 
+def anchors(document: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_between_documents_lead_somewhere() -> None:
     for document in DOCUMENTS:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
-            assert (document.parent / target).exists(), f"{document.relative_to(ROOT)} links to {target}"
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", document.read_text()):
+            path = document.parent / target if target else document
+            where = f"{document.relative_to(ROOT)} links to {target}#{anchor}"
+            assert path.exists(), where
+            assert not anchor or anchor in anchors(path), where
 
 
 def test_every_source_file_named_in_the_docs_exists() -> None:
