@@ -206,6 +206,14 @@ def test_concepts_name_every_policy_option_and_experiment() -> None:
     assert not missing, f"not in docs/concepts.md: {missing}"
 
 
+def test_experiments_named_in_the_docs_exist() -> None:
+    from paceline.simulator.experiments import EXPERIMENTS
+
+    for document in DOCS:
+        for name in re.findall(r"paceline sim experiment ([a-z-]+)", document.read_text()):
+            assert name in {*EXPERIMENTS, "all"}, f"{document.relative_to(ROOT)} names the experiment {name}"
+
+
 def test_options_named_in_the_concepts_exist() -> None:
     """The column `option` of the terms."""
     known = {item.name for kind in (SchedulerConfig, EngineConfig, ServerConfig) for item in dataclasses.fields(kind)}
@@ -229,8 +237,9 @@ def test_concepts_have_a_cell_for_every_engine() -> None:
 
 
 def test_every_parameter_of_a_request_is_in_the_table() -> None:
-    from paceline.server.fields import IGNORED_FIELDS, UNSUPPORTED_FIELDS
     from paceline.server.request_types import ChatRequest, CompletionRequest
+
+    from paceline.server.fields import IGNORED_FIELDS, UNSUPPORTED_FIELDS
 
     documented = set(re.findall(r"`([a-z_]+)[`:.]", read("docs/parameters.md")))
     known = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, *IGNORED_FIELDS, *UNSUPPORTED_FIELDS}
