@@ -15,11 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.config import ServerConfig, TenantConfig
+from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta, TokenUsage
+from paceline.request import Tokens
 from paceline.server.chat import ChatResponse
 from paceline.server.completions import CompletionResponse
 from paceline.server.embeddings import EmbeddingResponse
-from paceline.server.engine_client import EngineClient, Job
+from paceline.server.engine_client import EngineClient
 from paceline.server.errors import ApiError, answer_to, shutting_down, unknown_model, wrong_method
 from paceline.server.handlers import Handlers
 from paceline.server.http import (
@@ -161,7 +163,7 @@ class App:
                 priority=priority,
                 timeout_s=timeout,
                 cache_salt=salt,
-                at_once=not request.stream,
+                stream=bool(request.stream),
             )
             for job in answer.jobs
         ]
@@ -238,7 +240,7 @@ class _Record:
         self.status: int | None = None
         self.end = ""
         self._began = time.monotonic()
-        self._prompts: list[Sequence[int]] = []
+        self._prompts: list[Tokens] = []
         self._num_tokens = 0
         self._first_token_s: float | None = None
         self._queue_s: float | None = None
@@ -263,7 +265,7 @@ class _Record:
             "total_ms": _ms(time.monotonic() - self._began),
         }  # fmt: skip
         if tokenizer is not None:
-            found["prompts"] = [tokenizer.decode(prompt, skip_special=False) for prompt in self._prompts]
+            found["prompts"] = [tokenizer.decode(prompt.tolist(), skip_special=False) for prompt in self._prompts]
         return {name: value for name, value in found.items() if value not in (None, "")}
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
+from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
-from paceline.request import Grammar
-from paceline.server.engine_client import Job
+from paceline.request import Grammar, as_tokens
 from paceline.server.errors import ApiError
 from paceline.server.fields import check_message_fields, short
 from paceline.server.response import TokenWords, finish_reason_of, new_id, now, text_of
@@ -58,7 +58,7 @@ class ChatResponse:
         prompt = tokenizer.encode_chat(messages, **({"tools": shown} if shown else {}))
         each = params.each_choice()
         ids = [self.id] if len(each) == 1 else [f"{self.id}-{index}" for index in range(len(each))]
-        self.jobs: Sequence[Job] = [Job(id, prompt, one) for id, one in zip(ids, each, strict=True)]
+        self.jobs: Sequence[Job] = [Job(as_tokens(prompt), one, id=name) for name, one in zip(ids, each, strict=True)]
         self.jobs_per_prompt = len(each)
         self._words = TokenWords(tokenizer, params)
         self._style = tools.style

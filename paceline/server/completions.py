@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta, TokenLogprob
-from paceline.request import InvalidRequest
-from paceline.server.engine_client import Job
+from paceline.request import InvalidRequest, as_tokens
 from paceline.server.errors import ApiError
 from paceline.server.fields import short
 from paceline.server.response import TokenWords, finish_reason_of, finite, mean_logprob, new_id, now, text_of
@@ -41,7 +41,7 @@ class CompletionResponse:
             raise ApiError(f"prompt has {len(prompts)} entries{many}: give at most {max_prompts}.", param="prompt")
         encoded = [_encode(prompt, index, len(prompts), tokenizer) for index, prompt in enumerate(prompts)]
         self.jobs: Sequence[Job] = [
-            Job(f"{self.id}-{index * len(each) + number}", ids, one)
+            Job(as_tokens(ids), one, id=f"{self.id}-{index * len(each) + number}")
             for index, ids in enumerate(encoded)
             for number, one in enumerate(each)
         ]

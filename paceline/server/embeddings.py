@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
+from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
-from paceline.request import SamplingParams
+from paceline.request import SamplingParams, as_tokens
 from paceline.server.completions import encode_prompts
-from paceline.server.engine_client import Job
 from paceline.server.response import new_id
 from paceline.server.types import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage, UsageInfo
 from paceline.text.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ class EmbeddingResponse:
         self.id = new_id("embd")
         prompts = encode_prompts(request.input, tokenizer, max_prompts, "input")
         self.jobs: Sequence[Job] = [
-            Job(f"{self.id}-{index}", prompt, _NOTHING, pooling=request.pooling or "mean")
+            Job(as_tokens(prompt), _NOTHING, id=f"{self.id}-{index}", pooling=request.pooling or "mean")
             for index, prompt in enumerate(prompts)
         ]
 

@@ -72,7 +72,7 @@ class EngineMetrics:
             counter("prefix_cache_queries", "Prompt tokens looked up in the prefix tree.", counters.prompt_tokens),
             counter("prefix_cache_hits", "Prompt tokens found there.", counters.hit_tokens),
             counter("prefix_cache_hit_bytes", "KV memory that was not computed again.",
-                    counters.hit_tokens * engine.facts.kv_bytes_per_token),
+                    counters.hit_tokens * engine.info.kv_bytes_per_token),
             counter("prefix_cache_fetched", "Prompt tokens brought back from host memory, beside the hits.",
                     counters.fetched_tokens),
             gauge("host_kv_tokens", "Host memory for evicted KV, in tokens.", config.num_host_pages * config.page_size),

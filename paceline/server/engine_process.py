@@ -2,7 +2,7 @@
 
 One thread takes what comes (`_listen`), the engine's own thread sends each front end what a step has for it, in one
 message. The process is started by the supervisor, which talks to it through its standard input: a line when a front
-end is gone, and the end of the input when the server is. Text is not made here: a piece's text are ids (`TokenText`).
+end is gone, and the end of the input when the server is. The engine does not detokenize: front ends do.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import zmq
 
+from paceline.codec import encode
 from paceline.config import EngineConfig, TenantConfig, split_options
-from paceline.engine.engine import Engine
+from paceline.engine.engine import Engine, EngineHooks
+from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta
-from paceline.request import InvalidRequest, PacelineError, SamplingParams
+from paceline.request import InvalidRequest, PacelineError, SamplingParams, as_tokens
 from paceline.server.engine_queries import EngineQueries, served_by
 from paceline.server.limits import Gate
 from paceline.server.logs import set_up_logs
@@ -40,9 +41,7 @@ from paceline.server.messages import (
     Reply,
     Submit,
     decode_to_engine,
-    encode,
 )
-from paceline.text.stop import TokenText
 
 log = logging.getLogger("paceline.engine")
 _PROGRESS_S = 0.1  # between two words of how far loading is
@@ -73,7 +72,6 @@ class _FrontEndSink:
     number: int
     request_id: str
     tenant: str
-    wants_all_at_once: bool
     last_token: float | None = None
 
     def put(self, piece: OutputDelta) -> None:
@@ -86,11 +84,19 @@ class _FrontEndSink:
 
 
 class EngineProcess:
-    def __init__(self, engine: Engine, address: str, *, stall_s: float, tenants: Sequence[TenantConfig] = ()) -> None:
-        self._engine = engine
-        self.side = EngineQueries(engine, stall_s)
+    def __init__(
+        self,
+        make_engine: Callable[[EngineHooks], Engine],
+        address: str,
+        *,
+        stall_s: float,
+        tenants: Sequence[TenantConfig] = (),
+        on_failure: Callable[[BaseException], None] = lambda _: None,
+    ) -> None:
+        """`make_engine` builds the engine with these hooks; it must not detokenize."""
         self.pieces: list[tuple[_FrontEndSink, OutputDelta]] = []  # of this step; the engine's thread alone
-        self.on_failure: Callable[[], None] = lambda: None
+        self._engine = make_engine(EngineHooks(after_step=self._send_pieces, on_failure=on_failure))
+        self.side = EngineQueries(self._engine, stall_s)
         self._gate = Gate(tenants)
         self._context = zmq.Context()
         self._inlet = self._context.socket(zmq.PULL)
@@ -100,9 +106,11 @@ class EngineProcess:
         self._lock = threading.Lock()
         self._outlets: dict[str, zmq.Socket[bytes]] = {}
         self._sinks: dict[str, dict[str, _FrontEndSink]] = {}  # front end -> request id -> sink
-        engine.text_of = _no_text
-        engine.after_step = self._send_pieces
         self.side.metrics.num_open = lambda: self.num_open
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
 
     # ------------------------------------------------------------------ what comes
 
@@ -136,10 +144,9 @@ class EngineProcess:
 
     def _submit(self, message: Submit) -> None:
         job = message.job
-        prompt = np.frombuffer(message.prompt, np.int32)
-        sink = _FrontEndSink(self, message.front_end, message.number, job.id, job.tenant, job.at_once)
+        sink = _FrontEndSink(self, message.front_end, message.number, job.id, job.tenant)
         try:
-            self._gate.enter(job.tenant, len(prompt), time.monotonic())
+            self._gate.enter(job.tenant, len(job.prompt), time.monotonic())
         except PacelineError as error:
             self.side.metrics.refused[job.tenant] += 1
             self.send(message.front_end, Refusal.of(message.number, error))
@@ -147,10 +154,7 @@ class EngineProcess:
         with self._lock:
             self._sinks.setdefault(message.front_end, {})[job.id] = sink
         try:
-            self._engine.submit(
-                prompt, job.params, sink=sink, request_id=job.id, tenant=job.tenant, priority=job.priority,
-                timeout=job.timeout_s, cache_salt=job.cache_salt, pooling=job.pooling,
-            )  # fmt: skip
+            self._engine.submit(job, sink)
         except PacelineError as error:
             self.forget(sink)
             self.send(message.front_end, Refusal.of(message.number, error))
@@ -200,12 +204,8 @@ class EngineProcess:
     # ------------------------------------------------------------------ what goes
 
     def _send_pieces(self) -> None:
-        if self.pieces:
-            self._send_each()
-        if self._engine.failure is not None:
-            self.on_failure()
-
-    def _send_each(self) -> None:
+        if not self.pieces:
+            return
         pieces, self.pieces = self.pieces, []
         now, metrics = time.monotonic(), self.side.metrics
         messages: dict[str, list[tuple[int, OutputDelta]]] = {}
@@ -240,11 +240,7 @@ class EngineProcess:
         self._context.term()
 
 
-def _no_text(_: SamplingParams) -> TokenText:
-    return TokenText()
-
-
-def build(setup: EngineSetup, progress: Callable[[int, int], None]) -> Engine:
+def build(setup: EngineSetup, progress: Callable[[int, int], None], hooks: EngineHooks) -> Engine:
     engine_options, scheduler_options = split_options(setup.options)
     weights = {tenant.name: tenant.weight for tenant in setup.tenants}
     if weights:
@@ -252,11 +248,18 @@ def build(setup: EngineSetup, progress: Callable[[int, int], None]) -> Engine:
     if engine_options.get("executor") == "virtual":
         from paceline.engine.virtual.build import build_virtual
 
-        return build_virtual(EngineConfig(**engine_options), scheduler_options)
+        return build_virtual(EngineConfig(**engine_options), scheduler_options, hooks=hooks, detokenize=False)
     from paceline.engine.build import build_engine
 
     return build_engine(
-        setup.model, load=setup.load, shape=setup.shape, progress=progress, **engine_options, **scheduler_options
+        setup.model,
+        load=setup.load,
+        shape=setup.shape,
+        progress=progress,
+        hooks=hooks,
+        detokenize=False,
+        **engine_options,
+        **scheduler_options,
     )
 
 
@@ -266,8 +269,6 @@ def make_a_token(engine: Engine) -> None:
     errors: list[str] = []
 
     class _Wait:
-        wants_all_at_once = True
-
         def put(self, piece: OutputDelta) -> None:
             if piece.finish_reason is not None:
                 errors.extend([piece.error] if piece.error else [])
@@ -277,7 +278,8 @@ def make_a_token(engine: Engine) -> None:
             errors.append(str(error))
             done.set()
 
-    engine.submit([0], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), sink=_Wait(), request_id="first")
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    engine.submit(Job(as_tokens([0]), params, id="first"), _Wait())
     done.wait()
     if errors:
         raise EngineFailed(f"the first token could not be made: {errors[0]}")
@@ -300,21 +302,33 @@ def main() -> None:
             said = time.monotonic()
             say(loading=[done, total])
 
-    try:
-        engine = build(setup, progress)
+    def make_engine(hooks: EngineHooks) -> Engine:
+        engine = build(setup, progress, hooks)
         make_a_token(engine)
+        return engine
+
+    started = threading.Event()  # a failure before is reported as a refusal, below
+
+    def on_failure(_: BaseException) -> None:
+        if started.is_set():
+            _end_after_last_words()
+
+    try:
+        process = EngineProcess(
+            make_engine, setup.address, stall_s=setup.stall_s, tenants=setup.tenants, on_failure=on_failure
+        )
     except PacelineError as error:
         say(refused=str(error))
         raise SystemExit(2) from None
-    process = EngineProcess(engine, setup.address, stall_s=setup.stall_s, tenants=setup.tenants)
-    process.on_failure = _end_after_last_words
+    started.set()
+    engine = process.engine
     threading.Thread(target=process.listen, name="paceline-inlet", daemon=True).start()
     # Everything loaded so far stays. From here on the engine collects garbage itself, when it is idle.
     gc.collect()
     gc.freeze()
     gc.disable()
     say(up=msgspec.to_builtins(served_by(engine, setup.name)))
-    if hasattr(engine.executor, "launch_delayed"):
+    if engine.executor.capabilities.logits:
         try:
             engine.grammars.set_up()
         except InvalidRequest as error:

@@ -35,20 +35,20 @@ from paceline.server.engine_metrics import EngineMetrics
 
 
 def served_by(engine: Engine, name: str) -> ServedModel:
-    config, facts = engine.scheduler.config, engine.facts
+    config, info = engine.scheduler.config, engine.info
     return ServedModel(
         name=name,
-        family=facts.family,
-        num_parameters=facts.num_parameters,
-        dtype=facts.dtype,
-        device=facts.device,
+        family=info.family,
+        num_parameters=info.num_parameters,
+        dtype=info.dtype,
+        device=info.device,
         vocab_size=engine.vocab_size,
         context_tokens=config.context_tokens,
         max_tokens=min(config.context_tokens, (config.num_pages - config.pin_quota_pages) * config.page_size),
         max_running=config.max_running,
         kv_tokens=config.num_pages * config.page_size,
         host_kv_tokens=config.num_host_pages * config.page_size,
-        kv_bytes_per_token=facts.kv_bytes_per_token,
+        kv_bytes_per_token=info.kv_bytes_per_token,
     )
 
 
@@ -66,7 +66,7 @@ class EngineQueries:
             answer: Future[Any] = Future()
             answer.set_result(self._health())
             return answer
-        return self._engine.ask(self._function(question))
+        return self._engine.call(self._function(question))
 
     def _function(self, question: Question) -> Callable[[Scheduler], Any]:
         now = time.monotonic()

@@ -9,8 +9,9 @@ from contextlib import aclosing
 from typing import Any, cast
 
 from paceline.engine.engine import Engine
+from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
-from paceline.server.engine_client import Job, Question, ServedModel
+from paceline.server.engine_client import Question, ServedModel
 from paceline.server.engine_queries import EngineQueries, served_by
 
 
@@ -46,11 +47,8 @@ class LocalClient:
 
     async def _pump(self, index: int, job: Job, queue: asyncio.Queue[tuple[int, OutputDelta | Exception]]) -> None:
         try:
-            pieces = self._engine.stream(
-                job.prompt, job.params, request_id=job.id, tenant=job.tenant, priority=job.priority,
-                timeout=job.timeout_s, cache_salt=job.cache_salt, pooling=job.pooling,
-            )  # fmt: skip
-            async with aclosing(cast("AsyncGenerator[OutputDelta, None]", pieces)) as opened:
+            deltas = cast("AsyncGenerator[OutputDelta, None]", self._engine.stream(job))
+            async with aclosing(deltas) as opened:
                 async for piece in opened:
                     queue.put_nowait((index, piece))
         except Exception as error:

@@ -5,15 +5,13 @@ Parameters and pieces travel as the dataclasses they are, so a new field of thei
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import msgspec
-import numpy as np
 
+from paceline.codec import Decoder
+from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.request import FinishReason, InvalidRequest, PacelineError, Refused
-from paceline.server.engine_client import Job, Question
+from paceline.server.engine_client import Question
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -25,13 +23,8 @@ class Hello(msgspec.Struct, tag=True):
 
 class Submit(msgspec.Struct, tag=True):
     front_end: str
-    number: int  # by which the front end knows it
+    number: int  # chosen by the front end; identifies the request in replies
     job: Job
-    prompt: bytes  # int32; the job's own is left empty
-
-    @classmethod
-    def of(cls, front_end: str, number: int, job: Job) -> Submit:
-        return cls(front_end, number, replace(job, prompt=()), np.asarray(job.prompt, np.int32).tobytes())
 
 
 class End(msgspec.Struct, tag=True):
@@ -46,7 +39,7 @@ class QueryMessage(msgspec.Struct, tag=True):
 
 
 class OutputBatch(msgspec.Struct, tag=True):
-    """All that one step has for a front end. A piece's text is `TokenText`."""
+    """All outputs of one step for a front end. Deltas have token ids and no text."""
 
     pieces: list[tuple[int, OutputDelta]]
 
@@ -77,20 +70,7 @@ class Refusal(msgspec.Struct, tag=True):
         return EngineFailed(self.message) if self.kind == "failed" else InvalidRequest(self.message)
 
 
-_encoder = msgspec.msgpack.Encoder()
-_to_engine = msgspec.msgpack.Decoder(Hello | Submit | End | QueryMessage)
-_to_front_end = msgspec.msgpack.Decoder(OutputBatch | Reply | Refusal)
-
-
-def encode(message: Any) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_to_engine(data: bytes) -> Hello | Submit | End | QueryMessage:
-    message: Hello | Submit | End | QueryMessage = _to_engine.decode(data)
-    return message
-
-
-def decode_to_front_end(data: bytes) -> OutputBatch | Reply | Refusal:
-    message: OutputBatch | Reply | Refusal = _to_front_end.decode(data)
-    return message
+_to_engine: Decoder[Hello | Submit | End | QueryMessage] = Decoder(Hello | Submit | End | QueryMessage)
+_to_front_end: Decoder[OutputBatch | Reply | Refusal] = Decoder(OutputBatch | Reply | Refusal)
+decode_to_engine = _to_engine.decode
+decode_to_front_end = _to_front_end.decode

@@ -16,9 +16,11 @@ from typing import Any
 import msgspec
 import zmq
 
+from paceline.codec import encode
+from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.request import FinishReason, PacelineError
-from paceline.server.engine_client import ANSWERS, Job, Question, ServedModel
+from paceline.server.engine_client import ANSWERS, Question, ServedModel
 from paceline.server.messages import (
     End,
     Hello,
@@ -28,9 +30,8 @@ from paceline.server.messages import (
     Reply,
     Submit,
     decode_to_front_end,
-    encode,
 )
-from paceline.text.stop import TextStream, TokenText
+from paceline.text.stop import TextStream
 from paceline.text.tokenizer import Tokenizer
 
 _ANSWER_S = 5.0  # how long an answer may take; an engine that is stuck gives none
@@ -51,7 +52,9 @@ class _Listener:
         """Whether it was the last."""
         ended = piece.finish_reason is not None
         if not self.stopped:
-            text = self.text.push(TokenText.ids(piece.text))
+            # The engine reports `stop` for a stop token only, and that token is not part of the text.
+            ids = piece.token_ids[:-1] if piece.finish_reason is FinishReason.STOP else piece.token_ids
+            text = self.text.push(ids)
             self.stopped = self.text.matched is not None
             if self.stopped and not ended:
                 self.client.send(End(self.job.id, FinishReason.STOP))
@@ -143,7 +146,7 @@ class RemoteClient:
                 numbers.append(number)
                 text = TextStream.of(self._tokenizer, job.params)
                 self._listeners[number] = _Listener(self, index, job, text, queue)
-                self.send(Submit.of(self._name, number, job))
+                self.send(Submit(self._name, number, job))
             num_left = len(jobs)
             while num_left:
                 item = await queue.get()

@@ -7,10 +7,10 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta, TokenLogprob
 from paceline.engine.output import TokenUsage as EngineUsage
 from paceline.request import FinishReason, SamplingParams
-from paceline.server.engine_client import Job
 from paceline.server.errors import ApiError, aborted, engine_failed, shutting_down
 from paceline.server.types import (
     CachedTokens,

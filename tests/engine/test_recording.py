@@ -187,7 +187,7 @@ def test_a_recording_that_was_cut_off_is_read_up_to_there(tmp_path: Path) -> Non
 def test_what_is_no_recording_is_refused_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("TIMESTAMP,ContextTokens\n")
-    with pytest.raises(ConfigError, match=r"trace.csv, line 1 is no line of a recording"):
+    with pytest.raises(ConfigError, match=r"trace.csv, line 1 is not a line of a recording"):
         list(read_recording(path))
     path.write_text('{"line": "mark", "at": 0, "name": "x"}\n')
     with pytest.raises(ConfigError, match="no recording of version 1"):

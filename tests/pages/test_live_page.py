@@ -14,6 +14,7 @@ from playwright.sync_api import Page, expect
 from paceline.config import ServerConfig, TenantConfig
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine
+from paceline.engine.job import Job
 from paceline.engine.monitor import EngineMonitor
 from paceline.engine.output import OutputDelta
 from paceline.request import PacelineError, SamplingParams
@@ -27,8 +28,6 @@ from tests.server.serving import app_of
 
 class Sink:
     """Waits for the end of one request."""
-
-    wants_all_at_once = False
 
     def __init__(self) -> None:
         self.ended: Future[OutputDelta] = Future()
@@ -47,7 +46,7 @@ def send(engine: Engine, count: int, *, tokens: int = 4, tenants: int = 2, lengt
         prompt = [*range(100, 100 + length), number % 90 + 1, number % 7 + 1]
         params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
         name = f"secret-{number}-{time.monotonic_ns()}"
-        engine.submit(prompt, params, sink=sink, request_id=name, tenant=f"team-{number % tenants}")
+        engine.submit(Job(engine.encode(prompt), params, id=name, tenant=f"team-{number % tenants}"), sink)
     return sinks
 
 
@@ -73,9 +72,9 @@ def test_it_shows_what_was_served(page: Page, url: str, engine: Engine) -> None:
     expect(page.get_by_text("live", exact=True)).to_be_visible()
     for sink in send(engine, 30):
         sink.ended.result(60)
-    finished = engine.ask(lambda scheduler: sum(scheduler.counters.finished.values())).result()
+    finished = engine.call(lambda scheduler: sum(scheduler.counters.finished.values())).result()
     expect(figure(page, "ended")).to_have_text(f"{finished:,}")
-    counters = engine.ask(lambda scheduler: scheduler.counters).result()
+    counters = engine.call(lambda scheduler: scheduler.counters).result()
     expect(figure(page, "hit_rate")).to_have_text(f"{100 * counters.hit_rate:.1f} %")
     expect(page.locator("main")).to_contain_text("team-1")
     expect(page.get_by_text("Recent requests")).to_be_visible()
@@ -99,7 +98,7 @@ def test_a_thousand_requests_wait_and_the_page_says_why(page: Page, url: str, en
     assert sum(map(int, counts)) == 512
     for sink in sinks:
         engine.abort(str(id(sink)))  # no such id: harms nothing
-    engine.ask(lambda scheduler: [scheduler.abort(name, 0.0) for name in list(scheduler.requests)]).result()
+    engine.call(lambda scheduler: [scheduler.abort(name, 0.0) for name in list(scheduler.requests)]).result()
     for sink in sinks:
         sink.ended.result(60)
 
@@ -158,12 +157,12 @@ def test_an_engine_in_a_process_of_its_own_is_shown_too() -> None:
 
 def test_asking_costs_the_engine_little(engine: Engine) -> None:
     """A bound on work, not on time: with a thousand waiting, a state is a bounded number of bytes and lines of it."""
-    live = engine.ask(lambda scheduler: EngineMonitor(scheduler, engine.clock)).result()
+    live = engine.call(lambda scheduler: EngineMonitor(scheduler, engine.clock)).result()
     sinks = send(engine, 1000, tokens=200)
-    state = engine.ask(lambda _: live.state()).result()
+    state = engine.call(lambda _: live.state()).result()
     assert state["snapshot"]["num_waiting"] > 900
     assert len(state["snapshot"]["waiting"]) == 100
     assert len(state["snapshot"]["tree"]["nodes"]) <= 150
-    engine.ask(lambda scheduler: [scheduler.abort(name, 0.0) for name in list(scheduler.requests)]).result()
+    engine.call(lambda scheduler: [scheduler.abort(name, 0.0) for name in list(scheduler.requests)]).result()
     for sink in sinks:
         sink.ended.result(60)
