@@ -11,7 +11,7 @@ import pytest
 
 from paceline.cli.sim import app
 from paceline.config import ConfigError, WorkloadConfig
-from paceline.engine.executor import Result
+from paceline.engine.executor import Executor
 from paceline.engine.loop import Loop
 from paceline.engine.recording import RecordedPass, Recorder, read_recording
 from paceline.engine.virtual.executor import HostLink, VirtualClock, VirtualExecutor
@@ -92,7 +92,7 @@ def test_shipped_profiles_have_the_link_that_was_measured() -> None:
         assert "fetched" in profile.swap_source
 
 
-class Timed:
+class Timed(Executor):
     """A virtual executor that says how long its fetches took, as a GPU does."""
 
     def __init__(self, executor: VirtualExecutor, page_s: float) -> None:
@@ -101,7 +101,7 @@ class Timed:
     def launch(self, plan: Plan) -> Any:
         pending = self._executor.launch(plan)
         count = 0 if plan.swap is None else len(plan.swap.fetch_pages)
-        pending._result = Result(*pending._result[:-1], fetch_s=count * self._page_s if count else None)
+        pending._result = pending._result._replace(fetch_s=count * self._page_s if count else None)
         return pending
 
 
