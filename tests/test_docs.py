@@ -192,6 +192,13 @@ def test_every_source_file_named_in_the_docs_exists() -> None:
             assert is_there, f"{document.relative_to(ROOT)} names {name}, which does not exist"
 
 
+def test_documents_named_in_comments_exist() -> None:
+    for folder in ("paceline", "tests", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for name in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text()):
+                assert (ROOT / name).exists(), f"{path.relative_to(ROOT)} names {name}, which does not exist"
+
+
 # --------------------------------------------------------------------------------------------------- names in the docs
 
 
