@@ -157,13 +157,8 @@ def timed(llm: LLM, work: OfflineWorkload) -> RunMetrics:
     return run_metrics(seen, seconds, device.model.spec, device.model.dtype.itemsize, device.stats.saved_tokens)
 
 
-<<<<<<< HEAD:benchmarks/executor_variants.py
-def timeline(llm: LLM, name: str, work: Offline, show: int = 12) -> None:
-    """The time of each kernel in a decode batch, and the kernels of a layer or two in its middle."""
-=======
 def timeline(llm: LLM, name: str, work: OfflineWorkload, show: int = 12) -> None:
-    """Which kernels a decode pass goes to; and those of a layer or two in its middle."""
->>>>>>> h-tools:benchmarks/cuda_variants.py
+    """The time of each kernel in a decode batch, and the kernels of a layer or two in its middle."""
     from torch.profiler import ProfilerActivity, profile
 
     params = [replace(each, max_tokens=12) for each in work.params]
@@ -268,11 +263,7 @@ def prompts(llm: LLM) -> None:
 
 def main() -> int:
     failed = 0
-<<<<<<< HEAD:benchmarks/executor_variants.py
-    print(ceilings())  # now, while memory is free
-=======
-    print(roofline())  # now, while there is memory
->>>>>>> h-tools:benchmarks/cuda_variants.py
+    print(roofline())  # now, while memory is free
     given = sys.argv[1:]
     for name in [name for name in VARIANTS if not given or name.startswith(tuple(given))]:
         began = time.perf_counter()
