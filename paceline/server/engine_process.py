@@ -8,7 +8,6 @@ end is gone, and the end of the input when the server is. Text is not made here:
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import signal
@@ -16,8 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -28,8 +26,7 @@ from paceline.config import EngineConfig, TenantConfig, split_options
 from paceline.engine.engine import Engine
 from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.request import InvalidRequest, PacelineError, SamplingParams
-from paceline.server.engine_queries import EngineQueries, served_by
-from paceline.server.limits import Gate
+from paceline.server.engine_queries import EngineQueries, served_model
 from paceline.server.logs import set_up_logs
 from paceline.server.messages import (
     End,
@@ -42,26 +39,21 @@ from paceline.server.messages import (
     decode_to_engine,
     encode,
 )
+from paceline.server.process_messages import (
+    EngineReady,
+    EngineSetup,
+    LineDecoder,
+    LoadingProgress,
+    StartupFailed,
+    ToEngine,
+    read_setup,
+    send_to_supervisor,
+)
+from paceline.server.rate_limiter import RateLimiter
 from paceline.text.stop import TokenText
 
 log = logging.getLogger("paceline.engine")
 _PROGRESS_S = 0.1  # between two words of how far loading is
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSetup:
-    """All that the process must know, as one line of JSON on its standard input."""
-
-    name: str
-    address: str  # where it listens
-    model: str | None = None
-    load: str = "weights"
-    shape: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # of EngineConfig and SchedulerConfig
-    stall_s: float = 60.0
-    tenants: tuple[TenantConfig, ...] = ()
-    log_level: str = "info"
-    log_format: str = "text"
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +72,7 @@ class _FrontEndSink:
         self.process.pieces.append((self, piece))
 
     def refuse(self, error: PacelineError) -> None:
-        self.process.side.metrics.refused[self.tenant] += 1
+        self.process.queries.metrics.refused[self.tenant] += 1
         self.process.forget(self)
         self.process.send(self.front_end, Refusal.of(self.number, error))
 
@@ -88,10 +80,10 @@ class _FrontEndSink:
 class EngineProcess:
     def __init__(self, engine: Engine, address: str, *, stall_s: float, tenants: Sequence[TenantConfig] = ()) -> None:
         self._engine = engine
-        self.side = EngineQueries(engine, stall_s)
+        self.queries = EngineQueries(engine, stall_s)
         self.pieces: list[tuple[_FrontEndSink, OutputDelta]] = []  # of this step; the engine's thread alone
         self.on_failure: Callable[[], None] = lambda: None
-        self._gate = Gate(tenants)
+        self._limiter = RateLimiter(tenants)
         self._context = zmq.Context()
         self._inlet = self._context.socket(zmq.PULL)
         self._inlet.set_hwm(0)
@@ -102,7 +94,7 @@ class EngineProcess:
         self._sinks: dict[str, dict[str, _FrontEndSink]] = {}  # front end -> request id -> sink
         engine.text_of = _no_text
         engine.after_step = self._send_pieces
-        self.side.metrics.num_open = lambda: self.num_open
+        self.queries.metrics.num_open = lambda: self.num_open
 
     # ------------------------------------------------------------------ what comes
 
@@ -139,9 +131,9 @@ class EngineProcess:
         prompt = np.frombuffer(message.prompt, np.int32)
         sink = _FrontEndSink(self, message.front_end, message.number, job.id, job.tenant, job.at_once)
         try:
-            self._gate.enter(job.tenant, len(prompt), time.monotonic())
+            self._limiter.acquire(job.tenant, len(prompt), time.monotonic())
         except PacelineError as error:
-            self.side.metrics.refused[job.tenant] += 1
+            self.queries.metrics.refused[job.tenant] += 1
             self.send(message.front_end, Refusal.of(message.number, error))
             return
         with self._lock:
@@ -168,7 +160,7 @@ class EngineProcess:
                 self.send(message.front_end, Refusal.of(message.number, error))
 
         try:
-            self.side.ask(message.question).add_done_callback(reply)
+            self.queries.execute(message.question).add_done_callback(reply)
         except PacelineError as error:
             self.send(message.front_end, Refusal.of(message.number, error))
 
@@ -178,7 +170,7 @@ class EngineProcess:
         with self._lock:
             return sum(map(len, self._sinks.values()))
 
-    def lose(self, front_end: str) -> None:
+    def disconnect(self, front_end: str) -> None:
         """A front end is gone: nobody reads what it asked for."""
         with self._lock:
             outlet = self._outlets.pop(front_end, None)
@@ -195,7 +187,7 @@ class EngineProcess:
                 of.pop(sink.request_id, None)
                 if not of:
                     del self._sinks[sink.front_end]
-        self._gate.leave(sink.tenant, num_output_tokens)
+        self._limiter.release(sink.tenant, num_output_tokens)
 
     # ------------------------------------------------------------------ what goes
 
@@ -207,7 +199,7 @@ class EngineProcess:
 
     def _send_each(self) -> None:
         pieces, self.pieces = self.pieces, []
-        now, metrics = time.monotonic(), self.side.metrics
+        now, metrics = time.monotonic(), self.queries.metrics
         messages: dict[str, list[tuple[int, OutputDelta]]] = {}
         for sink, piece in pieces:
             messages.setdefault(sink.front_end, []).append((sink.number, piece))
@@ -215,10 +207,10 @@ class EngineProcess:
             if count:
                 metrics.num_tokens += count
                 if sink.last_token is not None:
-                    metrics.between_tokens.observe((now - sink.last_token) / count)
+                    metrics.inter_token.observe((now - sink.last_token) / count)
                 sink.last_token = now
             if piece.finish_reason is not None:
-                metrics.took(piece)
+                metrics.add_finished(piece)
                 self.forget(sink, 0 if piece.usage is None else piece.usage.completion_tokens)
         for front_end, content in messages.items():
             self.send(front_end, OutputBatch(content))
@@ -245,7 +237,7 @@ def _no_text(_: SamplingParams) -> TokenText:
 
 
 def build(setup: EngineSetup, progress: Callable[[int, int], None]) -> Engine:
-    engine_options, scheduler_options = split_options(setup.options)
+    engine_options, scheduler_options = split_options(setup.source.options)
     weights = {tenant.name: tenant.weight for tenant in setup.tenants}
     if weights:
         scheduler_options["tenant_weights"] = {**weights, **scheduler_options.get("tenant_weights", {})}
@@ -256,7 +248,12 @@ def build(setup: EngineSetup, progress: Callable[[int, int], None]) -> Engine:
     from paceline.engine.build import build_engine
 
     return build_engine(
-        setup.model, load=setup.load, shape=setup.shape, progress=progress, **engine_options, **scheduler_options
+        setup.source.model,
+        load=setup.source.load,
+        shape=setup.source.shape,
+        progress=progress,
+        **engine_options,
+        **scheduler_options,
     )
 
 
@@ -286,25 +283,21 @@ def make_a_token(engine: Engine) -> None:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # only the supervisor decides
-    setup = msgspec.json.decode(sys.stdin.readline(), type=EngineSetup)
+    setup = read_setup(EngineSetup)
     set_up_logs(setup.log_level, setup.log_format, "engine")
     said = 0.0
-
-    def say(**what: Any) -> None:
-        sys.stdout.write(json.dumps(what) + "\n")
-        sys.stdout.flush()
 
     def progress(done: int, total: int) -> None:
         nonlocal said
         if time.monotonic() - said > _PROGRESS_S or done == total:
             said = time.monotonic()
-            say(loading=[done, total])
+            send_to_supervisor(LoadingProgress(done, total))
 
     try:
         engine = build(setup, progress)
         make_a_token(engine)
     except PacelineError as error:
-        say(refused=str(error))
+        send_to_supervisor(StartupFailed(str(error)))
         raise SystemExit(2) from None
     process = EngineProcess(engine, setup.address, stall_s=setup.stall_s, tenants=setup.tenants)
     process.on_failure = _end_after_last_words
@@ -313,16 +306,15 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     gc.disable()
-    say(up=msgspec.to_builtins(served_by(engine, setup.name)))
+    send_to_supervisor(EngineReady(served_model(engine, setup.name)))
     if hasattr(engine.executor, "launch_delayed"):
         try:
             engine.grammars.set_up()
         except InvalidRequest as error:
             log.info("requests with a grammar will be refused: %s", error)
-    for line in sys.stdin:
-        message = json.loads(line)
-        if "gone" in message:
-            process.lose(message["gone"])
+    decoder: LineDecoder[ToEngine] = LineDecoder(ToEngine)
+    for line in sys.stdin.buffer:
+        process.disconnect(decoder.decode(line).name)
     # The supervisor is gone, or wants this to end. Streams have been told by then, or there is nobody to tell.
     closing = threading.Thread(target=process.close, daemon=True)
     closing.start()
@@ -335,10 +327,6 @@ def main() -> None:
 def _end_after_last_words() -> None:
     """The engine has failed and everybody was told: another process will do better."""
     threading.Timer(0.2, os._exit, (70,)).start()
-
-
-def address_in(folder: Path, name: str) -> str:
-    return f"ipc://{folder / name}"
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from typing import Any, cast
 
 from paceline.engine.engine import Engine
 from paceline.engine.output import OutputDelta
-from paceline.server.engine_client import Job, Question, ServedModel
-from paceline.server.engine_queries import EngineQueries, served_by
+from paceline.server.engine_client import Job, ServedModel
+from paceline.server.engine_queries import EngineQueries, served_model
+from paceline.server.queries import EngineQuery
 
 
 class LocalClient:
@@ -19,8 +20,8 @@ class LocalClient:
 
     def __init__(self, engine: Engine, name: str = "local", stall_s: float = math.inf) -> None:
         self._engine = engine
-        self._side = EngineQueries(engine, stall_s)
-        self.served: ServedModel = served_by(engine, name)
+        self._queries = EngineQueries(engine, stall_s)
+        self.model: ServedModel = served_model(engine, name)
 
     async def stream(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         queue: asyncio.Queue[tuple[int, OutputDelta | Exception]] = asyncio.Queue()
@@ -38,8 +39,8 @@ class LocalClient:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # what they had to say is in the queue
 
-    async def ask(self, question: Question) -> Any:
-        return await asyncio.wrap_future(self._side.ask(question))
+    async def query(self, query: EngineQuery) -> Any:
+        return await asyncio.wrap_future(self._queries.execute(query))
 
     async def close(self) -> None:
         await asyncio.to_thread(self._engine.close)

@@ -13,7 +13,8 @@ import numpy as np
 
 from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.request import FinishReason, InvalidRequest, PacelineError, Refused
-from paceline.server.engine_client import Job, Question
+from paceline.server.engine_client import Job
+from paceline.server.queries import EngineQuery
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -42,7 +43,7 @@ class End(msgspec.Struct, tag=True):
 class QueryMessage(msgspec.Struct, tag=True):
     front_end: str
     number: int
-    question: Question
+    question: EngineQuery
 
 
 class OutputBatch(msgspec.Struct, tag=True):

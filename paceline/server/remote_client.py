@@ -1,7 +1,8 @@
 """The door to an engine in a process of its own.
 
-The engine may die and come back while the front end stays: `lose` ends all that was asked of it with an error at once,
-`connect` leads to the next one. Numbers are never used twice, so what a dead engine still had to say reaches nobody.
+The engine may die and come back while the front end stays: `disconnect` ends all that was asked of it with an
+error at once, `connect` leads to the next one. Numbers are never used twice, so what a dead engine still had to say
+reaches nobody.
 Here ids become text, and a stop string is seen; the engine is told so and has made a token or two for nothing.
 """
 
@@ -18,7 +19,7 @@ import zmq
 
 from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.request import FinishReason, PacelineError
-from paceline.server.engine_client import ANSWERS, Job, Question, ServedModel
+from paceline.server.engine_client import Job, ServedModel
 from paceline.server.messages import (
     End,
     Hello,
@@ -30,6 +31,7 @@ from paceline.server.messages import (
     decode_to_front_end,
     encode,
 )
+from paceline.server.queries import QUERY_RESULTS, EngineQuery
 from paceline.text.stop import TextStream, TokenText
 from paceline.text.tokenizer import Tokenizer
 
@@ -82,12 +84,12 @@ class RemoteClient:
         self._inlet.set_hwm(0)
         self._inlet.bind(address)
         self._outlet: zmq.Socket[bytes] | None = None
-        self._served: ServedModel | None = None
+        self._model: ServedModel | None = None
         self.loading = True
         self._why_not = "the engine is loading: try again in a moment."
         self._numbers = itertools.count()
         self._listeners: dict[int, _Listener] = {}
-        self._asked: dict[int, tuple[Question, asyncio.Future[Any]]] = {}
+        self._asked: dict[int, tuple[EngineQuery, asyncio.Future[Any]]] = {}
         self._loop.add_reader(self._inlet.fileno(), self._receive)
 
     # ------------------------------------------------------------------ the engine comes and goes
@@ -98,23 +100,23 @@ class RemoteClient:
         self._outlet.set_hwm(0)
         self._outlet.linger = 0
         self._outlet.connect(address)
-        self._served, self.loading = served, False
+        self._model, self.loading = served, False
         self.send(Hello(self._name, self._address))
 
-    def lose(self, error: PacelineError) -> None:
+    def disconnect(self, error: PacelineError) -> None:
         """There is no engine any more: whoever waits for it is told, and whoever asks before the next one comes."""
         self._why_not = str(error)
-        self._served, self.loading = None, False
+        self._model, self.loading = None, False
         if self._outlet is not None:
             self._outlet.close(linger=0)
             self._outlet = None
-        self.end_all(error)
+        self.fail_all(error)
         asked, self._asked = self._asked, {}
         for _, future in asked.values():
             if not future.done():
                 future.set_exception(error)
 
-    def end_all(self, error: PacelineError) -> None:
+    def fail_all(self, error: PacelineError) -> None:
         """Ends every answer with this error; the engine drops what it was doing for them."""
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
@@ -122,10 +124,10 @@ class RemoteClient:
             listener.queue.put_nowait(error)
 
     @property
-    def served(self) -> ServedModel:
-        if self._served is None:
+    def model(self) -> ServedModel:
+        if self._model is None:
             raise EngineFailed(self._why_not)
-        return self._served
+        return self._model
 
     @property
     def num_open(self) -> int:
@@ -135,7 +137,7 @@ class RemoteClient:
 
     async def stream(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         queue: asyncio.Queue[tuple[int, OutputDelta] | Exception] = asyncio.Queue()
-        assert self.served, "an engine is there, or this raises"
+        assert self.model, "an engine is there, or this raises"
         numbers = []
         try:
             for index, job in enumerate(jobs):
@@ -157,12 +159,12 @@ class RemoteClient:
                 if listener is not None:
                     self.send(End(listener.job.id, FinishReason.ABORT))
 
-    async def ask(self, question: Question) -> Any:
-        assert self.served, "an engine is there, or this raises"
+    async def query(self, query: EngineQuery) -> Any:
+        assert self.model, "an engine is there, or this raises"
         number = next(self._numbers)
         future: asyncio.Future[Any] = self._loop.create_future()
-        self._asked[number] = (question, future)
-        self.send(QueryMessage(self._name, number, question))
+        self._asked[number] = (query, future)
+        self.send(QueryMessage(self._name, number, query))
         try:
             return await asyncio.wait_for(future, _ANSWER_S)
         except TimeoutError:
@@ -171,7 +173,7 @@ class RemoteClient:
             self._asked.pop(number, None)
 
     async def close(self) -> None:
-        self.lose(EngineFailed("the front end was closed."))
+        self.disconnect(EngineFailed("the front end was closed."))
         self._loop.remove_reader(self._inlet.fileno())
         self._inlet.close(linger=0)
         self._context.term()
@@ -206,7 +208,7 @@ class RemoteClient:
     def _settle(self, message: Reply) -> None:
         question, future = self._asked.get(message.number, (None, None))
         if future is not None and not future.done():
-            future.set_result(msgspec.msgpack.decode(message.answer, type=ANSWERS[type(question)]))
+            future.set_result(msgspec.msgpack.decode(message.answer, type=QUERY_RESULTS[type(question)]))
 
     def _refuse(self, message: Refusal) -> None:
         listener = self._listeners.pop(message.number, None)

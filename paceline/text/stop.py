@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from paceline.request import InvalidRequest, SamplingParams
+from paceline.request import MAX_STOP_CHARACTERS, MAX_STOPS, InvalidRequest, SamplingParams
 from paceline.text.detokenize import Detokenizer
 from paceline.text.tokenizer import Tokenizer
 
-MAX_STOPS = 64
 _SURROGATES, _NUM_SURROGATES = 0xD800, 0x800  # characters that cannot be written as UTF-8
-MAX_STOP_CHARACTERS = 4096  # of all stop strings of a request together
 
 
 class _Automaton:
