@@ -215,7 +215,8 @@ async def run(process: subprocess.Popen[str], url: str, minutes: float, seed: in
     metric = {name: float(value) for name, value in re.findall(r"^paceline_(\w+) ([\d.e+-]+)$", text, re.MULTILINE)}
     left = {
         "leaked_tokens": health["kv_tokens"] - health["kv_tokens_free"], "running": health["num_running"],
-        "waiting": health["num_waiting"], "open": metric["num_requests_open"], "repairs": metric["scheduler_state_repairs_total"],
+        "waiting": health["num_waiting"], "open": metric["num_requests_open"],
+        "repairs": metric["scheduler_state_repairs_total"],
     }  # fmt: skip
     return {"minutes": minutes, "tokens_checked": soak.num_tokens, "counts": dict(soak.counts), "left": left,
             "memory": growth, "load_average": os.getloadavg()[0]}  # fmt: skip

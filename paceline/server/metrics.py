@@ -75,13 +75,21 @@ class ServerCounters:
         ]
         return [
             MetricFamily("http_responses", "counter", "HTTP responses, by route and status.", list(responses)),
-            counter("http_disconnects", "Clients that disconnected before the end of their response.",
-                    self.disconnects, label),
-            counter("http_slow_clients", "Clients disconnected because they sent or read too slowly.",
-                    self.slow_clients, label),
+            counter(
+                "http_disconnects",
+                "Clients that disconnected before the end of their response.",
+                self.disconnects,
+                label,
+            ),
+            counter(
+                "http_slow_clients",
+                "Clients disconnected because they sent or read too slowly.",
+                self.slow_clients,
+                label,
+            ),
             gauge("http_connections", "Open connections.", self.connections, label),
             gauge("http_requests_in_progress", "Generation requests in progress.", self.in_progress, label),
-        ]  # fmt: skip
+        ]
 
 
 class _RegistryCollector:

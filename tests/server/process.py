@@ -56,8 +56,10 @@ def serving(*arguments: str) -> Iterator[ServerProcess]:
     """A server on a free port, ready for requests; killed at the end if it is still running."""
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline.cli", "serve", "--port", "0", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     server = ServerProcess(process)
     reader = threading.Thread(target=_read, args=(server,), daemon=True)
     reader.start()

@@ -26,11 +26,11 @@ def test_a_chat_response_has_openais_format(caller: Caller) -> None:
 
 
 def test_a_stream_has_the_same_text_as_the_response_without_streaming(caller: Caller) -> None:
-    whole = caller.ok(CHAT, HELLO)
+    full = caller.ok(CHAT, HELLO)
     events = caller.events(CHAT, HELLO)
     assert events.pop() == "[DONE]"
     assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert content(events) == whole["choices"][0]["message"]["content"]
+    assert content(events) == full["choices"][0]["message"]["content"]
     assert [event["choices"][0]["finish_reason"] for event in events] == [None] * (len(events) - 1) + ["length"]
     assert len({event["id"] for event in events}) == 1
     assert all("usage" not in event for event in events)
@@ -61,23 +61,24 @@ def test_prompts_are_text_or_token_ids_one_or_several(caller: Caller, prompt: An
     assert answer["object"] == "text_completion"
     assert [choice["index"] for choice in answer["choices"]] == list(range(count))
     assert answer["usage"]["completion_tokens"] == 6 * count
-    alone = [caller.ok(COMPLETIONS, TEXT, prompt=one)["choices"][0]["text"] for one in
-             (prompt if count > 1 else [prompt])]  # fmt: skip
+    alone = [
+        caller.ok(COMPLETIONS, TEXT, prompt=one)["choices"][0]["text"] for one in (prompt if count > 1 else [prompt])
+    ]
     assert [choice["text"] for choice in answer["choices"]] == alone
 
 
 def test_several_prompts_stream_concurrently(caller: Caller) -> None:
     prompts = ["once", "upon", "a time"]
-    whole = caller.ok(COMPLETIONS, TEXT, prompt=prompts)
+    full = caller.ok(COMPLETIONS, TEXT, prompt=prompts)
     events = caller.events(COMPLETIONS, TEXT, prompt=prompts, stream_options={"include_usage": True})
     assert events.pop() == "[DONE]"
-    assert events.pop()["usage"] == {**whole["usage"], "prompt_tokens_details": {"cached_tokens": 0}}
+    assert events.pop()["usage"] == {**full["usage"], "prompt_tokens_details": {"cached_tokens": 0}}
     texts, reasons = [""] * 3, [None] * 3
     for event in events:
         for choice in event["choices"]:
             texts[choice["index"]] += choice["text"]
             reasons[choice["index"]] = choice["finish_reason"]
-    assert texts == [choice["text"] for choice in whole["choices"]]
+    assert texts == [choice["text"] for choice in full["choices"]]
     assert reasons == ["length"] * 3
 
 
@@ -94,8 +95,8 @@ def test_max_completion_tokens_is_an_alias_of_max_tokens(caller: Caller) -> None
 def test_a_stop_string_ends_the_text_and_is_not_part_of_it(caller: Caller) -> None:
     text = caller.ok(COMPLETIONS, TEXT)["choices"][0]["text"]
     stop = text[3:5]
-    for asked in (stop, [stop, "never to be seen"]):
-        (choice,) = caller.ok(COMPLETIONS, TEXT, stop=asked)["choices"]
+    for stops in (stop, [stop, "never to be seen"]):
+        (choice,) = caller.ok(COMPLETIONS, TEXT, stop=stops)["choices"]
         assert choice["finish_reason"] == "stop"
         assert choice["text"] == text[: text.index(stop)]
 
@@ -103,11 +104,11 @@ def test_a_stop_string_ends_the_text_and_is_not_part_of_it(caller: Caller) -> No
 def test_a_seed_makes_sampling_repeatable(caller: Caller) -> None:
     body = {**HELLO, "temperature": 1.5, "max_tokens": 12}
 
-    def said(seed: int) -> str:
+    def output(seed: int) -> str:
         return caller.ok(CHAT, body, seed=seed)["choices"][0]["message"]["content"]
 
-    assert said(1) == said(1)
-    assert len({said(seed) for seed in range(4)}) > 1
+    assert output(1) == output(1)
+    assert len({output(seed) for seed in range(4)}) > 1
 
 
 def test_top_k_of_one_is_greedy(caller: Caller) -> None:
@@ -123,18 +124,18 @@ def test_a_stop_token_ends_the_text_but_not_before_min_tokens(caller: Caller) ->
 
 def test_content_may_be_text_parts_and_developer_means_system(caller: Caller) -> None:
     parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]
-    whole = caller.ok(CHAT, HELLO)
-    assert caller.ok(CHAT, HELLO, messages=[{"role": "user", "content": parts}])["choices"] == whole["choices"]
+    full = caller.ok(CHAT, HELLO)
+    assert caller.ok(CHAT, HELLO, messages=[{"role": "user", "content": parts}])["choices"] == full["choices"]
     system, developer = (
         caller.ok(CHAT, HELLO, messages=[{"role": role, "content": "Be brief"}, *HELLO["messages"]])["choices"]
         for role in ("system", "developer")
     )
-    assert system == developer != whole["choices"]
+    assert system == developer != full["choices"]
 
 
 def test_a_response_message_is_accepted_in_the_next_request(caller: Caller) -> None:
-    said = caller.ok(CHAT, HELLO)["choices"][0]["message"]
-    caller.ok(CHAT, HELLO, messages=[*HELLO["messages"], said, {"role": "user", "content": "and then?"}])
+    reply = caller.ok(CHAT, HELLO)["choices"][0]["message"]
+    caller.ok(CHAT, HELLO, messages=[*HELLO["messages"], reply, {"role": "user", "content": "and then?"}])
 
 
 def test_ignored_fields_and_neutral_values_are_accepted(caller: Caller) -> None:

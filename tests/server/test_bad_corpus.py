@@ -79,8 +79,11 @@ def cases() -> list[tuple[str, bytes]]:
                 continue
             found += [(path, json.dumps({**good, name: value}).encode()) for value in values]
         found += [(path, body) for body in BODIES]
-        found += [(path, json.dumps({key: value for key, value in good.items() if key != missing}).encode())
-                  for missing in ("model", "messages", "prompt") if missing in good]  # fmt: skip
+        found += [
+            (path, json.dumps({key: value for key, value in good.items() if key != missing}).encode())
+            for missing in ("model", "messages", "prompt")
+            if missing in good
+        ]
     found += [(CHAT, json.dumps({**HELLO, "messages": value}).encode()) for value in MESSAGES]
     found += [(COMPLETIONS, json.dumps({**TEXT, "prompt": value}).encode()) for value in PROMPTS]
     return found

@@ -21,8 +21,8 @@ def refused(caller: Caller, path: str, body: Any, status: int = 400) -> dict[str
     return error
 
 
-def messages(*said: Any) -> dict[str, Any]:
-    return {"messages": list(said)}
+def messages(*items: Any) -> dict[str, Any]:
+    return {"messages": list(items)}
 
 
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -156,9 +156,19 @@ def test_an_unknown_model_is_404_and_names_the_served_one(caller: Caller) -> Non
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b"[" * 100_000, b'{"model": NaN}',
-             b'{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}'],
-)  # fmt: skip
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"3",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"model": NaN}',
+        b'{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}',
+    ],
+)
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_a_body_that_is_not_a_json_object_is_400(caller: Caller, path: str, body: bytes) -> None:
     response = caller.request("POST", path, content=body)

@@ -16,12 +16,12 @@ from tests.model.contiguous_cache import ContiguousCache
 from tests.server.serving import COMPLETIONS, TEXT, Caller, make_app, tiny_engine
 
 PATH = "/v1/embeddings"
-ASKED: dict[str, Any] = {"model": "tiny", "input": "once upon a time"}
+PAYLOAD: dict[str, Any] = {"model": "tiny", "input": "once upon a time"}
 IDS = [9, *range(200, 290)]
 
 
 def vectors(caller: Caller, **changes: Any) -> np.ndarray:
-    answer = caller.ok(PATH, {**ASKED, **changes})
+    answer = caller.ok(PATH, {**PAYLOAD, **changes})
     assert [item["index"] for item in answer["data"]] == list(range(len(answer["data"])))
     return np.array([item["embedding"] for item in answer["data"]])
 
@@ -61,7 +61,7 @@ def test_several_texts_return_embeddings_in_order(caller: Caller) -> None:
 
 
 def test_base64_encodes_the_same_vector(caller: Caller) -> None:
-    answer = caller.ok(PATH, ASKED, encoding_format="base64")
+    answer = caller.ok(PATH, PAYLOAD, encoding_format="base64")
     numbers = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
     assert np.allclose(numbers, vectors(caller)[0], atol=1e-6)
     assert answer["object"] == "list" and answer["model"] == "tiny"
@@ -82,7 +82,7 @@ def test_generation_is_unchanged_beside_embeddings(caller: Caller) -> None:
      ({"dimensions": 7}, "dimensions")],
 )  # fmt: skip
 def test_an_invalid_embedding_request_names_the_param(caller: Caller, changes: Any, param: str) -> None:
-    response = caller.post(PATH, {**ASKED, **changes})
+    response = caller.post(PATH, {**PAYLOAD, **changes})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
 
@@ -92,7 +92,7 @@ def test_an_executor_without_pooling_refuses_embeddings(monkeypatch: pytest.Monk
     try:
         assert isinstance(engine.executor, CpuExecutor) and isinstance(engine.executor.device, CpuModelRunner)
         monkeypatch.setattr(CpuExecutor, "can_pool", False)
-        response = Caller(make_app(engine)).post(PATH, ASKED)
+        response = Caller(make_app(engine)).post(PATH, PAYLOAD)
         assert response.status_code == 400 and "does not compute yet" in response.json()["error"]["message"]
     finally:
         engine.close()

@@ -55,7 +55,7 @@ def test_a_chat_response_names_paris(client: OpenAI) -> None:
 
 
 def test_a_stream_has_the_same_text_and_ends_with_usage(client: OpenAI) -> None:
-    whole = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0)
+    full = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0)
     chunks = list(
         client.chat.completions.create(
             model=MODEL, messages=FRANCE, temperature=0, stream=True, stream_options={"include_usage": True}
@@ -63,24 +63,29 @@ def test_a_stream_has_the_same_text_and_ends_with_usage(client: OpenAI) -> None:
     )
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
-    assert text == whole.choices[0].message.content
+    assert text == full.choices[0].message.content
     assert chunks[-2].choices[0].finish_reason == "stop"
     usage = chunks[-1].usage
-    assert usage is not None and whole.usage is not None and usage.total_tokens == whole.usage.total_tokens
+    assert usage is not None and full.usage is not None and usage.total_tokens == full.usage.total_tokens
     assert usage.prompt_tokens_details is not None and usage.prompt_tokens_details.cached_tokens
     assert len(chunks) >= 5, "a stream has several chunks"
 
 
 def test_completions_match_the_reference_continuation(client: OpenAI) -> None:
     """The greedy continuation of the default model in float32 that all parts of Paceline are tested against."""
-    asked: dict[str, Any] = {"model": MODEL, "prompt": [504, 3575, 282, 4649, 314], "temperature": 0, "max_tokens": 8,
-                             "extra_body": {"ignore_eos": True}}  # fmt: skip
-    whole = client.completions.create(**asked)
+    payload: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": [504, 3575, 282, 4649, 314],
+        "temperature": 0,
+        "max_tokens": 8,
+        "extra_body": {"ignore_eos": True},
+    }
+    full = client.completions.create(**payload)
     known = [7042, 30, 198, 198, 504, 2988, 314, 42]
-    assert whole.choices[0].text == load_tokenizer(find_model(MODEL)).decode(known, at_start=False)
-    assert whole.choices[0].finish_reason == "length"
-    streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True))
-    assert streamed == whole.choices[0].text
+    assert full.choices[0].text == load_tokenizer(find_model(MODEL)).decode(known, at_start=False)
+    assert full.choices[0].finish_reason == "length"
+    streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(**payload, stream=True))
+    assert streamed == full.choices[0].text
 
 
 def test_sixteen_concurrent_streams_each_get_their_own_text(client: OpenAI, server: ServerProcess) -> None:
@@ -149,8 +154,11 @@ def test_a_port_in_use_is_a_one_line_error_with_exit_code_2(server: ServerProces
     port = server.url.rsplit(":", 1)[1]
     run = subprocess.run(
         [sys.executable, "-m", "paceline.cli", "serve", "--port", port],
-        check=False, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert run.returncode == 2
     assert run.stderr == (
         f"paceline: port is {port}, which is already in use: stop that program, or choose another port (0: any).\n"

@@ -135,14 +135,14 @@ def test_a_full_queue_is_429_with_retry_after(own_engine: Callable[..., Engine],
 def break_after(engine: Engine, num_passes: int) -> None:
     executor = engine.executor
     assert isinstance(executor, CpuExecutor)
-    whole = executor.device.run
+    full = executor.device.run
     left = [num_passes]
 
     def run(plan: Any, masks: Any) -> Any:
         left[0] -= 1
         if left[0] < 0:
             raise RuntimeError("the device is on fire")
-        return whole(plan, masks)
+        return full(plan, masks)
 
     executor.device.run = run  # type: ignore[method-assign]
 
@@ -196,7 +196,9 @@ def test_an_internal_error_is_500_without_details(
     response = caller.post(CHAT, HELLO)
     assert response.status_code == 500
     assert response.json()["error"] == {
-        "message": "Internal server error: see the server's log.", "type": "server_error", "param": None,
+        "message": "Internal server error: see the server's log.",
+        "type": "server_error",
+        "param": None,
         "code": "internal_error",
-    }  # fmt: skip
+    }
     assert "secret" in caplog.text

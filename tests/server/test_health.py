@@ -103,8 +103,10 @@ def test_inconsistent_scheduler_state_is_reset_when_idle_and_counted(
 def test_metrics_are_in_prometheus_format_and_count_requests(engine: Engine) -> None:
     caller = caller_of(engine)
     for number in range(3):
-        caller.ok("/v1/completions", {"model": "virtual", "prompt": [1000] * 40 + [number], "max_tokens": 5,
-                                      "ignore_eos": True})  # fmt: skip
+        caller.ok(
+            "/v1/completions",
+            {"model": "virtual", "prompt": [1000] * 40 + [number], "max_tokens": 5, "ignore_eos": True},
+        )
     response = caller.request("GET", "/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     samples = {
@@ -124,8 +126,9 @@ def test_metrics_count_cache_hits_and_host_fetches_separately() -> None:
     engine = build_virtual(EngineConfig(executor="virtual", kv_tokens=2048, host_kv_tokens=8192), {})
     caller = caller_of(engine)
     for token in (1000, 1001, 1000):
-        caller.ok("/v1/completions", {"model": "virtual", "prompt": [token] * 1600, "max_tokens": 2,
-                                      "ignore_eos": True})  # fmt: skip
+        caller.ok(
+            "/v1/completions", {"model": "virtual", "prompt": [token] * 1600, "max_tokens": 2, "ignore_eos": True}
+        )
     samples = {
         sample.name.removeprefix("paceline_"): sample.value
         for family in text_string_to_metric_families(caller.request("GET", "/metrics").text)
@@ -152,16 +155,22 @@ def test_unknown_paths_do_not_become_metric_labels(engine: Engine) -> None:
 def test_tokenize_and_detokenize_round_trip(engine: Engine) -> None:
     caller = caller_of(engine)
 
-    def post(path: str, **asked: Any) -> httpx.Response:
-        return caller.request("POST", path, json=asked)
+    def post(path: str, **payload: Any) -> httpx.Response:
+        return caller.request("POST", path, json=payload)
 
     tokens = post("/tokenize", prompt="hello there").json()
     assert tokens["count"] == len(tokens["tokens"]) and tokens["max_model_len"] == 512 * 16
     assert post("/detokenize", tokens=tokens["tokens"]).json() == {"prompt": "hello there"}
     chat = post("/tokenize", messages=[{"role": "user", "content": "hello there"}]).json()
     assert chat["count"] > tokens["count"]
-    for path, asked in (("/tokenize", {}), ("/tokenize", {"prompt": "a", "messages": []}), ("/detokenize", {}),
-                        ("/detokenize", {"tokens": [-1]}), ("/detokenize", {"tokens": [10**9]}),
-                        ("/tokenize", {"prompt": 3}), ("/tokenize", {"prompt": "x", "colour": 1})):  # fmt: skip
-        assert post(path, **asked).status_code == 400, asked
+    for path, payload in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": []}),
+        ("/detokenize", {}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": [10**9]}),
+        ("/tokenize", {"prompt": 3}),
+        ("/tokenize", {"prompt": "x", "colour": 1}),
+    ):
+        assert post(path, **payload).status_code == 400, payload
     assert post("/tokenize", prompt="x", model="other").status_code == 404

@@ -60,15 +60,19 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
         yield server
 
 
-def ask(server: ServerProcess, key: str, path: str = "/v1/completions", **asked: Any) -> httpx.Response:
-    asked = {**body([5, 6, 7], 4), **asked}
-    return httpx.post(server.url + path, json=asked, headers={"Authorization": f"Bearer {key}"}, timeout=120)
+def ask(server: ServerProcess, key: str, path: str = "/v1/completions", **payload: Any) -> httpx.Response:
+    payload = {**body([5, 6, 7], 4), **payload}
+    return httpx.post(server.url + path, json=payload, headers={"Authorization": f"Bearer {key}"}, timeout=120)
 
 
 @pytest.mark.parametrize("key", ["", "wrong", "key-alic", "key-alice-3", "root", "ключ"])
 def test_an_unknown_api_key_is_401(guarded: ServerProcess, key: str) -> None:
-    response = httpx.post(f"{guarded.url}/v1/completions", json=body([5], 1), timeout=120,
-                          headers={"Authorization": f"Bearer {key}".encode()} if key else {})  # fmt: skip
+    response = httpx.post(
+        f"{guarded.url}/v1/completions",
+        json=body([5], 1),
+        timeout=120,
+        headers={"Authorization": f"Bearer {key}".encode()} if key else {},
+    )
     assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
     assert "key-" not in response.text
 
@@ -107,8 +111,10 @@ def test_a_tenant_sees_and_aborts_only_its_own_requests(guarded: ServerProcess) 
         host, port = guarded.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         data = json.dumps(body([1, 2, 3], 20_000, stream=True)).encode()
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key-alice\r\n"
-                     b"Content-Length: %d\r\n\r\n%s" % (len(data), data))  # fmt: skip
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key-alice\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(data), data)
+        )
         head = await reader.readuntil(b"\r\n\r\n")
         request_id = next(line for line in head.decode().split("\r\n") if "x-request-id" in line).split(": ")[1]
         (mine,) = (await asyncio.to_thread(get, guarded, "/v1/requests", "key-alice")).json()["data"]
@@ -141,9 +147,10 @@ def test_more_than_max_requests_of_a_tenant_is_429(guarded: ServerProcess) -> No
     async def main() -> list[httpx.Response]:
         headers = {"Authorization": "Bearer key-alice"}
         async with httpx.AsyncClient(timeout=300) as client:
-            asked = [client.post(f"{guarded.url}/v1/completions", json=body([n], 2000), headers=headers)
-                     for n in range(1, 9)]  # fmt: skip
-            return list(await asyncio.gather(*asked))
+            payload = [
+                client.post(f"{guarded.url}/v1/completions", json=body([n], 2000), headers=headers) for n in range(1, 9)
+            ]
+            return list(await asyncio.gather(*payload))
 
     responses = asyncio.run(main())
     codes = [response.status_code for response in responses]
@@ -186,9 +193,10 @@ def test_without_an_admin_key_admin_routes_are_403() -> None:
             assert response.status_code == 403 and response.json()["error"]["code"] == "no_admin_key"
 
 
-def admin(server: ServerProcess, method: str, path: str, **asked: Any) -> httpx.Response:
-    return httpx.request(method, server.url + path, json=asked or None, headers={"Authorization": "Bearer root"},
-                         timeout=120)  # fmt: skip
+def admin(server: ServerProcess, method: str, path: str, **payload: Any) -> httpx.Response:
+    return httpx.request(
+        method, server.url + path, json=payload or None, headers={"Authorization": "Bearer root"}, timeout=120
+    )
 
 
 def test_a_pinned_prefix_survives_a_flush_until_it_is_unpinned(guarded: ServerProcess) -> None:
@@ -249,8 +257,9 @@ def test_retry_after_of_a_full_queue_lets_most_clients_in() -> None:
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[ServerProcess]:
-    with virtual("--header-s", "1", "--body-s", "1", "--slow-reader-s", "1", "--keep-alive-s", "1",
-                 "--max-header-bytes", "4096") as server:  # fmt: skip
+    with virtual(
+        "--header-s", "1", "--body-s", "1", "--slow-reader-s", "1", "--keep-alive-s", "1", "--max-header-bytes", "4096"
+    ) as server:
         yield server
 
 
@@ -304,9 +313,9 @@ def test_a_client_that_does_not_read_is_disconnected_and_its_request_aborted(str
 
 
 def test_a_disconnect_in_any_phase_leaves_nothing_behind(strict: ServerProcess) -> None:
-    whole = json.dumps(body([5] * 500, 3000, stream=True)).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(whole)
-    request = head + whole
+    full = json.dumps(body([5] * 500, 3000, stream=True)).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(full)
+    request = head + full
     cuts = [0, 1, 20, len(head) - 1, len(head), len(head) + 1, len(request) // 2, len(request) - 1, len(request)]
     for cut in cuts:
         with connect(strict) as one:
@@ -353,8 +362,8 @@ def test_connections_beyond_the_limit_get_503() -> None:
 
 def test_a_deadline_in_the_header_or_body_ends_the_request_with_408(strict: ServerProcess) -> None:
     slow = body([3], 30_000)
-    for asked, headers in (({**slow, "deadline_ms": 50}, {}), (slow, {"X-Deadline-Ms": "50"})):
-        response = httpx.post(f"{strict.url}/v1/completions", json=asked, headers=headers, timeout=120)
+    for payload, headers in (({**slow, "deadline_ms": 50}, {}), (slow, {"X-Deadline-Ms": "50"})):
+        response = httpx.post(f"{strict.url}/v1/completions", json=payload, headers=headers, timeout=120)
         assert response.status_code == 408 and response.json()["error"]["code"] == "deadline"
     for value in ("0", "-1", "soon", "nan", "inf"):
         response = httpx.post(f"{strict.url}/v1/completions", json=slow, headers={"X-Deadline-Ms": value}, timeout=120)
@@ -363,23 +372,27 @@ def test_a_deadline_in_the_header_or_body_ends_the_request_with_408(strict: Serv
 
 
 def test_openais_client_sync_async_streaming_and_raw(strict: ServerProcess) -> None:
-    asked: dict[str, Any] = {"model": "virtual", "prompt": [11, 12, 13], "max_tokens": 20,
-                             "extra_body": {"ignore_eos": True}}  # fmt: skip
-    said = expected_text([11, 12, 13], 20)
+    payload: dict[str, Any] = {
+        "model": "virtual",
+        "prompt": [11, 12, 13],
+        "max_tokens": 20,
+        "extra_body": {"ignore_eos": True},
+    }
+    output = expected_text([11, 12, 13], 20)
     with OpenAI(base_url=f"{strict.url}/v1", api_key="none", max_retries=0) as client:
-        assert client.completions.create(**asked).choices[0].text == said
-        assert "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)) == said
-        raw = client.completions.with_raw_response.create(**asked)
-        assert raw.headers["x-request-id"] == raw.parse().id and raw.parse().choices[0].text == said
+        assert client.completions.create(**payload).choices[0].text == output
+        assert "".join(chunk.choices[0].text for chunk in client.completions.create(**payload, stream=True)) == output
+        raw = client.completions.with_raw_response.create(**payload)
+        assert raw.headers["x-request-id"] == raw.parse().id and raw.parse().choices[0].text == output
         chat = client.chat.completions.create(model="virtual", messages=[{"role": "user", "content": "hello"}])
         assert chat.choices[0].finish_reason == "stop", "a virtual response ends by itself"
 
     async def main() -> None:
         async with AsyncOpenAI(base_url=f"{strict.url}/v1", api_key="none", max_retries=0) as client:
-            assert (await client.completions.create(**asked)).choices[0].text == said
-            stream = await client.completions.create(**asked, stream=True)
-            assert "".join([chunk.choices[0].text async for chunk in stream]) == said
-            leaving = await client.completions.create(**{**asked, "max_tokens": 30_000}, stream=True)
+            assert (await client.completions.create(**payload)).choices[0].text == output
+            stream = await client.completions.create(**payload, stream=True)
+            assert "".join([chunk.choices[0].text async for chunk in stream]) == output
+            leaving = await client.completions.create(**{**payload, "max_tokens": 30_000}, stream=True)
             async for _ in leaving:
                 break
             await leaving.close()
@@ -407,16 +420,24 @@ def test_a_stop_string_in_the_front_end_ends_the_request_in_the_engine(strict: S
     stop = text[150:157]
     before = metric(strict, "request_success_total", finished_reason="stop")
     with OpenAI(base_url=f"{strict.url}/v1", api_key="none", max_retries=0) as client:
-        asked: dict[str, Any] = {"model": "virtual", "prompt": prompt, "max_tokens": 20_000, "stop": [stop, "never"],
-                                 "extra_body": {"ignore_eos": True}}  # fmt: skip
+        payload: dict[str, Any] = {
+            "model": "virtual",
+            "prompt": prompt,
+            "max_tokens": 20_000,
+            "stop": [stop, "never"],
+            "extra_body": {"ignore_eos": True},
+        }
         if stream:
-            chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-            said, reason = "".join(chunk.choices[0].text for chunk in chunks[:-1]), chunks[-2].choices[0].finish_reason
+            chunks = list(client.completions.create(**payload, stream=True, stream_options={"include_usage": True}))
+            output, reason = (
+                "".join(chunk.choices[0].text for chunk in chunks[:-1]),
+                chunks[-2].choices[0].finish_reason,
+            )
             usage = chunks[-1].usage
         else:
-            answer = client.completions.create(**asked)
-            said, reason, usage = answer.choices[0].text, answer.choices[0].finish_reason, answer.usage
-    assert said == text[: text.index(stop)] and reason == "stop"
+            answer = client.completions.create(**payload)
+            output, reason, usage = answer.choices[0].text, answer.choices[0].finish_reason, answer.usage
+    assert output == text[: text.index(stop)] and reason == "stop"
     needed = next(count for count in range(1, 200) if stop in expected_text(prompt, count))
     assert usage is not None and usage.completion_tokens == needed, "tokens after the stop string do not count"
     wait_until(lambda: metric(strict, "request_success_total", finished_reason="stop") == before + 1)

@@ -73,17 +73,21 @@ def test_json_object_regex_choice_and_grammar_constraints(client: OpenAI) -> Non
     assert ask(extra_body={"guided_regex": "[0-9]{3}-[a-f]{2}"})[3] == "-"
     assert ask(extra_body={"structured_outputs": {"choice": ["yes", "no"]}}) in ("yes", "no")
     assert ask(extra_body={"guided_grammar": 'start: "a" "b"{2,4} "c"'}) in ("abbc", "abbbc", "abbbbc")
-    answer = client.chat.completions.create(model=MODEL, messages=HELLO, seed=3, max_tokens=40,
-                                            response_format={"type": "json_object"})  # fmt: skip
+    answer = client.chat.completions.create(
+        model=MODEL, messages=HELLO, seed=3, max_tokens=40, response_format={"type": "json_object"}
+    )
     assert (answer.choices[0].message.content or "").lstrip().startswith("{")
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_forced_tool_call_has_valid_arguments(client: OpenAI, seed: int) -> None:
     answer = client.chat.completions.create(
-        model=MODEL, messages=HELLO, tools=[WEATHER, CLOCK], seed=seed,
+        model=MODEL,
+        messages=HELLO,
+        tools=[WEATHER, CLOCK],
+        seed=seed,
         tool_choice={"type": "function", "function": {"name": "get_weather"}},
-    )  # fmt: skip
+    )
     choice = answer.choices[0]
     assert choice.finish_reason == "tool_calls" and not choice.message.content
     (call,) = choice.message.tool_calls or []
@@ -93,23 +97,32 @@ def test_a_forced_tool_call_has_valid_arguments(client: OpenAI, seed: int) -> No
 
 
 def test_a_required_tool_call_is_streamed_incrementally(client: OpenAI) -> None:
-    asked: Any = {"model": MODEL, "messages": HELLO, "tools": [WEATHER], "tool_choice": "required", "seed": 4,
-                  "parallel_tool_calls": False}  # fmt: skip
-    whole = client.chat.completions.create(**asked).choices[0]
-    chunks = list(client.chat.completions.create(**asked, stream=True))
+    payload: Any = {
+        "model": MODEL,
+        "messages": HELLO,
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "seed": 4,
+        "parallel_tool_calls": False,
+    }
+    full = client.chat.completions.create(**payload).choices[0]
+    chunks = list(client.chat.completions.create(**payload, stream=True))
     deltas = [call for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or []]
     assert deltas[0].function and deltas[0].function.name == "get_weather" and deltas[0].id
     assert len(deltas) > 3 and all(call.index == 0 and call.id is None for call in deltas[1:])
     arguments = "".join(call.function.arguments or "" for call in deltas if call.function)
-    assert whole.message.tool_calls and arguments == whole.message.tool_calls[0].function.arguments  # type: ignore[union-attr]
+    assert full.message.tool_calls and arguments == full.message.tool_calls[0].function.arguments  # type: ignore[union-attr]
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
     assert not any(choice.delta.content for chunk in chunks for choice in chunk.choices)
 
 
 def test_a_conversation_with_tool_calls_and_results_continues(client: OpenAI) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
-    messages: Any = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]},
-                     {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}]  # fmt: skip
+    messages: Any = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
     for options in ({}, {"tools": [WEATHER]}, {"tools": [WEATHER], "tool_choice": "none"}):
         answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4, **options)
         assert answer.choices[0].message.content is not None
@@ -131,9 +144,16 @@ def test_choices_differ_and_share_one_prompt(client: OpenAI) -> None:
 
 
 def test_chat_logprobs(client: OpenAI) -> None:
-    asked: Any = {"model": MODEL, "messages": HELLO, "temperature": 0, "max_tokens": 6, "logprobs": True,
-                  "top_logprobs": 3, "extra_body": {"ignore_eos": True}}  # fmt: skip
-    answer = client.chat.completions.create(**asked)
+    payload: Any = {
+        "model": MODEL,
+        "messages": HELLO,
+        "temperature": 0,
+        "max_tokens": 6,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "extra_body": {"ignore_eos": True},
+    }
+    answer = client.chat.completions.create(**payload)
     logprobs = answer.choices[0].logprobs
     assert logprobs and logprobs.content and len(logprobs.content) == 6
     for token in logprobs.content:
@@ -144,7 +164,7 @@ def test_chat_logprobs(client: OpenAI) -> None:
     assert spelt.decode("utf-8", "replace") == answer.choices[0].message.content
     streamed = [
         token
-        for chunk in client.chat.completions.create(**asked, stream=True)
+        for chunk in client.chat.completions.create(**payload, stream=True)
         for choice in chunk.choices
         if choice.logprobs
         for token in choice.logprobs.content or []
@@ -154,10 +174,10 @@ def test_chat_logprobs(client: OpenAI) -> None:
 
 def test_echoed_prompt_logprobs_are_the_same_with_a_cached_prompt(client: OpenAI) -> None:
     prompt = "once upon a time there was a paceline of riders who shared the wind"
-    asked: Any = {"model": MODEL, "prompt": prompt, "temperature": 0, "echo": True, "logprobs": 2}
-    first = client.completions.create(**asked, max_tokens=4).choices[0]
-    again = client.completions.create(**asked, max_tokens=4).choices[0]
-    scored = client.completions.create(**asked, max_tokens=0).choices[0]
+    payload: Any = {"model": MODEL, "prompt": prompt, "temperature": 0, "echo": True, "logprobs": 2}
+    first = client.completions.create(**payload, max_tokens=4).choices[0]
+    again = client.completions.create(**payload, max_tokens=4).choices[0]
+    scored = client.completions.create(**payload, max_tokens=0).choices[0]
     assert first.text.startswith(prompt) and scored.text == prompt and scored.finish_reason == "length"
     assert first.logprobs and again.logprobs and scored.logprobs
     values, tokens = first.logprobs.token_logprobs, first.logprobs.tokens
@@ -172,37 +192,37 @@ def test_echoed_prompt_logprobs_are_the_same_with_a_cached_prompt(client: OpenAI
 
 
 def test_best_of_returns_the_most_likely_and_cannot_stream(client: OpenAI) -> None:
-    asked: Any = {"model": MODEL, "prompt": "once", "seed": 5, "max_tokens": 8}
-    every = client.completions.create(**asked, n=5, logprobs=0).choices
-    best = client.completions.create(**asked, n=2, best_of=5)
+    payload: Any = {"model": MODEL, "prompt": "once", "seed": 5, "max_tokens": 8}
+    every = client.completions.create(**payload, n=5, logprobs=0).choices
+    best = client.completions.create(**payload, n=2, best_of=5)
     scored: list[Any] = [(choice.logprobs, choice.text) for choice in every]
     means = sorted(((sum(one.token_logprobs) / len(one.tokens), text) for one, text in scored), reverse=True)
     assert [choice.text for choice in best.choices] == [text for _, text in means[:2]]
     assert best.usage and best.usage.completion_tokens == 40
     with pytest.raises(openai.BadRequestError, match="best_of is 5 and stream is true"):
-        client.completions.create(**asked, best_of=5, stream=True)
+        client.completions.create(**payload, best_of=5, stream=True)
 
 
 def test_seeds_and_stop_strings(client: OpenAI) -> None:
-    asked: Any = {"model": MODEL, "prompt": "once upon", "seed": 7, "max_tokens": 60, "temperature": 1.3}
-    whole = client.completions.create(**asked).choices[0].text
-    assert client.completions.create(**asked).choices[0].text == whole
-    stop = whole[20:23]
-    cut = client.completions.create(**asked, stop=[stop]).choices[0]
-    assert cut.text == whole[: whole.index(stop)] and cut.finish_reason == "stop"
-    pieces = [chunk.choices[0].text for chunk in client.completions.create(**asked, stop=[stop], stream=True)]
+    payload: Any = {"model": MODEL, "prompt": "once upon", "seed": 7, "max_tokens": 60, "temperature": 1.3}
+    full = client.completions.create(**payload).choices[0].text
+    assert client.completions.create(**payload).choices[0].text == full
+    stop = full[20:23]
+    cut = client.completions.create(**payload, stop=[stop]).choices[0]
+    assert cut.text == full[: full.index(stop)] and cut.finish_reason == "stop"
+    pieces = [chunk.choices[0].text for chunk in client.completions.create(**payload, stop=[stop], stream=True)]
     assert "".join(pieces) == cut.text
-    kept = client.completions.create(**asked, stop=[stop], extra_body={"include_stop_str_in_output": True}).choices[0]
-    assert kept.text == whole[: whole.index(stop) + len(stop)]
+    kept = client.completions.create(**payload, stop=[stop], extra_body={"include_stop_str_in_output": True}).choices[0]
+    assert kept.text == full[: full.index(stop) + len(stop)]
 
 
 def test_penalties_and_logit_bias_change_the_output(client: OpenAI) -> None:
-    asked: Any = {"model": MODEL, "prompt": "once upon", "max_tokens": 30, "temperature": 0}
-    plain = client.completions.create(**asked, extra_body={"ignore_eos": True}).choices[0].text
+    payload: Any = {"model": MODEL, "prompt": "once upon", "max_tokens": 30, "temperature": 0}
+    plain = client.completions.create(**payload, extra_body={"ignore_eos": True}).choices[0].text
     for options in ({"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"extra_body": {"repetition_penalty": 3.0}}):
         body = {"ignore_eos": True, **options.pop("extra_body", {})}  # type: ignore[dict-item]
-        assert client.completions.create(**asked, **options, extra_body=body).choices[0].text != plain
-    forced = client.completions.create(**asked, logit_bias={"68": 100}).choices[0].text
+        assert client.completions.create(**payload, **options, extra_body=body).choices[0].text != plain
+    forced = client.completions.create(**payload, logit_bias={"68": 100}).choices[0].text
     assert forced == "A" * 30
 
 
@@ -221,11 +241,16 @@ def test_penalties_and_logit_bias_change_the_output(client: OpenAI) -> None:
         {"guided_json": "[" * 100_000},
         {"guided_choice": ["x" * 100_000] * 30},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "colour"}}}},
-        {"guided_json": {"allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {"type": "string"}}} for j in range(4)]}
-                                   for i in range(12)]}},
+        {
+            "guided_json": {
+                "allOf": [
+                    {"anyOf": [{"properties": {f"a{i}{j}": {"type": "string"}}} for j in range(4)]} for i in range(12)
+                ]
+            }
+        },
     ],
     ids=lambda body: str(body)[:60],
-)  # fmt: skip
+)
 def test_an_unusable_grammar_is_400(client: OpenAI, body: Any) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=4, extra_body=body)

@@ -23,8 +23,13 @@ from paceline.server.routes import ROUTES
 from tests.server.process import ServerProcess
 from tests.server.virtual import assert_nothing_is_left, virtual
 
-CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance,
-          negative_data_rejection]  # fmt: skip
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
 
 
 @pytest.fixture(scope="module")

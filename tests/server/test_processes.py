@@ -41,7 +41,7 @@ def server() -> Iterator[ServerProcess]:
         yield server
 
 
-async def stream_all(server: ServerProcess, asked: list[dict[str, Any]], when_started: Any) -> list[bytes]:
+async def stream_all(server: ServerProcess, payload: list[dict[str, Any]], when_started: Any) -> list[bytes]:
     """Opens all streams, calls `when_started` after the first event of each, and reads all to their end."""
 
     async def read(one: tuple[asyncio.StreamReader, asyncio.StreamWriter], first: bytes) -> bytes:
@@ -54,7 +54,7 @@ async def stream_all(server: ServerProcess, asked: list[dict[str, Any]], when_st
             raw += data
         return raw
 
-    opened = [await open_stream(server, one) for one in asked]
+    opened = [await open_stream(server, one) for one in payload]
     try:
         for reader, _ in opened:
             await asyncio.wait_for(reader.readuntil(b"data: "), 300)
@@ -68,13 +68,15 @@ async def stream_all(server: ServerProcess, asked: list[dict[str, Any]], when_st
 def test_killing_the_engine_ends_every_stream_with_an_error_and_restarts_it() -> None:
     with virtual() as server:
         (engine,), front_ends = server.children["engine"], server.children["front_end"]
-        asked = [body([500 + number] * 8, 8_000) for number in range(64)]
-        streams = asyncio.run(stream_all(server, asked, lambda: os.kill(engine, signal.SIGKILL)))
+        payload = [body([500 + number] * 8, 8_000) for number in range(64)]
+        streams = asyncio.run(stream_all(server, payload, lambda: os.kill(engine, signal.SIGKILL)))
         for number, raw in enumerate(streams):
             found = events(raw)
             assert found[-1]["error"]["code"] == "engine_failed" and "SIGKILL" in found[-1]["error"]["message"]
-            said = text_of(found[:-1])
-            assert said and expected_text([500 + number] * 8, 8000).startswith(said), "no token was lost or repeated"
+            output = text_of(found[:-1])
+            assert output and expected_text([500 + number] * 8, 8000).startswith(output), (
+                "no token was lost or repeated"
+            )
         wait_until(lambda: get(server, "/ready").status_code == 200)
         assert complete(server, [7, 8, 9], 12).json()["choices"][0]["text"] == expected_text([7, 8, 9], 12)
         assert server.children["front_end"] == front_ends, "the front end was not restarted"
@@ -98,14 +100,14 @@ def test_requests_without_an_engine_are_503_at_once() -> None:
 
 def test_killing_a_front_end_does_not_affect_the_others() -> None:
     with virtual("--workers", "2") as server:
-        asked = [body([600 + number] * 8, 3_000) for number in range(24)]
+        payload = [body([600 + number] * 8, 3_000) for number in range(24)]
         victim = server.children["front_end"][0]
         engines = server.children["engine"]
-        streams = asyncio.run(stream_all(server, asked, lambda: os.kill(victim, signal.SIGKILL)))
-        whole = [events(raw)[-1] == b"[DONE]" for raw in streams]
-        assert any(whole), "the other front end's streams continued"
+        streams = asyncio.run(stream_all(server, payload, lambda: os.kill(victim, signal.SIGKILL)))
+        completed = [events(raw)[-1] == b"[DONE]" for raw in streams]
+        assert any(completed), "the other front end's streams continued"
         for number, raw in enumerate(streams):
-            if whole[number]:
+            if completed[number]:
                 assert text_of(events(raw)) == expected_text([600 + number] * 8, 3_000)
         assert server.children["engine"] == engines
         wait_until(lambda: len(server.children["front_end"]) == 2 and victim not in server.children["front_end"])
@@ -133,8 +135,8 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:
             refused.append(response.status_code)
             assert response.json()["error"]["code"] == "shutting_down"
 
-        asked = [body([700 + number] * 8, 500) for number in range(32)]
-        streams = asyncio.run(stream_all(server, asked, end))
+        payload = [body([700 + number] * 8, 500) for number in range(32)]
+        streams = asyncio.run(stream_all(server, payload, end))
         assert refused == [503]
         for number, raw in enumerate(streams):
             found = events(raw)
@@ -144,8 +146,8 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:
 
 def test_sigterm_fails_requests_that_do_not_finish_in_time() -> None:
     with virtual("--shutdown-s", "0.3", "--virtual-slowdown", "4") as server:
-        asked = [body([800 + number] * 8, 20_000) for number in range(16)]
-        streams = asyncio.run(stream_all(server, asked, lambda: server.process.send_signal(signal.SIGTERM)))
+        payload = [body([800 + number] * 8, 20_000) for number in range(16)]
+        streams = asyncio.run(stream_all(server, payload, lambda: server.process.send_signal(signal.SIGTERM)))
         assert {events(raw)[-1]["error"]["code"] for raw in streams} == {"shutting_down"}
         assert server.process.wait(120) == 0, server.output
 
@@ -242,8 +244,13 @@ def test_many_concurrent_clients_get_complete_responses(server: ServerProcess) -
     ],
 )
 def test_a_server_that_cannot_start_reports_why_and_exits(arguments: tuple[str, ...], message: str) -> None:
-    run = subprocess.run([sys.executable, "-m", "paceline.cli", "serve", "--port", "0", *arguments], check=False,
-                         capture_output=True, text=True, timeout=600)  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, "-m", "paceline.cli", "serve", "--port", "0", *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert run.returncode == 2 and message in run.stderr and "Traceback" not in run.stderr, run.stderr
 
 

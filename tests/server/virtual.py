@@ -73,12 +73,12 @@ def assert_nothing_is_left(server: ServerProcess) -> None:
 
 
 async def open_stream(
-    server: ServerProcess, asked: dict[str, Any]
+    server: ServerProcess, payload: dict[str, Any]
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Sends a streaming request."""
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    data = json.dumps({**asked, "stream": True}).encode()
+    data = json.dumps({**payload, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
     return reader, writer
