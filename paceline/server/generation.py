@@ -1,7 +1,6 @@
 """Serves the routes that generate, as plain ASGI: request to jobs, output to a response or a stream.
 
-The status is decided by the first output: a request that the engine refuses gets its error as a status, also when it
-asked for a stream.
+The first output decides the status: a request that the engine refuses gets an error status, also with `stream: true`.
 """
 
 from __future__ import annotations
@@ -188,21 +187,24 @@ class GenerationHandler:
 
 
 def _timeout_s(request: GenerationRequest | EmbeddingRequest, headers: dict[bytes, bytes]) -> float | None:
-    """The request's deadline, from `deadline_ms` or else from the header `X-Deadline-Ms`."""
-    deadline_ms: float | None = request.deadline_ms
-    name = "deadline_ms"
-    if deadline_ms is None and b"x-deadline-ms" in headers:
-        name, text = "X-Deadline-Ms", headers[b"x-deadline-ms"]
+    """The request's deadline, from `deadline_ms` or else from the header `X-Deadline-Ms`; both are checked."""
+    from_header = None
+    if b"x-deadline-ms" in headers:
         try:
-            deadline_ms = float(text)
+            from_header = float(headers[b"x-deadline-ms"])
         except ValueError:
-            deadline_ms = float("nan")
-    if deadline_ms is None:
-        return None
+            from_header = float("nan")
+        _check_deadline("X-Deadline-Ms", from_header)
+    if request.deadline_ms is not None:
+        _check_deadline("deadline_ms", request.deadline_ms)
+    deadline_ms = from_header if request.deadline_ms is None else request.deadline_ms
+    return None if deadline_ms is None else deadline_ms / 1e3
+
+
+def _check_deadline(name: str, deadline_ms: float) -> None:
     if not 0 < deadline_ms <= MAX_DEADLINE_MS:
         raise ApiError(
             f"{name} is {deadline_ms:g}: give milliseconds, more than 0 and at most {MAX_DEADLINE_MS:g}.",
             param=name,
             code="invalid_value",
         )
-    return deadline_ms / 1e3

@@ -1,7 +1,7 @@
 """The OpenAPI document, made from the route table and the types of its requests and responses.
 
-Added here is what the types do not say: bounds, and fields of several types. A test sends what the document allows and
-what it forbids.
+This module adds what the types do not express: bounds, and fields of several types. A test sends requests that the
+document allows and forbids.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def make_document(routes: Sequence[AnyRoute], model: str, *, has_keys: bool) -> 
 
 
 def _complete(schema: Json, model: str) -> None:
-    """Adds to a request's schema what its type does not say."""
+    """Adds to a request's schema what its type does not express."""
     properties = schema["properties"]
     schema["additionalProperties"] = False
     for name in sorted(IGNORED_FIELDS):

@@ -164,5 +164,5 @@ def send_to_supervisor(message: msgspec.Struct) -> None:
             line = line[os.write(1, line) :]
     except BrokenPipeError:
         # A child that is still loading notices here, before it reads its standard input, that the supervisor is gone.
-        # There is nobody to report to and nothing to clean up.
+        # Nothing is left to report or to clean up.
         os._exit(1)

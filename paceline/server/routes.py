@@ -1,6 +1,6 @@
 """The route table. The app, `GET /`, the OpenAPI document and the table in docs/serving.md are made from it.
 
-To add an endpoint, write its handler and add one row here; a test says how to update the docs.
+To add an endpoint, write its handler and add one row here. tests/server/test_routes.py prints the table for the docs.
 """
 
 from __future__ import annotations

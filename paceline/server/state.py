@@ -25,7 +25,7 @@ class ServerState:
     worker: str = "front-end-0"
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # new requests are refused
-    on_draining: Callable[[bool], None] = lambda _: None  # tells the other front ends
+    on_draining: Callable[[bool], None] = lambda _: None  # notifies the other front ends
 
     def check_model(self, name: str | None) -> None:
         """Raises unless `name` is the served model, or is not given."""

@@ -30,9 +30,9 @@ class Sink:
     def __init__(self) -> None:
         self.ended: Future[OutputDelta] = Future()
 
-    def put(self, piece: OutputDelta) -> None:
-        if piece.finish_reason is not None:
-            self.ended.set_result(piece)
+    def put(self, output: OutputDelta) -> None:
+        if output.finish_reason is not None:
+            self.ended.set_result(output)
 
     def refuse(self, error: PacelineError) -> None:
         self.ended.set_exception(error)

@@ -15,12 +15,12 @@ def content(events: list[Any]) -> str:
 
 
 def test_a_chat_response_has_openais_format(caller: Caller) -> None:
-    answer = caller.ok(CHAT, HELLO)
-    assert answer["object"] == "chat.completion" and answer["model"] == "tiny" and answer["id"].startswith("chatcmpl-")
-    (choice,) = answer["choices"]
+    reply = caller.ok(CHAT, HELLO)
+    assert reply["object"] == "chat.completion" and reply["model"] == "tiny" and reply["id"].startswith("chatcmpl-")
+    (choice,) = reply["choices"]
     assert choice["index"] == 0 and choice["finish_reason"] == "length" and choice["logprobs"] is None
     assert choice["message"]["role"] == "assistant" and choice["message"]["content"]
-    usage = answer["usage"]
+    usage = reply["usage"]
     assert usage["completion_tokens"] == 6
     assert usage["total_tokens"] == usage["prompt_tokens"] + 6
 
@@ -57,14 +57,14 @@ def test_usage_counts_cached_prompt_tokens(caller: Caller) -> None:
     ids=["text", "texts", "ids", "lists of ids"],
 )
 def test_prompts_are_text_or_token_ids_one_or_several(caller: Caller, prompt: Any, count: int) -> None:
-    answer = caller.ok(COMPLETIONS, TEXT, prompt=prompt)
-    assert answer["object"] == "text_completion"
-    assert [choice["index"] for choice in answer["choices"]] == list(range(count))
-    assert answer["usage"]["completion_tokens"] == 6 * count
+    reply = caller.ok(COMPLETIONS, TEXT, prompt=prompt)
+    assert reply["object"] == "text_completion"
+    assert [choice["index"] for choice in reply["choices"]] == list(range(count))
+    assert reply["usage"]["completion_tokens"] == 6 * count
     alone = [
         caller.ok(COMPLETIONS, TEXT, prompt=one)["choices"][0]["text"] for one in (prompt if count > 1 else [prompt])
     ]
-    assert [choice["text"] for choice in answer["choices"]] == alone
+    assert [choice["text"] for choice in reply["choices"]] == alone
 
 
 def test_several_prompts_stream_concurrently(caller: Caller) -> None:

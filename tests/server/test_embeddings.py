@@ -21,9 +21,9 @@ IDS = [9, *range(200, 290)]
 
 
 def vectors(caller: Caller, **changes: Any) -> np.ndarray:
-    answer = caller.ok(PATH, {**PAYLOAD, **changes})
-    assert [item["index"] for item in answer["data"]] == list(range(len(answer["data"])))
-    return np.array([item["embedding"] for item in answer["data"]])
+    reply = caller.ok(PATH, {**PAYLOAD, **changes})
+    assert [item["index"] for item in reply["data"]] == list(range(len(reply["data"])))
+    return np.array([item["embedding"] for item in reply["data"]])
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
@@ -61,11 +61,11 @@ def test_several_texts_return_embeddings_in_order(caller: Caller) -> None:
 
 
 def test_base64_encodes_the_same_vector(caller: Caller) -> None:
-    answer = caller.ok(PATH, PAYLOAD, encoding_format="base64")
-    numbers = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
+    reply = caller.ok(PATH, PAYLOAD, encoding_format="base64")
+    numbers = np.frombuffer(base64.b64decode(reply["data"][0]["embedding"]), "<f4")
     assert np.allclose(numbers, vectors(caller)[0], atol=1e-6)
-    assert answer["object"] == "list" and answer["model"] == "tiny"
-    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 0
+    assert reply["object"] == "list" and reply["model"] == "tiny"
+    assert reply["usage"]["prompt_tokens"] == reply["usage"]["total_tokens"] > 0
 
 
 def test_generation_is_unchanged_beside_embeddings(caller: Caller) -> None:

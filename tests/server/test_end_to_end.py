@@ -47,11 +47,11 @@ def test_the_startup_message_describes_the_model_and_shows_an_example(server: Se
 
 
 def test_a_chat_response_names_paris(client: OpenAI) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0)
-    assert "Paris" in (answer.choices[0].message.content or "")
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    reply = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0)
+    assert "Paris" in (reply.choices[0].message.content or "")
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.usage is not None
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
 
 
 def test_a_stream_has_the_same_text_and_ends_with_usage(client: OpenAI) -> None:
@@ -167,7 +167,7 @@ def test_a_port_in_use_is_a_one_line_error_with_exit_code_2(server: ServerProces
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_ends_open_streams_with_an_error_and_exits(number: int) -> None:
-    with serving("--load", "random", "--shape", "smollm2-135m", "--server-name", "r", "--shutdown-s", "0.5") as server:
+    with serving("--load", "random", "--shape", "smollm2-135m", "--served-name", "r", "--shutdown-s", "0.5") as server:
         host, port = server.url.removeprefix("http://").split(":")
         idle = socket.create_connection((host, int(port)))  # a connection without a request
         body = {"model": "r", "prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True}

@@ -368,6 +368,13 @@ def test_a_deadline_in_the_header_or_body_ends_the_request_with_408(strict: Serv
     for value in ("0", "-1", "soon", "nan", "inf"):
         response = httpx.post(f"{strict.url}/v1/completions", json=slow, headers={"X-Deadline-Ms": value}, timeout=120)
         assert response.status_code == 400 and "X-Deadline-Ms" in response.json()["error"]["message"]
+        both = httpx.post(
+            f"{strict.url}/v1/completions",
+            json={**slow, "deadline_ms": 50},
+            headers={"X-Deadline-Ms": value},
+            timeout=120,
+        )
+        assert both.status_code == 400, "an invalid header is not ignored"
     assert_nothing_is_left(strict)
 
 
@@ -404,10 +411,10 @@ def test_openais_client_sync_async_streaming_and_raw(strict: ServerProcess) -> N
 def test_json_logs_have_request_ids_and_prompts_only_on_request(tmp_path: Path) -> None:
     for more, has_prompts in (((), False), (("--log-prompts",), True)):
         with virtual("--log-level", "info", "--log-format", "json", *more) as server:
-            answer = complete(server, [2500, 2501], 3).json()
+            reply = complete(server, [2500, 2501], 3).json()
             wait_until(lambda server=server: any('"request"' in line for line in server.lines))
             line = json.loads(next(line for line in server.lines if '"message": "request"' in line))
-        assert line["id"] == answer["id"] and line["tenant"] == "default" and line["status"] == 200
+        assert line["id"] == reply["id"] and line["tenant"] == "default" and line["status"] == 200
         assert line["prompt_tokens"] == 2 and line["completion_tokens"] == 3 and line["end"] == "length"
         assert ("prompts" in line) == has_prompts
 
@@ -435,8 +442,8 @@ def test_a_stop_string_in_the_front_end_ends_the_request_in_the_engine(strict: S
             )
             usage = chunks[-1].usage
         else:
-            answer = client.completions.create(**payload)
-            output, reason, usage = answer.choices[0].text, answer.choices[0].finish_reason, answer.usage
+            reply = client.completions.create(**payload)
+            output, reason, usage = reply.choices[0].text, reply.choices[0].finish_reason, reply.usage
     assert output == text[: text.index(stop)] and reason == "stop"
     needed = next(count for count in range(1, 200) if stop in expected_text(prompt, count))
     assert usage is not None and usage.completion_tokens == needed, "tokens after the stop string do not count"

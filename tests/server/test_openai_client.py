@@ -35,7 +35,7 @@ CLOCK: Any = {"type": "function", "function": {"name": "get_time"}}
 @pytest.fixture(scope="module")
 def client() -> Iterator[OpenAI]:
     with (
-        serving("--load", "random", "--shape", "tiny-qwen3", "--server-name", MODEL, "--kv-tokens", "16384") as server,
+        serving("--load", "random", "--shape", "tiny-qwen3", "--served-name", MODEL, "--kv-tokens", "16384") as server,
         OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600) as client,
     ):
         yield client
@@ -49,46 +49,46 @@ class Pet(BaseModel):
 
 def test_a_pydantic_response_format_is_parsed(client: OpenAI) -> None:
     for seed in range(5):
-        answer = client.chat.completions.parse(
+        reply = client.chat.completions.parse(
             model=MODEL, messages=HELLO, response_format=Pet, seed=seed, max_tokens=300
         )
-        pet = answer.choices[0].message.parsed
-        assert isinstance(pet, Pet) and answer.choices[0].finish_reason == "stop"
+        pet = reply.choices[0].message.parsed
+        assert isinstance(pet, Pet) and reply.choices[0].finish_reason == "stop"
 
 
 def test_a_streamed_pydantic_response_format_is_parsed(client: OpenAI) -> None:
     with client.chat.completions.stream(
         model=MODEL, messages=HELLO, response_format=Pet, seed=1, max_tokens=300
     ) as stream:
-        answer = stream.get_final_completion()
-    assert isinstance(answer.choices[0].message.parsed, Pet)
+        reply = stream.get_final_completion()
+    assert isinstance(reply.choices[0].message.parsed, Pet)
 
 
 def test_json_object_regex_choice_and_grammar_constraints(client: OpenAI) -> None:
     def ask(**options: Any) -> str:
-        answer = client.chat.completions.create(model=MODEL, messages=HELLO, seed=3, **options)
-        assert answer.choices[0].finish_reason == "stop"
-        return answer.choices[0].message.content or ""
+        reply = client.chat.completions.create(model=MODEL, messages=HELLO, seed=3, **options)
+        assert reply.choices[0].finish_reason == "stop"
+        return reply.choices[0].message.content or ""
 
     assert ask(extra_body={"guided_regex": "[0-9]{3}-[a-f]{2}"})[3] == "-"
     assert ask(extra_body={"structured_outputs": {"choice": ["yes", "no"]}}) in ("yes", "no")
     assert ask(extra_body={"guided_grammar": 'start: "a" "b"{2,4} "c"'}) in ("abbc", "abbbc", "abbbbc")
-    answer = client.chat.completions.create(
+    reply = client.chat.completions.create(
         model=MODEL, messages=HELLO, seed=3, max_tokens=40, response_format={"type": "json_object"}
     )
-    assert (answer.choices[0].message.content or "").lstrip().startswith("{")
+    assert (reply.choices[0].message.content or "").lstrip().startswith("{")
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_forced_tool_call_has_valid_arguments(client: OpenAI, seed: int) -> None:
-    answer = client.chat.completions.create(
+    reply = client.chat.completions.create(
         model=MODEL,
         messages=HELLO,
         tools=[WEATHER, CLOCK],
         seed=seed,
         tool_choice={"type": "function", "function": {"name": "get_weather"}},
     )
-    choice = answer.choices[0]
+    choice = reply.choices[0]
     assert choice.finish_reason == "tool_calls" and not choice.message.content
     (call,) = choice.message.tool_calls or []
     assert call.type == "function" and call.function.name == "get_weather" and call.id.startswith("call_")
@@ -124,23 +124,23 @@ def test_a_conversation_with_tool_calls_and_results_continues(client: OpenAI) ->
         {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
     ]
     for options in ({}, {"tools": [WEATHER]}, {"tools": [WEATHER], "tool_choice": "none"}):
-        answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4, **options)
-        assert answer.choices[0].message.content is not None
+        reply = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4, **options)
+        assert reply.choices[0].message.content is not None
 
 
 def test_choices_differ_and_share_one_prompt(client: OpenAI) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=HELLO, n=4, seed=1, max_tokens=12)
-    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert len({choice.message.content for choice in answer.choices}) == 4
+    reply = client.chat.completions.create(model=MODEL, messages=HELLO, n=4, seed=1, max_tokens=12)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+    assert len({choice.message.content for choice in reply.choices}) == 4
     one = client.chat.completions.create(model=MODEL, messages=HELLO, seed=1, max_tokens=12)
-    assert one.choices[0].message.content == answer.choices[0].message.content
-    assert answer.usage and one.usage and answer.usage.prompt_tokens == one.usage.prompt_tokens
-    assert answer.usage.completion_tokens == 48
+    assert one.choices[0].message.content == reply.choices[0].message.content
+    assert reply.usage and one.usage and reply.usage.prompt_tokens == one.usage.prompt_tokens
+    assert reply.usage.completion_tokens == 48
     texts = ["", "", "", ""]
     for chunk in client.chat.completions.create(model=MODEL, messages=HELLO, n=4, seed=1, max_tokens=12, stream=True):
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
-    assert texts == [choice.message.content for choice in answer.choices]
+    assert texts == [choice.message.content for choice in reply.choices]
 
 
 def test_chat_logprobs(client: OpenAI) -> None:
@@ -153,15 +153,15 @@ def test_chat_logprobs(client: OpenAI) -> None:
         "top_logprobs": 3,
         "extra_body": {"ignore_eos": True},
     }
-    answer = client.chat.completions.create(**payload)
-    logprobs = answer.choices[0].logprobs
+    reply = client.chat.completions.create(**payload)
+    logprobs = reply.choices[0].logprobs
     assert logprobs and logprobs.content and len(logprobs.content) == 6
     for token in logprobs.content:
         assert token.logprob <= 0 and len(token.top_logprobs) == 3
         assert token.top_logprobs[0].token == token.token and token.top_logprobs[0].logprob == token.logprob
         assert token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob
     spelt = bytes(byte for token in logprobs.content for byte in token.bytes or [])
-    assert spelt.decode("utf-8", "replace") == answer.choices[0].message.content
+    assert spelt.decode("utf-8", "replace") == reply.choices[0].message.content
     streamed = [
         token
         for chunk in client.chat.completions.create(**payload, stream=True)
@@ -210,8 +210,8 @@ def test_seeds_and_stop_strings(client: OpenAI) -> None:
     stop = full[20:23]
     cut = client.completions.create(**payload, stop=[stop]).choices[0]
     assert cut.text == full[: full.index(stop)] and cut.finish_reason == "stop"
-    pieces = [chunk.choices[0].text for chunk in client.completions.create(**payload, stop=[stop], stream=True)]
-    assert "".join(pieces) == cut.text
+    texts = [chunk.choices[0].text for chunk in client.completions.create(**payload, stop=[stop], stream=True)]
+    assert "".join(texts) == cut.text
     kept = client.completions.create(**payload, stop=[stop], extra_body={"include_stop_str_in_output": True}).choices[0]
     assert kept.text == full[: full.index(stop) + len(stop)]
 
