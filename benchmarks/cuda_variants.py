@@ -141,11 +141,11 @@ def timed(llm: LLM, work: Offline) -> Figures:
     engine, seen = llm.engine, Timeline()
     device: Any = engine.executor
     device.reset_stats()
-    engine.ask(lambda _: setattr(engine.loop, "trace", seen)).result()
+    engine.call(lambda _: setattr(engine.loop, "trace", seen)).result()
     began = time.perf_counter()
     llm.generate(work.prompts, work.params)
     seconds = time.perf_counter() - began
-    engine.ask(lambda _: setattr(engine.loop, "trace", None)).result()
+    engine.call(lambda _: setattr(engine.loop, "trace", None)).result()
     return figures(seen, seconds, device.model.spec, device.model.dtype.itemsize, device.stats.saved_tokens)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine, Prompt
+from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta, Timings, TokenLogprob, TokenUsage
 from paceline.request import FinishReason, InvalidRequest, PacelineError, SamplingParams
 
@@ -134,14 +135,13 @@ class LLM:
         with ExitStack() as stack:
             bar = stack.enter_context(_Bar(len(flat))) if progress else None
             gathering = _Gathering(len(flat), bar)
-            sinks = [_OutputCollector(gathering, wants_all_at_once=bar is None) for _ in flat]
+            sinks = [_OutputCollector(gathering) for _ in flat]
             # Who may run longest comes first: one that begins last would run on alone when all others have ended.
             longest = [math.inf if one.max_tokens is None else one.max_tokens for _, one in flat]
             order = sorted(range(len(flat)), key=lambda index: -longest[index])
-            request_ids = self.engine.submit_all(
-                [flat[index][0] for index in order], [flat[index][1] for index in order],
-                [sinks[index] for index in order],
-            )  # fmt: skip
+            # A progress bar counts tokens as they are produced.
+            jobs = [Job(flat[index][0], flat[index][1], stream=progress) for index in order]
+            request_ids = self.engine.submit_all(jobs, [sinks[index] for index in order])
             try:
                 gathering.wait()
             finally:
@@ -224,7 +224,6 @@ class _OutputCollector:
     """The sink of one request."""
 
     gathering: _Gathering
-    wants_all_at_once: bool  # a progress bar counts tokens as they come
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)

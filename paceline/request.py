@@ -286,36 +286,6 @@ def _number(name: str, value: object, low: float, high: float, remedy: str) -> N
 POOLING = ("mean", "last")
 
 
-class Pooled:
-    """What becomes of the hidden states of a prompt that is to be embedded: the device gives them, chunk by chunk."""
-
-    def __init__(self, kind: str) -> None:
-        if kind not in POOLING:
-            raise InvalidRequest(f"pooling is {kind!r}: choose one of {', '.join(POOLING)}.")
-        self.kind = kind
-        self._total: npt.NDArray[Any] | None = None
-
-    def begin(self) -> None:
-        """The prompt is computed from its first token on; after a retraction, once more."""
-        self._total = None
-
-    def take(self, states: npt.NDArray[Any]) -> None:
-        """Hidden states of the next tokens, [tokens, size]."""
-        if self.kind == "last":
-            self._total = states[-1].astype(np.float64)
-        else:
-            total = states.sum(axis=0, dtype=np.float64)
-            self._total = total if self._total is None else self._total + total
-
-    def vector(self) -> npt.NDArray[np.float32]:
-        """Of length 1: for comparing, only the direction counts; so a mean is as good as a sum."""
-        assert self._total is not None, "no state was taken"
-        unit: npt.NDArray[np.float32] = (self._total / max(float(np.linalg.norm(self._total)), 1e-30)).astype(
-            np.float32
-        )
-        return unit
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """One prompt and what became of it. Compared by identity: two requests are never the same one."""
@@ -330,7 +300,7 @@ class Request:
     cache_salt: str = ""  # requests share cached prefixes only within one tenant, salt and adapter
     adapter: str = ""
     prefill_only: bool = False  # embeddings, prompt logprobs: ends with its prefill, samples nothing
-    pooled: Pooled | None = None  # with prefill_only: an embedding is asked for
+    pooling: str | None = None  # mean or last: the prompt is embedded, nothing is generated
     compute_from: int | None = None  # positions from here on are computed even if they are cached
     expected_tokens: int | None = None  # the caller's guess of the output's length, for the order and the budget
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words: the last token of each may not follow the rest
@@ -365,7 +335,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt = as_tokens(self.prompt)
-        self.prefill_only = self.prefill_only or self.params.max_tokens == 0
+        self.prefill_only = self.prefill_only or self.pooling is not None or self.params.max_tokens == 0
+        if self.pooling is not None and self.pooling not in POOLING:
+            raise InvalidRequest(f"pooling is {self.pooling!r}: choose one of {', '.join(POOLING)}.")
+        if self.pooling == "mean":  # cached tokens have no hidden states, so every position is computed
+            self.compute_from = 0
         if len(self.prompt) == 0:
             raise InvalidRequest(f"request {self.id}: the prompt is empty: give at least one token.")
         if self.expected_tokens is not None and self.expected_tokens < 1:
@@ -377,6 +351,11 @@ class Request:
                 f"request {self.id}: compute_from is {self.compute_from}: give a position of the prompt, "
                 f"0 to {len(self.prompt) - 1}."
             )
+
+    @property
+    def namespace(self) -> tuple[str, str, str]:
+        """Requests share cached prefixes only within one namespace."""
+        return (self.tenant, self.cache_salt, self.adapter)
 
     @property
     def num_tokens(self) -> int:

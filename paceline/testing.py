@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.engine.executor import Result
+from paceline.engine.executor import Executor, Result
 from paceline.engine.loop import Loop
 from paceline.engine.virtual.executor import VirtualClock
 from paceline.request import FinishReason, Request
@@ -32,9 +32,9 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _seed(request: Request) -> int:
+def _seed(namespace: Iterable[str]) -> int:
     """Where the sum of KV begins: requests that must not share a cache have different KV for equal tokens."""
-    name = "\0".join((request.tenant, request.cache_salt, request.adapter))
+    name = "\0".join(namespace)
     return _mix(int.from_bytes(name.encode()[-8:].rjust(8), "little") ^ len(name))
 
 
@@ -56,7 +56,7 @@ def reference_tokens(request: Request, vocab: int) -> tuple[list[int], FinishRea
     stops = set(request.params.stop_token_ids)
     if not request.params.ignore_eos:
         stops |= set(request.eos_token_ids)
-    total, position, output = _seed(request), 0, []
+    total, position, output = _seed(request.namespace), 0, []
     tokens = request.prompt.tolist()
     while True:
         for token in tokens:
@@ -82,8 +82,8 @@ class ScriptedPending:
         return result
 
 
-@dataclass(slots=True)
-class ScriptedExecutor:
+@dataclass
+class ScriptedExecutor(Executor):
     """Carries plans out on the toy model, strictly in launch order.
 
     `lazy` runs each pass as late as possible, when it is waited for: a plan that still changes after `launch` then
@@ -141,7 +141,7 @@ class ScriptedExecutor:
             self._move(plan.swap)
         for join in plan.joins:
             self._tokens[join.slot] = join.tokens.tolist()
-            self._seeds[join.slot] = _seed(join.request)
+            self._seeds[join.slot] = _seed(join.namespace)
         for slot, index, page in zip(plan.page_slots, plan.page_indices, plan.page_ids, strict=True):
             self._rows.setdefault(int(slot), {})[int(index)] = int(page)
         sampled: list[list[int]] = []
@@ -152,7 +152,7 @@ class ScriptedExecutor:
                 tokens = [_sample(total, self.vocab)]
                 self._put(slot, start + length, tokens[0])
                 if self.draft and row < plan.num_decodes:
-                    tokens += self._draft(plan.requests[row], slot, start + length)
+                    tokens += self._draft(int(plan.max_lengths[row]), slot, start + length)
                 sampled.append(tokens)
         flat = np.array([token for tokens in sampled for token in tokens], np.int32)
         counts = np.array([len(tokens) for tokens in sampled], np.int32) if self.draft else None
@@ -166,8 +166,8 @@ class ScriptedExecutor:
         self._host[swap.spill_hosts] = pages[swap.spill_pages]
         pages[swap.fetch_pages] = self._host[swap.fetch_hosts]
 
-    def _draft(self, request: Request, slot: int, position: int) -> list[int]:
-        room = len(request.prompt) + request.max_tokens - 1 - position
+    def _draft(self, max_length: int, slot: int, position: int) -> list[int]:
+        room = max_length - 1 - position
         tokens: list[int] = []
         for _ in range(min(position % (self.draft + 1), room)):
             total = self._feed(slot, position, 1)
@@ -230,7 +230,8 @@ class Harness:
             self.outputs[request.id] = []
 
     def step(self) -> Updates | None:
-        updates = self.loop.step()
+        output = self.loop.step()
+        updates = None if output is None else output.updates
         if updates is not None:
             for request, token in zip(updates.requests, updates.tokens.tolist(), strict=True):
                 assert request.id not in self.reasons, f"request {request.id} got a token after its end"

@@ -194,14 +194,14 @@ MUTANTS = [
     Mutant(
         "masks are made before the last token is known",
         "engine/loop.py",
-        "        if not self._launched:\n            # Nothing",
-        "        if True:\n            # Nothing",
+        "        if self._launched:\n            launched.delayed",
+        "        if False:\n            launched.delayed",
         ["tests/sampling/test_grammar.py"],
     ),
     Mutant(
         "a pass is launched before the one before it has its masks",
         "engine/loop.py",
-        "                self._prepare(plan)\n            self._choose()\n",
+        "                self._prepare(plan)\n            self._sample_delayed()\n",
         "                self._prepare(plan)\n",
         ["tests/engine/test_loop.py"],
     ),
@@ -250,8 +250,8 @@ MUTANTS = [
     Mutant(
         "logprobs of a request that has left are told to the next one",
         "engine/loop.py",
-        "rows[id(request)] for request in updates.requests",
-        "row for row, _ in enumerate(updates.requests)",
+        "if row not in discarded]",
+        "][: len(logprobs.chosen) - len(discarded)]",
         ["tests/engine/test_engine.py"],
     ),
     Mutant(

@@ -29,7 +29,7 @@ class ReferenceScheduler:
         output: list[int] = []
         reason = FinishReason.LENGTH
         while True:
-            total = (_seed(request) + sum(values)) & _MASK
+            total = (_seed(request.namespace) + sum(values)) & _MASK
             for position in range(len(values), len(tokens)):
                 values.append(_kv(tokens[position], position, total))
                 total = (total + values[-1]) & _MASK

@@ -141,11 +141,11 @@ class Bench:
             if engine.recorder is not None:
                 engine.recorder.mark(f"end of {name}")
 
-        engine.ask(begin).result()
+        engine.call(begin).result()
         began = time.perf_counter()
         outputs = llm.generate(work.prompts, work.params)
         seconds = time.perf_counter() - began
-        engine.ask(end).result()
+        engine.call(end).result()
         found = sum(len(output.token_ids) for output in outputs)
         assert found == work.num_output_tokens, f"{found} tokens came out, {work.num_output_tokens} were asked for"
         cached = sum(output.num_cached_tokens for output in outputs)
@@ -414,10 +414,10 @@ def model_of(llm: LLM) -> DecoderModel | Any:
     executor = llm.engine.executor
     if isinstance(executor, CudaExecutor):
         return executor.model
-    assert isinstance(executor, CpuExecutor) and isinstance(executor.device, CpuModelRunner), (
+    assert isinstance(executor, CpuExecutor) and isinstance(executor.runner, CpuModelRunner), (
         "there is no third executor"
     )
-    return executor.device.decoder
+    return executor.runner.decoder
 
 
 def device_name(device: torch.device) -> str:

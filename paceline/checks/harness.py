@@ -142,7 +142,6 @@ def tokens_of(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingP
 class Clocked:
     """A sink that knows when each token came."""
 
-    wants_all_at_once: bool = False
     times: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)

@@ -12,6 +12,7 @@ import numpy as np
 
 from paceline.checks.harness import Clocked, Lab, Verdict, greedy, wait_for
 from paceline.config import ConfigError
+from paceline.engine.job import Job
 from paceline.engine.timeline import Timeline
 
 
@@ -79,7 +80,7 @@ def _long(lab: Lab, running: int, prompt_tokens: int, num_prompts: int, quiet_to
     with lab.llm(spec, kv_tokens=600_000) as llm:
         engine, timeline = llm.engine, Timeline()
         shortest = greedy([1])[0]
-        engine.ask(lambda _: setattr(engine.loop, "trace", timeline)).result()
+        engine.call(lambda _: setattr(engine.loop, "trace", timeline)).result()
         # As long as memory lets them run together with the prompts.
         config = engine.scheduler.config
         if running >= config.max_running:
@@ -91,13 +92,13 @@ def _long(lab: Lab, running: int, prompt_tokens: int, num_prompts: int, quiet_to
         kept = greedy([min(room, config.context_tokens) - length - config.page_size])[0]
         rows = [Clocked() for _ in range(running)]
         # Made now: while it runs, this thread would hold Python's lock for as long as several passes take.
-        long_prompts = iter([prompt(prompt_tokens) for _ in range(1 + num_prompts)])
-        names = [engine.submit(prompt(length), kept, sink=row) for row in rows]
+        long_prompts = iter([engine.encode(prompt(prompt_tokens)) for _ in range(1 + num_prompts)])
+        names = [engine.submit(Job(engine.encode(prompt(length)), kept), row) for row in rows]
         wait_for(engine, lambda: all(len(row.tokens) > 8 for row in rows))
 
         def send_prompt() -> float:
             sink, sent = Clocked(), time.perf_counter()
-            engine.submit(next(long_prompts), shortest, sink=sink)
+            engine.submit(Job(next(long_prompts), shortest), sink)
             wait_for(engine, sink.ended.is_set)
             if sink.refused is not None:
                 raise sink.refused

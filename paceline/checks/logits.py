@@ -15,20 +15,23 @@ from torch import Tensor
 from paceline.checks.harness import ROUNDING, Lab, Verdict, greedy, random_prompts, tokens_of
 from paceline.config import ConfigError
 from paceline.engine.cuda.executor import CudaExecutor
-from paceline.engine.executor import Pending, Result
+from paceline.engine.executor import Executor, Pending, Result
 from paceline.model.layout import stored_parts
 from paceline.model.spec import ModelSpec
 from paceline.scheduler.plan import Plan
 
 
-class _LogitsSpy:
+class _LogitsSpy(Executor):
     """An executor that keeps the logits of every sampling row. For serial runs: each pass overwrites the last one's."""
 
     def __init__(self, device: CudaExecutor) -> None:
         self.device = device
         self.logits: dict[bytes, list[Tensor]] = {}  # by prompt
+        self.prompts: dict[int, bytes] = {}  # by slot
 
     def launch(self, plan: Plan) -> Pending:
+        for join in plan.joins:
+            self.prompts[join.slot] = join.tokens[: join.num_prompt_tokens].tobytes()
         return _SpyPending(self, plan, self.device.launch(plan))
 
 
@@ -41,7 +44,8 @@ class _SpyPending:
         rows = np.flatnonzero(self._plan.samples).tolist()
         logits = self._spy.device.model._logits[: len(rows)].to(torch.float32, copy=True)
         for row, values in zip(rows, logits, strict=True):
-            self._spy.logits.setdefault(self._plan.requests[row].prompt.tobytes(), []).append(values)
+            prompt = self._spy.prompts[int(self._plan.slots[row])]
+            self._spy.logits.setdefault(prompt, []).append(values)
         return result
 
 
@@ -60,7 +64,7 @@ def check_logits(lab: Lab, *, count: int = 16, longest: int = 700, num_tokens: i
         if not isinstance(device, CudaExecutor):
             raise ConfigError("logits looks into the CUDA executor, and this engine runs on a CPU: leave it out.")
         spy, loop = _LogitsSpy(device), llm.engine.loop
-        llm.engine.ask(lambda _: setattr(loop, "executor", spy)).result()
+        llm.engine.call(lambda _: setattr(loop, "executor", spy)).result()
         tokens = tokens_of(llm, prompts, greedy([num_tokens] * count))
     ours = [torch.stack(spy.logits[np.array(prompt, np.int32).tobytes()]) for prompt in prompts]
     picked = [torch.tensor(output, device=lab.device) for output in tokens]

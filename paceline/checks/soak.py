@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.checks.harness import ROUNDING, Clocked, Lab, Verdict, margin
 from paceline.engine.engine import Engine
+from paceline.engine.job import Job
 from paceline.model.spec import ModelSpec
 from paceline.request import FinishReason, SamplingParams
 from paceline.scheduler.invariants import check as check_invariants
@@ -22,8 +23,9 @@ class _Sent:
     prompt: list[int]
     params: SamplingParams
     sink: Clocked
-    aborted: bool = False
     timeout: float | None = None
+    stream: bool = True
+    aborted: bool = False
 
     def fault(self) -> str | None:
         """What is wrong with how it ended."""
@@ -90,9 +92,9 @@ def check_soak(
                 judge(sent.pop(name))
             while len(sent) < rng.randint(live // 2, live):
                 one = _random_request(rng, spec, prefixes, longest, num_tokens)
-                name = engine.submit(
-                    one.prompt, one.params, sink=one.sink, tenant=rng.choice("abc"), timeout=one.timeout
-                )
+                prompt, tenant = engine.encode(one.prompt), rng.choice("abc")
+                job = Job(prompt, one.params, tenant=tenant, timeout_s=one.timeout, stream=one.stream)
+                name = engine.submit(job, one.sink)
                 sent[name] = one
                 num_sent += 1
             if rng.random() < 0.3 and num_aborted < 0.2 * num_sent:  # however fast the device is
@@ -105,8 +107,8 @@ def check_soak(
             one.sink.ended.wait(timeout=120)
             judge(one)
         if engine.failure is None:
-            faults += engine.ask(lambda scheduler: scheduler.check_idle(engine.clock())).result()
-            retractions = engine.ask(lambda scheduler: scheduler.counters.retractions).result()
+            faults += engine.call(lambda scheduler: scheduler.check_idle(engine.clock())).result()
+            retractions = engine.call(lambda scheduler: scheduler.counters.retractions).result()
         else:
             faults.insert(0, f"the engine failed: {engine.failure}")
             retractions = 0
@@ -142,7 +144,7 @@ def _random_request(
     if rng.random() < 0.3:
         options["logprobs"] = rng.choice((0, 1, 5, 20))
     timeout = rng.choice((0.05, 0.5)) if rng.random() < 0.05 else None
-    return _Sent(prompt, SamplingParams(**options), Clocked(wants_all_at_once=rng.random() < 0.5), timeout=timeout)
+    return _Sent(prompt, SamplingParams(**options), Clocked(), timeout, stream=rng.random() < 0.5)
 
 
 def _disturb(engine: Engine, rng: random.Random) -> Callable[[], int]:
@@ -168,5 +170,5 @@ def _disturb(engine: Engine, rng: random.Random) -> Callable[[], int]:
         scheduler.plan = planning  # type: ignore[method-assign]
         loop.step = stepping  # type: ignore[method-assign]
 
-    engine.ask(install).result()
+    engine.call(install).result()
     return lambda: num_steps

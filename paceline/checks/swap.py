@@ -74,7 +74,7 @@ def check_swap(
             answers += found
             questions = random_prompts(rng, spec.vocab_size, chats, max(2, longest // 8))
             histories = [[*before, *said, *new] for before, said, new in zip(histories, found, questions, strict=True)]
-        faults = llm.engine.ask(lambda scheduler: scheduler.check_idle(llm.engine.clock())).result()
+        faults = llm.engine.call(lambda scheduler: scheduler.check_idle(llm.engine.clock())).result()
         counters = llm.engine.scheduler.counters
         num_wrong = spy.num_wrong if spy is not None else 0
         compared = f"{spy.num_pages} pages compared, {num_wrong} of them wrong" if spy is not None else "none compared"

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 
 class _TerminalSink:
-    wants_all_at_once = False
-
     def __init__(self) -> None:
         self.queue: SimpleQueue[OutputDelta | PacelineError] = SimpleQueue()
 
@@ -30,8 +28,10 @@ class _TerminalSink:
 @contextmanager
 def stream(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Iterator[Iterator[OutputDelta]]:
     """The pieces of one request. Leaving early, an interrupt included, aborts it."""
+    from paceline.engine.job import Job
+
     sink = _TerminalSink()
-    request_id = engine.submit(prompt, params, sink=sink)
+    request_id = engine.submit(Job(engine.encode(prompt), params), sink)
     try:
         yield _pieces(sink)
     finally:

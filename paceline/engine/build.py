@@ -18,7 +18,7 @@ from paceline.config import ConfigError, EngineConfig, SchedulerConfig, split_op
 from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner, DecoderModel
 from paceline.engine.cpu.kv_cache import check_host_fits, check_model_fits, free_memory, num_kv_pages
 from paceline.engine.cpu.model import CpuModel
-from paceline.engine.engine import Engine, ModelInfo
+from paceline.engine.engine import Engine, EngineHooks, ModelInfo
 from paceline.engine.loop import Trace
 from paceline.engine.virtual.build import build_virtual
 from paceline.model.decoder import Decoder
@@ -52,6 +52,8 @@ def build_engine(
     seed: int = 0,
     progress: Progress | None = None,
     trace: Trace | None = None,
+    hooks: EngineHooks | None = None,
+    detokenize: bool = True,
     **options: Any,
 ) -> Engine:
     """The engine for a model: a folder, a .gguf file, a hub id, the default one if None; or, with `load="random"`,
@@ -63,7 +65,7 @@ def build_engine(
     if config.executor == "virtual":
         if model is not None or shape is not None or load != "weights":
             raise ConfigError("executor is 'virtual', which runs no model: leave model, load and shape out.")
-        return build_virtual(config, scheduler_options, trace=trace)
+        return build_virtual(config, scheduler_options, trace=trace, hooks=hooks, detokenize=detokenize)
     device = choose_device(config)
     dtype = ("bfloat16" if device == "cuda" else "float32") if config.dtype == "auto" else config.dtype
     path: Path | None = None
@@ -94,7 +96,7 @@ def build_engine(
         # 16-bit matrices have good kernels as they are stored; for float32 a better arrangement pays.
         fast = CpuModel(decoder) if dtype == "float32" and device == "cpu" else decoder
         del decoder
-    return assemble(fast, tokenizer, config, scheduler_options, trace=trace)
+    return assemble(fast, tokenizer, config, scheduler_options, trace=trace, hooks=hooks, detokenize=detokenize)
 
 
 @contextmanager
@@ -116,11 +118,13 @@ def assemble(
     scheduler_options: Mapping[str, Any],
     *,
     trace: Trace | None = None,
+    hooks: EngineHooks | None = None,
+    detokenize: bool = True,
 ) -> Engine:
     """An engine around a decoder that is loaded already."""
     on_gpu = isinstance(decoder, Decoder) and decoder.device.type == "cuda"
     spec, dtype = decoder.spec, decoder.dtype
-    facts = ModelInfo(
+    info = ModelInfo(
         spec.family, spec.num_parameters, str(dtype).removeprefix("torch."),
         torch.cuda.get_device_name() if on_gpu else f"cpu, {_threads(config.threads or torch.get_num_threads())}",
         spec.kv_bytes_per_token(dtype.itemsize),
@@ -152,7 +156,7 @@ def assemble(
             else lambda count: _scheduler_config(decoder.spec, {**scheduler_options, "num_pages": count}, "cuda"),
         )
         executor.warm_up()
-        return _engine(executor, scheduler_config, spec, facts, tokenizer, config, trace)
+        return _engine(executor, scheduler_config, spec, info, tokenizer, config, trace, hooks, detokenize)
     device = CpuModelRunner(
         decoder,
         num_pages=scheduler_config.num_pages,
@@ -162,7 +166,7 @@ def assemble(
         num_host_pages=scheduler_config.num_host_pages,
     )
     executor = CpuExecutor(device, num_threads=config.threads)
-    return _engine(executor, scheduler_config, spec, facts, tokenizer, config, trace)
+    return _engine(executor, scheduler_config, spec, info, tokenizer, config, trace, hooks, detokenize)
 
 
 def _host_options(
@@ -187,10 +191,12 @@ def _engine(
     executor: CudaExecutor | CpuExecutor,
     scheduler_config: SchedulerConfig,
     spec: ModelSpec,
-    facts: ModelInfo,
+    info: ModelInfo,
     tokenizer: Tokenizer,
     config: EngineConfig,
     trace: Trace | None,
+    hooks: EngineHooks | None,
+    detokenize: bool,
 ) -> Engine:
     scheduler = Scheduler(scheduler_config)
     return Engine(
@@ -198,10 +204,11 @@ def _engine(
         executor,
         tokenizer,
         vocab_size=spec.vocab_size,
-        facts=facts,
+        info=info,
         overlap=config.overlap_mode,
+        detokenize=detokenize,
         trace=trace,
-        on_close=executor.close,
+        hooks=hooks,
         recorder=None if config.record is None else _recorder(config, scheduler, executor, spec),
     )
 

@@ -1,62 +1,86 @@
-"""What an executor is: something that carries plans out, in the order they are launched."""
+"""The executor interface: executes plans in the order they are launched.
+
+`cpu/`, `cuda/` and `virtual/` each implement it. What an executor supports is in its `capabilities`; callers check
+these and never probe for methods.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from paceline.engine.pooling import PooledStates
 from paceline.sampling.types import Bits, LogprobRun, Logprobs, Masks
 from paceline.scheduler.plan import Plan
 
 
-class Result(NamedTuple):
-    """What a pass yielded, on the host."""
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an executor supports beyond sampling tokens."""
 
-    # One for each sampling row, in row order; or counts[i] of row i, end to end. NO_TOKEN: its logits are no numbers.
+    logits: bool = False  # logprobs, and grammar masks through `launch_delayed`
+    pooling: bool = False  # embeddings: pooled hidden states of prompts
+
+
+class Result(NamedTuple):
+    """What a forward pass produced, on the host."""
+
+    # One token for each sampling row, in row order; or counts[i] tokens of row i, end to end. NO_TOKEN: the row's
+    # logits contain NaN or are all infinite.
     tokens: npt.NDArray[np.int32]
-    device_s: float | None = None  # how long the device took, where that is measured
+    device_s: float | None = None  # time on the device, where it is measured
     counts: npt.NDArray[np.int32] | None = None
-    idle_s: float | None = None  # how long the device had nothing to do before, where that is measured
-    logprobs: Logprobs | None = None  # of the tokens, if somebody asks
+    idle_s: float | None = None  # device idle time before the pass, where it is measured
+    logprobs: Logprobs | None = None  # of the sampled tokens, if a row asks for them
     prompt_logprobs: tuple[LogprobRun, ...] = ()
-    fetch_s: float | None = None  # how long the pages it fetched were on their way from host memory, where measured
+    fetch_s: float | None = None  # time to copy the fetched pages from host memory, where it is measured
+    pooled: tuple[PooledStates, ...] = ()  # hidden states of prompts that are embedded
 
 
 class Pending(Protocol):
+    """A pass in flight."""
+
     def wait(self) -> Result:
         """Blocks until the pass has run."""
 
 
-class Executor(Protocol):
+class DelayedPending(Pending, Protocol):
+    """A pass in flight that samples only after `sample` was called."""
+
+    def mask_buffer(self, num_rows: int, num_words: int) -> Bits:
+        """The buffer for the bits of this pass's masks: memory that the device reads without another copy. Called once,
+        after the pass before was waited for and before another is launched."""
+
+    def sample(self, masks: Masks) -> None:
+        """Launches sampling. The masks' bits are in the mask buffer. Called once, before `wait`."""
+
+
+class Executor(ABC):
+    """Executes plans on one device. Not thread-safe: the engine's thread is the only caller."""
+
+    capabilities = Capabilities()
+
+    @abstractmethod
     def launch(self, plan: Plan) -> Pending:
         """Starts a pass and returns at once. Passes run in launch order."""
 
-
-class BusyExecutor(Executor, Protocol):
-    """One that makes use of idle time."""
-
-    def run_background_work(self) -> bool:
-        """Does a little of what later passes will be glad of. Whether there was something. No pass is in flight."""
-
-
-class DelayedPending(Pending, Protocol):
-    def mask_buffer(self, num_rows: int, num_words: int) -> Bits:
-        """Where the bits of this pass's masks are to be written: memory from which the device takes them without
-        another copy. Called once, when the pass before has been waited for and before another is launched."""
-
-    def sample(self, masks: Masks) -> None:
-        """The tokens can be chosen now; the masks' bits lie in the room. Called once, before `wait`."""
-
-
-class MaskedExecutor(Executor, Protocol):
-    """One whose rows can be told what they may say."""
-
-    def prepare(self, plan: Plan) -> None:
-        """Does what launching this plan takes and what does not depend on the passes before. May be left out; else
-        the next launch is of this plan."""
+    def prepare(self, plan: Plan) -> None:  # noqa: B027 -- optional
+        """Does the part of `launch` that does not depend on earlier passes. If called, the next launch is of this
+        plan."""
 
     def launch_delayed(self, plan: Plan) -> DelayedPending:
-        """As `launch`, when the host does not know yet what some rows may say: the pass runs up to its logits, and
-        goes on with `sample`, which must be called before the next launch."""
+        """As `launch`, for a pass whose masks the host does not know yet. The pass runs up to its logits and continues
+        with `sample`, which must be called before the next launch. Requires `capabilities.logits`."""
+        raise NotImplementedError(f"{type(self).__name__} does not compute logits")
+
+    def run_background_work(self) -> bool:
+        """Runs one unit of background work, such as capturing a CUDA graph; returns whether there was any. No pass is
+        in flight."""
+        return False
+
+    def close(self) -> None:  # noqa: B027 -- optional
+        """Waits for launched passes and releases threads and streams."""

@@ -1,14 +1,14 @@
-"""The loop around scheduler and executor: serial, or overlapped.
+"""The loop around scheduler and executor: serial or overlapped.
 
-Serial: plan, launch, wait, commit. Overlapped: pass N+1 is planned and launched before N is waited for, so the
-device always has work queued while the host thinks. Nothing else differs; both give the same tokens. `sync` plans as
-overlapped but lets the device come to rest before each launch: a fault that goes away under it is a race.
+Serial: plan, launch, wait, commit. Overlapped: pass N+1 is planned and launched before the loop waits for N, so the
+device always has work queued while the host is busy. Nothing else differs; both produce the same tokens. `sync` plans
+as overlapped does but synchronises with the device before each launch: a fault that disappears under it is a race.
 
-Rows that obey a grammar may only say what follows from their last token. A pass with such rows is launched up to its
-logits; while the device computes them, the pass before is committed and the grammars take its tokens. Their masks are
-computed on a thread beside this one, which meanwhile goes on as far as it can without them: text, the next plan, and
-what of its launch needs no pass before it. Then the masks go up, the tokens of the launched pass are chosen, and the
-next one is launched behind it:
+For rows with a grammar, the tokens allowed next depend on the last token. A pass with such rows is launched up to its
+logits; while the device computes them, the pass before is committed and the grammars advance by its tokens. Masks are
+computed on a worker thread. Meanwhile this thread continues with everything that does not need them: detokenization,
+the next plan, and the part of its launch that does not depend on earlier passes. Then the masks are uploaded, the
+launched pass samples, and the next pass is launched behind it (delayed sampling):
 
     device   sample N | forward N+1 ............................................ | sample N+1 | forward N+2
     worker                              | masks of N+1 ..................... |
@@ -18,12 +18,13 @@ next one is launched behind it:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol
 
-from paceline.engine.executor import DelayedPending, Executor, MaskedExecutor, Pending, Result
+from paceline.engine.executor import DelayedPending, Executor, Pending, Result
+from paceline.engine.pooling import PooledStates
 from paceline.request import Request
 from paceline.sampling.types import Bits, LogprobRun, Logprobs, Masks
 from paceline.scheduler.plan import Plan, Updates
@@ -31,41 +32,57 @@ from paceline.scheduler.scheduler import Scheduler
 
 
 class Constraints(Protocol):
-    """What rows may say, for those that obey a grammar."""
+    """The tokens allowed next, for rows with a grammar. `sampled` are the requests of a pass's sampling rows."""
 
-    def apply_to(self, plan: Plan) -> bool:
-        """Whether some row of this pass does."""
+    def apply_to(self, sampled: Iterable[Request]) -> bool:
+        """Whether any of these rows has a grammar."""
 
-    def masks(self, plan: Plan, room: Callable[[int, int], Bits]) -> Masks:
-        """All passes before this one are committed. Bits are written into `room(rows, words)`."""
+    def masks(self, sampled: Sequence[Request], buffer: Callable[[int, int], Bits]) -> Masks:
+        """The masks of a pass; all passes before it are committed. Bits are written into `buffer(rows, words)`."""
 
-    def start_masks(self, plan: Plan, room: Callable[[int, int], Bits]) -> None:
-        """As `masks`, beside this thread: `wait_masks` comes before anything else is asked than `apply_to`."""
+    def start_masks(self, sampled: Sequence[Request], buffer: Callable[[int, int], Bits]) -> None:
+        """As `masks`, on a worker thread. Until `wait_masks` returns only `apply_to` may be called."""
 
     def wait_masks(self) -> Masks:
-        """Those that were started."""
+        """The masks that were started."""
 
-    def advance(self, updates: Updates) -> None:
-        """These tokens have come."""
+    def advance(self, updates: Updates) -> Sequence[tuple[Request, str]]:
+        """Consumes the tokens of a committed pass. Returns requests whose grammar failed, with the reason."""
 
 
 class Trace(Protocol):
-    """Is told what the host did and what came of it, on the loop's thread. Times are the loop's clock's."""
+    """Receives what host and device did, on the loop's thread. Times are in the loop's clock."""
 
     def span(self, what: str, step: int, began: float, ended: float) -> None:
-        """The host's time for one pass: "plan", "launch" (in two parts where one is prepared), "wait", "commit",
-        "masks" (what came of it, for the pass behind it: starting them, and later waiting for them) or "text"."""
+        """Host time for one pass: "plan", "launch" (in two parts if it was prepared), "wait", "commit", "masks" (for
+        the pass behind it: starting them, later waiting for them) or "text"."""
 
     def passed(self, plan: Plan, result: Result) -> None:
         """A pass was waited for."""
 
 
+class StepOutput(NamedTuple):
+    """What one step of the loop committed."""
+
+    step: int  # of the committed pass
+    updates: Updates
+    logprobs: Logprobs | None  # of `updates.tokens`, row by row
+    prompt_logprobs: tuple[tuple[Request, LogprobRun], ...]
+    pooled: tuple[tuple[Request, PooledStates], ...]
+    grammar_failures: Sequence[tuple[Request, str]]
+
+
 @dataclass(slots=True, eq=False)
 class _Launched:
     plan: Plan
+    requests: tuple[Request, ...]  # of the plan's rows
     pending: Pending
-    delayed: DelayedPending | None = None  # until its tokens can be chosen
+    delayed: DelayedPending | None = None  # until its sampling is launched
     result: Result | None = None
+
+    @property
+    def sampled(self) -> list[Request]:
+        return list(compress(self.requests, self.plan.samples))
 
 
 class Loop:
@@ -80,7 +97,7 @@ class Loop:
         trace: Trace | None = None,
         constraints: Constraints | None = None,
     ) -> None:
-        """With `constraints`, the executor must be one that masks."""
+        """`constraints` requires an executor that computes logits."""
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
@@ -88,15 +105,12 @@ class Loop:
         self.sync = sync
         self.trace = trace
         self.constraints = constraints
-        self.last_step = -1  # the last pass that was committed
-        # What the last step told of the tokens in its updates, row by row, and of prompts; whoever reads it takes it.
-        self.logprobs: Logprobs | None = None
-        self.prompt_logprobs: tuple[tuple[Request, LogprobRun], ...] = ()
         self._launched: deque[_Launched] = deque()
         self._masking: _Launched | None = None  # the pass whose masks are being computed
+        self._committed = -1  # step of the last committed pass
         self._awaited: Plan | None = None
 
-    def step(self) -> Updates | None:
+    def step(self) -> StepOutput | None:
         """Launches what can be launched and commits the oldest pass. None if there was nothing to commit."""
         # Overlapped, one pass is in flight when this begins and a second is launched behind it.
         depth = 2 if self.overlap else 1
@@ -109,7 +123,7 @@ class Loop:
                 self.trace.span("plan", plan.step, began, self.clock())
             if self._masking is not None and not self.sync:
                 self._prepare(plan)
-            self._choose()
+            self._sample_delayed()
             if self.sync:
                 for one in self._launched:
                     one.result = one.result or self._wait(one)
@@ -117,57 +131,69 @@ class Loop:
             self._launched.append(self._launch(plan))
             if self.trace is not None:
                 self.trace.span("launch", plan.step, began, self.clock())
-        self._choose()  # there was nothing to plan
+        self._sample_delayed()  # there was nothing to plan
         if not self._launched:
             return None
         one = self._launched.popleft()
         self._awaited = one.plan
         result = one.result or self._wait(one)
         self._awaited = None
-        now = self.clock()
-        updates = self.scheduler.commit(one.plan, result.tokens, now, result.device_s, result.counts)
-        self.last_step = one.plan.step
-        self.logprobs = None if result.logprobs is None else _kept(result.logprobs, one.plan, updates)
-        self.prompt_logprobs = tuple((one.plan.requests[run.row], run) for run in result.prompt_logprobs)
+        return self._commit(one, result)
+
+    def _commit(self, one: _Launched, result: Result) -> StepOutput:
+        plan, now = one.plan, self.clock()
+        updates = self.scheduler.commit(plan, result.tokens, now, result.device_s, result.counts)
+        self._committed = plan.step
         if self.trace is not None:
-            self.trace.span("commit", one.plan.step, now, self.clock())
+            self.trace.span("commit", plan.step, now, self.clock())
+        failures: Sequence[tuple[Request, str]] = ()
         if self.constraints is not None:
             began = self.clock()
-            self.constraints.advance(updates)
+            failures = self.constraints.advance(updates)
             behind = self._launched[0] if self._launched else None
             if behind is not None and behind.delayed is not None:
-                self.constraints.start_masks(behind.plan, behind.delayed.mask_buffer)
+                self.constraints.start_masks(behind.sampled, behind.delayed.mask_buffer)
                 self._masking = behind
                 if self.trace is not None:
-                    self.trace.span("masks", one.plan.step, began, self.clock())
-        return updates
+                    self.trace.span("masks", plan.step, began, self.clock())
+        return StepOutput(
+            plan.step,
+            updates,
+            None if result.logprobs is None else _without(result.logprobs, updates.discarded),
+            tuple((one.requests[run.row], run) for run in result.prompt_logprobs),
+            tuple((one.requests[states.row], states) for states in result.pooled),
+            failures,
+        )
 
     def _prepare(self, plan: Plan) -> None:
         began = self.clock()
-        cast(MaskedExecutor, self.executor).prepare(plan)
+        self.executor.prepare(plan)
         if self.trace is not None:
             self.trace.span("launch", plan.step, began, self.clock())
 
     def _launch(self, plan: Plan) -> _Launched:
-        if self.constraints is None or not self.constraints.apply_to(plan):
-            return _Launched(plan, self.executor.launch(plan))
-        pending = cast(MaskedExecutor, self.executor).launch_delayed(plan)
-        if not self._launched:
-            # Nothing is in flight before it: what its rows may say is known.
-            pending.sample(self.constraints.masks(plan, pending.mask_buffer))
-            return _Launched(plan, pending)
-        return _Launched(plan, pending, delayed=pending)
+        requests = self.scheduler.requests_of(plan)
+        if self.constraints is None or not self.constraints.apply_to(compress(requests, plan.samples)):
+            return _Launched(plan, requests, self.executor.launch(plan))
+        pending = self.executor.launch_delayed(plan)
+        launched = _Launched(plan, requests, pending)
+        if self._launched:
+            launched.delayed = pending
+        else:
+            # No pass is in flight before it, so the allowed tokens are known.
+            pending.sample(self.constraints.masks(launched.sampled, pending.mask_buffer))
+        return launched
 
-    def _choose(self) -> None:
-        """Has the tokens chosen of the pass whose masks are being computed, if there is one."""
+    def _sample_delayed(self) -> None:
+        """Launches the sampling of the pass whose masks are being computed, if there is one."""
         if (one := self._masking) is None:
             return
         began = self.clock()
-        assert self.constraints is not None and one.delayed is not None, "masks are started for a pass that waits"
+        assert self.constraints is not None and one.delayed is not None, "masks are started for a delayed pass"
         one.delayed.sample(self.constraints.wait_masks())
         one.delayed = self._masking = None
         if self.trace is not None:
-            self.trace.span("masks", self.last_step, began, self.clock())
+            self.trace.span("masks", self._committed, began, self.clock())
 
     def _wait(self, one: _Launched) -> Result:
         began = self.clock()
@@ -178,16 +204,16 @@ class Loop:
         return result
 
     @property
-    def oldest_plan(self) -> Plan | None:
-        """What is in flight, or waited for: None if nothing is. May be asked from any thread."""
+    def awaited_plan(self) -> Plan | None:
+        """The plan of the pass that the loop is waiting for, if it is. May be read from any thread."""
         return self._awaited
 
     def drain(self) -> int:
-        """Steps until nothing is left to do. Returns how many passes were committed."""
+        """Steps until all requests have finished. Returns how many passes were committed."""
         steps = 0
         while self.scheduler.has_work:
-            updates = self.step()
-            assert updates is not None or not self.scheduler.has_work, (
+            output = self.step()
+            assert output is not None or not self.scheduler.has_work, (
                 f"{len(self.scheduler.requests)} requests are left and none can run: "
                 + "; ".join(self.scheduler.explain(request_id) for request_id in list(self.scheduler.requests)[:3])
             )
@@ -195,9 +221,8 @@ class Loop:
         return steps
 
 
-def _kept(told: Logprobs, plan: Plan, updates: Updates) -> Logprobs:
+def _without(logprobs: Logprobs, discarded: frozenset[int]) -> Logprobs:
     """Without the rows whose tokens were discarded."""
-    if not updates.num_discarded:
-        return told
-    rows = {id(request): row for row, request in enumerate(compress(plan.requests, plan.samples))}
-    return told.of_rows([rows[id(request)] for request in updates.requests])
+    if not discarded:
+        return logprobs
+    return logprobs.of_rows([row for row in range(len(logprobs.chosen)) if row not in discarded])

@@ -1,7 +1,6 @@
-"""What the live page shows, kept where the engine is.
+"""The state shown on the live page, collected in the engine's process.
 
-It looks at the scheduler only when somebody asks; beside that it hears of requests that end. It tells how many tokens
-there are, never which.
+It reads the scheduler only on request and is notified of finished requests. It reports token counts, never tokens.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from paceline.scheduler import Scheduler
 from paceline.scheduler.journal import Event, EventKind
 from paceline.scheduler.snapshot import snapshot
 
-_RECENT = 200  # requests that ended, of which percentiles are taken
-_SHOWN = 40  # of these, in the table
-_HISTORY = 300  # samples, about a second apart while anything happens
-_LEAST_S = 0.45  # between two samples
+_RECENT = 200  # finished requests that percentiles are computed over
+_SHOWN = 40  # of these, listed in the table
+_HISTORY = 300  # samples, about a second apart while requests run
+_MIN_SAMPLE_S = 0.45  # between two samples
 
 
 class EngineMonitor:
-    """Called on the engine's thread."""
+    """All methods are called on the engine's thread."""
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
         self._scheduler, self._clock = scheduler, clock
         self._requests: dict[str, Request] = {}
         self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
-        self._samples: deque[list[float]] = deque(maxlen=_HISTORY)  # time and what the page draws over it
+        self._samples: deque[list[float]] = deque(maxlen=_HISTORY)  # time and the values the page plots
         self._began = clock()
-        scheduler.journal.listeners.append(self._hear)
+        scheduler.journal.listeners.append(self._on_event)
 
     def state(self) -> dict[str, Any]:
         now = self._clock()
@@ -50,36 +49,36 @@ class EngineMonitor:
             "latency": {name: self._percentiles(name) for name in ("wait", "ttft", "tpot")},
         }
 
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         if event.kind is EventKind.ADD:
             self._requests[event.request_id] = self._scheduler.requests[event.request_id]
         elif event.kind is EventKind.FINISH:
             request = self._requests.pop(event.request_id, None)
             if request is not None:
-                self._recent.append(_ended(request, event.time))
+                self._recent.append(_finished(request, event.time))
             if not self._samples or event.time - self._samples[-1][0] >= 1.0:
                 self._sample(event.time)
 
     def _sample(self, now: float) -> None:
-        if self._samples and now - self._samples[-1][0] < _LEAST_S:
+        if self._samples and now - self._samples[-1][0] < _MIN_SAMPLE_S:
             return
         counters = self._scheduler.counters
         ttft = [one["ttft"] for one in self._recent if one["ttft"] is not None and now - one["at"] <= 30]
         self._samples.append(
             [now, counters.decoded_tokens, counters.computed_tokens, counters.prompt_tokens, counters.hit_tokens,
-             self._scheduler.num_running, self._scheduler.num_waiting, *_points(ttft)]
+             self._scheduler.num_running, self._scheduler.num_waiting, *_percentiles_of(ttft)]
         )  # fmt: skip
 
     def _percentiles(self, name: str) -> list[float | None]:
-        return _points([one[name] for one in self._recent if one[name] is not None])
+        return _percentiles_of([one[name] for one in self._recent if one[name] is not None])
 
 
-def _points(values: list[float]) -> list[Any]:
-    """p50 and p99; None of nothing."""
+def _percentiles_of(values: list[float]) -> list[Any]:
+    """p50 and p99, or None without values."""
     return [float(np.percentile(values, percent)) for percent in (50, 99)] if values else [None, None]
 
 
-def _ended(request: Request, now: float) -> dict[str, Any]:
+def _finished(request: Request, now: float) -> dict[str, Any]:
     def since(moment: float | None) -> float | None:
         return None if moment is None else moment - request.arrival
 

@@ -1,4 +1,4 @@
-"""What a caller gets: pieces while a request runs, and with the last one what it took."""
+"""What a caller receives: output deltas while a request runs, usage and timings with the last one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from paceline.request import FinishReason, PacelineError, Request
 
 
 class EngineFailed(PacelineError):
-    """The engine cannot serve any more: a pass or the loop broke, or it was closed."""
+    """The engine cannot serve any more: a forward pass or the loop failed, or it was closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """Tokens of a request. Cached ones are part of the prompt's and were not computed again; fetched ones are those of
-    them that came from host memory."""
+    """Token counts of a request. Cached tokens are part of the prompt and were not computed; fetched tokens are the
+    cached ones that were copied from host memory."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -25,7 +25,7 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds since the request arrived; what never happened is None."""
+    """Seconds since the request arrived; None for what never happened."""
 
     admitted_s: float | None
     first_token_s: float | None
@@ -42,9 +42,8 @@ class Timings:
         )
 
 
-class TokenLogprob(NamedTuple):  # a tuple: there is one for every token, and the engine's thread makes them
-    """The logarithm of a token's chance, as the model gave it, and of some alternatives: the likeliest first, then
-    those that were asked for by id."""
+class TokenLogprob(NamedTuple):  # a tuple: there is one per token, created on the engine's thread
+    """The logprob of a token, and of alternatives: the most likely first, then those requested by id."""
 
     token_id: int
     logprob: float
@@ -53,7 +52,11 @@ class TokenLogprob(NamedTuple):  # a tuple: there is one for every token, and th
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """What came since the last piece. The last one has a finish reason, the usage and the timings."""
+    """What a request produced since its last delta. The final one has a finish reason, usage and timings.
+
+    `text` is empty where the engine does not detokenize. With finish reason stop, the last token id may be the stop
+    token, which is not part of the text.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -61,6 +64,6 @@ class OutputDelta:
     usage: TokenUsage | None = None
     timings: Timings | None = None
     error: str | None = None  # with reason error: what happened
-    vector: bytes | None = None  # of an embedding: float32, in the machine's order
-    logprobs: tuple[TokenLogprob, ...] = ()  # one for each token id, if they were asked for
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first piece, from the prompt's second token on
+    vector: bytes | None = None  # of an embedding: float32, native byte order
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each token id, if requested
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first delta, from the prompt's second token on

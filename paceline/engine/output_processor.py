@@ -1,7 +1,7 @@
-"""What becomes of a pass's tokens: text, chances, pieces and ends, for every request that lives.
+"""Turns the tokens of each forward pass into outputs: text, logprobs, deltas and finish reasons.
 
-All of it on the engine's thread. A request ends here in exactly one last piece; whoever broke on the way, its text or
-the one who listens, ends alone.
+Runs on the engine's thread. Every request receives exactly one final delta. If detokenizing a request or delivering to
+its sink fails, only that request ends.
 """
 
 from __future__ import annotations
@@ -11,217 +11,223 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from paceline.engine.loop import StepOutput
 from paceline.engine.output import EngineFailed, OutputDelta, Timings, TokenLogprob, TokenUsage
+from paceline.engine.pooling import PooledStates, Pooler
 from paceline.request import FinishReason, PacelineError, Request
 from paceline.sampling.grammar import Compiled
 from paceline.sampling.types import LogprobRun, Logprobs
 from paceline.scheduler.plan import Finished, Updates
+from paceline.text.stop import TextStream
 
-_QUIET_STEPS = 16  # in which every quiet request's text is made once, as far as it has come
-
-
-class Text(Protocol):
-    """Token ids to what a piece calls its text: `TextStream`, or `TokenText`."""
-
-    @property
-    def matched(self) -> str | None: ...
-
-    def push(self, ids: Iterable[int]) -> str: ...
-
-    def close(self) -> str: ...
+_DETOKENIZE_STEPS = 16  # steps in which each request that is not streamed is detokenized once
 
 
 class Sink(Protocol):
-    """Where a request's pieces go. Called on the engine's thread; must not block."""
+    """Receives the output of one request. Called on the engine's thread; must not block."""
 
-    @property
-    def wants_all_at_once(self) -> bool:
-        """Nothing before the end: text that nobody reads yet is not made."""
-
-    def put(self, piece: OutputDelta) -> None: ...
+    def put(self, delta: OutputDelta) -> None: ...
 
     def refuse(self, error: PacelineError) -> None:
-        """Instead of any piece: the request was not accepted."""
+        """The request was not accepted; no delta follows."""
 
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
+    """A request from its submission to its final delta."""
+
     request: Request
-    text: Text
     sink: Sink
-    is_quiet: bool  # one piece, at the end; a stop string must be looked for all the time
-    num_tokens: int = 0  # that have been told
-    texts: list[str] = field(default_factory=list)  # of a quiet one, made and not told
-    num_in_texts: int = 0  # tokens
-    is_new: bool = True  # no piece has gone out
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # since the last piece
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # told with the first piece
+    text: TextStream | None  # None: token ids only
+    is_streamed: bool  # False: one delta at the end. A request with stop strings is always scanned as it runs
+    num_tokens: int = 0  # delivered
+    texts: list[str] = field(default_factory=list)  # not streamed: detokenized so far
+    num_detokenized: int = 0  # not streamed: tokens in `texts`
+    is_first: bool = True  # no delta was delivered yet
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # since the last delta
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # delivered with the first delta
     compiling: Future[Compiled] | None = None  # its grammar
+    pooler: Pooler | None = None  # of an embedding
 
     def take_logprobs(self) -> dict[str, Any]:
-        """What a piece has to say of chances."""
-        prompt = tuple(self.prompt_logprobs) if self.is_new else ()
-        logprobs, self.logprobs, self.is_new = tuple(self.logprobs), [], False
+        """The logprob fields of the next delta."""
+        prompt = tuple(self.prompt_logprobs) if self.is_first else ()
+        logprobs, self.logprobs, self.is_first = tuple(self.logprobs), [], False
         return {"logprobs": logprobs, "prompt_logprobs": prompt} if logprobs or prompt else {}
 
-    def catch_up(self, end: int) -> None:
-        """Makes the text of a quiet request's first `end` tokens, as far as it is not made."""
-        self.texts.append(self.text.push(self.request.output[self.num_in_texts : end]))
-        self.num_in_texts = end
+    def push(self, token: int) -> str:
+        return "" if self.text is None else self.text.push((token,))
+
+    def detokenize_until(self, end: int) -> None:
+        """Detokenizes the first `end` output tokens of a request that is not streamed."""
+        if self.text is not None:
+            self.texts.append(self.text.push(self.request.output[self.num_detokenized : end]))
+        self.num_detokenized = end
 
 
 class OutputProcessor:
-    def __init__(self, finish: Callable[[str, FinishReason], object], leave: Callable[[Request], None]) -> None:
-        """finish: ends a request that the scheduler may still run; leave: is told of every request that ends."""
-        self.live: dict[str, ActiveRequest] = {}
-        self._num_loud = 0  # of them, those that are not quiet
-        self._finish, self._leave = finish, leave
+    def __init__(self, finish: Callable[[str, FinishReason], object], on_finished: Callable[[Request], None]) -> None:
+        """`finish` ends a request that the scheduler may still run; `on_finished` is called once for each request."""
+        self.active: dict[str, ActiveRequest] = {}
+        self._num_streamed = 0
+        self._finish, self._on_finished = finish, on_finished
 
-    def add(self, live: ActiveRequest) -> None:
-        self.live[live.request.id] = live
-        self._num_loud += not live.is_quiet
+    def add(self, active: ActiveRequest) -> None:
+        self.active[active.request.id] = active
+        self._num_streamed += active.is_streamed
 
-    def take(
-        self, updates: Updates, step: int, logprobs: Logprobs | None,
-        prompt_logprobs: Iterable[tuple[Request, LogprobRun]],
-    ) -> None:  # fmt: skip
-        """All that a pass has said."""
-        self._keep_prompt_logprobs(prompt_logprobs)
-        if logprobs is not None:
-            self._keep_logprobs(updates, logprobs)
-        if self._num_loud:
-            self._tell(updates)
-        self._catch_up(updates.requests[step % _QUIET_STEPS :: _QUIET_STEPS])
+    def process(self, output: StepOutput) -> None:
+        """Delivers everything that one step produced."""
+        updates = output.updates
+        for request, run in output.prompt_logprobs:
+            self._keep_prompt_logprobs(request, run)
+        for request, states in output.pooled:
+            self._keep_states(request, states)
+        if output.logprobs is not None:
+            self._keep_logprobs(updates, output.logprobs)
+        if self._num_streamed:
+            self._stream(updates)
+        self._detokenize(updates.requests[output.step % _DETOKENIZE_STEPS :: _DETOKENIZE_STEPS])
         self.end_all(updates.finished)
+        for request, why in output.grammar_failures:
+            if (active := self._find(request)) is not None:
+                self._finish(request.id, FinishReason.ERROR)
+                self.end(active, FinishReason.ERROR, error=why)
 
     def end_all(self, finished: Iterable[Finished], error: str | None = None) -> None:
         for item in finished:
-            live = self.live.get(item.request.id)
-            if live is not None and live.request is item.request:
+            if (active := self._find(item.request)) is not None:
                 why = error
                 if item.reason is FinishReason.ERROR:
-                    why = "the model's logits are no numbers: its weights are damaged, or too large for its dtype."
-                self.end(live, item.reason, error=why)
+                    why = "the logits contain NaN: the weights are damaged, or overflow in this dtype."
+                self.end(active, item.reason, error=why)
 
     def end(
         self,
-        live: ActiveRequest,
+        active: ActiveRequest,
         reason: FinishReason,
         text: str = "",
         tokens: tuple[int, ...] = (),
         error: str | None = None,
     ) -> None:
-        """The last piece, with what has not been told yet."""
-        request = live.request
-        self.forget(live)
-        self._leave(request)
-        if live.is_quiet and error is None:
-            tokens, live.num_tokens = tuple(request.output), len(request.output)
+        """Delivers the final delta."""
+        request = active.request
+        self.forget(active)
+        self._on_finished(request)
+        if not active.is_streamed and error is None:
+            tokens, active.num_tokens = tuple(request.output), len(request.output)
             try:
-                # The scheduler ended it with `stop` at its stop token: that one is no text.
-                live.catch_up(len(tokens) - (reason is FinishReason.STOP))
-                text = "".join(live.texts)
-            except Exception as failure:  # of this request's text: the others go on
+                # With reason stop, the last token is the stop token, which is not part of the text.
+                active.detokenize_until(len(tokens) - (reason is FinishReason.STOP))
+                text = "".join(active.texts)
+            except Exception as failure:  # detokenizing this request failed; the others continue
                 reason, error = FinishReason.ERROR, repr(failure)
-        elif live.is_quiet:
-            live.logprobs = []  # of tokens that are not told
-        if error is None:
-            text += live.text.close()
-        usage = TokenUsage(len(request.prompt), request.num_cached, live.num_tokens, request.num_fetched)
+        elif not active.is_streamed:
+            active.logprobs = []  # of tokens that are not delivered
+        if error is None and active.text is not None:
+            text += active.text.close()
+        usage = TokenUsage(len(request.prompt), request.num_cached, active.num_tokens, request.num_fetched)
         vector = None
-        if request.pooled is not None and reason is FinishReason.LENGTH:
-            vector = request.pooled.vector().tobytes()
-        self._put(
-            live, OutputDelta(text, tokens, reason, usage, Timings.of(request), error, vector, **live.take_logprobs())
-        )
+        if active.pooler is not None and reason is FinishReason.LENGTH:
+            vector = active.pooler.vector().tobytes()
+        logprobs = active.take_logprobs()
+        self._put(active, OutputDelta(text, tokens, reason, usage, Timings.of(request), error, vector, **logprobs))
 
-    def forget(self, live: ActiveRequest) -> None:
-        if self.live.get(live.request.id) is live:
-            del self.live[live.request.id]
-            self._num_loud -= not live.is_quiet
+    def forget(self, active: ActiveRequest) -> None:
+        if self.active.get(active.request.id) is active:
+            del self.active[active.request.id]
+            self._num_streamed -= active.is_streamed
 
-    def _keep_prompt_logprobs(self, told: Iterable[tuple[Request, LogprobRun]]) -> None:
-        """What the last pass told of prompts, until their first piece."""
-        for request, run in told:
-            live = self.live.get(request.id)
-            if live is None or live.request is not request:
-                continue
-            # After a retraction the same positions are computed and told again.
-            known = len(live.prompt_logprobs) + 1 - run.first
-            if known >= 0:
-                tokens = request.prompt[run.first + known : run.first + len(run.chosen)].tolist()
-                columns = (column[known:].tolist() for column in run[2:])
-                for token, chosen, ids, chances in zip(tokens, *columns, strict=True):
-                    live.prompt_logprobs.append(TokenLogprob(token, chosen, tuple(zip(ids, chances, strict=True))))
+    def _find(self, request: Request) -> ActiveRequest | None:
+        """The active request, unless it has ended and its id belongs to another one."""
+        active = self.active.get(request.id)
+        return active if active is not None and active.request is request else None
 
-    def _keep_logprobs(self, updates: Updates, told: Logprobs) -> None:
-        """What the last pass told of its tokens, until their piece."""
-        # All rows' numbers at once: taken one by one out of the arrays they cost several times as much.
-        columns = (column.tolist() for column in told)
-        for request, token, chosen, ids, chances, asked in zip(
+    def _keep_states(self, request: Request, states: PooledStates) -> None:
+        active = self._find(request)
+        if active is not None and active.pooler is not None:
+            active.pooler.add(states)
+
+    def _keep_prompt_logprobs(self, request: Request, run: LogprobRun) -> None:
+        if (active := self._find(request)) is None:
+            return
+        # After a retraction the same positions are computed and reported again.
+        known = len(active.prompt_logprobs) + 1 - run.first
+        if known >= 0:
+            tokens = request.prompt[run.first + known : run.first + len(run.chosen)].tolist()
+            columns = (column[known:].tolist() for column in run[2:])
+            for token, chosen, ids, logprobs in zip(tokens, *columns, strict=True):
+                active.prompt_logprobs.append(TokenLogprob(token, chosen, tuple(zip(ids, logprobs, strict=True))))
+
+    def _keep_logprobs(self, updates: Updates, logprobs: Logprobs) -> None:
+        # All rows at once: indexing the arrays row by row costs several times as much.
+        columns = (column.tolist() for column in logprobs)
+        for request, token, chosen, ids, values, asked in zip(
             updates.requests, updates.tokens.tolist(), *columns, strict=True
         ):
             count = request.params.logprobs
-            live = None if count is None else self.live.get(request.id)
-            if live is None or live.request is not request:
+            active = None if count is None else self._find(request)
+            if active is None:
                 continue
-            top = tuple(zip(ids, chances, strict=True))[:count]  # all of them, where nobody asks more
+            top = tuple(zip(ids, values, strict=True))[:count]
             if asked:
-                top += tuple(zip(request.params.logprob_token_ids, asked, strict=False))  # another row may ask more
-            live.logprobs.append(TokenLogprob(token, chosen, top))
+                top += tuple(zip(request.params.logprob_token_ids, asked, strict=False))  # another row may ask for more
+            active.logprobs.append(TokenLogprob(token, chosen, top))
 
-    def _tell(self, updates: Updates) -> None:
-        """What this pass said, to those who want to hear it at once."""
-        # A request that the scheduler ended with `stop` got its stop token in this very pass: that one is no text.
+    def _stream(self, updates: Updates) -> None:
+        """Delivers this pass's tokens of streamed requests."""
+        # A request that the scheduler finished with `stop` got its stop token in this pass: that token is not text.
         stopped = {id(item.request) for item in updates.finished if item.reason is FinishReason.STOP}
-        texts: dict[str, tuple[list[str], list[int]]] = {}
+        new: dict[str, tuple[list[str], list[int]]] = {}  # request id -> texts, tokens
         for request, token in zip(updates.requests, updates.tokens.tolist(), strict=True):
-            live = self.live.get(request.id)
-            if live is None or live.is_quiet or live.request is not request:
-                continue  # several tokens in one pass: those behind a stop string
-            live.num_tokens += 1
-            texts_of, tokens_of = texts.setdefault(request.id, ([], []))
-            tokens_of.append(token)
-            if id(request) in stopped and live.num_tokens == len(request.output):
+            active = self.active.get(request.id)
+            if active is None or not active.is_streamed or active.request is not request:
+                continue  # also: further tokens of the same pass behind a stop string
+            active.num_tokens += 1
+            texts, tokens = new.setdefault(request.id, ([], []))
+            tokens.append(token)
+            if id(request) in stopped and active.num_tokens == len(request.output):
                 continue
             try:
-                texts_of.append(live.text.push((token,)))
-            except Exception as error:  # of this request's text: the others go on
-                self.end(live, FinishReason.ERROR, "".join(texts_of), tuple(tokens_of), repr(error))
+                texts.append(active.push(token))
+            except Exception as error:  # detokenizing this request failed; the others continue
+                self.end(active, FinishReason.ERROR, "".join(texts), tuple(tokens), repr(error))
                 self._finish(request.id, FinishReason.ERROR)
-                del texts[request.id]
+                del new[request.id]
                 continue
-            if live.text.matched is not None:
+            if active.text is not None and active.text.matched is not None:
                 if not request.is_finished:
                     self._finish(request.id, FinishReason.STOP)
-                self.end(live, FinishReason.STOP, "".join(texts_of), tuple(tokens_of))
-                del texts[request.id]
+                self.end(active, FinishReason.STOP, "".join(texts), tuple(tokens))
+                del new[request.id]
         ended = {id(item.request): item.reason for item in updates.finished}
-        for request_id, (texts_of, tokens_of) in texts.items():
-            live = self.live[request_id]
-            text, reason = "".join(texts_of), ended.get(id(live.request))
+        for request_id, (texts, tokens) in new.items():
+            active = self.active[request_id]
+            text, reason = "".join(texts), ended.get(id(active.request))
             if reason is not None:
-                self.end(live, reason, text, tuple(tokens_of))
+                self.end(active, reason, text, tuple(tokens))
             else:
-                self._put(live, OutputDelta(text, tuple(tokens_of), **live.take_logprobs()))
+                self._put(active, OutputDelta(text, tuple(tokens), **active.take_logprobs()))
 
-    def _catch_up(self, requests: Sequence[Request]) -> None:
-        """Makes text that nobody waits for yet, a few requests in each step: at their ends, which come together where
-        they began together, it would hold up the next pass."""
+    def _detokenize(self, requests: Sequence[Request]) -> None:
+        """Detokenizes requests that are not streamed, a few in each step. Requests that start together often end
+        together; detokenizing them all at their end would delay the next pass."""
         for request in requests:
-            live = self.live.get(request.id)
-            if live is None or not live.is_quiet or live.request is not request or request.is_finished:
-                continue  # of one that has ended, the last token may be no text
+            active = self._find(request)
+            if active is None or active.is_streamed or request.is_finished:
+                continue  # the last token of a finished request may be its stop token
             try:
-                live.catch_up(len(request.output))
-            except Exception as error:  # of this request's text: the others go on
-                self.end(live, FinishReason.ERROR, error=repr(error))
+                active.detokenize_until(len(request.output))
+            except Exception as error:  # detokenizing this request failed; the others continue
+                self.end(active, FinishReason.ERROR, error=repr(error))
                 self._finish(request.id, FinishReason.ERROR)
 
-    def _put(self, live: ActiveRequest, piece: OutputDelta) -> None:
+    def _put(self, active: ActiveRequest, delta: OutputDelta) -> None:
         try:
-            live.sink.put(piece)
-        except Exception as error:  # whoever listens is broken; the others are not
-            self.forget(live)
-            self._finish(live.request.id, FinishReason.ERROR)
-            live.sink.refuse(EngineFailed(f"request {live.request.id} has nobody to take its output ({error!r})."))
+            active.sink.put(delta)
+        except Exception as error:  # this sink is broken; the others continue
+            self.forget(active)
+            self._finish(active.request.id, FinishReason.ERROR)
+            active.sink.refuse(
+                EngineFailed(f"the output of request {active.request.id} cannot be delivered ({error!r}).")
+            )

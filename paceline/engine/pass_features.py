@@ -1,8 +1,8 @@
-"""What a pass has to do, in numbers: what its time depends on.
+"""Features of a forward pass: the quantities its duration depends on.
 
-The recorder writes these numbers beside the measured time and the virtual GPU computes its time from them, so a fit
-means the same in both places. They come from the plan alone, as all that an executor knows; what ended since the last
-launch, which costs the host its text, is told apart from them.
+The recorder writes them beside the measured time, and the virtual GPU computes a time from them, so a fitted profile
+means the same in both places. They are derived from the plan alone. Requests that finished since the last launch cost
+host time too (detokenization); they are described separately (`FinishedRequests`).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from paceline.scheduler.plan import Plan
 
 
 class PassFeatures(msgspec.Struct, frozen=True, gc=False):
-    """Decode rows read their context; prompt rows compute new tokens against what lies before them."""
+    """Decode rows read their context; prefill rows compute new tokens that attend to everything before them."""
 
     num_decodes: int
     num_prompts: int  # rows with prompt tokens
     num_prompt_tokens: int
     num_sampled: int
-    bucket: int  # rows of the graph that runs a pass of decodes; 0: a pass with prompts
+    bucket: int  # rows of the CUDA graph of a decode batch; 0: a prefill or mixed batch
     context_tokens: int  # KV positions read by decode rows
-    repeated_tokens: int  # KV positions that a row, decode or prompt, has in common with one before it
+    repeated_tokens: int  # KV positions that a row shares with an earlier row
     longest_context: int  # of one decode row
     prompt_context_tokens: int  # KV positions before the prompt rows' new ones
-    prompt_pairs: int  # of a new prompt token and a position it attends to
+    prompt_pairs: int  # pairs of a new prompt token and a position it attends to
     num_joins: int
     join_tokens: int
     num_page_changes: int
@@ -38,7 +38,7 @@ class PassFeatures(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def own_tokens(self) -> int:
-        """KV positions that rows read, each counted once however many rows read it."""
+        """Distinct KV positions read: a shared position counts once."""
         return self.context_tokens + self.prompt_context_tokens - self.repeated_tokens
 
     @property
@@ -58,27 +58,27 @@ class PassFeatures(msgspec.Struct, frozen=True, gc=False):
         return self.repeated_tokens > 0
 
 
-class Ended(msgspec.Struct, frozen=True, gc=False):
-    """Requests that ended since the launch before: what the host has to do for them before the next one."""
+class FinishedRequests(msgspec.Struct, frozen=True, gc=False):
+    """Requests that finished since the previous launch: host work before the next one."""
 
     num_requests: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
 
     @classmethod
-    def of(cls, requests: Iterable[Request]) -> Ended:
+    def of(cls, requests: Iterable[Request]) -> FinishedRequests:
         sizes = [(len(one.prompt), len(one.output)) for one in requests]
         return cls(len(sizes), sum(prompt for prompt, _ in sizes), sum(output for _, output in sizes))
 
 
 def bucket_of(num_rows: int, buckets: Sequence[int]) -> int:
-    """The smallest of `buckets` (ascending) that holds so many rows; past the largest, the number itself."""
+    """The smallest of `buckets` (ascending) with at least `num_rows` rows; beyond the largest, `num_rows` itself."""
     index = bisect.bisect_left(buckets, num_rows)
     return buckets[index] if index < len(buckets) else num_rows
 
 
 def read_features(plan: Plan, buckets: Sequence[int]) -> PassFeatures:
-    """What `plan` asks for, of a device with graphs for `buckets` rows."""
+    """The features of `plan` on a device with CUDA graphs for `buckets` rows."""
     count = plan.num_decodes
     starts, lengths = plan.starts[count:].astype(np.int64), plan.lengths[count:].astype(np.int64)
     before, new = int(starts.sum()), plan.num_prefill_tokens

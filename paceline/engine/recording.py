@@ -1,9 +1,8 @@
-"""A recording: every request and every pass of a run, one JSON line each, for `paceline sim`.
+"""A recording: every request and every forward pass of a run, one JSON line each, for `paceline sim`.
 
-The first line is a header; then requests as they end, passes as their results are read, and marks that name what comes
-after them. Requests hold no text and no token ids: their tokens are keyed hashes of blocks, each hash taken over the
-one before it, so equal hashes are equal prefixes and nothing else can be read from them. Times are seconds since the
-recording began.
+The first line is a header. Requests follow as they finish, passes as their results are read, and marks name what comes
+after them. Requests contain no text and no token ids: tokens are stored as keyed, chained hashes of blocks, so equal
+hashes mean equal prefixes and reveal nothing else. Times are seconds since the recording began.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import msgspec
 import numpy as np
 
 from paceline.config import ConfigError, SchedulerConfig
-from paceline.engine.executor import DelayedPending, Executor, MaskedExecutor, Pending, Result
+from paceline.engine.executor import DelayedPending, Executor, Pending, Result
 from paceline.engine.pass_features import PassFeatures, read_features
 from paceline.request import Request
 from paceline.sampling.types import Bits, Masks
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from paceline.scheduler.scheduler import Scheduler
 
 VERSION = 1
-_HASH_BYTES = 6  # of a block: a JSON number that any reader holds exactly
+_HASH_BYTES = 6  # per block: every JSON reader represents such a number exactly
 
 
 class Header(msgspec.Struct, frozen=True, tag="header", tag_field="line"):
@@ -41,11 +40,11 @@ class Header(msgspec.Struct, frozen=True, tag="header", tag_field="line"):
     device: str
     model: str
     overlap: str
-    page_size: int  # also the tokens of a block
+    page_size: int  # also the tokens per block
     num_pages: int
     max_running: int
-    buckets: list[int]  # rows of the decode graphs; empty where there are none
-    options: dict[str, Any]  # of the scheduler, where they are not the defaults
+    buckets: list[int]  # rows of the decode CUDA graphs; empty where there are none
+    options: dict[str, Any]  # scheduler options that differ from their defaults
 
 
 class Mark(msgspec.Struct, frozen=True, tag="mark", tag_field="line"):
@@ -54,7 +53,7 @@ class Mark(msgspec.Struct, frozen=True, tag="mark", tag_field="line"):
 
 
 class RecordedRequest(msgspec.Struct, frozen=True, tag="request", tag_field="line"):
-    """What came and what became of it. Waits are seconds since the arrival; what never happened is None."""
+    """One finished request. Latencies are seconds since its arrival; None for what never happened."""
 
     id: str
     at: float
@@ -62,39 +61,40 @@ class RecordedRequest(msgspec.Struct, frozen=True, tag="request", tag_field="lin
     priority: int
     prompt_tokens: int
     output_tokens: int
-    max_tokens: int  # that it was allowed; fewer were produced if it ended before
+    max_tokens: int  # the limit; fewer are produced if it ends earlier
     reason: str
-    blocks: list[int]  # of whole blocks of prompt and output
+    blocks: list[int]  # hashes of the full blocks of prompt and output
     admitted_s: float | None
     first_token_s: float | None
     finished_s: float | None
     cached_tokens: int
     retractions: int
-    known_length: bool = True  # nothing but its length could end it, and the scheduler knew
-    fetched_tokens: int = 0  # of the cached ones, from host memory
+    known_length: bool = True  # only its length could end it, and the scheduler knew that
+    fetched_tokens: int = 0  # cached tokens that were copied from host memory
 
 
 class RecordedPass(msgspec.Struct, frozen=True, tag="pass", tag_field="line"):
-    """One pass. The host's time is `host_s` + `launch_s` a pass: with overlap it runs beside the device's."""
+    """One forward pass. It costs the host `host_s` + `launch_s`; with overlap this runs concurrently with the
+    device."""
 
     step: int
     at: float  # when it was launched
-    num_in_flight: int  # passes launched before it and not waited for
-    host_s: float  # since the last launch or wait returned: results, text, planning
+    num_in_flight: int  # earlier passes that were not waited for yet
+    host_s: float  # since the last launch or wait returned: outputs, planning
     launch_s: float
-    wait_s: float  # the host, blocked on the results
+    wait_s: float  # host blocked on the result
     device_s: float | None
-    idle_s: float | None  # of the device, before this pass
+    idle_s: float | None  # device idle time before this pass
     features: PassFeatures
-    fetch_s: float | None = None  # that the pages it fetched were on their way from host memory
+    fetch_s: float | None = None  # time to copy the fetched pages from host memory
 
 
 Line = Header | Mark | RecordedRequest | RecordedPass
 
 
 class Recorder:
-    """Writes a recording of one scheduler and executor. Called on the engine's thread alone; hashing, encoding and
-    writing happen on a thread of its own, so that what is recorded is not slowed down by it."""
+    """Writes a recording of one scheduler and executor. Called on the engine's thread only; hashing, encoding and
+    writing happen on a separate thread, so that recording does not slow down what is recorded."""
 
     def __init__(
         self,
@@ -120,26 +120,26 @@ class Recorder:
         self._writer = Thread(target=self._write, name="paceline-recorder", daemon=True)
         self._writer.start()
         self._live: dict[str, Request] = {}
-        self._hashed: tuple[bytes, bytes, list[int]] = (b"", b"", [])  # of the last request: owner, tokens, blocks
+        self._hashed: tuple[bytes, bytes, list[int]] = (b"", b"", [])  # of the last request: namespace, tokens, blocks
         self._buckets = buckets
         self._returned = self._began
         self._in_flight = 0
-        self._prepared_s = 0.0  # of the next launch, what was done ahead
+        self._prepared_s = 0.0  # time already spent preparing the next launch
         defaults = SchedulerConfig()
         names = set(SchedulerConfig.__dataclass_fields__) - {"page_size", "num_pages", "max_running"}
         given = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(defaults, name)}
-        # JSON knows no infinity
+        # JSON has no infinity
         options = {name: str(value) if value == float("inf") else value for name, value in sorted(given.items())}
         self._queue.put(Header(VERSION, device, model, overlap, config.page_size, config.num_pages, config.max_running,
                           buckets, options))  # fmt: skip
         scheduler.journal.listeners.append(self._on_event)
 
     def watch(self, executor: Executor) -> Executor:
-        """The executor to use instead: it does the same and is recorded."""
+        """Wraps an executor so that its passes are recorded."""
         return _Recorded(self, executor)
 
     def mark(self, name: str) -> None:
-        """Names what comes after it."""
+        """Names what follows in the recording."""
         self._queue.put(Mark(round(self._clock() - self._began, 7), name))
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class Recorder:
         if event.kind is EventKind.ADD:
             self._live[event.request_id] = self._scheduler.requests[event.request_id]
         elif event.kind is EventKind.FINISH and (request := self._live.pop(event.request_id, None)) is not None:
-            self._queue.put(request)  # it has ended: nothing of it changes any more
+            self._queue.put(request)  # it has finished and does not change any more
 
     def _recorded(self, request: Request) -> RecordedRequest:
         def since(time: float | None) -> float | None:
@@ -186,12 +186,12 @@ class Recorder:
         )
 
     def _blocks(self, request: Request) -> list[int]:
-        # A tenant or salt of its own has a cache of its own: then equal tokens are not an equal prefix.
-        last = "\0".join((request.tenant, request.cache_salt, request.adapter)).encode()
+        # Each namespace has its own cache, so equal tokens in two namespaces are not an equal prefix.
+        last = "\0".join(request.namespace).encode()
         data = request.prompt.tobytes() + request.output.tobytes()
         size = 4 * self._scheduler.config.page_size
-        # Requests of one group often end one after the other. What they begin with is hashed once: hashing holds the
-        # interpreter's lock, for which the engine waits.
+        # Requests with a common prefix often finish one after the other. Their prefix is hashed once: hashing holds the
+        # GIL, which the engine's thread waits for.
         owner, before, known = self._hashed
         same = _common(before, data) if owner == last else 0
         found = known[: same // size]
@@ -222,7 +222,7 @@ class Recorder:
             launched - began + ahead, read_features(plan, self._buckets),
         )  # fmt: skip
         self._in_flight += 1
-        self._returned = self._clock()  # what recording takes is not the host's
+        self._returned = self._clock()  # time spent recording does not count as host time
         return recorded
 
     def waited(self, one: _RecordedPending, seconds: float, result: Result) -> None:
@@ -238,18 +238,19 @@ class Recorder:
         return self._clock
 
 
-class _Recorded:
+class _Recorded(Executor):
     def __init__(self, recorder: Recorder, executor: Executor) -> None:
         self._recorder, self._executor = recorder, executor
+        self.capabilities = executor.capabilities
 
     def launch(self, plan: Plan) -> Pending:
         return self._recorder.launch(self._executor.launch, plan)
 
     def prepare(self, plan: Plan) -> None:
-        self._recorder.prepare(cast(MaskedExecutor, self._executor).prepare, plan)
+        self._recorder.prepare(self._executor.prepare, plan)
 
     def launch_delayed(self, plan: Plan) -> DelayedPending:
-        return self._recorder.launch(cast(MaskedExecutor, self._executor).launch_delayed, plan)
+        return self._recorder.launch(self._executor.launch_delayed, plan)
 
 
 class _RecordedPending:
@@ -275,14 +276,14 @@ class _RecordedPending:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """How many bytes both begin with."""
+    """Length of the common prefix in bytes."""
     count = min(len(one), len(other))
     differs = np.frombuffer(one, np.uint8, count) != np.frombuffer(other, np.uint8, count)
     return int(differs.argmax()) if differs.any() else count
 
 
 def read_recording(path: Path) -> Iterator[Line]:
-    """The lines of a recording, packed or not. One that is cut off at the end, as by a crash, is left out."""
+    """The lines of a recording, compressed or not. A last line that is cut off, as by a crash, is skipped."""
     decoder = msgspec.json.Decoder(Line)
     with open_packed(path) as file:
         for number, text in enumerate(file, 1):
@@ -291,15 +292,15 @@ def read_recording(path: Path) -> Iterator[Line]:
             try:
                 line = decoder.decode(text)
             except (msgspec.DecodeError, msgspec.ValidationError) as error:
-                raise ConfigError(f"{path.name}, line {number} is no line of a recording: {error}.") from None
+                raise ConfigError(f"{path.name}, line {number} is not a line of a recording: {error}.") from None
             if number == 1 and not (isinstance(line, Header) and line.version == VERSION):
-                raise ConfigError(f"{path.name} is no recording of version {VERSION}: make it with --record.")
+                raise ConfigError(f"{path.name} is not a recording of version {VERSION}: create one with --record.")
             yield line
 
 
 @contextmanager
 def open_packed(path: Path) -> Iterator[BinaryIO]:
-    """A file of lines, by gzip or plain. One that cannot be read is the caller's mistake."""
+    """Opens a text file, compressed by gzip or not. One that cannot be read raises ConfigError."""
     try:
         file = cast("BinaryIO", gzip.open(path)) if path.suffix == ".gz" else path.open("rb")  # noqa: SIM115
     except OSError as error:

@@ -1,9 +1,9 @@
-"""What the host and the device did when: for figures, and as a trace that opens in Perfetto or chrome://tracing.
+"""A timeline of host and device activity: for figures, and as a trace for Perfetto or chrome://tracing.
 
-The host's spans come from the loop's clock. A device tells only how long a pass took and how long it was idle before;
-chained, these give the passes' places among each other, and the moment at which a result was there fixes the chain: no
-pass ends after it was waited for. So the device's lane is exact in itself, and off against the host's by the time a
-result takes to arrive (microseconds).
+Host spans come from the loop's clock. The device reports only how long each pass took and how long it was idle before.
+Chaining these gives the passes' positions relative to each other; the time at which a result was available anchors the
+chain, since no pass ends after it was waited for. The device lane is therefore exact in itself, and offset against the
+host lanes by the latency of a result (microseconds).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class TimelineSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass. `device_s` and `idle_s` (of the device, before the pass) are 0 where nobody measures them."""
+    """One pass. `device_s` and `idle_s` (of the device, before the pass) are 0 where they are not measured."""
 
     step: int
     num_decodes: int
-    num_prompts: int  # rows with prompt tokens
+    num_prompts: int  # prefill rows
     num_tokens: int
     num_sampled: int
     context_tokens: int  # KV positions that decode rows read
-    pairs: int  # of a token and a position it attends to
+    pairs: int  # pairs of a token and a position it attends to
     device_s: float
     idle_s: float
     launched: float
@@ -47,15 +47,15 @@ class Pass:
 
     @property
     def name(self) -> str:
-        decodes = [f"{self.num_decodes} decodes"] if self.num_decodes else []
-        prompts = [f"{self.num_prompts} prompts, {self.num_tokens - self.num_decodes} tokens"]
+        decodes = [f"{self.num_decodes} decode rows"] if self.num_decodes else []
+        prompts = [f"{self.num_prompts} prefill rows, {self.num_tokens - self.num_decodes} tokens"]
         return " + ".join(decodes + (prompts if self.num_prompts else []))
 
 
 class Timeline:
-    """A `Trace` that remembers everything. Filled on the engine's thread alone.
+    """A `Trace` that keeps everything. Filled on the engine's thread only.
 
-    The device's idle time before the first pass that it sees is nobody's fault and counts as none.
+    Device idle time before the first pass is not counted.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Timeline:
             starts, lengths = plan.starts[count:].astype(np.int64), plan.lengths[count:].astype(np.int64)
             context -= int(starts.sum() + lengths.sum())
             pairs = context + int((lengths * starts + lengths * (lengths + 1) // 2).sum())
-        # Two passes are in flight at most, so this one's launch is among the last few spans.
+        # At most two passes are in flight, so this pass's launch is among the last few spans.
         launched = next((s.began for s in reversed(self.spans) if s.what == "launch" and s.step == plan.step), None)
         waited = self.spans[-1].ended
         self.passes.append(
@@ -92,15 +92,15 @@ class Timeline:
         )
 
     def host_s(self, *lanes: str) -> float:
-        """Seconds in these lanes."""
+        """Total seconds in these lanes."""
         return sum(span.ended - span.began for span in self.spans if span.what in lanes)
 
     def device_spans(self) -> list[tuple[float, float]]:
-        """From when to when each pass ran, by the host's clock."""
+        """Start and end of each pass on the device, in the host's clock."""
         found: list[tuple[float, float]] = []
         chain: list[Pass] = []
         for one in self.passes:
-            if chain and one.launched >= chain[-1].waited:  # the device had come to rest: a new chain
+            if chain and one.launched >= chain[-1].waited:  # the device was idle: a new chain begins
                 found += _placed(chain)
                 chain = []
             chain.append(one)
@@ -108,7 +108,7 @@ class Timeline:
 
 
 def _placed(chain: list[Pass]) -> list[tuple[float, float]]:
-    """Passes that followed each other without the host waiting for the device to come to rest."""
+    """Anchors a chain of passes between which the device was never drained."""
     at, spans = 0.0, []
     for number, one in enumerate(chain):
         began = at + (one.idle_s if number else 0.0)
@@ -119,11 +119,11 @@ def _placed(chain: list[Pass]) -> list[tuple[float, float]]:
 
 
 def trace_events(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
-    """As the trace event format has it: times in microseconds since the first span."""
+    """Events in the trace event format, in microseconds since the first span."""
     zero = min((span.began for timeline in timelines for span in timeline.spans), default=0.0)
 
     def event(process: int, thread: int, name: str, began: float, ended: float, args: Any) -> dict[str, Any]:
-        # Both ends are rounded, not the duration: neighbours that touch must not come to overlap.
+        # Both ends are rounded, not the duration: adjacent spans must not overlap.
         at, until = round((began - zero) * 1e6, 3), round((ended - zero) * 1e6, 3)
         duration = round(max(until - at, 0.0), 3)
         return {"name": name, "ph": "X", "pid": process, "tid": thread, "ts": at, "dur": duration, "args": args}

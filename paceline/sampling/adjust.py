@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline.request import Request, Tokens
+from paceline.request import Tokens
+from paceline.scheduler.plan import Join
 
 FORBIDDEN = -1e30
 ALWAYS = 2**31 - 1
@@ -38,18 +39,18 @@ class Adjustments:
         return self.repetition != 1 or self.frequency != 0 or self.presence != 0
 
 
-def adjustments_of(request: Request, vocab_size: int) -> Adjustments | None:
+def adjustments_of(join: Join, vocab_size: int) -> Adjustments | None:
     """None for a request whose logits stay as they are."""
-    params = request.params
+    params = join.params
     bias = {token: value for token, value in params.biases if token < vocab_size}
     banned: list[tuple[int, int, tuple[int, ...]]] = []
     if params.min_tokens:
         # With min_tokens = n, the n-th output token is the first that may end the request.
-        first = len(request.prompt) + params.min_tokens - 1
-        banned += [(token, first, ()) for token in sorted(request.stop_ids) if token < vocab_size]
-    banned += [(word[-1], ALWAYS, word[:-1]) for word in request.bad_word_ids if word[-1] < vocab_size]
+        first = join.num_prompt_tokens + params.min_tokens - 1
+        banned += [(token, first, ()) for token in join.stop_ids if token < vocab_size]
+    banned += [(word[-1], ALWAYS, word[:-1]) for word in join.bad_word_ids if word[-1] < vocab_size]
     found = Adjustments(
-        params.repetition_penalty, params.frequency_penalty, params.presence_penalty, len(request.prompt),
+        params.repetition_penalty, params.frequency_penalty, params.presence_penalty, join.num_prompt_tokens,
         np.array(list(bias), np.int32), np.array(list(bias.values()), np.float32),
         np.array([token for token, _, _ in banned], np.int32), np.array([until for _, until, _ in banned], np.int32),
         tuple(prefix for _, _, prefix in banned),

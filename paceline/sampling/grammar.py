@@ -14,7 +14,7 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 from paceline.request import Grammar, InvalidRequest, Request
 from paceline.sampling.types import Bits, Masks
 from paceline.sampling.worker import Worker
-from paceline.scheduler.plan import Plan, Updates
+from paceline.scheduler.plan import Updates
 from paceline.text.tokenizer import Tokenizer
 
 MAX_SOURCE = 1 << 18  # characters of a grammar
@@ -47,6 +47,7 @@ _MAX_THREADS = 8  # more of them gain little (docs/log.md)
 _JSON = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
 
 Compiled = Any  # llguidance's matcher, in its first state
+MaskBufferOf = Callable[[int, int], Bits]  # rows, words -> where the bits are written
 
 
 class Grammars:
@@ -61,8 +62,7 @@ class Grammars:
         self._ll_tokenizer: Any = None
         self._executor: Any = None
         # The engine's thread alone:
-        self._matchers: dict[int, tuple[Request, Any]] = {}
-        self._failures: list[tuple[Request, str]] = []
+        self._matchers: dict[Request, Any] = {}
         self._worker: Worker | None = None  # made at first use
         self._started: Masks | None = None
 
@@ -169,24 +169,24 @@ class Grammars:
     # ------------------------------------------------------------------ following, on the engine's thread
 
     def attach(self, request: Request, compiled: Compiled) -> None:
-        self._matchers[id(request)] = request, compiled.deep_copy()
+        self._matchers[request] = compiled.deep_copy()
 
     def detach(self, request: Request) -> None:
-        self._matchers.pop(id(request), None)
+        self._matchers.pop(request, None)
 
-    def apply_to(self, plan: Plan) -> bool:
-        return bool(self._matchers) and any(id(request) in self._matchers for request in _sampling(plan))
+    def apply_to(self, sampled: Iterable[Request]) -> bool:
+        return bool(self._matchers) and any(request in self._matchers for request in sampled)
 
-    def masks(self, plan: Plan, room: Callable[[int, int], Bits]) -> Masks:
-        matchers, masks = self._rows(plan, room)
+    def masks(self, sampled: Sequence[Request], buffer: MaskBufferOf) -> Masks:
+        matchers, masks = self._rows(sampled, buffer)
         self._fill(matchers, masks.bits)
         return masks
 
-    def start_masks(self, plan: Plan, room: Callable[[int, int], Bits]) -> None:
+    def start_masks(self, sampled: Sequence[Request], buffer: MaskBufferOf) -> None:
         """As `masks`, on another thread: `wait_masks` has them. Requests may end in between, and nothing advances."""
         if self._worker is None:
             self._worker = Worker("paceline-masks")
-        matchers, self._started = self._rows(plan, room)
+        matchers, self._started = self._rows(sampled, buffer)
         bits = self._started.bits
         self._worker.start(lambda: self._fill(matchers, bits))
 
@@ -196,17 +196,17 @@ class Grammars:
         self._worker.wait()
         return masks
 
-    def _rows(self, plan: Plan, room: Callable[[int, int], Bits]) -> tuple[list[tuple[Any, int]], Masks]:
+    def _rows(self, sampled: Sequence[Request], buffer: MaskBufferOf) -> tuple[list[tuple[Any, int]], Masks]:
         """Which rows get masks, with their matchers; the bits are still to be written."""
         rows: list[int] = []
         matchers: list[tuple[Any, int]] = []
-        for row, request in enumerate(_sampling(plan)):
-            followed = self._matchers.get(id(request))
+        for row, request in enumerate(sampled):
+            matcher = self._matchers.get(request)
             # One that has ended meanwhile may say anything: nobody will hear it.
-            if followed is not None and not request.is_finished:
-                matchers.append((followed[1], len(rows)))
+            if matcher is not None and not request.is_finished:
+                matchers.append((matcher, len(rows)))
                 rows.append(row)
-        return matchers, Masks(np.array(rows, np.int64), room(len(rows), -(-self._vocab_size // 32)))
+        return matchers, Masks(np.array(rows, np.int64), buffer(len(rows), -(-self._vocab_size // 32)))
 
     def _fill(self, matchers: list[tuple[Any, int]], bits: Bits) -> None:
         """On any thread; Python's lock is free while it computes."""
@@ -216,27 +216,22 @@ class Grammars:
                 if matcher.is_error():
                     bits[place] = -1  # its request ends with the next tokens, which it will not take
 
-    def advance(self, updates: Updates) -> None:
+    def advance(self, updates: Updates) -> Sequence[tuple[Request, str]]:
         if not self._matchers:
-            return
+            return ()
         took = [
-            (request, self._matchers[id(request)][1], token)
+            (request, self._matchers[request], token)
             for request, token in zip(updates.requests, updates.tokens.tolist(), strict=True)
-            if id(request) in self._matchers and not request.is_finished
+            if request in self._matchers and not request.is_finished
         ]
         if not took:
-            return
+            return ()
         results = self._executor.consume_token_par([(matcher, token) for _, matcher, token in took])
+        failures = []
         for (request, matcher, _), is_right in zip(took, results, strict=True):
             if not is_right:
                 self.detach(request)
-                self._failures.append((request, f"the grammar took too much work: {_one_line(matcher)}"))
-
-    def take_failures(self) -> Sequence[tuple[Request, str]]:
-        """Requests whose grammar broke down in the last pass, and why."""
-        if not self._failures:
-            return ()
-        failures, self._failures = self._failures, []
+                failures.append((request, f"the grammar took too much work: {_one_line(matcher)}"))
         return failures
 
 
@@ -251,10 +246,6 @@ def _settle(future: Future[Compiled], compiled: Compiled = None, error: InvalidR
             future.set_result(compiled)
         else:
             future.set_exception(error)
-
-
-def _sampling(plan: Plan) -> Iterator[Request]:
-    return (request for request, samples in zip(plan.requests, plan.samples.tolist(), strict=True) if samples)
 
 
 def _source(matcher: Any, grammar: Grammar) -> str:

@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.request import MAX_LOGPROBS, Request
+from paceline.request import MAX_LOGPROBS
 from paceline.sampling.types import LogprobRun, Logprobs
-from paceline.scheduler.plan import Plan
+from paceline.scheduler.plan import Join, Plan
 
 MOST_ROWS = 256  # of logits at a time
 
@@ -51,9 +51,11 @@ class LogprobTable:
         self.num_ids = np.zeros(max_running, np.int64)
         self.ids = np.zeros((max_running, MAX_LOGPROBS), np.int64)
         self._prompt = np.full(max_running, -1, np.int64)
+        self._prompt_tokens = np.zeros(max_running, np.int64)
 
-    def join(self, slot: int, request: Request) -> None:
-        params = request.params
+    def join(self, join: Join) -> None:
+        slot, params = join.slot, join.params
+        self._prompt_tokens[slot] = join.num_prompt_tokens
         self.num_top[slot] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
         self._prompt[slot] = -1 if params.prompt_logprobs is None else min(params.prompt_logprobs, self._vocab_size)
         self.num_ids[slot] = len(params.logprob_token_ids)
@@ -71,7 +73,7 @@ class LogprobTable:
         for row in np.flatnonzero(self._prompt[plan.slots] >= 0).tolist():
             slot, start = int(plan.slots[row]), int(plan.starts[row])
             # The prompt's last token is followed by none of it.
-            count = min(int(plan.lengths[row]), len(plan.requests[row].prompt) - 1 - start)
+            count = min(int(plan.lengths[row]), int(self._prompt_tokens[slot]) - 1 - start)
             if count > 0:
                 index = int(plan.lengths[:row].sum())
                 found.append(LogprobRequest(row, index, count, start + 1, int(self._prompt[slot])))

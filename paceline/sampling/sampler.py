@@ -13,10 +13,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.request import Request
 from paceline.sampling.adjust import Adjustments, adjust_row, adjustments_of
 from paceline.sampling.noise import gumbel, row_keys, token_keys
 from paceline.sampling.types import NO_TOKEN
+from paceline.scheduler.plan import Join
 
 Rows = npt.NDArray[np.int64]
 
@@ -33,15 +33,15 @@ class Sampler:
         self._adjusted = np.zeros(max_running, np.bool_)
         self._adjustments: list[Adjustments | None] = [None] * max_running
 
-    def join(self, slot: int, request: Request) -> None:
-        """`slot` belongs to a new request from the next pass on."""
-        params = request.params
+    def join(self, join: Join) -> None:
+        """A new request takes a slot: fills the slot's columns."""
+        slot, params = join.slot, join.params
         self._temperature[slot] = 0 if params.is_greedy else params.temperature
         self._top_k[slot] = min(params.top_k or self._vocab_size, self._vocab_size)
         self._top_p[slot] = params.top_p
         self._min_p[slot] = params.min_p
         self._seed[slot] = params.seed or 0
-        self._adjustments[slot] = adjustments_of(request, self._vocab_size)
+        self._adjustments[slot] = adjustments_of(join, self._vocab_size)
         self._adjusted[slot] = self._adjustments[slot] is not None
 
     def sample(

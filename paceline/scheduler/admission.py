@@ -17,7 +17,7 @@ from paceline.config import SchedulerConfig
 from paceline.request import Phase, Request
 from paceline.scheduler.budget import MemoryForecast, OutputLengths
 from paceline.scheduler.journal import EventKind, Journal
-from paceline.scheduler.memory import Memory, sequence, token_key
+from paceline.scheduler.memory import Memory, token_key
 from paceline.scheduler.orders import Order
 from paceline.scheduler.plan import Join
 from paceline.scheduler.retraction import is_protected
@@ -327,7 +327,7 @@ class Admission:
         request.enter(Phase.PREFILL)
         request.waits_for = ""
         insort(self.prefilling, request, key=lambda running: running.seniority)
-        self._joins.append(Join(slot, request, sequence(request)))
+        self._joins.append(Join.of(request, slot))
         counters.admitted += 1
         counters.prompt_tokens += request.num_tokens
         counters.hit_tokens += request.held.depth

@@ -17,10 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from paceline.config import SchedulerConfig
-from paceline.request import PacelineError, Request, Tokens
+from paceline.request import PacelineError, Request
 from paceline.scheduler.host_tier import HostTier
 from paceline.scheduler.journal import EventKind, Journal
 from paceline.scheduler.node import Node
@@ -307,8 +305,3 @@ class Memory:
 def token_key(request: Request) -> bytes:
     """Prompt and known output as the bytes the tree compares."""
     return request.prompt.tobytes() + request.output.tobytes()
-
-
-def sequence(request: Request) -> Tokens:
-    """Prompt and known output as one array of its own."""
-    return np.concatenate([request.prompt, np.array(request.output, dtype=np.int32)])

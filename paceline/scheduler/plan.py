@@ -1,7 +1,7 @@
-"""Plan: the immutable description of one forward pass, and Updates: what came of it.
+"""Plan: the immutable description of one forward pass. Updates: what its commit made known.
 
-A plan holds no tensors and nothing that changes later: its arrays are its own. Everything an executor must know
-is here; it never looks into the scheduler.
+A plan is a value. It holds no tensors, no live requests and nothing that changes later, so it can be serialised
+(`paceline/codec.py`) and executed by another process. An executor needs nothing else; it never sees the scheduler.
 """
 
 from __future__ import annotations
@@ -11,24 +11,48 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline.request import FinishReason, Request, Tokens
+from paceline.request import FinishReason, Request, SamplingParams, Tokens
 
 Column = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Join:
-    """A request takes a slot in this pass: the executor fills the slot's token row with `tokens` first."""
+    """A request takes a slot in this pass. The executor first fills the slot's token row with `tokens`."""
 
     slot: int
-    request: Request
-    tokens: Tokens  # prompt, and after a retraction the output so far
+    request_id: str
+    tokens: Tokens  # the prompt and, after a retraction, the output so far
+    num_prompt_tokens: int
+    params: SamplingParams
+    stop_ids: tuple[int, ...] = ()  # tokens that end the request, ascending; not allowed before `params.min_tokens`
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    pooling: str | None = None  # the prompt's hidden states are returned, pooled this way
+    namespace: tuple[str, ...] = ()  # requests share KV only within one tenant, cache salt and adapter
+
+    @classmethod
+    def of(cls, request: Request, slot: int) -> Join:
+        return cls(
+            slot,
+            request.id,
+            np.concatenate([request.prompt, np.array(request.output, np.int32)]),
+            len(request.prompt),
+            request.params,
+            tuple(sorted(request.stop_ids)),
+            request.bad_word_ids,
+            request.pooling,
+            request.namespace,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sharing:
-    """Rows that read some of the same pages, in depth-first order of the prefix tree; see scheduler/sharing.py."""
+    """Rows that read some of the same pages, in depth-first order of the prefix tree; see scheduler/sharing.py.
 
+    Plans with equal, non-zero `version` have equal sharing, so an executor may keep what it derived from it.
+    """
+
+    version: int
     rows: Column
     common: Column  # common[i]: KV positions, all of them in memory, that rows[i] and rows[i + 1] both begin with
 
@@ -36,7 +60,7 @@ class Sharing:
 @dataclass(frozen=True, slots=True, eq=False)
 class Swap:
     """Pages that move before a pass: first the device's `spill_pages` to `spill_hosts`, then `fetch_hosts` into
-    `fetch_pages`, where a page just spilled may be among them. No host page stands in both directions."""
+    `fetch_pages`, which may include a page that was just spilled. No host page appears in both directions."""
 
     spill_pages: Column
     spill_hosts: Column
@@ -48,25 +72,25 @@ class Swap:
 class Plan:
     """Rows are decodes first, then prefill chunks. The order of application is: swap, joins, page changes, the pass.
 
-    Row i feeds the tokens at positions starts[i] .. starts[i] + lengths[i] of its slot; tokens that a pass in
-    flight will sample are read from the slot's token row on the device. Rows for which `samples` is true yield
-    a token each, in row order, stored at position starts[i] + lengths[i].
+    Row i feeds the tokens at positions starts[i] .. starts[i] + lengths[i] of its slot. Tokens that a pass in flight
+    will sample are read from the slot's token row on the device. Rows for which `samples` is true yield one token each,
+    in row order, stored at position starts[i] + lengths[i].
     """
 
-    step: int
+    step: int  # unique and ascending: identifies the plan
     slots: Column
     starts: Column
     lengths: Column
+    max_lengths: Column  # prompt and output at full length
     samples: npt.NDArray[np.bool_]
     num_decodes: int
-    requests: tuple[Request, ...]  # row -> request; for whoever needs its sampling parameters
     joins: tuple[Join, ...]
     page_slots: Column  # page table entries to write before the pass: page_table[slot, index] = id
     page_indices: Column
     page_ids: Column
     num_tokens: int
     num_context_tokens: int  # KV positions read, summed over rows
-    sharing: Sharing | None = None  # the same object as long as nothing has changed
+    sharing: Sharing | None = None
     swap: Swap | None = None
 
     @property
@@ -76,6 +100,11 @@ class Plan:
     @property
     def num_prefill_tokens(self) -> int:
         return self.num_tokens - self.num_decodes
+
+    @property
+    def sharing_version(self) -> int:
+        """0: no rows share."""
+        return 0 if self.sharing is None else self.sharing.version
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,13 +117,17 @@ class Finished:
 class Updates:
     """What a commit made known, as columns: requests[i] got tokens[i].
 
-    A request that got several tokens in one pass stands there several times, in order.
+    A request that got several tokens in one pass appears several times, in order.
     """
 
     requests: tuple[Request, ...]
     tokens: Column
     finished: tuple[Finished, ...]
-    num_discarded: int  # tokens of requests that had ended while the pass was in flight
+    discarded: frozenset[int]  # sampling rows whose request had finished while the pass was in flight
+
+    @property
+    def num_discarded(self) -> int:
+        return len(self.discarded)
 
 
 NO_TOKENS: Column = np.empty(0, np.int32)

@@ -41,7 +41,8 @@ class _Pass:
     """A plan that is not committed yet, with what only the scheduler needs of it."""
 
     plan: Plan
-    sampled: tuple[Request, ...]  # who gets the tokens, in row order
+    requests: tuple[Request, ...]  # of the plan's rows
+    sampled: tuple[Request, ...]  # of its sampling rows: they get the tokens
     ending: tuple[Request, ...]  # known to end with this pass, by length
     departures: int  # how many had left when it was planned
 
@@ -66,6 +67,7 @@ class Scheduler:
         self._decode_slots: Column | None = None
         self._sharing: Sharing | None = None  # of the decodes alone
         self._sharing_is_known = False
+        self._sharing_version = 0
         self._ones: Column = np.ones(config.max_running, np.int32)
         self._trues: npt.NDArray[np.bool_] = np.ones(config.max_running, np.bool_)
         self._ones.flags.writeable = self._trues.flags.writeable = False
@@ -100,9 +102,13 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.requests or self._passes)
 
+    def requests_of(self, plan: Plan) -> tuple[Request, ...]:
+        """The requests of a plan's rows, in row order; of a plan that is not committed yet."""
+        return next(one.requests for one in self._passes if one.plan.step == plan.step)
+
     def match(self, request: Request) -> int:
         """How many tokens of this prompt are cached now."""
-        namespace = (request.tenant, request.cache_salt, request.adapter)
+        namespace = request.namespace
         usable = self.memory.num_cacheable_pages(request) * self.config.page_size
         return min(usable, self.memory.tree.match(namespace, request.prompt.tobytes()))
 
@@ -316,6 +322,7 @@ class Scheduler:
         ending = [requests[row] for row in np.flatnonzero(remaining == 0).tolist()] if not remaining.all() else []
         num_context = int(starts.sum()) + num_decodes
         lengths, samples = self._ones[:num_decodes], self._trues[:num_decodes]
+        max_lengths = slots.limits[rows]
         if decode:
             for tenant, count in self._decodes_of.items():
                 self.order.charge(tenant, count * self.config.output_weight)
@@ -325,6 +332,7 @@ class Scheduler:
             rows = np.concatenate([rows, np.array([chunk.slot for chunk in chunks], np.int32)])
             starts = np.concatenate([starts, np.array([chunk.start for chunk in chunks], np.int32)])
             lengths = np.concatenate([lengths, np.array([chunk.length for chunk in chunks], np.int32)])
+            max_lengths = slots.limits[rows]
             samples = np.concatenate([samples, np.array(yields, np.bool_)])
             num_context += sum(chunk.start + chunk.length for chunk in chunks)
             requests += tuple(chunk.request for chunk in chunks)
@@ -340,9 +348,9 @@ class Scheduler:
             slots=rows,
             starts=starts,
             lengths=lengths,
+            max_lengths=max_lengths,
             samples=samples,
             num_decodes=num_decodes,
-            requests=requests,
             joins=self.admission.take_joins(),
             page_slots=page_slots,
             page_indices=page_indices,
@@ -352,17 +360,19 @@ class Scheduler:
             sharing=sharing,
             swap=None if self.memory.host is None else self.memory.host.take_swap(),
         )
-        self._passes.append(_Pass(plan, sampled, tuple(ending), self._departures))
+        self._passes.append(_Pass(plan, requests, sampled, tuple(ending), self._departures))
         return plan
 
     def _find_sharing(self, requests: tuple[Request, ...], starts: Column, with_prompts: bool) -> Sharing | None:
         if not self.config.shared_reads:
             return None
-        if with_prompts:
-            return find_sharing(requests, starts)
-        if not self._sharing_is_known:
-            self._sharing, self._sharing_is_known = find_sharing(requests, starts), True
-        return self._sharing
+        if not with_prompts and self._sharing_is_known:
+            return self._sharing
+        self._sharing_version += 1
+        sharing = find_sharing(requests, starts, self._sharing_version)
+        if not with_prompts:
+            self._sharing, self._sharing_is_known = sharing, True
+        return sharing
 
     def _finish_prefills(self) -> list[Request]:
         """Requests whose prompt is all planned go on to decode, or end here. Returns those that end."""
@@ -439,7 +449,7 @@ class Scheduler:
         """
         assert self._passes, "there is no pass to commit"
         one = self._passes.popleft()
-        assert one.plan is plan, "passes are committed in the order they were planned"
+        assert one.plan.step == plan.step, "passes are committed in the order they were planned"
         if device_s is not None:
             self.counters.device_s += device_s
             self.step_time.observe(plan, device_s)
@@ -522,7 +532,7 @@ class Scheduler:
             sampled = [sampled[row] for row in kept]
             tokens = tokens[kept]
         ended, self._ended = self._ended, []
-        return Updates(tuple(sampled), tokens, tuple(ended), len(discarded))
+        return Updates(tuple(sampled), tokens, tuple(ended), frozenset(discarded))
 
     def take_ended(self) -> tuple[Finished, ...]:
         """Requests that ended outside of a commit since the last one: by abort, deadline or from outside."""

@@ -21,8 +21,9 @@ from paceline.scheduler.node import Node
 from paceline.scheduler.plan import Column, Sharing
 
 
-def find_sharing(requests: Sequence[Request], starts: Column) -> Sharing | None:
-    """Of rows that belong to `requests` and have `starts[row]` positions in memory. None: nobody shares anything."""
+def find_sharing(requests: Sequence[Request], starts: Column, version: int) -> Sharing | None:
+    """Which rows of `requests`, with `starts[row]` positions in memory, share KV; None if no two do. `version` is what
+    the result is known by: a new number for every call."""
     below: dict[Node, list[int]] = {}  # the deepest node that somebody else holds too -> rows
     for row, request in enumerate(requests):
         node = request.held
@@ -43,7 +44,7 @@ def find_sharing(requests: Sequence[Request], starts: Column) -> Sharing | None:
         at = end
     reach = starts[rows]
     common = np.minimum(depths, np.minimum(reach[:-1], reach[1:]))
-    return Sharing(rows, common) if common.any() else None
+    return Sharing(version, rows, common) if common.any() else None
 
 
 def _path(node: Node) -> list[Node]:

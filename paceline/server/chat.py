@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
+from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
-from paceline.request import Grammar
-from paceline.server.engine_client import Job
+from paceline.request import Grammar, as_tokens
 from paceline.server.errors import ApiError
 from paceline.server.fields import check_messages, short
 from paceline.server.request_types import ChatRequest
@@ -62,7 +62,8 @@ class ChatResponse:
         prompt = tokenizer.encode_chat(messages, **({"tools": shown} if shown else {}))
         each = params.each_choice()
         ids = [self.id] if len(each) == 1 else [f"{self.id}-{index}" for index in range(len(each))]
-        self.jobs: Sequence[Job] = [Job(id, prompt, choice) for id, choice in zip(ids, each, strict=True)]
+        tokens = as_tokens(prompt)
+        self.jobs: Sequence[Job] = [Job(tokens, choice, id=name) for name, choice in zip(ids, each, strict=True)]
         self.jobs_per_prompt = len(each)
         self._formatter = LogprobFormatter(tokenizer, params)
         self._style = tools.style

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta, TokenLogprob
-from paceline.server.engine_client import Job
+from paceline.request import as_tokens
 from paceline.server.errors import ApiError
 from paceline.server.limits import DEFAULT_COMPLETION_TOKENS
 from paceline.server.prompts import check_num_prompts, encode_prompts, split_prompts
@@ -52,7 +53,7 @@ class CompletionResponse:
         check_num_prompts(len(prompts), len(each), state.config.max_prompts, "prompt")
         encoded = encode_prompts(prompts, state.tokenizer, "prompt")
         self.jobs: Sequence[Job] = [
-            Job(f"{self.id}-{index * len(each) + number}", ids, choice)
+            Job(as_tokens(ids), choice, id=f"{self.id}-{index * len(each) + number}")
             for index, ids in enumerate(encoded)
             for number, choice in enumerate(each)
         ]

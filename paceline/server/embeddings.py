@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
+from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
-from paceline.request import SamplingParams
-from paceline.server.engine_client import Job
+from paceline.request import SamplingParams, as_tokens
 from paceline.server.prompts import check_num_prompts, encode_prompts, split_prompts
 from paceline.server.request_types import EmbeddingRequest
 from paceline.server.response import make_response_id
@@ -30,7 +30,7 @@ class EmbeddingResponse:
         prompts = split_prompts(request.input, "input")
         check_num_prompts(len(prompts), 1, state.config.max_prompts, "input")
         self.jobs: Sequence[Job] = [
-            Job(f"{self.id}-{index}", prompt, _PARAMS, pooling=request.pooling or "mean")
+            Job(as_tokens(prompt), _PARAMS, id=f"{self.id}-{index}", pooling=request.pooling or "mean")
             for index, prompt in enumerate(encode_prompts(prompts, state.tokenizer, "input"))
         ]
 

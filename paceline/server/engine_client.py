@@ -10,24 +10,9 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
-from paceline.request import SamplingParams
 from paceline.server.queries import EngineQuery
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One prompt to be continued, and on whose account."""
-
-    id: str
-    prompt: Sequence[int]
-    params: SamplingParams
-    tenant: str = "default"
-    priority: int = 0  # larger goes first
-    timeout_s: float | None = None
-    cache_salt: str = ""
-    pooling: str | None = None  # to be embedded instead of continued: mean or last
-    at_once: bool = False  # nobody reads before the end: one piece will do
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class EngineMetrics:
             counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", counters.prompt_tokens),
             counter("prefix_cache_hits", "Prompt tokens found in the prefix cache on the device.", counters.hit_tokens),
             counter("prefix_cache_hit_bytes", "Size of the KV cache entries that hits avoided to compute.",
-                    counters.hit_tokens * engine.facts.kv_bytes_per_token),
+                    counters.hit_tokens * engine.info.kv_bytes_per_token),
             counter("prefix_cache_fetched_tokens", "Prompt tokens fetched from host memory, in addition to the hits.",
                     counters.fetched_tokens),
             gauge("host_kv_cache_tokens", "Capacity of the host KV cache, in tokens.",

@@ -35,20 +35,20 @@ from paceline.server.queries import (
 
 
 def served_model(engine: Engine, name: str) -> ServedModel:
-    config, facts = engine.scheduler.config, engine.facts
+    config, info = engine.scheduler.config, engine.info
     return ServedModel(
         name=name,
-        family=facts.family,
-        num_parameters=facts.num_parameters,
-        dtype=facts.dtype,
-        device=facts.device,
+        family=info.family,
+        num_parameters=info.num_parameters,
+        dtype=info.dtype,
+        device=info.device,
         vocab_size=engine.vocab_size,
         context_tokens=config.context_tokens,
         max_tokens=min(config.context_tokens, (config.num_pages - config.pin_quota_pages) * config.page_size),
         max_running=config.max_running,
         kv_tokens=config.num_pages * config.page_size,
         host_kv_tokens=config.num_host_pages * config.page_size,
-        kv_bytes_per_token=facts.kv_bytes_per_token,
+        kv_bytes_per_token=info.kv_bytes_per_token,
     )
 
 
@@ -65,7 +65,7 @@ class EngineQueries:
             result: Future[Any] = Future()
             result.set_result(self._health())
             return result
-        return self._engine.ask(self._function(query))
+        return self._engine.call(self._function(query))
 
     def _function(self, query: EngineQuery) -> Callable[[Scheduler], Any]:
         now = time.monotonic()

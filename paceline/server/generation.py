@@ -12,8 +12,8 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from paceline.config import TenantConfig
+from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta, TokenUsage
-from paceline.server.engine_client import Job
 from paceline.server.errors import ApiError, api_error, method_not_allowed, shutting_down
 from paceline.server.http import (
     ClientDisconnected,
@@ -116,7 +116,7 @@ class GenerationHandler:
                 priority=priority,
                 timeout_s=timeout_s,
                 cache_salt=salt,
-                at_once=not request.stream,
+                stream=bool(request.stream),
             )
             for job in response.jobs
         ]

@@ -1,64 +1,61 @@
-"""What crosses the border between a front end and the engine's process: msgspec structs as MessagePack.
+"""Messages between a front end and the engine process: msgspec structs, encoded as MessagePack.
 
-Parameters and pieces travel as the dataclasses they are, so a new field of theirs needs nothing here.
+Jobs and output deltas are sent as the dataclasses they are, so a new field of theirs needs no change here.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import msgspec
-import numpy as np
 
+from paceline.codec import Decoder
+from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.request import FinishReason, InvalidRequest, PacelineError, Refused
-from paceline.server.engine_client import Job
 from paceline.server.queries import EngineQuery
 
+# ---------------------------------------------------------------------- front end -> engine
 
-class Hello(msgspec.Struct, tag=True):
-    """A front end says where it listens. Comes before everything else it says."""
+
+class RegisterFrontEnd(msgspec.Struct, tag=True):
+    """The first message of a front end: the address at which it receives."""
 
     front_end: str
     address: str
 
 
-class Submit(msgspec.Struct, tag=True):
+class SubmitJob(msgspec.Struct, tag=True):
     front_end: str
-    number: int  # by which the front end knows it
+    number: int  # chosen by the front end; identifies the job in replies
     job: Job
-    prompt: bytes  # int32; the job's own is left empty
-
-    @classmethod
-    def of(cls, front_end: str, number: int, job: Job) -> Submit:
-        return cls(front_end, number, replace(job, prompt=()), np.asarray(job.prompt, np.int32).tobytes())
 
 
-class End(msgspec.Struct, tag=True):
+class FinishRequest(msgspec.Struct, tag=True):
     id: str
     reason: FinishReason
 
 
-class QueryMessage(msgspec.Struct, tag=True):
+class QueryRequest(msgspec.Struct, tag=True):
     front_end: str
-    number: int
-    question: EngineQuery
+    number: int  # as above
+    query: EngineQuery
+
+
+# ---------------------------------------------------------------------- engine -> front end
 
 
 class OutputBatch(msgspec.Struct, tag=True):
-    """All that one step has for a front end. A piece's text is `TokenText`."""
+    """All outputs of one step for one front end, by number. Deltas have token ids and no text."""
 
-    pieces: list[tuple[int, OutputDelta]]
+    outputs: list[tuple[int, OutputDelta]]
 
 
-class Reply(msgspec.Struct, tag=True):
+class QueryResult(msgspec.Struct, tag=True):
     number: int
-    answer: msgspec.Raw
+    result: msgspec.Raw  # of the type in `QUERY_RESULTS`
 
 
-class Refusal(msgspec.Struct, tag=True):
-    """Instead of pieces or a reply."""
+class ErrorReply(msgspec.Struct, tag=True):
+    """The reply to a job or a query that failed."""
 
     number: int
     kind: str
@@ -67,7 +64,7 @@ class Refusal(msgspec.Struct, tag=True):
     retry_after_s: float | None = None
 
     @classmethod
-    def of(cls, number: int, error: PacelineError) -> Refusal:
+    def of(cls, number: int, error: PacelineError) -> ErrorReply:
         if isinstance(error, Refused):
             return cls(number, "refused", str(error), error.retry, error.retry_after_s)
         return cls(number, "failed" if isinstance(error, EngineFailed) else "invalid", str(error))
@@ -78,20 +75,9 @@ class Refusal(msgspec.Struct, tag=True):
         return EngineFailed(self.message) if self.kind == "failed" else InvalidRequest(self.message)
 
 
-_encoder = msgspec.msgpack.Encoder()
-_to_engine = msgspec.msgpack.Decoder(Hello | Submit | End | QueryMessage)
-_to_front_end = msgspec.msgpack.Decoder(OutputBatch | Reply | Refusal)
-
-
-def encode(message: Any) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_to_engine(data: bytes) -> Hello | Submit | End | QueryMessage:
-    message: Hello | Submit | End | QueryMessage = _to_engine.decode(data)
-    return message
-
-
-def decode_to_front_end(data: bytes) -> OutputBatch | Reply | Refusal:
-    message: OutputBatch | Reply | Refusal = _to_front_end.decode(data)
-    return message
+MessageToEngine = RegisterFrontEnd | SubmitJob | FinishRequest | QueryRequest
+MessageToFrontEnd = OutputBatch | QueryResult | ErrorReply
+_to_engine: Decoder[MessageToEngine] = Decoder(MessageToEngine)
+_to_front_end: Decoder[MessageToFrontEnd] = Decoder(MessageToFrontEnd)
+decode_to_engine = _to_engine.decode
+decode_to_front_end = _to_front_end.decode

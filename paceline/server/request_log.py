@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from paceline.engine.output import OutputDelta
+from paceline.request import Tokens
 from paceline.server.response import ResponseBuilder
 from paceline.text.tokenizer import Tokenizer
 
@@ -21,7 +21,7 @@ class RequestLog:
         self.status: int | None = None
         self.end = ""  # the finish reason, or the code of an error
         self._started = time.monotonic()
-        self._prompts: list[Sequence[int]] = []
+        self._prompts: list[Tokens] = []
         self._num_tokens = 0
         self._first_token_s: float | None = None
         self._queue_s: float | None = None
@@ -53,7 +53,7 @@ class RequestLog:
             "total_ms": _ms(time.monotonic() - self._started),
         }
         if tokenizer is not None:
-            found["prompts"] = [tokenizer.decode(prompt, skip_special=False) for prompt in self._prompts]
+            found["prompts"] = [tokenizer.decode(prompt.tolist(), skip_special=False) for prompt in self._prompts]
         return {name: value for name, value in found.items() if value not in (None, "")}
 
 

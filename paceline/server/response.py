@@ -7,9 +7,9 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta, TokenLogprob, TokenUsage
 from paceline.request import FinishReason, SamplingParams
-from paceline.server.engine_client import Job
 from paceline.server.errors import aborted, deadline_exceeded, engine_failed, shutting_down
 from paceline.server.request_types import EmbeddingRequest, GenerationRequest
 from paceline.server.response_types import CachedTokens, TokenLogprobs, TopLogprob, UsageInfo

@@ -67,8 +67,9 @@ def _run(requests: Sequence[Request], prefix_tokens: dict[str, int], **options: 
     while scheduler.has_work:
         plan = scheduler.plan(clock())
         assert plan is not None, "requests are left and none can run"
+        planned = scheduler.requests_of(plan)
         for row in range(plan.num_decodes, plan.num_rows):
-            common = prefix_tokens.get(plan.requests[row].id, 0)
+            common = prefix_tokens.get(planned[row].id, 0)
             start, end = int(plan.starts[row]), int(plan.starts[row] + plan.lengths[row])
             computed += max(0, min(end, common) - start)
         scheduler.commit(plan, executor.launch(plan).wait().tokens, clock())

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config import ConfigError
-from paceline.engine.pass_features import Ended, PassFeatures
+from paceline.engine.pass_features import FinishedRequests, PassFeatures
 from paceline.engine.recording import Header, Mark, RecordedPass, RecordedRequest, read_recording
 from paceline.simulator.profile import DECODE_TERMS, ENDED_TERMS, HOST_TERMS, PROMPT_TERMS, Linear, Profile
 
@@ -62,7 +62,7 @@ class Recording:
     requests: list[RecordedRequest]
     runs: list[Stretch]
     cut_off: list[str]  # names of runs that have no end
-    ended: dict[int, Ended]  # by step: the requests that ended since the launch before it
+    ended: dict[int, FinishedRequests]  # by step: the requests that ended since the launch before it
 
     @classmethod
     def read(cls, path: Path) -> Recording:
@@ -137,7 +137,7 @@ def _compiled(passes: Sequence[RecordedPass]) -> list[RecordedPass]:
     return [one for one in passes if one.launch_s > _COMPILED_S and lost_s(one) > one.launch_s / 2]
 
 
-def _ended(requests: Sequence[RecordedRequest], passes: Sequence[RecordedPass]) -> dict[int, Ended]:
+def _ended(requests: Sequence[RecordedRequest], passes: Sequence[RecordedPass]) -> dict[int, FinishedRequests]:
     """By time: the thread that launches also commits, so an end lies between two launches."""
     launches = [one.at for one in passes]
     groups: dict[int, list[RecordedRequest]] = defaultdict(list)
@@ -147,7 +147,9 @@ def _ended(requests: Sequence[RecordedRequest], passes: Sequence[RecordedPass]) 
             if index < len(passes):
                 groups[passes[index].step].append(request)
     return {
-        step: Ended(len(group), sum(one.prompt_tokens for one in group), sum(one.output_tokens for one in group))
+        step: FinishedRequests(
+            len(group), sum(one.prompt_tokens for one in group), sum(one.output_tokens for one in group)
+        )
         for step, group in groups.items()
     }
 
@@ -156,7 +158,7 @@ class Turn(NamedTuple):
     """One turn of the loop: a pass, and what had ended when it was launched."""
 
     line: RecordedPass
-    ended: Ended
+    ended: FinishedRequests
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +211,7 @@ def non_negative(features: Matrix, target: Matrix) -> Matrix:
     return found
 
 
-def _columns(values: Iterable[PassFeatures | Ended], terms: Sequence[str]) -> Matrix:
+def _columns(values: Iterable[PassFeatures | FinishedRequests], terms: Sequence[str]) -> Matrix:
     return np.array([[float(getattr(one, term)) for term in terms] for one in values])
 
 
@@ -306,7 +308,7 @@ def fit(recordings: Sequence[Recording], source: str) -> Fitted:
         raise ConfigError(f"the recordings are of different devices, models or graphs: {sorted(headers)}.")
     largest = max((one.header for one in recordings), key=lambda header: header.num_pages)
     turns = [
-        Turn(line, one.ended.get(line.step, Ended()))
+        Turn(line, one.ended.get(line.step, FinishedRequests()))
         for one in recordings
         for line in one.passes
         if line.device_s and line.launch_s <= _COMPILED_S

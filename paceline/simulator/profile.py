@@ -4,7 +4,7 @@ A pass of decodes runs as a graph: it takes what the graph's bucket takes with n
 KV position read, once where rows have a prefix in common. A pass with prompts takes something for each new token, each
 pair of tokens that meet in attention, and what its decodes read; its kernels are launched one by one while the device
 runs the first of them. The host's time is results, text and planning; most of it where requests end or join. Pages go
-to host memory and come back beside the passes (`Link`), at so many tokens a second each way.
+to host memory and come back beside the passes (`HostLink`), at so many tokens a second each way.
 No coefficient is negative: a pass does not get faster by having more to do.
 """
 
@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 
 from paceline.config import ConfigError
-from paceline.engine.pass_features import Ended, PassFeatures, read_features
+from paceline.engine.pass_features import FinishedRequests, PassFeatures, read_features
 from paceline.engine.virtual.executor import VirtualClock
 from paceline.scheduler.plan import Finished, Plan
 
 _FOLDER = Path(__file__).parent / "profiles"
-# What the time of each kind of pass, and of the host, may depend on: names of PassFeatures, and of Ended
+# What the time of each kind of pass, and of the host, may depend on: names of PassFeatures, and of FinishedRequests
 DECODE_TERMS = ("own_tokens", "has_repeated", "longest_context")
 PROMPT_TERMS = ("num_prompt_tokens", "prompt_pairs", "own_tokens", "repeated_tokens", "num_decodes", "has_decodes")
 HOST_TERMS = ("num_decodes", "has_prompts", "num_joins", "join_tokens", "num_page_changes", "num_moved_pages")
@@ -36,7 +36,7 @@ class Linear(msgspec.Struct, frozen=True, dict=True):
     base: float
     per: dict[str, float]
 
-    def seconds(self, features: PassFeatures | Ended) -> float:
+    def seconds(self, features: PassFeatures | FinishedRequests) -> float:
         total = self.base
         for name, coefficient in self.per.items():
             total += coefficient * getattr(features, name)
@@ -74,7 +74,7 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
             base = seconds[1] + slope * (features.bucket - rows[1])
         return base + self.decode.seconds(features)
 
-    def host_s(self, features: PassFeatures, ended: Ended) -> float:
+    def host_s(self, features: PassFeatures, ended: FinishedRequests) -> float:
         """Until the device can begin with the pass, if it has nothing else to do."""
         return self.host.seconds(features) + self.ended.seconds(ended)
 
@@ -146,17 +146,17 @@ class Charged:
 
     def __init__(self, profile: Profile, clock: VirtualClock) -> None:
         self._profile, self._clock = profile, clock
-        self._ended = Ended()
+        self._ended = FinishedRequests()
         self.host_s = 0.0
 
     def ended(self, finished: Sequence[Finished]) -> None:
         """These came with the last results; the host is busy with them before the next launch."""
-        self._ended = Ended.of(one.request for one in finished)
+        self._ended = FinishedRequests.of(one.request for one in finished)
 
     def of(self, plan: Plan) -> float:
         features = read_features(plan, self._profile.buckets)
         host_s = self._profile.host_s(features, self._ended)
-        self._ended = Ended()
+        self._ended = FinishedRequests()
         self.host_s += host_s
         self._clock.advance(host_s)
         return self._profile.device_s(features)

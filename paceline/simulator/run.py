@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config import SchedulerConfig
-from paceline.engine.executor import Pending
+from paceline.engine.executor import Executor, Pending
 from paceline.engine.loop import Loop
-from paceline.engine.virtual.executor import Link, VirtualClock, VirtualExecutor
+from paceline.engine.virtual.executor import HostLink, VirtualClock, VirtualExecutor
 from paceline.request import Refused, Request
 from paceline.scheduler import Scheduler
 from paceline.scheduler.journal import Counters
@@ -153,13 +153,16 @@ class _Script:
 
     def __init__(self, arrivals: Sequence[Arrival]) -> None:
         self._outputs: dict[str, Tokens] = {one.id: one.output for one in arrivals}
+        self._slots: dict[int, tuple[Tokens, int]] = {}  # slot -> output, tokens of the prompt
 
     def __call__(self, plan: Plan) -> Tokens:
+        for join in plan.joins:
+            self._slots[join.slot] = self._outputs[join.request_id], join.num_prompt_tokens
         found = []
         positions = plan.starts + plan.lengths
         for row in np.flatnonzero(plan.samples).tolist():
-            request = plan.requests[row]
-            output, index = self._outputs[request.id], int(positions[row]) - len(request.prompt)
+            output, num_prompt_tokens = self._slots[int(plan.slots[row])]
+            index = int(positions[row]) - num_prompt_tokens
             # Overlapped, a pass may be under way for a request that has just ended; its token is discarded.
             found.append(output[index] if index < len(output) else 0)
         return np.array(found, np.int32)
@@ -175,7 +178,7 @@ class Observer(Protocol):
         """The oldest pass was committed."""
 
 
-class _Watched:
+class _Watched(Executor):
     """A virtual executor with somebody watching."""
 
     def __init__(self, executor: VirtualExecutor, clock: VirtualClock, observer: Observer) -> None:
@@ -201,7 +204,7 @@ def simulate(
     began = time.perf_counter()
     clock = VirtualClock()
     charged = Charged(profile, clock)
-    link = Link(profile.swap_page_s(config.page_size)) if config.num_host_pages else None
+    link = HostLink(profile.swap_page_s(config.page_size)) if config.num_host_pages else None
     executor = VirtualExecutor(clock, charged, _Script(arrivals), charged.launching, link)
     scheduler = Scheduler(config)
     watched = executor if observer is None else _Watched(executor, clock, observer)
@@ -226,10 +229,10 @@ def simulate(
             coming = next(upcoming, None)
         if not scheduler.has_work:
             continue
-        updates = loop.step()
-        assert updates is not None, f"{len(scheduler.requests)} requests are left and none can run"
+        output = loop.step()
+        assert output is not None, f"{len(scheduler.requests)} requests are left and none can run"
         passes += 1
-        charged.ended(updates.finished)
+        charged.ended(output.updates.finished)
         meter.note(clock.now)
         if observer is not None:
             observer.committed(scheduler, clock.now)

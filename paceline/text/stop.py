@@ -14,8 +14,6 @@ from paceline.request import MAX_STOP_CHARACTERS, MAX_STOPS, InvalidRequest, Sam
 from paceline.text.detokenize import Detokenizer
 from paceline.text.tokenizer import Tokenizer
 
-_SURROGATES, _NUM_SURROGATES = 0xD800, 0x800  # characters that cannot be written as UTF-8
-
 
 class _Automaton:
     """All prefixes of the stop strings as states; state 0 is the empty one."""
@@ -161,22 +159,3 @@ class TextStream:
         if self._scanner.matched is not None:
             return ""
         return self._scanner.push(rest) + self._scanner.flush()
-
-
-class TokenText:
-    """Ids dressed as text, one character an id, for an engine whose text is made elsewhere. What reads it sees exactly
-    the ids that are text: stop tokens are not among them."""
-
-    matched: str | None = None
-
-    def push(self, ids: Iterable[int]) -> str:
-        return "".join([chr(index if index < _SURROGATES else index + _NUM_SURROGATES) for index in ids])
-
-    def close(self) -> str:
-        return ""
-
-    @staticmethod
-    def ids(text: str) -> list[int]:
-        """The ids that were pushed."""
-        codes = map(ord, text)
-        return [code if code < _SURROGATES else code - _NUM_SURROGATES for code in codes]

@@ -65,7 +65,7 @@ def test_sixteen_bits_run_too(dtype: str) -> None:
     with LLM(**RANDOM, dtype=dtype, kv_tokens=1024) as llm:
         outputs = llm.generate([[5, 6, 7], [8] * 40, [9, 10]], SamplingParams(temperature=0, max_tokens=5))
         assert all(output.token_ids for output in outputs)
-        assert llm.engine.executor.device.cache.keys[0].dtype == getattr(torch, dtype)  # type: ignore[attr-defined]
+        assert llm.engine.executor.runner.cache.keys[0].dtype == getattr(torch, dtype)  # type: ignore[attr-defined]
 
 
 def test_a_model_that_never_fits_twice_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_a_model_that_never_fits_twice_is_kept_once(monkeypatch: pytest.MonkeyPa
         expected = llm.generate(prompts, params)
     monkeypatch.setattr("paceline.engine.cpu.model.free_memory", lambda: 0)
     with LLM(**RANDOM, kv_tokens=1024) as llm:
-        decoder = llm.engine.executor.device.decoder  # type: ignore[attr-defined]
+        decoder = llm.engine.executor.runner.decoder  # type: ignore[attr-defined]
         assert decoder._head._packed is None
         found = llm.generate(prompts, params)
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]

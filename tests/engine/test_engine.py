@@ -15,6 +15,7 @@ import pytest
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine
+from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.engine.timeline import Timeline
 from paceline.engine.virtual.build import build_virtual
@@ -33,7 +34,7 @@ def greedy(count: int, **options: Any) -> SamplingParams:
 
 
 async def collect(engine: Engine, prompt: Any, params: SamplingParams, **options: Any) -> list[OutputDelta]:
-    return [piece async for piece in engine.stream(prompt, params, **options)]
+    return [piece async for piece in engine.stream(Job(engine.encode(prompt), params, **options))]
 
 
 def wait_until(condition: Any, seconds: float = 10.0) -> None:
@@ -74,7 +75,7 @@ def test_cached_tokens_are_reported(engine: Engine) -> None:
 
 def test_leaving_a_stream_aborts_the_request(engine: Engine) -> None:
     async def leave() -> None:
-        stream = engine.stream("hello", LONG)
+        stream = engine.stream(Job(engine.encode("hello"), LONG))
         async for _ in stream:
             break
         await stream.aclose()  # type: ignore[attr-defined]
@@ -97,11 +98,11 @@ def test_cancelling_a_task_aborts_the_request(engine: Engine) -> None:
 
     asyncio.run(cancel())
     assert engine.scheduler.counters.finished[FinishReason.ABORT] == 1
-    assert not engine._teller.live
+    assert not engine._outputs.active
 
 
 def test_a_deadline_ends_a_request_and_keeps_what_it_has(engine: Engine) -> None:
-    pieces = asyncio.run(collect(engine, "hello", SamplingParams(temperature=0, ignore_eos=True), timeout=0.15))
+    pieces = asyncio.run(collect(engine, "hello", SamplingParams(temperature=0, ignore_eos=True), timeout_s=0.15))
     assert pieces[-1].finish_reason is FinishReason.DEADLINE
     whole = LLM.from_engine(engine).generate("hello", LONG)[0].token_ids
     found = [token for piece in pieces for token in piece.token_ids]
@@ -163,7 +164,7 @@ def test_text_that_is_wanted_at_the_end_is_made_on_the_way(engine: Engine, monke
     monkeypatch.setattr(TextStream, "push", breaking)
     with pytest.raises(EngineFailed, match="a broken text"):
         llm.generate("one", greedy(90))
-    assert not engine.ask(lambda scheduler: len(scheduler.requests)).result(), "it ended where it broke"
+    assert not engine.call(lambda scheduler: len(scheduler.requests)).result(), "it ended where it broke"
     monkeypatch.undo()
     assert llm.generate("one", greedy(90))[0].text == outputs[0].text
 
@@ -207,8 +208,6 @@ def test_everybody_is_told_the_chances_of_their_own_tokens(overlap: str) -> None
 
 def test_chances_that_are_wanted_at_the_end_come_in_one_piece(engine: Engine) -> None:
     class Patient:
-        wants_all_at_once = True
-
         def __init__(self) -> None:
             self.pieces: SimpleQueue[OutputDelta] = SimpleQueue()
 
@@ -219,14 +218,16 @@ def test_chances_that_are_wanted_at_the_end_come_in_one_piece(engine: Engine) ->
             raise AssertionError(error)
 
     sink = Patient()
-    engine.submit("hello", greedy(20, logprobs=2, prompt_logprobs=1), sink=sink)
+    engine.submit(Job(engine.encode("hello"), greedy(20, logprobs=2, prompt_logprobs=1), stream=False), sink)
     piece = sink.pieces.get(timeout=20)
     assert piece.finish_reason is FinishReason.LENGTH and sink.pieces.empty()
     assert [one.token_id for one in piece.logprobs] == list(piece.token_ids) and len(piece.token_ids) == 20
     assert piece.usage is not None and len(piece.prompt_logprobs) == piece.usage.prompt_tokens - 1
     # Whoever ends in an error is told no tokens, and no chances of any.
-    engine.submit("hello", SamplingParams(temperature=0, ignore_eos=True, logprobs=2), sink=sink)
-    wait_until(lambda: any(live.logprobs for live in list(engine._teller.live.values())))
+    engine.submit(
+        Job(engine.encode("hello"), SamplingParams(temperature=0, ignore_eos=True, logprobs=2), stream=False), sink
+    )
+    wait_until(lambda: any(live.logprobs for live in list(engine._outputs.active.values())))
     engine.close()
     piece = sink.pieces.get(timeout=20)
     assert (piece.error, piece.token_ids, piece.logprobs) == ("the engine was closed", (), ())
@@ -275,15 +276,15 @@ def test_bad_input_is_an_error_and_the_next_request_is_served(
     with pytest.raises(error):
         LLM.from_engine(engine).generate([[5, 6], prompt], params)
     assert len(LLM.from_engine(engine).generate([[5, 6]], greedy(4))[0].token_ids) == 4
-    wait_until(lambda: not engine.scheduler.has_work and not engine._teller.live)
+    wait_until(lambda: not engine.scheduler.has_work and not engine._outputs.active)
 
 
 def test_an_id_may_not_be_taken_twice(engine: Engine) -> None:
     async def twice() -> None:
-        stream = engine.stream("hello", LONG, request_id="a")
+        stream = engine.stream(Job(engine.encode("hello"), LONG, id="a"))
         await anext(stream)
         with pytest.raises(InvalidRequest, match="request id 'a' is taken"):
-            await collect(engine, "hello", greedy(2), request_id="a")
+            await collect(engine, "hello", greedy(2), id="a")
         await anext(stream)  # the first one goes on
         await stream.aclose()  # type: ignore[attr-defined]
 
@@ -317,7 +318,7 @@ def test_an_error_in_one_requests_text_harms_no_other(engine: Engine, monkeypatc
 
 
 def test_a_broken_pass_ends_everything_with_an_answer(engine: Engine) -> None:
-    device = engine.executor.device  # type: ignore[attr-defined]
+    device = engine.executor.runner  # type: ignore[attr-defined]
     run, passes = device.run, []
 
     def breaking(plan: Any, masks: Any) -> Any:
@@ -372,14 +373,14 @@ def test_a_closed_event_loop_leaves_no_request_behind(engine: Engine) -> None:
     loop = asyncio.new_event_loop()
 
     async def begin() -> Any:
-        stream = engine.stream("hello", LONG)
+        stream = engine.stream(Job(engine.encode("hello"), LONG))
         await anext(stream)
         return stream
 
     kept = loop.run_until_complete(begin())
     loop.close()
     wait_until(lambda: not engine.scheduler.has_work)
-    assert not engine._teller.live
+    assert not engine._outputs.active
     assert len(LLM.from_engine(engine).generate("hello", greedy(3))[0].token_ids) == 3
     del kept
 
@@ -467,7 +468,6 @@ def test_the_environment_chooses_the_overlap(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_broken_listener_harms_no_other(engine: Engine) -> None:
     class Broken:
         errors: list[Exception] = []  # noqa: RUF012
-        wants_all_at_once = False
 
         def put(self, piece: OutputDelta) -> None:
             raise OSError("nobody home")
@@ -475,19 +475,19 @@ def test_a_broken_listener_harms_no_other(engine: Engine) -> None:
         def refuse(self, error: Exception) -> None:
             self.errors.append(error)
 
-    engine.submit("hello", LONG, sink=Broken())
+    engine.submit(Job(engine.encode("hello"), LONG), Broken())
     assert len(LLM.from_engine(engine).generate("hello", greedy(5))[0].token_ids) == 5
     assert "nobody home" in str(Broken.errors[0])
-    assert not engine._teller.live
+    assert not engine._outputs.active
 
 
 def test_questions_are_answered_between_steps(engine: Engine) -> None:
     async def ask() -> None:
-        stream = engine.stream("hello", LONG, request_id="a")
+        stream = engine.stream(Job(engine.encode("hello"), LONG, id="a"))
         await anext(stream)
-        assert "is decoding" in engine.ask(lambda scheduler: scheduler.explain("a")).result(5)
+        assert "is decoding" in engine.call(lambda scheduler: scheduler.explain("a")).result(5)
         with pytest.raises(ZeroDivisionError):
-            engine.ask(lambda _: 1 // 0).result(5)
+            engine.call(lambda _: 1 // 0).result(5)
         await stream.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(ask())
@@ -507,8 +507,6 @@ def test_an_abort_takes_effect_within_two_steps() -> None:
     took: SimpleQueue[int] = SimpleQueue()
 
     class Leaver:
-        wants_all_at_once = False
-
         def __init__(self, request_id: str) -> None:
             self.request_id, self.num_pieces, self.left_at = request_id, 0, 0
 
@@ -527,10 +525,10 @@ def test_an_abort_takes_effect_within_two_steps() -> None:
     try:
         for number in range(20):
             sink = Leaver(f"r-{number}")
-            engine.submit([number + 1] * 40, SamplingParams(max_tokens=3000, ignore_eos=True), sink=sink,
-                          request_id=sink.request_id)  # fmt: skip
+            params = SamplingParams(max_tokens=3000, ignore_eos=True)
+            engine.submit(Job(engine.encode([number + 1] * 40), params, id=sink.request_id), sink)
         assert all(took.get(timeout=20) <= 2 for _ in range(20))
-        assert engine.ask(lambda scheduler: scheduler.memory.num_available_pages).result() == 4096
+        assert engine.call(lambda scheduler: scheduler.memory.num_available_pages).result() == 4096
     finally:
         engine.close()
 

@@ -37,7 +37,7 @@ def answers(**options: Any) -> tuple[list[list[int]], Any]:
         for first in range(0, 30, 10):
             outputs = llm.generate(PROMPTS[first : first + 10], PARAMS[first : first + 10])
             found += [output.token_ids for output in outputs]
-        llm.engine.ask(check).result()
+        llm.engine.call(check).result()
         return found, llm.engine.scheduler.counters
 
 
@@ -90,7 +90,8 @@ def test_a_virtual_device_and_the_cpu_carry_out_the_same_plans() -> None:
     def tokens(plan: Plan) -> np.ndarray:
         seen.append(plan)
         rows = np.flatnonzero(plan.samples).tolist()
-        return np.array([said[int(plan.requests[row].id)][len(plan.requests[row].output)] for row in rows], np.int32)
+        requests = scheduler.requests_of(plan)
+        return np.array([said[int(requests[row].id)][len(requests[row].output)] for row in rows], np.int32)
 
     loop = Loop(scheduler, VirtualExecutor(clock, tokens=tokens), clock, overlap=False)
     for number, (prompt, each) in enumerate(zip(PROMPTS, params, strict=True)):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.config import ConfigError, SchedulerConfig
-from paceline.engine.executor import Pending
+from paceline.engine.executor import Executor, Pending
 from paceline.engine.loop import Loop
 from paceline.engine.pass_features import PassFeatures, read_features
 from paceline.engine.recording import Header, Line, Mark, RecordedPass, RecordedRequest, Recorder, read_recording
@@ -187,10 +187,10 @@ def test_a_recording_that_was_cut_off_is_read_up_to_there(tmp_path: Path) -> Non
 def test_what_is_no_recording_is_refused_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("TIMESTAMP,ContextTokens\n")
-    with pytest.raises(ConfigError, match=r"trace.csv, line 1 is no line of a recording"):
+    with pytest.raises(ConfigError, match=r"trace.csv, line 1 is not a line of a recording"):
         list(read_recording(path))
     path.write_text('{"line": "mark", "at": 0, "name": "x"}\n')
-    with pytest.raises(ConfigError, match="no recording of version 1"):
+    with pytest.raises(ConfigError, match="not a recording of version 1"):
         list(read_recording(path))
     with pytest.raises(ConfigError, match="cannot be written: No such file or directory"):
         record(tmp_path / "missing" / "run.jsonl", harness())
@@ -203,7 +203,7 @@ def test_what_is_prepared_ahead_is_part_of_the_launch(tmp_path: Path) -> None:
     plan = run.scheduler.plan(run.clock())
     assert plan is not None
 
-    class Preparing:
+    class Preparing(Executor):
         def prepare(self, plan: Plan) -> None:
             run.clock.advance(0.25)
 

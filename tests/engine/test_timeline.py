@@ -92,7 +92,7 @@ def test_a_pass_runs_between_its_launch_and_the_end_of_its_wait(tmp_path: Path) 
         for one, launch, wait in zip(lanes["passes"], lanes["launch"], lanes["wait"], strict=True):
             assert one["ts"] >= launch["ts"] - 1, (one, launch)
             assert one["ts"] + one["dur"] <= wait["ts"] + wait["dur"] + 1, (one, wait)
-        assert lanes["passes"][0]["name"].endswith("tokens") and lanes["passes"][-1]["name"] == "1 decodes"
+        assert lanes["passes"][0]["name"].endswith("tokens") and lanes["passes"][-1]["name"] == "1 decode rows"
         assert sum(one.num_tokens for one in timeline.passes) == 62 + 3 * 11
         assert sum(one.num_sampled for one in timeline.passes) == 36
 

@@ -124,7 +124,7 @@ def test_logits_are_close(family: str, options: dict[str, Any]) -> None:
     both = pair(family)
     seen: list[torch.Tensor] = []
     with make_llm(both.ours, **options) as llm:
-        device = llm.engine.executor.device  # type: ignore[attr-defined]
+        device = llm.engine.executor.runner  # type: ignore[attr-defined]
         compute = device.logits
         device.logits = lambda hidden: seen.append(compute(hidden)) or seen[-1]
         outputs = llm.generate(PROMPTS, GREEDY)

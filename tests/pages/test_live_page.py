@@ -14,6 +14,7 @@ from playwright.sync_api import Page, expect
 from paceline.config import TenantConfig
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine
+from paceline.engine.job import Job
 from paceline.engine.monitor import EngineMonitor
 from paceline.engine.output import OutputDelta
 from paceline.request import PacelineError, SamplingParams
@@ -24,8 +25,6 @@ from tests.server.serving import make_app
 
 class Sink:
     """Waits until one request has finished."""
-
-    wants_all_at_once = False
 
     def __init__(self) -> None:
         self.ended: Future[OutputDelta] = Future()
@@ -44,7 +43,7 @@ def send(engine: Engine, count: int, *, tokens: int = 4, tenants: int = 2, lengt
         prompt = [*range(100, 100 + length), number % 90 + 1, number % 7 + 1]
         params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
         name = f"secret-{number}-{time.monotonic_ns()}"
-        engine.submit(prompt, params, sink=sink, request_id=name, tenant=f"team-{number % tenants}")
+        engine.submit(Job(engine.encode(prompt), params, id=name, tenant=f"team-{number % tenants}"), sink)
     return sinks
 
 
@@ -70,9 +69,9 @@ def test_the_page_shows_the_engines_figures(page: Page, url: str, engine: Engine
     expect(page.get_by_text("live", exact=True)).to_be_visible()
     for sink in send(engine, 30):
         sink.ended.result(300)
-    finished = engine.ask(lambda scheduler: sum(scheduler.counters.finished.values())).result()
+    finished = engine.call(lambda scheduler: sum(scheduler.counters.finished.values())).result()
     expect(figure(page, "ended")).to_have_text(f"{finished:,}")
-    counters = engine.ask(lambda scheduler: scheduler.counters).result()
+    counters = engine.call(lambda scheduler: scheduler.counters).result()
     expect(figure(page, "hit_rate")).to_have_text(f"{100 * counters.hit_rate:.1f} %")
     expect(page.locator("main")).to_contain_text("team-1")
     expect(page.get_by_text("Recent requests")).to_be_visible()
@@ -96,7 +95,7 @@ def test_the_page_shows_why_a_thousand_requests_wait(page: Page, url: str, engin
     assert sum(map(int, counts)) == 512
     for sink in sinks:
         engine.abort(str(id(sink)))  # an unknown id is ignored
-    engine.ask(lambda scheduler: [scheduler.abort(name, 0.0) for name in list(scheduler.requests)]).result()
+    engine.call(lambda scheduler: [scheduler.abort(name, 0.0) for name in list(scheduler.requests)]).result()
     for sink in sinks:
         sink.ended.result(300)
 
@@ -154,12 +153,12 @@ def test_the_page_shows_an_engine_in_another_process() -> None:
 
 def test_the_page_costs_the_engine_little(engine: Engine) -> None:
     """With a thousand waiting requests the size of the state is bounded."""
-    live = engine.ask(lambda scheduler: EngineMonitor(scheduler, engine.clock)).result()
+    live = engine.call(lambda scheduler: EngineMonitor(scheduler, engine.clock)).result()
     sinks = send(engine, 1000, tokens=200)
-    state = engine.ask(lambda _: live.state()).result()
+    state = engine.call(lambda _: live.state()).result()
     assert state["snapshot"]["num_waiting"] > 900
     assert len(state["snapshot"]["waiting"]) == 100
     assert len(state["snapshot"]["tree"]["nodes"]) <= 150
-    engine.ask(lambda scheduler: [scheduler.abort(name, 0.0) for name in list(scheduler.requests)]).result()
+    engine.call(lambda scheduler: [scheduler.abort(name, 0.0) for name in list(scheduler.requests)]).result()
     for sink in sinks:
         sink.ended.result(300)

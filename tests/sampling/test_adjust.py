@@ -15,6 +15,7 @@ from transformers.generation.logits_process import (
 
 from paceline.request import InvalidRequest, Request, SamplingParams
 from paceline.sampling.adjust import FORBIDDEN, adjust_row, adjustments_of
+from paceline.scheduler.plan import Join
 
 VOCAB = 50
 PROMPT, OUTPUT = [3, 4, 3, 9, 40], [7, 7, 3, 11, 7, 49]
@@ -24,7 +25,7 @@ LOGITS = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * 4
 
 def adjusted(bad_words: tuple[tuple[int, ...], ...] = (), **params: Any) -> np.ndarray:
     request = Request("a", np.array(PROMPT), SamplingParams(**params), bad_word_ids=bad_words)
-    by = adjustments_of(request, VOCAB)
+    by = adjustments_of(Join.of(request, 0), VOCAB)
     assert by is not None
     logits = LOGITS[0].numpy().copy()
     adjust_row(logits, np.array(PROMPT + OUTPUT, np.int32), by)
@@ -72,7 +73,8 @@ def test_bad_words_are_those_of_transformers() -> None:
 
 
 def test_a_request_that_asks_nothing_is_left_alone() -> None:
-    assert adjustments_of(Request("a", np.array(PROMPT), SamplingParams(logit_bias={1000: 5})), VOCAB) is None
+    request = Request("a", np.array(PROMPT), SamplingParams(logit_bias={1000: 5}))
+    assert adjustments_of(Join.of(request, 0), VOCAB) is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -20,6 +19,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine
+from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed
 from paceline.llm import LLM, RequestOutput
 from paceline.request import FinishReason, Grammar, InvalidRequest, Request, SamplingParams
@@ -209,8 +209,6 @@ def test_what_cannot_be_obeyed_is_refused(llm: LLM, grammar: Grammar) -> None:
 
 
 class Sink:
-    wants_all_at_once = False
-
     def __init__(self) -> None:
         self.ended = threading.Event()
         self.last: Any = None
@@ -232,9 +230,9 @@ def test_who_waits_for_a_grammar_holds_nobody_up(llm: LLM, monkeypatch: pytest.M
     monkeypatch.setattr(engine.grammars, "compile", lambda grammar: later)
     waiting, gone, free = Sink(), Sink(), Sink()
     params = SamplingParams(grammar=Grammar.choice(["left", "right"]), seed=1)
-    engine.submit("one", params, sink=waiting)
-    aborted = engine.submit("two", params, sink=gone)
-    engine.submit("three", SamplingParams(max_tokens=4, ignore_eos=True), sink=free)
+    engine.submit(Job(engine.encode("one"), params), waiting)
+    aborted = engine.submit(Job(engine.encode("two"), params), gone)
+    engine.submit(Job(engine.encode("three"), SamplingParams(max_tokens=4, ignore_eos=True)), free)
     assert free.ended.wait(30) and free.last.finish_reason is FinishReason.LENGTH
     engine.abort(aborted)
     assert gone.ended.wait(30) and gone.last.finish_reason is FinishReason.ABORT
@@ -260,7 +258,7 @@ def test_a_wrong_grammar_that_took_its_time_is_a_refusal(llm: LLM, monkeypatch: 
     later: Future[Any] = Future()
     monkeypatch.setattr(llm.engine.grammars, "compile", lambda grammar: later)
     sink = Sink()
-    llm.engine.submit("one", SamplingParams(grammar=Grammar.regex("a")), sink=sink)
+    llm.engine.submit(Job(llm.engine.encode("one"), SamplingParams(grammar=Grammar.regex("a"))), sink)
     later.set_exception(InvalidRequest("grammar is no good."))
     assert sink.ended.wait(30) and isinstance(sink.last, InvalidRequest)
 
@@ -269,7 +267,7 @@ def test_an_engine_that_closes_answers_those_who_wait_for_grammars(monkeypatch: 
     sink = Sink()
     with make() as llm:
         monkeypatch.setattr(llm.engine.grammars, "compile", lambda grammar: Future())
-        llm.engine.submit("one", SamplingParams(grammar=Grammar.regex("a")), sink=sink)
+        llm.engine.submit(Job(llm.engine.encode("one"), SamplingParams(grammar=Grammar.regex("a"))), sink)
     assert sink.ended.is_set() and sink.last.finish_reason is FinishReason.ABORT
 
 
@@ -318,11 +316,11 @@ def test_one_that_is_aborted_while_its_masks_are_computed_harms_no_other() -> No
             held.go_on.set()
 
         def abort() -> None:
-            engine.abort(next(key for key, live in engine._teller.live.items() if live.sink is gone))
+            engine.abort(next(key for key, live in engine._outputs.active.items() if live.sink is gone))
 
-        engine._teller._leave = detaching
+        engine._outputs._on_finished = detaching
         stays = Telling(abort)
-        engine.submit_all([engine.encode("hello"), engine.encode("world")], [LETTERS] * 2, [stays, gone])
+        engine.submit_all([Job(engine.encode(text), LETTERS) for text in ("hello", "world")], [stays, gone])
         assert gone.ended.wait(30) and gone.last.finish_reason is FinishReason.ABORT
         assert stays.ended.wait(30) and stays.last.finish_reason is FinishReason.STOP
         assert stays.tokens == expected
@@ -340,7 +338,7 @@ def test_an_engine_is_closed_while_masks_are_computed() -> None:
             time.sleep(0.001)
 
     sink = Telling(close)
-    engine.submit("hello", LETTERS, sink=sink)
+    engine.submit(Job(engine.encode("hello"), LETTERS), sink)
     assert sink.ended.wait(30) and sink.last.finish_reason is FinishReason.ABORT
     closer.join(0.05)
     executor: Any = engine.executor
@@ -362,11 +360,11 @@ def test_masks_that_cannot_be_computed_end_everything_with_an_answer() -> None:
             fill(matchers, bits)
 
         engine.grammars._fill = breaking  # type: ignore[method-assign]
-        engine.submit("hello", LETTERS, sink=sink)
+        engine.submit(Job(engine.encode("hello"), LETTERS), sink)
         assert sink.ended.wait(30) and sink.last.finish_reason is FinishReason.ERROR
         assert sink.last.error == "MemoryError: no room for masks"
         with pytest.raises(EngineFailed, match="no room for masks"):
-            engine.submit("hello", LETTERS, sink=Sink())
+            engine.submit(Job(engine.encode("hello"), LETTERS), Sink())
 
 
 def test_masks_that_were_started_are_those_that_are_computed_at_once() -> None:
@@ -375,19 +373,19 @@ def test_masks_that_were_started_are_those_that_are_computed_at_once() -> None:
     for request, schema in zip(requests, SCHEMAS, strict=False):
         if request is not requests[3]:
             grammars.attach(request, grammars.compile(Grammar.json_schema(schema)).result())
-    plan: Any = SimpleNamespace(requests=tuple(requests), samples=np.arange(20) != 5)
+    sampled = requests[:5] + requests[6:]
 
     def room(rows: int, words: int) -> Any:
         return np.zeros((rows, words), np.int32)
 
-    expected = grammars.masks(plan, room)
-    grammars.start_masks(plan, room)
+    expected = grammars.masks(sampled, room)
+    grammars.start_masks(sampled, room)
     for request in requests[:10]:
         grammars.detach(request)
     found = grammars.wait_masks()
     assert np.array_equal(found.rows, expected.rows) and len(found.rows) == 18
     assert np.array_equal(found.bits, expected.bits) and found.bits.any(axis=1).all()
-    grammars.start_masks(plan, room)
+    grammars.start_masks(sampled, room)
     assert len(grammars.wait_masks().rows) == 10
     grammars.close()
 
@@ -449,7 +447,6 @@ def test_what_a_mask_allows_is_taken_also_where_a_model_has_more_ids_than_its_to
 ) -> None:
     tokenizer = make_tokenizer()
     grammars = Grammars(tokenizer, tokenizer.vocab_size + padding)
-    plan: Any = SimpleNamespace(samples=np.ones(1, np.bool_))
     schema = {"type": "object", "required": ["name"], "properties": {"name": {"const": "ü na"}}}
     for grammar, expected in (
         (Grammar.lark('start: "\\"name name\\""'), "name name"),
@@ -457,15 +454,13 @@ def test_what_a_mask_allows_is_taken_also_where_a_model_has_more_ids_than_its_to
     ):
         request = Request("a", np.arange(3), SamplingParams())
         grammars.attach(request, grammars.compile(grammar).result())
-        plan.requests = (request,)
         said: list[int] = []
         while not (tokenizer.eos_ids & set(said)):
-            mask = grammars.masks(plan, lambda rows, words: np.zeros((rows, words), np.int32)).bits[0]
+            mask = grammars.masks([request], lambda rows, words: np.zeros((rows, words), np.int32)).bits[0]
             may_come = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
             assert len(may_come) and may_come[-1] < tokenizer.vocab_size
             said.append(int(may_come[0]))
-            grammars.advance(Updates((request,), np.array(said[-1:], np.int32), (), 0))
-            assert not grammars.take_failures()
+            assert not grammars.advance(Updates((request,), np.array(said[-1:], np.int32), (), frozenset()))
         assert json.loads(tokenizer.bytes_of(said, tokenizer.special_ids)) == expected
     grammars.close()
 

@@ -8,7 +8,7 @@ import torch
 
 from paceline.request import Request, SamplingParams
 from paceline.sampling.logprobs import LogprobTable, LogprobWidth, numbers, output_logprobs, top_ids
-from paceline.scheduler.plan import Plan
+from paceline.scheduler.plan import Join, Plan
 
 ROWS = {
     "random": torch.randn(400, generator=torch.Generator().manual_seed(1)),
@@ -30,7 +30,7 @@ def test_the_likeliest_come_first_and_equals_by_lower_id(count: int) -> None:
 def asking(*each: SamplingParams) -> LogprobTable:
     asks = LogprobTable(len(each), 400)
     for slot, params in enumerate(each):
-        asks.join(slot, Request(f"r{slot}", np.arange(1, 4), params))
+        asks.join(Join.of(Request(f"r{slot}", np.arange(1, 4), params), slot))
     return asks
 
 
@@ -38,8 +38,8 @@ def plan_of(slots: list[int], samples: list[bool]) -> Plan:
     ones = np.ones(len(slots), np.int32)
     none = np.empty(0, np.int32)
     return Plan(
-        step=0, slots=np.array(slots, np.int32), starts=ones, lengths=ones, samples=np.array(samples),
-        num_decodes=len(slots), requests=(), joins=(), page_slots=none, page_indices=none, page_ids=none,
+        step=0, slots=np.array(slots, np.int32), starts=ones, lengths=ones, max_lengths=ones, samples=np.array(samples),
+        num_decodes=len(slots), joins=(), page_slots=none, page_indices=none, page_ids=none,
         num_tokens=len(slots), num_context_tokens=0,
     )  # fmt: skip
 
@@ -52,7 +52,7 @@ def test_a_pass_is_as_wide_as_its_sampling_rows_ask() -> None:
     assert asks.of_output(plan_of([0, 3], [True, False])) is None, "a prompt that goes on samples nothing"
     assert asks.of_output(plan_of([0, 1, 2], [True] * 3)) == LogprobWidth(3, 2)
     assert asks.of_output(plan_of([3, 2], [True, True])) == LogprobWidth(20, 2)
-    asks.join(3, Request("next", np.arange(1, 4), plain))
+    asks.join(Join.of(Request("next", np.arange(1, 4), plain), 3))
     assert asks.of_output(plan_of([3], [True])) is None, "another owner of the slot asks nothing"
 
 

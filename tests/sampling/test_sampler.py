@@ -13,6 +13,7 @@ from paceline.request import InvalidRequest, Request, SamplingParams
 from paceline.sampling.noise import gumbel
 from paceline.sampling.sampler import Sampler
 from paceline.sampling.types import NO_TOKEN
+from paceline.scheduler.plan import Join
 
 VOCAB, DRAWS = 40, 60_000
 NO_HISTORY = np.zeros((0, 0), np.int32)
@@ -35,7 +36,7 @@ def exact(params: SamplingParams) -> np.ndarray:
 
 def draw(params: SamplingParams, seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     sampler = Sampler(VOCAB, 1)
-    sampler.join(0, Request("a", np.array([1]), params))
+    sampler.join(Join.of(Request("a", np.array([1]), params), 0))
     sampler._seed = seeds  # a slot for each draw would be the same, slower
     for name in ("_temperature", "_top_k", "_top_p", "_min_p", "_adjusted"):
         setattr(sampler, name, np.repeat(getattr(sampler, name), len(seeds)))
@@ -71,7 +72,7 @@ def test_a_row_is_drawn_the_same_in_any_company() -> None:
              SamplingParams(top_k=9, top_p=0.9, seed=5), SamplingParams(temperature=2, seed=3),
              SamplingParams(seed=5)]  # fmt: skip
     for slot, params in enumerate(kinds):
-        sampler.join(slot, Request(str(slot), np.array([1]), params))
+        sampler.join(Join.of(Request(str(slot), np.array([1]), params), slot))
     logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(2))
     slots, positions = np.arange(8), np.arange(8) % 7 + 10
     together = sampler.sample(logits.clone(), slots, positions, NO_HISTORY)
@@ -88,7 +89,7 @@ def test_rows_without_a_number_have_no_token_and_harm_no_other(nothing: float) -
     sampler = Sampler(VOCAB, 2 * len(kinds))
     for slot in range(2 * len(kinds)):
         params = SamplingParams(**kinds[slot // 2], seed=slot)
-        sampler.join(slot, Request(str(slot), np.array([1]), params))
+        sampler.join(Join.of(Request(str(slot), np.array([1]), params), slot))
     slots = np.arange(2 * len(kinds))
     logits = LOGITS.repeat(len(slots), 1)
     alone = [int(sampler.sample(logits[[row]].clone(), slots[[row]], slots[[row]], NO_HISTORY)[0]) for row in slots]
@@ -114,7 +115,7 @@ def test_stop_ids_cannot_come_before_min_tokens() -> None:
     sampler = Sampler(VOCAB, 1)
     request = Request("a", np.zeros(10, np.int32), SamplingParams(temperature=0, min_tokens=3))
     request.stop_ids = frozenset({best, 10_000})
-    sampler.join(0, request)
+    sampler.join(Join.of(request, 0))
     history = np.zeros((1, 20), np.int32)
     found = [
         int(sampler.sample(LOGITS[None].clone(), np.array([0]), np.array([at]), history)[0]) for at in (10, 11, 12, 13)

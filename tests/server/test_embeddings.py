@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner
+from paceline.engine.executor import Capabilities
 from paceline.model.registry import shape
 from paceline.model.weights import random_decoder
 from tests.model.contiguous_cache import ContiguousCache
@@ -90,9 +91,9 @@ def test_an_invalid_embedding_request_names_the_param(caller: Caller, changes: A
 def test_an_executor_without_pooling_refuses_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine()
     try:
-        assert isinstance(engine.executor, CpuExecutor) and isinstance(engine.executor.device, CpuModelRunner)
-        monkeypatch.setattr(CpuExecutor, "can_pool", False)
+        assert isinstance(engine.executor, CpuExecutor) and isinstance(engine.executor.runner, CpuModelRunner)
+        monkeypatch.setattr(CpuExecutor, "capabilities", Capabilities(logits=True))
         response = Caller(make_app(engine)).post(PATH, PAYLOAD)
-        assert response.status_code == 400 and "does not compute yet" in response.json()["error"]["message"]
+        assert response.status_code == 400 and "not supported on this device" in response.json()["error"]["message"]
     finally:
         engine.close()

@@ -135,7 +135,7 @@ def test_a_full_queue_is_429_with_retry_after(own_engine: Callable[..., Engine],
 def break_after(engine: Engine, num_passes: int) -> None:
     executor = engine.executor
     assert isinstance(executor, CpuExecutor)
-    full = executor.device.run
+    full = executor.runner.run
     left = [num_passes]
 
     def run(plan: Any, masks: Any) -> Any:
@@ -144,7 +144,7 @@ def break_after(engine: Engine, num_passes: int) -> None:
             raise RuntimeError("the device is on fire")
         return full(plan, masks)
 
-    executor.device.run = run  # type: ignore[method-assign]
+    executor.runner.run = run  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("stream", [False, True])

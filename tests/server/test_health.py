@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
+from paceline.engine.job import Job
 from paceline.engine.virtual.build import build_virtual
 from paceline.request import SamplingParams
 from tests.server.serving import Caller, make_app
@@ -48,8 +49,6 @@ class Stuck:
 
 
 class Silent:
-    wants_all_at_once = False
-
     def put(self, output: Any) -> None: ...
 
     def refuse(self, error: Any) -> None: ...
@@ -59,7 +58,7 @@ def test_health_fails_without_progress_and_names_the_stuck_pass(engine: Engine) 
     caller = caller_of(engine, stall_s=0.2)
     stuck = Stuck(engine)
     assert caller.request("GET", "/health").status_code == caller.request("GET", "/ready").status_code == 200
-    engine.submit([1, 2, 3], SamplingParams(max_tokens=5), sink=Silent())
+    engine.submit(Job(engine.encode([1, 2, 3]), SamplingParams(max_tokens=5)), Silent())
     wait_until(lambda: caller.request("GET", "/health").status_code == 503)
     failure = caller.request("GET", "/health").json()["failure"]
     assert "no progress for" in failure and "waiting for the device to finish pass 1, with 0 decodes" in failure
@@ -71,7 +70,7 @@ def test_health_fails_without_progress_and_names_the_stuck_pass(engine: Engine) 
 def test_a_long_busy_period_does_not_fail_health(engine: Engine) -> None:
     stall_s = 1.0
     caller = caller_of(engine, stall_s)
-    engine.submit([1, 2, 3], SamplingParams(max_tokens=2000, ignore_eos=True), sink=Silent(), request_id="long")
+    engine.submit(Job(engine.encode([1, 2, 3]), SamplingParams(max_tokens=2000, ignore_eos=True), id="long"), Silent())
     wait_until(lambda: engine.progress.has_work)
     started, codes = time.monotonic(), set()
     while engine.progress.has_work:
@@ -90,10 +89,10 @@ def test_inconsistent_scheduler_state_is_reset_when_idle_and_counted(
 
     assert engine.scheduler.counters.repairs == 0
     with caplog.at_level(logging.ERROR, "paceline.engine"):
-        engine.submit([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True), sink=Silent())
+        engine.submit(Job(engine.encode([1, 2, 3]), SamplingParams(max_tokens=5, ignore_eos=True)), Silent())
         wait_until(lambda: not engine.progress.has_work)
-        engine.ask(lose_a_page).result()
-        engine.submit([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True), sink=Silent())
+        engine.call(lose_a_page).result()
+        engine.submit(Job(engine.encode([1, 2, 3]), SamplingParams(max_tokens=5, ignore_eos=True)), Silent())
         wait_until(lambda: "pages with no owner" in caplog.text)
     assert engine.scheduler.counters.repairs == 1
     assert caller.ok("/v1/completions", {"model": "virtual", "prompt": "x", "max_tokens": 3})["choices"]

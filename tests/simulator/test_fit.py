@@ -14,7 +14,7 @@ import pytest
 from paceline.config import ConfigError, SchedulerConfig, WorkloadConfig
 from paceline.engine.executor import Executor, Pending
 from paceline.engine.loop import Loop
-from paceline.engine.pass_features import Ended, PassFeatures, read_features
+from paceline.engine.pass_features import FinishedRequests, PassFeatures, read_features
 from paceline.engine.recording import RecordedPass, Recorder, read_recording
 from paceline.engine.virtual.executor import VirtualClock, VirtualExecutor
 from paceline.scheduler import Scheduler
@@ -38,16 +38,16 @@ class Device:
     def __init__(self, profile: Profile, clock: VirtualClock, noise: float, compile_s: float) -> None:
         self._profile, self._clock, self._noise, self._compile_s = profile, clock, noise, compile_s
         self._rng = np.random.default_rng(0)
-        self._ended = Ended()
+        self._ended = FinishedRequests()
         self.virtual = VirtualExecutor(clock, self, launching=self.launching)
         self.launched: Executor = self.virtual
 
     def ended(self, finished: Sequence[Finished]) -> None:
-        self._ended = Ended.of(one.request for one in finished)
+        self._ended = FinishedRequests.of(one.request for one in finished)
 
     def launch(self, plan: Plan) -> Pending:
         self._clock.advance(self._profile.host_s(self._features(plan), self._ended))
-        self._ended = Ended()
+        self._ended = FinishedRequests()
         return self.launched.launch(plan)
 
     def of(self, plan: Plan) -> float:
@@ -87,9 +87,9 @@ def record(
             scheduler.add(dataclasses.replace(one, id=f"{run}-{index}").request(), clock())
             clock.advance(gap_s)
         while scheduler.has_work:
-            updates = loop.step()
-            assert updates is not None, "there is work"
-            device.ended(updates.finished)
+            output = loop.step()
+            assert output is not None, "there is work"
+            device.ended(output.updates.finished)
         recorder.mark(f"end of run {run}")
         clock.advance(1.0)
     recorder.close()
@@ -117,7 +117,7 @@ def test_the_host_of_a_recording_is_found_again(tmp_path: Path) -> None:
     assert found.launch_s == pytest.approx(TRUTH.launch_s, rel=0.02)
     assert sum(one.num_requests for one in read.ended.values()) > 300, "all but the last ones end before a launch"
     for one in read.passes:
-        ended = read.ended.get(one.step, Ended())
+        ended = read.ended.get(one.step, FinishedRequests())
         assert found.host_s(one.features, ended) == pytest.approx(TRUTH.host_s(one.features, ended), rel=0.05, abs=1e-4)
 
 

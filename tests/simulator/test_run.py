@@ -161,7 +161,7 @@ def test_the_simulator_plans_what_the_cpu_runs(overlap: bool) -> None:
     for one, other in zip(real, simulated, strict=True):
         for name in ("slots", "starts", "lengths", "samples", "page_slots", "page_indices", "page_ids"):
             assert np.array_equal(getattr(one, name), getattr(other, name)), f"pass {one.step} differs in {name}"
-        assert [request.id for request in one.requests] == [request.id for request in other.requests]
+        assert [(join.slot, join.request_id) for join in one.joins] == [(j.slot, j.request_id) for j in other.joins]
 
 
 def _plans(config: SchedulerConfig, executor: Any, overlap: bool) -> list[Plan]:

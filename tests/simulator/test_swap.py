@@ -11,10 +11,10 @@ import pytest
 
 from paceline.cli.sim import app
 from paceline.config import ConfigError, WorkloadConfig
-from paceline.engine.executor import Result
+from paceline.engine.executor import Executor
 from paceline.engine.loop import Loop
 from paceline.engine.recording import RecordedPass, Recorder, read_recording
-from paceline.engine.virtual.executor import Link, VirtualClock, VirtualExecutor
+from paceline.engine.virtual.executor import HostLink, VirtualClock, VirtualExecutor
 from paceline.scheduler import Plan, Scheduler
 from paceline.scheduler.plan import Swap
 from paceline.simulator.compare import scheduler_config
@@ -34,14 +34,14 @@ def swap(spills: list[int], fetches: list[int]) -> Swap:
 
 
 def test_what_leaves_delays_nobody_until_both_buffers_are_full() -> None:
-    link = Link(1.0)
+    link = HostLink(1.0)
     assert link.starts(swap([0, 1, 2], []), now=10.0, idle_from=5.0) == 10.0  # leaves until 13
     assert link.starts(swap([3], []), now=10.0, idle_from=11.0) == 11.0  # behind it, until 14
     assert link.starts(swap([4], []), now=11.0, idle_from=12.0) == 13.0, "the first buffer is empty then"
 
 
 def test_a_pass_waits_for_what_it_fetches_and_that_comes_while_another_runs() -> None:
-    link = Link(1.0)
+    link = HostLink(1.0)
     link.starts(swap([0, 1], []), now=0.0, idle_from=0.0)
     assert link.starts(swap([], [0, 1]), now=10.0, idle_from=15.0) == 15.0, "it has come by then"
     assert link.starts(swap([], [0, 1]), now=20.0, idle_from=15.0) == 22.0
@@ -49,7 +49,7 @@ def test_a_pass_waits_for_what_it_fetches_and_that_comes_while_another_runs() ->
 
 
 def test_what_is_fetched_must_have_left_before() -> None:
-    link = Link(1.0)
+    link = HostLink(1.0)
     link.starts(swap([0, 1, 2, 3], []), now=0.0, idle_from=0.0)
     assert link.starts(swap([], [3]), now=1.0, idle_from=1.0) == 5.0
 
@@ -92,7 +92,7 @@ def test_shipped_profiles_have_the_link_that_was_measured() -> None:
         assert "fetched" in profile.swap_source
 
 
-class Timed:
+class Timed(Executor):
     """A virtual executor that says how long its fetches took, as a GPU does."""
 
     def __init__(self, executor: VirtualExecutor, page_s: float) -> None:
@@ -101,7 +101,7 @@ class Timed:
     def launch(self, plan: Plan) -> Any:
         pending = self._executor.launch(plan)
         count = 0 if plan.swap is None else len(plan.swap.fetch_pages)
-        pending._result = Result(*pending._result[:-1], fetch_s=count * self._page_s if count else None)
+        pending._result = pending._result._replace(fetch_s=count * self._page_s if count else None)
         return pending
 
 
@@ -111,7 +111,7 @@ def test_a_fit_finds_the_link_and_replays_the_moves(tmp_path: Path) -> None:
     arrivals = make_workload("chat", work)
     config = scheduler_config(arrivals, H200, {"num_pages": 1200, "num_host_pages": 8000, "max_swap_pages": 64})
     scheduler, charged = Scheduler(config), Charged(H200, clock)
-    executor = VirtualExecutor(clock, charged, launching=charged.launching, link=Link(H200.swap_page_s(16)))
+    executor = VirtualExecutor(clock, charged, launching=charged.launching, link=HostLink(H200.swap_page_s(16)))
     recorder = Recorder(path, scheduler, clock, device="toy", model="toy", overlap="on", buckets=H200.buckets)
     loop = Loop(scheduler, recorder.watch(Timed(executor, H200.swap_page_s(16))), clock)
     for arrival in arrivals:

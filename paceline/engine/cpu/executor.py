@@ -1,9 +1,8 @@
-"""The executor for real devices: a worker thread that carries plans out on torch, in launch order.
+"""The CPU executor: a worker thread that executes plans with torch, in launch order.
 
-`launch` hands the plan over and returns. All device state (KV memory, page tables, token rows, sampling columns)
-is touched by the worker alone, so order is the only synchronisation there is: pass N+1 reads the tokens that pass
-N stored, whether or not the host has seen them. A device is a `Device`: what it takes to run one pass; the CPU's is
-below, another one stands beside it and changes nothing here.
+`launch` queues the plan and returns. All device state (KV cache, page tables, token rows, sampling columns) is used by
+the worker only, so launch order is the only synchronisation: pass N+1 reads the tokens that pass N stored, whether or
+not the host has seen them. `CpuModelRunner` runs one pass; `CpuExecutor` runs them one after the other.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -20,9 +19,10 @@ import torch
 from torch import Tensor
 
 from paceline.engine.cpu.attention import CpuAttention
-from paceline.engine.cpu.inputs import SlotTables
+from paceline.engine.cpu.inputs import Index, SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
-from paceline.engine.executor import Result
+from paceline.engine.executor import Capabilities, Executor, Result
+from paceline.engine.pooling import PooledStates, pool_chunk
 from paceline.model.decoder import Attend
 from paceline.model.spec import ModelSpec
 from paceline.sampling.logprobs import LogprobRequest, LogprobTable, output_logprobs, prompt_runs
@@ -32,17 +32,16 @@ from paceline.scheduler.plan import NO_TOKENS, Plan
 
 
 class ExecutorFailed(RuntimeError):
-    """A pass went wrong: what is in the device's memory can no longer be trusted, so no pass runs after it."""
+    """A pass failed. The device's memory can no longer be trusted, so no later pass runs."""
 
 
-class Device(Protocol):
+class ModelRunner(Protocol):
     def run(self, plan: Plan, masks: Callable[[], Masks] | None) -> Result:
-        """Carries one plan out. How long it took need not be said. `masks` waits until the host knows what some rows
-        may say."""
+        """Executes one plan. `masks` blocks until the host has computed the masks of a delayed pass."""
 
 
 class DecoderModel(Protocol):
-    """A decoder with its weights: `model.decoder.Decoder`, or its rearranged twin."""
+    """A decoder with its weights: `model.decoder.Decoder`, or `CpuModel` with the weights rearranged."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -55,50 +54,61 @@ class DecoderModel(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Hidden states as the model defines them, out of what `forward` returns."""
+        """The model's hidden states, from what `forward` returns."""
 
 
 class CpuModelRunner:
-    """Torch on the CPU: its memory is the host's, so nothing is uploaded and nothing comes back late."""
+    """Runs passes with torch on the CPU. Device memory is host memory, so nothing is copied."""
 
     def __init__(
-        self, decoder: DecoderModel, *, num_pages: int, page_size: int, max_running: int, max_row_tokens: int,
+        self,
+        decoder: DecoderModel,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_running: int,
+        max_row_tokens: int,
         num_host_pages: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         spec = decoder.spec
         self.decoder = decoder
         self.cache = KVCache(spec, num_pages, page_size, decoder.dtype, num_host_pages)
         self.tables = SlotTables(max_running, max_row_tokens, page_size)
         self.sampler = Sampler(spec.vocab_size, max_running)
-        self._asks = LogprobTable(max_running, spec.vocab_size)
+        self._logprobs = LogprobTable(max_running, spec.vocab_size)
+        self._pooling: dict[int, str] = {}  # slot -> kind, for prompts that are embedded
 
     @torch.inference_mode()
     def run(self, plan: Plan, masks: Callable[[], Masks] | None) -> Result:
         if plan.swap is not None:
             self.cache.swap(plan.swap)
         for join in plan.joins:
-            self.sampler.join(join.slot, join.request)
-            self._asks.join(join.slot, join.request)
+            self.sampler.join(join)
+            self._logprobs.join(join)
+            self._pooling.pop(join.slot, None)
+            if join.pooling is not None:
+                self._pooling[join.slot] = join.pooling
         self.tables.apply(plan)
         inputs = self.tables.inputs(plan)
         attend = CpuAttention(self.cache, self.decoder.spec, inputs)
         hidden = self.decoder.forward(torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), attend)
         runs = self._prompt_logprobs(plan, hidden)
-        self._pool(plan, inputs.offsets, hidden)
+        pooled = tuple(self._pool(plan, inputs.offsets, hidden)) if self._pooling else ()
         if not len(inputs.sampled):
-            return Result(NO_TOKENS, prompt_logprobs=runs)
+            return Result(NO_TOKENS, prompt_logprobs=runs, pooled=pooled)
         if len(inputs.sampled) < len(hidden):
             hidden = hidden[torch.from_numpy(inputs.sampled)]
         logits = self.logits(hidden)
-        width = self._asks.of_output(plan)
-        tell = None if width is None else output_logprobs(self._asks, width, inputs.sampled_slots, logits)
+        width = self._logprobs.of_output(plan)
+        logprobs_of = None if width is None else output_logprobs(self._logprobs, width, inputs.sampled_slots, logits)
         allowed = None if masks is None else _unpacked(masks(), *logits.shape)
         tokens = self.sampler.sample(
             logits, inputs.sampled_slots, inputs.sampled_positions, self.tables.tokens, allowed
         )
-        some = np.maximum(tokens, 0)  # a row without a token goes on with one that exists, until the host has seen it
-        self.tables.store(inputs, some)
-        return Result(tokens.astype(np.int32), logprobs=None if tell is None else tell(some), prompt_logprobs=runs)
+        valid = np.maximum(tokens, 0)  # a row with NO_TOKEN continues with a valid id until the host has seen it
+        self.tables.store(inputs, valid)
+        logprobs = None if logprobs_of is None else logprobs_of(valid)
+        return Result(tokens.astype(np.int32), logprobs=logprobs, prompt_logprobs=runs, pooled=pooled)
 
     def _prompt_logprobs(self, plan: Plan, hidden: Tensor) -> tuple[LogprobRun, ...]:
         def tokens_of(ask: LogprobRequest) -> Tensor:
@@ -106,26 +116,24 @@ class CpuModelRunner:
             return torch.from_numpy(row.astype(np.int64))
 
         return prompt_runs(
-            self._asks.of_prompts(plan), lambda index, count: self.logits(hidden[index : index + count]), tokens_of
+            self._logprobs.of_prompts(plan), lambda index, count: self.logits(hidden[index : index + count]), tokens_of
         )
 
-    def _pool(self, plan: Plan, offsets: np.ndarray, hidden: Tensor) -> None:
-        """Hands the hidden states of prompts over that are to be embedded."""
-        for join in plan.joins:
-            if join.request.pooled is not None:
-                join.request.pooled.begin()
+    def _pool(self, plan: Plan, offsets: Index, hidden: Tensor) -> Iterator[PooledStates]:
+        """Pooled hidden states of the chunks of prompts that are embedded."""
         for row in range(plan.num_decodes, plan.num_rows):
-            pooled = plan.requests[row].pooled
-            if pooled is not None:
+            pooling = self._pooling.get(int(plan.slots[row]))
+            if pooling is not None:
                 first = int(offsets[row])
-                pooled.take(self.decoder.states(hidden[first : first + int(plan.lengths[row])]).float().numpy())
+                states = self.decoder.states(hidden[first : first + int(plan.lengths[row])]).float().numpy()
+                yield PooledStates(row, int(plan.starts[row]), pool_chunk(pooling, states))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden)
 
 
 def _unpacked(masks: Masks, num_rows: int, vocab_size: int) -> Tensor:
-    """[rows, vocab]: true where a token may come."""
+    """[rows, vocab]: true where a token is allowed."""
     allowed = torch.ones(num_rows, vocab_size, dtype=torch.bool)
     bits = np.unpackbits(masks.bits.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
     allowed[torch.from_numpy(masks.rows)] = torch.from_numpy(bits.astype(np.bool_))
@@ -154,7 +162,7 @@ class _CpuPending:
         self._masks.put(masks)
 
     def give_up(self) -> None:
-        """Nobody will say any more what its rows may say."""
+        """Fails the pass: no masks will be provided."""
         self._masks.put(None)
 
     def wait_masks(self) -> Masks:
@@ -171,11 +179,11 @@ class _CpuPending:
         return self._result
 
 
-class CpuExecutor:
-    can_pool = True
+class CpuExecutor(Executor):
+    capabilities = Capabilities(logits=True, pooling=True)
 
-    def __init__(self, device: Device, *, num_threads: int | None = None) -> None:
-        self.device = device
+    def __init__(self, runner: ModelRunner, *, num_threads: int | None = None) -> None:
+        self.runner = runner
         self._num_threads = num_threads
         self._queue: SimpleQueue[_CpuPending | None] = SimpleQueue()
         self._error: ExecutorFailed | None = None
@@ -188,11 +196,8 @@ class CpuExecutor:
         """Starts a pass and returns at once. After an error every pass ends in that error."""
         return self._start(_CpuPending(plan, delayed=False))
 
-    def prepare(self, plan: Plan) -> None:
-        """Nothing: launching is handing over, and the worker does the rest."""
-
     def launch_delayed(self, plan: Plan) -> _CpuPending:
-        """As `launch`; the worker waits for the masks before it chooses tokens."""
+        """As `launch`; the worker waits for the masks before it samples."""
         pending = _CpuPending(plan, delayed=True)
         self._delayed = weakref.ref(pending)
         return self._start(pending)
@@ -203,12 +208,12 @@ class CpuExecutor:
         return pending
 
     def close(self) -> None:
-        """Lets the passes that were launched finish, and the thread end."""
+        """Waits for launched passes and ends the thread."""
         if not self._closed:
             self._closed = True
             pending = self._delayed() if self._delayed is not None else None
             if pending is not None:
-                pending.give_up()  # a loop that broke between launching and sampling leaves it waiting
+                pending.give_up()  # a loop that failed between launching and sampling leaves it waiting
             self._queue.put(None)
             self._thread.join()
 
@@ -222,8 +227,8 @@ class CpuExecutor:
                 continue
             began = time.perf_counter()
             try:
-                result = self.device.run(pending.plan, pending.wait_masks if pending.delayed else None)
-            except BaseException as error:  # whatever it was, somebody waits for an answer
+                result = self.runner.run(pending.plan, pending.wait_masks if pending.delayed else None)
+            except BaseException as error:  # a caller waits for this pass, whatever failed
                 self._error = ExecutorFailed(f"pass {pending.plan.step} failed: {type(error).__name__}: {error}")
                 self._error.__cause__ = error
                 pending.settle(None, self._error)
@@ -231,4 +236,4 @@ class CpuExecutor:
                 idle_s = None if ended is None else began - ended
                 ended = time.perf_counter()
                 pending.settle(result._replace(device_s=ended - began, idle_s=idle_s), None)
-            del pending  # a plan keeps its requests alive; nothing may while the thread is idle
+            del pending  # releases the plan and the result while the thread is idle

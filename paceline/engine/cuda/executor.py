@@ -37,7 +37,7 @@ from paceline.engine.cuda.prefill import PrefillRunner
 from paceline.engine.cuda.sampling import CudaSampling, Told, told_columns
 from paceline.engine.cuda.streams import CudaEvent, Graph, Streams
 from paceline.engine.cuda.swap import CudaSwap
-from paceline.engine.executor import Result
+from paceline.engine.executor import Capabilities, Executor, Result
 from paceline.kernels._triton import cdiv
 from paceline.kernels.adjust import write_runs
 from paceline.kernels.decode_attention import (
@@ -195,8 +195,10 @@ class _CudaPending:
         return self._result
 
 
-class CudaExecutor:
+class CudaExecutor(Executor):
     """An executor. On a CPU device it runs in Triton's interpreter: for tests only."""
+
+    capabilities = Capabilities(logits=True)
 
     def __init__(
         self,
@@ -317,7 +319,7 @@ class CudaExecutor:
         began = time.perf_counter()
         streams, stats = self._streams, self.stats
         prepared, flight, packed = self._prepared or (plan, *self._send(plan))
-        assert prepared is plan, "another plan was prepared than is launched"
+        assert prepared.step == plan.step, "another plan was prepared than is launched"
         self._prepared = None
         self._count += 1
         logits = index = choose = graph = None

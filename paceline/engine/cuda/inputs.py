@@ -22,10 +22,9 @@ from paceline.kernels.adjust import adjust_runs, pack_runs
 from paceline.kernels.decode_units import NOTHING_SHARED, SharedUnits, shared_units
 from paceline.kernels.extend_tiles import SharedTiles, SplitRule, extend_tiles, extend_units, shared_tiles
 from paceline.kernels.slot_state import pack_diff, sampling_words
-from paceline.request import Request
 from paceline.sampling.adjust import adjustments_of, seen_tokens
 from paceline.sampling.logprobs import LogprobTable, LogprobWidth
-from paceline.scheduler.plan import Plan, Sharing
+from paceline.scheduler.plan import Join, Plan
 
 Column = npt.NDArray[np.int32]
 
@@ -141,7 +140,7 @@ class ShareRule:
         tile = next((tile for tile in TILES if heads <= tile), TILES[-1])
         if tile < 2 * self.group or (heads == 2 * self.group and int(common.max()) < self.least_of_pairs):
             return None, 0
-        ends = np.array([len(one.prompt) + one.max_tokens for one in plan.requests[:num_decodes]])
+        ends = plan.max_lengths[:num_decodes]
         found = None
         for chunk in self.chunks:  # long ones, as long as that loses little and leaves enough of them
             if int((common // chunk).sum()) * chunk < 0.85 * worth:
@@ -176,7 +175,7 @@ class PlanPacker:
         self._prompt_sizes = prompt_sizes
         self._share_rule = share_rule
         self._split_rule = split_rule
-        self._sharing: Sharing | None = None  # what `_shared` was made of
+        self._sharing_version = 0  # of the plan that `_shared` was made from
         self._shared: SharedUnits | None = None  # as the device has it
         self._tile = 0
         self._vocab_size = vocab_size
@@ -255,15 +254,15 @@ class PlanPacker:
 
     def _share(self, plan: Plan, num_decodes: int) -> bool:
         """Sees to it that `_shared` is what this pass's decodes share. Whether that is news to the device."""
-        if self._share_rule is None or plan.sharing is self._sharing:
+        if self._share_rule is None or plan.sharing_version == self._sharing_version:
             return False
-        self._sharing, before = plan.sharing, self._shared
+        self._sharing_version, before = plan.sharing_version, self._shared
         self._shared, self._tile = self._share_rule.choose(plan, num_decodes)
         return self._shared is not None or before is not None
 
     def _diff(self, plan: Plan, num_decodes: int) -> Column:
         joins = plan.joins
-        words = np.stack([self._join(join.slot, join.request) for join in joins]) if joins else None
+        words = np.stack([self._join(join) for join in joins]) if joins else None
         stale = self._computed[plan.slots] != plan.starts
         rows = plan.slots
         if np.array_equal(rows, self._rows):
@@ -281,12 +280,12 @@ class PlanPacker:
             shared=(self._shared or NOTHING_SHARED) if self._share(plan, num_decodes) else None,
         )
 
-    def _join(self, slot: int, request: Request) -> Column:
+    def _join(self, join: Join) -> Column:
         """Remembers what the host must know of the slot's new owner. Returns what the device must."""
-        params = request.params
+        slot, params = join.slot, join.params
         top_k = params.top_k if params.top_k is not None and params.top_k < self._vocab_size else 0
         self._filtered[slot] = not params.is_greedy and (top_k > 0 or params.top_p < 1 or params.min_p > 0)
-        self.logprobs.join(slot, request)
+        self.logprobs.join(join)
         temperature = 0.0 if params.is_greedy else params.temperature
         return sampling_words(
             temperature, top_k, params.top_p, params.min_p, params.seed or 0, params.logprobs, params.logprob_token_ids
@@ -296,7 +295,7 @@ class PlanPacker:
         """What the device must write of new owners' adjustments; of most plans nothing."""
         runs: list[tuple[int, int, Column]] = []
         for join in plan.joins:
-            by = adjustments_of(join.request, self._vocab_size)
+            by = adjustments_of(join, self._vocab_size)
             if by is not None:
                 runs += adjust_runs(
                     join.slot, self._max_length, (by.repetition, by.frequency, by.presence), (by.bias_ids, by.bias),

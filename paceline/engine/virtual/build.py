@@ -1,4 +1,4 @@
-"""An engine on the virtual GPU, in real time: a server without a model or torch, with a synthetic tokenizer."""
+"""Builds an engine on the virtual GPU in real time: no model, no torch, a synthetic tokenizer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
-from paceline.engine.engine import Engine, ModelInfo
+from paceline.engine.engine import Engine, EngineHooks, ModelInfo
 from paceline.engine.loop import Trace
 from paceline.engine.virtual.executor import (
     SMALL_MODEL_H200,
     ClockTokens,
-    Link,
+    HostLink,
     VirtualExecutor,
     VirtualTokens,
     WallClock,
@@ -34,6 +34,8 @@ def build_virtual(
     scheduler_options: Mapping[str, Any],
     *,
     trace: Trace | None = None,
+    hooks: EngineHooks | None = None,
+    detokenize: bool = True,
 ) -> Engine:
     options = dict(scheduler_options)
     if config.kv_tokens is not None and "num_pages" in options:
@@ -54,7 +56,7 @@ def build_virtual(
         tokens = virtual_tokens(scheduler_config.max_running)
     executor = VirtualExecutor(
         WallClock(), slowed(SMALL_MODEL_H200, config.virtual_slowdown), tokens,
-        link=Link(page_s * config.virtual_slowdown),
+        link=HostLink(page_s * config.virtual_slowdown),
     )  # fmt: skip
     scheduler = Scheduler(scheduler_config)
     recorder = None
@@ -68,15 +70,16 @@ def build_virtual(
         executor,
         tokenizer,
         vocab_size=VOCAB_SIZE,
-        facts=ModelInfo("virtual", 600_000_000, "bfloat16", "virtual", KV_BYTES_PER_TOKEN),
+        info=ModelInfo("virtual", 600_000_000, "bfloat16", "virtual", KV_BYTES_PER_TOKEN),
         overlap=config.overlap_mode,
         clock=time.monotonic,
+        detokenize=detokenize,
         trace=trace,
-        on_close=executor.close,
+        hooks=hooks,
         recorder=recorder,
     )
 
 
 def virtual_tokens(max_running: int = 1) -> VirtualTokens:
-    """What the virtual model says; for tests and benchmarks that know the answer beforehand."""
+    """The virtual model's tokens, for tests and benchmarks that compute the expected output."""
     return VirtualTokens(max_running, SMALLEST, VOCAB_SIZE, end=2)

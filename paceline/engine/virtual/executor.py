@@ -1,8 +1,8 @@
-"""The virtual GPU: it charges a step-time model to a clock and computes nothing.
+"""The virtual GPU: charges a step-time model to a clock and computes nothing.
 
-The scheduler behind it is the real one, so a run shows what the real one would decide on such a device. On a
-`VirtualClock` a day passes in seconds; on a `WallClock` passes take as long as they would, and a server on it behaves
-like one with a GPU.
+The scheduler in front of it is the real one, so a run shows what it would decide on such a device. On a `VirtualClock`
+a day passes in seconds; on a `WallClock` passes take as long as on the modelled device, and a server behaves like one
+with a GPU.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from paceline.engine.executor import Result
+from paceline.engine.executor import Capabilities, Executor, Result
+from paceline.engine.pooling import PooledStates
 from paceline.scheduler.plan import Plan, Swap
 from paceline.scheduler.step_time import StepTime
 
@@ -31,17 +33,17 @@ class Clock(Protocol):
     def now(self) -> float: ...
 
     def advance_to(self, time: float) -> None:
-        """Lets time pass until then; nothing if it is later already."""
+        """Advances to `time`; does nothing if it is later already."""
 
 
 class PassTime(Protocol):
-    """How long passes take; asked once for each, in order."""
+    """How long passes take; called once per pass, in order."""
 
     def of(self, plan: Plan) -> float: ...
 
 
 class VirtualClock:
-    """Time that passes only when somebody says so."""
+    """Time that advances only when told to."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -58,7 +60,7 @@ class VirtualClock:
 
 
 class WallClock:
-    """Real time: whoever waits for a pass sleeps until it would have ended."""
+    """Real time: waiting for a pass sleeps until it would have ended."""
 
     @property
     def now(self) -> float:
@@ -70,18 +72,19 @@ class WallClock:
             time.sleep(seconds)
 
 
-class Link:
-    """Between a virtual GPU and host memory: pages leave and come beside the passes, each way one plan after the other,
-    in the order of a real one (cuda_swap.py). Collecting and placing them on the device takes no time here."""
+class HostLink:
+    """The link between a virtual GPU and host memory. Pages are spilled and fetched concurrently with passes, each
+    direction one plan at a time, in the order of the CUDA executor (cuda/swap.py). Gathering and placing pages on the
+    device takes no time here."""
 
     def __init__(self, page_s: float) -> None:
         self._page_s = page_s
-        self._idle_out = self._idle_in = 0.0  # from when on nothing is on its way
-        self._leaving = deque([0.0, 0.0], 2)  # when the buffers are empty again, that of the last spill last
-        self._filled: dict[int, float] = {}  # when each host page has its content
+        self._idle_out = self._idle_in = 0.0  # when each direction becomes idle
+        self._leaving = deque([0.0, 0.0], 2)  # when the two spill buffers are empty again, the last used one last
+        self._filled: dict[int, float] = {}  # when each host page is filled
 
     def starts(self, swap: Swap, now: float, idle_from: float) -> float:
-        """When a pass can begin that is launched `now` on a device with work until `idle_from`."""
+        """When a pass that is launched `now` can start, on a device that is busy until `idle_from`."""
         begins = max(now, idle_from)
         if len(swap.spill_hosts):
             begins = max(begins, self._leaving[0])
@@ -106,10 +109,10 @@ class _VirtualPending:
         return self._result
 
 
-class VirtualExecutor:
-    """Passes take what `step_time` says and run one after the other, whatever the host does meanwhile."""
+class VirtualExecutor(Executor):
+    """Charges each pass its `step_time`. Passes run one after the other, whatever the host does meanwhile."""
 
-    can_pool = True
+    capabilities = Capabilities(pooling=True)
 
     def __init__(
         self,
@@ -117,10 +120,10 @@ class VirtualExecutor:
         step_time: PassTime = SMALL_MODEL_H200,
         tokens: Callable[[Plan], np.ndarray] | None = None,
         launching: Callable[[Plan], float] | None = None,
-        link: Link | None = None,
+        link: HostLink | None = None,
     ) -> None:
-        """`tokens`: what a plan's sampling rows yield; zeros if not given. `launching`: seconds for which the host
-        goes on launching kernels of a pass while the device runs the first ones; none if not given. `link`: to host
+        """`tokens`: the tokens of a plan's sampling rows; zeros if not given. `launching`: seconds for which the host
+        launches kernels of a pass while the device already runs the first ones; none if not given. `link`: to host
         memory; if not given, moving pages takes no time."""
         self._clock = clock
         self._step_time = step_time
@@ -128,8 +131,9 @@ class VirtualExecutor:
         self._launching = launching
         self._link = link
         self._idle_from = 0.0
+        self._embeddings: dict[int, npt.NDArray[np.float64]] = {}  # by slot
         self.busy_s = 0.0
-        self.span = (0.0, 0.0)  # from when to when the last launched pass runs
+        self.span = (0.0, 0.0)  # start and end of the last launched pass
 
     def launch(self, plan: Plan) -> _VirtualPending:
         seconds = self._step_time.of(plan)
@@ -144,16 +148,26 @@ class VirtualExecutor:
         self._idle_from = starts + seconds
         self.busy_s += seconds
         self.span = (starts, self._idle_from)
-        for join in plan.joins:
-            if join.request.pooled is not None:  # as all it says: made up, the same for the same prompt
-                rng = np.random.default_rng(zlib.crc32(join.request.prompt.tobytes()))
-                join.request.pooled.take(rng.standard_normal((1, _EMBEDDING_SIZE)))
         count = int(np.count_nonzero(plan.samples))
         tokens = np.zeros(count, np.int32) if self._tokens is None else self._tokens(plan)
-        return _VirtualPending(self._clock, self._idle_from, Result(tokens, seconds, idle_s=idle_s))
+        result = Result(tokens, seconds, idle_s=idle_s, pooled=self._pool(plan))
+        return _VirtualPending(self._clock, self._idle_from, result)
 
-    def close(self) -> None:
-        """It holds nothing."""
+    def _pool(self, plan: Plan) -> tuple[PooledStates, ...]:
+        """Embeddings are synthetic too: a vector that depends on the prompt only, the same for each of its chunks."""
+        for join in plan.joins:
+            self._embeddings.pop(join.slot, None)
+            if join.pooling is not None:
+                rng = np.random.default_rng(zlib.crc32(join.tokens[: join.num_prompt_tokens].tobytes()))
+                self._embeddings[join.slot] = rng.standard_normal(_EMBEDDING_SIZE)
+        if not self._embeddings:
+            return ()
+        slots = plan.slots.tolist()
+        return tuple(
+            PooledStates(row, int(plan.starts[row]), self._embeddings[slots[row]])
+            for row in range(plan.num_decodes, plan.num_rows)
+            if slots[row] in self._embeddings
+        )
 
 
 def slowed(step_time: StepTime, factor: float) -> StepTime:
@@ -165,23 +179,23 @@ _EMBEDDING_SIZE = 64
 
 
 class VirtualTokens:
-    """What a virtual model says: after the same prompt always the same, whatever runs beside it or was retracted.
+    """The tokens of a virtual model: a function of the prompt and the position, whatever else runs or was retracted.
 
-    So a client can tell a lost or repeated token from a right one. An answer ends by itself after 16 to 255 tokens,
-    at a place that depends on the prompt too.
+    So a client detects lost and repeated tokens. An output ends by itself after 16 to 255 tokens, a length that depends
+    on the prompt too.
     """
 
     def __init__(self, max_running: int, first: int, vocab_size: int, end: int) -> None:
-        """Tokens are drawn from `first` on; `end` ends an answer."""
+        """Token ids start at `first`; `end` is the EOS token."""
         self._first, self._count, self._end = first, vocab_size - first, end
         self._base = np.zeros(max_running, np.int64)
-        self._ends = np.zeros(max_running, np.int64)  # position at which the answer of this slot ends
+        self._ends = np.zeros(max_running, np.int64)  # position at which the output of this slot ends
 
     def __call__(self, plan: Plan) -> np.ndarray:
         for join in plan.joins:
-            prompt = join.request.prompt
+            prompt = join.tokens[: join.num_prompt_tokens]
             self._base[join.slot] = zlib.crc32(prompt.tobytes())
-            ends = _NEVER if join.request.params.ignore_eos else self.length(prompt)
+            ends = _NEVER if join.params.ignore_eos else self.length(prompt)
             self._ends[join.slot] = len(prompt) + ends
         rows = np.flatnonzero(plan.samples)
         slots = plan.slots[rows]
@@ -192,11 +206,11 @@ class VirtualTokens:
 
     @staticmethod
     def length(prompt: np.ndarray) -> int:
-        """Tokens of the answer to this prompt, before the one that ends it."""
+        """Output tokens for this prompt, without the EOS token."""
         return 16 + zlib.crc32(prompt.tobytes(), 1) % 240
 
     def answer(self, prompt: np.ndarray, num_tokens: int) -> list[int]:
-        """The first tokens after `prompt` if its end is ignored, one by one: the plain twin of the above."""
+        """The first tokens after `prompt` with EOS ignored: the reference implementation of `__call__`."""
         base = zlib.crc32(prompt.tobytes())
         return [
             self._first + (base + 7919 * position) % self._count
@@ -205,12 +219,12 @@ class VirtualTokens:
 
 
 class ClockTokens:
-    """Tokens that tell when their pass ended, in steps of `TICK_S`: whoever receives one knows how late it is."""
+    """Tokens that encode when their pass ended, in units of `TICK_S`, so a receiver can measure their latency."""
 
     TICK_S = 0.0005
 
     def __init__(self, first: int, vocab_size: int, ends: Callable[[], float]) -> None:
-        """`ends`: when the pass being launched will end."""
+        """`ends`: returns when the pass being launched will end."""
         self._first, self._count, self._ends = first, vocab_size - first, ends
 
     def __call__(self, plan: Plan) -> np.ndarray:

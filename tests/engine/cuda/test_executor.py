@@ -17,6 +17,7 @@ from paceline.engine.cuda import graphs as cuda_graphs
 from paceline.engine.cuda.graphs import CudaGraphs, GraphKey, buckets
 from paceline.engine.cuda.inputs import PlanPacker, ShareRule
 from paceline.engine.cuda.streams import HostStreams, _HostEvent
+from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
 from paceline.kernels.decode_attention import NONE_SHARED, decode_attention
 from paceline.kernels.decode_units import DecodeUnits
@@ -136,8 +137,6 @@ def test_a_request_whose_logits_are_no_numbers_ends_and_harms_no_other(on_cpu: b
     filtered = SamplingParams(top_k=5, top_p=0.9, logprobs=2, max_tokens=4, ignore_eos=True)
 
     class Heard:
-        wants_all_at_once = True
-
         def __init__(self) -> None:
             self.pieces: list[OutputDelta] = []
             self.ended = threading.Event()
@@ -154,12 +153,12 @@ def test_a_request_whose_logits_are_no_numbers_ends_and_harms_no_other(on_cpu: b
         for params in (GREEDY, filtered):
             heard = [Heard() for _ in bad]
             for prompt, sink in zip(bad, heard, strict=True):
-                llm.engine.submit(prompt, params, sink=sink)
+                llm.engine.submit(Job(llm.engine.encode(prompt), params, stream=False), sink)
             assert [output.token_ids for output in llm.generate(good, GREEDY)] == plain
             for sink in heard:
                 assert sink.ended.wait(20)
                 assert sink.pieces[-1].finish_reason is FinishReason.ERROR
-                assert "logits are no numbers" in str(sink.pieces[-1].error)
+                assert "logits contain NaN" in str(sink.pieces[-1].error)
 
 
 def test_a_graph_captured_between_passes_that_share_leaves_no_trace() -> None:
@@ -252,9 +251,10 @@ def plan_of(slots: list[int], starts: list[int], lengths: list[int], **fields: A
         return np.array(values, np.int32)
 
     none = column([])
-    given = {"joins": (), "page_slots": none, "page_indices": none, "page_ids": none, "requests": (), **fields}
+    given = {"joins": (), "page_slots": none, "page_indices": none, "page_ids": none, **fields}
     return Plan(
         step=0, slots=column(slots), starts=column(starts), lengths=column(lengths),
+        max_lengths=column([start + length + 30 for start, length in zip(starts, lengths, strict=True)]),
         samples=np.ones(len(slots), np.bool_), num_tokens=sum(lengths), num_context_tokens=0,
         **{"num_decodes": len(slots), **given},
     )  # fmt: skip
@@ -262,7 +262,7 @@ def plan_of(slots: list[int], starts: list[int], lengths: list[int], **fields: A
 
 def test_a_steady_decode_sends_nothing() -> None:
     packer = PlanPacker(4, 100, 8)
-    join = Join(2, Request("a", np.arange(5)), np.arange(5, dtype=np.int32))
+    join = Join.of(Request("a", np.arange(5)), 2)
     first = packer.pack(plan_of([2], [0], [5], joins=(join,)))
     assert not first.is_decode and first.parts[0][:6].tolist() == [0, 0, 1, 1, 5, 1]
     second = packer.pack(plan_of([2], [5], [1]))
@@ -280,12 +280,9 @@ def test_of_two_writes_to_one_page_entry_the_later_counts() -> None:
 
 def test_two_rows_share_only_what_the_cache_does_not_keep_for_them() -> None:
     rule = ShareRule(group=2, max_units=64, chunks=(16,), least_saving=0, least_of_pairs=64)
-    requests = tuple(Request(str(row), np.arange(90), SamplingParams(max_tokens=30)) for row in range(3))
-    for request in requests:
-        request.max_tokens = 30
     for count, common, is_shared in ((2, 48, False), (2, 64, True), (3, 48, True)):
-        sharing = Sharing(np.arange(count, dtype=np.int32), np.full(count - 1, common, np.int32))
-        plan = plan_of([0, 1, 2], [90] * 3, [1] * 3, num_decodes=3, requests=requests, sharing=sharing)
+        sharing = Sharing(1, np.arange(count, dtype=np.int32), np.full(count - 1, common, np.int32))
+        plan = plan_of([0, 1, 2], [90] * 3, [1] * 3, num_decodes=3, sharing=sharing)
         assert (rule.choose(plan, 3)[0] is not None) == is_shared
 
 
@@ -293,13 +290,10 @@ def test_a_prompt_of_one_token_among_decodes_shares_nothing_of_who_was_there_bef
     """A graph runs it as a row like the others, so the device must know that none of its chunks are in shared units."""
     packer = PlanPacker(4, 100, 8, ShareRule(group=2, max_units=64, chunks=(16,), least_saving=0, least_of_pairs=16))
     state, units = SlotState.empty(4, 64, 2, 4, "cpu"), DecodeUnits.empty(4, 64, 64, "cpu")
-    requests = tuple(Request(str(row), np.arange(20), SamplingParams(max_tokens=30)) for row in range(3))
-    for request in requests:
-        request.max_tokens = 30
     for starts, num_decodes, shared in (([40, 40, 40], 3, [0, 1, 2]), ([41, 41, 5], 2, [0, 1])):
         rows = np.array(shared, np.int32)
-        sharing = Sharing(rows, np.full(len(rows) - 1, 35, np.int32))
-        plan = plan_of([0, 1, 2], starts, [1, 1, 1], num_decodes=num_decodes, requests=requests, sharing=sharing)
+        sharing = Sharing(len(rows), rows, np.full(len(rows) - 1, 35, np.int32))
+        plan = plan_of([0, 1, 2], starts, [1, 1, 1], num_decodes=num_decodes, sharing=sharing)
         packed = packer.pack(plan)
         assert packed.is_decode
         apply_diff_reference(packed.parts[0], state, units)

@@ -34,7 +34,7 @@ def test_pages_that_were_on_the_host_say_what_the_cpu_says() -> None:
         for number in (0, 3, 0, 3, 0):
             (output,) = llm.generate([PROMPTS[number]], GREEDY)
             assert output.token_ids == wanted[number]
-        llm.engine.ask(check_invariants).result()
+        llm.engine.call(check_invariants).result()
         counters = llm.engine.scheduler.counters
         assert counters.spilled_pages > 4 and counters.fetched_tokens > 4 * 4
         assert device.stats.fetched_pages * 4 == counters.fetched_tokens and device.stats.fetch_s > 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.bench import checks
+from paceline import checks
 from paceline.checks import Lab
 
 CHECKS: dict[str, Any] = {
@@ -18,7 +18,7 @@ CHECKS: dict[str, Any] = {
 def test_a_soak_with_host_memory_passes() -> None:
     """Pages leave and come back between random joins, aborts and retractions, however deep they lie."""
     options = {"host_kv_tokens": 100_000, "host_page_cost": 0.0, "max_swap_pages": 64}
-    verdict = checks.soak(Lab("qwen3-0.6b", torch.device("cuda"), options=options), 20.0, kv_tokens=12_000)
+    verdict = checks.check_soak(Lab("qwen3-0.6b", torch.device("cuda"), options=options), 20.0, kv_tokens=12_000)
     assert verdict.passed, verdict.text
 
 

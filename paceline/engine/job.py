@@ -1,0 +1,25 @@
+"""Job: one request as it travels from a caller to the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.request import SamplingParams, Tokens, as_tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """One prompt and how to process it. `n` and `best_of` are resolved: each choice is a job of its own."""
+
+    prompt: Tokens  # token ids; `Engine.encode` makes them from text
+    params: SamplingParams = field(default_factory=SamplingParams)
+    id: str = ""  # unique among unfinished requests; the engine chooses one if empty
+    tenant: str = "default"
+    priority: int = 0  # larger goes first
+    timeout_s: float | None = None  # after which the request ends with reason deadline
+    cache_salt: str = ""  # requests share cached prefixes only within one tenant and salt
+    pooling: str | None = None  # mean or last: the prompt is embedded, nothing is generated
+    stream: bool = True  # False: a single output at the end is enough
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", as_tokens(self.prompt))
