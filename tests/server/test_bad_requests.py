@@ -78,7 +78,7 @@ USER = {"role": "user", "content": "hi"}
         ({"min_p": 2}, "min_p", "min_p is 2.0: give 0 (all tokens) to 1."),
         ({"presence_penalty": 3}, "presence_penalty", "presence_penalty is 3.0: give -2 to 2; 0 changes nothing."),
         ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias has the key 'x': keys are token ids."),
-        ({"logit_bias": {"9999": 1}}, "logit_bias", "logit_bias has token 9999: the model knows the ids 0 to 511."),
+        ({"logit_bias": {"9999": 1}}, "logit_bias", "logit_bias has token id 9999: the model's ids are 0 to 511."),
         ({"top_logprobs": 2}, "top_logprobs",
          "top_logprobs is given and logprobs is not true: set logprobs, or omit top_logprobs."),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs", "logprobs is 21: give 0 to 20."),

@@ -59,11 +59,13 @@ def test_health_fails_without_progress_and_names_the_stuck_pass(engine: Engine) 
     stuck = Stuck(engine)
     assert caller.request("GET", "/health").status_code == caller.request("GET", "/ready").status_code == 200
     engine.submit(Job(engine.encode([1, 2, 3]), SamplingParams(max_tokens=5)), Silent())
-    wait_until(lambda: caller.request("GET", "/health").status_code == 503)
-    failure = caller.request("GET", "/health").json()["failure"]
-    assert "no progress for" in failure and "waiting for the device to finish pass 1, with 0 decodes" in failure
-    assert caller.request("GET", "/ready").status_code == 503
-    stuck.go.set()
+    try:
+        wait_until(lambda: caller.request("GET", "/health").status_code == 503)
+        failure = caller.request("GET", "/health").json()["failure"]
+        assert "no progress for" in failure and "waiting for the device to finish pass 1 (0 decode rows" in failure
+        assert caller.request("GET", "/ready").status_code == 503
+    finally:
+        stuck.go.set()  # else closing the engine waits forever
     wait_until(lambda: caller.request("GET", "/health").status_code == 200)
 
 
