@@ -6,7 +6,7 @@ READY := .venv/.ready
 RUNTIME := .venv/.runtime
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install serve test test-slow lint format bench mutants clean
+.PHONY: install serve test test-slow test-flaky lint format bench mutants clean
 
 install: $(READY)
 
@@ -35,6 +35,12 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout 3600
+
+# The tests with processes, threads and browsers, several times beside a CPU load: none may depend on being scheduled
+# in time. RUNS=1 for a first look.
+RUNS ?= 10
+test-flaky: $(READY)
+	$(BIN)/python -m tests.under_load $(RUNS) tests/server tests/engine tests/pages
 
 lint: $(READY)
 	$(BIN)/ruff check .

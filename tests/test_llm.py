@@ -41,7 +41,7 @@ def test_the_known_continuation(llm: LLM) -> None:
     assert isinstance(output, RequestOutput)
 
 
-def test_a_path_and_every_overlap_say_the_same() -> None:
+def test_every_overlap_mode_gives_the_same_tokens() -> None:
     for overlap in ("off", "sync"):
         with LLM(fetch_default(), threads=1, kv_tokens=2048, overlap=overlap) as llm:
             assert llm.generate("The capital of France is", GREEDY_8)[0].token_ids == KNOWN
@@ -118,7 +118,7 @@ def test_importing_paceline_is_quick_and_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_who_may_run_longest_is_added_first_and_outputs_keep_their_order(llm: LLM) -> None:
+def test_the_longest_requests_are_added_first_and_outputs_keep_their_order(llm: LLM) -> None:
     llm.engine.scheduler.journal.events.clear()
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 5, 3, 5)]
     outputs = llm.generate(["a", "b", "c", "d"], params)

@@ -1,4 +1,4 @@
-"""Options and memory: what is asked for is done or refused, never ignored."""
+"""Engine options and KV cache sizing: every option takes effect or is refused."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ def test_kv_memory_follows_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_sixteen_bits_run_too(dtype: str) -> None:
+def test_sixteen_bit_dtypes_run(dtype: str) -> None:
     with LLM(**RANDOM, dtype=dtype, kv_tokens=1024) as llm:
         outputs = llm.generate([[5, 6, 7], [8] * 40, [9, 10]], SamplingParams(temperature=0, max_tokens=5))
         assert all(output.token_ids for output in outputs)
         assert llm.engine.executor.runner.cache.keys[0].dtype == getattr(torch, dtype)  # type: ignore[attr-defined]
 
 
-def test_a_model_that_never_fits_twice_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short of memory there is no packed copy, and the tokens are the same."""
+def test_without_memory_for_a_packed_copy_weights_are_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without memory for a packed copy, the tokens are the same."""
     prompts, params = [[5, 6, 7], [8] * 40, [9, 10]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(**RANDOM, kv_tokens=1024) as llm:
         expected = llm.generate(prompts, params)
@@ -82,6 +82,6 @@ def test_a_model_that_never_fits_twice_is_kept_once(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_named() -> None:
+def test_device_cuda_without_a_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"device is 'cuda' and .*: choose device cpu, or install what is missing"):
         build_engine(**{**RANDOM, "device": "cuda"})

@@ -1,4 +1,4 @@
-"""The engine as its callers see it: streams, cancellation, deadlines, stop strings, errors that stay in their place."""
+"""The engine's interface: streams, cancellation, deadlines, stop strings, isolation of errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def wait_until(condition: Any, seconds: float = 10.0) -> None:
         time.sleep(0.002)
 
 
-def test_a_stream_says_what_generate_says(engine: Engine) -> None:
+def test_stream_and_generate_return_the_same_tokens(engine: Engine) -> None:
     prompts = ["hello there", "abc", "some longer prompt with words", "x"] * 4
     expected = LLM.from_engine(engine).generate(prompts, greedy(12))
 
@@ -131,7 +131,7 @@ def test_a_stop_string_ends_the_text_before_it(overlap: str) -> None:
         assert len(late.token_ids) > len(output.token_ids)
 
 
-def test_a_stop_token_is_no_text(engine: Engine) -> None:
+def test_the_stop_token_is_not_part_of_the_text(engine: Engine) -> None:
     llm = LLM.from_engine(engine)
     whole = llm.generate("hello there", greedy(20))[0]
     token = whole.token_ids[7]
@@ -141,7 +141,9 @@ def test_a_stop_token_is_no_text(engine: Engine) -> None:
     assert output.text == engine.tokenizer.decode(whole.token_ids[:first], at_start=False)
 
 
-def test_text_that_is_wanted_at_the_end_is_made_on_the_way(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_are_not_streamed_are_detokenized_while_they_run(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     push, sizes = TextStream.push, []
 
     def noting(self: TextStream, ids: Iterable[int]) -> str:
@@ -170,8 +172,8 @@ def test_text_that_is_wanted_at_the_end_is_made_on_the_way(engine: Engine, monke
 
 
 @pytest.mark.parametrize("overlap", ["on", "off"])
-def test_everybody_is_told_the_chances_of_their_own_tokens(overlap: str) -> None:
-    """Streamed or at the end, also where requests end and leave while a pass with their rows is in flight."""
+def test_every_request_gets_the_logprobs_of_its_own_tokens(overlap: str) -> None:
+    """Streamed or not, also when requests finish while a pass with their rows is in flight."""
     engine = build_engine(load="random", shape="tiny-llama", threads=1, kv_tokens=8192, overlap=overlap)
     llm = LLM.from_engine(engine)
     with llm:
@@ -197,17 +199,17 @@ def test_everybody_is_told_the_chances_of_their_own_tokens(overlap: str) -> None
             assert output.logprobs is None and not any(piece.logprobs for piece in pieces)
             continue
         assert expected.logprobs is not None and output.logprobs is not None
-        for told in (expected.logprobs, output.logprobs, [each for piece in pieces for each in piece.logprobs]):
-            assert [each.token_id for each in told] == output.token_ids
-            assert [len(each.top) for each in told] == [one.logprobs] * len(told)
-            for each, same in zip(told, expected.logprobs, strict=True):
+        for logprobs in (expected.logprobs, output.logprobs, [each for piece in pieces for each in piece.logprobs]):
+            assert [each.token_id for each in logprobs] == output.token_ids
+            assert [len(each.top) for each in logprobs] == [one.logprobs] * len(logprobs)
+            for each, same in zip(logprobs, expected.logprobs, strict=True):
                 assert each.logprob == pytest.approx(same.logprob, abs=1e-4)
                 assert all(token != each.token_id or value == each.logprob for token, value in each.top)
         assert all(len(piece.logprobs) == len(piece.token_ids) for piece in pieces)
 
 
-def test_chances_that_are_wanted_at_the_end_come_in_one_piece(engine: Engine) -> None:
-    class Patient:
+def test_logprobs_of_a_request_that_is_not_streamed_are_in_its_final_delta(engine: Engine) -> None:
+    class CollectingSink:
         def __init__(self) -> None:
             self.pieces: SimpleQueue[OutputDelta] = SimpleQueue()
 
@@ -217,13 +219,13 @@ def test_chances_that_are_wanted_at_the_end_come_in_one_piece(engine: Engine) ->
         def refuse(self, error: PacelineError) -> None:
             raise AssertionError(error)
 
-    sink = Patient()
+    sink = CollectingSink()
     engine.submit(Job(engine.encode("hello"), greedy(20, logprobs=2, prompt_logprobs=1), stream=False), sink)
     piece = sink.pieces.get(timeout=20)
     assert piece.finish_reason is FinishReason.LENGTH and sink.pieces.empty()
     assert [one.token_id for one in piece.logprobs] == list(piece.token_ids) and len(piece.token_ids) == 20
     assert piece.usage is not None and len(piece.prompt_logprobs) == piece.usage.prompt_tokens - 1
-    # Whoever ends in an error is told no tokens, and no chances of any.
+    # A request that ends in an error gets no tokens and no logprobs.
     engine.submit(
         Job(engine.encode("hello"), SamplingParams(temperature=0, ignore_eos=True, logprobs=2), stream=False), sink
     )
@@ -260,7 +262,7 @@ def test_garbage_is_not_collected_in_the_middle_of_generate(engine: Engine, monk
     [
         ("", greedy(1), InvalidRequest, "the prompt is empty: give at least one token."),
         ([], greedy(1), InvalidRequest, "the prompt is empty: give at least one token."),
-        ([512], greedy(1), InvalidRequest, "token id 512 and the model knows 512 tokens: give ids from 0 to 511."),
+        ([512], greedy(1), InvalidRequest, "token id 512: the model's ids are 0 to 511."),
         ([-1], greedy(1), InvalidRequest, "negative token id"),
         ([0.5], greedy(1), InvalidRequest, "flat list of token ids"),
         ([1] * 2049, SamplingParams(), Refused, "leaves no room for output in a context of 2048"),
@@ -279,7 +281,7 @@ def test_bad_input_is_an_error_and_the_next_request_is_served(
     wait_until(lambda: not engine.scheduler.has_work and not engine._outputs.active)
 
 
-def test_an_id_may_not_be_taken_twice(engine: Engine) -> None:
+def test_a_request_id_cannot_be_used_twice_at_a_time(engine: Engine) -> None:
     async def twice() -> None:
         stream = engine.stream(Job(engine.encode("hello"), LONG, id="a"))
         await anext(stream)
@@ -291,7 +293,7 @@ def test_an_id_may_not_be_taken_twice(engine: Engine) -> None:
     asyncio.run(twice())
 
 
-def test_an_error_in_one_requests_text_harms_no_other(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_detokenization_error_ends_only_its_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     push, seen = TextStream.push, []
 
     def breaking(self: TextStream, ids: Iterable[int]) -> str:
@@ -317,7 +319,7 @@ def test_an_error_in_one_requests_text_harms_no_other(engine: Engine, monkeypatc
             assert pieces[-1].error == "ValueError('a broken text')"
 
 
-def test_a_broken_pass_ends_everything_with_an_answer(engine: Engine) -> None:
+def test_a_failed_pass_ends_every_request_with_an_error(engine: Engine) -> None:
     device = engine.executor.runner  # type: ignore[attr-defined]
     run, passes = device.run, []
 
@@ -340,7 +342,7 @@ def test_a_broken_pass_ends_everything_with_an_answer(engine: Engine) -> None:
         asyncio.run(collect(engine, "three", LONG))
 
 
-def test_closing_ends_what_runs_and_refuses_what_comes(engine: Engine) -> None:
+def test_close_aborts_running_requests_and_refuses_new_ones(engine: Engine) -> None:
     async def closed() -> list[OutputDelta]:
         task = asyncio.create_task(collect(engine, "hello", LONG))
         while not engine.scheduler.requests:
@@ -353,15 +355,13 @@ def test_closing_ends_what_runs_and_refuses_what_comes(engine: Engine) -> None:
         asyncio.run(collect(engine, "hello", LONG))
 
 
-def test_what_ends_by_itself_while_the_engine_is_closed_is_whole(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_finishes_during_close_keeps_its_output(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     step = engine.loop.step
 
     def closing() -> Any:
-        updates = step()
-        engine._closing = updates is not None and bool(updates.finished)
-        return updates
+        output = step()
+        engine._closing = output is not None and bool(output.updates.finished)
+        return output
 
     monkeypatch.setattr(engine.loop, "step", closing)
     with LLM.from_engine(engine) as llm:
@@ -385,7 +385,7 @@ def test_a_closed_event_loop_leaves_no_request_behind(engine: Engine) -> None:
     del kept
 
 
-def test_idle_time_is_used_bit_by_bit_and_whoever_comes_goes_first(
+def test_maintenance_runs_in_units_and_a_new_request_waits_for_one_at_most(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.engine.engine._IDLE_S", 0.3)
@@ -422,7 +422,7 @@ def test_an_idle_engine_uses_no_cpu(engine: Engine) -> None:
     assert time.process_time() - before < 0.05
 
 
-def test_requests_may_come_from_many_threads(engine: Engine) -> None:
+def test_requests_can_be_submitted_from_many_threads(engine: Engine) -> None:
     llm = LLM.from_engine(engine)
     expected = [llm.generate(f"prompt {index}", greedy(6))[0].token_ids for index in range(8)]
     found: dict[int, list[int]] = {}
@@ -465,23 +465,23 @@ def test_the_environment_chooses_the_overlap(monkeypatch: pytest.MonkeyPatch) ->
         build_engine(load="random", shape="tiny-llama", threads=1, kv_tokens=1024)
 
 
-def test_a_broken_listener_harms_no_other(engine: Engine) -> None:
+def test_a_failing_sink_ends_only_its_request(engine: Engine) -> None:
     class Broken:
         errors: list[Exception] = []  # noqa: RUF012
 
         def put(self, piece: OutputDelta) -> None:
-            raise OSError("nobody home")
+            raise OSError("connection lost")
 
         def refuse(self, error: Exception) -> None:
             self.errors.append(error)
 
     engine.submit(Job(engine.encode("hello"), LONG), Broken())
     assert len(LLM.from_engine(engine).generate("hello", greedy(5))[0].token_ids) == 5
-    assert "nobody home" in str(Broken.errors[0])
+    assert "connection lost" in str(Broken.errors[0])
     assert not engine._outputs.active
 
 
-def test_questions_are_answered_between_steps(engine: Engine) -> None:
+def test_call_runs_on_the_engine_thread_between_steps(engine: Engine) -> None:
     async def ask() -> None:
         stream = engine.stream(Job(engine.encode("hello"), LONG, id="a"))
         await anext(stream)
@@ -502,7 +502,7 @@ def test_dropping_the_llm_ends_its_threads() -> None:
 
 
 def test_an_abort_takes_effect_within_two_steps() -> None:
-    """Counted in passes, from the moment the engine learns of it: seconds depend on the machine."""
+    """Counted in passes from the moment the engine receives it: seconds depend on the machine."""
     engine = build_virtual(EngineConfig(executor="virtual"), {"num_pages": 4096})
     took: SimpleQueue[int] = SimpleQueue()
 
@@ -533,11 +533,11 @@ def test_an_abort_takes_effect_within_two_steps() -> None:
         engine.close()
 
 
-def test_a_device_without_logits_refuses_what_needs_them() -> None:
+def test_an_executor_without_logits_refuses_grammars_and_logprobs() -> None:
     scheduler = Scheduler(SchedulerConfig(num_pages=64))
     executor = VirtualExecutor(VirtualClock())
     engine = Engine(scheduler, executor, synthetic_tokenizer(512), vocab_size=512)
     for params in (SamplingParams(logprobs=1), SamplingParams(grammar=Grammar.regex("a"))):
-        with pytest.raises(InvalidRequest, match="this device computes no logits"):
+        with pytest.raises(InvalidRequest, match="this executor does not compute logits"):
             asyncio.run(collect(engine, "hello", params))
     engine.close()

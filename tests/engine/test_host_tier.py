@@ -1,4 +1,4 @@
-"""KV that goes to host memory and comes back, in whole engines: the same tokens, whatever holds them meanwhile."""
+"""The host memory tier in whole engines: tokens do not change when KV pages are spilled and fetched."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PARAMS = [SamplingParams(temperature=0, max_tokens=6 + 5 * (number % 4)) for num
 
 
 def answers(**options: Any) -> tuple[list[list[int]], Any]:
-    """What is said to all prompts, a few at a time, and the counters."""
+    """Outputs of all prompts, a few at a time, and the counters."""
     with LLM(**OPTIONS, **options) as llm:
         found = []
         for first in range(0, 30, 10):
@@ -59,17 +59,15 @@ def test_tokens_are_those_of_ample_memory(expected: list[list[int]], overlap: st
     assert bool(counters.fetched_tokens) == bool(counters.spilled_pages) == bool(host)
 
 
-def test_a_page_that_comes_back_wrong_changes_the_tokens(
-    expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That the above can fail: nothing is copied."""
+def test_a_wrongly_fetched_page_changes_the_tokens(expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shows that the test above can fail: pages are not copied."""
     monkeypatch.setattr(kv_cache.KVCache, "swap", lambda self, swap: None)
     found, _ = answers(num_pages=30, num_host_pages=200)
     assert found != expected
 
 
-def test_a_virtual_device_and_the_cpu_carry_out_the_same_plans() -> None:
-    """One after the other, so that what a plan may know does not depend on how long a pass takes."""
+def test_the_virtual_and_the_cpu_executor_get_the_same_plans() -> None:
+    """One request after the other, so that plans do not depend on how long passes take."""
     plans: list[Plan] = []
     params = [replace(each, ignore_eos=True) for each in PARAMS]
     engine = build_engine(**OPTIONS, num_pages=30, num_host_pages=60, max_swap_pages=3, overlap="off")
@@ -121,7 +119,7 @@ def test_a_virtual_device_and_the_cpu_carry_out_the_same_plans() -> None:
         ({"num_host_pages": 10**12}, r"num_host_pages is 1000000000000 .*: lower it to \d+ \(\d+\) or less."),
     ],
 )
-def test_host_memory_that_cannot_be_had_is_refused(options: dict[str, Any], message: str) -> None:
+def test_more_host_memory_than_available_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(build.ConfigError, match=message):
         build_engine(**OPTIONS, num_pages=30, **options)
 
@@ -141,7 +139,7 @@ def test_a_virtual_engine_has_host_memory_too() -> None:
         build_engine(executor="virtual", host_kv_tokens=64, num_host_pages=4)
 
 
-def test_outputs_tell_what_came_from_the_host() -> None:
+def test_outputs_report_tokens_fetched_from_host_memory() -> None:
     with LLM(**OPTIONS, num_pages=12, num_host_pages=60) as llm:
         first, _, again = (llm.generate([PROMPTS[number]], PARAMS[number])[0] for number in (4, 1, 4))
     assert (first.num_cached_tokens, first.num_fetched_tokens) == (0, 0)

@@ -1,4 +1,4 @@
-"""The order of a step when rows obey grammars: what can be done without their masks comes before them."""
+"""The order of a step with grammar rows: everything that does not need their masks is done first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Said = list[tuple[str, int]]  # what, of which pass
 
 
 class FakeConstraints:
-    """Every pass needs masks; they are not looked at."""
+    """Every pass needs masks; their content is ignored."""
 
     def __init__(self, said: Said) -> None:
         self.said = said
@@ -123,7 +123,7 @@ def test_the_next_pass_is_planned_and_prepared_while_masks_are_computed() -> Non
     subject.assert_reference()
 
 
-def test_with_sync_nothing_is_sent_before_the_device_rests() -> None:
+def test_sync_launches_nothing_before_the_device_is_idle() -> None:
     subject, said = masked(sync=True)
     subject.add(request(max_tokens=3))
     assert step(subject, said) == [*FIRST, "plan 2", "wait 1", "launch 2", "commit 1", "advance", "start 2"]
@@ -143,7 +143,7 @@ def test_without_overlap_masks_are_computed_where_they_are_needed() -> None:
     subject.assert_reference()
 
 
-def test_a_pass_whose_requests_have_all_gone_still_gets_its_masks() -> None:
+def test_a_delayed_pass_is_sampled_even_if_all_its_requests_have_finished() -> None:
     subject, said = masked()
     gone = request(max_tokens=9)
     subject.add(gone)
@@ -155,7 +155,7 @@ def test_a_pass_whose_requests_have_all_gone_still_gets_its_masks() -> None:
     subject.assert_reference()
 
 
-def test_waiting_for_masks_is_the_masks_time_and_preparing_is_the_launchs() -> None:
+def test_trace_counts_waiting_for_masks_as_masks_and_preparing_as_launch() -> None:
     subject, _ = masked()
     trace = subject.loop.trace = Timeline()
     constraints, executor = subject.loop.constraints, subject.loop.executor
@@ -176,7 +176,7 @@ def test_waiting_for_masks_is_the_masks_time_and_preparing_is_the_launchs() -> N
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_many_requests_get_the_tokens_they_get_without_masks(overlap: bool) -> None:
+def test_masks_that_allow_everything_do_not_change_tokens(overlap: bool) -> None:
     subject, _ = masked(overlap=overlap)
     subject.add(*(request(range(1, 3 + count), max_tokens=1 + count % 5) for count in range(12)))
     subject.run()

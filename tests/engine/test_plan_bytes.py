@@ -62,7 +62,7 @@ def make_runner() -> CpuModelRunner:
 
 
 class ProcessExecutor(Executor):
-    """Sends the bytes of each plan to another process. `check` compares a plan with what its bytes decode to."""
+    """Sends the bytes of each plan to another process."""
 
     capabilities = Capabilities(logits=True, pooling=True)
 

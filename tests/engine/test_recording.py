@@ -1,4 +1,4 @@
-"""A recording says what ran, exactly, and nothing about what was said."""
+"""A recording describes exactly what ran and reveals nothing about texts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def lines_of(path: Path, run: Harness, added: list[Request]) -> list[Line]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_every_request_and_every_pass_is_there_once(tmp_path: Path, overlap: bool) -> None:
+def test_every_request_and_every_pass_is_recorded_once(tmp_path: Path, overlap: bool) -> None:
     run, added = harness(overlap), requests()
     lines = lines_of(tmp_path / "run.jsonl", run, added)
     kinds = Counter(type(line) for line in lines)
@@ -97,8 +97,8 @@ def test_equal_blocks_are_equal_prefixes_of_one_tenant_and_nothing_else(tmp_path
                 assert (left == right) == (same and ours[:end] == theirs[:end])
 
 
-def test_the_same_prompt_of_two_tenants_has_nothing_in_common(tmp_path: Path) -> None:
-    """Also if they end one after the other."""
+def test_the_same_prompt_of_two_tenants_has_different_hashes(tmp_path: Path) -> None:
+    """Also if they finish one after the other."""
     added = [
         Request(name, np.arange(12), SamplingParams(max_tokens=1), tenant=name) for name in ("one", "two", "three")
     ]
@@ -107,8 +107,8 @@ def test_the_same_prompt_of_two_tenants_has_nothing_in_common(tmp_path: Path) ->
     assert len(blocks) == len(set(blocks)) == 9
 
 
-def test_two_recordings_of_the_same_prompt_have_nothing_in_common(tmp_path: Path) -> None:
-    """Else a list of likely prompts would tell which were asked."""
+def test_two_recordings_of_the_same_prompt_have_different_hashes(tmp_path: Path) -> None:
+    """Otherwise hashes of likely prompts would reveal which were sent."""
     one, two = (
         {block for line in lines_of(tmp_path / name, harness(), requests()) if isinstance(line, RecordedRequest)
          for block in line.blocks}
@@ -118,7 +118,7 @@ def test_two_recordings_of_the_same_prompt_have_nothing_in_common(tmp_path: Path
 
 
 class SlowReader:
-    """Features from a plain copy of the page tables, row by row."""
+    """Reference implementation: features from a copy of the page tables, row by row."""
 
     def __init__(self) -> None:
         self.rows: dict[int, dict[int, int]] = {}
@@ -166,7 +166,7 @@ def test_features_are_those_a_row_by_row_count_gives(num_pages: int) -> None:
     assert run.scheduler.counters.duplicate_pages
 
 
-def test_an_engine_records_where_it_is_told_to(tmp_path: Path) -> None:
+def test_the_record_option_writes_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with LLM(load="random", shape="tiny-llama", threads=1, kv_tokens=4096, record=str(path)) as llm:
         llm.generate([[1, 2, 3], list(range(40))], SamplingParams(max_tokens=4, ignore_eos=True))
@@ -177,14 +177,14 @@ def test_an_engine_records_where_it_is_told_to(tmp_path: Path) -> None:
     assert all(line.device_s for line in lines if isinstance(line, RecordedPass))
 
 
-def test_a_recording_that_was_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
+def test_a_truncated_recording_is_read_up_to_its_last_full_line(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     lines = lines_of(path, harness(), requests())
     path.write_bytes(path.read_bytes()[:-20])
     assert list(read_recording(path)) == lines[:-1]
 
 
-def test_what_is_no_recording_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_recording_is_refused_with_its_line_number(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("TIMESTAMP,ContextTokens\n")
     with pytest.raises(ConfigError, match=r"trace.csv, line 1 is not a line of a recording"):
@@ -196,7 +196,7 @@ def test_what_is_no_recording_is_refused_with_its_line(tmp_path: Path) -> None:
         record(tmp_path / "missing" / "run.jsonl", harness())
 
 
-def test_what_is_prepared_ahead_is_part_of_the_launch(tmp_path: Path) -> None:
+def test_preparing_counts_as_launch_time(tmp_path: Path) -> None:
     run = harness(overlap=True)
     recorder = record(tmp_path / "run.jsonl", run)
     run.add(*requests(1))

@@ -1,4 +1,4 @@
-"""The timeline: well-formed, no lane overlaps itself, and overlap can be seen in it."""
+"""The timeline: well-formed, spans of a lane do not overlap, and overlapped scheduling is visible."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_lanes_hold_every_pass_once_and_do_not_overlap_within_themselves(overlap
             assert one["ts"] + one["dur"] <= other["ts"] + 1e-2, f"{name}: {one} reaches into {other}"
 
 
-def test_masks_are_started_behind_a_commit_and_waited_for_behind_the_next_plan(tmp_path: Path) -> None:
+def test_masks_start_after_a_commit_and_are_awaited_after_the_next_plan(tmp_path: Path) -> None:
     digits = SamplingParams(temperature=0, max_tokens=9, grammar=Grammar.regex("[0-9]{20}"))
     _, lanes = recorded("on", tmp_path, digits)
     of = {name: {event["args"]["step"]: event for event in events} for name, events in lanes.items()}
@@ -76,7 +76,7 @@ def test_masks_are_started_behind_a_commit_and_waited_for_behind_the_next_plan(t
             assert follow(of["text"][step], of["plan"][step + 2], wait, of["launch"][step + 2])
 
 
-def test_with_overlap_the_next_launch_lies_before_the_commit_and_without_behind_it(tmp_path: Path) -> None:
+def test_the_next_launch_precedes_the_commit_only_with_overlap(tmp_path: Path) -> None:
     for overlap, ahead in (("on", True), ("off", False)):
         _, lanes = recorded(overlap, tmp_path)
         commits = {event["args"]["step"]: event["ts"] for event in lanes["commit"]}
@@ -97,8 +97,8 @@ def test_a_pass_runs_between_its_launch_and_the_end_of_its_wait(tmp_path: Path) 
         assert sum(one.num_sampled for one in timeline.passes) == 36
 
 
-def test_idle_time_is_seen_where_the_device_was_idle() -> None:
-    """On a virtual clock: passes take a millisecond or so, and the device rests half of one before each."""
+def test_device_idle_time_appears_between_passes() -> None:
+    """On a virtual clock: passes take about a millisecond, with half a millisecond of device idle time before each."""
     subject = harness()
     timeline = subject.loop.trace = Timeline()
     launch = subject.executor.launch
@@ -121,7 +121,7 @@ def test_idle_time_is_seen_where_the_device_was_idle() -> None:
         assert began - ended == pytest.approx(5e-4)
 
 
-def test_passes_lie_right_where_nobody_measures_idle_time() -> None:
+def test_passes_are_placed_correctly_without_idle_measurements() -> None:
     subject = harness()
     timeline = subject.loop.trace = Timeline()
     subject.add(request(max_tokens=5))

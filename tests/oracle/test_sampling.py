@@ -156,5 +156,5 @@ def test_bad_words_do_not_appear(llm: LLM) -> None:
 
 
 def test_a_bias_beyond_the_vocabulary_is_refused(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="logit_bias has token 300: the model knows the ids 0 to 299"):
+    with pytest.raises(InvalidRequest, match="logit_bias has token id 300: the model's ids are 0 to 299"):
         llm.generate([PROMPTS[1]], params({}, logit_bias={300: 1}))
