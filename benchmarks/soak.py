@@ -223,7 +223,7 @@ async def run(process: subprocess.Popen[str], url: str, minutes: float, seed: in
         "running": health["num_running"],
         "waiting": health["num_waiting"],
         "open": metric["num_requests_open"],
-        "repairs": metric["repairs_total"],
+        "repairs": metric["scheduler_state_repairs_total"],
     }
     return {
         "minutes": minutes,

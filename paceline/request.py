@@ -65,12 +65,20 @@ _NEXT: dict[Phase, frozenset[Phase]] = {
 }
 
 
+# Bounds of sampling parameters. `SamplingParams` checks them; the OpenAPI document states them.
+MAX_TEMPERATURE = 10_000
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100
+MAX_PENALTY = 2  # of presence and frequency, in both directions
+MAX_LOGIT_BIAS = 100  # in both directions
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_BIASES = 1024  # tokens that one request may bias
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 4096
 MAX_STOP_IDS = 1024
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 4096  # of all stop strings of a request together
 GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "lark", "choice")
 
 
@@ -164,16 +172,19 @@ class SamplingParams:
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         bias = self.logit_bias
         object.__setattr__(self, "logit_bias", tuple(bias.items() if isinstance(bias, Mapping) else bias))
-        _check_float("temperature", self.temperature, 0, 1e4, "give 0 (always the likeliest token) to 10000")
+        _check_float(
+            "temperature", self.temperature, 0, MAX_TEMPERATURE, "give 0 (always the likeliest token) to 10000"
+        )
         _check_float("top_p", self.top_p, 0, 1, "give a number above 0 and up to 1 (all tokens)")
         if self.top_p == 0:
             raise InvalidRequest(f"top_p is {self.top_p!r}: give a number above 0 and up to 1 (all tokens).")
         if self.top_k is not None:
             _check_int("top_k", self.top_k, 1, "give 1 or more, or leave it out to keep all tokens")
         _check_float("min_p", self.min_p, 0, 1, "give 0 (all tokens) to 1")
-        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100, "give 0.01 to 100; 1 changes nothing")
+        low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        _check_float("repetition_penalty", self.repetition_penalty, low, high, "give 0.01 to 100; 1 changes nothing")
         for name in ("presence_penalty", "frequency_penalty"):
-            _check_float(name, getattr(self, name), -2, 2, "give -2 to 2; 0 changes nothing")
+            _check_float(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY, "give -2 to 2; 0 changes nothing")
         self._check_lengths()
         self._check_choices()
         for text in stop:
@@ -223,7 +234,7 @@ class SamplingParams:
 
     def _check_lengths(self) -> None:
         if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), "give a whole number of 64 bits")
+            _check_int("seed", self.seed, MIN_SEED, "give a whole number of 64 bits", MAX_SEED)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 0, "give 0 (compute the prompt alone) or more")
         _check_int("min_tokens", self.min_tokens, 0, "give 0 or more")
@@ -240,7 +251,9 @@ class SamplingParams:
     def _check_biases(self) -> None:
         for token, bias in self.biases:
             _check_int("logit_bias", token, 0, "give token ids, from 0 up")
-            _check_float("logit_bias", bias, -100, 100, "give numbers from -100 (never) to 100 (always)")
+            _check_float(
+                "logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, "give numbers from -100 (never) to 100 (always)"
+            )
         for word in self.bad_words:
             if not isinstance(word, str) or not word:
                 raise InvalidRequest(f"bad_words has {word!r}: give strings of at least one character.")

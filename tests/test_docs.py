@@ -244,9 +244,8 @@ def test_concepts_have_a_cell_for_every_engine() -> None:
 
 
 def test_every_parameter_of_a_request_is_in_the_table() -> None:
-    from paceline.server.request_types import ChatRequest, CompletionRequest
-
     from paceline.server.fields import IGNORED_FIELDS, UNSUPPORTED_FIELDS
+    from paceline.server.request_types import ChatRequest, CompletionRequest
 
     documented = set(re.findall(r"`([a-z_]+)[`:.]", read("docs/parameters.md")))
     known = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, *IGNORED_FIELDS, *UNSUPPORTED_FIELDS}

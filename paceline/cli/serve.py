@@ -46,6 +46,7 @@ def serve(
     The command line takes precedence over the environment, and the environment over the file.
     """
     from paceline.cli.loading import bar, fetch, name_of
+    from paceline.server.process_messages import ModelSource
     from paceline.server.run import bind, run, url_of
     from paceline.server.supervisor import ServerSetup
 
@@ -84,12 +85,13 @@ def serve(
             path = str(fetch(model))
             tokenizer, own_name = path, name_of(model, Path(path), None)
         name = config.served_name or own_name
-        plan = ServerSetup(
-            config, name, tokenizer, {"model": path, "load": load, "shape": shape, "options": rest}, tenants
-        )
+        setup = ServerSetup(config, name, tokenizer, ModelSource(path, load, shape, rest), tenants)
         with bar(f"loading {name}") as advance:
             status = run(
-                plan, taken, advance, lambda served: _print_summary(served, url_of(taken), time.perf_counter() - began)
+                setup,
+                taken,
+                advance,
+                lambda served: _print_summary(served, url_of(taken), time.perf_counter() - began),
             )
     finally:
         taken.close()

@@ -49,7 +49,7 @@ _SLICES = [
     *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (1, 2, 3, 4, 5, 6, 8, 10, 14, 20, 30)),
     r'[^"\\\x00-\x1F\x7F]+',
 ]
-_MAX_THREADS = 8  # more gain little (docs/log.md)
+_MAX_THREADS = 8  # more gain little (docs/log)
 
 # Without a bound a weak model writes whitespace forever; a schema can override it (its "x-guidance").
 _JSON = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}

@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's interface on one side, an engine behind one small client on the other."""
+"""The HTTP server: OpenAI's API in front, the engine behind one small client interface."""

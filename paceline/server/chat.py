@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: one conversation in, the next message out."""
+"""`/v1/chat/completions`: one conversation, one or several choices of its next message."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
 from paceline.request import Grammar, as_tokens
 from paceline.server.errors import ApiError
-from paceline.server.fields import check_message_fields, short
-from paceline.server.response import TokenWords, finish_reason_of, new_id, now, text_of
-from paceline.server.types import (
+from paceline.server.fields import check_messages, short
+from paceline.server.request_types import ChatRequest
+from paceline.server.response import LogprobFormatter, finish_reason_of, make_response_id, text_of, unix_time
+from paceline.server.response_types import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
     ChatLogprobs,
-    ChatRequest,
     Delta,
     FunctionCall,
     FunctionDelta,
@@ -31,6 +31,7 @@ from paceline.server.types import (
     ToolCallDelta,
     UsageInfo,
 )
+from paceline.server.state import ServerState
 from paceline.text.tokenizer import Tokenizer
 from paceline.text.tools import Content, ToolCallEvent, ToolCallParser, ToolCallStart, call_grammar, describe, style_of
 
@@ -38,43 +39,47 @@ from paceline.text.tools import Content, ToolCallEvent, ToolCallParser, ToolCall
 class ChatResponse:
     prompt_field = "messages"
 
-    def __init__(self, request: ChatRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, state: ServerState, request: ChatRequest) -> None:
+        tokenizer = state.tokenizer
         self.request = request
-        self.id, self._created = new_id("chatcmpl"), now()
-        tools = _Tools.of(request, tokenizer)
-        messages = check_message_fields(request.messages)
+        self.id, self._created = make_response_id("chatcmpl"), unix_time()
+        tools = _ToolSetup.of(request, tokenizer)
+        messages = check_messages(request.messages)
         shown = [msgspec.to_builtins(tool) for tool in tools.shown] or None
         if tokenizer.chat is not None and "tools" not in tokenizer.chat.source:
             messages, shown = describe(messages, shown), None
-        more: dict[str, Any] = {"logprobs": _num_logprobs(request)}
+        overrides: dict[str, Any] = {"logprobs": _num_logprobs(request)}
         if tools.grammar is not None:
             if request.grammar() is not None:
-                raise ApiError("tool_choice asks for a call and another constraint is given: give one of them.",
-                               param="tool_choice")  # fmt: skip
-            more["grammar"] = tools.grammar
+                raise ApiError(
+                    "tool_choice forces a call and another constraint is given: give one of them.",
+                    param="tool_choice",
+                )
+            overrides["grammar"] = tools.grammar
         if tools.style is not None and tokenizer.token_id("<tool_call>") in tokenizer.special_ids:
-            more["skip_special_tokens"] = False
-        params = request.sampling(_max_tokens(request), **more)
+            overrides["skip_special_tokens"] = False  # the parser needs them
+        params = request.sampling_params(_max_tokens(request), **overrides)
         prompt = tokenizer.encode_chat(messages, **({"tools": shown} if shown else {}))
         each = params.each_choice()
         ids = [self.id] if len(each) == 1 else [f"{self.id}-{index}" for index in range(len(each))]
-        self.jobs: Sequence[Job] = [Job(as_tokens(prompt), one, id=name) for name, one in zip(ids, each, strict=True)]
+        tokens = as_tokens(prompt)
+        self.jobs: Sequence[Job] = [Job(tokens, choice, id=name) for name, choice in zip(ids, each, strict=True)]
         self.jobs_per_prompt = len(each)
-        self._words = TokenWords(tokenizer, params)
+        self._formatter = LogprobFormatter(tokenizer, params)
         self._style = tools.style
         self._parsers = {} if tools.style is None else {i: ToolCallParser(tools.style) for i in range(len(each))}
 
-    def opening(self) -> Iterable[bytes]:
+    def first_chunks(self) -> Iterable[bytes]:
         for index in range(len(self.jobs)):
             yield self._chunk([ChatChunkChoice(index, Delta(role="assistant", content=""))])
 
-    def chunks(self, index: int, piece: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
-        logprobs = self._logprobs([piece])
+    def chunks(self, index: int, output: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
+        logprobs = self._logprobs([output])
         parser = self._parsers.get(index)
         if parser is None:
-            deltas = [Delta(content=piece.text)] if piece.text else []
+            deltas = [Delta(content=output.text)] if output.text else []
         else:
-            events = parser.push(piece.text)
+            events = parser.push(output.text)
             events += parser.close() if finish_reason is not None else []
             deltas = list(_deltas(events, parser))
             if finish_reason == "stop" and parser.num_calls:
@@ -89,26 +94,27 @@ class ChatResponse:
     def usage_chunk(self, usage: UsageInfo) -> bytes:
         return self._chunk([], usage)
 
-    def whole(self, pieces: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
-        choices = [self._choice(index, parts) for index, parts in enumerate(pieces)]
+    def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
+        choices = [self._choice(index, deltas) for index, deltas in enumerate(outputs)]
         return msgspec.json.encode(
             ChatCompletion(self.id, "chat.completion", self._created, self.request.model, choices, usage)
         )
 
-    def _choice(self, index: int, parts: Sequence[OutputDelta]) -> ChatChoice:
-        message, reason = Message("assistant", text_of(parts)), finish_reason_of(parts[-1]) or ""
+    def _choice(self, index: int, outputs: Sequence[OutputDelta]) -> ChatChoice:
+        message, reason = Message("assistant", text_of(outputs)), finish_reason_of(outputs[-1]) or ""
         if self._style is not None:
             parser = ToolCallParser(self._style)
-            message = _message(parser.push(text_of(parts)) + parser.close())
+            message = _message(parser.push(text_of(outputs)) + parser.close())
             if parser.num_calls and reason == "stop":
                 reason = "tool_calls"
-        return ChatChoice(index, message, reason, self._logprobs(parts))
+        return ChatChoice(index, message, reason, self._logprobs(outputs))
 
-    def _logprobs(self, parts: Sequence[OutputDelta]) -> ChatLogprobs | None:
+    def _logprobs(self, outputs: Sequence[OutputDelta]) -> ChatLogprobs | None:
         if not self.request.logprobs:
             return None
-        told = [self._words.of(one) for piece in parts for one in self._words.shown(piece)]
-        return ChatLogprobs(told) if told or parts[-1].finish_reason is None or len(parts) > 1 else None
+        formatter = self._formatter
+        found = [formatter.format(one) for output in outputs for one in formatter.visible_logprobs(output)]
+        return ChatLogprobs(found) if found or outputs[-1].finish_reason is None or len(outputs) > 1 else None
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: UsageInfo | None = None) -> bytes:
         shown = usage if self.request.include_usage else UNSET
@@ -118,38 +124,45 @@ class ChatResponse:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tools:
-    """What a request says of tools: which are shown, how calls are written, and what a forced one must be."""
+class _ToolSetup:
+    """The tools the model sees, the syntax of its calls, and the grammar of a forced call."""
 
     shown: Sequence[Any] = ()
     style: str | None = None
     grammar: Grammar | None = None
 
     @classmethod
-    def of(cls, request: ChatRequest, tokenizer: Tokenizer) -> _Tools:
+    def of(cls, request: ChatRequest, tokenizer: Tokenizer) -> _ToolSetup:
         tools, choice = request.tools or [], request.tool_choice
         if isinstance(choice, str) and choice not in ("none", "auto", "required"):
-            raise ApiError(f"tool_choice is {short(choice)}: give none, auto, required or a function.",
-                           param="tool_choice", code="invalid_value")  # fmt: skip
+            raise _invalid_tool_choice(f"tool_choice is {short(choice)}: give none, auto, required or a function.")
         if not tools and choice not in (None, "none", "auto"):
-            raise ApiError("tool_choice asks for a call and tools is missing: give tools.", param="tool_choice")
+            raise ApiError("tool_choice forces a call, so `tools` is required.", param="tool_choice")
         if not tools or choice == "none":
             return cls()
         for index, tool in enumerate(tools):
             if tool.type != "function":
-                raise ApiError(f"tools[{index}].type is {short(tool.type)}: only function is supported.",
-                               param="tools", code="invalid_value")  # fmt: skip
+                raise ApiError(
+                    f"tools[{index}].type is {short(tool.type)}: only function is supported.",
+                    param="tools",
+                    code="invalid_value",
+                )
         style = style_of("" if tokenizer.chat is None else tokenizer.chat.source)
         if choice is None or choice == "auto":
             return cls(tools, style)
-        called = tools
+        allowed = tools
         if not isinstance(choice, str):
-            called = [tool for tool in tools if tool.function.name == choice.function.name]
-            if not called or choice.type != "function":
-                raise ApiError(f"tool_choice is {choice.function.name!r}, which is not among the tools: name one.",
-                               param="tool_choice", code="invalid_value")  # fmt: skip
+            allowed = [tool for tool in tools if tool.function.name == choice.function.name]
+            if not allowed or choice.type != "function":
+                raise _invalid_tool_choice(
+                    f"tool_choice is {choice.function.name!r}, which is not one of the tools: name one of them."
+                )
         several = request.parallel_tool_calls is not False and choice == "required"
-        return cls(tools, style, call_grammar(msgspec.to_builtins(called), style, several=several))
+        return cls(tools, style, call_grammar(msgspec.to_builtins(allowed), style, several=several))
+
+
+def _invalid_tool_choice(message: str) -> ApiError:
+    return ApiError(message, param="tool_choice", code="invalid_value")
 
 
 def _message(events: Sequence[ToolCallEvent]) -> Message:
@@ -183,25 +196,23 @@ def _call_id() -> str:
 
 
 def _num_logprobs(request: ChatRequest) -> int | None:
-    if not request.logprobs:
-        if request.top_logprobs:
-            raise ApiError("top_logprobs is given and logprobs is not true: set it, or leave top_logprobs out.",
-                           param="top_logprobs")  # fmt: skip
-        if request.logprob_token_ids:
-            raise ApiError("logprob_token_ids is given and logprobs is not true: set it, or leave it out.",
-                           param="logprob_token_ids")  # fmt: skip
-        return None
-    return request.top_logprobs or 0
+    if request.logprobs:
+        return request.top_logprobs or 0
+    for name in ("top_logprobs", "logprob_token_ids"):
+        if getattr(request, name):
+            raise ApiError(f"{name} is given and logprobs is not true: set logprobs, or omit {name}.", param=name)
+    return None
 
 
 def _max_tokens(request: ChatRequest) -> int | None:
-    old, new = request.max_tokens, request.max_completion_tokens
-    if old is not None and new is not None and old != new:
+    deprecated, current = request.max_tokens, request.max_completion_tokens
+    if deprecated is not None and current is not None and deprecated != current:
         raise ApiError(
-            f"max_completion_tokens is {new} and max_tokens, its older name, is {old}: give one of them.",
+            f"max_completion_tokens is {current} and max_tokens, its deprecated name, is {deprecated}: "
+            "give one of them.",
             param="max_completion_tokens",
         )
-    most, name = (old, "max_tokens") if new is None else (new, "max_completion_tokens")
-    if most == 0:
-        raise ApiError(f"{name} is 0: ask for at least 1 token.", param=name, code="invalid_value")
-    return most
+    value, name = (deprecated, "max_tokens") if current is None else (current, "max_completion_tokens")
+    if value == 0:
+        raise ApiError(f"{name} is 0: give at least 1.", param=name, code="invalid_value")
+    return value

@@ -1,7 +1,7 @@
-"""HTTP connections: uvicorn's, with bounds on what a client may do and a short way for tokens.
+"""HTTP connections: uvicorn's h11 protocol with limits, and a direct write path for streamed tokens.
 
-A client has `header_s` seconds from the first moment on, `max_header_bytes` for its headers, and there may be
-`max_connections` of them. What is left to the app are the body (`asgi.read_body`) and readers that do not read.
+A client has `header_s` seconds, from the moment it connects, to send at most `max_header_bytes` of headers, and there
+are at most `max_connections` connections. `http.read_body` limits the body, `Connection.drain` slow readers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from paceline.server.metrics import ServerCounters
 BACKLOG = 4096
 
 
-class _State(ServerState):
-    """With a date that is right to the second and costs nothing while nobody asks."""
+class _UvicornState(ServerState):
+    """Computes the Date header when a response needs it; uvicorn's own server would refresh it every second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,30 +47,33 @@ class _State(ServerState):
 
 class Connection(H11Protocol):
     def __init__(
-        self, config: uvicorn.Config, state: ServerState, limits: ServerConfig, tally: ServerCounters, loop: Any
+        self, config: uvicorn.Config, state: ServerState, limits: ServerConfig, counters: ServerCounters, loop: Any
     ) -> None:
         super().__init__(config, state, {"connection": self}, loop)
-        self._limits, self._tally = limits, tally
-        self._patience: asyncio.TimerHandle | None = None
+        self._limits, self._counters = limits, counters
+        self._header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._tally.connections += 1
+        self._counters.connections += 1
         if len(self.connections) > self._limits.max_connections:
-            error = ApiError(f"{self._limits.max_connections} connections are open (max_connections): come back later.",
-                             status=503, kind="server_error", code="too_many_connections")  # fmt: skip
-            body = error.body()
+            body = ApiError(
+                f"{self._limits.max_connections} connections are open, the server's max_connections: retry later.",
+                status=503,
+                kind="server_error",
+                code="too_many_connections",
+            ).body()
             transport.write(
                 b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
                 b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
             )
             transport.close()
         else:
-            self._expect_headers()
+            self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._tally.connections -= 1
-        self._stop_waiting()
+        self._counters.connections -= 1
+        self._stop_header_timer()
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
@@ -79,53 +82,53 @@ class Connection(H11Protocol):
         before = self.cycle
         super().handle_events()
         if self.cycle is not before:
-            self._stop_waiting()
-        elif self._patience is None and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
-            self._expect_headers()  # of a further request on this connection: it has begun to arrive
+            self._stop_header_timer()
+        elif self._header_timer is None and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._start_header_timer()  # the next request on this connection has begun to arrive
 
-    def _expect_headers(self) -> None:
-        self._patience = self.loop.call_later(self._limits.header_s, self._give_up)
+    def _start_header_timer(self) -> None:
+        self._header_timer = self.loop.call_later(self._limits.header_s, self._on_header_timeout)
 
-    def _stop_waiting(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
-    def _give_up(self) -> None:
-        self._tally.slow_clients += 1
+    def _on_header_timeout(self) -> None:
+        self._counters.slow_clients += 1
         self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
         self.transport.close()
-        self._cut_off_later()
+        self._abort_later()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._cut_off_later()
+        self._abort_later()
 
-    def _cut_off_later(self) -> None:
-        """Closing waits for the client to read what is left, and it may never do that."""
+    def _abort_later(self) -> None:
+        """`close` waits until the client has read everything sent, which may never happen."""
         self.loop.call_later(self._limits.slow_reader_s, self.transport.abort)
 
     # ------------------------------------------------------------------ for `EventStream`
 
     def write_chunk(self, data: bytes) -> bool:
-        """A chunk of a body, without the way through h11. Whether the client reads: if not, wait for `drain`."""
+        """Writes a chunk of the body, bypassing h11. Returns whether the client keeps up; if not, await `drain`."""
         if not self.transport.is_closing():
             self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return not self.flow.write_paused
 
     async def drain(self) -> None:
-        """Until the client has read enough; a slow one is cut off, which ends its answer like any that goes away."""
+        """Waits until the client has read enough. A slow client is disconnected, which aborts its request."""
         try:
             await asyncio.wait_for(self.flow.drain(), self._limits.slow_reader_s)
         except TimeoutError:
-            self._tally.slow_clients += 1
+            self._counters.slow_clients += 1
             self.transport.abort()
 
 
 async def listen(
-    app: Callable[..., Any], config: ServerConfig, taken: socket.socket, tally: ServerCounters
+    app: Callable[..., Any], config: ServerConfig, listening_socket: socket.socket, counters: ServerCounters
 ) -> asyncio.base_events.Server:
-    """Accepts connections from now on."""
+    """Starts accepting connections."""
     settings = uvicorn.Config(
         app,
         http=Connection,
@@ -138,8 +141,9 @@ async def listen(
     )
     settings.load()
     loop = asyncio.get_running_loop()
-    make = partial(Connection, settings, _State(), config, tally, loop)
-    # asyncio accepts as many at a time as it lets wait. Few at a time share a burst between the workers.
-    server = await loop.create_server(make, sock=taken, backlog=1 if config.workers > 1 else 64)
-    taken.listen(BACKLOG)
+    make = partial(Connection, settings, _UvicornState(), config, counters, loop)
+    # asyncio accepts up to `backlog` connections at a time. With several workers a small value spreads a burst over
+    # them; the socket's own backlog is set afterwards.
+    server = await loop.create_server(make, sock=listening_socket, backlog=1 if config.workers > 1 else 64)
+    listening_socket.listen(BACKLOG)
     return server

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: texts in, a vector for each out: the served model's hidden states, pooled, of length 1."""
+"""`/v1/embeddings`: a vector for each text: the model's hidden states, pooled and normalised to length 1."""
 
 from __future__ import annotations
 
@@ -11,45 +11,47 @@ import numpy as np
 from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
 from paceline.request import SamplingParams, as_tokens
-from paceline.server.completions import encode_prompts
-from paceline.server.response import new_id
-from paceline.server.types import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage, UsageInfo
-from paceline.text.tokenizer import Tokenizer
+from paceline.server.prompts import check_num_prompts, encode_prompts, split_prompts
+from paceline.server.request_types import EmbeddingRequest
+from paceline.server.response import make_response_id
+from paceline.server.response_types import Embedding, EmbeddingList, EmbeddingUsage, UsageInfo
+from paceline.server.state import ServerState
 
-_NOTHING = SamplingParams(temperature=0, max_tokens=1)  # no token is sampled
+_PARAMS = SamplingParams(temperature=0, max_tokens=1)  # unused: no token is sampled
 
 
 class EmbeddingResponse:
     prompt_field = "input"
     jobs_per_prompt = 1
 
-    def __init__(self, request: EmbeddingRequest, tokenizer: Tokenizer, max_prompts: int) -> None:
+    def __init__(self, state: ServerState, request: EmbeddingRequest) -> None:
         self.request = request
-        self.id = new_id("embd")
-        prompts = encode_prompts(request.input, tokenizer, max_prompts, "input")
+        self.id = make_response_id("embd")
+        prompts = split_prompts(request.input, "input")
+        check_num_prompts(len(prompts), 1, state.config.max_prompts, "input")
         self.jobs: Sequence[Job] = [
-            Job(as_tokens(prompt), _NOTHING, id=f"{self.id}-{index}", pooling=request.pooling or "mean")
-            for index, prompt in enumerate(prompts)
+            Job(as_tokens(prompt), _PARAMS, id=f"{self.id}-{index}", pooling=request.pooling or "mean")
+            for index, prompt in enumerate(encode_prompts(prompts, state.tokenizer, "input"))
         ]
 
-    def opening(self) -> Iterable[bytes]:
-        return ()
+    def first_chunks(self) -> Iterable[bytes]:
+        raise AssertionError("embeddings are not streamed")
 
-    def chunks(self, index: int, piece: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
+    def chunks(self, index: int, output: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
         raise AssertionError("embeddings are not streamed")
 
     def usage_chunk(self, usage: UsageInfo) -> bytes:
         raise AssertionError("embeddings are not streamed")
 
-    def whole(self, pieces: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
-        data = [Embedding(index, self._shown(parts[-1].vector or b"")) for index, parts in enumerate(pieces)]
+    def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
+        data = [Embedding(index, self._encode(deltas[-1].vector or b"")) for index, deltas in enumerate(outputs)]
         return msgspec.json.encode(
             EmbeddingList(data, self.request.model, EmbeddingUsage(usage.prompt_tokens, usage.prompt_tokens))
         )
 
-    def _shown(self, vector: bytes) -> list[float] | str:
-        numbers = np.frombuffer(vector, np.float32).astype("<f4")
+    def _encode(self, vector: bytes) -> list[float] | str:
+        values = np.frombuffer(vector, np.float32).astype("<f4")
         if self.request.encoding_format == "base64":
-            return base64.b64encode(numbers.tobytes()).decode()
-        found: list[float] = numbers.tolist()
-        return found
+            return base64.b64encode(values.tobytes()).decode()
+        floats: list[float] = values.tolist()
+        return floats

@@ -1,14 +1,13 @@
-"""The engine's process: an engine behind sockets, for as many front ends as there are.
+"""The engine process: one engine behind ZeroMQ sockets, for any number of front ends.
 
-One thread takes what comes (`_listen`), the engine's own thread sends each front end what a step has for it, in one
-message. The process is started by the supervisor, which talks to it through its standard input: a line when a front
-end is gone, and the end of the input when the server is. The engine does not detokenize: front ends do.
+One thread receives messages (`EngineProcess.listen`); the engine thread sends each front end all outputs of a step in
+one message. The supervisor starts the process and reports on its standard input when a front end has exited; the end of
+the input means that the server shuts down. The engine does not detokenize: front ends do.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import signal
@@ -16,8 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -29,43 +28,42 @@ from paceline.engine.engine import Engine, EngineHooks
 from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.request import InvalidRequest, PacelineError, SamplingParams, as_tokens
-from paceline.server.engine_queries import EngineQueries, served_by
-from paceline.server.limits import Gate
+from paceline.server.engine_queries import EngineQueries, served_model
 from paceline.server.logs import set_up_logs
 from paceline.server.messages import (
-    End,
-    Hello,
+    ErrorReply,
+    FinishRequest,
+    MessageToEngine,
+    MessageToFrontEnd,
     OutputBatch,
-    QueryMessage,
-    Refusal,
-    Reply,
-    Submit,
+    QueryRequest,
+    QueryResult,
+    RegisterFrontEnd,
+    SubmitJob,
     decode_to_engine,
 )
+from paceline.server.process_messages import (
+    EngineReady,
+    EngineSetup,
+    LineDecoder,
+    LoadingProgress,
+    StartupFailed,
+    ToEngine,
+    read_setup,
+    send_to_supervisor,
+)
+from paceline.server.rate_limiter import RateLimiter
 
 log = logging.getLogger("paceline.engine")
-_PROGRESS_S = 0.1  # between two words of how far loading is
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSetup:
-    """All that the process must know, as one line of JSON on its standard input."""
-
-    name: str
-    address: str  # where it listens
-    model: str | None = None
-    load: str = "weights"
-    shape: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # of EngineConfig and SchedulerConfig
-    stall_s: float = 60.0
-    tenants: tuple[TenantConfig, ...] = ()
-    log_level: str = "info"
-    log_format: str = "text"
+_PROGRESS_INTERVAL_S = 0.1  # between two progress messages
+_CLOSE_TIMEOUT_S = 2.0
+_FAILURE_EXIT_DELAY_S = 0.2  # for the last messages to leave the process
+_FAILURE_EXIT_STATUS = 70  # EX_SOFTWARE
 
 
 @dataclass(slots=True, eq=False)
 class _FrontEndSink:
-    """One request's way to its front end."""
+    """Receives the output of one request on behalf of its front end."""
 
     process: EngineProcess
     front_end: str
@@ -74,13 +72,13 @@ class _FrontEndSink:
     tenant: str
     last_token: float | None = None
 
-    def put(self, piece: OutputDelta) -> None:
-        self.process.pieces.append((self, piece))
+    def put(self, output: OutputDelta) -> None:
+        self.process.outputs.append((self, output))
 
     def refuse(self, error: PacelineError) -> None:
-        self.process.side.metrics.refused[self.tenant] += 1
-        self.process.forget(self)
-        self.process.send(self.front_end, Refusal.of(self.number, error))
+        self.process.queries.metrics.refused[self.tenant] += 1
+        self.process.remove(self)
+        self.process.send(self.front_end, ErrorReply.of(self.number, error))
 
 
 class EngineProcess:
@@ -94,154 +92,152 @@ class EngineProcess:
         on_failure: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
         """`make_engine` builds the engine with these hooks; it must not detokenize."""
-        self.pieces: list[tuple[_FrontEndSink, OutputDelta]] = []  # of this step; the engine's thread alone
-        self._engine = make_engine(EngineHooks(after_step=self._send_pieces, on_failure=on_failure))
-        self.side = EngineQueries(self._engine, stall_s)
-        self._gate = Gate(tenants)
+        self.outputs: list[tuple[_FrontEndSink, OutputDelta]] = []  # of this step; used by the engine thread alone
+        self.engine = make_engine(EngineHooks(after_step=self._send_outputs, on_failure=on_failure))
+        self.queries = EngineQueries(self.engine, stall_s)
+        self._limiter = RateLimiter(tenants)
         self._context = zmq.Context()
-        self._inlet = self._context.socket(zmq.PULL)
-        self._inlet.set_hwm(0)
-        self._inlet.bind(address)
-        # Sockets are no thread's own: answers leave from the listening thread and from the engine's.
+        self._receiver = self._context.socket(zmq.PULL)
+        self._receiver.set_hwm(0)
+        self._receiver.bind(address)
+        # ZeroMQ sockets are not thread-safe, and both the listening thread and the engine thread send.
         self._lock = threading.Lock()
-        self._outlets: dict[str, zmq.Socket[bytes]] = {}
+        self._senders: dict[str, zmq.Socket[bytes]] = {}
         self._sinks: dict[str, dict[str, _FrontEndSink]] = {}  # front end -> request id -> sink
-        self.side.metrics.num_open = lambda: self.num_open
+        self.queries.metrics.num_open = lambda: self.num_open
 
-    @property
-    def engine(self) -> Engine:
-        return self._engine
-
-    # ------------------------------------------------------------------ what comes
+    # ------------------------------------------------------------------ messages from front ends
 
     def listen(self) -> None:
-        """Takes messages until the socket is closed."""
+        """Receives messages until the socket is closed."""
         while True:
             try:
-                data = self._inlet.recv()
+                data = self._receiver.recv()
             except zmq.ContextTerminated:
                 return
             try:
-                self._take(decode_to_engine(data))
-            except Exception:  # a message that makes no sense is our own bug; the others still count
-                log.exception("a message from a front end could not be read")
+                self._handle(decode_to_engine(data))
+            except Exception:  # a bug of ours; it must not affect other messages
+                log.exception("cannot handle a message of a front end")
 
-    def _take(self, message: Hello | Submit | End | QueryMessage) -> None:
+    def _handle(self, message: MessageToEngine) -> None:
         match message:
-            case Submit():
+            case SubmitJob():
                 self._submit(message)
-            case End():
-                self._engine.finish(message.id, message.reason)
-            case QueryMessage():
-                self._ask(message)
-            case Hello():
+            case FinishRequest():
+                self.engine.finish(message.id, message.reason)
+            case QueryRequest():
+                self._query(message)
+            case RegisterFrontEnd():
                 with self._lock:
-                    outlet = self._context.socket(zmq.PUSH)
-                    outlet.set_hwm(0)  # bounded by what the front end asked for
-                    outlet.linger = 0
-                    outlet.connect(message.address)
-                    self._outlets[message.front_end] = outlet
+                    sender = self._context.socket(zmq.PUSH)
+                    sender.set_hwm(0)  # bounded by the requests of the front end
+                    sender.linger = 0
+                    sender.connect(message.address)
+                    self._senders[message.front_end] = sender
 
-    def _submit(self, message: Submit) -> None:
+    def _submit(self, message: SubmitJob) -> None:
         job = message.job
         sink = _FrontEndSink(self, message.front_end, message.number, job.id, job.tenant)
         try:
-            self._gate.enter(job.tenant, len(job.prompt), time.monotonic())
+            self._limiter.acquire(job.tenant, len(job.prompt), time.monotonic())
         except PacelineError as error:
-            self.side.metrics.refused[job.tenant] += 1
-            self.send(message.front_end, Refusal.of(message.number, error))
+            self.queries.metrics.refused[job.tenant] += 1
+            self.send(message.front_end, ErrorReply.of(message.number, error))
             return
         with self._lock:
             self._sinks.setdefault(message.front_end, {})[job.id] = sink
         try:
-            self._engine.submit(job, sink)
+            self.engine.submit(job, sink)
         except PacelineError as error:
-            self.forget(sink)
-            self.send(message.front_end, Refusal.of(message.number, error))
+            self.remove(sink)
+            self.send(message.front_end, ErrorReply.of(message.number, error))
 
-    def _ask(self, message: QueryMessage) -> None:
-        def reply(answered: Any) -> None:
-            error = answered.exception()
+    def _query(self, message: QueryRequest) -> None:
+        def reply(future: Future[Any]) -> None:
+            error = future.exception()
             if error is None:
-                answer = msgspec.Raw(encode(answered.result()))
-                self.send(message.front_end, Reply(message.number, answer))
-            else:
-                if not isinstance(error, PacelineError):
-                    log.error("a question was not answered: %s", message.question, exc_info=error)
-                    error = EngineFailed("the question was not answered: the log says more.")
-                self.send(message.front_end, Refusal.of(message.number, error))
+                result = msgspec.Raw(encode(future.result()))
+                self.send(message.front_end, QueryResult(message.number, result))
+                return
+            if not isinstance(error, PacelineError):
+                log.error("query failed: %s", message.query, exc_info=error)
+                error = EngineFailed("The query failed: see the server's log.")
+            self.send(message.front_end, ErrorReply.of(message.number, error))
 
         try:
-            self.side.ask(message.question).add_done_callback(reply)
+            self.queries.execute(message.query).add_done_callback(reply)
         except PacelineError as error:
-            self.send(message.front_end, Refusal.of(message.number, error))
+            self.send(message.front_end, ErrorReply.of(message.number, error))
 
     @property
     def num_open(self) -> int:
-        """Requests that somebody waits for."""
+        """Requests whose output a front end awaits."""
         with self._lock:
             return sum(map(len, self._sinks.values()))
 
-    def lose(self, front_end: str) -> None:
-        """A front end is gone: nobody reads what it asked for."""
+    def disconnect(self, front_end: str) -> None:
+        """Aborts the requests of a front end that has exited."""
         with self._lock:
-            outlet = self._outlets.pop(front_end, None)
-            if outlet is not None:
-                outlet.close()
-            requests = list(self._sinks.get(front_end, ()))
-        for request_id in requests:
-            self._engine.abort(request_id)
+            sender = self._senders.pop(front_end, None)
+            if sender is not None:
+                sender.close()
+            request_ids = list(self._sinks.get(front_end, ()))
+        for request_id in request_ids:
+            self.engine.abort(request_id)
 
-    def forget(self, sink: _FrontEndSink, num_output_tokens: int = 0) -> None:
+    def remove(self, sink: _FrontEndSink, num_output_tokens: int = 0) -> None:
+        """Forgets a request that has finished."""
         with self._lock:
-            of = self._sinks.get(sink.front_end)
-            if of is not None:
-                of.pop(sink.request_id, None)
-                if not of:
+            sinks = self._sinks.get(sink.front_end)
+            if sinks is not None:
+                sinks.pop(sink.request_id, None)
+                if not sinks:
                     del self._sinks[sink.front_end]
-        self._gate.leave(sink.tenant, num_output_tokens)
+        self._limiter.release(sink.tenant, num_output_tokens)
 
-    # ------------------------------------------------------------------ what goes
+    # ------------------------------------------------------------------ messages to front ends
 
-    def _send_pieces(self) -> None:
-        if not self.pieces:
+    def _send_outputs(self) -> None:
+        if not self.outputs:
             return
-        pieces, self.pieces = self.pieces, []
-        now, metrics = time.monotonic(), self.side.metrics
-        messages: dict[str, list[tuple[int, OutputDelta]]] = {}
-        for sink, piece in pieces:
-            messages.setdefault(sink.front_end, []).append((sink.number, piece))
-            count = len(piece.token_ids)
+        outputs, self.outputs = self.outputs, []
+        now, metrics = time.monotonic(), self.queries.metrics
+        batches: dict[str, list[tuple[int, OutputDelta]]] = {}
+        for sink, output in outputs:
+            batches.setdefault(sink.front_end, []).append((sink.number, output))
+            count = len(output.token_ids)
             if count:
                 metrics.num_tokens += count
                 if sink.last_token is not None:
-                    metrics.between_tokens.observe((now - sink.last_token) / count)
+                    metrics.inter_token.observe((now - sink.last_token) / count)
                 sink.last_token = now
-            if piece.finish_reason is not None:
-                metrics.took(piece)
-                self.forget(sink, 0 if piece.usage is None else piece.usage.completion_tokens)
-        for front_end, content in messages.items():
-            self.send(front_end, OutputBatch(content))
+            if output.finish_reason is not None:
+                metrics.add_finished(output)
+                self.remove(sink, 0 if output.usage is None else output.usage.completion_tokens)
+        for front_end, batch in batches.items():
+            self.send(front_end, OutputBatch(batch))
 
-    def send(self, front_end: str, message: OutputBatch | Reply | Refusal) -> None:
+    def send(self, front_end: str, message: MessageToFrontEnd) -> None:
         data = encode(message)
         with self._lock:
-            outlet = self._outlets.get(front_end)
-            if outlet is not None:  # else it is gone, and with it whoever asked
-                outlet.send(data)
+            sender = self._senders.get(front_end)
+            if sender is not None:  # else the front end has exited
+                sender.send(data)
 
     def close(self) -> None:
-        self._engine.close()
+        self.engine.close()
         with self._lock:
-            for outlet in self._outlets.values():
-                outlet.close(linger=200)
-            self._outlets.clear()
-        self._inlet.close(linger=0)
+            for sender in self._senders.values():
+                sender.close(linger=200)
+            self._senders.clear()
+        self._receiver.close(linger=0)
         self._context.term()
 
 
 def build(setup: EngineSetup, progress: Callable[[int, int], None], hooks: EngineHooks) -> Engine:
-    engine_options, scheduler_options = split_options(setup.options)
+    source = setup.source
+    engine_options, scheduler_options = split_options(source.options)
     weights = {tenant.name: tenant.weight for tenant in setup.tenants}
     if weights:
         scheduler_options["tenant_weights"] = {**weights, **scheduler_options.get("tenant_weights", {})}
@@ -252,9 +248,9 @@ def build(setup: EngineSetup, progress: Callable[[int, int], None], hooks: Engin
     from paceline.engine.build import build_engine
 
     return build_engine(
-        setup.model,
-        load=setup.load,
-        shape=setup.shape,
+        source.model,
+        load=source.load,
+        shape=source.shape,
         progress=progress,
         hooks=hooks,
         detokenize=False,
@@ -263,15 +259,15 @@ def build(setup: EngineSetup, progress: Callable[[int, int], None], hooks: Engin
     )
 
 
-def make_a_token(engine: Engine) -> None:
-    """The proof that tokens can be made, before anybody is told so."""
+def generate_one_token(engine: Engine) -> None:
+    """Proves that the engine works before it is reported as ready."""
     done = threading.Event()
     errors: list[str] = []
 
-    class _Wait:
-        def put(self, piece: OutputDelta) -> None:
-            if piece.finish_reason is not None:
-                errors.extend([piece.error] if piece.error else [])
+    class _FirstTokenSink:
+        def put(self, output: OutputDelta) -> None:
+            if output.finish_reason is not None:
+                errors.extend([output.error] if output.error else [])
                 done.set()
 
         def refuse(self, error: PacelineError) -> None:
@@ -279,80 +275,70 @@ def make_a_token(engine: Engine) -> None:
             done.set()
 
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    engine.submit(Job(as_tokens([0]), params, id="first"), _Wait())
+    engine.submit(Job(as_tokens([0]), params, id="first"), _FirstTokenSink())
     done.wait()
     if errors:
-        raise EngineFailed(f"the first token could not be made: {errors[0]}")
+        raise EngineFailed(f"The engine failed to generate its first token: {errors[0]}")
 
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # only the supervisor decides
-    setup = msgspec.json.decode(sys.stdin.readline(), type=EngineSetup)
+        signal.signal(number, signal.SIG_IGN)  # only the supervisor acts on signals
+    setup = read_setup(EngineSetup)
     set_up_logs(setup.log_level, setup.log_format, "engine")
-    said = 0.0
-
-    def say(**what: Any) -> None:
-        sys.stdout.write(json.dumps(what) + "\n")
-        sys.stdout.flush()
+    reported = 0.0
 
     def progress(done: int, total: int) -> None:
-        nonlocal said
-        if time.monotonic() - said > _PROGRESS_S or done == total:
-            said = time.monotonic()
-            say(loading=[done, total])
+        nonlocal reported
+        if time.monotonic() - reported > _PROGRESS_INTERVAL_S or done == total:
+            reported = time.monotonic()
+            send_to_supervisor(LoadingProgress(done, total))
 
     def make_engine(hooks: EngineHooks) -> Engine:
         engine = build(setup, progress, hooks)
-        make_a_token(engine)
+        generate_one_token(engine)
         return engine
 
-    started = threading.Event()  # a failure before is reported as a refusal, below
+    started = threading.Event()  # an earlier failure is reported as StartupFailed
 
     def on_failure(_: BaseException) -> None:
         if started.is_set():
-            _end_after_last_words()
+            _exit_after_failure()
 
     try:
         process = EngineProcess(
             make_engine, setup.address, stall_s=setup.stall_s, tenants=setup.tenants, on_failure=on_failure
         )
     except PacelineError as error:
-        say(refused=str(error))
+        send_to_supervisor(StartupFailed(str(error)))
         raise SystemExit(2) from None
     started.set()
-    engine = process.engine
-    threading.Thread(target=process.listen, name="paceline-inlet", daemon=True).start()
-    # Everything loaded so far stays. From here on the engine collects garbage itself, when it is idle.
+    threading.Thread(target=process.listen, name="paceline-listen", daemon=True).start()
+    # Everything loaded so far is permanent. From here on the engine collects garbage itself, when it is idle.
     gc.collect()
     gc.freeze()
     gc.disable()
-    say(up=msgspec.to_builtins(served_by(engine, setup.name)))
-    if engine.executor.capabilities.logits:
+    send_to_supervisor(EngineReady(served_model(process.engine, setup.name)))
+    if process.engine.executor.capabilities.logits:
         try:
-            engine.grammars.set_up()
+            process.engine.grammars.set_up()
         except InvalidRequest as error:
-            log.info("requests with a grammar will be refused: %s", error)
-    for line in sys.stdin:
-        message = json.loads(line)
-        if "gone" in message:
-            process.lose(message["gone"])
-    # The supervisor is gone, or wants this to end. Streams have been told by then, or there is nobody to tell.
+            log.info("requests with a grammar are refused: %s", error)
+    decoder: LineDecoder[ToEngine] = LineDecoder(ToEngine)
+    for line in sys.stdin.buffer:
+        process.disconnect(decoder.decode(line).name)
+    # The supervisor has exited or is shutting down. Open streams have got their error by then.
     closing = threading.Thread(target=process.close, daemon=True)
     closing.start()
-    closing.join(2)
+    closing.join(_CLOSE_TIMEOUT_S)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(0)  # a device may hold threads that never end
+    os._exit(0)  # device libraries may have threads that never end
 
 
-def _end_after_last_words() -> None:
-    """The engine has failed and everybody was told: another process will do better."""
-    threading.Timer(0.2, os._exit, (70,)).start()
-
-
-def address_in(folder: Path, name: str) -> str:
-    return f"ipc://{folder / name}"
+def _exit_after_failure() -> None:
+    """The engine has failed and every request got its error: the supervisor starts a new process."""
+    threading.Timer(_FAILURE_EXIT_DELAY_S, os._exit, (_FAILURE_EXIT_STATUS,)).start()
 
 
 if __name__ == "__main__":

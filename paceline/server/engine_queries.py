@@ -1,4 +1,4 @@
-"""The engine's side of the door: answers to what a front end may ask."""
+"""The engine's side of the queries: executes them on the engine thread, between two steps."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from paceline.engine.engine import Engine
 from paceline.engine.monitor import EngineMonitor
 from paceline.request import FinishReason, Request
 from paceline.scheduler import Scheduler
-from paceline.server.engine_client import (
+from paceline.server.engine_client import ServedModel
+from paceline.server.engine_metrics import EngineMetrics
+from paceline.server.queries import (
     AbortRequests,
+    EngineQuery,
     EngineStats,
     FlushCache,
     GetHealth,
-    GetLive,
     GetMetrics,
+    GetMonitor,
     GetPins,
     GetRequests,
     GetStats,
     Health,
     PinPrefix,
     PinState,
-    Question,
     RequestState,
-    ServedModel,
     UnpinPrefix,
-    answer_of,
+    response_id_of,
 )
-from paceline.server.engine_metrics import EngineMetrics
 
 
-def served_by(engine: Engine, name: str) -> ServedModel:
+def served_model(engine: Engine, name: str) -> ServedModel:
     config, info = engine.scheduler.config, engine.info
     return ServedModel(
         name=name,
@@ -54,39 +54,38 @@ def served_by(engine: Engine, name: str) -> ServedModel:
 
 class EngineQueries:
     def __init__(self, engine: Engine, stall_s: float = math.inf) -> None:
-        """`stall_s`: how long work may lie there without any progress before the engine counts as stuck."""
+        """`stall_s`: seconds without progress, while there is work, after which the engine counts as stuck."""
         self._engine, self._stall_s = engine, stall_s
         self.metrics = EngineMetrics()
-        self._live = EngineMonitor(engine.scheduler, engine.clock)
+        self._monitor = EngineMonitor(engine.scheduler, engine.clock)
 
-    def ask(self, question: Question) -> Future[Any]:
-        """Answered between two steps; health at once, on the caller's thread: an engine that is stuck must not keep
-        that to itself."""
-        if isinstance(question, GetHealth):
-            answer: Future[Any] = Future()
-            answer.set_result(self._health())
-            return answer
-        return self._engine.call(self._function(question))
+    def execute(self, query: EngineQuery) -> Future[Any]:
+        """Health is returned at once, on the caller's thread: an engine that is stuck must still report it."""
+        if isinstance(query, GetHealth):
+            result: Future[Any] = Future()
+            result.set_result(self._health())
+            return result
+        return self._engine.call(self._function(query))
 
-    def _function(self, question: Question) -> Callable[[Scheduler], Any]:
+    def _function(self, query: EngineQuery) -> Callable[[Scheduler], Any]:
         now = time.monotonic()
-        match question:
+        match query:
             case GetStats():
                 return _stats
             case GetRequests():
                 return lambda scheduler: [
                     _state(scheduler, request, self._engine.clock())
-                    for request in _chosen(scheduler, question.tenant, question.id)[: question.limit]
+                    for request in _select(scheduler, query.tenant, query.id)[: query.limit]
                 ]
             case AbortRequests():
                 return lambda scheduler: sum(
                     scheduler.finish(request.id, FinishReason.ABORT, self._engine.clock())
-                    for request in _chosen(scheduler, question.tenant, question.id)
+                    for request in _select(scheduler, query.tenant, query.id)
                 )
             case GetMetrics():
                 return lambda scheduler: self.metrics.collect(scheduler, self._engine)
-            case GetLive():
-                return lambda _: self._live.state()
+            case GetMonitor():
+                return lambda _: self._monitor.state()
             case FlushCache():
                 return lambda scheduler: scheduler.flush_cache() * scheduler.config.page_size
             case GetPins():
@@ -95,15 +94,19 @@ class EngineQueries:
                     for pin in scheduler.memory.pins.values()
                 ]
             case PinPrefix():
-                expires = math.inf if question.expires_in_s is None else now + question.expires_in_s
+                expires = math.inf if query.expires_in_s is None else now + query.expires_in_s
                 return lambda scheduler: scheduler.pin(
-                    question.name, question.prompt, self._engine.clock(), expires=expires, tenant=question.tenant,
-                    cache_salt=question.cache_salt,
-                )  # fmt: skip
+                    query.name,
+                    query.prompt,
+                    self._engine.clock(),
+                    expires=expires,
+                    tenant=query.tenant,
+                    cache_salt=query.cache_salt,
+                )
             case UnpinPrefix():
-                return lambda scheduler: scheduler.unpin(question.name, self._engine.clock())
+                return lambda scheduler: scheduler.unpin(query.name, self._engine.clock())
             case _:
-                raise AssertionError(f"nobody answers {question}")
+                raise AssertionError(f"unknown query: {query}")
 
     def _health(self) -> Health:
         engine, progress = self._engine, self._engine.progress
@@ -111,16 +114,18 @@ class EngineQueries:
             return Health(f"{type(engine.failure).__name__}: {engine.failure}", progress.num_passes, False)
         stuck_s = engine.clock() - progress.since
         if progress.has_work and stuck_s > self._stall_s:
-            return Health(f"no progress for {stuck_s:.0f} s: waits for {engine.waits_for}.", progress.num_passes, False)
+            return Health(
+                f"no progress for {stuck_s:.0f} s: waiting for {engine.waits_for}.", progress.num_passes, False
+            )
         return Health(None, progress.num_passes, not progress.has_work)
 
 
-def _chosen(scheduler: Scheduler, tenant: str | None, answer_id: str | None) -> list[Request]:
+def _select(scheduler: Scheduler, tenant: str | None, response_id: str | None) -> list[Request]:
     return [
         request
         for request in scheduler.requests.values()
         if (tenant is None or request.tenant == tenant)
-        and (answer_id is None or request.id == answer_id or answer_of(request.id) == answer_id)
+        and (response_id is None or response_id in (request.id, response_id_of(request.id)))
     ]
 
 

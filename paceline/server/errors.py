@@ -1,7 +1,7 @@
 """Errors as OpenAI's clients expect them: a status, and `{"error": {message, type, param, code}}`.
 
-Everything that can go wrong with a request becomes an `ApiError` in one place, `api_error`; whatever it does not know
-is our own bug and answered with 500, without telling the client more than that.
+Everything that can go wrong with a request becomes an `ApiError` in one place, `api_error`. An unknown exception is our
+own bug: the client gets a 500 without details, the log gets the traceback.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from paceline.engine.output import EngineFailed
 from paceline.request import InvalidRequest, PacelineError, Refused
 
 log = logging.getLogger("paceline.server")
-_NAMED = re.compile(r"^([a-z_]+)[\w\[\].]* (?:is|has)\b")  # how our messages begin: the field, then what it is
-_RETRY_AFTER_S = 1.0  # where nobody can tell how long it will take
+_FIELD = re.compile(r"^`?([a-z_]+)[\w\[\].]*`? (?:is|has|must)\b")  # how messages of InvalidRequest begin
+_DEFAULT_RETRY_AFTER_S = 1.0
+_MAX_SHOWN_NAME = 80
 
 
 class ApiError(PacelineError):
-    """What a client is told, and with which status."""
+    """An error response: its status and body."""
 
     def __init__(
         self,
@@ -44,26 +45,37 @@ class ApiError(PacelineError):
 
 
 def api_error(error: Exception) -> ApiError:
-    """The answer to a request that ended in `error`."""
+    """The response to a request that raised `error`. Logs it if it is a bug."""
     if isinstance(error, ApiError):
         return error
     message = str(error)
     if isinstance(error, InvalidRequest):
-        named = _NAMED.match(message)
-        return ApiError(message, param=named[1] if named else None, code="invalid_value")
-    if isinstance(error, Refused) and error.retry:
-        return ApiError(message, status=429, kind="rate_limit_error", code="queue_full",
-                        headers=_retry_after(error.retry_after_s))  # fmt: skip
+        field = _FIELD.match(message)
+        return ApiError(message, param=field[1] if field else None, code="invalid_value")
     if isinstance(error, Refused):
-        return ApiError(message, code="context_length_exceeded")
+        return _refused(message, error)
     if isinstance(error, EngineFailed):
         return engine_failed(message)
-    return ApiError("the server made a mistake: its log says more.", status=500, kind="server_error",
-                    code="internal_error")  # fmt: skip
+    log.error("request failed", exc_info=error)
+    return ApiError(
+        "Internal server error: see the server's log.", status=500, kind="server_error", code="internal_error"
+    )
+
+
+def _refused(message: str, error: Refused) -> ApiError:
+    if not error.retry:
+        return ApiError(message, code="context_length_exceeded")
+    return ApiError(
+        message,
+        status=429,
+        kind="rate_limit_error",
+        code="queue_full",
+        headers=_retry_after(error.retry_after_s),
+    )
 
 
 def _retry_after(seconds: float | None) -> dict[str, str]:
-    return {"Retry-After": str(max(1, math.ceil(_RETRY_AFTER_S if seconds is None else seconds)))}
+    return {"Retry-After": str(max(1, math.ceil(_DEFAULT_RETRY_AFTER_S if seconds is None else seconds)))}
 
 
 def engine_failed(message: str) -> ApiError:
@@ -71,32 +83,39 @@ def engine_failed(message: str) -> ApiError:
 
 
 def aborted() -> ApiError:
-    return ApiError("the request was aborted: somebody deleted it.", status=409, kind="server_error", code="aborted")
+    return ApiError("The request was aborted by DELETE /v1/requests.", status=409, kind="server_error", code="aborted")
+
+
+def deadline_exceeded() -> ApiError:
+    return ApiError("The request did not finish before its deadline: raise deadline_ms.", status=408, code="deadline")
 
 
 def shutting_down() -> ApiError:
     return ApiError(
-        "the server is shutting down: send the request again, to another one or later.",
-        status=503, kind="server_error", code="shutting_down", headers={"Retry-After": "1", "Connection": "close"},
-    )  # fmt: skip
+        "The server is shutting down: retry later or on another server.",
+        status=503,
+        kind="server_error",
+        code="shutting_down",
+        headers={"Retry-After": "1", "Connection": "close"},
+    )
 
 
-def answer_to(error: Exception) -> ApiError:
-    """As `api_error`, and the log says more of what is our own mistake."""
-    known = api_error(error)
-    if known.status == 500:
-        log.error("a request failed", exc_info=error)
-    return known
+def method_not_allowed(method: str, allowed: str) -> ApiError:
+    return ApiError(
+        f"Method {method} not allowed: use {allowed}.",
+        status=405,
+        code="method_not_allowed",
+        headers={"Allow": allowed},
+    )
 
 
-def wrong_method(method: str, allowed: str) -> ApiError:
-    return ApiError(f"method is {method}: use {allowed}.", status=405, code="method_not_allowed",
-                    headers={"Allow": allowed})  # fmt: skip
+def missing_parameter(name: str, remedy: str = "", *, param: str | None = None) -> ApiError:
+    message = f"`{name}` is required: {remedy}." if remedy else f"`{name}` is required."
+    return ApiError(message, param=param or name, code="missing_parameter")
 
 
 def unknown_model(name: str, served: str) -> ApiError:
-    name = name if len(name) <= 80 else f"{name[:77]}..."
+    name = name if len(name) <= _MAX_SHOWN_NAME else f"{name[: _MAX_SHOWN_NAME - 3]}..."
     return ApiError(
-        f"model is {name!r}, which is not served here: use {served!r}.",
-        status=404, param="model", code="model_not_found",
-    )  # fmt: skip
+        f"The model {name!r} does not exist: use {served!r}.", status=404, param="model", code="model_not_found"
+    )

@@ -1,8 +1,8 @@
-"""Which fields a request may have, and what becomes of each.
+"""Which fields a request may have.
 
-A field is supported, or it is refused with its name, or it is harmless: it cannot change the answer, so it is accepted
-and has no effect. Nothing else is ever ignored. A field that is not supported yet passes while it says what happens
-anyway, such as `n: 1`: some clients write out every default.
+A field is supported, unsupported or ignored. An unsupported field is an error that names it, unless its value asks for
+what happens anyway, such as `suffix: ""`: some clients send every default. An ignored field cannot change the output.
+Nothing else is ignored.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from typing import Any
 
 from paceline.server.errors import ApiError
 
-# Bookkeeping of OpenAI's own: who asked, what to keep, what to pay for.
-HARMLESS = frozenset({"user", "store", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
+# OpenAI's account keeping: who sent the request, what to store, how to bill.
+IGNORED_FIELDS = frozenset(
+    {"user", "store", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+)
 
-# Known, not supported yet -> what it may say because it changes nothing. `null` always may.
-NOT_YET: dict[str, tuple[Any, ...]] = {
+# Unsupported field -> values accepted because they change nothing. `null` always is.
+UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "prompt_logprobs": (),
     "echo": (False,),
     "suffix": ("",),
-    "functions": ([],),  # the older way to say tools
+    "functions": ([],),  # deprecated by OpenAI in favour of tools
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
@@ -38,48 +40,56 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
 }
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_MESSAGE_NOT_YET = ("function_call", "refusal", "audio", "annotations", "reasoning")
+_MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")
+_UNSUPPORTED_MESSAGE_FIELDS = ("function_call", "refusal", "audio", "annotations", "reasoning")
 
 
-def supported(body: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """The fields of a request that are to be read; an ApiError names the first that cannot be honoured."""
+def select_supported(body: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """The supported fields of a request. Raises ApiError for the first field that cannot be honoured."""
     found = {}
     for name, value in body.items():
         if name in known:
             found[name] = value
-        elif name in NOT_YET:
-            if value is not None and not _is_one_of(value, NOT_YET[name]):
+        elif name in UNSUPPORTED_FIELDS:
+            if value is not None and not _is_one_of(value, UNSUPPORTED_FIELDS[name]):
                 raise ApiError(
-                    f"{name} is {short(value)}, which is not supported yet: leave it out.",
-                    param=name, code="unsupported_parameter",
-                )  # fmt: skip
-        elif name not in HARMLESS:
-            raise ApiError(f"{name} is not a parameter of this request: {_hint(name, known)}",
-                           param=name, code="unknown_parameter")  # fmt: skip
+                    f"{name} is {short(value)}, which is not supported: omit it.",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+        elif name not in IGNORED_FIELDS:
+            raise ApiError(f"Unknown parameter: {name}. {_hint(name, known)}", param=name, code="unknown_parameter")
     return found
 
 
-def check_message_fields(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with what a template shows and nothing else; their contents are checked by the template's room."""
+def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with the fields that templates use; the template checks their contents."""
     checked = []
     for index, message in enumerate(messages):
-        where = f"messages[{index}]"
+        path = f"messages[{index}]"
         role = message.get("role")
         if role not in ROLES:
-            raise ApiError(f"{where}.role is {short(role)}: choose one of {', '.join(ROLES)}.",
-                           param="messages", code="invalid_value")  # fmt: skip
+            raise ApiError(
+                f"{path}.role is {short(role)}: choose one of {', '.join(ROLES)}.",
+                param="messages",
+                code="invalid_value",
+            )
         for name, value in message.items():
-            if name in _MESSAGE_NOT_YET and value:
-                raise ApiError(f"{where}.{name} is {short(value)}, which is not supported yet: leave it out.",
-                               param="messages", code="unsupported_parameter")  # fmt: skip
-            if name not in ("role", "content", "name", "tool_calls", "tool_call_id", *_MESSAGE_NOT_YET):
-                raise ApiError(f"{where}.{name} is not a field of a message: leave it out.",
-                               param="messages", code="unknown_parameter")  # fmt: skip
-        kept = {name: value for name, value in message.items() if name not in _MESSAGE_NOT_YET}
-        if role == "developer":  # OpenAI's newer word for system, which templates do not know
+            if name in _UNSUPPORTED_MESSAGE_FIELDS and value:
+                raise ApiError(
+                    f"{path}.{name} is {short(value)}, which is not supported: omit it.",
+                    param="messages",
+                    code="unsupported_parameter",
+                )
+            if name not in (*_MESSAGE_FIELDS, *_UNSUPPORTED_MESSAGE_FIELDS):
+                raise ApiError(
+                    f"Unknown parameter: {path}.{name}. Omit it.", param="messages", code="unknown_parameter"
+                )
+        kept = {name: value for name, value in message.items() if name not in _UNSUPPORTED_MESSAGE_FIELDS}
+        if role == "developer":  # OpenAI's newer name for system; chat templates do not know it
             kept["role"] = "system"
         if kept.get("tool_calls"):
-            kept["tool_calls"] = _check_calls(where, kept["tool_calls"])
+            kept["tool_calls"] = _check_tool_calls(path, kept["tool_calls"])
         else:
             kept.pop("tool_calls", None)
         if kept.get("tool_call_id") is None:
@@ -88,8 +98,8 @@ def check_message_fields(messages: list[dict[str, Any]]) -> list[dict[str, Any]]
     return checked
 
 
-def _check_calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Calls as templates want them: with their arguments as an object, not as its text."""
+def _check_tool_calls(path: str, calls: Any) -> list[dict[str, Any]]:
+    """Tool calls as templates expect them: arguments are an object, not its JSON text."""
     found = []
     for index, call in enumerate(calls if isinstance(calls, list) else [calls]):
         function = call.get("function") if isinstance(call, dict) else None
@@ -101,15 +111,17 @@ def _check_calls(where: str, calls: Any) -> list[dict[str, Any]]:
             value = None
         if not isinstance(name, str) or not isinstance(value, dict):
             raise ApiError(
-                f"{where}.tool_calls[{index}] is {short(call)}: give id, type and a function with a name and its "
-                "arguments as a JSON object.",
-                param="messages", code="invalid_value",
-            )  # fmt: skip
+                f"{path}.tool_calls[{index}] is {short(call)}: give id, type and a function with a name and "
+                "arguments that are a JSON object.",
+                param="messages",
+                code="invalid_value",
+            )
         found.append({**call, "function": {**function, "arguments": value}})
     return found
 
 
 def short(value: Any) -> str:
+    """`value` for an error message."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -121,4 +133,4 @@ def _is_one_of(value: Any, choices: tuple[Any, ...]) -> bool:
 
 def _hint(name: str, known: Collection[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]}?" if close else "leave it out."
+    return f"Did you mean {close[0]}?" if close else "Omit it."

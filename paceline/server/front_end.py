@@ -1,155 +1,146 @@
-"""A front end's process: HTTP on one side, the engine's process on the other.
+"""The front-end process: HTTP on one side, the engine process on the other.
 
-It is started by the supervisor and listens to it on its standard input: where the engine is, that it is gone, that
-it is time to drain, and, by the end of the input, that the supervisor itself is gone.
+The supervisor starts it and sends it messages (`process_messages.py`): where the engine is, that the engine is gone,
+that it is time to shut down. When its input ends, the supervisor is gone and the process exits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import json
-import logging
 import os
 import signal
 import socket
 import sys
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from paceline.config import ServerConfig, TenantConfig
 from paceline.engine.output import EngineFailed
 from paceline.server.app import App
+from paceline.server.auth import ApiKeys
 from paceline.server.connection import listen
-from paceline.server.engine_client import ServedModel
 from paceline.server.errors import shutting_down
-from paceline.server.limits import Keys
 from paceline.server.logs import set_up_logs
 from paceline.server.metrics import ServerCounters
+from paceline.server.process_messages import (
+    EngineDown,
+    EngineLoading,
+    EngineUp,
+    FrontEndListening,
+    FrontEndSetup,
+    LineDecoder,
+    SetDraining,
+    Shutdown,
+    ToFrontEnd,
+    read_setup,
+    send_to_supervisor,
+)
 from paceline.server.remote_client import RemoteClient
+from paceline.server.state import ServerState
 from paceline.text.load import load_tokenizer
 from paceline.text.synthetic import synthetic_tokenizer
 from paceline.text.tokenizer import Tokenizer
 
-log = logging.getLogger("paceline.server")
-_COLLECT_S = 5.0
-_LAST_WORDS_S = 2.0  # for streams to take their error, once the time to finish is over
-
-
-@dataclass(frozen=True, slots=True)
-class FrontEndSetup:
-    """All that the process must know, as one line of JSON on its standard input."""
-
-    name: str
-    address: str  # where it hears from the engine
-    socket: int  # a descriptor that listens
-    model: str
-    tokenizer: str | int  # a model's path, or the size of a synthetic vocabulary
-    config: ServerConfig
-    tenants: tuple[TenantConfig, ...] = ()
+_COLLECT_INTERVAL_S = 5.0
+_MAX_BUSY_S = 60.0  # garbage is collected at least this often, even under load
+_FINAL_ERRORS_S = 2.0  # for clients to read the error of a request that did not finish in time
+_MAX_LINE_BYTES = 1 << 20
 
 
 class _FrontEnd:
     def __init__(self, setup: FrontEndSetup, tokenizer: Tokenizer) -> None:
         self._setup = setup
         self._client = RemoteClient(setup.name, setup.address, tokenizer)
-        self._tally = ServerCounters()
-        self._app = App(
-            self._client, tokenizer, setup.config, name=setup.model, tally=self._tally, worker=setup.name,
-            keys=Keys(setup.tenants, setup.config.admin_key), tell=self._say,
-        )  # fmt: skip
-        self._ended = asyncio.Event()
-        self._ending: asyncio.Task[None] | None = None  # kept: the loop itself does not
+        self._counters = ServerCounters()
+        self._state = ServerState(
+            client=self._client,
+            tokenizer=tokenizer,
+            config=setup.config,
+            model_name=setup.model,
+            api_keys=ApiKeys(setup.tenants, setup.config.admin_key),
+            counters=self._counters,
+            worker=setup.name,
+            on_draining=lambda draining: send_to_supervisor(SetDraining(draining)),
+        )
+        self._shutdown_done = asyncio.Event()
+        self._shutdown: asyncio.Task[None] | None = None  # a reference: the event loop holds none
 
-    async def serve(self, taken: socket.socket) -> None:
-        server = await listen(self._app, self._setup.config, taken, self._tally)
-        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._obey())]
+    async def serve(self, listening_socket: socket.socket) -> None:
+        server = await listen(App(self._state), self._setup.config, listening_socket, self._counters)
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._read_messages())]
         gc.collect()
         gc.freeze()
-        gc.disable()  # `_collect` does it
-        tasks += [asyncio.create_task(self._collect()), asyncio.create_task(self._ended.wait())]
-        self._say(listening=True)
+        gc.disable()  # `_collect_garbage` does it
+        tasks += [asyncio.create_task(self._collect_garbage()), asyncio.create_task(self._shutdown_done.wait())]
+        send_to_supervisor(FrontEndListening())
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            task.result()  # one that broke ends the process, and the supervisor starts another
+            task.result()  # an exception ends the process, and the supervisor starts another one
         server.close()
         await self._client.close()
 
-    async def _collect(self) -> None:
-        """Garbage: as soon as nobody is being answered, and once a minute where there always is somebody. All that was
-        loaded is frozen, so it looks at little; left to Python, connections that ended would wait for hours."""
-        counted = num_busy = 0
+    async def _collect_garbage(self) -> None:
+        """Collects when no request is in progress, and once a minute if one always is.
+
+        Everything loaded at start is frozen, so a collection is short. Python's own schedule would keep closed
+        connections for hours.
+        """
+        num_collected = num_busy = 0
         while True:
-            await asyncio.sleep(_COLLECT_S)
-            served = sum(self._tally.responses.values()) + self._tally.disconnects
-            num_busy = num_busy + 1 if self._tally.streams else 0
-            if served != counted and (not num_busy or num_busy * _COLLECT_S >= 60):
+            await asyncio.sleep(_COLLECT_INTERVAL_S)
+            num_responses = sum(self._counters.responses.values()) + self._counters.disconnects
+            num_busy = num_busy + 1 if self._counters.in_progress else 0
+            if num_responses != num_collected and (not num_busy or num_busy * _COLLECT_INTERVAL_S >= _MAX_BUSY_S):
                 gc.collect()
-                counted, num_busy = served, 0
+                num_collected, num_busy = num_responses, 0
 
-    async def _obey(self) -> None:
+    async def _read_messages(self) -> None:
         loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=1 << 20)
+        reader = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        decoder: LineDecoder[ToFrontEnd] = LineDecoder(ToFrontEnd)
         while line := await reader.readline():
-            message = json.loads(line)
-            if "up" in message:
-                self._client.connect(message["address"], msgspec.convert(message["up"], ServedModel))
-            elif "down" in message:
-                self._client.lose(EngineFailed(message["down"]))
-            elif "loading" in message:
-                self._client.loading = True
-            elif "draining" in message:
-                self._app.draining = message["draining"]
-            elif "end" in message:
-                self._ending = asyncio.create_task(self._end(message["end"]))
-        os._exit(1)  # the supervisor is gone; the engine goes too
+            match message := decoder.decode(line):
+                case EngineUp():
+                    self._client.connect(message.address, message.model)
+                case EngineDown():
+                    self._client.disconnect(EngineFailed(message.reason))
+                case EngineLoading():
+                    self._client.loading = True
+                case SetDraining():
+                    self._state.draining = message.draining
+                case Shutdown():
+                    self._shutdown = asyncio.create_task(self._shut_down(message.timeout_s))
+        os._exit(1)  # the supervisor has exited, and the engine exits with it
 
-    async def _end(self, seconds: float) -> None:
-        """Refuses new requests, lets running ones finish for so long, tells the rest, and ends."""
-        self._app.draining = True
-        deadline = asyncio.get_running_loop().time() + seconds
-        while self._tally.streams and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.02)
-        self._client.end_all(shutting_down())
-        deadline = asyncio.get_running_loop().time() + _LAST_WORDS_S
-        while self._tally.streams and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.02)
-        self._ended.set()
+    async def _shut_down(self, timeout_s: float) -> None:
+        self._state.draining = True
+        await self._wait_for_requests(timeout_s)
+        self._client.fail_all(shutting_down())
+        await self._wait_for_requests(_FINAL_ERRORS_S)
+        self._shutdown_done.set()
 
-    def _say(self, **what: Any) -> None:
-        sys.stdout.write(json.dumps(what) + "\n")
-        sys.stdout.flush()
+    async def _wait_for_requests(self, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while self._counters.in_progress and loop.time() < deadline:
+            await asyncio.sleep(0.02)
 
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a terminal tells everybody; only the supervisor decides
-    setup = msgspec.json.decode(_first_line(), type=FrontEndSetup)
+        signal.signal(number, signal.SIG_IGN)  # a terminal signals the whole group; only the supervisor acts on it
+    setup = read_setup(FrontEndSetup)
     set_up_logs(setup.config.log_level, setup.config.log_format, setup.name)
     if isinstance(setup.tokenizer, int):
         tokenizer = synthetic_tokenizer(setup.tokenizer)
     else:
         tokenizer = load_tokenizer(setup.tokenizer)
-    with socket.socket(fileno=setup.socket) as taken:
+    with socket.socket(fileno=setup.socket) as listening_socket:
 
         async def serve() -> None:
-            await _FrontEnd(setup, tokenizer).serve(taken)
+            await _FrontEnd(setup, tokenizer).serve(listening_socket)
 
         asyncio.run(serve())
-
-
-def _first_line() -> bytes:
-    """Byte by byte: what follows it belongs to the event loop."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte:
-            raise SystemExit(1)
-        line += byte
-    return line
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An engine in this process behind the door: the plain twin of the one in a process of its own."""
+"""The interface to an engine in this process: the reference implementation of `RemoteClient`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any, cast
 from paceline.engine.engine import Engine
 from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
-from paceline.server.engine_client import Question, ServedModel
-from paceline.server.engine_queries import EngineQueries, served_by
+from paceline.server.engine_client import ServedModel
+from paceline.server.engine_queries import EngineQueries, served_model
+from paceline.server.queries import EngineQuery
 
 
 class LocalClient:
@@ -20,36 +21,36 @@ class LocalClient:
 
     def __init__(self, engine: Engine, name: str = "local", stall_s: float = math.inf) -> None:
         self._engine = engine
-        self._side = EngineQueries(engine, stall_s)
-        self.served: ServedModel = served_by(engine, name)
+        self._queries = EngineQueries(engine, stall_s)
+        self.model: ServedModel = served_model(engine, name)
 
     async def stream(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         queue: asyncio.Queue[tuple[int, OutputDelta | Exception]] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._pump(index, job, queue)) for index, job in enumerate(jobs)]
+        tasks = [asyncio.create_task(self._run(index, job, queue)) for index, job in enumerate(jobs)]
         try:
-            num_left = len(jobs)
-            while num_left:
+            num_unfinished = len(jobs)
+            while num_unfinished:
                 index, item = await queue.get()
                 if isinstance(item, Exception):
                     raise item
-                num_left -= item.finish_reason is not None
+                num_unfinished -= item.finish_reason is not None
                 yield index, item
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # what they had to say is in the queue
+            await asyncio.gather(*tasks, return_exceptions=True)  # their errors are in the queue
 
-    async def ask(self, question: Question) -> Any:
-        return await asyncio.wrap_future(self._side.ask(question))
+    async def query(self, query: EngineQuery) -> Any:
+        return await asyncio.wrap_future(self._queries.execute(query))
 
     async def close(self) -> None:
         await asyncio.to_thread(self._engine.close)
 
-    async def _pump(self, index: int, job: Job, queue: asyncio.Queue[tuple[int, OutputDelta | Exception]]) -> None:
+    async def _run(self, index: int, job: Job, queue: asyncio.Queue[tuple[int, OutputDelta | Exception]]) -> None:
         try:
-            deltas = cast("AsyncGenerator[OutputDelta, None]", self._engine.stream(job))
-            async with aclosing(deltas) as opened:
-                async for piece in opened:
-                    queue.put_nowait((index, piece))
+            outputs = cast("AsyncGenerator[OutputDelta, None]", self._engine.stream(job))
+            async with aclosing(outputs) as opened:
+                async for output in opened:
+                    queue.put_nowait((index, output))
         except Exception as error:
             queue.put_nowait((index, error))

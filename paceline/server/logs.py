@@ -1,6 +1,6 @@
-"""Logs: a line of words or a JSON object for each thing worth telling, on the error stream.
+"""Logging to standard error, as text or as one JSON object per line.
 
-Fields given as `extra={"fields": {...}}` become part of the object, or follow the words as name=value.
+Fields given as `extra={"fields": {...}}` become members of the object, or follow the text as name=value.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ class _TextFormatter(logging.Formatter):
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
-class _Objects(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
         found = {
-            "time": round(record.created, 3), "level": record.levelname.lower(), "process": self._process,
-            "message": record.getMessage(), **getattr(record, "fields", {}),
-        }  # fmt: skip
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
         if record.exc_info:
             found["exception"] = self.formatException(record.exc_info)
         return json.dumps(found)
@@ -40,9 +43,9 @@ class _Objects(logging.Formatter):
 
 def set_up_logs(level: str, format: str, process: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Objects(process) if format == "json" else _TextFormatter(process))
+    handler.setFormatter(_JsonFormatter(process) if format == "json" else _TextFormatter(process))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("paceline").setLevel(level.upper())
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # that a client sent no HTTP is no news
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # uvicorn warns about every invalid HTTP request

@@ -1,6 +1,6 @@
-"""What crosses the border between a front end and the engine's process: msgspec structs as MessagePack.
+"""Messages between a front end and the engine process: msgspec structs, encoded as MessagePack.
 
-Parameters and pieces travel as the dataclasses they are, so a new field of theirs needs nothing here.
+Jobs and output deltas are sent as the dataclasses they are, so a new field of theirs needs no change here.
 """
 
 from __future__ import annotations
@@ -11,46 +11,51 @@ from paceline.codec import Decoder
 from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.request import FinishReason, InvalidRequest, PacelineError, Refused
-from paceline.server.engine_client import Question
+from paceline.server.queries import EngineQuery
+
+# ---------------------------------------------------------------------- front end -> engine
 
 
-class Hello(msgspec.Struct, tag=True):
-    """A front end says where it listens. Comes before everything else it says."""
+class RegisterFrontEnd(msgspec.Struct, tag=True):
+    """The first message of a front end: the address at which it receives."""
 
     front_end: str
     address: str
 
 
-class Submit(msgspec.Struct, tag=True):
+class SubmitJob(msgspec.Struct, tag=True):
     front_end: str
-    number: int  # chosen by the front end; identifies the request in replies
+    number: int  # chosen by the front end; identifies the job in replies
     job: Job
 
 
-class End(msgspec.Struct, tag=True):
+class FinishRequest(msgspec.Struct, tag=True):
     id: str
     reason: FinishReason
 
 
-class QueryMessage(msgspec.Struct, tag=True):
+class QueryRequest(msgspec.Struct, tag=True):
     front_end: str
-    number: int
-    question: Question
+    number: int  # as above
+    query: EngineQuery
+
+
+# ---------------------------------------------------------------------- engine -> front end
 
 
 class OutputBatch(msgspec.Struct, tag=True):
-    """All outputs of one step for a front end. Deltas have token ids and no text."""
+    """All outputs of one step for one front end, by number. Deltas have token ids and no text."""
 
-    pieces: list[tuple[int, OutputDelta]]
+    outputs: list[tuple[int, OutputDelta]]
 
 
-class Reply(msgspec.Struct, tag=True):
+class QueryResult(msgspec.Struct, tag=True):
     number: int
-    answer: msgspec.Raw
+    result: msgspec.Raw  # of the type in `QUERY_RESULTS`
 
 
-class Refusal(msgspec.Struct, tag=True):
-    """Instead of pieces or a reply."""
+class ErrorReply(msgspec.Struct, tag=True):
+    """The reply to a job or a query that failed."""
 
     number: int
     kind: str
@@ -59,7 +64,7 @@ class Refusal(msgspec.Struct, tag=True):
     retry_after_s: float | None = None
 
     @classmethod
-    def of(cls, number: int, error: PacelineError) -> Refusal:
+    def of(cls, number: int, error: PacelineError) -> ErrorReply:
         if isinstance(error, Refused):
             return cls(number, "refused", str(error), error.retry, error.retry_after_s)
         return cls(number, "failed" if isinstance(error, EngineFailed) else "invalid", str(error))
@@ -70,7 +75,9 @@ class Refusal(msgspec.Struct, tag=True):
         return EngineFailed(self.message) if self.kind == "failed" else InvalidRequest(self.message)
 
 
-_to_engine: Decoder[Hello | Submit | End | QueryMessage] = Decoder(Hello | Submit | End | QueryMessage)
-_to_front_end: Decoder[OutputBatch | Reply | Refusal] = Decoder(OutputBatch | Reply | Refusal)
+MessageToEngine = RegisterFrontEnd | SubmitJob | FinishRequest | QueryRequest
+MessageToFrontEnd = OutputBatch | QueryResult | ErrorReply
+_to_engine: Decoder[MessageToEngine] = Decoder(MessageToEngine)
+_to_front_end: Decoder[MessageToFrontEnd] = Decoder(MessageToFrontEnd)
 decode_to_engine = _to_engine.decode
 decode_to_front_end = _to_front_end.decode

@@ -1,7 +1,7 @@
-"""Metrics in Prometheus' form. They are counted where things happen, in the engine's process and in each front end, and
-put together when somebody asks; a token costs a few additions and nothing else.
+"""Prometheus metrics.
 
-Names and meanings follow what dashboards of other engines expect; `docs/serving.md` lists them.
+Counters are kept where events happen, in the engine process and in each front end, and are combined when /metrics is
+read; a token costs a few additions. Names follow vLLM's where it has the same metric; docs/serving.md lists them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,26 @@ TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072)
 @dataclass(frozen=True, slots=True)
 class Distribution:
     bounds: Sequence[float]
-    counts: Sequence[int]  # one more than bounds: the last is for what lies above
+    counts: Sequence[int]  # one more than bounds: the last counts values above all of them
     total: float
 
 
 @dataclass(frozen=True, slots=True)
 class MetricFamily:
-    """One metric: for each set of labels its value, or its distribution."""
+    """One metric: a value or a distribution for each set of labels."""
 
     name: str
     kind: str
     help: str
     values: list[tuple[dict[str, str], float | Distribution]]
+
+
+def gauge(name: str, help: str, value: float, labels: dict[str, str] | None = None) -> MetricFamily:
+    return MetricFamily(name, "gauge", help, [(labels or {}, value)])
+
+
+def counter(name: str, help: str, value: float, labels: dict[str, str] | None = None) -> MetricFamily:
+    return MetricFamily(name, "counter", help, [(labels or {}, value)])
 
 
 class Histogram:
@@ -50,26 +58,38 @@ class Histogram:
 
 
 class ServerCounters:
-    """What a front end counts."""
+    """Counters of one front end."""
 
     def __init__(self) -> None:
         self.responses: Counter[tuple[str, int]] = Counter()  # route and status
         self.disconnects = 0
         self.slow_clients = 0
         self.connections = 0  # open now
-        self.streams = 0  # being answered now
+        self.in_progress = 0  # generation requests
 
     def families(self, worker: str) -> list[MetricFamily]:
         label = {"worker": worker}
+        responses = [
+            ({**label, "route": route, "status": str(status)}, count)
+            for (route, status), count in sorted(self.responses.items())
+        ]
         return [
-            MetricFamily("http_responses", "counter", "Answers, by route and status.",
-                   [({**label, "route": route, "status": str(status)}, count)
-                    for (route, status), count in sorted(self.responses.items())]),
-            MetricFamily("http_disconnects", "counter", "Clients that went away.", [(label, self.disconnects)]),
-            MetricFamily("http_slow_clients", "counter", "Clients given up as too slow.", [(label, self.slow_clients)]),
-            MetricFamily("http_connections", "gauge", "Open connections.", [(label, self.connections)]),
-            MetricFamily("http_requests_in_progress", "gauge", "Requests being answered.", [(label, self.streams)]),
-        ]  # fmt: skip
+            MetricFamily("http_responses", "counter", "HTTP responses, by route and status.", list(responses)),
+            counter(
+                "http_disconnects",
+                "Clients that disconnected before the end of their response.",
+                self.disconnects,
+                label,
+            ),
+            counter(
+                "http_slow_clients",
+                "Clients disconnected because they sent or read too slowly.",
+                self.slow_clients,
+                label,
+            ),
+            gauge("http_connections", "Open connections.", self.connections, label),
+            gauge("http_requests_in_progress", "Generation requests in progress.", self.in_progress, label),
+        ]
 
 
 class _RegistryCollector:
@@ -84,33 +104,33 @@ class _RegistryCollector:
                 histogram = HistogramMetricFamily(name, family.help, labels=names)
                 for labels, value in family.values:
                     assert isinstance(value, Distribution), f"{name} is a histogram"
-                    histogram.add_metric(_in_order(labels, names), _cumulative(value), value.total)
+                    histogram.add_metric(_label_values(labels, names), _cumulative(value), value.total)
                 yield histogram
                 continue
             kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-            plain = kind(name, family.help, labels=names)
+            simple = kind(name, family.help, labels=names)
             for labels, value in family.values:
                 assert isinstance(value, int | float), f"{name} is a number"
-                plain.add_metric(_in_order(labels, names), value)
-            yield plain
+                simple.add_metric(_label_values(labels, names), value)
+            yield simple
 
 
-def _in_order(labels: Mapping[str, str], names: Sequence[str]) -> list[str]:
+def _label_values(labels: Mapping[str, str], names: Sequence[str]) -> list[str]:
     return [labels[name] for name in names]
 
 
 def _cumulative(value: Distribution) -> list[tuple[str, float]]:
     found: list[tuple[str, float]] = []
     count = 0
-    for bound, here in zip((*value.bounds, "+Inf"), value.counts, strict=True):
-        count += here
+    for bound, in_bucket in zip((*value.bounds, "+Inf"), value.counts, strict=True):
+        count += in_bucket
         found.append((str(bound), count))
     return found
 
 
 def render(families: Iterable[MetricFamily], *, engine_up: bool) -> bytes:
-    """The text that Prometheus reads."""
-    up = MetricFamily("engine_up", "gauge", "Whether the engine answers.", [({}, int(engine_up))])
+    """The Prometheus text format."""
+    up = gauge("engine_up", "1 if the engine responds, else 0.", int(engine_up))
     registry = CollectorRegistry()
     registry.register(_RegistryCollector([up, *families]))
     return generate_latest(registry)

@@ -1,38 +1,41 @@
-"""The interface as an OpenAPI document, made from the types that requests are read into. What types cannot say, bounds
-and shapes of what is told apart by hand, stands here; a test sends what the document allows and what it does not."""
+"""The OpenAPI document, made from the route table and the types of its requests and responses.
+
+This module adds what the types do not express: bounds, and fields of several types. A test sends requests that the
+document allows and forbids.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from paceline import __version__
-from paceline.server.engine_client import PinState, RequestState
-from paceline.server.fields import HARMLESS, NOT_YET, ROLES
-from paceline.server.types import (
-    CacheAction,
-    ChatCompletion,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingList,
-    EmbeddingRequest,
-    ModelList,
-    TextCompletion,
-    TokenizeRequest,
+from paceline.request import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_SEED,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+    MIN_SEED,
 )
-from paceline.server.types import ModelCard as ModelType
+from paceline.server.fields import IGNORED_FIELDS, ROLES, UNSUPPORTED_FIELDS
+from paceline.server.limits import MAX_CACHE_SALT_CHARACTERS, MAX_DEADLINE_MS, MAX_PRIORITY, MAX_TOKEN_ID
+from paceline.server.routing import Access, AnyRoute, GenerationRoute, Route
 
 Json = dict[str, Any]
 
-_ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+_ID = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}
 _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": _ID, "minItems": 1}
 _PART = {
-    "type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
-}  # fmt: skip
+}
 _MESSAGE = {
     "type": "object",
     "properties": {
@@ -42,19 +45,33 @@ _MESSAGE = {
     },
     "required": ["role"],
 }
-_PROMPT = {"anyOf": [_TEXT, _IDS, {"type": "array", "items": _TEXT, "minItems": 1},
-                     {"type": "array", "items": _IDS, "minItems": 1}]}  # fmt: skip
+_PROMPT = {
+    "anyOf": [
+        _TEXT,
+        _IDS,
+        {"type": "array", "items": _TEXT, "minItems": 1},
+        {"type": "array", "items": _IDS, "minItems": 1},
+    ]
+}
+_DEADLINE = {"exclusiveMinimum": 0, "maximum": MAX_DEADLINE_MS}
 _BOUNDS: dict[str, Json] = {
     "max_tokens": {"minimum": 1},
     "max_completion_tokens": {"minimum": 1},
     "min_tokens": {"minimum": 0},
-    "temperature": {"minimum": 0, "maximum": 10_000},
+    "temperature": {"minimum": 0, "maximum": MAX_TEMPERATURE},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
     "top_k": {"minimum": 1},
-    "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
-    "deadline_ms": {"exclusiveMinimum": 0, "maximum": 1e10},
-    "cache_salt": {"maxLength": 256},
-    "priority": {"minimum": -(2**31) + 1, "maximum": 2**31 - 1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "presence_penalty": {"minimum": -MAX_PENALTY, "maximum": MAX_PENALTY},
+    "frequency_penalty": {"minimum": -MAX_PENALTY, "maximum": MAX_PENALTY},
+    "repetition_penalty": {"minimum": MIN_REPETITION_PENALTY, "maximum": MAX_REPETITION_PENALTY},
+    "seed": {"minimum": MIN_SEED, "maximum": MAX_SEED},
+    "n": {"minimum": 1, "maximum": MAX_CHOICES},
+    "best_of": {"minimum": 1, "maximum": MAX_CHOICES},
+    "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "deadline_ms": _DEADLINE,
+    "cache_salt": {"maxLength": MAX_CACHE_SALT_CHARACTERS},
+    "priority": {"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY},
     "expires_in_s": {"exclusiveMinimum": 0},
 }
 _ERROR = {
@@ -70,60 +87,24 @@ _ERROR = {
 }
 
 
-def document(model: str, has_keys: bool) -> Json:
-    kinds = [
-        ChatRequest, ChatCompletion, CompletionRequest, TextCompletion, EmbeddingRequest, EmbeddingList,
-        TokenizeRequest, DetokenizeRequest, CacheAction, ModelList, ModelType, RequestState, PinState,
-    ]  # fmt: skip
-    _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+def make_document(routes: Sequence[AnyRoute], model: str, *, has_keys: bool) -> Json:
+    structs = [kind for route in routes for kind in (route.request, *route.responses) if kind not in (None, dict)]
+    _, schemas = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     schemas["Error"] = _ERROR
-    for name in (
-        "ChatRequest",
-        "CompletionRequest",
-        "EmbeddingRequest",
-        "TokenizeRequest",
-        "DetokenizeRequest",
-        "CacheAction",
-    ):
-        _complete(schemas[name], model)
-    # Accepted because they say what happens anyway, or change nothing.
-    for name in ("ChatRequest", "CompletionRequest"):
-        for extra, allowed in NOT_YET.items():
-            schemas[name]["properties"].setdefault(extra, {"enum": [None, *allowed]})
-    requests = {"type": "object", "properties": {"data": {"type": "array", "items": _ref("RequestState")}}}
-    paths = {
-        "/v1/chat/completions": {"post": _generates("ChatRequest", "ChatCompletion", "The next message of a chat.")},
-        "/v1/completions": {"post": _generates("CompletionRequest", "TextCompletion", "Continuations of prompts.")},
-        "/v1/embeddings": {"post": _operation("A vector for each text.", _ref("EmbeddingList"), "EmbeddingRequest")},
-        "/v1/models": {"get": _operation("What is served.", _ref("ModelList"))},
-        "/v1/models/{name}": {"get": _operation("One of them.", _ref("ModelCard"), path="name")},
-        "/tokenize": {"post": _operation("Text to token ids.", _object("count", "tokens"), "TokenizeRequest")},
-        "/detokenize": {"post": _operation("Token ids to text.", _object("prompt"), "DetokenizeRequest")},
-        "/v1/requests": {"get": _operation("Requests that have not ended, and why they wait.", requests)},
-        "/v1/requests/{id}": {
-            "get": _operation("One of them.", _object("id", "parts"), path="id"),
-            "delete": _operation("Aborts it.", _object("id", "deleted"), path="id"),
-        },
-        "/health": {"get": _operation("Whether it lives and makes progress.", _object("status"), free=True, also=503)},
-        "/ready": {
-            "get": _operation("Whether a request would be answered.", _object("ready"), free=True, also=503),
-        },
-        "/metrics": {"get": _text("Metrics for Prometheus.")},
-        "/": {"get": _operation("Version, model and routes.", _object("paceline", "routes"), free=True)},
-        "/openapi.json": {"get": _operation("This document.", _object("openapi"), free=True)},
-        "/admin/cache": {
-            "get": _operation("Cached prefixes that are pinned.", _object("pins")),
-            "post": _operation("Flushes the cache, pins or unpins a prefix.", {"type": "object"}, "CacheAction"),
-        },
-        "/admin/drain": {
-            method: _operation(summary, _object("draining"))
-            for method, summary in (("get", "Whether new requests are refused."), ("post", "Refuses new requests."),
-                                    ("delete", "Accepts them again."))
-        },
-    }  # fmt: skip
+    for route in routes:
+        if route.request is not None:
+            _complete(schemas[route.request.__name__], model)
+        if isinstance(route, GenerationRoute) and route.streams:
+            # Unsupported fields are accepted with values that change nothing.
+            for name, allowed in UNSUPPORTED_FIELDS.items():
+                schemas[route.request.__name__]["properties"].setdefault(name, {"enum": [None, *allowed]})
+    paths: dict[str, Json] = {}
+    for route in routes:
+        path = route.path.replace(":path", "")
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Paceline", "version": __version__, "description": "OpenAI's interface, and some more."},
+        "info": {"title": "Paceline", "version": __version__, "description": "OpenAI's interface with extensions."},
         "paths": paths,
         "components": {
             "schemas": schemas,
@@ -134,10 +115,10 @@ def document(model: str, has_keys: bool) -> Json:
 
 
 def _complete(schema: Json, model: str) -> None:
-    """What the types do not say."""
+    """Adds to a request's schema what its type does not express."""
     properties = schema["properties"]
     schema["additionalProperties"] = False
-    for name in sorted(HARMLESS):
+    for name in sorted(IGNORED_FIELDS):
         properties.setdefault(name, {})
     for name, bounds in _BOUNDS.items():
         if name in properties:
@@ -166,43 +147,40 @@ def _ref(name: str) -> Json:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _object(*required: str) -> Json:
-    return {"type": "object", "required": list(required)}
-
-
 def _content(schema: Json) -> Json:
     return {"application/json": {"schema": schema}}
 
 
-def _operation(summary: str, response: Json, body: str | None = None, *, path: str | None = None, free: bool = False,
-               also: int | None = None) -> Json:  # fmt: skip
-    responses: Json = {"200": {"description": "Done.", "content": _content(response)}}
-    if also is not None:
-        responses[str(also)] = {"description": "No.", "content": _content(response)}
+def _operation(route: AnyRoute) -> Json:
+    bodies = [{"type": "object"} if kind is dict else _ref(kind.__name__) for kind in route.responses]
+    if not bodies:
+        content: Json = {"text/plain": {"schema": {"type": "string"}}}
+    else:
+        content = _content(bodies[0] if len(bodies) == 1 else {"anyOf": bodies})
+    responses: Json = {"200": {"description": "OK", "content": content}}
+    operation: Json = {"summary": route.summary, "responses": responses}
+    if isinstance(route, Route):
+        for error_status in route.error_statuses:
+            responses[str(error_status)] = {"description": "Not available", "content": content}
+        names = [part[1:-1].removesuffix(":path") for part in route.path.split("/") if part.startswith("{")]
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names]
+    elif route.streams:
+        event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+        content["text/event-stream"] = {"schema": event}
+    if isinstance(route, GenerationRoute):
+        operation["parameters"] = [
+            {
+                "name": "X-Deadline-Ms",
+                "in": "header",
+                "required": False,
+                "description": "Milliseconds after which the request is aborted.",
+                "schema": {"type": "number", **_DEADLINE},
+            }
+        ]
     for status in ("4XX", "5XX"):
-        responses[status] = {"description": "An error.", "content": _content(_ref("Error"))}
-    found: Json = {"summary": summary, "responses": responses}
-    if body is not None:
-        found["requestBody"] = {"required": True, "content": _content(_ref(body))}
-    if path is not None:
-        found["parameters"] = [{"name": path, "in": "path", "required": True, "schema": _TEXT}]
-    if free:
-        found["security"] = []
-    return found
-
-
-def _generates(body: str, response: str, summary: str) -> Json:
-    found = _operation(summary, _ref(response), body)
-    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-    found["responses"]["200"]["content"]["text/event-stream"] = {"schema": event}
-    found["parameters"] = [
-        {"name": "X-Deadline-Ms", "in": "header", "required": False,
-         "description": "Milliseconds after which the request ends, wherever it is.",
-         "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 1e10}}
-    ]  # fmt: skip
-    return found
-
-
-def _text(summary: str) -> Json:
-    content = {"text/plain": {"schema": {"type": "string"}}}
-    return {"summary": summary, "security": [], "responses": {"200": {"description": "Done.", "content": content}}}
+        responses[status] = {"description": "Error", "content": _content(_ref("Error"))}
+    if route.request is not None:
+        operation["requestBody"] = {"required": True, "content": _content(_ref(route.request.__name__))}
+    if route.access is Access.PUBLIC:
+        operation["security"] = []
+    return operation

@@ -1,8 +1,9 @@
-"""The door to an engine in a process of its own.
+"""The interface to an engine in another process.
 
-The engine may die and come back while the front end stays: `lose` ends all that was asked of it with an error at once,
-`connect` leads to the next one. Numbers are never used twice, so what a dead engine still had to say reaches nobody.
-Here ids become text, and a stop string is seen; the engine is told so and has made a token or two for nothing.
+The engine may exit and be restarted while the front end keeps running: `disconnect` fails everything in progress at
+once, `connect` connects to the next engine. Numbers are never reused, so late messages of an old engine are ignored.
+
+Text is decoded here and stop strings are found here. The engine is told so, and may have generated a few tokens more.
 """
 
 from __future__ import annotations
@@ -20,201 +21,202 @@ from paceline.codec import encode
 from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.request import FinishReason, PacelineError
-from paceline.server.engine_client import ANSWERS, Question, ServedModel
+from paceline.server.engine_client import ServedModel
 from paceline.server.messages import (
-    End,
-    Hello,
+    ErrorReply,
+    FinishRequest,
+    MessageToEngine,
     OutputBatch,
-    QueryMessage,
-    Refusal,
-    Reply,
-    Submit,
+    QueryRequest,
+    QueryResult,
+    RegisterFrontEnd,
+    SubmitJob,
     decode_to_front_end,
 )
+from paceline.server.queries import QUERY_RESULTS, EngineQuery
 from paceline.text.stop import TextStream
 from paceline.text.tokenizer import Tokenizer
 
-_ANSWER_S = 5.0  # how long an answer may take; an engine that is stuck gives none
+_QUERY_TIMEOUT_S = 5.0  # a stuck engine returns no result
 
 
 @dataclass(slots=True, eq=False)
-class _Listener:
-    """One job's way to whoever reads it."""
+class _JobOutput:
+    """Turns the output of one job into text and puts it into the queue of its response."""
 
     client: RemoteClient
     index: int
     job: Job
     text: TextStream
     queue: asyncio.Queue[tuple[int, OutputDelta] | Exception]
-    stopped: bool = False  # by a stop string: what still comes is not shown
+    stopped: bool = False  # by a stop string: later output is dropped
 
-    def put(self, piece: OutputDelta) -> bool:
-        """Whether it was the last."""
-        ended = piece.finish_reason is not None
+    def put(self, output: OutputDelta) -> bool:
+        """Returns whether it was the last output."""
+        is_last = output.finish_reason is not None
         if not self.stopped:
             # The engine reports `stop` for a stop token only, and that token is not part of the text.
-            ids = piece.token_ids[:-1] if piece.finish_reason is FinishReason.STOP else piece.token_ids
+            ids = output.token_ids[:-1] if output.finish_reason is FinishReason.STOP else output.token_ids
             text = self.text.push(ids)
             self.stopped = self.text.matched is not None
-            if self.stopped and not ended:
-                self.client.send(End(self.job.id, FinishReason.STOP))
-            if ended:
+            if self.stopped and not is_last:
+                self.client.send(FinishRequest(self.job.id, FinishReason.STOP))
+            if is_last:
                 text += self.text.close()
-            object.__setattr__(piece, "text", text)  # decoded a moment ago: nobody else has seen it
-            if not ended:
-                self.queue.put_nowait((self.index, piece))
+            object.__setattr__(output, "text", text)  # safe: it was decoded a moment ago and is not shared yet
+            if not is_last:
+                self.queue.put_nowait((self.index, output))
                 return False
-        elif not ended:
+        elif not is_last:
             return False
         else:
-            piece = replace(piece, text="", token_ids=(), logprobs=(), prompt_logprobs=())
-        if self.stopped and piece.usage is not None:
-            usage = replace(piece.usage, completion_tokens=self.text.num_tokens)
-            piece = replace(piece, finish_reason=FinishReason.STOP, usage=usage, error=None)
-        self.queue.put_nowait((self.index, piece))
+            output = replace(output, text="", token_ids=(), logprobs=(), prompt_logprobs=())
+        if self.stopped and output.usage is not None:
+            usage = replace(output.usage, completion_tokens=self.text.num_tokens)
+            output = replace(output, finish_reason=FinishReason.STOP, usage=usage, error=None)
+        self.queue.put_nowait((self.index, output))
         return True
 
 
 class RemoteClient:
     def __init__(self, name: str, address: str, tokenizer: Tokenizer) -> None:
-        """Listens at `address`, on the running event loop."""
+        """Binds `address` and receives on the running event loop."""
         self._name, self._address, self._tokenizer = name, address, tokenizer
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
-        self._inlet = self._context.socket(zmq.PULL)
-        self._inlet.set_hwm(0)
-        self._inlet.bind(address)
-        self._outlet: zmq.Socket[bytes] | None = None
-        self._served: ServedModel | None = None
+        self._receiver = self._context.socket(zmq.PULL)
+        self._receiver.set_hwm(0)
+        self._receiver.bind(address)
+        self._sender: zmq.Socket[bytes] | None = None
+        self._model: ServedModel | None = None
         self.loading = True
-        self._why_not = "the engine is loading: try again in a moment."
+        self._unavailable_reason = "The engine is loading: retry in a moment."
         self._numbers = itertools.count()
-        self._listeners: dict[int, _Listener] = {}
-        self._asked: dict[int, tuple[Question, asyncio.Future[Any]]] = {}
-        self._loop.add_reader(self._inlet.fileno(), self._receive)
+        self._jobs: dict[int, _JobOutput] = {}
+        self._queries: dict[int, tuple[EngineQuery, asyncio.Future[Any]]] = {}
+        self._loop.add_reader(self._receiver.fileno(), self._receive)
 
-    # ------------------------------------------------------------------ the engine comes and goes
+    # ------------------------------------------------------------------ connection to the engine
 
-    def connect(self, address: str, served: ServedModel) -> None:
-        assert self._outlet is None, "there is an engine already"
-        self._outlet = self._context.socket(zmq.PUSH)
-        self._outlet.set_hwm(0)
-        self._outlet.linger = 0
-        self._outlet.connect(address)
-        self._served, self.loading = served, False
-        self.send(Hello(self._name, self._address))
+    def connect(self, address: str, model: ServedModel) -> None:
+        assert self._sender is None, "disconnect first"
+        self._sender = self._context.socket(zmq.PUSH)
+        self._sender.set_hwm(0)
+        self._sender.linger = 0
+        self._sender.connect(address)
+        self._model, self.loading = model, False
+        self.send(RegisterFrontEnd(self._name, self._address))
 
-    def lose(self, error: PacelineError) -> None:
-        """There is no engine any more: whoever waits for it is told, and whoever asks before the next one comes."""
-        self._why_not = str(error)
-        self._served, self.loading = None, False
-        if self._outlet is not None:
-            self._outlet.close(linger=0)
-            self._outlet = None
-        self.end_all(error)
-        asked, self._asked = self._asked, {}
-        for _, future in asked.values():
+    def disconnect(self, error: PacelineError) -> None:
+        """The engine is gone: fails jobs and queries in progress, and new ones until `connect`."""
+        self._unavailable_reason = str(error)
+        self._model, self.loading = None, False
+        if self._sender is not None:
+            self._sender.close(linger=0)
+            self._sender = None
+        self.fail_all(error)
+        queries, self._queries = self._queries, {}
+        for _, future in queries.values():
             if not future.done():
                 future.set_exception(error)
 
-    def end_all(self, error: PacelineError) -> None:
-        """Ends every answer with this error; the engine drops what it was doing for them."""
-        listeners, self._listeners = self._listeners, {}
-        for listener in listeners.values():
-            self.send(End(listener.job.id, FinishReason.ABORT))
-            listener.queue.put_nowait(error)
+    def fail_all(self, error: PacelineError) -> None:
+        """Ends every response with `error` and aborts its jobs in the engine."""
+        jobs, self._jobs = self._jobs, {}
+        for one in jobs.values():
+            self.send(FinishRequest(one.job.id, FinishReason.ABORT))
+            one.queue.put_nowait(error)
 
     @property
-    def served(self) -> ServedModel:
-        if self._served is None:
-            raise EngineFailed(self._why_not)
-        return self._served
+    def model(self) -> ServedModel:
+        if self._model is None:
+            raise EngineFailed(self._unavailable_reason)
+        return self._model
 
-    @property
-    def num_open(self) -> int:
-        return len(self._listeners)
-
-    # ------------------------------------------------------------------ asking
+    # ------------------------------------------------------------------ requests
 
     async def stream(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         queue: asyncio.Queue[tuple[int, OutputDelta] | Exception] = asyncio.Queue()
-        assert self.served, "an engine is there, or this raises"
+        assert self.model, "raises if there is no engine"
         numbers = []
         try:
             for index, job in enumerate(jobs):
                 number = next(self._numbers)
                 numbers.append(number)
                 text = TextStream.of(self._tokenizer, job.params)
-                self._listeners[number] = _Listener(self, index, job, text, queue)
-                self.send(Submit(self._name, number, job))
-            num_left = len(jobs)
-            while num_left:
+                self._jobs[number] = _JobOutput(self, index, job, text, queue)
+                self.send(SubmitJob(self._name, number, job))
+            num_unfinished = len(jobs)
+            while num_unfinished:
                 item = await queue.get()
                 if isinstance(item, Exception):
                     raise item
-                num_left -= item[1].finish_reason is not None
+                num_unfinished -= item[1].finish_reason is not None
                 yield item
         finally:
             for number in numbers:
-                listener = self._listeners.pop(number, None)
-                if listener is not None:
-                    self.send(End(listener.job.id, FinishReason.ABORT))
+                unfinished = self._jobs.pop(number, None)
+                if unfinished is not None:
+                    self.send(FinishRequest(unfinished.job.id, FinishReason.ABORT))
 
-    async def ask(self, question: Question) -> Any:
-        assert self.served, "an engine is there, or this raises"
+    async def query(self, query: EngineQuery) -> Any:
+        assert self.model, "raises if there is no engine"
         number = next(self._numbers)
         future: asyncio.Future[Any] = self._loop.create_future()
-        self._asked[number] = (question, future)
-        self.send(QueryMessage(self._name, number, question))
+        self._queries[number] = (query, future)
+        self.send(QueryRequest(self._name, number, query))
         try:
-            return await asyncio.wait_for(future, _ANSWER_S)
+            return await asyncio.wait_for(future, _QUERY_TIMEOUT_S)
         except TimeoutError:
-            raise EngineFailed(f"the engine has not answered for {_ANSWER_S:.0f} s: look at its log.") from None
+            raise EngineFailed(
+                f"The engine has not responded for {_QUERY_TIMEOUT_S:.0f} s: see the server's log."
+            ) from None
         finally:
-            self._asked.pop(number, None)
+            self._queries.pop(number, None)
 
     async def close(self) -> None:
-        self.lose(EngineFailed("the front end was closed."))
-        self._loop.remove_reader(self._inlet.fileno())
-        self._inlet.close(linger=0)
+        self.disconnect(EngineFailed("The front end was closed."))
+        self._loop.remove_reader(self._receiver.fileno())
+        self._receiver.close(linger=0)
         self._context.term()
 
-    def send(self, message: Hello | Submit | End | QueryMessage) -> None:
-        if self._outlet is not None:
-            self._outlet.send(encode(message), zmq.NOBLOCK)
+    def send(self, message: MessageToEngine) -> None:
+        if self._sender is not None:
+            self._sender.send(encode(message), zmq.NOBLOCK)
 
-    # ------------------------------------------------------------------ what comes
+    # ------------------------------------------------------------------ messages from the engine
 
     def _receive(self) -> None:
-        # The descriptor tells once of any number of messages: all of them are taken, but one at a time. Else an engine
-        # that is quicker than this would keep it reading, and nothing would be sent to clients before it is done.
-        if self._inlet.closed:
+        # The file descriptor signals once for any number of messages, so all of them must be received. But only one per
+        # callback: an engine that is faster than this process would otherwise keep it reading, and nothing would be
+        # sent to clients in the meantime.
+        if self._receiver.closed:
             return
         try:
-            data = self._inlet.recv(zmq.NOBLOCK)
+            data = self._receiver.recv(zmq.NOBLOCK)
         except zmq.Again:
             return
         self._loop.call_soon(self._receive)
         message = decode_to_front_end(data)
         if isinstance(message, OutputBatch):
-            for number, piece in message.pieces:
-                listener = self._listeners.get(number)
-                if listener is not None and listener.put(piece):
-                    del self._listeners[number]
-        elif isinstance(message, Reply):
-            self._settle(message)
+            for number, output in message.outputs:
+                job = self._jobs.get(number)
+                if job is not None and job.put(output):
+                    del self._jobs[number]
+        elif isinstance(message, QueryResult):
+            self._on_query_result(message)
         else:
-            self._refuse(message)
+            self._on_error(message)
 
-    def _settle(self, message: Reply) -> None:
-        question, future = self._asked.get(message.number, (None, None))
+    def _on_query_result(self, message: QueryResult) -> None:
+        query, future = self._queries.get(message.number, (None, None))
         if future is not None and not future.done():
-            future.set_result(msgspec.msgpack.decode(message.answer, type=ANSWERS[type(question)]))
+            future.set_result(msgspec.msgpack.decode(message.result, type=QUERY_RESULTS[type(query)]))
 
-    def _refuse(self, message: Refusal) -> None:
-        listener = self._listeners.pop(message.number, None)
-        if listener is not None:
-            listener.queue.put_nowait(message.error())
-        _, future = self._asked.get(message.number, (None, None))
+    def _on_error(self, message: ErrorReply) -> None:
+        job = self._jobs.pop(message.number, None)
+        if job is not None:
+            job.queue.put_nowait(message.error())
+        _, future = self._queries.get(message.number, (None, None))
         if future is not None and not future.done():
             future.set_exception(message.error())

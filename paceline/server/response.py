@@ -1,4 +1,4 @@
-"""What chat and completions share: an answer is a set of jobs and the words in which their pieces are told."""
+"""What the generating routes share: a response is a set of jobs, and the JSON that their output becomes."""
 
 from __future__ import annotations
 
@@ -8,122 +8,115 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from paceline.engine.job import Job
-from paceline.engine.output import OutputDelta, TokenLogprob
-from paceline.engine.output import TokenUsage as EngineUsage
+from paceline.engine.output import OutputDelta, TokenLogprob, TokenUsage
 from paceline.request import FinishReason, SamplingParams
-from paceline.server.errors import ApiError, aborted, engine_failed, shutting_down
-from paceline.server.types import (
-    CachedTokens,
-    EmbeddingRequest,
-    GenerationRequest,
-    TokenLogprobs,
-    TopLogprob,
-    UsageInfo,
-)
+from paceline.server.errors import aborted, deadline_exceeded, engine_failed, shutting_down
+from paceline.server.request_types import EmbeddingRequest, GenerationRequest
+from paceline.server.response_types import CachedTokens, TokenLogprobs, TopLogprob, UsageInfo
 from paceline.text.tokenizer import Tokenizer
+
+_MIN_LOGPROB = -9999.0  # what OpenAI sends for minus infinity, which JSON cannot express
 
 
 class ResponseBuilder(Protocol):
-    """How one request is answered; bytes are JSON objects, without what HTTP puts around them."""
+    """Builds the response to one request. Its chunks and bodies are JSON, without HTTP or SSE framing."""
 
     @property
     def id(self) -> str: ...
 
     @property
     def prompt_field(self) -> str:
-        """Where in the request the prompt is, for errors."""
+        """The name of the request field with the prompt, for errors."""
 
     @property
     def request(self) -> GenerationRequest | EmbeddingRequest: ...
 
     @property
-    def jobs(self) -> Sequence[Job]: ...
-
-    def opening(self) -> Iterable[bytes]:
-        """The chunks before the first piece."""
+    def jobs(self) -> Sequence[Job]:
+        """One for each choice of each prompt; those of a prompt are adjacent."""
 
     @property
-    def jobs_per_prompt(self) -> int:
-        """One for each choice; those of a prompt lie together."""
+    def jobs_per_prompt(self) -> int: ...
 
-    def chunks(self, index: int, piece: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
-        """What a piece of job `index` adds to a stream; it may be nothing."""
+    def first_chunks(self) -> Iterable[bytes]:
+        """Chunks sent before the first output."""
+
+    def chunks(self, index: int, output: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
+        """Chunks, possibly none, for new output of job `index`."""
 
     def usage_chunk(self, usage: UsageInfo) -> bytes: ...
 
-    def whole(self, pieces: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
-        """All that came, by job."""
+    def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
+        """The body of a response that is not streamed, from the complete output of every job."""
 
 
-def new_id(prefix: str) -> str:
+def make_response_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def now() -> int:
+def unix_time() -> int:
     return int(time.time())
 
 
-def finish_reason_of(piece: OutputDelta) -> str | None:
-    """OpenAI's word for how it ended, None if it goes on; what OpenAI has no word for is an error."""
-    reason = piece.finish_reason
+def finish_reason_of(output: OutputDelta) -> str | None:
+    """OpenAI's finish reason, None if the job continues. Raises for a reason that OpenAI does not have."""
+    reason = output.finish_reason
     if reason is None:
         return None
     if reason in (FinishReason.STOP, FinishReason.LENGTH):
         return reason.value
-    if reason is FinishReason.ABORT:  # not by the client itself: it would not be there to be told
-        raise aborted() if piece.error is None else shutting_down()
+    if reason is FinishReason.ABORT:  # not by the client of this request, which would not be connected
+        raise aborted() if output.error is None else shutting_down()
     if reason is FinishReason.DEADLINE:
-        raise ApiError("the request's time was up before it was answered: allow it more time.", status=408,
-                       code="deadline")  # fmt: skip
-    raise engine_failed(f"generation failed ({piece.error}): send the request again.")
+        raise deadline_exceeded()
+    raise engine_failed(f"Generation failed ({output.error}): retry the request.")
 
 
-def total_usage(usages: Mapping[int, EngineUsage], jobs_per_prompt: int) -> UsageInfo:
-    """Of all jobs: a prompt counts once, however many choices it has."""
+def total_usage(usages: Mapping[int, TokenUsage], jobs_per_prompt: int) -> UsageInfo:
+    """Usage of all jobs. A prompt counts once, however many choices it has."""
     firsts = [usage for index, usage in usages.items() if index % jobs_per_prompt == 0]
     prompt, cached = sum(one.prompt_tokens for one in firsts), sum(one.cached_tokens for one in firsts)
     completion = sum(usage.completion_tokens for usage in usages.values())
     return UsageInfo(prompt, completion, prompt + completion, CachedTokens(cached))
 
 
-class TokenWords:
-    """Tokens and their chances as OpenAI shows them, for one choice."""
+class LogprobFormatter:
+    """Token ids and logprobs as OpenAI presents them."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
-        self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
+        self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
 
-    def text(self, token: int) -> str:
-        return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
+    def token_text(self, token: int) -> str:
+        return self.token_bytes(token).decode("utf-8", "replace")
 
-    def bytes(self, token: int) -> bytes:
+    def token_bytes(self, token: int) -> bytes:
         return self._tokenizer.token_bytes(token)
 
-    def shown(self, piece: OutputDelta) -> Sequence[TokenLogprob]:
-        """Without the token that ended it, which is no text."""
-        told = piece.logprobs
-        ended = piece.finish_reason is FinishReason.STOP and told and told[-1].token_id in self._ends
-        return told[:-1] if ended else told
+    def visible_logprobs(self, output: OutputDelta) -> Sequence[TokenLogprob]:
+        """Logprobs of the tokens that are part of the text: all but a stop token."""
+        logprobs = output.logprobs
+        stopped = output.finish_reason is FinishReason.STOP and logprobs and logprobs[-1].token_id in self._stop_ids
+        return logprobs[:-1] if stopped else logprobs
 
-    def of(self, told: TokenLogprob) -> TokenLogprobs:
-        token, data = self.text(told.token_id), list(self._tokenizer.token_bytes(told.token_id))
+    def format(self, logprob: TokenLogprob) -> TokenLogprobs:
         top = [
-            TopLogprob(self.text(other), finite(logprob), list(self._tokenizer.token_bytes(other)))
-            for other, logprob in told.top
+            TopLogprob(self.token_text(token), finite(value), list(self.token_bytes(token)))
+            for token, value in logprob.top
         ]
-        return TokenLogprobs(token, finite(told.logprob), data, top)
+        token = logprob.token_id
+        return TokenLogprobs(self.token_text(token), finite(logprob.logprob), list(self.token_bytes(token)), top)
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI's word for it is this."""
-    return max(logprob, -9999.0)
+    return max(logprob, _MIN_LOGPROB)
 
 
-def text_of(pieces: Iterable[OutputDelta]) -> str:
-    return "".join(piece.text for piece in pieces)
+def text_of(outputs: Iterable[OutputDelta]) -> str:
+    return "".join(output.text for output in outputs)
 
 
-def mean_logprob(pieces: Iterable[OutputDelta]) -> float:
-    """By which the best of several choices is found."""
-    told = [one.logprob for piece in pieces for one in piece.logprobs]
-    return sum(told) / max(len(told), 1)
+def mean_logprob(outputs: Iterable[OutputDelta]) -> float:
+    """Ranks the choices of `best_of`."""
+    logprobs = [one.logprob for output in outputs for one in output.logprobs]
+    return sum(logprobs) / max(len(logprobs), 1)

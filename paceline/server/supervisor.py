@@ -1,17 +1,16 @@
-"""The supervisor: starts the engine and the front ends, notices at once when one dies, and starts it again.
+"""The supervisor: starts the engine and the front ends, detects at once when one exits, and restarts it.
 
-It speaks to each through the standard input and output, a JSON object a line; requests never pass through here. So it
-has nothing to do while all goes well, and what it holds, the listening socket, outlives every front end. When the
-supervisor itself is killed, the others find their input ended and end too.
+It exchanges the messages of `process_messages.py` with each of them; requests never pass through it. It therefore does
+nothing while all processes are healthy, and the listening socket, which it owns, outlives every front end. When the
+supervisor itself is killed, its children reach the end of their input and exit.
 
-    signal -> front ends drain -> front ends end -> the engine ends -> the supervisor ends
+    signal -> front ends drain -> front ends exit -> engine exits -> supervisor exits
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -23,57 +22,94 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from paceline.config import ConfigError, ServerConfig, TenantConfig
 from paceline.server.engine_client import ServedModel
+from paceline.server.process_messages import (
+    EngineDown,
+    EngineLoading,
+    EngineReady,
+    EngineSetup,
+    EngineUp,
+    FromEngine,
+    FromFrontEnd,
+    FrontEndGone,
+    FrontEndListening,
+    FrontEndSetup,
+    LineDecoder,
+    LoadingProgress,
+    ModelSource,
+    SetDraining,
+    Shutdown,
+    StartupFailed,
+    ToFrontEnd,
+    encode_line,
+)
 
 log = logging.getLogger("paceline.supervisor")
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 30.0
-_SOUND_S = 5.0  # having served so long, a process that dies is started at once
-_MARGIN_S = 5.0  # beyond what a process was given to end
+_MIN_RESTART_DELAY_S, _MAX_RESTART_DELAY_S = 0.2, 30.0
+_STABLE_S = 5.0  # a process that ran this long is restarted after the minimum delay
+_EXIT_MARGIN_S = 5.0  # on top of the time a process was given to exit
+_MAX_LINE_BYTES = 1 << 20
+_Message = TypeVar("_Message")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSetup:
-    """What is to be run."""
+    """What the supervisor runs."""
 
     config: ServerConfig
-    name: str
-    tokenizer: str | int
-    engine: dict[str, Any]  # of EngineSetup, but for the address
+    name: str  # of the served model
+    tokenizer: str | int  # a model's path, or the size of a synthetic vocabulary
+    source: ModelSource
     tenants: tuple[TenantConfig, ...] = ()
 
 
-class _Child:
-    """A process of ours and the lines between us."""
+class ChildProcess(Generic[_Message]):
+    """A Python module run as a child process, and the messages to and from it."""
 
-    def __init__(self, module: str, setup: Any, on_line: Callable[[dict[str, Any]], None]) -> None:
-        self._module, self._setup, self._on_line = module, setup, on_line
+    def __init__(
+        self,
+        module: str,
+        setup: msgspec.Struct,
+        decoder: LineDecoder[_Message],
+        on_message: Callable[[_Message], None],
+    ) -> None:
+        self._module, self._setup, self._decoder, self._on_message = module, setup, decoder, on_message
         self._process: asyncio.subprocess.Process | None = None
-        self.listening = False  # a front end that can be told things
+        self.is_listening = False  # front ends only: it reads messages
 
     async def run(self, descriptors: tuple[int, ...] = ()) -> int:
-        """Until it ends. Returns its status, negative for a signal."""
+        """Runs the process until it exits. Returns its exit status, negative for a signal."""
         self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", self._module, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            pass_fds=descriptors, start_new_session=True, limit=1 << 20,
-        )  # fmt: skip
-        assert process.stdout is not None, "it was asked for"
+            sys.executable,
+            "-m",
+            self._module,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=descriptors,
+            start_new_session=True,
+            limit=_MAX_LINE_BYTES,
+        )
+        assert process.stdout is not None, "stdout is a pipe"
         try:
-            self._write(msgspec.json.encode(self._setup))
+            self.send(self._setup)
             while line := await process.stdout.readline():
-                self._on_line(json.loads(line))
+                self._on_message(self._decoder.decode(line))
             return await process.wait()
         finally:
             self.kill()
             self.close_input()
             await process.wait()
 
-    def tell(self, **what: Any) -> None:
-        self._write(json.dumps(what).encode())
+    def send(self, message: msgspec.Struct) -> None:
+        """Writes one line. A process that has exited gets nothing: `run` returns and reports it."""
+        stdin = None if self._process is None else self._process.stdin
+        if stdin is not None and not stdin.is_closing():
+            stdin.write(encode_line(message))  # asyncio closes the pipe, and raises nothing, if its reader is gone
 
     def close_input(self) -> None:
         if self._process is not None and self._process.stdin is not None:
@@ -81,52 +117,45 @@ class _Child:
 
     def kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
-            # Not by the process's own `kill`: that looks first whether it has ended, and so may take the status away
-            # from asyncio, which then knows neither it nor the process.
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and that is about to be noticed
+            # Not `self._process.kill()`: it polls the process first and may reap it, and then asyncio's child watcher
+            # finds no such process and loses the exit status.
+            with contextlib.suppress(ProcessLookupError):  # it has exited; `run` is about to return
                 os.kill(self._process.pid, signal.SIGKILL)
-
-    def _write(self, line: bytes) -> None:
-        if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():
-            self._process.stdin.write(line + b"\n")
 
 
 class Supervisor:
     def __init__(
         self,
-        plan: ServerSetup,
-        taken: socket.socket,
+        setup: ServerSetup,
+        listening_socket: socket.socket,
         *,
         on_loading: Callable[[int, int], None],
         on_ready: Callable[[ServedModel], None],
     ) -> None:
-        self._plan, self._taken = plan, taken
+        self._setup, self._listening_socket = setup, listening_socket
         self._on_loading, self._on_ready = on_loading, on_ready
         self._folder = Path(tempfile.mkdtemp(prefix="paceline-"))
-        self._front_ends: dict[str, _Child] = {}
-        self._engine: _Child | None = None
-        self._up: tuple[str, ServedModel] | None = None  # the engine's address, and what it serves
-        self._down = "the engine is loading: try again in a moment."
+        self._front_ends: dict[str, ChildProcess[FromFrontEnd]] = {}
+        self._engine: ChildProcess[FromEngine] | None = None
+        self._engine_state: EngineUp | EngineDown | EngineLoading = EngineLoading()
         self._up_since = 0.0
-        self._loading = True
         self._draining = False
-        self._ending = False
-        self._said_ready = False
-        self._refused: str | None = None
+        self._shutting_down = False
+        self._reported_ready = False
+        self._startup_error: str | None = None
         self._finished = asyncio.Event()
         self._status = 0
 
     async def run(self) -> int:
-        """Until a signal ends it, or the engine cannot be started. Returns the exit status."""
+        """Runs until a signal, or until the engine cannot be started. Returns the exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
         front_ends = [
-            asyncio.create_task(self._keep_front_end(f"front-end-{index}"))
-            for index in range(self._plan.config.workers)
+            asyncio.create_task(self._run_front_end(f"front-end-{index}"))
+            for index in range(self._setup.config.workers)
         ]
-        engine = asyncio.create_task(self._keep_engine())
-        tasks: list[asyncio.Task[Any]] = [engine, *front_ends]
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._run_engine()), *front_ends]
         finished = asyncio.create_task(self._finished.wait())
         try:
             await asyncio.wait([*tasks, finished], return_when=asyncio.FIRST_COMPLETED)
@@ -134,145 +163,158 @@ class Supervisor:
                 if task.done():
                     task.result()
         finally:
-            for child in [*self._front_ends.values(), *([self._engine] if self._engine else [])]:
-                child.kill()
+            for front_end in self._front_ends.values():
+                front_end.kill()
+            if self._engine is not None:
+                self._engine.kill()
             for task in [*tasks, finished]:
                 task.cancel()
             await asyncio.gather(*tasks, finished, return_exceptions=True)
             shutil.rmtree(self._folder, ignore_errors=True)
-        if self._refused is not None:
-            raise ConfigError(self._refused)
+        if self._startup_error is not None:
+            raise ConfigError(self._startup_error)
         return self._status
 
-    # ------------------------------------------------------------------ the engine
+    # ------------------------------------------------------------------ engine
 
-    async def _keep_engine(self) -> None:
-        delay, generation = _FIRST_DELAY_S, 0
+    async def _run_engine(self) -> None:
+        delay, generation = _MIN_RESTART_DELAY_S, 0
+        config = self._setup.config
+        decoder: LineDecoder[FromEngine] = LineDecoder(FromEngine)
         loop = asyncio.get_running_loop()
-        while not self._ending:
+        while not self._shutting_down:
             generation += 1
             address = f"ipc://{self._folder}/engine-{generation}"
-            setup = {**self._plan.engine, "address": address, "name": self._plan.name,
-                     "stall_s": self._plan.config.stall_s, "log_level": self._plan.config.log_level,
-                     "log_format": self._plan.config.log_format,
-                     "tenants": [replace(tenant, keys=()) for tenant in self._plan.tenants]}  # fmt: skip
-            self._loading = True
-            self._tell_all(loading=True)
-            self._engine = _Child("paceline.server.engine_process", setup, partial(self._hear, address))
+            setup = EngineSetup(
+                name=self._setup.name,
+                address=address,
+                source=self._setup.source,
+                stall_s=config.stall_s,
+                tenants=tuple(replace(tenant, keys=()) for tenant in self._setup.tenants),
+                log_level=config.log_level,
+                log_format=config.log_format,
+            )
+            self._engine_state = EngineLoading()
+            self._send_to_front_ends(self._engine_state)
+            self._engine = ChildProcess(
+                "paceline.server.engine_process", setup, decoder, partial(self._on_engine_message, address)
+            )
             status = await self._engine.run()
-            was_up, self._up = self._up is not None, None
-            if self._ending:
+            was_up = isinstance(self._engine_state, EngineUp)
+            reason = f"The engine exited unexpectedly ({describe_status(status)}) and is being restarted: retry soon."
+            self._engine_state = EngineDown(reason)
+            if self._shutting_down or self._startup_error is not None:
                 return
-            if self._refused is not None:
-                return
-            self._loading = False
-            self._down = f"the engine ended unexpectedly ({_in_words(status)}) and is being restarted: try again soon."
-            self._tell_all(down=self._down)
-            log.error("the engine ended unexpectedly: %s", _in_words(status))
+            self._send_to_front_ends(self._engine_state)
+            log.error("engine exited unexpectedly: %s", describe_status(status))
             if not was_up and generation == 1:
                 self._status = 1
                 self._finished.set()
                 return
-            sound = was_up and loop.time() - self._up_since > _SOUND_S
-            delay = _FIRST_DELAY_S if sound else min(delay * 2, _LONGEST_DELAY_S)
+            is_stable = was_up and loop.time() - self._up_since > _STABLE_S
+            delay = _MIN_RESTART_DELAY_S if is_stable else min(delay * 2, _MAX_RESTART_DELAY_S)
             await asyncio.sleep(delay)
 
-    def _hear(self, address: str, line: dict[str, Any]) -> None:
-        if "loading" in line:
-            self._on_loading(*line["loading"])
-        elif "refused" in line:
-            self._refused = line["refused"]
-            self._finished.set()
-        elif "up" in line:
-            served = msgspec.convert(line["up"], ServedModel)
-            self._up, self._loading = (address, served), False
-            self._up_since = asyncio.get_running_loop().time()
-            self._tell_all(up=line["up"], address=address)
-            log.info("the engine is up")
-            self._maybe_say_ready()
+    def _on_engine_message(self, address: str, message: FromEngine) -> None:
+        match message:
+            case LoadingProgress():
+                self._on_loading(message.done, message.total)
+            case StartupFailed():
+                self._startup_error = message.message
+                self._finished.set()
+            case EngineReady():
+                self._up_since = asyncio.get_running_loop().time()
+                self._engine_state = EngineUp(address, message.model)
+                self._send_to_front_ends(self._engine_state)
+                log.info("engine is up")
+                self._report_ready_once()
 
-    # ------------------------------------------------------------------ the front ends
+    # ------------------------------------------------------------------ front ends
 
-    async def _keep_front_end(self, name: str) -> None:
-        delay, generation = _FIRST_DELAY_S, 0
+    async def _run_front_end(self, name: str) -> None:
+        delay, generation = _MIN_RESTART_DELAY_S, 0
+        descriptor = self._listening_socket.fileno()
+        decoder: LineDecoder[FromFrontEnd] = LineDecoder(FromFrontEnd)
         loop = asyncio.get_running_loop()
-        while not self._ending:
+        while not self._shutting_down:
             generation += 1
-            began = loop.time()
-            known_as = f"{name}.{generation}"  # another one, as far as the engine is concerned
-            setup = {
-                "name": known_as, "address": f"ipc://{self._folder}/{known_as}", "socket": self._taken.fileno(),
-                "model": self._plan.name, "tokenizer": self._plan.tokenizer, "config": self._plan.config,
-                "tenants": self._plan.tenants,
-            }  # fmt: skip
-            child = _Child("paceline.server.front_end", setup, partial(self._hear_front_end, name))
+            started = loop.time()
+            unique_name = f"{name}.{generation}"  # to the engine, a restarted front end is another one
+            setup = FrontEndSetup(
+                name=unique_name,
+                address=f"ipc://{self._folder}/{unique_name}",
+                socket=descriptor,
+                model=self._setup.name,
+                tokenizer=self._setup.tokenizer,
+                config=self._setup.config,
+                tenants=self._setup.tenants,
+            )
+            child = ChildProcess("paceline.server.front_end", setup, decoder, partial(self._on_front_end_message, name))
             self._front_ends[name] = child
-            status = await child.run((self._taken.fileno(),))
+            status = await child.run((descriptor,))
             self._front_ends.pop(name, None)
             if self._engine is not None:
-                self._engine.tell(gone=known_as)
-            if self._ending:
+                self._engine.send(FrontEndGone(unique_name))
+            if self._shutting_down:
                 return
-            log.error("%s ended unexpectedly: %s", name, _in_words(status))
-            if not self._said_ready:
+            log.error("%s exited unexpectedly: %s", name, describe_status(status))
+            if not self._reported_ready:
                 self._status = 1
                 self._finished.set()
                 return
-            delay = _FIRST_DELAY_S if loop.time() - began > _SOUND_S else min(delay * 2, _LONGEST_DELAY_S)
+            is_stable = loop.time() - started > _STABLE_S
+            delay = _MIN_RESTART_DELAY_S if is_stable else min(delay * 2, _MAX_RESTART_DELAY_S)
             await asyncio.sleep(delay)
 
-    def _hear_front_end(self, name: str, line: dict[str, Any]) -> None:
-        child = self._front_ends[name]
-        if "listening" in line:
-            child.listening = True
-            child.tell(draining=self._draining)
-            if self._up is not None:
-                child.tell(up=msgspec.to_builtins(self._up[1]), address=self._up[0])
-            elif self._loading:
-                child.tell(loading=True)
-            else:
-                child.tell(down=self._down)
-            self._maybe_say_ready()
-        elif "draining" in line:
-            self._draining = line["draining"]
-            self._tell_all(draining=self._draining)
+    def _on_front_end_message(self, name: str, message: FromFrontEnd) -> None:
+        match message:
+            case FrontEndListening():
+                child = self._front_ends[name]
+                child.is_listening = True
+                child.send(SetDraining(self._draining))
+                child.send(self._engine_state)
+                self._report_ready_once()
+            case SetDraining():
+                self._draining = message.draining
+                self._send_to_front_ends(message)
 
-    def _tell_all(self, **what: Any) -> None:
+    def _send_to_front_ends(self, message: ToFrontEnd) -> None:
         for child in self._front_ends.values():
-            if child.listening:
-                child.tell(**what)
+            if child.is_listening:
+                child.send(message)
 
-    def _maybe_say_ready(self) -> None:
-        num_listening = sum(child.listening for child in self._front_ends.values())
-        if self._up is not None and num_listening == self._plan.config.workers and not self._said_ready:
-            self._said_ready = True
-            self._on_ready(self._up[1])
+    def _report_ready_once(self) -> None:
+        num_listening = sum(child.is_listening for child in self._front_ends.values())
+        all_listen = num_listening == self._setup.config.workers
+        if isinstance(self._engine_state, EngineUp) and all_listen and not self._reported_ready:
+            self._reported_ready = True
+            self._on_ready(self._engine_state.model)
 
-    # ------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------ shutdown
 
     def _on_signal(self, number: int) -> None:
-        if self._ending:  # asked twice: at once
+        if self._shutting_down:  # a second signal: exit now
             self._status = 128 + number
             self._finished.set()
             return
-        self._ending = True
-        asyncio.get_running_loop().create_task(self._end())
+        self._shutting_down = True
+        asyncio.get_running_loop().create_task(self._shut_down())
 
-    async def _end(self) -> None:
-        seconds = self._plan.config.shutdown_s
-        self._tell_all(end=seconds)
-        await self._wait_until(lambda: not self._front_ends, seconds + _MARGIN_S)
+    async def _shut_down(self) -> None:
+        timeout_s = self._setup.config.shutdown_s
+        self._send_to_front_ends(Shutdown(timeout_s))
+        await self._wait_until(lambda: not self._front_ends, timeout_s + _EXIT_MARGIN_S)
         if self._engine is not None:
             self._engine.close_input()
-            await self._wait_until(lambda: self._up is None, _MARGIN_S)
+            await self._wait_until(lambda: not isinstance(self._engine_state, EngineUp), _EXIT_MARGIN_S)
         self._finished.set()
 
-    async def _wait_until(self, holds: Callable[[], bool], seconds: float) -> None:
+    async def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + seconds
-        while not holds() and loop.time() < deadline:
+        deadline = loop.time() + timeout_s
+        while not condition() and loop.time() < deadline:
             await asyncio.sleep(0.02)
 
 
-def _in_words(status: int) -> str:
+def describe_status(status: int) -> str:
     return f"signal {-status}, {signal.Signals(-status).name}" if status < 0 else f"status {status}"

@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from paceline.request import InvalidRequest, SamplingParams
+from paceline.request import MAX_STOP_CHARACTERS, MAX_STOPS, InvalidRequest, SamplingParams
 from paceline.text.detokenize import Detokenizer
 from paceline.text.tokenizer import Tokenizer
-
-MAX_STOPS = 64
-MAX_STOP_CHARACTERS = 4096  # total of all stop strings of a request
 
 
 class _Automaton:

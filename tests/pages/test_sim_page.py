@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from paceline.cli import app
 from paceline.config import BATCHING, EVICTION, POLICIES
 from paceline.simulator.ui import DEFAULTS, SimulatorApp
-from tests.pages.serving import served
+from tests.pages.serving import run_app
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with served(SimulatorApp()) as address:
+    with run_app(SimulatorApp()) as address:
         yield address
 
 

@@ -3,12 +3,12 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.engine.engine import Engine
-from tests.server.serving import Caller, app_of, tiny_engine
+from tests.server.serving import Caller, make_app, tiny_engine
 
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
-    """One for all tests: what one of them does to it, the next one would notice."""
+    """Shared by all tests of the session, so state left behind by one test shows in the next."""
     engine = tiny_engine()
     yield engine
     engine.close()
@@ -16,4 +16,4 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def caller(engine: Engine) -> Caller:
-    return Caller(app_of(engine))
+    return Caller(make_app(engine))

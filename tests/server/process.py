@@ -1,4 +1,4 @@
-"""`paceline serve` as a process of its own, as a user starts it."""
+"""`paceline serve` as a child process, started the way a user starts it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 import psutil
 
-_START_S = 120  # loading, on a machine that does other things too
+_START_S = 120  # generous: the machine may be busy
 
 
 @dataclass
-class Served:
+class ServerProcess:
     process: subprocess.Popen[str]
     lines: list[str] = field(default_factory=list)
 
@@ -44,30 +44,32 @@ class Served:
         return found
 
     def signal(self, number: int) -> float:
-        """Sends a signal and waits for the end. Returns the seconds it took."""
+        """Sends a signal and waits for the exit. Returns the seconds it took."""
         began = time.monotonic()
         self.process.send_signal(number)
-        self.process.wait(30)
+        self.process.wait(120)
         return time.monotonic() - began
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[Served]:
-    """A server on a free port, ready for requests; killed at the end if it still lives."""
+def serving(*arguments: str) -> Iterator[ServerProcess]:
+    """A server on a free port, ready for requests; killed at the end if it is still running."""
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline.cli", "serve", "--port", "0", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    served = Served(process)
-    reader = threading.Thread(target=_read, args=(served,), daemon=True)
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    server = ServerProcess(process)
+    reader = threading.Thread(target=_read, args=(server,), daemon=True)
     reader.start()
     try:
         deadline = time.monotonic() + _START_S
-        while not any("Ctrl-C" in line for line in served.lines):
-            assert process.poll() is None, f"it ended with {process.returncode}: {served.output}"
-            assert time.monotonic() < deadline, f"it did not start: {served.output}"
+        while not any("Ctrl-C" in line for line in server.lines):
+            assert process.poll() is None, f"it exited with {process.returncode}: {server.output}"
+            assert time.monotonic() < deadline, f"it did not start: {server.output}"
             time.sleep(0.02)
-        yield served
+        yield server
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
@@ -77,7 +79,7 @@ def serving(*arguments: str) -> Iterator[Served]:
         process.stdout.close()
 
 
-def _read(served: Served) -> None:
-    assert served.process.stdout is not None
-    for line in served.process.stdout:
-        served.lines.append(line)
+def _read(server: ServerProcess) -> None:
+    assert server.process.stdout is not None
+    for line in server.process.stdout:
+        server.lines.append(line)

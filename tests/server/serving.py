@@ -1,19 +1,22 @@
-"""An app on a tiny random model, and a client that calls it without a socket."""
+"""The app on a tiny random model, and a client that calls it without a socket."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+import math
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
 
-from paceline.config import ServerConfig
+from paceline.config import ServerConfig, TenantConfig
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine
 from paceline.server.app import App
+from paceline.server.auth import ApiKeys
 from paceline.server.local_client import LocalClient
+from paceline.server.state import ServerState
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hello there"}], "temperature": 0, "max_tokens": 6}
@@ -24,12 +27,28 @@ def tiny_engine(**options: Any) -> Engine:
     return build_engine(load="random", shape="tiny-qwen3", threads=1, **{"kv_tokens": 8192, **options})
 
 
-def app_of(engine: Engine, **config: Any) -> App:
-    return App(LocalClient(engine), engine.tokenizer, ServerConfig(**config), name="tiny")
+def make_app(
+    engine: Engine,
+    *,
+    name: str = "tiny",
+    tenants: Sequence[TenantConfig] = (),
+    stall_s: float = math.inf,
+    **config: Any,
+) -> App:
+    settings = ServerConfig(**config)
+    return App(
+        ServerState(
+            client=LocalClient(engine, name, stall_s),
+            tokenizer=engine.tokenizer,
+            config=settings,
+            model_name=name,
+            api_keys=ApiKeys(tenants, settings.admin_key),
+        )
+    )
 
 
 class Caller:
-    """Every call runs on an event loop of its own, as separate clients would."""
+    """Every call runs on its own event loop, like separate clients."""
 
     def __init__(self, app: App) -> None:
         self.app = app
@@ -49,7 +68,7 @@ class Caller:
         return response.json()
 
     def events(self, path: str, body: Any, **changes: Any) -> list[Any]:
-        """The data of a stream's events; JSON objects, and the last one as it stands."""
+        """The data of a stream's events: decoded JSON, and `[DONE]`."""
         response = self.post(path, body, stream=True, **changes)
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -61,7 +80,7 @@ class Caller:
     def run(self, use: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
         async def main() -> Any:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://tiny", timeout=60) as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://tiny", timeout=300) as client:
                 return await use(client)
 
         return asyncio.run(main())

@@ -1,4 +1,4 @@
-"""A bad request gets one clear sentence, harms nobody, and the next one is served."""
+"""An invalid request gets a one-line error, and the next request is served."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from paceline.engine.engine import Engine
-from paceline.server.fields import NOT_YET
-from tests.server.serving import CHAT, COMPLETIONS, HELLO, TEXT, Caller, app_of
+from paceline.server.fields import UNSUPPORTED_FIELDS
+from tests.server.serving import CHAT, COMPLETIONS, HELLO, TEXT, Caller, make_app
 
 
 def refused(caller: Caller, path: str, body: Any, status: int = 400) -> dict[str, Any]:
@@ -21,8 +21,8 @@ def refused(caller: Caller, path: str, body: Any, status: int = 400) -> dict[str
     return error
 
 
-def messages(*said: Any) -> dict[str, Any]:
-    return {"messages": list(said)}
+def messages(*items: Any) -> dict[str, Any]:
+    return {"messages": list(items)}
 
 
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -47,76 +47,76 @@ USER = {"role": "user", "content": "hi"}
         (messages({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}), "messages",
          "messages[0].content[0].type is 'image_url': only text parts are supported."),
         (messages({"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}), "messages",
-         "messages[0].tool_calls[0] is {'id': '1'}: give id, type and a function with a name and its arguments as a "
-         "JSON object."),
+         "messages[0].tool_calls[0] is {'id': '1'}: give id, type and a function with a name and arguments that are "
+         "a JSON object."),
         (messages({**USER, "colour": "red"}), "messages",
-         "messages[0].colour is not a field of a message: leave it out."),
+         "Unknown parameter: messages[0].colour. Omit it."),
         ({"max_tokens": -5}, "max_tokens", "max_tokens is -5: give 0 (compute the prompt alone) or more."),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0: ask for at least 1 token."),
-        ({"max_tokens": 1.5}, "max_tokens", "max_tokens is 1.5: give a whole number."),
-        ({"max_tokens": "many"}, "max_tokens", "max_tokens is 'many': give a whole number."),
-        ({"max_tokens": True}, "max_tokens", "max_tokens is True: give a whole number."),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0: give at least 1."),
+        ({"max_tokens": 1.5}, "max_tokens", "max_tokens is 1.5: give an integer."),
+        ({"max_tokens": "many"}, "max_tokens", "max_tokens is 'many': give an integer."),
+        ({"max_tokens": True}, "max_tokens", "max_tokens is True: give an integer."),
         ({"max_completion_tokens": 3}, "max_completion_tokens",
-         "max_completion_tokens is 3 and max_tokens, its older name, is 6: give one of them."),
+         "max_completion_tokens is 3 and max_tokens, its deprecated name, is 6: give one of them."),
         ({"temperature": -1}, "temperature", "temperature is -1.0: give 0 (always the likeliest token) to 10000."),
         ({"temperature": "hot"}, "temperature", "temperature is 'hot': give a number."),
         ({"top_p": 0}, "top_p", "top_p is 0.0: give a number above 0 and up to 1 (all tokens)."),
         ({"top_k": 0}, "top_k", "top_k is 0: give 1 or more, or leave it out to keep all tokens."),
         ({"seed": 10**30}, "seed", f"seed is {10**30}: give a whole number of 64 bits."),
         ({"stop": [""]}, "stop", "stop has '': give strings of at least one character."),
-        ({"stop": ["a"] * 17}, "stop", "stop has 17 strings: give at most 16."),
+        ({"stop": ["a"] * 65}, "stop", "stop has 65 strings: give at most 64."),
         ({"stop": [1]}, "stop", "stop[0] has the wrong type: give a string."),
         ({"min_tokens": 9}, "min_tokens", "min_tokens is 9, more than max_tokens 6: lower it."),
         ({"stream": "yes"}, "stream", "stream is 'yes': give true or false."),
         ({"stream_options": {"include_usage": True}}, "stream_options",
-         "stream_options is given and stream is not true: leave it out, or stream."),
+         "stream_options is given and stream is not true: omit it, or set stream."),
         ({"temprature": 1}, "temprature",
-         "temprature is not a parameter of this request: did you mean temperature?"),
+         "Unknown parameter: temprature. Did you mean temperature?"),
         ({"n": 0}, "n", "n is 0: give 1 to 128."),
-        ({"n": True}, "n", "n is True: give a whole number."),
-        ({"suffix": "x"}, "suffix", "suffix is 'x', which is not supported yet: leave it out."),
+        ({"n": True}, "n", "n is True: give an integer."),
+        ({"suffix": "x"}, "suffix", "suffix is 'x', which is not supported: omit it."),
         ({"min_p": 2}, "min_p", "min_p is 2.0: give 0 (all tokens) to 1."),
         ({"presence_penalty": 3}, "presence_penalty", "presence_penalty is 3.0: give -2 to 2; 0 changes nothing."),
-        ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias has the key 'x': give token ids."),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias has the key 'x': keys are token ids."),
         ({"logit_bias": {"9999": 1}}, "logit_bias", "logit_bias has token id 9999: the model's ids are 0 to 511."),
         ({"top_logprobs": 2}, "top_logprobs",
-         "top_logprobs is given and logprobs is not true: set it, or leave top_logprobs out."),
+         "top_logprobs is given and logprobs is not true: set logprobs, or omit top_logprobs."),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs", "logprobs is 21: give 0 to 20."),
         ({"response_format": {"type": "yaml"}}, "response_format",
-         "response_format.type is 'yaml': give text, json_object or json_schema."),
+         "response_format.type is 'yaml': choose one of text, json_object, json_schema."),
         ({"response_format": {"type": "json_schema"}}, "response_format",
-         "response_format.json_schema.schema is missing: give it."),
+         "`response_format.json_schema.schema` is required."),
         ({"guided_choice": []}, "choice", "choice is []: give a list of strings of at least one character."),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice",
-         "guided_choice is given beside guided_regex: give one of them."),
+         "guided_choice and guided_regex are both given: give one of them."),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos",
          "ignore_eos is True and a grammar is given, which must be able to end: drop one."),
         ({"tool_choice": "required"}, "tool_choice",
-         "tool_choice asks for a call and tools is missing: give tools."),
+         "tool_choice forces a call, so `tools` is required."),
         ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice",
          "tool_choice is 'maybe': give none, auto, required or a function."),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice",
-         "tool_choice is 'g', which is not among the tools: name one."),
+         "tool_choice is 'g', which is not one of the tools: name one of them."),
         ({"tools": [{**TOOL, "type": "retrieval"}]}, "tools",
          "tools[0].type is 'retrieval': only function is supported."),
     ],
 )  # fmt: skip
-def test_a_bad_chat_request_is_told_what_is_wrong(caller: Caller, changes: Any, param: str, message: str) -> None:
+def test_an_invalid_chat_request_names_the_param(caller: Caller, changes: Any, param: str, message: str) -> None:
     error = refused(caller, CHAT, {**HELLO, **changes})
     assert (error["message"], error["param"], error["type"]) == (message, param, "invalid_request_error")
 
 
-@pytest.mark.parametrize("name", sorted(NOT_YET))
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED_FIELDS))
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_not_supported_is_refused_and_never_ignored(caller: Caller, name: str, stream: bool) -> None:
+def test_unsupported_fields_are_errors(caller: Caller, name: str, stream: bool) -> None:
     error = refused(caller, CHAT, {**HELLO, "stream": stream, name: {"something": "else"}})
     assert error["param"] == name and error["code"] == "unsupported_parameter" and name in error["message"]
 
 
 @pytest.mark.parametrize("missing", ["model", "messages"])
-def test_a_missing_field_is_named(caller: Caller, missing: str) -> None:
+def test_a_missing_required_field_is_named(caller: Caller, missing: str) -> None:
     error = refused(caller, CHAT, {name: value for name, value in HELLO.items() if name != missing})
-    assert error["param"] == missing and error["message"] == f"{missing} is missing: give it."
+    assert error["param"] == missing and error["message"] == f"`{missing}` is required."
 
 
 @pytest.mark.parametrize(
@@ -129,47 +129,55 @@ def test_a_missing_field_is_named(caller: Caller, missing: str) -> None:
         (["a", 1], "prompt is ['a', 1]: give a string, a list of token ids, or a list of either."),
         ([1.5], "prompt is [1.5]: give a string, a list of token ids, or a list of either."),
         ({"text": "a"}, "prompt is {'text': 'a'}: give a string, a list of token ids, or a list of either."),
-        ([1, -2], "prompt has token id -2: give ids from 0 to 511."),
-        ([1, 512], "prompt has token id 512: give ids from 0 to 511."),
-        ([1, 2**70], f"prompt has token id {2**70}: give ids from 0 to 511."),
+        ([1, -2], "prompt has token id -2: token ids are 0 to 511."),
+        ([1, 512], "prompt has token id 512: token ids are 0 to 511."),
+        ([1, 2**70], f"prompt has token id {2**70}: token ids are 0 to 511."),
         (["a"] * 129, "prompt has 129 entries: give at most 128."),
     ],
 )
-def test_a_bad_prompt_is_told_what_is_wrong(caller: Caller, prompt: Any, message: str) -> None:
+def test_an_invalid_prompt_names_the_param(caller: Caller, prompt: Any, message: str) -> None:
     error = refused(caller, COMPLETIONS, {**TEXT, "prompt": prompt})
     assert (error["message"], error["param"]) == (message, "prompt")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("changes", [{"max_tokens": 10**9}, {"prompt": [5] * 3000}, {"prompt": ["a", "b " * 3000]}])
-def test_what_can_never_fit_is_refused_with_a_status_also_in_a_stream(
-    caller: Caller, changes: Any, stream: bool
-) -> None:
+def test_a_request_beyond_the_context_is_400_also_when_streaming(caller: Caller, changes: Any, stream: bool) -> None:
     error = refused(caller, COMPLETIONS, {**TEXT, "stream": stream, **changes})
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
-    assert "together they may be 2048; shorten the prompt or lower max_tokens." in error["message"]
+    assert "their sum may be at most 2048; shorten the prompt or lower max_tokens." in error["message"]
 
 
-def test_an_unknown_model_is_404_and_says_which_are_known(caller: Caller) -> None:
+def test_an_unknown_model_is_404_and_names_the_served_one(caller: Caller) -> None:
     error = refused(caller, CHAT, {**HELLO, "model": "gpt-9"}, status=404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
-    assert error["message"] == "model is 'gpt-9', which is not served here: use 'tiny'."
+    assert error["message"] == "The model 'gpt-9' does not exist: use 'tiny'."
     assert caller.request("GET", "/v1/models/gpt-9").status_code == 404
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b"[" * 100_000, b'{"model": NaN}',
-             b'{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}'],
-)  # fmt: skip
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"3",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"model": NaN}',
+        b'{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}',
+    ],
+)
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_a_body_that_is_no_json_object_is_400(caller: Caller, path: str, body: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_is_400(caller: Caller, path: str, body: bytes) -> None:
     response = caller.request("POST", path, content=body)
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "invalid_json"
 
 
 def test_a_body_too_large_is_413(engine: Engine) -> None:
-    caller = Caller(app_of(engine, max_body_bytes=2000))
+    caller = Caller(make_app(engine, max_body_bytes=2000))
     error = refused(caller, CHAT, {**HELLO, "metadata": {"padding": "x" * 2000}}, status=413)
     assert error["code"] == "body_too_large"
 
@@ -184,7 +192,7 @@ def test_a_body_too_large_is_413(engine: Engine) -> None:
         ("POST", "/v1/nothing", 404, "not_found"),
     ],
 )
-def test_a_wrong_route_or_method_has_the_shape_of_every_error(
+def test_an_unknown_route_or_method_has_the_error_format(
     caller: Caller, method: str, path: str, status: int, code: str
 ) -> None:
     response = caller.request(method, path)

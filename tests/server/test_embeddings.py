@@ -1,4 +1,4 @@
-"""Embeddings are the model's hidden states, pooled, whatever the batch, the chunks and the cache do."""
+"""Embeddings are the model's pooled hidden states, whatever the batch, the chunks and the cache."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from paceline.engine.executor import Capabilities
 from paceline.model.registry import shape
 from paceline.model.weights import random_decoder
 from tests.model.contiguous_cache import ContiguousCache
-from tests.server.serving import COMPLETIONS, TEXT, Caller, app_of, tiny_engine
+from tests.server.serving import COMPLETIONS, TEXT, Caller, make_app, tiny_engine
 
 PATH = "/v1/embeddings"
-ASKED: dict[str, Any] = {"model": "tiny", "input": "once upon a time"}
+PAYLOAD: dict[str, Any] = {"model": "tiny", "input": "once upon a time"}
 IDS = [9, *range(200, 290)]
 
 
 def vectors(caller: Caller, **changes: Any) -> np.ndarray:
-    answer = caller.ok(PATH, {**ASKED, **changes})
-    assert [item["index"] for item in answer["data"]] == list(range(len(answer["data"])))
-    return np.array([item["embedding"] for item in answer["data"]])
+    reply = caller.ok(PATH, {**PAYLOAD, **changes})
+    assert [item["index"] for item in reply["data"]] == list(range(len(reply["data"])))
+    return np.array([item["embedding"] for item in reply["data"]])
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
@@ -38,12 +38,12 @@ def test_an_embedding_is_the_pooled_hidden_state_of_the_model(caller: Caller, po
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
-def test_neither_chunks_nor_the_cache_nor_a_small_pool_change_it(caller: Caller, pooling: str) -> None:
+def test_chunked_prefill_cache_hits_and_a_small_pool_do_not_change_embeddings(caller: Caller, pooling: str) -> None:
     plain = vectors(caller, input=IDS, pooling=pooling)
-    again = vectors(caller, input=IDS, pooling=pooling)  # its prompt is cached by now
+    again = vectors(caller, input=IDS, pooling=pooling)  # with a cached prompt
     engine = tiny_engine(chunk_tokens=13, kv_tokens=256, max_batch_tokens=64)
     try:
-        small = Caller(app_of(engine))
+        small = Caller(make_app(engine))
         cut = vectors(small, input=[IDS, IDS, IDS[:50], IDS], pooling=pooling)
     finally:
         engine.close()
@@ -52,7 +52,7 @@ def test_neither_chunks_nor_the_cache_nor_a_small_pool_change_it(caller: Caller,
         assert np.allclose(cut[index], plain[0], atol=1e-5)
 
 
-def test_many_texts_give_each_its_own_in_order(caller: Caller) -> None:
+def test_several_texts_return_embeddings_in_order(caller: Caller) -> None:
     texts = ["once", "upon", "a time"]
     together = vectors(caller, input=texts)
     assert np.allclose(np.linalg.norm(together, axis=1), 1, atol=1e-5)
@@ -61,15 +61,15 @@ def test_many_texts_give_each_its_own_in_order(caller: Caller) -> None:
     assert np.allclose(vectors(caller, input=[[5, 6], [7]])[1], vectors(caller, input=[7])[0], atol=1e-5)
 
 
-def test_base64_says_the_same(caller: Caller) -> None:
-    answer = caller.ok(PATH, ASKED, encoding_format="base64")
-    numbers = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
+def test_base64_encodes_the_same_vector(caller: Caller) -> None:
+    reply = caller.ok(PATH, PAYLOAD, encoding_format="base64")
+    numbers = np.frombuffer(base64.b64decode(reply["data"][0]["embedding"]), "<f4")
     assert np.allclose(numbers, vectors(caller)[0], atol=1e-6)
-    assert answer["object"] == "list" and answer["model"] == "tiny"
-    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 0
+    assert reply["object"] == "list" and reply["model"] == "tiny"
+    assert reply["usage"]["prompt_tokens"] == reply["usage"]["total_tokens"] > 0
 
 
-def test_generating_goes_on_beside_it(caller: Caller) -> None:
+def test_generation_is_unchanged_beside_embeddings(caller: Caller) -> None:
     before = caller.ok(COMPLETIONS, TEXT)["choices"]
     vectors(caller, input=["a"] * 20)
     assert caller.ok(COMPLETIONS, TEXT)["choices"] == before
@@ -82,18 +82,18 @@ def test_generating_goes_on_beside_it(caller: Caller) -> None:
      ({"encoding_format": "binary"}, "encoding_format"), ({"pooling": "max"}, "pooling"), ({"stream": True}, "stream"),
      ({"dimensions": 7}, "dimensions")],
 )  # fmt: skip
-def test_a_bad_request_is_told_what_is_wrong(caller: Caller, changes: Any, param: str) -> None:
-    response = caller.post(PATH, {**ASKED, **changes})
+def test_an_invalid_embedding_request_names_the_param(caller: Caller, changes: Any, param: str) -> None:
+    response = caller.post(PATH, {**PAYLOAD, **changes})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
 
 
-def test_a_device_that_cannot_pool_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_executor_without_pooling_refuses_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine()
     try:
         assert isinstance(engine.executor, CpuExecutor) and isinstance(engine.executor.runner, CpuModelRunner)
         monkeypatch.setattr(CpuExecutor, "capabilities", Capabilities(logits=True))
-        response = Caller(app_of(engine)).post(PATH, ASKED)
+        response = Caller(make_app(engine)).post(PATH, PAYLOAD)
         assert response.status_code == 400 and "not supported on this device" in response.json()["error"]["message"]
     finally:
         engine.close()

@@ -1,4 +1,4 @@
-"""The real thing: `paceline serve` with the default model, and OpenAI's own client."""
+"""`paceline serve` with the default model, and OpenAI's client."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,44 +17,45 @@ from openai import OpenAI
 
 from paceline.model.fetch import find_model
 from paceline.text.load import load_tokenizer
-from tests.server.process import Served, serving
+from tests.server.process import ServerProcess, serving
+from tests.server.virtual import wait_until
 
 MODEL = "smollm2-135m-instruct"
 FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving("--kv-tokens", "32768") as served:
-        yield served
+def server() -> Iterator[ServerProcess]:
+    with serving("--kv-tokens", "32768") as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+def client(server: ServerProcess) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600) as client:
         yield client
 
 
-def health(served: Served) -> dict[str, Any]:
-    return httpx.get(f"{served.url}/health", timeout=30).json()
+def health(server: ServerProcess) -> dict[str, Any]:
+    return httpx.get(f"{server.url}/health", timeout=120).json()
 
 
-def test_the_start_says_what_was_loaded_and_what_to_try(served: Served) -> None:
-    assert f"{MODEL}: llama family, 134.5 M parameters, float32" in served.output
-    assert "cpu, " in served.output and "KV cache of 32,768 tokens" in served.output
-    assert f"curl {served.url}/v1/chat/completions" in served.output
+def test_the_startup_message_describes_the_model_and_shows_an_example(server: ServerProcess) -> None:
+    assert f"{MODEL}: llama family, 134.5 M parameters, float32" in server.output
+    assert "cpu, " in server.output and "KV cache of 32,768 tokens" in server.output
+    assert f"curl {server.url}/v1/chat/completions" in server.output
 
 
-def test_a_chat_answer_names_paris(client: OpenAI) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0)
-    assert "Paris" in (answer.choices[0].message.content or "")
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+def test_a_chat_response_names_paris(client: OpenAI) -> None:
+    reply = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0)
+    assert "Paris" in (reply.choices[0].message.content or "")
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.usage is not None
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
 
 
-def test_a_stream_says_the_same_and_ends_with_its_usage(client: OpenAI) -> None:
-    whole = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0)
+def test_a_stream_has_the_same_text_and_ends_with_usage(client: OpenAI) -> None:
+    full = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0)
     chunks = list(
         client.chat.completions.create(
             model=MODEL, messages=FRANCE, temperature=0, stream=True, stream_options={"include_usage": True}
@@ -63,27 +63,32 @@ def test_a_stream_says_the_same_and_ends_with_its_usage(client: OpenAI) -> None:
     )
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
-    assert text == whole.choices[0].message.content
+    assert text == full.choices[0].message.content
     assert chunks[-2].choices[0].finish_reason == "stop"
     usage = chunks[-1].usage
-    assert usage is not None and whole.usage is not None and usage.total_tokens == whole.usage.total_tokens
+    assert usage is not None and full.usage is not None and usage.total_tokens == full.usage.total_tokens
     assert usage.prompt_tokens_details is not None and usage.prompt_tokens_details.cached_tokens
-    assert len(chunks) >= 5, "a stream comes in pieces"
+    assert len(chunks) >= 5, "a stream has several chunks"
 
 
-def test_completions_continue_the_known_text(client: OpenAI) -> None:
-    """The greedy continuation of the default model in float32 that every part of Paceline is held to."""
-    asked: dict[str, Any] = {"model": MODEL, "prompt": [504, 3575, 282, 4649, 314], "temperature": 0, "max_tokens": 8,
-                             "extra_body": {"ignore_eos": True}}  # fmt: skip
-    whole = client.completions.create(**asked)
+def test_completions_match_the_reference_continuation(client: OpenAI) -> None:
+    """The greedy continuation of the default model in float32 that all parts of Paceline are tested against."""
+    payload: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": [504, 3575, 282, 4649, 314],
+        "temperature": 0,
+        "max_tokens": 8,
+        "extra_body": {"ignore_eos": True},
+    }
+    full = client.completions.create(**payload)
     known = [7042, 30, 198, 198, 504, 2988, 314, 42]
-    assert whole.choices[0].text == load_tokenizer(find_model(MODEL)).decode(known, at_start=False)
-    assert whole.choices[0].finish_reason == "length"
-    streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True))
-    assert streamed == whole.choices[0].text
+    assert full.choices[0].text == load_tokenizer(find_model(MODEL)).decode(known, at_start=False)
+    assert full.choices[0].finish_reason == "length"
+    streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(**payload, stream=True))
+    assert streamed == full.choices[0].text
 
 
-def test_sixteen_streams_at_once_each_get_their_own_answer(client: OpenAI, served: Served) -> None:
+def test_sixteen_concurrent_streams_each_get_their_own_text(client: OpenAI, server: ServerProcess) -> None:
     questions = [f"Say the number {number}." for number in range(16)]
 
     def ask(question: str) -> str:
@@ -97,7 +102,7 @@ def test_sixteen_streams_at_once_each_get_their_own_answer(client: OpenAI, serve
     for index in (0, 7, 15):
         assert together[index] == ask(questions[index])
     assert len(set(together)) > 8
-    assert health(served)["num_running"] == 0
+    assert health(server)["num_running"] == 0
 
 
 def test_models_are_listed(client: OpenAI) -> None:
@@ -116,64 +121,65 @@ def test_models_are_listed(client: OpenAI) -> None:
         ({"max_tokens": 10**9}, openai.BadRequestError, "lower max_tokens"),
         ({"n": 300}, openai.BadRequestError, "n is 300: give 1 to 128"),
         ({"functions": [{"name": "f"}]}, openai.BadRequestError, "functions is"),
-        ({"extra_body": {"magic": 1}}, openai.BadRequestError, "magic is not a parameter"),
+        ({"extra_body": {"magic": 1}}, openai.BadRequestError, "Unknown parameter: magic."),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_bad_request_is_a_clear_error_and_the_next_one_is_served(
+def test_a_bad_request_is_an_error_and_the_next_request_is_served(
     client: OpenAI, changes: dict[str, Any], error: type[openai.APIStatusError], message: str, stream: bool
 ) -> None:
     with pytest.raises(error) as caught:
         client.chat.completions.create(**{"model": MODEL, "messages": FRANCE, "stream": stream, **changes})
     assert message in caught.value.message
-    served = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=2)
-    assert served.choices[0].message.content
+    response = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=2)
+    assert response.choices[0].message.content
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_hangs_up_frees_its_request(served: Served, stream: bool) -> None:
-    before = health(served)["num_finished"]["abort"]
+def test_a_disconnect_aborts_the_request(server: ServerProcess, stream: bool) -> None:
+    before = health(server)["num_finished"]["abort"]
     body = {"model": MODEL, "messages": FRANCE, "max_tokens": 4000, "ignore_eos": True, "stream": stream}
     if stream:
-        with httpx.stream("POST", f"{served.url}/v1/chat/completions", json=body, timeout=60) as response:
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as response:
             next(response.iter_lines())
     else:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=httpx.Timeout(60, read=0.5))
-    deadline = time.monotonic() + 20
-    while (found := health(served))["num_finished"]["abort"] == before:
-        assert time.monotonic() < deadline, f"nobody noticed: {found}"
-        time.sleep(0.02)
+            httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=httpx.Timeout(300, read=0.5))
+    wait_until(lambda: health(server)["num_finished"]["abort"] > before)
+    found = health(server)
     assert found["num_running"] == 0 and found["kv_tokens_free"] == found["kv_tokens"]
 
 
-def test_a_port_that_is_taken_is_one_line_and_exit_code_2(served: Served) -> None:
-    port = served.url.rsplit(":", 1)[1]
+def test_a_port_in_use_is_a_one_line_error_with_exit_code_2(server: ServerProcess) -> None:
+    port = server.url.rsplit(":", 1)[1]
     run = subprocess.run(
         [sys.executable, "-m", "paceline.cli", "serve", "--port", port],
-        check=False, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert run.returncode == 2
     assert run.stderr == (
-        f"paceline: port is {port}, which another program uses: end that one, or choose another port (0: any).\n"
+        f"paceline: port is {port}, which is already in use: stop that program, or choose another port (0: any).\n"
     )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_signal_ends_the_server_within_seconds_and_tells_who_is_still_there(number: int) -> None:
-    with serving("--load", "random", "--shape", "smollm2-135m", "--served-name", "r", "--shutdown-s", "0.5") as served:
-        host, port = served.url.removeprefix("http://").split(":")
-        idle = socket.create_connection((host, int(port)))  # a connection that never asks for anything
+def test_a_signal_ends_open_streams_with_an_error_and_exits(number: int) -> None:
+    with serving("--load", "random", "--shape", "smollm2-135m", "--served-name", "r", "--shutdown-s", "0.5") as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        idle = socket.create_connection((host, int(port)))  # a connection without a request
         body = {"model": "r", "prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             assert next(lines).startswith("data: ")
-            seconds = served.signal(number)
+            seconds = server.signal(number)
             rest = [line for line in lines if line]
         idle.close()
-        assert served.process.returncode == 0, served.output
-        assert seconds < 10
+        assert server.process.returncode == 0, server.output
+        assert seconds < 60, "far above the shutdown_s of 0.5 seconds: a busy machine is slow"
         assert '"code":"shutting_down"' in rest[-1]
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{served.url}/health")
-    assert "Traceback" not in served.output and served.output.rstrip().endswith("Stopped.")
+            httpx.get(f"{server.url}/health")
+    assert "Traceback" not in server.output and server.output.rstrip().endswith("Stopped.")

@@ -1,10 +1,9 @@
-"""Clients that go away, queues that are full, an engine that breaks, a server that ends."""
+"""Disconnects, full queues, engine failures and shutdown, with the app in this process."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,14 +12,15 @@ import pytest
 
 from paceline.engine.cpu.executor import CpuExecutor
 from paceline.engine.engine import Engine
-from tests.server.serving import CHAT, COMPLETIONS, HELLO, TEXT, Caller, app_of, tiny_engine
+from tests.server.serving import CHAT, COMPLETIONS, HELLO, TEXT, Caller, make_app, tiny_engine
+from tests.server.virtual import wait_until
 
 ENDLESS = {"model": "tiny", "prompt": "go on", "max_tokens": 1500, "ignore_eos": True}
 
 
 @pytest.fixture
 def own_engine() -> Iterator[Callable[..., Engine]]:
-    """Makes engines that a test may break."""
+    """Builds engines that a test may break."""
     made: list[Engine] = []
 
     def make(**options: Any) -> Engine:
@@ -32,19 +32,14 @@ def own_engine() -> Iterator[Callable[..., Engine]]:
         engine.close()
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
-
-
 def health(caller: Caller) -> dict[str, Any]:
     return caller.request("GET", "/health").json()
 
 
-async def leave_after(app: Any, body: dict[str, Any], num_events: int) -> list[dict[str, Any]]:
-    """Calls the app by hand and disconnects after so many of its messages (0: as soon as the body is sent)."""
+async def leave_after(
+    app: Any, body: dict[str, Any], num_events: int, has_arrived: Callable[[], bool] = lambda: True
+) -> list[dict[str, Any]]:
+    """Calls the app and disconnects after `num_events` of its messages; with 0, once `has_arrived` is true."""
     sent: list[dict[str, Any]] = []
     gone = asyncio.Event()
     to_receive = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
@@ -53,7 +48,8 @@ async def leave_after(app: Any, body: dict[str, Any], num_events: int) -> list[d
         if to_receive:
             return to_receive.pop()
         if num_events == 0:
-            await asyncio.sleep(0.05)
+            while not has_arrived():
+                await asyncio.sleep(0.01)
         else:
             await gone.wait()
         return {"type": "http.disconnect"}
@@ -64,22 +60,23 @@ async def leave_after(app: Any, body: dict[str, Any], num_events: int) -> list[d
             gone.set()
 
     scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": []}
-    await asyncio.wait_for(app(scope, receive, send), 20)
+    await asyncio.wait_for(app(scope, receive, send), 120)
     return sent
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompts", ["one", ["one", "two", "three"]], ids=["one", "three"])
-def test_a_client_that_goes_away_aborts_its_requests(
+def test_a_disconnect_aborts_all_jobs_of_a_request(
     own_engine: Callable[..., Engine], stream: bool, prompts: Any
 ) -> None:
     engine = own_engine()
-    caller = Caller(app_of(engine))
+    caller = Caller(make_app(engine))
     count = 1 if isinstance(prompts, str) else 3
+    body = {**ENDLESS, "prompt": prompts, "stream": stream}
     sent = asyncio.run(
-        leave_after(caller.app, {**ENDLESS, "prompt": prompts, "stream": stream}, num_events=5 if stream else 0)
+        leave_after(caller.app, body, 5 if stream else 0, lambda: len(engine.scheduler.requests) == count)
     )
-    assert len(sent) < 500, "it went on for nobody"
+    assert len(sent) < 500, "it continued without a client"
     wait_until(lambda: health(caller)["num_running"] == 0)
     found = health(caller)
     assert found["num_finished"]["abort"] == count and found["num_finished"]["length"] == 0
@@ -87,15 +84,20 @@ def test_a_client_that_goes_away_aborts_its_requests(
     caller.ok(CHAT, HELLO)
 
 
-def test_a_client_that_leaves_while_it_waits_is_forgotten(own_engine: Callable[..., Engine]) -> None:
+def test_a_disconnect_removes_a_waiting_request(own_engine: Callable[..., Engine]) -> None:
     engine = own_engine(max_running=1)
-    caller = Caller(app_of(engine))
+    caller = Caller(make_app(engine))
+
+    def num_requests() -> int:
+        return len(engine.scheduler.requests)
 
     async def main() -> None:
-        first = asyncio.create_task(leave_after(caller.app, {**ENDLESS, "stream": True}, num_events=200))
-        await asyncio.sleep(0.1)
-        assert not first.done()
-        assert await leave_after(caller.app, ENDLESS, num_events=0) == []
+        leave_first = asyncio.Event()
+        first = asyncio.create_task(leave_after(caller.app, ENDLESS, 0, leave_first.is_set))
+        while num_requests() < 1:
+            await asyncio.sleep(0.01)
+        assert await leave_after(caller.app, ENDLESS, 0, lambda: num_requests() == 2) == []
+        leave_first.set()
         await first
 
     asyncio.run(main())
@@ -103,9 +105,9 @@ def test_a_client_that_leaves_while_it_waits_is_forgotten(own_engine: Callable[.
     assert health(caller)["num_waiting"] == 0
 
 
-def test_one_refused_prompt_of_many_aborts_the_others(own_engine: Callable[..., Engine]) -> None:
+def test_one_refused_prompt_aborts_the_others(own_engine: Callable[..., Engine]) -> None:
     engine = own_engine(max_running=1, max_waiting=2)
-    caller = Caller(app_of(engine))
+    caller = Caller(make_app(engine))
     response = caller.post(COMPLETIONS, ENDLESS, prompt=["a"] * 100)
     assert response.status_code == 429
     wait_until(lambda: health(caller)["num_running"] == 0)
@@ -113,9 +115,9 @@ def test_one_refused_prompt_of_many_aborts_the_others(own_engine: Callable[..., 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_full_queue_is_429_and_says_when_to_come_again(own_engine: Callable[..., Engine], stream: bool) -> None:
+def test_a_full_queue_is_429_with_retry_after(own_engine: Callable[..., Engine], stream: bool) -> None:
     engine = own_engine(max_running=1, max_waiting=1)
-    caller = Caller(app_of(engine))
+    caller = Caller(make_app(engine))
 
     async def flood(client: httpx.AsyncClient) -> list[httpx.Response]:
         body = {**TEXT, "stream": stream, "max_tokens": 100, "ignore_eos": True}
@@ -133,25 +135,25 @@ def test_a_full_queue_is_429_and_says_when_to_come_again(own_engine: Callable[..
 def break_after(engine: Engine, num_passes: int) -> None:
     executor = engine.executor
     assert isinstance(executor, CpuExecutor)
-    whole = executor.device.run
+    full = executor.runner.run
     left = [num_passes]
 
     def run(plan: Any, masks: Any) -> Any:
         left[0] -= 1
         if left[0] < 0:
             raise RuntimeError("the device is on fire")
-        return whole(plan, masks)
+        return full(plan, masks)
 
-    executor.device.run = run  # type: ignore[method-assign]
+    executor.runner.run = run  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_breaks_ends_every_answer_with_an_error(own_engine: Callable[..., Engine], stream: bool) -> None:
+def test_an_engine_failure_ends_every_response_with_an_error(own_engine: Callable[..., Engine], stream: bool) -> None:
     engine = own_engine()
     break_after(engine, 5)
-    caller = Caller(app_of(engine))
+    caller = Caller(make_app(engine))
     response = caller.post(COMPLETIONS, ENDLESS, stream=stream)
-    if stream:  # it had begun: the error is its last event, and there is no [DONE]
+    if stream:  # the stream has started: the error is its last event, without [DONE]
         assert response.status_code == 200
         last = json.loads(response.text.strip().split("\n\n")[-1].removeprefix("data: "))
     else:
@@ -165,30 +167,38 @@ def test_an_engine_that_breaks_ends_every_answer_with_an_error(own_engine: Calla
     assert response.json()["status"] == "failed" and "on fire" in response.json()["failure"]
 
 
-def test_an_engine_that_is_closed_ends_its_streams_with_an_error(own_engine: Callable[..., Engine]) -> None:
+def test_closing_the_engine_ends_streams_with_an_error(own_engine: Callable[..., Engine]) -> None:
     engine = own_engine()
-    caller = Caller(app_of(engine))
+    caller = Caller(make_app(engine))
 
     async def main(client: httpx.AsyncClient) -> httpx.Response:
-        asyncio.get_running_loop().run_in_executor(None, lambda: (time.sleep(0.3), engine.close()))
-        return await client.post(COMPLETIONS, json={**ENDLESS, "prompt": ["a"] * 8, "stream": True})
+        def close_while_streaming() -> None:
+            wait_until(lambda: engine.progress.num_passes > 20)
+            engine.close()
+
+        closing = asyncio.get_running_loop().run_in_executor(None, close_while_streaming)
+        response = await client.post(COMPLETIONS, json={**ENDLESS, "prompt": ["a"] * 8, "stream": True})
+        await closing
+        return response
 
     response = caller.run(main)
     last = json.loads(response.text.strip().split("\n\n")[-1].removeprefix("data: "))
     assert last["error"]["code"] == "shutting_down"
 
 
-def test_a_mistake_of_ours_is_500_and_says_nothing_of_the_inside(
+def test_an_internal_error_is_500_without_details(
     caller: Caller, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any) -> None:
         raise KeyError("secret")
 
-    monkeypatch.setattr("paceline.server.app.ChatResponse", broken)
+    monkeypatch.setattr("paceline.server.chat.check_messages", broken)
     response = caller.post(CHAT, HELLO)
     assert response.status_code == 500
     assert response.json()["error"] == {
-        "message": "the server made a mistake: its log says more.", "type": "server_error", "param": None,
+        "message": "Internal server error: see the server's log.",
+        "type": "server_error",
+        "param": None,
         "code": "internal_error",
-    }  # fmt: skip
+    }
     assert "secret" in caplog.text

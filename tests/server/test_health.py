@@ -1,9 +1,10 @@
-"""Health and readiness tell the truth; books that do not add up are reported, repaired and counted."""
+"""Health, readiness, metrics, and the repair of inconsistent scheduler state."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,14 +12,12 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.config import EngineConfig, ServerConfig
+from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.job import Job
 from paceline.engine.virtual.build import build_virtual
 from paceline.request import SamplingParams
-from paceline.server.app import App
-from paceline.server.local_client import LocalClient
-from tests.server.serving import Caller
+from tests.server.serving import Caller, make_app
 from tests.server.virtual import wait_until
 
 
@@ -30,11 +29,11 @@ def engine() -> Iterator[Engine]:
 
 
 def caller_of(engine: Engine, stall_s: float = 60) -> Caller:
-    return Caller(App(LocalClient(engine, "virtual", stall_s), engine.tokenizer, ServerConfig(), name="virtual"))
+    return Caller(make_app(engine, name="virtual", stall_s=stall_s))
 
 
 class Stuck:
-    """Holds a pass back until it is told to let it go."""
+    """Blocks forward passes until `go` is set."""
 
     def __init__(self, engine: Engine) -> None:
         self.go = threading.Event()
@@ -50,35 +49,39 @@ class Stuck:
 
 
 class Silent:
-    def put(self, piece: Any) -> None: ...
+    def put(self, output: Any) -> None: ...
 
     def refuse(self, error: Any) -> None: ...
 
 
-def test_health_fails_when_progress_stops_and_names_what_is_stuck(engine: Engine) -> None:
+def test_health_fails_without_progress_and_names_the_stuck_pass(engine: Engine) -> None:
     caller = caller_of(engine, stall_s=0.2)
     stuck = Stuck(engine)
     assert caller.request("GET", "/health").status_code == caller.request("GET", "/ready").status_code == 200
     engine.submit(Job(engine.encode([1, 2, 3]), SamplingParams(max_tokens=5)), Silent())
-    wait_until(lambda: caller.request("GET", "/health").status_code == 503)
-    failure = caller.request("GET", "/health").json()["failure"]
-    assert "no progress for" in failure and "waits for the device to finish pass 1, with 0 decodes" in failure
-    assert caller.request("GET", "/ready").status_code == 503
-    stuck.go.set()
+    try:
+        wait_until(lambda: caller.request("GET", "/health").status_code == 503)
+        failure = caller.request("GET", "/health").json()["failure"]
+        assert "no progress for" in failure and "waiting for the device to finish pass 1 (0 decode rows" in failure
+        assert caller.request("GET", "/ready").status_code == 503
+    finally:
+        stuck.go.set()  # else closing the engine waits forever
     wait_until(lambda: caller.request("GET", "/health").status_code == 200)
 
 
-def test_being_busy_for_long_is_not_being_stuck(engine: Engine) -> None:
-    caller = caller_of(engine, stall_s=0.3)
-    engine.submit(Job(engine.encode([1, 2, 3]), SamplingParams(max_tokens=1500, ignore_eos=True), id="long"), Silent())
+def test_a_long_busy_period_does_not_fail_health(engine: Engine) -> None:
+    stall_s = 1.0
+    caller = caller_of(engine, stall_s)
+    engine.submit(Job(engine.encode([1, 2, 3]), SamplingParams(max_tokens=2000, ignore_eos=True), id="long"), Silent())
     wait_until(lambda: engine.progress.has_work)
-    codes = set()
+    started, codes = time.monotonic(), set()
     while engine.progress.has_work:
         codes.add(caller.request("GET", "/health").status_code)
+    assert time.monotonic() - started > stall_s, "the request was too short to test anything"
     assert codes == {200}
 
 
-def test_books_that_do_not_add_up_are_repaired_when_idle_and_counted(
+def test_inconsistent_scheduler_state_is_reset_when_idle_and_counted(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caller = caller_of(engine)
@@ -95,14 +98,16 @@ def test_books_that_do_not_add_up_are_repaired_when_idle_and_counted(
         wait_until(lambda: "pages with no owner" in caplog.text)
     assert engine.scheduler.counters.repairs == 1
     assert caller.ok("/v1/completions", {"model": "virtual", "prompt": "x", "max_tokens": 3})["choices"]
-    assert "paceline_repairs_total 1.0" in caller.request("GET", "/metrics").text
+    assert "paceline_scheduler_state_repairs_total 1.0" in caller.request("GET", "/metrics").text
 
 
-def test_metrics_are_what_prometheus_reads_and_count_what_happened(engine: Engine) -> None:
+def test_metrics_are_in_prometheus_format_and_count_requests(engine: Engine) -> None:
     caller = caller_of(engine)
     for number in range(3):
-        caller.ok("/v1/completions", {"model": "virtual", "prompt": [1000] * 40 + [number], "max_tokens": 5,
-                                      "ignore_eos": True})  # fmt: skip
+        caller.ok(
+            "/v1/completions",
+            {"model": "virtual", "prompt": [1000] * 40 + [number], "max_tokens": 5, "ignore_eos": True},
+        )
     response = caller.request("GET", "/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     samples = {
@@ -118,25 +123,29 @@ def test_metrics_are_what_prometheus_reads_and_count_what_happened(engine: Engin
     assert samples["paceline_http_responses_total", "/v1/completions", "200", "front-end-0"] == 3
 
 
-def test_metrics_tell_what_was_found_from_what_came_from_the_host() -> None:
+def test_metrics_count_cache_hits_and_host_fetches_separately() -> None:
     engine = build_virtual(EngineConfig(executor="virtual", kv_tokens=2048, host_kv_tokens=8192), {})
     caller = caller_of(engine)
     for token in (1000, 1001, 1000):
-        caller.ok("/v1/completions", {"model": "virtual", "prompt": [token] * 1600, "max_tokens": 2,
-                                      "ignore_eos": True})  # fmt: skip
+        caller.ok(
+            "/v1/completions", {"model": "virtual", "prompt": [token] * 1600, "max_tokens": 2, "ignore_eos": True}
+        )
     samples = {
         sample.name.removeprefix("paceline_"): sample.value
         for family in text_string_to_metric_families(caller.request("GET", "/metrics").text)
         for sample in family.samples
     }
     engine.close()
-    assert 0 < samples["prefix_cache_fetched_total"] == engine.scheduler.counters.fetched_tokens
-    assert samples["prefix_cache_hits_total"] + samples["prefix_cache_fetched_total"] == 1584
-    assert samples["host_kv_tokens"] == 8192 and samples["spilled_pages_total"] > samples["forgotten_pages_total"] == 0
-    assert samples["host_kv_tokens_used"] == 16 * samples["spilled_pages_total"]
+    assert 0 < samples["prefix_cache_fetched_tokens_total"] == engine.scheduler.counters.fetched_tokens
+    assert samples["prefix_cache_hits_total"] + samples["prefix_cache_fetched_tokens_total"] == 1584
+    assert (
+        samples["host_kv_cache_tokens"] == 8192
+        and samples["spilled_pages_total"] > samples["host_evicted_pages_total"] == 0
+    )
+    assert samples["host_kv_cache_tokens_used"] == 16 * samples["spilled_pages_total"]
 
 
-def test_a_route_that_clients_make_up_is_no_label(engine: Engine) -> None:
+def test_unknown_paths_do_not_become_metric_labels(engine: Engine) -> None:
     caller = caller_of(engine)
     for number in range(5):
         assert caller.request("GET", f"/nothing/{number}").status_code == 404
@@ -144,19 +153,25 @@ def test_a_route_that_clients_make_up_is_no_label(engine: Engine) -> None:
     assert "/nothing" not in text and 'route="none",status="404"' in text
 
 
-def test_text_and_ids_go_back_and_forth(engine: Engine) -> None:
+def test_tokenize_and_detokenize_round_trip(engine: Engine) -> None:
     caller = caller_of(engine)
 
-    def post(path: str, **asked: Any) -> httpx.Response:
-        return caller.request("POST", path, json=asked)
+    def post(path: str, **payload: Any) -> httpx.Response:
+        return caller.request("POST", path, json=payload)
 
     tokens = post("/tokenize", prompt="hello there").json()
     assert tokens["count"] == len(tokens["tokens"]) and tokens["max_model_len"] == 512 * 16
     assert post("/detokenize", tokens=tokens["tokens"]).json() == {"prompt": "hello there"}
     chat = post("/tokenize", messages=[{"role": "user", "content": "hello there"}]).json()
     assert chat["count"] > tokens["count"]
-    for path, asked in (("/tokenize", {}), ("/tokenize", {"prompt": "a", "messages": []}), ("/detokenize", {}),
-                        ("/detokenize", {"tokens": [-1]}), ("/detokenize", {"tokens": [10**9]}),
-                        ("/tokenize", {"prompt": 3}), ("/tokenize", {"prompt": "x", "colour": 1})):  # fmt: skip
-        assert post(path, **asked).status_code == 400, asked
+    for path, payload in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": []}),
+        ("/detokenize", {}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": [10**9]}),
+        ("/tokenize", {"prompt": 3}),
+        ("/tokenize", {"prompt": "x", "colour": 1}),
+    ):
+        assert post(path, **payload).status_code == 400, payload
     assert post("/tokenize", prompt="x", model="other").status_code == 404

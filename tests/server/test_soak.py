@@ -1,4 +1,4 @@
-"""Twenty minutes of load and faults: no token lost, no page leaked, memory flat."""
+"""Twenty minutes of load and faults: no lost token, no leaked page, constant memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SOAK = Path(__file__).parents[2] / "bench" / "soak.py"
+SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 
 @pytest.mark.slow

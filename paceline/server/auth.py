@@ -1,0 +1,70 @@
+"""API keys and the tenants they belong to."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Mapping
+
+from paceline.config import TenantConfig
+from paceline.server.errors import ApiError
+
+DEFAULT_TENANT = TenantConfig(name="default")
+
+
+class ApiKeys:
+    """Finds the tenant of an API key. The time it takes reveals nothing about the keys."""
+
+    def __init__(self, tenants: Iterable[TenantConfig], admin_key: str | None) -> None:
+        self._tenants = [(_digest(key), tenant) for tenant in tenants for key in tenant.keys]
+        self._admin = None if admin_key is None else _digest(admin_key)
+
+    @property
+    def is_required(self) -> bool:
+        """Whether the configuration names keys. Without any, every request belongs to the default tenant."""
+        return bool(self._tenants)
+
+    def tenant(self, headers: Mapping[bytes, bytes]) -> TenantConfig:
+        if not self._tenants:
+            return DEFAULT_TENANT
+        given = _digest(_bearer_token(headers))
+        found = None
+        for digest, tenant in self._tenants:  # no early exit: it would reveal the position of a key
+            if hmac.compare_digest(digest, given):
+                found = tenant
+        if found is None:
+            raise _invalid_key("Missing or invalid API key: send a valid one as `Authorization: Bearer KEY`.")
+        return found
+
+    def is_admin(self, headers: Mapping[bytes, bytes]) -> bool:
+        return self._admin is not None and hmac.compare_digest(self._admin, _digest(_bearer_token(headers)))
+
+    def check_admin(self, headers: Mapping[bytes, bytes]) -> None:
+        if self._admin is None:
+            raise ApiError(
+                "Admin routes are disabled: start the server with `admin_key` to enable them.",
+                status=403,
+                kind="permission_error",
+                code="no_admin_key",
+            )
+        if not self.is_admin(headers):
+            raise _invalid_key("Missing or invalid admin key: send it as `Authorization: Bearer KEY`.")
+
+
+def _invalid_key(message: str) -> ApiError:
+    return ApiError(
+        message,
+        status=401,
+        kind="authentication_error",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def _digest(key: bytes | str) -> bytes:
+    return hashlib.sha256(key if isinstance(key, bytes) else key.encode()).digest()
+
+
+def _bearer_token(headers: Mapping[bytes, bytes]) -> bytes:
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""

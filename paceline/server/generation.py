@@ -1,0 +1,210 @@
+"""Serves the routes that generate, as plain ASGI: request to jobs, output to a response or a stream.
+
+The first output decides the status: a request that the engine refuses gets an error status, also with `stream: true`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from paceline.config import TenantConfig
+from paceline.engine.job import Job
+from paceline.engine.output import OutputDelta, TokenUsage
+from paceline.server.errors import ApiError, api_error, method_not_allowed, shutting_down
+from paceline.server.http import (
+    ClientDisconnected,
+    EventStream,
+    Receive,
+    Scope,
+    Send,
+    cancel_on_disconnect,
+    read_body,
+    send_error,
+    send_json,
+)
+from paceline.server.limits import LONG_BODY_BYTES, MAX_CACHE_SALT_CHARACTERS, MAX_DEADLINE_MS, MAX_PRIORITY
+from paceline.server.parsing import parse
+from paceline.server.request_log import RequestLog
+from paceline.server.request_types import EmbeddingRequest, GenerationRequest
+from paceline.server.response import ResponseBuilder, finish_reason_of, total_usage
+from paceline.server.routing import GenerationRoute
+from paceline.server.state import ServerState
+
+log = logging.getLogger("paceline.server")
+
+
+class GenerationHandler:
+    """An ASGI app for one generating route."""
+
+    def __init__(self, state: ServerState, route: GenerationRoute) -> None:
+        self._state, self._route = state, route
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state, entry = self._state, RequestLog(self._route.path)
+        try:
+            if scope["method"] != self._route.method:
+                raise method_not_allowed(scope["method"], self._route.method)
+            headers = dict(scope["headers"])
+            tenant = state.api_keys.tenant(headers)
+            entry.tenant = tenant.name
+            if state.draining:
+                raise shutting_down()
+            body = await read_body(receive, state.config.max_body_bytes, state.config.body_s)
+            is_long = len(body) > LONG_BODY_BYTES
+            response = await asyncio.to_thread(self._build, body) if is_long else self._build(body)
+            entry.set_response(response)
+            jobs = self._jobs(response, tenant, headers)
+            state.counters.in_progress += 1
+            try:
+                respond = self._stream if response.request.stream else self._respond
+                await cancel_on_disconnect(receive, respond(response, jobs, entry, scope, send))
+            finally:
+                state.counters.in_progress -= 1
+        except ClientDisconnected:
+            state.counters.disconnects += 1
+            entry.end = "client disconnected"
+        except Exception as error:
+            known = api_error(error)
+            entry.status, entry.end = known.status, known.code or "error"
+            await send_error(send, known)
+        if entry.status is not None:
+            state.counters.responses[entry.route, entry.status] += 1
+        if log.isEnabledFor(logging.INFO):
+            log.info("request", extra={"fields": entry.fields(state.tokenizer if state.config.log_prompts else None)})
+
+    # ------------------------------------------------------------------ request to jobs
+
+    def _build(self, body: bytes) -> ResponseBuilder:
+        request = parse(body, self._route.request)
+        assert isinstance(request, GenerationRequest | EmbeddingRequest), "what generating routes accept"
+        if isinstance(request, GenerationRequest) and request.stream_options is not None and not request.stream:
+            raise ApiError(
+                "stream_options is given and stream is not true: omit it, or set stream.", param="stream_options"
+            )
+        self._state.check_model(request.model)
+        return self._route.builder(self._state, request)
+
+    def _jobs(self, response: ResponseBuilder, tenant: TenantConfig, headers: dict[bytes, bytes]) -> Sequence[Job]:
+        """The response's jobs with the tenant, priority, deadline and cache salt of the request."""
+        request = response.request
+        priority, salt = request.priority or 0, request.cache_salt or ""
+        if priority > tenant.max_priority:
+            raise ApiError(
+                f"priority is {priority}: give at most {tenant.max_priority}, the max_priority of tenant "
+                f"{tenant.name}.",
+                param="priority",
+                code="invalid_value",
+            )
+        if abs(priority) > MAX_PRIORITY:
+            raise ApiError(f"priority is {priority}: give -{MAX_PRIORITY} to {MAX_PRIORITY}.", param="priority")
+        if len(salt) > MAX_CACHE_SALT_CHARACTERS:
+            raise ApiError(
+                f"cache_salt has {len(salt)} characters: give at most {MAX_CACHE_SALT_CHARACTERS}.",
+                param="cache_salt",
+                code="invalid_value",
+            )
+        timeout_s = _timeout_s(request, headers)
+        self._check_length(response)
+        return [
+            replace(
+                job,
+                tenant=tenant.name,
+                priority=priority,
+                timeout_s=timeout_s,
+                cache_salt=salt,
+                stream=bool(request.stream),
+            )
+            for job in response.jobs
+        ]
+
+    def _check_length(self, response: ResponseBuilder) -> None:
+        # The engine checks it too. But with several prompts the first may already be streaming by then, too late for
+        # the error to be a status.
+        limit = self._state.client.model.max_tokens
+        for index, job in enumerate(response.jobs):
+            max_tokens = 1 if job.params.max_tokens is None else job.params.max_tokens
+            if len(job.prompt) + max_tokens > limit:
+                which = f"prompt[{index // response.jobs_per_prompt}]"
+                if len(response.jobs) == response.jobs_per_prompt:
+                    which = "The prompt"
+                raise ApiError(
+                    f"{which} has {len(job.prompt)} tokens and max_tokens is {job.params.max_tokens or 'not given'}: "
+                    f"their sum may be at most {limit}; shorten the prompt or lower max_tokens.",
+                    param=response.prompt_field,
+                    code="context_length_exceeded",
+                )
+
+    # ------------------------------------------------------------------ output to response
+
+    async def _respond(
+        self, response: ResponseBuilder, jobs: Sequence[Job], entry: RequestLog, _: Scope, send: Send
+    ) -> None:
+        outputs: list[list[OutputDelta]] = [[] for _ in jobs]
+        usages: dict[int, TokenUsage] = {}
+        async with aclosing(self._state.client.stream(jobs)) as stream:
+            async for index, output in stream:
+                outputs[index].append(output)
+                if finish_reason_of(output) is not None:
+                    usages |= {index: output.usage} if output.usage else {}
+                    entry.add_finished(output)
+        body = response.final_body(outputs, total_usage(usages, response.jobs_per_prompt))
+        entry.status = 200
+        await send_json(send, 200, body, {"X-Request-Id": entry.id})
+
+    async def _stream(
+        self, response: ResponseBuilder, jobs: Sequence[Job], entry: RequestLog, scope: Scope, send: Send
+    ) -> None:
+        events = EventStream(send, scope, [(b"x-request-id", entry.id.encode())])
+        usages: dict[int, TokenUsage] = {}
+        try:
+            async with aclosing(self._state.client.stream(jobs)) as stream:
+                async for index, output in stream:
+                    reason = finish_reason_of(output)
+                    if not events.started:
+                        entry.status = 200
+                        for chunk in response.first_chunks():
+                            await events.send_event(chunk)
+                    for chunk in response.chunks(index, output, reason):
+                        await events.send_event(chunk)
+                    if reason is not None:
+                        usages |= {index: output.usage} if output.usage else {}
+                        entry.add_finished(output)
+        except Exception as error:
+            if not events.started:
+                raise
+            known = api_error(error)
+            entry.end = known.code or "error"
+            await events.send_event(known.body())
+        else:
+            if response.request.include_usage:
+                await events.send_event(response.usage_chunk(total_usage(usages, response.jobs_per_prompt)))
+            await events.send_event(b"[DONE]")
+        await events.close()
+
+
+def _timeout_s(request: GenerationRequest | EmbeddingRequest, headers: dict[bytes, bytes]) -> float | None:
+    """The request's deadline, from `deadline_ms` or else from the header `X-Deadline-Ms`; both are checked."""
+    from_header = None
+    if b"x-deadline-ms" in headers:
+        try:
+            from_header = float(headers[b"x-deadline-ms"])
+        except ValueError:
+            from_header = float("nan")
+        _check_deadline("X-Deadline-Ms", from_header)
+    if request.deadline_ms is not None:
+        _check_deadline("deadline_ms", request.deadline_ms)
+    deadline_ms = from_header if request.deadline_ms is None else request.deadline_ms
+    return None if deadline_ms is None else deadline_ms / 1e3
+
+
+def _check_deadline(name: str, deadline_ms: float) -> None:
+    if not 0 < deadline_ms <= MAX_DEADLINE_MS:
+        raise ApiError(
+            f"{name} is {deadline_ms:g}: give milliseconds, more than 0 and at most {MAX_DEADLINE_MS:g}.",
+            param=name,
+            code="invalid_value",
+        )

@@ -1,0 +1,76 @@
+"""`/admin/cache` and `/admin/drain`."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+
+from paceline.server.errors import ApiError, missing_parameter
+from paceline.server.queries import FlushCache, GetPins, GetStats, PinPrefix, UnpinPrefix
+from paceline.server.request_types import CacheAction
+from paceline.server.response_types import CacheFlushed, CacheState, DrainState, PrefixPinned, PrefixUnpinned
+from paceline.server.routing import Call, json_response
+
+
+async def get_cache(call: Call) -> Response:
+    stats = await call.state.client.query(GetStats())
+    return json_response(
+        CacheState(
+            kv_tokens=stats.kv_tokens,
+            kv_tokens_free=stats.kv_tokens_free,
+            host_kv_tokens=stats.host_kv_tokens,
+            host_kv_tokens_free=stats.host_kv_tokens_free,
+            pins=await call.state.client.query(GetPins()),
+        )
+    )
+
+
+async def change_cache(call: Call) -> Response:
+    client, body = call.state.client, call.body
+    assert isinstance(body, CacheAction), "the route's request type"
+    if body.action == "flush":
+        return json_response(CacheFlushed(await client.query(FlushCache())))
+    if body.name is None:
+        raise missing_parameter("name", f"name the pin to {body.action}")
+    if body.action == "unpin":
+        await client.query(UnpinPrefix(name=body.name))
+        return json_response(PrefixUnpinned(body.name))
+    return json_response(PrefixPinned(body.name, await client.query(_pin_query(call, body, body.name))))
+
+
+def _pin_query(call: Call, body: CacheAction, name: str) -> PinPrefix:
+    tokenizer = call.state.tokenizer
+    if body.prompt is None:
+        raise missing_parameter("prompt", "give the text or the token ids to pin")
+    prompt = tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
+    if not prompt or not all(0 <= token < tokenizer.vocab_size for token in prompt):
+        raise ApiError(
+            f"prompt is empty or has invalid token ids: give at least one id, 0 to {tokenizer.vocab_size - 1}.",
+            param="prompt",
+        )
+    if body.expires_in_s is not None and not body.expires_in_s > 0:
+        raise ApiError(f"expires_in_s is {body.expires_in_s:g}: give more than 0 seconds.", param="expires_in_s")
+    return PinPrefix(
+        name=name,
+        prompt=prompt,
+        expires_in_s=body.expires_in_s,
+        tenant=body.tenant,
+        cache_salt=body.cache_salt,
+    )
+
+
+async def get_drain(call: Call) -> Response:
+    return json_response(DrainState(call.state.draining, call.state.counters.in_progress))
+
+
+async def start_drain(call: Call) -> Response:
+    return await _set_draining(call, True)
+
+
+async def stop_drain(call: Call) -> Response:
+    return await _set_draining(call, False)
+
+
+async def _set_draining(call: Call, draining: bool) -> Response:
+    call.state.draining = draining
+    call.state.on_draining(draining)
+    return await get_drain(call)

@@ -1,0 +1,168 @@
+"""Messages between the supervisor and its child processes: one JSON object per line.
+
+The supervisor writes to a child's standard input and reads its standard output. The first line to a child is its setup;
+every later line is one of the tagged structs below. A line that is none of them is an error.
+
+The end of a pipe is an event, not an error: a child whose input ends, or that cannot write its output, has lost its
+supervisor and exits.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from paceline.config import ServerConfig, TenantConfig
+from paceline.request import PacelineError
+from paceline.server.engine_client import ServedModel
+
+_Setup = TypeVar("_Setup", bound=msgspec.Struct)
+_Line = TypeVar("_Line")
+
+
+class ModelSource(msgspec.Struct, frozen=True):
+    """Which model the engine loads, and how."""
+
+    model: str | None = None  # a path; None for random weights and for the virtual executor
+    load: str = "weights"
+    shape: str | None = None
+    options: dict[str, Any] = {}  # of EngineConfig and SchedulerConfig
+
+
+class EngineSetup(msgspec.Struct, frozen=True):
+    """The first line to the engine process."""
+
+    name: str  # of the served model
+    address: str  # the ZeroMQ address it binds
+    source: ModelSource
+    stall_s: float
+    tenants: tuple[TenantConfig, ...]
+    log_level: str
+    log_format: str
+
+
+class FrontEndSetup(msgspec.Struct, frozen=True):
+    """The first line to a front-end process."""
+
+    name: str
+    address: str  # the ZeroMQ address it binds; the engine connects to it
+    socket: int  # file descriptor of the listening socket
+    model: str
+    tokenizer: str | int  # a model's path, or the size of a synthetic vocabulary
+    config: ServerConfig
+    tenants: tuple[TenantConfig, ...]
+
+
+# ---------------------------------------------------------------------- supervisor -> front end
+
+
+class EngineUp(msgspec.Struct, frozen=True, tag=True):
+    address: str
+    model: ServedModel
+
+
+class EngineDown(msgspec.Struct, frozen=True, tag=True):
+    reason: str
+
+
+class EngineLoading(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Refuse new requests, give running ones `timeout_s` to finish, fail the rest, exit."""
+
+    timeout_s: float
+
+
+class SetDraining(msgspec.Struct, frozen=True, tag=True):
+    """Also sent by a front end, whose admin route was called; the supervisor forwards it to all of them."""
+
+    draining: bool
+
+
+# ---------------------------------------------------------------------- front end -> supervisor
+
+
+class FrontEndListening(msgspec.Struct, frozen=True, tag=True):
+    """The front end accepts connections and reads messages."""
+
+
+# ---------------------------------------------------------------------- supervisor -> engine
+
+
+class FrontEndGone(msgspec.Struct, frozen=True, tag=True):
+    name: str
+
+
+# ---------------------------------------------------------------------- engine -> supervisor
+
+
+class LoadingProgress(msgspec.Struct, frozen=True, tag=True):
+    done: int
+    total: int
+
+
+class StartupFailed(msgspec.Struct, frozen=True, tag=True):
+    """The configuration cannot work; a restart would not help."""
+
+    message: str
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag=True):
+    """The engine has generated a token and accepts requests."""
+
+    model: ServedModel
+
+
+ToFrontEnd = EngineUp | EngineDown | EngineLoading | Shutdown | SetDraining
+FromFrontEnd = FrontEndListening | SetDraining
+ToEngine = FrontEndGone
+FromEngine = LoadingProgress | StartupFailed | EngineReady
+
+
+class ProtocolError(PacelineError):
+    """A line between two processes is not one of the messages above."""
+
+
+class LineDecoder(Generic[_Line]):
+    def __init__(self, messages: Any) -> None:
+        self._decoder: msgspec.json.Decoder[_Line] = msgspec.json.Decoder(messages)
+
+    def decode(self, line: bytes) -> _Line:
+        try:
+            return self._decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"Cannot read the message {line[:200]!r}: {error}.") from None
+
+
+def encode_line(message: msgspec.Struct) -> bytes:
+    return msgspec.json.encode(message) + b"\n"
+
+
+# ---------------------------------------------------------------------- in a child process
+
+
+def read_setup(kind: type[_Setup]) -> _Setup:
+    """Reads the first line of standard input, byte by byte: the lines after it belong to another reader."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            raise SystemExit(1)  # the supervisor has exited
+        line += byte
+    return msgspec.json.decode(line, type=kind)
+
+
+def send_to_supervisor(message: msgspec.Struct) -> None:
+    """Writes one line to standard output. Exits the process if the supervisor has exited."""
+    line = encode_line(message)
+    try:
+        while line:
+            line = line[os.write(1, line) :]
+    except BrokenPipeError:
+        # A child that is still loading notices here, before it reads its standard input, that the supervisor is gone.
+        # Nothing is left to report or to clean up.
+        os._exit(1)

@@ -1,0 +1,147 @@
+"""Queries that a front end sends to the engine, and their results. All of them are data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from paceline.server.limits import MAX_LISTED_REQUESTS
+from paceline.server.metrics import MetricFamily
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What the engine is doing now, and what it has done since it started."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_finished: Mapping[str, int] = field(default_factory=dict)  # by finish reason
+    kv_tokens: int = 0
+    kv_tokens_free: int = 0  # empty, or holding a cached prefix that no request uses
+    host_kv_tokens: int = 0
+    host_kv_tokens_free: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether the engine can generate. Returned at once, whatever the engine is busy with."""
+
+    failure: str | None = None  # why it cannot
+    num_passes: int = 0  # forward passes so far
+    idle: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RequestState:
+    """One request in progress."""
+
+    id: str
+    tenant: str
+    state: str
+    prompt_tokens: int
+    cached_tokens: int
+    fetched_tokens: int  # of the cached ones, from host memory
+    output_tokens: int
+    max_tokens: int
+    age_s: float
+    priority: int
+    retractions: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class PinState:
+    name: str
+    num_tokens: int
+    expires_in_s: float | None
+
+
+class _Query(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class GetHealth(_Query, frozen=True):
+    pass
+
+
+class GetStats(_Query, frozen=True):
+    pass
+
+
+class GetRequests(_Query, frozen=True):
+    """Requests of one tenant, or of all; with an id, those of that response."""
+
+    tenant: str | None = None
+    id: str | None = None
+    limit: int = MAX_LISTED_REQUESTS
+
+
+class AbortRequests(_Query, frozen=True):
+    """Aborts the requests of the response with this id. The result is their number."""
+
+    id: str
+    tenant: str | None = None
+
+
+class GetMetrics(_Query, frozen=True):
+    pass
+
+
+class GetMonitor(_Query, frozen=True):
+    """What the live page shows: `EngineMonitor.state()`."""
+
+
+class FlushCache(_Query, frozen=True):
+    """Evicts every cached prefix that is not in use. The result is the number of tokens freed."""
+
+
+class GetPins(_Query, frozen=True):
+    pass
+
+
+class PinPrefix(_Query, frozen=True):
+    """Protects a prefix from eviction. The result is the number of tokens pinned."""
+
+    name: str
+    prompt: list[int]
+    expires_in_s: float | None = None
+    tenant: str = "default"
+    cache_salt: str = ""
+
+
+class UnpinPrefix(_Query, frozen=True):
+    name: str
+
+
+EngineQuery = (
+    GetHealth
+    | GetStats
+    | GetRequests
+    | AbortRequests
+    | GetMetrics
+    | GetMonitor
+    | FlushCache
+    | GetPins
+    | PinPrefix
+    | UnpinPrefix
+)
+QUERY_RESULTS: dict[type, Any] = {
+    GetHealth: Health,
+    GetStats: EngineStats,
+    GetRequests: list[RequestState],
+    AbortRequests: int,
+    GetMetrics: list[MetricFamily],
+    GetMonitor: dict[str, Any],
+    FlushCache: int,
+    GetPins: list[PinState],
+    PinPrefix: int,
+    UnpinPrefix: None,
+}
+
+
+def response_id_of(request_id: str) -> str:
+    """The id of the response a request belongs to: `cmpl-1f-0` is a part of `cmpl-1f`."""
+    return request_id.rpartition("-")[0] if request_id.count("-") == 2 else request_id

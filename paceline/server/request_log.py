@@ -1,0 +1,61 @@
+"""The log line of one request."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from paceline.engine.output import OutputDelta
+from paceline.request import Tokens
+from paceline.server.response import ResponseBuilder
+from paceline.text.tokenizer import Tokenizer
+
+
+class RequestLog:
+    """Collects what the log line contains while the request is served."""
+
+    def __init__(self, route: str) -> None:
+        self.route = route
+        self.id = ""
+        self.tenant = ""
+        self.status: int | None = None
+        self.end = ""  # the finish reason, or the code of an error
+        self._started = time.monotonic()
+        self._prompts: list[Tokens] = []
+        self._num_tokens = 0
+        self._first_token_s: float | None = None
+        self._queue_s: float | None = None
+
+    def set_response(self, response: ResponseBuilder) -> None:
+        self.id = response.id
+        self._prompts = [job.prompt for job in response.jobs]
+
+    def add_finished(self, output: OutputDelta) -> None:
+        """Adds the last output of one of the request's jobs."""
+        self.end = output.finish_reason or ""
+        if output.usage is not None:
+            self._num_tokens += output.usage.completion_tokens
+        if output.timings is not None:
+            self._first_token_s, self._queue_s = output.timings.first_token_s, output.timings.admitted_s
+
+    def fields(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
+        """The fields of the line, with the text of the prompts if a tokenizer is given."""
+        found: dict[str, Any] = {
+            "id": self.id,
+            "route": self.route,
+            "tenant": self.tenant,
+            "status": self.status,
+            "end": str(self.end),
+            "prompt_tokens": sum(map(len, self._prompts)),
+            "completion_tokens": self._num_tokens,
+            "queue_ms": _ms(self._queue_s),
+            "first_token_ms": _ms(self._first_token_s),
+            "total_ms": _ms(time.monotonic() - self._started),
+        }
+        if tokenizer is not None:
+            found["prompts"] = [tokenizer.decode(prompt.tolist(), skip_special=False) for prompt in self._prompts]
+        return {name: value for name, value in found.items() if value not in (None, "")}
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 1)

@@ -1,0 +1,236 @@
+"""Request bodies, OpenAI's and our own, as msgspec structs.
+
+Types and required fields are checked by these structs; ranges are checked once, by `SamplingParams`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from paceline.request import Grammar, SamplingParams
+from paceline.server.errors import ApiError, missing_parameter
+from paceline.server.fields import short
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # OpenAI's padding against traffic analysis; accepted, never sent
+
+
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None  # ignored: output always conforms to the schema
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: str
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """Constraints beyond OpenAI's, with the names vLLM uses."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # in Lark notation
+
+
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "n",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "bad_words",
+    "skip_special_tokens",
+    "logprob_token_ids",
+)  # fields of a request that are fields of SamplingParams with the same name
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """Fields common to chat and completions."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    logprob_token_ids: list[int] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    priority: int | None = None
+    deadline_ms: float | None = None
+    cache_salt: str | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling_params(self, max_tokens: int | None, **overrides: Any) -> SamplingParams:
+        """Fields that are not given take the defaults of `SamplingParams`; `overrides` are the route's own."""
+        given: dict[str, Any] = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = {_token_id(name): bias for name, bias in self.logit_bias.items()}
+        if self.include_stop_str_in_output is not None:
+            given["include_stop"] = self.include_stop_str_in_output
+        return SamplingParams(**{**given, "max_tokens": max_tokens, "grammar": self.grammar(), **overrides})
+
+    def grammar(self) -> Grammar | None:
+        """The constraint on the output, if one is given; at most one may be."""
+        more = self.structured_outputs or StructuredOutputs()
+        found = {
+            "response_format": _response_grammar(self.response_format),
+            "structured_outputs.json": _json_grammar(more.json),
+            "structured_outputs.json_object": Grammar.json_object() if more.json_object else None,
+            "structured_outputs.regex": None if more.regex is None else Grammar.regex(more.regex),
+            "structured_outputs.choice": None if more.choice is None else Grammar.choice(more.choice),
+            "structured_outputs.grammar": None if more.grammar is None else Grammar.lark(more.grammar),
+            "guided_json": _json_grammar(self.guided_json),
+            "guided_regex": None if self.guided_regex is None else Grammar.regex(self.guided_regex),
+            "guided_choice": None if self.guided_choice is None else Grammar.choice(self.guided_choice),
+            "guided_grammar": None if self.guided_grammar is None else Grammar.lark(self.guided_grammar),
+        }
+        given = {name: grammar for name, grammar in found.items() if grammar is not None}
+        if len(given) > 1:
+            first, second = list(given)[:2]
+            raise ApiError(f"{second} and {first} are both given: give one of them.", param=second.partition(".")[0])
+        return next(iter(given.values()), None)
+
+
+def _token_id(name: str) -> int:
+    if not name.isdecimal():
+        raise ApiError(f"logit_bias has the key {short(name)}: keys are token ids.", param="logit_bias")
+    return int(name)
+
+
+def _json_grammar(schema: dict[str, Any] | str | None) -> Grammar | None:
+    return None if schema is None else Grammar.json_schema(schema)
+
+
+def _response_grammar(format: ResponseFormat | None) -> Grammar | None:
+    if format is None or format.type == "text":
+        return None
+    if format.type == "json_object":
+        return Grammar.json_object()
+    if format.type != "json_schema":
+        raise ApiError(
+            f"response_format.type is {short(format.type)}: choose one of text, json_object, json_schema.",
+            param="response_format",
+            code="invalid_value",
+        )
+    if format.json_schema is None or format.json_schema.schema is None:
+        raise missing_parameter("response_format.json_schema.schema", param="response_format")
+    return Grammar.json_schema(format.json_schema.schema)
+
+
+class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # ignored: arguments of a forced call always conform
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    type: str
+    function: Function
+
+
+class FunctionName(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    type: str
+    function: FunctionName
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    prompt: Any  # a string, strings, token ids or lists of token ids: see prompts.py
+    best_of: int | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    model: str
+    input: Any  # like the prompt of a completion
+    encoding_format: Literal["float", "base64"] | None = None
+    pooling: Literal["mean", "last"] | None = None  # default: mean
+    priority: int | None = None
+    deadline_ms: float | None = None
+    cache_salt: str | None = None
+
+    @property
+    def stream(self) -> bool:
+        return False
+
+    @property
+    def include_usage(self) -> bool:
+        return False
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+class CacheAction(msgspec.Struct, kw_only=True):
+    """`/admin/cache`: evict every unused prefix, or pin one."""
+
+    action: Literal["flush", "pin", "unpin"]
+    name: str | None = None
+    prompt: str | list[int] | None = None
+    expires_in_s: float | None = None
+    tenant: str = "default"
+    cache_salt: str = ""

@@ -1,0 +1,235 @@
+"""Response bodies, OpenAI's and our own, as msgspec structs."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from paceline.server.queries import PinState, RequestState
+
+
+class CachedTokens(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class UsageInfo(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str | None
+    refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobs(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprobs]
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: Message
+    finish_reason: str
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletion(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageInfo
+
+
+class FunctionDelta(msgspec.Struct):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct):
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionDelta | UnsetType = UNSET
+
+
+class Delta(msgspec.Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: Delta
+    finish_reason: str | None = None
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatChunk(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: UsageInfo | UnsetType | None = UNSET  # null in all chunks but the last, if requested
+
+
+class TextLogprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(msgspec.Struct):
+    index: int
+    text: str
+    finish_reason: str | None = None
+    logprobs: TextLogprobs | None = None
+
+
+class TextCompletion(msgspec.Struct):
+    """A completion, or a chunk of a streamed one: OpenAI uses one type for both."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: UsageInfo | UnsetType | None = UNSET
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "paceline"
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class Embedding(msgspec.Struct):
+    index: int
+    embedding: list[float] | str
+    object: str = "embedding"
+
+
+class EmbeddingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct):
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+class TokenizeResponse(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeResponse(msgspec.Struct):
+    prompt: str
+
+
+class RequestList(msgspec.Struct):
+    data: list[RequestState]
+    object: str = "list"
+
+
+class RequestParts(msgspec.Struct):
+    """One request; it has a part for each prompt and choice."""
+
+    id: str
+    parts: list[RequestState]
+    object: str = "request"
+
+
+class RequestDeleted(msgspec.Struct):
+    id: str
+    object: str = "request.deleted"
+    deleted: bool = True
+
+
+class CacheState(msgspec.Struct):
+    kv_tokens: int
+    kv_tokens_free: int
+    host_kv_tokens: int
+    host_kv_tokens_free: int
+    pins: list[PinState]
+
+
+class CacheFlushed(msgspec.Struct):
+    flushed_tokens: int
+
+
+class PrefixPinned(msgspec.Struct):
+    pinned: str
+    num_tokens: int
+
+
+class PrefixUnpinned(msgspec.Struct):
+    unpinned: str
+
+
+class DrainState(msgspec.Struct):
+    draining: bool
+    requests_in_progress: int
+
+
+class HealthReport(msgspec.Struct):
+    """The fields of every report; a server with an engine adds `num_passes` and those of `EngineStats`."""
+
+    status: str
+    model: str
+    failure: str | None
+
+
+class Readiness(msgspec.Struct):
+    ready: bool
+    why: str | None  # it is not ready
+
+
+class ServerInfo(msgspec.Struct):
+    paceline: str  # version
+    model: str
+    routes: list[str]

@@ -1,0 +1,105 @@
+"""The route table. The app, `GET /`, the OpenAPI document and the table in docs/serving.md are made from it.
+
+To add an endpoint, write its handler and add one row here. tests/server/test_routes.py prints the table for the docs.
+"""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+
+from paceline import __version__
+from paceline.server.chat import ChatResponse
+from paceline.server.completions import CompletionResponse
+from paceline.server.embeddings import EmbeddingResponse
+from paceline.server.handlers import admin, health, models, requests
+from paceline.server.openapi import make_document
+from paceline.server.request_types import (
+    CacheAction,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
+from paceline.server.response_types import (
+    CacheFlushed,
+    CacheState,
+    ChatCompletion,
+    DetokenizeResponse,
+    DrainState,
+    EmbeddingList,
+    HealthReport,
+    ModelCard,
+    ModelList,
+    PrefixPinned,
+    PrefixUnpinned,
+    Readiness,
+    RequestDeleted,
+    RequestList,
+    RequestParts,
+    ServerInfo,
+    TextCompletion,
+    TokenizeResponse,
+)
+from paceline.server.routing import Access, AnyRoute, Call, GenerationRoute, Route, json_response
+
+PUBLIC, TENANT, ADMIN = Access.PUBLIC, Access.TENANT, Access.ADMIN
+
+
+async def get_info(call: Call) -> Response:
+    paths = list(dict.fromkeys(route.path for route in ROUTES))
+    return json_response(ServerInfo(__version__, call.state.model_name, paths))
+
+
+async def get_openapi(call: Call) -> Response:
+    return json_response(make_document(ROUTES, call.state.model_name, has_keys=call.state.api_keys.is_required))
+
+
+# fmt: off
+ROUTES: tuple[AnyRoute, ...] = (
+    GenerationRoute("/v1/chat/completions", ChatResponse, "OpenAI's chat completions; streams on request",
+                    ChatRequest, (ChatCompletion,)),
+    GenerationRoute("/v1/completions", CompletionResponse, "OpenAI's completions; streams on request",
+                    CompletionRequest, (TextCompletion,)),
+    GenerationRoute("/v1/embeddings", EmbeddingResponse, "OpenAI's embeddings: pooled hidden states of the model",
+                    EmbeddingRequest, (EmbeddingList,), streams=False),
+    Route("GET", "/v1/models", TENANT, models.list_models, "the served model, as a list", responses=(ModelList,)),
+    Route("GET", "/v1/models/{name:path}", TENANT, models.get_model, "the served model", responses=(ModelCard,)),
+    Route("POST", "/tokenize", TENANT, models.tokenize, "text or messages to token ids",
+          request=TokenizeRequest, responses=(TokenizeResponse,)),
+    Route("POST", "/detokenize", TENANT, models.detokenize, "token ids to text",
+          request=DetokenizeRequest, responses=(DetokenizeResponse,)),
+    Route("GET", "/v1/requests", TENANT, requests.list_requests,
+          "requests in progress: state, tokens, why they wait; a tenant sees its own", responses=(RequestList,)),
+    Route("GET", "/v1/requests/{id}", TENANT, requests.get_request,
+          "one request; its id is the response's `id`, also in the header `X-Request-Id`", responses=(RequestParts,)),
+    Route("DELETE", "/v1/requests/{id}", TENANT, requests.abort_request, "aborts a request",
+          responses=(RequestDeleted,)),
+    Route("GET", "/health", PUBLIC, health.get_health,
+          "liveness: 200 while loading or making progress, else 503 with the failure",
+          responses=(HealthReport,), error_statuses=(503,)),
+    Route("GET", "/ready", PUBLIC, health.get_ready,
+          "readiness: 200 when a request sent now would be served, else 503",
+          responses=(Readiness,), error_statuses=(503,)),
+    Route("GET", "/metrics", PUBLIC, health.get_metrics, "Prometheus metrics"),
+    Route("GET", "/admin/cache", ADMIN, admin.get_cache, "KV cache capacity and pinned prefixes",
+          responses=(CacheState,)),
+    Route("POST", "/admin/cache", ADMIN, admin.change_cache, "flushes the prefix cache, pins or unpins a prefix",
+          request=CacheAction, responses=(CacheFlushed, PrefixPinned, PrefixUnpinned)),
+    Route("GET", "/admin/drain", ADMIN, admin.get_drain, "whether new requests are refused", responses=(DrainState,)),
+    Route("POST", "/admin/drain", ADMIN, admin.start_drain, "refuses new requests", responses=(DrainState,)),
+    Route("DELETE", "/admin/drain", ADMIN, admin.stop_drain, "accepts new requests again", responses=(DrainState,)),
+    Route("GET", "/", PUBLIC, get_info, "version, model and routes; the live page for browsers",
+          responses=(ServerInfo,)),
+    Route("GET", "/openapi.json", PUBLIC, get_openapi, "this interface as an OpenAPI document", responses=(dict,)),
+)
+# fmt: on
+
+
+def documentation() -> str:
+    """The table of docs/serving.md."""
+    rows = [
+        f"| `{route.method} {route.path.replace(':path', '')}` | {route.access.value} | {route.summary} |"
+        for route in ROUTES
+    ]
+    return "\n".join(["| route | access | what it does |", "|---|---|---|", *rows])

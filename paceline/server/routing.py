@@ -1,0 +1,136 @@
+"""What a row of the route table is, and how the rows become handlers of HTTP calls.
+
+A `Route` returns one response, through Starlette. A `GenerationRoute` is served by the engine and may stream; it is
+plain ASGI (`generation.py`), to keep the cost of a token low.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route as StarletteRoute
+
+from paceline.request import PacelineError
+from paceline.server.errors import ApiError, api_error, method_not_allowed
+from paceline.server.http import read_body
+from paceline.server.parsing import parse
+from paceline.server.response import ResponseBuilder
+from paceline.server.state import ServerState
+
+
+class Access(Enum):
+    """Who may call a route."""
+
+    PUBLIC = "everyone"
+    TENANT = "API key"  # and admins; everyone if the server has no API keys
+    ADMIN = "admin key"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP call, as a handler sees it."""
+
+    state: ServerState
+    path_params: Mapping[str, str]
+    body: Any  # decoded into the route's request type; None if the route has none
+    tenant: str | None  # the tenant whose data is visible; None: all tenants' (admins, or no API keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One HTTP method of one path."""
+
+    method: str
+    path: str
+    access: Access
+    handler: Callable[[Call], Awaitable[Response]]
+    summary: str
+    request: type[msgspec.Struct] | None = None
+    responses: tuple[type, ...] = ()  # types of the JSON body; none: the body is text
+    error_statuses: tuple[int, ...] = ()  # statuses other than 200 with a body of the same type
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRoute:
+    """A route whose response the engine generates. The method is POST."""
+
+    path: str
+    builder: Callable[[ServerState, Any], ResponseBuilder]
+    summary: str
+    request: type[msgspec.Struct]
+    responses: tuple[type[msgspec.Struct], ...]
+    streams: bool = True
+    method: str = "POST"
+    access: Access = Access.TENANT
+
+
+AnyRoute = Route | GenerationRoute
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def make_router(state: ServerState, routes: Iterable[Route]) -> Starlette:
+    """An ASGI app for `routes`."""
+    by_path: dict[str, dict[str, Route]] = {}
+    for route in routes:
+        by_path.setdefault(route.path, {})[route.method] = route
+    return Starlette(
+        routes=[
+            StarletteRoute(path, _endpoint(state, methods), methods=list(methods)) for path, methods in by_path.items()
+        ],
+        exception_handlers={
+            HTTPException: _on_http_exception,
+            ApiError: _on_error,
+            PacelineError: _on_error,
+            Exception: _on_error,
+        },
+    )
+
+
+def _endpoint(state: ServerState, methods: Mapping[str, Route]) -> Callable[[HttpRequest], Awaitable[Response]]:
+    async def endpoint(request: HttpRequest) -> Response:
+        route = methods["GET" if request.method == "HEAD" else request.method]
+        tenant = _check_access(state, route.access, dict(request.headers.raw))
+        body = None
+        if route.request is not None:
+            data = await read_body(request.receive, state.config.max_body_bytes, state.config.body_s)
+            body = parse(data, route.request)
+        return await route.handler(Call(state, request.path_params, body, tenant))
+
+    return endpoint
+
+
+def _check_access(state: ServerState, access: Access, headers: dict[bytes, bytes]) -> str | None:
+    """Raises if the call is not allowed. Returns the tenant whose data is visible, None for all."""
+    keys = state.api_keys
+    if access is Access.ADMIN:
+        keys.check_admin(headers)
+    elif access is Access.TENANT and not keys.is_admin(headers):
+        tenant = keys.tenant(headers)
+        return tenant.name if tenant.keys else None
+    return None
+
+
+async def _on_error(_: HttpRequest, error: Exception) -> Response:
+    known = api_error(error)
+    return Response(known.body(), known.status, known.headers, media_type="application/json")
+
+
+async def _on_http_exception(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "registered for HTTPException alone"
+    if error.status_code == 405:
+        return await _on_error(request, method_not_allowed(request.method, (error.headers or {}).get("Allow", "GET")))
+    message = error.detail
+    if error.status_code == 404:
+        message = f"Unknown route: {request.method} {request.url.path}. Routes are listed at GET /."
+    return await _on_error(request, ApiError(message, status=error.status_code, code="not_found"))
