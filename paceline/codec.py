@@ -37,7 +37,7 @@ def encode(value: object) -> bytes:
     return _encoder.encode(value)
 
 
-class Decoder(Generic[T]):
+class TypedDecoder(Generic[T]):
     """Decodes values of one type; raises msgspec.DecodeError or msgspec.ValidationError for anything else."""
 
     def __init__(self, kind: Any) -> None:

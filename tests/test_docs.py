@@ -252,60 +252,6 @@ def test_every_parameter_of_a_request_is_in_the_table() -> None:
     assert known <= documented, f"not in docs/parameters.md: {sorted(known - documented)}"
 
 
-# -------------------------------------------------------------------------------------------------------- import rules
-
-
-def import_rules() -> dict[str, set[str]]:
-    """Package to what it may import, from the table in docs/architecture.md."""
-    section = read("docs/architecture.md").split("## Import rules")[1].split("\n## ")[0]
-    rules = {}
-    for line in section.splitlines():
-        if line.startswith("| `"):
-            package, allowed = line.strip("|").split("|")[:2]
-            rules[package.strip().strip("`")] = set(re.findall(r"`(\w+)`", allowed))
-    return rules
-
-
-def imports_between_packages() -> Iterable[tuple[str, str, str]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).parts
-        package = parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module == "paceline":
-                names = [f"paceline.{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module]
-            for name in names:
-                target = name.split(".")[1] if name.startswith("paceline.") else ""
-                if target and not target.startswith("__") and target != package:
-                    yield "/".join(parts), package, target
-
-
-def test_imports_follow_the_documented_rules() -> None:
-    rules = import_rules()
-    for path, package, target in imports_between_packages():
-        if package != "__init__":
-            assert target in rules[package], (
-                f"{path} imports paceline.{target}: see Import rules in docs/architecture.md"
-            )
-
-
-def test_the_documented_rules_have_no_cycle() -> None:
-    rules, done = import_rules(), set[str]()
-    while len(done) < len(rules):
-        free = {package for package, allowed in rules.items() if package not in done and allowed <= done}
-        assert free, f"a cycle between {sorted(set(rules) - done)}"
-        done |= free
-
-
-def test_every_package_has_an_import_rule() -> None:
-    packages = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert packages - {"__init__"} == set(import_rules())
-
-
 # ------------------------------------------------------------------------------------------------------------ the rest
 
 

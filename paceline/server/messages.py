@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from paceline.codec import Decoder
+from paceline.codec import TypedDecoder
 from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.request import FinishReason, InvalidRequest, PacelineError, Refused
@@ -77,7 +77,7 @@ class ErrorReply(msgspec.Struct, tag=True):
 
 MessageToEngine = RegisterFrontEnd | SubmitJob | FinishRequest | QueryRequest
 MessageToFrontEnd = OutputBatch | QueryResult | ErrorReply
-_to_engine: Decoder[MessageToEngine] = Decoder(MessageToEngine)
-_to_front_end: Decoder[MessageToFrontEnd] = Decoder(MessageToFrontEnd)
+_to_engine: TypedDecoder[MessageToEngine] = TypedDecoder(MessageToEngine)
+_to_front_end: TypedDecoder[MessageToFrontEnd] = TypedDecoder(MessageToFrontEnd)
 decode_to_engine = _to_engine.decode
 decode_to_front_end = _to_front_end.decode

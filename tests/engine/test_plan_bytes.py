@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.codec import Decoder, encode
+from paceline.codec import TypedDecoder, encode
 from paceline.config import EngineConfig
 from paceline.engine.build import assemble
 from paceline.engine.cpu.executor import CpuModelRunner
@@ -44,10 +44,10 @@ PARAMS = [
 
 CHILD = """
 import struct, sys
-from paceline.codec import Decoder, encode
+from paceline.codec import TypedDecoder, encode
 from paceline.scheduler.plan import Plan
 from tests.engine.test_plan_bytes import make_runner
-runner, plans = make_runner(), Decoder(Plan)
+runner, plans = make_runner(), TypedDecoder(Plan)
 while header := sys.stdin.buffer.read(4):
     data = sys.stdin.buffer.read(struct.unpack("<I", header)[0])
     answer = encode(runner.run(plans.decode(data), None))
@@ -68,7 +68,7 @@ class ProcessExecutor(Executor):
 
     def __init__(self) -> None:
         self._child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._results: Decoder[Result] = Decoder(Result)
+        self._results: TypedDecoder[Result] = TypedDecoder(Result)
         self.num_plans = 0
 
     def launch(self, plan: Plan) -> ProcessExecutor:
