@@ -1,1 +1,1 @@
-"""The room that does: it carries plans out."""
+"""The engine: executes plans, runs the loop and produces outputs."""

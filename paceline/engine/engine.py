@@ -436,7 +436,9 @@ class Engine:
         request = active.request
         try:
             if request.id in self._compiling:
-                raise InvalidRequest(f"request id {request.id!r} belongs to an unfinished request: choose another.")
+                raise InvalidRequest(
+                    f"request id {request.id!r} is in use by an unfinished request: choose another id."
+                )
             if active.compiling is not None and not active.compiling.done():
                 self._compiling[request.id] = active
                 active.compiling.add_done_callback(lambda _: self._compiled(active))

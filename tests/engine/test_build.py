@@ -85,5 +85,5 @@ def test_without_memory_for_a_packed_copy_weights_are_kept_once(monkeypatch: pyt
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_device_cuda_without_a_gpu_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"device is 'cuda' and .*: choose device cpu, or install what is missing"):
+    with pytest.raises(ConfigError, match=r"device is 'cuda', but .*: choose device cpu, or install what is missing"):
         build_engine(**{**RANDOM, "device": "cuda"})

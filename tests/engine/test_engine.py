@@ -252,7 +252,7 @@ def test_garbage_is_not_collected_in_the_middle_of_generate(engine: Engine, monk
     gc.disable()
     try:
         llm.generate("hello", greedy(5))
-        assert not gc.isenabled(), "whoever has turned it off keeps it off"
+        assert not gc.isenabled(), "if it was off before, it stays off"
     finally:
         gc.enable()
 
@@ -265,7 +265,7 @@ def test_garbage_is_not_collected_in_the_middle_of_generate(engine: Engine, monk
         ([512], greedy(1), InvalidRequest, "token id 512: the model's ids are 0 to 511."),
         ([-1], greedy(1), InvalidRequest, "negative token id"),
         ([0.5], greedy(1), InvalidRequest, "flat list of token ids"),
-        ([1] * 2049, SamplingParams(), Refused, "leaves no room for output in a context of 2048"),
+        ([1] * 2049, SamplingParams(), Refused, "leaves none for output in a context of 2048"),
         ([1] * 5, greedy(10**9), Refused, "more than the context of 2048"),
         ("a\ud800", greedy(1), InvalidRequest, "lone surrogate"),
     ],
@@ -285,9 +285,9 @@ def test_a_request_id_cannot_be_used_twice_at_a_time(engine: Engine) -> None:
     async def twice() -> None:
         stream = engine.stream(Job(engine.encode("hello"), LONG, id="a"))
         await anext(stream)
-        with pytest.raises(InvalidRequest, match="request id 'a' is taken"):
+        with pytest.raises(InvalidRequest, match="request id 'a' is in use"):
             await collect(engine, "hello", greedy(2), id="a")
-        await anext(stream)  # the first one goes on
+        await anext(stream)  # the first one continues
         await stream.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(twice())

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from paceline.engine.executor import Pending, Result
+from paceline.engine.executor import Executor, Pending, Result
 from paceline.engine.timeline import Timeline
+from paceline.request import Request
 from paceline.sampling.types import Bits, Masks
 from paceline.scheduler.plan import Plan, Updates
 from paceline.testing import Harness
@@ -19,35 +20,36 @@ Said = list[tuple[str, int]]  # what, of which pass
 
 
 class FakeConstraints:
-    """Every pass needs masks; their content is ignored."""
+    """Every pass needs masks; their content is ignored. The buffer is a method of `FakeDelayed`, which has the step."""
 
     def __init__(self, said: Said) -> None:
         self.said = said
-        self.started: Plan | None = None
+        self.started: int | None = None
 
-    def apply_to(self, plan: Plan) -> bool:
+    def apply_to(self, sampled: Iterable[Request]) -> bool:
         return True
 
-    def masks(self, plan: Plan, room: Callable[[int, int], Bits]) -> Masks:
+    def masks(self, sampled: Sequence[Request], buffer: Any) -> Masks:
         assert self.started is None
-        self.said.append(("masks", plan.step))
-        return Masks(np.arange(1), room(1, 1))
+        self.said.append(("masks", buffer.__self__.step))
+        return Masks(np.arange(1), buffer(1, 1))
 
-    def start_masks(self, plan: Plan, room: Callable[[int, int], Bits]) -> None:
+    def start_masks(self, sampled: Sequence[Request], buffer: Any) -> None:
         assert self.started is None
-        self.said.append(("start", plan.step))
-        self.started = plan
-        room(1, 1)
+        self.started = buffer.__self__.step
+        self.said.append(("start", self.started))
+        buffer(1, 1)
 
     def wait_masks(self) -> Masks:
         assert self.started is not None
-        self.said.append(("collect", self.started.step))
+        self.said.append(("collect", self.started))
         self.started = None
         return Masks(np.arange(1), np.zeros((1, 1), np.int32))
 
-    def advance(self, updates: Updates) -> None:
-        assert self.started is None, "grammars took tokens while their masks were computed"
+    def advance(self, updates: Updates) -> Sequence[tuple[Request, str]]:
+        assert self.started is None, "grammars advanced while their masks were computed"
         self.said.append(("advance", -1))
+        return ()
 
 
 class FakeDelayed:
@@ -66,7 +68,7 @@ class FakeDelayed:
         return self.pending.wait()
 
 
-class FakeExecutor:
+class FakeExecutor(Executor):
     def __init__(self, launch: Callable[[Plan], Pending], said: Said) -> None:
         self._launch, self.said = launch, said
 
