@@ -199,6 +199,16 @@ def test_documents_named_in_comments_exist() -> None:
                 assert (ROOT / name).exists(), f"{path.relative_to(ROOT)} names {name}, which does not exist"
 
 
+def test_examples_of_changes_apply_to_the_code() -> None:
+    """In the diffs of CONTRIBUTING, the lines that are not added are lines of the named file, in this order."""
+    diffs = re.findall(r"^   ```diff\n   --- (\S+)\n(.*?)^   ```", read("CONTRIBUTING.md"), re.DOTALL | re.MULTILINE)
+    assert len(diffs) >= 8
+    for name, diff in diffs:
+        lines = [line.removeprefix("   ") for line in diff.splitlines()]
+        present = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("+"))
+        assert present and present in read(name), f"the example changes lines that {name} does not have:\n{present}"
+
+
 # --------------------------------------------------------------------------------------------------- names in the docs
 
 

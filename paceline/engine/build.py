@@ -1,4 +1,4 @@
-"""Putting an engine together: from a model's name and options to something that answers.
+"""Builds an engine from the name of a model and options.
 
 Every option is a field of `EngineConfig` or `SchedulerConfig`; what is neither is an error. Where nothing is said,
 the pool is sized by the model and the memory that is free, and on a CPU a step is kept short.

@@ -1,4 +1,4 @@
-"""Aging: an FCFS queue beside any policy that could otherwise let a request wait forever."""
+"""Aging: the overdue queue, beside any policy that could otherwise let a request wait forever."""
 
 from __future__ import annotations
 
