@@ -93,10 +93,18 @@ class SchedulerConfig:
     """Memory, batch limits, order and queue limits of the scheduler."""
 
     # Memory
-    num_pages: int = option(4096, "number of pages in the KV cache (vLLM: num_gpu_blocks)", low=1)
+    num_pages: int = option(
+        4096,
+        "number of pages in the KV cache (vLLM: num_gpu_blocks); an engine derives it from kv_tokens or "
+        "kv_memory_fraction",
+        low=1,
+    )
     page_size: int = option(16, "tokens per KV cache page (vLLM: block_size); 1 matches prefixes token by token", low=1)
     context_tokens: int = option(
-        32768, "maximum number of prompt plus output tokens of a request (vLLM: max_model_len)", low=2
+        32768,
+        "maximum number of prompt plus output tokens of a request (vLLM: max_model_len); default of an engine: the "
+        "context length of the model",
+        low=2,
     )
     prefix_cache: bool = option(
         True, "keep the KV of computed prefixes for later requests (vLLM: enable_prefix_caching; SGLang: radix cache)"
@@ -117,28 +125,39 @@ class SchedulerConfig:
     host_page_cost: float = option(
         0.0,
         "time to fetch a page from host memory, in prompt tokens computed meanwhile; pages that are cheaper to "
-        "recompute are not kept there",
+        "recompute are not kept there; default on a GPU: estimated for PCIe 5 and an H200; on a CPU 0, every page is "
+        "kept",
         low=0.0,
     )
     pin_quota_pages: int = option(0, "maximum number of pages that pinned prefixes may hold", low=0)
 
     # A step
     max_running: int = option(
-        256, "maximum number of running requests (vLLM: max_num_seqs; SGLang: max_running_requests)", low=1
+        256,
+        "maximum number of running requests (vLLM: max_num_seqs; SGLang: max_running_requests); default: 256 "
+        "on a GPU, 64 on a CPU",
+        low=1,
     )
     max_batch_tokens: int = option(
-        8192, "maximum number of tokens in a forward pass (vLLM: max_num_batched_tokens)", low=1
+        8192,
+        "maximum number of tokens in a forward pass (vLLM: max_num_batched_tokens); default: 8,192 on a GPU, "
+        "1,024 on a CPU",
+        low=1,
     )
-    max_prefill_tokens: int = option(8192, "maximum number of prompt tokens in a forward pass", low=1)
+    max_prefill_tokens: int = option(
+        8192, "maximum number of prompt tokens in a forward pass; default: 8,192 on a GPU, 1,024 on a CPU", low=1
+    )
     chunk_tokens: int = option(
         2048,
-        "maximum number of prompt tokens of one request in a forward pass (SGLang: chunked_prefill_size)",
+        "maximum number of prompt tokens of one request in a forward pass (SGLang: chunked_prefill_size); default: "
+        "2,048 on a GPU, 512 on a CPU",
         low=1,
     )
     chunk_context: int = option(
         2048,
         "context length, in tokens, at which a prompt token takes twice as long to compute; while other requests "
-        "decode and none waits, chunks are half as long and shrink as the context grows",
+        "decode and none waits, chunks are half as long and shrink as the context grows; default of an engine: "
+        "computed from the sizes of the model",
         low=1,
     )
     batching: str = option("mixed", "how prefill and decode share forward passes", choices=BATCHING)
@@ -166,7 +185,7 @@ class SchedulerConfig:
     )
     lane_share: float = option(
         0.125,
-        "share of admitted tokens reserved for requests that have waited longer than max_wait",
+        "share of admitted tokens that goes to the overdue queue: requests that have waited longer than max_wait",
         low=0.001,
         high=1.0,
     )
@@ -174,7 +193,9 @@ class SchedulerConfig:
         8192, "policy fair: tokens that a tenant is served before the scheduler switches to another tenant", low=1
     )
     output_weight: float = option(2.0, "cost of an output token, in prompt tokens (policies fair and hrrn)", low=0.0)
-    tenant_weights: Mapping[str, float] = option({}, "policy fair: weight of each tenant; 1 if not given")
+    tenant_weights: Mapping[str, float] = option(
+        {}, "policy fair: weight of each tenant; 1 if not given; a server sets it from the weight of its tenants"
+    )
     prefix_wait: bool = option(
         True, "in-batch prefix caching: wait one step for a prefix that is being computed instead of computing it twice"
     )
@@ -313,13 +334,13 @@ class EngineConfig:
     host_kv_tokens: int = option(
         0,
         "size in tokens of the host memory for evicted KV, which is fetched back where that is faster than recomputing "
-        "it (vLLM: swap_space); 0: none",
+        "it (vLLM: KV offloading connector; SGLang: HiCache); 0: none",
         low=0,
     )
     kv_memory_fraction: float | None = option(
         None,
-        "fraction of the free memory used for the KV cache (vLLM: gpu_memory_utilization; SGLang: "
-        "mem_fraction_static); default: 0.3 on a CPU, 0.9 on a GPU",
+        "fraction of the memory that is free after loading the model, for the KV cache; default: 0.3 on a CPU, 0.9 on "
+        "a GPU (vLLM's gpu_memory_utilization and SGLang's mem_fraction_static are fractions of all memory)",
         low=0.001,
         high=0.95,
     )
@@ -451,7 +472,9 @@ class ServerConfig:
     served_name: str | None = option(
         None, "model name in the API (vLLM: served_model_name); default: the name of the model"
     )
-    workers: int = option(1, "number of HTTP processes; each streams about 20,000 tokens per second", low=1, high=64)
+    workers: int = option(
+        1, "number of HTTP processes; each needs a core and streams 20,000 to 50,000 tokens per second", low=1, high=64
+    )
     admin_key: str | None = option(None, "API key of the /admin routes; without one they are disabled")
     live_page: bool = option(True, "serve a page at / that shows the engine's state; with API keys, to the admin only")
     shutdown_s: float = option(3.0, "seconds that running requests get to finish after SIGTERM or SIGINT", low=0.0)
