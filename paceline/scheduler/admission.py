@@ -1,4 +1,4 @@
-"""Admission control: which requests join the pass being planned, and with how many prompt tokens.
+"""Admission: which requests join the pass being planned, and with how many prompt tokens.
 
 Partly computed prompts continue first, then waiting requests are admitted in the policy's order while tokens, slots and
 memory last. A request that does not fit is skipped for this step and may be overtaken a bounded number of times
