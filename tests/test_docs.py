@@ -231,26 +231,27 @@ def test_experiments_named_in_the_docs_exist() -> None:
             assert name in {*EXPERIMENTS, "all"}, f"{document.relative_to(ROOT)} names the experiment {name}"
 
 
+def terms(heading: str) -> dict[str, list[str]]:
+    """The cells of the rows below a heading of docs/concepts.md, by term."""
+    section = read("docs/concepts.md").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.strip().strip("|").split("|") for line in section.splitlines() if line.startswith("| **")]
+    return {row[0].strip(): [cell.strip() for cell in row] for row in rows}
+
+
 def test_options_named_in_the_concepts_exist() -> None:
     """The column `option` of the terms."""
-    known = {item.name for kind in (SchedulerConfig, EngineConfig, ServerConfig) for item in dataclasses.fields(kind)}
-    known |= {"draft_tokens", "response_format", "structured_outputs", "logprobs", "top_logprobs", "priority", "weight"}
-    for line in read("docs/concepts.md").splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("| **") and len(cells) == TERM_COLUMNS:
-            for name in re.findall(r"`([a-z_]+)(?: [a-z0-9.-]+)?`", cells[4]):
-                assert name in known, f"{cells[0]} names the option {name}"
-
-
-TERM_COLUMNS = 10
+    known = {item.name for kind in (SchedulerConfig, EngineConfig, ServerConfig) for item in visible(kind)}
+    for term, cells in terms("Terms").items():
+        for name in re.findall(r"`([a-z_]+)(?: [a-z0-9.-]+)?`", cells[4]):
+            assert name in known, f"{term} names the option {name}"
 
 
 def test_concepts_have_a_cell_for_every_engine() -> None:
-    terms = [line for line in read("docs/concepts.md").splitlines() if line.startswith("| **")]
-    assert len(terms) >= 40
-    for line in terms:
-        cells = line.strip().strip("|").split("|")
-        assert len(cells) == TERM_COLUMNS and all(cell.strip() for cell in cells), line
+    ours, theirs = terms("Terms"), terms("Terms in other engines")
+    assert len(ours) >= 40
+    assert list(ours) == list(theirs), "both tables have the same terms"
+    for cells in (*ours.values(), *theirs.values()):
+        assert len(cells) == 6 and all(cells), cells
 
 
 def test_every_parameter_of_a_request_is_in_the_table() -> None:
