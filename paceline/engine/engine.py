@@ -312,7 +312,7 @@ class Engine:
             request,
             sink,
             TextStream.of(self.tokenizer, params) if self._detokenize else None,
-            is_streamed=job.stream or bool(params.stop and self._detokenize),
+            is_streamed=job.stream or bool(params.stop),
             pooler=None if job.pooling is None else Pooler(job.pooling),
         )
         if params.grammar is not None:

@@ -39,7 +39,7 @@ class ActiveRequest:
     request: Request
     sink: Sink
     text: TextStream | None  # None: token ids only
-    is_streamed: bool  # False: one delta at the end. A request with stop strings is always scanned as it runs
+    is_streamed: bool  # False: one delta at the end. With stop strings always True: they are searched in every delta
     num_tokens: int = 0  # delivered
     texts: list[str] = field(default_factory=list)  # not streamed: detokenized so far
     num_detokenized: int = 0  # not streamed: tokens in `texts`

@@ -86,7 +86,7 @@ def test_the_page_shows_why_a_thousand_requests_wait(page: Page, url: str, engin
     expect(page.locator("[data-figure='num_running']")).to_have_text("8")
     waiting = page.locator("[data-figure='num_waiting']")
     assert int(waiting.inner_text().replace(",", "")) > 500
-    expect(page.get_by_label("waiting requests")).to_contain_text("for one of 8 slots, all taken")
+    expect(page.get_by_label("waiting requests")).to_contain_text("for one of 8 slots (max_running), all in use")
     expect(page.get_by_label("waiting requests")).to_contain_text("more")
     text = waiting.inner_text()
     expect(waiting).not_to_have_text(text)  # the page refreshes itself

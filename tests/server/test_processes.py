@@ -237,7 +237,7 @@ def test_many_concurrent_clients_get_complete_responses(server: ServerProcess) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--executor", "virtual", "--model", "x"), "which runs no model: leave model, load and shape out."),
+        (("--executor", "virtual", "--model", "x"), "which runs no model: remove model, load and shape."),
         (("--executor", "virtual", "--num-pages", "4", "--kv-tokens", "64"), "give one of them."),
         (("--load", "random", "--shape", "no-such"), "no-such"),
         (("--config", "/no/such/file.toml"), "cannot be read"),

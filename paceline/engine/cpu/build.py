@@ -1,0 +1,18 @@
+"""Builds the CPU executor for a loaded decoder."""
+
+from __future__ import annotations
+
+from paceline.config import EngineConfig, SchedulerConfig
+from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner, DecoderModel
+
+
+def build_cpu(decoder: DecoderModel, config: EngineConfig, scheduler: SchedulerConfig) -> CpuExecutor:
+    runner = CpuModelRunner(
+        decoder,
+        num_pages=scheduler.num_pages,
+        page_size=scheduler.page_size,
+        max_running=scheduler.max_running,
+        max_row_tokens=min(scheduler.context_tokens, scheduler.num_pages * scheduler.page_size),
+        num_host_pages=scheduler.num_host_pages,
+    )
+    return CpuExecutor(runner, num_threads=config.threads)
