@@ -180,7 +180,8 @@ class SchedulerConfig:
     )
     max_wait: float = option(
         0.2,
-        "seconds after which requests with a better cache hit may no longer overtake a request; inf: no limit",
+        "seconds after which a waiting request is overdue: overdue requests get lane_share of the admitted tokens, "
+        "oldest first, so that better cache hits cannot delay them forever; 0: first come, first served; inf: never",
         low=0.0,
     )
     lane_share: float = option(
