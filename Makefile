@@ -25,13 +25,18 @@ $(RUNTIME): pyproject.toml constraints.txt
 serve: $(RUNTIME)
 	@$(BIN)/paceline serve $(ARGS)
 
-# Two processes, for two cores: what runs in Triton's interpreter takes about half of the time.
-INTERPRETED := tests/kernels tests/engine/cuda
-LOG := .venv/interpreted.log
+# Three processes for two cores: what runs in Triton's interpreter takes half of the CPU time, and the tests with
+# servers and browsers often wait.
+INTERPRETED := tests/kernels tests/engine/cuda tests/checks
+SERVING := tests/server tests/pages tests/cli tests/bench
+PYTEST := $(BIN)/python -m pytest
 test: $(READY)
-	@$(BIN)/python -m pytest $(INTERPRETED) > $(LOG) 2>&1 & kernels=$$!; trap "kill $$kernels" INT TERM; \
-	$(BIN)/python -m pytest $(INTERPRETED:%=--ignore=%); status=$$?; \
-	echo "Kernels, in Triton's interpreter:"; wait $$kernels || status=1; cat $(LOG); exit $$status
+	@$(PYTEST) $(INTERPRETED) > .venv/interpreted.log 2>&1 & kernels=$$!; \
+	$(PYTEST) $(SERVING) > .venv/serving.log 2>&1 & serving=$$!; \
+	trap "kill $$kernels $$serving" INT TERM; \
+	$(PYTEST) $(patsubst %,--ignore=%,$(INTERPRETED) $(SERVING)); status=$$?; \
+	echo "Servers, pages and commands:"; wait $$serving || status=1; cat .venv/serving.log; \
+	echo "Kernels, in Triton's interpreter:"; wait $$kernels || status=1; cat .venv/interpreted.log; exit $$status
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout 3600
