@@ -25,18 +25,18 @@ $(RUNTIME): pyproject.toml constraints.txt
 serve: $(RUNTIME)
 	@$(BIN)/paceline serve $(ARGS)
 
-# Three processes for two cores: what runs in Triton's interpreter takes half of the CPU time, and the tests with
-# servers and browsers often wait.
-INTERPRETED := tests/kernels tests/engine/cuda tests/checks
-SERVING := tests/server tests/pages tests/cli tests/bench
+# Three processes for two cores, with about the same work: tests in Triton's interpreter take half of the CPU time, and
+# those with servers and browsers often wait.
+LANE_1 := tests/kernels tests/server tests/pages tests/cli tests/bench
+LANE_2 := tests/engine/cuda tests/checks
 PYTEST := $(BIN)/python -m pytest
 test: $(READY)
-	@$(PYTEST) $(INTERPRETED) > .venv/interpreted.log 2>&1 & kernels=$$!; \
-	$(PYTEST) $(SERVING) > .venv/serving.log 2>&1 & serving=$$!; \
-	trap "kill $$kernels $$serving" INT TERM; \
-	$(PYTEST) $(patsubst %,--ignore=%,$(INTERPRETED) $(SERVING)); status=$$?; \
-	echo "Servers, pages and commands:"; wait $$serving || status=1; cat .venv/serving.log; \
-	echo "Kernels, in Triton's interpreter:"; wait $$kernels || status=1; cat .venv/interpreted.log; exit $$status
+	@$(PYTEST) $(LANE_1) > .venv/lane-1.log 2>&1 & one=$$!; \
+	$(PYTEST) $(LANE_2) > .venv/lane-2.log 2>&1 & two=$$!; \
+	trap "kill $$one $$two" INT TERM; \
+	$(PYTEST) $(patsubst %,--ignore=%,$(LANE_1) $(LANE_2)); status=$$?; \
+	wait $$one || status=1; echo "$(LANE_1):"; cat .venv/lane-1.log; \
+	wait $$two || status=1; echo "$(LANE_2):"; cat .venv/lane-2.log; exit $$status
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout 3600

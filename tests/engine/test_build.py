@@ -36,7 +36,7 @@ RANDOM: dict[str, Any] = {"load": "random", "shape": "tiny-llama", "threads": 1}
         ({**RANDOM, "kv_tokens": 3}, "the model leaves memory for a KV cache of 3 tokens"),
         ({"load": "random"}, "load is 'random' and no shape is given"),
         ({"load": "magic"}, "load is 'magic': choose one of weights, random."),
-        ({"shape": "tiny-llama"}, "shape is 'tiny-llama', which belongs to load='random'"),
+        ({"shape": "tiny-llama"}, "shape is 'tiny-llama', which requires load='random'"),
         ({**RANDOM, "model": "x"}, "model is 'x' and load is 'random'"),
         ({**RANDOM, "shape": "huge"}, "shape is 'huge', which is not known"),
         ({"model": "/nowhere/at/all"}, "model is '/nowhere/at/all', which does not exist"),
