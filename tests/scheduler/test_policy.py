@@ -280,6 +280,19 @@ def test_backlogged_tenants_get_equal_weighted_service(
         assert max(services) - min(services) <= bound, f"{services} drift apart by more than {bound}"
 
 
+def test_output_tokens_count_towards_a_tenants_service() -> None:
+    """Two tenants with equal prompts: the one with outputs of 20 tokens is admitted far less often."""
+    subject = in_turn(policy="fair", fair_quantum=10, output_weight=2.0)
+    for number in range(60):
+        subject.add(request([1, number], 1, tenant="short", id=f"short-{number}"))
+        subject.add(request([2, number], 20, tenant="long", id=f"long-{number}"))
+    for _ in range(200):
+        subject.step()
+    ids = admissions(subject.scheduler)
+    num_long = sum(one.startswith("long-") for one in ids)
+    assert len(ids) > 40 and num_long * 4 < len(ids), f"{num_long} of {len(ids)} admissions"
+
+
 def service_backlog(subject: Scheduler, name: str) -> int:
     return subject.policy.tenants[name].num_waiting  # type: ignore[attr-defined]
 
