@@ -13,6 +13,8 @@ import torch
 from paceline import LLM, RequestOutput, SamplingParams
 from paceline.config import ConfigError
 from paceline.model.fetch import fetch_default
+from paceline.model.gguf import gguf_spec, gguf_tensors
+from paceline.model.gguf_file import open_gguf
 from paceline.request import FinishReason, InvalidRequest, Refused
 from paceline.scheduler import EventKind
 
@@ -63,12 +65,19 @@ def test_chat_applies_the_template_and_stops_at_eos(llm: LLM) -> None:
 def test_mixed_prompts_equal_transformers(llm: LLM) -> None:
     import transformers
 
-    path = fetch_default()
-    logging: Any = transformers.logging
-    logging.disable_progress_bar()
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        str(path.parent), gguf_file=path.name, dtype=torch.float32
-    )
+    # transformers takes most of a minute to read a GGUF file. It gets the weights as we read them, which a slow test
+    # compares with its own reading.
+    file = open_gguf(fetch_default())
+    spec = gguf_spec(file)
+    config = transformers.LlamaConfig(
+        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, intermediate_size=spec.ffn_size,
+        num_hidden_layers=spec.num_layers, num_attention_heads=spec.num_heads, num_key_value_heads=spec.num_kv_heads,
+        rms_norm_eps=spec.rms_eps, rope_parameters={"rope_type": "default", "rope_theta": spec.ropes[0].theta},
+        tie_word_embeddings=spec.tied, max_position_embeddings=spec.context_tokens,
+    )  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(config)
+    weights = {name: stored.read().float() for name, stored in gguf_tensors(file).items()}
+    assert theirs.load_state_dict(weights, strict=False).missing_keys == ["lm_head.weight"]  # tied
     outputs = llm.generate(TEXTS, GREEDY_8)
     for text, output in zip(TEXTS, outputs, strict=True):
         # One forward pass over prompt and output: they are the greedy tokens if each is the argmax at its position.

@@ -6,7 +6,6 @@ would be found by the user of that shape. Each view counts with its own extent, 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,26 +14,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from tests.kernels.faster_interpreter import faster_interpreter
+
 
 class OutOfBounds(AssertionError):
     pass
-
-
-_BUILTINS: dict[int, list[tuple[str, Any]]] = {}  # by module or class: the members that the interpreter replaces
-
-
-def _patch_builtin(place: Any, builder: Any, scope: Any) -> None:
-    """As the interpreter's function of this name, which searches all members of `place` at every call of a function
-    within a kernel, a third of its time. This one remembers them, and does nothing where they are replaced already."""
-    from triton.runtime import interpreter
-
-    if id(place) not in _BUILTINS:
-        members = inspect.getmembers(place)
-        _BUILTINS[id(place)] = [(name, member) for name, member in members if interpreter.tl.core.is_builtin(member)]
-    found = _BUILTINS[id(place)]
-    if found and getattr(place, found[0][0]) is found[0][1]:
-        for name, member in found:
-            interpreter._patch_attr(place, name, member, builder, scope)
 
 
 @contextmanager
@@ -83,7 +67,7 @@ def checked_bounds() -> Iterator[None]:
         return atomic(self, operation, pointers, value, mask, *rest)
 
     with (
-        patch.object(interpreter, "_patch_builtin", _patch_builtin),
+        faster_interpreter(),
         patch.object(executor, "__call__", calling),
         patch.object(builder, "create_masked_load", loading),
         patch.object(builder, "create_masked_store", storing),

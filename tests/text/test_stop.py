@@ -29,7 +29,7 @@ short = st.text(alphabet="ab", min_size=1, max_size=5)
     stops=st.lists(short, min_size=1, max_size=4),
     include=st.booleans(),
 )
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 def test_scanner_equals_naive_reference(pieces: list[str], stops: list[str], include: bool) -> None:
     scanner = StopScanner(stops, include_stop=include)
     shown = ""
@@ -44,7 +44,7 @@ def test_scanner_equals_naive_reference(pieces: list[str], stops: list[str], inc
 
 
 @given(pieces=st.lists(st.text(alphabet="abc", max_size=4), max_size=15), stops=st.lists(short, min_size=1))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_no_more_is_held_back_than_could_become_a_stop_string(pieces: list[str], stops: list[str]) -> None:
     scanner = StopScanner(stops)
     text, shown = "", ""
