@@ -361,6 +361,11 @@ class Request:
         return len(self.prompt) + len(self.output)
 
     @property
+    def was_admitted(self) -> bool:
+        """It runs or has run; if it waits, then again, after a retraction."""
+        return self.first_admitted is not None
+
+    @property
     def is_finished(self) -> bool:
         return self.phase is Phase.FINISHED
 

@@ -114,6 +114,11 @@ class ScriptedExecutor(Executor):
         )
         self._memory = self._memory.reshape(-1)
 
+    def scramble_kv(self) -> None:
+        """Makes all KV wrong: whatever is read before it is computed again changes the output."""
+        self._memory[:] = self._memory[::-1] ^ np.uint64(0x5EED)
+        self._host[:] = self._host[::-1] ^ np.uint64(0x5EED)
+
     @classmethod
     def for_scheduler(cls, scheduler: Scheduler, **options: object) -> ScriptedExecutor:
         config = scheduler.config
@@ -232,8 +237,8 @@ class Harness:
             self.requests[request.id] = request
             self.outputs[request.id] = []
 
-    def step(self) -> Updates | None:
-        output = self.loop.step()
+    def step(self, *, launch: bool = True) -> Updates | None:
+        output = self.loop.step(launch=launch)
         updates = None if output is None else output.updates
         if updates is not None:
             for request, token in zip(updates.requests, updates.tokens.tolist(), strict=True):
@@ -245,6 +250,15 @@ class Harness:
         if self._check is not None:
             self._check(self.scheduler)
         return updates
+
+    def replace_weights(self) -> None:
+        """As an engine does it: no pass is in flight, all KV becomes wrong, the scheduler drops it."""
+        while self.scheduler.num_in_flight:
+            self.step(launch=False)
+        self.executor.scramble_kv()
+        self.scheduler.drop_kv(self.clock())
+        if self._check is not None:
+            self._check(self.scheduler)
 
     def _note(self, finished: Iterable[object]) -> None:
         for item in finished:

@@ -110,10 +110,11 @@ class Loop:
         self._committed = -1  # step of the last committed pass
         self._awaited: Plan | None = None
 
-    def step(self) -> StepOutput | None:
-        """Launches what can be launched and commits the oldest pass. None if there was nothing to commit."""
+    def step(self, *, launch: bool = True) -> StepOutput | None:
+        """Launches what can be launched and commits the oldest pass. None if there was nothing to commit.
+        `launch=False` only commits: after a few steps no pass is in flight."""
         # Overlapped, one pass is in flight when this begins and a second is launched behind it.
-        depth = 2 if self.overlap else 1
+        depth = (2 if self.overlap else 1) if launch else 0
         while len(self._launched) < depth:
             began = self.clock()
             plan = self.scheduler.plan(began)

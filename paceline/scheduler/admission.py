@@ -68,6 +68,7 @@ class Admission:
         self.num_waiting = 0
         self.num_waiting_tokens = 0
         self.reserved: Request | None = None  # overtaken too often: no other request is admitted before it
+        self.holds_new = False  # while the engine pauses: only requests that were admitted before are candidates
         self._num_admitted = 0
         # Of the pass being planned
         self.chunks: list[Chunk] = []
@@ -84,7 +85,7 @@ class Admission:
         self.num_waiting += 1
         self.num_waiting_tokens += request.num_tokens
         self._memory.tree.enqueue(request, token_key(request), self._memory.num_cacheable_pages(request))
-        if request.retractions and self._config.policy != "priority":
+        if request.was_admitted and self._config.policy != "priority":
             insort(self.retracted, request, key=lambda waiting: waiting.seniority)
         else:
             request.queued = True
@@ -156,6 +157,9 @@ class Admission:
                 break
 
     def candidate(self, now: Now) -> Request | None:
+        if self.holds_new:
+            started = [one for one in self._memory.tree.waiting_nodes if one.was_admitted and not one.skipped]
+            return min(started, key=lambda request: request.seniority, default=None)
         if self.reserved is not None:
             return None if self.reserved.skipped else self.reserved
         for request in self.retracted:
@@ -323,7 +327,7 @@ class Admission:
         memory.slots.max_lengths[slot] = len(request.prompt) + request.max_tokens
         memory.slots.prompt_tokens[slot] = request.num_tokens
         memory.slots.runs_full_length[slot] = request.ends_by_length or is_protected(request)
-        if request.first_admitted is None:
+        if not request.was_admitted:
             self._num_admitted += 1
             request.first_admitted = now.time
             request.seniority = self._num_admitted

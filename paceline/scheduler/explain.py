@@ -19,7 +19,9 @@ def explain(request: Request, config: SchedulerConfig, memory: Memory, admission
             f"Request {request.id} is prefilling: {planned} of {request.num_tokens} prompt tokens are planned{fetched}."
         )
     reason = request.wait_reason
-    if not memory.slots.num_free:
+    if admission.holds_new and not request.was_admitted:
+        reason = "the engine to resume: it is paused"
+    elif not memory.slots.num_free:
         reason = f"one of {config.max_running} slots (max_running), all in use: a running request must finish first"
     elif request.num_missing_pages:
         reason = f"{request.num_missing_pages} more pages of KV memory: running requests must finish first"

@@ -161,6 +161,12 @@ class HostTier:
         """Frees every host page that the plan being made does not copy."""
         self._forget(self.pool.num_pages, step)
 
+    def clear(self) -> None:
+        """Frees every host page. Copies for the plan being made are dropped: nothing may use their pages any more."""
+        self._spills, self._fetches = [], []
+        self._num_spilled = self._num_fetched = 0
+        self._forget(self.pool.num_pages, step=-1)  # of no plan
+
     # ------------------------------------------------------------------ fetch
 
     def match_child(self, node: Node, key: bytes, end: int, max_pages: int, step: int) -> Node | None:

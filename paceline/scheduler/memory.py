@@ -301,6 +301,14 @@ class Memory:
             self.host.forget_all(step)
         return count
 
+    def clear(self, step: int) -> int:
+        """Drops all KV, in host memory too, while no request runs and nothing is pinned. Returns the pages freed."""
+        assert not self.locked_nodes and not self.pins, "running requests and pins use their KV"
+        count = self.flush(step)
+        if self.host is not None:
+            self.host.clear()
+        return count
+
 
 def token_key(request: Request) -> bytes:
     """Prompt and known output as the bytes that the tree compares."""

@@ -98,6 +98,15 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.requests or self._in_flight)
 
+    @property
+    def started(self) -> list[Request]:
+        """Requests that were admitted and have not finished. They may wait again, after a retraction."""
+        return [request for request in self.requests.values() if request.was_admitted]
+
+    @property
+    def next_deadline(self) -> float | None:
+        return self._deadlines[0][0] if self._deadlines else None
+
     def requests_of(self, plan: Plan) -> tuple[Request, ...]:
         """The requests of the rows of a plan that is not committed yet."""
         return next(one.requests for one in self._in_flight if one.plan.step == plan.step)
@@ -202,7 +211,7 @@ class Scheduler:
 
     def _plan(self, now: Now) -> Plan | None:
         running, admission = self.running, self.admission
-        self._expire(now)
+        self.expire(now.time)
         self._release_ending(now)
         if self.memory.merge_duplicates(now):
             running.rows_remapped()
@@ -228,18 +237,18 @@ class Scheduler:
             self._lengths.on_step()
         return plan
 
-    def _expire(self, now: Now) -> None:
-        """Ends requests whose deadline has passed, and removes expired pins."""
+    def expire(self, now: float) -> None:
+        """Ends requests whose deadline has passed, and removes expired pins. `plan` does so too."""
         deadlines = self._deadlines
-        while deadlines and (deadlines[0][0] <= now.time or deadlines[0][2].is_finished):
+        while deadlines and (deadlines[0][0] <= now or deadlines[0][2].is_finished):
             request = heappop(deadlines)[2]
             if not request.is_finished:
-                self._finish(request, FinishReason.DEADLINE, now)
+                self._finish(request, FinishReason.DEADLINE, Now(self.step, now))
         if len(deadlines) > 64 + 2 * len(self.requests):  # mostly of requests that have finished
             self._deadlines = [entry for entry in deadlines if not entry[2].is_finished]
             heapify(self._deadlines)
-        for pin in [pin for pin in self.memory.pins.values() if pin.expires <= now.time]:
-            self.unpin(pin.name, now.time)
+        for pin in [pin for pin in self.memory.pins.values() if pin.expires <= now]:
+            self.unpin(pin.name, now)
 
     def _release_ending(self, now: Now) -> None:
         """Releases requests that end by length with a pass in flight. Later passes run after it, so their slots and
@@ -377,16 +386,19 @@ class Scheduler:
         return True
 
     def _retract(self, request: Request, now: Now, beneficiary: str) -> None:
-        """Moves a running request back to the queue. Its tokens are kept, and its KV stays in the tree until the pages
+        """Moves a running request back to the queue because memory is short. Its KV stays in the tree until the pages
         are needed."""
+        request.retractions += 1
+        self._lengths.on_retraction()
+        self.counters.retractions += 1
+        self._requeue(request, now, beneficiary, "memory: it was retracted")
+
+    def _requeue(self, request: Request, now: Now, beneficiary: str, wait_reason: str) -> None:
         request.num_in_flight = sum(request in one.sampled for one in self._in_flight)
         num_pages = self._release(request, request.num_tokens, now)
         self._departures += 1
-        request.retractions += 1
         request.enter(Phase.WAITING)
-        request.wait_reason = "memory: it was retracted"
-        self._lengths.on_retraction()
-        self.counters.retractions += 1
+        request.wait_reason = wait_reason
         self.journal.write(now, EventKind.RETRACT, request.id, beneficiary, num_pages)
         self.admission.enqueue_retracted(request)
 
@@ -559,6 +571,25 @@ class Scheduler:
             self.counters.repairs += 1
             self.journal.write(Now(self.step, now), EventKind.REPAIR, "", *faults)
         return faults
+
+    def hold_new_requests(self, hold: bool) -> None:
+        """While held, requests that were never admitted wait, whatever memory there is."""
+        self.admission.holds_new = hold
+
+    def drop_kv(self, now: float) -> int:
+        """Drops all KV: it was computed with other weights. Running requests are requeued with their tokens and
+        computed again, pins are removed. No pass may be in flight. Returns the pages freed."""
+        assert not self._in_flight, "a pass in flight writes KV"
+        at = Now(self.step, now)
+        for request in self.running.requests:
+            self._requeue(request, at, "new weights", "its turn: its KV is computed again with new weights")
+        for request in self.started:
+            request.num_cached = request.num_fetched = 0
+        for name in list(self.memory.pins):
+            self.unpin(name, now)
+        count = self.memory.clear(self.step)
+        self.admission.end_step()  # requeued requests are candidates in the next step
+        return count
 
     def flush_cache(self) -> int:
         """Drops every cached prefix that no running request uses. Returns the pages freed."""
