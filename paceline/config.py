@@ -402,6 +402,7 @@ OFFLINE_PARTS: Mapping[str, str] = {
     "long": "inter-token latency while prompts of 32,000 tokens arrive",
     "soak": "random joins, aborts and retractions, with invariants checked at every step",
     "swap": "KV pages fetched from host memory are bitwise equal to those spilled",
+    "weights": "weights replaced in a running engine, compared with an engine that loaded them; and how long it takes",
     "sanitizer": "a short run under compute-sanitizer, if installed",
     "tiny": "that short run without compute-sanitizer",
     "first-token": "one token, and the age of the process (used by startup)",

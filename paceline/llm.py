@@ -16,7 +16,8 @@ from typing import Any
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine, Prompt
 from paceline.engine.job import Job
-from paceline.engine.output import EngineFailed, OutputDelta, Timings, TokenLogprob, TokenUsage
+from paceline.engine.output import EngineFailed, OutputDelta, Timings, TokenLogprob, TokenUsage, WeightUpdate
+from paceline.engine.weight_update import update_weights
 from paceline.request import FinishReason, InvalidRequest, PacelineError, SamplingParams
 
 Message = Mapping[str, Any]
@@ -51,6 +52,7 @@ class RequestOutput:
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     prompt_logprobs: list[TokenLogprob | None] | None = None
     num_fetched_tokens: int = 0  # of the cached tokens, those fetched from host memory
+    weight_versions: tuple[str, ...] = ()  # that computed it; several if the weights were replaced in between
 
     @property
     def text(self) -> str:
@@ -176,6 +178,14 @@ class LLM:
         prompts = [self.engine.tokenizer.encode_chat(one, **template_options) for one in conversations]
         return self.generate(prompts, params, progress)
 
+    def update_weights(self, path: str | Path, *, mode: str = "wait", version: str | None = None) -> WeightUpdate:
+        """Replaces the weights by those of a folder or .gguf file of the same shape, and drops the prefix cache.
+
+        `mode` is about requests that other threads are running: they finish first (`wait`), are aborted (`abort`), or
+        continue with the new weights (`continue`). Outputs name the version they were computed with.
+        """
+        return update_weights(self.engine, path, mode=mode, version=version)
+
     def close(self) -> None:
         self.engine.close()
 
@@ -280,7 +290,8 @@ def _output(prompt: list[int], params: SamplingParams, sinks: Sequence[_OutputCo
         if params.logprobs is None:
             choices = [replace(choice, logprobs=None) for choice in choices]
     prompt_logprobs = None if params.prompt_logprobs is None else [None, *sinks[0].prompt_logprobs]
-    return RequestOutput(prompt, choices, usages[0].cached_tokens, prompt_logprobs, usages[0].fetched_tokens)
+    versions = tuple(dict.fromkeys(one for sink in sinks if sink.last for one in sink.last.weight_versions))
+    return RequestOutput(prompt, choices, usages[0].cached_tokens, prompt_logprobs, usages[0].fetched_tokens, versions)
 
 
 class _Bar:

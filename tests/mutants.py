@@ -127,8 +127,20 @@ MUTANTS = [
     Mutant(
         "retracted requests go to the tail of the queue",
         "scheduler/admission.py",
-        '        if request.retractions and self._config.policy != "priority":',
+        '        if request.was_admitted and self._config.policy != "priority":',
         "        if False:",
+    ),
+    Mutant(
+        "KV of replaced weights stays in host memory",
+        "scheduler/memory.py",
+        "            self.host.clear()\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "new requests are admitted while they are held",
+        "scheduler/admission.py",
+        "        if self.holds_new:\n",
+        "        if False:\n",
     ),
     Mutant(
         "waiting requests do not age",

@@ -11,6 +11,7 @@ from paceline.checks.sanitizer import run_sanitizer, run_tiny
 from paceline.checks.soak import check_soak
 from paceline.checks.swap import check_swap
 from paceline.checks.tokens import check_alone, check_tokens
+from paceline.checks.weights import check_weights
 
 __all__ = [
     "CHECKS",
@@ -22,6 +23,7 @@ __all__ = [
     "check_soak",
     "check_swap",
     "check_tokens",
+    "check_weights",
     "run_sanitizer",
     "run_tiny",
 ]
@@ -33,5 +35,6 @@ CHECKS: dict[str, Callable[[CheckSetup], CheckResult]] = {
     "long": check_inter_token_latency,
     "soak": check_soak,
     "swap": check_swap,
+    "weights": check_weights,
     "tiny": run_tiny,
 }

@@ -74,8 +74,16 @@ class CheckSetup:
         return Decoder(spec, self.weights(spec, dtype), max_positions=spec.context_tokens)
 
     @contextmanager
-    def llm(self, spec: ModelSpec, *, overlap: str = "on", kv_tokens: int, **scheduler: Any) -> Iterator[LLM]:
-        """An engine with these options; those of the user take precedence."""
+    def llm(
+        self,
+        spec: ModelSpec,
+        *,
+        overlap: str = "on",
+        kv_tokens: int,
+        decoder: Decoder | None = None,
+        **scheduler: Any,
+    ) -> Iterator[LLM]:
+        """An engine with these options; those of the user take precedence. `decoder`: instead of random weights."""
         engine, given = split_options(self.options)
         memory = {} if "num_pages" in given else {"kv_tokens": kv_tokens}
         config = EngineConfig(**{**memory, **engine, "overlap": overlap})
@@ -83,7 +91,8 @@ class CheckSetup:
         gc.collect()  # the previous engine and its thread refer to each other and hold memory
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        made = self.assemble(self.decoder(spec), tokenizer, config, {"max_wait": math.inf, **scheduler, **given})
+        decoder = decoder or self.decoder(spec)
+        made = self.assemble(decoder, tokenizer, config, {"max_wait": math.inf, **scheduler, **given})
         with LLM.from_engine(made) as llm:
             yield llm
 

@@ -12,6 +12,7 @@ from typing import Any
 from paceline.checks.harness import ROUNDING, CheckResult, CheckSetup, TimedSink, margin
 from paceline.engine.engine import Engine
 from paceline.engine.job import Job
+from paceline.engine.loop import StepOutput
 from paceline.model.spec import ModelSpec
 from paceline.request import FinishReason, SamplingParams
 from paceline.scheduler.invariants import check as check_invariants
@@ -161,9 +162,9 @@ def _disturb(engine: Engine, rng: random.Random) -> Callable[[], int]:
             scheduler.retract(victim.id, now, "a soak")
         return plan(now) or plan(now)  # the only running request may have been retracted
 
-    def stepping() -> Any:
+    def stepping(*, launch: bool = True) -> StepOutput | None:
         nonlocal num_steps
-        updates = step()
+        updates = step(launch=launch)
         check_invariants(scheduler)
         num_steps += 1
         return updates

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from paceline.checks.harness import ROUNDING, CheckResult, CheckSetup, greedy, margin, random_prompts, tokens_of
 
@@ -16,7 +17,7 @@ def check_tokens(
     prompts = random_prompts(rng, spec.vocab_size, count, longest)
     prompts += [shared + own for own in random_prompts(rng, spec.vocab_size, max(2, count // 9), max(2, longest // 18))]
     params = greedy([rng.randint(*num_tokens) for _ in prompts])
-    options = {"context_tokens": min(8192, spec.context_tokens), "chunk_tokens": 512}
+    options: dict[str, Any] = {"context_tokens": min(8192, spec.context_tokens), "chunk_tokens": 512}
     tokens: dict[str, list[list[int]]] = {}
     some, few = slice(0, None, 20), slice(0, 4)
     for mode in ("off", "on", "sync"):

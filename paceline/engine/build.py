@@ -170,6 +170,7 @@ def assemble(
         executor,
         tokenizer,
         vocab_size=spec.vocab_size,
+        spec=spec,
         info=info,
         overlap=config.overlap_mode,
         detokenize=detokenize,

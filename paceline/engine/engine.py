@@ -31,7 +31,10 @@ from paceline.engine.job import Job
 from paceline.engine.loop import Loop, Trace
 from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.engine.output_processor import ActiveRequest, OutputProcessor, Sink
+from paceline.engine.pausing import PauseControl, PauseMode
 from paceline.engine.pooling import Pooler
+from paceline.engine.weight_versions import WeightVersions
+from paceline.model.spec import ModelSpec
 from paceline.request import (
     MAX_BAD_WORD_TOKENS,
     FinishReason,
@@ -50,6 +53,7 @@ from paceline.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from paceline.engine.recording import Recorder
+    from paceline.model.decoder import Decoder
 
 log = logging.getLogger("paceline.engine")
 T = TypeVar("T")
@@ -117,6 +121,7 @@ class Engine:
         tokenizer: Tokenizer,
         *,
         vocab_size: int,
+        spec: ModelSpec | None = None,
         info: ModelInfo | None = None,
         overlap: str = "on",
         detokenize: bool = True,
@@ -133,7 +138,9 @@ class Engine:
         self.clock = clock
         self.recorder = recorder
         self.vocab_size = vocab_size
+        self.spec = spec  # None: the executor runs no model
         self.info = info or ModelInfo()
+        self.weights = WeightVersions()
         self.grammars = Grammars(tokenizer, vocab_size)
         self.loop = Loop(
             scheduler,
@@ -150,12 +157,15 @@ class Engine:
         self._closed = False
         self._progress = Progress(0, False, clock())
         self._promised: list[float] = []  # times at which refused requests were asked to retry
+        self._pauses = PauseControl(scheduler, clock)
         self._maintenance: Iterator[None] | None = None  # what is left to do while idle
         self._collected = clock()
         self._numbers = itertools.count()
         # Only on the engine's thread: accepted requests, and those whose grammar is still being compiled.
         self._outputs = OutputProcessor(
-            lambda request_id, reason: scheduler.finish(request_id, reason, clock()), self.grammars.detach
+            lambda request_id, reason: scheduler.finish(request_id, reason, clock()),
+            self.grammars.detach,
+            self.weights.of,
         )
         self._compiling: dict[str, ActiveRequest] = {}
         self._wake = threading.Condition()
@@ -220,6 +230,50 @@ class Engine:
                 answer.set_exception(error)
 
         self._post([reply])
+        return answer
+
+    def pause(self, mode: PauseMode = PauseMode.WAIT, *, who: str = "operator") -> Future[None]:
+        """Stops launching passes until `resume`. The result comes when no pass is in flight. Requests can be added and
+        aborted meanwhile."""
+        at_rest: Future[None] = Future()
+
+        def begin() -> None:
+            try:
+                self._pauses.pause(who, mode, at_rest)
+            except PacelineError as error:
+                at_rest.set_exception(error)
+
+        self._post([begin])
+        return at_rest
+
+    def resume(self, *, who: str = "operator") -> None:
+        with contextlib.suppress(EngineFailed):  # then there is nothing to resume
+            self._post([lambda: self._pauses.resume(who)])
+
+    @property
+    def is_paused(self) -> bool:
+        return self._pauses.is_paused
+
+    def replace_weights(self, decoder: Decoder, version: str) -> Future[int]:
+        """Copies the weights of a decoder of the same shape, and drops all KV. The engine must be paused. The result is
+        the number of pages dropped. If copying fails, the engine fails: its weights are incomplete."""
+        answer: Future[int] = Future()
+
+        def replace() -> None:
+            if self._failure is not None:
+                answer.set_exception(self._unavailable())
+                return
+            assert self.is_paused, "weights are replaced while the engine is paused"
+            try:
+                self.executor.load_weights(decoder)
+            except BaseException as error:
+                answer.set_exception(EngineFailed(f"the weights were replaced only in part: {error!r}"))
+                raise
+            pages = self.scheduler.drop_kv(self.clock())
+            self.weights.replace(version, self.clock())
+            answer.set_result(pages)
+
+        self._post([replace])
         return answer
 
     async def stream(self, job: Job) -> AsyncIterator[OutputDelta]:
@@ -357,7 +411,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                output = self.loop.step()
+                output = self.loop.step(launch=self._pauses.may_launch and not self.is_paused)
                 began = self.clock()
                 if output is not None:
                     self._note_pass()
@@ -365,8 +419,11 @@ class Engine:
                 else:
                     ended = self.scheduler.take_ended()
                     self._outputs.end_all(ended)
-                    assert ended or not self.scheduler.has_work, "requests are left and none of them can run"
+                    assert ended or not self.scheduler.has_work or self._pauses.is_requested, (
+                        "requests are left and none of them can run"
+                    )
                 self._send()
+                self._pauses.update()
                 if output is not None and (trace := self.loop.trace) is not None:
                     trace.span("text", output.step, began, self.clock())
         except BaseException as error:  # every caller must get an answer, whatever failed
@@ -374,7 +431,9 @@ class Engine:
 
     def _wait_for_work(self) -> bool:
         """Sleeps while there is nothing to do, then processes the inbox. False when the engine closes."""
-        if not self.scheduler.has_work:
+        if self._pauses.is_paused:
+            self._wait_paused()
+        elif not self.scheduler.has_work:
             self._idle()
         with self._wake:
             inbox, self._inbox = self._inbox, []
@@ -395,6 +454,14 @@ class Engine:
         self._outputs.end_all(self.scheduler.take_ended(), "the engine was closed" if closing else None)
         self._send()
         return not closing
+
+    def _wait_paused(self) -> None:
+        """Sleeps until there is something in the inbox, or a deadline passes."""
+        self._progress = dataclasses.replace(self._progress, has_work=False)
+        deadline = self.scheduler.next_deadline
+        self._has_mail(None if deadline is None else max(0.0, deadline - self.clock()))
+        self.scheduler.expire(self.clock())
+        self._progress = Progress(self._progress.num_passes, True, self.clock())
 
     def _idle(self) -> None:
         """Sleeps until there is work. After a second it runs maintenance, one unit at a time."""
@@ -500,6 +567,7 @@ class Engine:
         for active in [*self._outputs.active.values(), *self._compiling.values()]:
             self._outputs.end(active, FinishReason.ERROR, error=f"{type(error).__name__}: {error}")
         self._compiling.clear()
+        self._pauses.fail(self._unavailable())
         self._send()
         self._hooks.on_failure(error)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from paceline.engine.pooling import PooledStates
 from paceline.sampling.types import Bits, LogprobRun, Logprobs, Masks
 from paceline.scheduler.plan import Plan
 
+if TYPE_CHECKING:
+    from paceline.model.decoder import Decoder
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
@@ -24,6 +27,7 @@ class Capabilities:
 
     logits: bool = False  # logprobs, and grammar masks through `launch_delayed`
     pooling: bool = False  # embeddings: pooled hidden states of prompts
+    weights: bool = False  # `load_weights`
 
 
 class Result(NamedTuple):
@@ -76,6 +80,11 @@ class Executor(ABC):
         """As `launch`, for a pass whose masks the host does not know yet. The pass runs up to its logits and continues
         with `sample`, which must be called before the next launch. Requires `capabilities.logits`."""
         raise NotImplementedError(f"{type(self).__name__} does not compute logits")
+
+    def load_weights(self, decoder: Decoder) -> None:
+        """Replaces the weights by those of a decoder of the same spec, which is taken over. No pass is in flight.
+        Requires `capabilities.weights`."""
+        raise NotImplementedError(f"{type(self).__name__} has no weights")
 
     def run_background_work(self) -> bool:
         """Runs one unit of background work, such as capturing a CUDA graph; returns whether there was any. No pass is

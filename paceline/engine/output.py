@@ -12,6 +12,10 @@ class EngineFailed(PacelineError):
     """The engine cannot serve any more: a forward pass or the loop failed, or it was closed."""
 
 
+class Conflict(PacelineError):
+    """Another operation of this kind is in progress, or the engine is in a state that forbids it."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
     """Token counts of a request. Cached tokens are part of the prompt and were not computed; fetched tokens are the
@@ -67,3 +71,15 @@ class OutputDelta:
     vector: bytes | None = None  # of an embedding: float32, native byte order
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each token id, if requested
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first delta, from the prompt's second token on
+    weight_versions: tuple[str, ...] = ()  # with the final delta: several if the weights were replaced in between
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """A completed weight update."""
+
+    version: str
+    load_s: float  # while the engine served
+    pause_s: float  # until the engine was at rest
+    copy_s: float
+    dropped_kv_tokens: int

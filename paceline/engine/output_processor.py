@@ -66,11 +66,17 @@ class ActiveRequest:
 
 
 class OutputProcessor:
-    def __init__(self, finish: Callable[[str, FinishReason], object], on_finished: Callable[[Request], None]) -> None:
-        """`finish` ends a request that the scheduler may still run; `on_finished` is called once for each request."""
+    def __init__(
+        self,
+        finish: Callable[[str, FinishReason], object],
+        on_finished: Callable[[Request], None],
+        weight_versions: Callable[[Request], tuple[str, ...]] = lambda _: (),
+    ) -> None:
+        """`finish` ends a request that the scheduler may still run; `on_finished` is called once for each request;
+        `weight_versions` are those that computed it."""
         self.active: dict[str, ActiveRequest] = {}
         self._num_streamed = 0
-        self._finish, self._on_finished = finish, on_finished
+        self._finish, self._on_finished, self._weight_versions = finish, on_finished, weight_versions
 
     def add(self, active: ActiveRequest) -> None:
         self.active[active.request.id] = active
@@ -130,8 +136,8 @@ class OutputProcessor:
         vector = None
         if active.pooler is not None and reason is FinishReason.LENGTH:
             vector = active.pooler.vector().tobytes()
-        logprobs = active.take_logprobs()
-        self._put(active, OutputDelta(text, tokens, reason, usage, Timings.of(request), error, vector, **logprobs))
+        more = {"weight_versions": self._weight_versions(request), **active.take_logprobs()}
+        self._put(active, OutputDelta(text, tokens, reason, usage, Timings.of(request), error, vector, **more))
 
     def forget(self, active: ActiveRequest) -> None:
         if self.active.get(active.request.id) is active:

@@ -9,7 +9,7 @@ host lanes by the latency of a result (microseconds).
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ import numpy as np
 from paceline.engine.executor import Result
 from paceline.scheduler.plan import Plan
 
+TraceEvent = dict[str, Any]
 HOST_LANES = ("plan", "launch", "wait", "commit", "masks", "text")
 
 
@@ -118,34 +119,42 @@ def _placed(chain: list[Pass]) -> list[tuple[float, float]]:
     return [(zero + began, zero + ended) for began, ended in spans]
 
 
-def trace_events(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
-    """Events in the trace event format, in microseconds since the first span."""
-    zero = min((span.began for timeline in timelines for span in timeline.spans), default=0.0)
-
-    def event(process: int, thread: int, name: str, began: float, ended: float, args: Any) -> dict[str, Any]:
-        # Both ends are rounded, not the duration: adjacent spans must not overlap.
-        at, until = round((began - zero) * 1e6, 3), round((ended - zero) * 1e6, 3)
-        duration = round(max(until - at, 0.0), 3)
-        return {"name": name, "ph": "X", "pid": process, "tid": thread, "ts": at, "dur": duration, "args": args}
-
-    events = _names(1, "host", HOST_LANES) + _names(2, "device", ("passes",))
+def trace_events(timelines: Sequence[Timeline], zero: float | None = None) -> Iterator[TraceEvent]:
+    """Events in the trace event format, in microseconds since `zero`, by default the first span."""
+    if zero is None:
+        zero = min((span.began for timeline in timelines for span in timeline.spans), default=0.0)
+    yield from lane_names(1, "host", HOST_LANES)
+    yield from lane_names(2, "device", ("passes",))
     for timeline in timelines:
         for what, step, began, ended in timeline.spans:
-            events.append(event(1, HOST_LANES.index(what), f"{what} {step}", began, ended, {"step": step}))
+            yield span_event(1, HOST_LANES.index(what), f"{what} {step}", began, ended, {"step": step}, zero)
         for one, (began, ended) in zip(timeline.passes, timeline.device_spans(), strict=True):
             args = {
                 "step": one.step, "rows": one.num_decodes + one.num_prompts, "tokens": one.num_tokens,
                 "context_tokens": one.context_tokens, "idle_before_us": round(one.idle_s * 1e6, 1),
             }  # fmt: skip
-            events.append(event(2, 0, one.name, began, ended, args))
-    return events
+            yield span_event(2, 0, one.name, began, ended, args, zero)
+
+
+def span_event(
+    process: int, thread: int, name: str, began: float, ended: float, args: dict[str, Any], zero: float
+) -> TraceEvent:
+    """A span, cut off at `zero`: a pass may have begun before."""
+    # Both ends are rounded, not the duration: adjacent spans must not overlap.
+    at, until = round(max(began - zero, 0.0) * 1e6, 3), round(max(ended - zero, 0.0) * 1e6, 3)
+    duration = round(max(until - at, 0.0), 3)
+    return {"name": name, "ph": "X", "pid": process, "tid": thread, "ts": at, "dur": duration, "args": args}
 
 
 def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
-    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": trace_events(timelines)}), encoding="utf-8")
+    path.write_text(
+        json.dumps({"displayTimeUnit": "ms", "traceEvents": list(trace_events(timelines))}), encoding="utf-8"
+    )
 
 
-def _names(process: int, name: str, threads: tuple[str, ...]) -> list[dict[str, Any]]:
+def lane_names(process: int, name: str, threads: tuple[str, ...]) -> list[TraceEvent]:
+    """Names a process and its threads, in this order."""
+
     def named(what: str, thread: int, args: dict[str, Any]) -> dict[str, Any]:
         return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": args}
 

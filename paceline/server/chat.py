@@ -5,10 +5,11 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
@@ -16,7 +17,14 @@ from paceline.request import Grammar, as_tokens
 from paceline.server.errors import ApiError
 from paceline.server.fields import check_messages, short
 from paceline.server.request_types import ChatRequest
-from paceline.server.response import LogprobFormatter, finish_reason_of, make_response_id, text_of, unix_time
+from paceline.server.response import (
+    LogprobFormatter,
+    finish_reason_of,
+    make_response_id,
+    text_of,
+    unix_time,
+    weight_versions,
+)
 from paceline.server.response_types import (
     ChatChoice,
     ChatChunk,
@@ -89,15 +97,17 @@ class ChatResponse:
         for number, delta in enumerate(deltas):
             is_last = number == len(deltas) - 1
             reason = finish_reason if is_last else None
-            yield self._chunk([ChatChunkChoice(index, delta, reason, logprobs if number == 0 else None)])
+            choice = ChatChunkChoice(index, delta, reason, logprobs if number == 0 else None)
+            yield self._chunk([choice], versions=UNSET if reason is None else weight_versions([output]))
 
     def usage_chunk(self, usage: UsageInfo) -> bytes:
         return self._chunk([], usage)
 
     def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
         choices = [self._choice(index, deltas) for index, deltas in enumerate(outputs)]
+        versions = weight_versions(chain.from_iterable(outputs))
         return msgspec.json.encode(
-            ChatCompletion(self.id, "chat.completion", self._created, self.request.model, choices, usage)
+            ChatCompletion(self.id, "chat.completion", self._created, self.request.model, choices, usage, versions)
         )
 
     def _choice(self, index: int, outputs: Sequence[OutputDelta]) -> ChatChoice:
@@ -116,10 +126,15 @@ class ChatResponse:
         found = [formatter.format(one) for output in outputs for one in formatter.visible_logprobs(output)]
         return ChatLogprobs(found) if found or outputs[-1].finish_reason is None or len(outputs) > 1 else None
 
-    def _chunk(self, choices: list[ChatChunkChoice], usage: UsageInfo | None = None) -> bytes:
+    def _chunk(
+        self,
+        choices: list[ChatChunkChoice],
+        usage: UsageInfo | None = None,
+        versions: list[str] | UnsetType = UNSET,
+    ) -> bytes:
         shown = usage if self.request.include_usage else UNSET
         return msgspec.json.encode(
-            ChatChunk(self.id, "chat.completion.chunk", self._created, self.request.model, choices, shown)
+            ChatChunk(self.id, "chat.completion.chunk", self._created, self.request.model, choices, shown, versions)
         )
 
 

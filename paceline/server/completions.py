@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -24,6 +25,7 @@ from paceline.server.response import (
     mean_logprob,
     text_of,
     unix_time,
+    weight_versions,
 )
 from paceline.server.response_types import TextChoice, TextCompletion, TextLogprobs, UsageInfo
 from paceline.server.state import ServerState
@@ -72,7 +74,8 @@ class CompletionResponse:
         if output.text or finish_reason is not None or output.logprobs or index not in self._offsets:
             choice = self._choice(index, index, [output], is_first=index not in self._offsets)
             if choice.text or choice.logprobs or finish_reason is not None:
-                yield self._encode([choice], None if self.request.include_usage else UNSET)
+                versions = UNSET if finish_reason is None else weight_versions([output])
+                yield self._encode([choice], None if self.request.include_usage else UNSET, versions)
 
     def usage_chunk(self, usage: UsageInfo) -> bytes:
         return self._encode([], usage)
@@ -87,7 +90,7 @@ class CompletionResponse:
                 self._choice(len(choices) + number, job, outputs[job], is_first=True)
                 for number, job in enumerate(jobs[: self._num_choices])
             ]
-        return self._encode(choices, usage)
+        return self._encode(choices, usage, weight_versions(chain.from_iterable(outputs)))
 
     def _choice(self, index: int, job: int, outputs: Sequence[OutputDelta], *, is_first: bool) -> TextChoice:
         echo = self._echoes[job // self.jobs_per_prompt] if self.request.echo and is_first else None
@@ -130,9 +133,14 @@ class CompletionResponse:
             )
         return request.max_tokens
 
-    def _encode(self, choices: list[TextChoice], usage: UsageInfo | UnsetType | None) -> bytes:
+    def _encode(
+        self,
+        choices: list[TextChoice],
+        usage: UsageInfo | UnsetType | None,
+        versions: list[str] | UnsetType = UNSET,
+    ) -> bytes:
         return msgspec.json.encode(
-            TextCompletion(self.id, "text_completion", self._created, self.request.model, choices, usage)
+            TextCompletion(self.id, "text_completion", self._created, self.request.model, choices, usage, versions)
         )
 
 

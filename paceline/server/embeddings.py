@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ from paceline.engine.output import OutputDelta
 from paceline.request import SamplingParams, as_tokens
 from paceline.server.prompts import check_num_prompts, encode_prompts, split_prompts
 from paceline.server.request_types import EmbeddingRequest
-from paceline.server.response import make_response_id
+from paceline.server.response import make_response_id, weight_versions
 from paceline.server.response_types import Embedding, EmbeddingList, EmbeddingUsage, UsageInfo
 from paceline.server.state import ServerState
 
@@ -46,7 +47,12 @@ class EmbeddingResponse:
     def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
         data = [Embedding(index, self._encode(deltas[-1].vector or b"")) for index, deltas in enumerate(outputs)]
         return msgspec.json.encode(
-            EmbeddingList(data, self.request.model, EmbeddingUsage(usage.prompt_tokens, usage.prompt_tokens))
+            EmbeddingList(
+                data,
+                self.request.model,
+                EmbeddingUsage(usage.prompt_tokens, usage.prompt_tokens),
+                weight_versions(chain.from_iterable(outputs)),
+            )
         )
 
     def _encode(self, vector: bytes) -> list[float] | str:

@@ -85,6 +85,8 @@ class EngineMetrics:
             counter("steps", "Forward passes.", counters.steps),
             counter("discarded_tokens", "Tokens computed for requests that had already finished.",
                     counters.discarded_tokens),
+            gauge("engine_paused", "1 while the engine is paused.", int(engine.is_paused)),
+            counter("weight_updates", "Times the weights were replaced.", engine.weights.num_updates),
             counter("scheduler_state_repairs", "Times the idle check found inconsistent scheduler state and reset it.",
                     counters.repairs),
             MetricFamily("request_success", "counter", "Finished requests, by finish reason.",

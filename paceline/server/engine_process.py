@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from paceline.config import EngineConfig, TenantConfig, split_options
 from paceline.engine.engine import Engine, EngineHooks
 from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta
+from paceline.engine.weight_update import update_weights
 from paceline.request import InvalidRequest, PacelineError, SamplingParams, as_tokens
 from paceline.server.engine_queries import EngineQueries, served_model
 from paceline.server.logs import set_up_logs
@@ -49,6 +51,7 @@ from paceline.server.process_messages import (
     LoadingProgress,
     StartupFailed,
     ToEngine,
+    WeightsReplaced,
     read_setup,
     send_to_supervisor,
 )
@@ -90,11 +93,12 @@ class EngineProcess:
         stall_s: float,
         tenants: Sequence[TenantConfig] = (),
         on_failure: Callable[[BaseException], None] = lambda _: None,
+        on_weights: Callable[[str, str], None] = lambda path, version: None,
     ) -> None:
         """`make_engine` builds the engine with these hooks; it must not detokenize."""
         self.outputs: list[tuple[_FrontEndSink, OutputDelta]] = []  # of this step; used by the engine thread alone
         self.engine = make_engine(EngineHooks(after_step=self._send_outputs, on_failure=on_failure))
-        self.queries = EngineQueries(self.engine, stall_s)
+        self.queries = EngineQueries(self.engine, stall_s, on_weights)
         self._limiter = RateLimiter(tenants)
         self._context = zmq.Context()
         self._receiver = self._context.socket(zmq.PULL)
@@ -259,6 +263,16 @@ def build(setup: EngineSetup, progress: Callable[[int, int], None], hooks: Engin
     )
 
 
+def reload_weights(engine: Engine, weights: WeightsReplaced) -> None:
+    """Loads the weights that a previous engine process was given. If they are gone, this process exits and the
+    supervisor tries again later: the weights of the command line would be another model."""
+    try:
+        update_weights(engine, weights.path, version=weights.version)
+    except PacelineError as error:
+        log.error("cannot load version %s of the weights again from %s: %s", weights.version, weights.path, error)
+        raise SystemExit(1) from None
+
+
 def generate_one_token(engine: Engine) -> None:
     """Proves that the engine works before it is reported as ready."""
     done = threading.Event()
@@ -296,6 +310,8 @@ def main() -> None:
 
     def make_engine(hooks: EngineHooks) -> Engine:
         engine = build(setup, progress, hooks)
+        if setup.weights is not None:
+            reload_weights(engine, setup.weights)
         generate_one_token(engine)
         return engine
 
@@ -307,7 +323,12 @@ def main() -> None:
 
     try:
         process = EngineProcess(
-            make_engine, setup.address, stall_s=setup.stall_s, tenants=setup.tenants, on_failure=on_failure
+            make_engine,
+            setup.address,
+            stall_s=setup.stall_s,
+            tenants=setup.tenants,
+            on_failure=on_failure,
+            on_weights=lambda path, version: send_to_supervisor(WeightsReplaced(str(Path(path).resolve()), version)),
         )
     except PacelineError as error:
         send_to_supervisor(StartupFailed(str(error)))

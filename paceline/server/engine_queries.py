@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,11 +11,15 @@ from typing import Any
 
 from paceline.engine.engine import Engine
 from paceline.engine.monitor import EngineMonitor
+from paceline.engine.pausing import PauseMode
+from paceline.engine.trace_recorder import record_trace
+from paceline.engine.weight_update import update_weights
 from paceline.request import FinishReason, Request
 from paceline.scheduler import Scheduler
 from paceline.server.engine_client import ServedModel
 from paceline.server.engine_metrics import EngineMetrics
 from paceline.server.queries import (
+    LONG_QUERIES,
     AbortRequests,
     EngineQuery,
     EngineStats,
@@ -26,10 +31,14 @@ from paceline.server.queries import (
     GetRequests,
     GetStats,
     Health,
+    PauseEngine,
     PinPrefix,
     PinState,
+    RecordTrace,
     RequestState,
+    ResumeEngine,
     UnpinPrefix,
+    UpdateWeights,
     response_id_of,
 )
 
@@ -53,25 +62,50 @@ def served_model(engine: Engine, name: str) -> ServedModel:
 
 
 class EngineQueries:
-    def __init__(self, engine: Engine, stall_s: float = math.inf) -> None:
-        """`stall_s`: seconds without progress, while there is work, after which the engine counts as stuck."""
-        self._engine, self._stall_s = engine, stall_s
+    def __init__(
+        self,
+        engine: Engine,
+        stall_s: float = math.inf,
+        on_weights: Callable[[str, str], None] = lambda path, version: None,
+    ) -> None:
+        """`stall_s`: seconds without progress, while there is work, after which the engine counts as stuck.
+        `on_weights` is called after every weight update with its path and version."""
+        self._engine, self._stall_s, self._on_weights = engine, stall_s, on_weights
         self.metrics = EngineMetrics()
         self._monitor = EngineMonitor(engine.scheduler, engine.clock)
 
     def execute(self, query: EngineQuery) -> Future[Any]:
         """Health is returned at once, on the caller's thread: an engine that is stuck must still report it."""
+        result: Future[Any] = Future()
         if isinstance(query, GetHealth):
-            result: Future[Any] = Future()
             result.set_result(self._health())
-            return result
-        return self._engine.call(self._function(query))
+        elif isinstance(query, LONG_QUERIES):
+            threading.Thread(target=self._run_long, args=(query, result), daemon=True).start()
+        else:
+            return self._engine.call(self._function(query))
+        return result
+
+    def _run_long(self, query: EngineQuery, result: Future[Any]) -> None:
+        """On a thread of its own: these block."""
+        found: object = None
+        try:
+            match query:
+                case PauseEngine():
+                    self._engine.pause(PauseMode(query.mode)).result()
+                case UpdateWeights():
+                    found = update = update_weights(self._engine, query.path, mode=query.mode, version=query.version)
+                    self._on_weights(query.path, update.version)
+                case RecordTrace():
+                    found = record_trace(self._engine, query.seconds)
+            result.set_result(found)
+        except BaseException as error:
+            result.set_exception(error)
 
     def _function(self, query: EngineQuery) -> Callable[[Scheduler], Any]:
         now = time.monotonic()
         match query:
             case GetStats():
-                return _stats
+                return lambda scheduler: _stats(scheduler, self._engine)
             case GetRequests():
                 return lambda scheduler: [
                     _state(scheduler, request, self._engine.clock())
@@ -105,6 +139,8 @@ class EngineQueries:
                 )
             case UnpinPrefix():
                 return lambda scheduler: scheduler.unpin(query.name, self._engine.clock())
+            case ResumeEngine():
+                return lambda _: self._engine.resume()
             case _:
                 raise AssertionError(f"unknown query: {query}")
 
@@ -117,7 +153,7 @@ class EngineQueries:
             return Health(
                 f"no progress for {stuck_s:.0f} s: waiting for {engine.waits_for}.", progress.num_passes, False
             )
-        return Health(None, progress.num_passes, not progress.has_work)
+        return Health(None, progress.num_passes, not progress.has_work, engine.is_paused)
 
 
 def _select(scheduler: Scheduler, tenant: str | None, response_id: str | None) -> list[Request]:
@@ -146,7 +182,7 @@ def _state(scheduler: Scheduler, request: Request, now: float) -> RequestState:
     )
 
 
-def _stats(scheduler: Scheduler) -> EngineStats:
+def _stats(scheduler: Scheduler, engine: Engine) -> EngineStats:
     page_size, host = scheduler.config.page_size, scheduler.memory.host
     return EngineStats(
         num_running=scheduler.num_running,
@@ -156,4 +192,6 @@ def _stats(scheduler: Scheduler) -> EngineStats:
         kv_tokens_free=scheduler.memory.num_available_pages * page_size,
         host_kv_tokens=scheduler.config.num_host_pages * page_size,
         host_kv_tokens_free=0 if host is None else host.pool.num_free * page_size,
+        paused=engine.is_paused,
+        weight_version=engine.weights.current,
     )

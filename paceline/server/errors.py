@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from paceline.engine.output import EngineFailed
+from paceline.engine.output import Conflict, EngineFailed
 from paceline.request import InvalidRequest, PacelineError, Refused
 
 log = logging.getLogger("paceline.server")
@@ -56,6 +56,8 @@ def api_error(error: Exception) -> ApiError:
         return _refused(message, error)
     if isinstance(error, EngineFailed):
         return engine_failed(message)
+    if isinstance(error, Conflict):
+        return ApiError(message, status=409, code="conflict")
     log.error("request failed", exc_info=error)
     return ApiError(
         "Internal server error: see the server's log.", status=500, kind="server_error", code="internal_error"
@@ -83,7 +85,12 @@ def engine_failed(message: str) -> ApiError:
 
 
 def aborted() -> ApiError:
-    return ApiError("The request was aborted by DELETE /v1/requests.", status=409, kind="server_error", code="aborted")
+    return ApiError(
+        "The request was aborted, by DELETE /v1/requests or because an administrator paused the engine: retry it.",
+        status=409,
+        kind="server_error",
+        code="aborted",
+    )
 
 
 def deadline_exceeded() -> ApiError:

@@ -10,5 +10,6 @@ MAX_PRIORITY = 2**31 - 1  # of a request, in both directions; tenants have a low
 MAX_DEADLINE_MS = 1e10
 MAX_TOKEN_ID = 2**31 - 1  # in the document; each model has its own vocabulary
 MAX_LISTED_REQUESTS = 1000
+MAX_WEIGHT_VERSION_CHARACTERS = 256
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions alone
 LONG_BODY_BYTES = 32_768  # parsing and tokenizing a longer body runs in a thread: it would delay other streams

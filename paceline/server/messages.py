@@ -9,7 +9,7 @@ import msgspec
 
 from paceline.codec import TypedDecoder
 from paceline.engine.job import Job
-from paceline.engine.output import EngineFailed, OutputDelta
+from paceline.engine.output import Conflict, EngineFailed, OutputDelta
 from paceline.request import FinishReason, InvalidRequest, PacelineError, Refused
 from paceline.server.queries import EngineQuery
 
@@ -54,6 +54,9 @@ class QueryResult(msgspec.Struct, tag=True):
     result: msgspec.Raw  # of the type in `QUERY_RESULTS`
 
 
+_ERRORS: dict[str, type[PacelineError]] = {"failed": EngineFailed, "conflict": Conflict}
+
+
 class ErrorReply(msgspec.Struct, tag=True):
     """The reply to a job or a query that failed."""
 
@@ -67,12 +70,13 @@ class ErrorReply(msgspec.Struct, tag=True):
     def of(cls, number: int, error: PacelineError) -> ErrorReply:
         if isinstance(error, Refused):
             return cls(number, "refused", str(error), error.retry, error.retry_after_s)
-        return cls(number, "failed" if isinstance(error, EngineFailed) else "invalid", str(error))
+        kind = next((kind for kind, known in _ERRORS.items() if isinstance(error, known)), "invalid")
+        return cls(number, kind, str(error))
 
     def error(self) -> PacelineError:
         if self.kind == "refused":
             return Refused(self.message, retry=self.retry, retry_after_s=self.retry_after_s)
-        return EngineFailed(self.message) if self.kind == "failed" else InvalidRequest(self.message)
+        return _ERRORS.get(self.kind, InvalidRequest)(self.message)
 
 
 MessageToEngine = RegisterFrontEnd | SubmitJob | FinishRequest | QueryRequest

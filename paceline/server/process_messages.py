@@ -31,6 +31,13 @@ class ModelSource(msgspec.Struct, frozen=True):
     options: dict[str, Any] = {}  # of EngineConfig and SchedulerConfig
 
 
+class WeightsReplaced(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: its weights were replaced. A restarted engine loads them again."""
+
+    path: str
+    version: str
+
+
 class EngineSetup(msgspec.Struct, frozen=True):
     """The first line to the engine process."""
 
@@ -41,6 +48,7 @@ class EngineSetup(msgspec.Struct, frozen=True):
     tenants: tuple[TenantConfig, ...]
     log_level: str
     log_format: str
+    weights: WeightsReplaced | None = None  # since the server was started
 
 
 class FrontEndSetup(msgspec.Struct, frozen=True):
@@ -120,7 +128,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 ToFrontEnd = EngineUp | EngineDown | EngineLoading | Shutdown | SetDraining
 FromFrontEnd = FrontEndListening | SetDraining
 ToEngine = FrontEndGone
-FromEngine = LoadingProgress | StartupFailed | EngineReady
+FromEngine = LoadingProgress | StartupFailed | EngineReady | WeightsReplaced
 
 
 class ProtocolError(PacelineError):

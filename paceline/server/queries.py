@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from paceline.engine.output import WeightUpdate
 from paceline.server.limits import MAX_LISTED_REQUESTS
 from paceline.server.metrics import MetricFamily
 
@@ -23,6 +24,8 @@ class EngineStats:
     kv_tokens_free: int = 0  # empty, or holding a cached prefix that no request uses
     host_kv_tokens: int = 0
     host_kv_tokens_free: int = 0
+    paused: bool = False
+    weight_version: str = "0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Health:
     failure: str | None = None  # why it cannot
     num_passes: int = 0  # forward passes so far
     idle: bool = True
+    paused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,30 @@ class UnpinPrefix(_Query, frozen=True):
     name: str
 
 
+class PauseEngine(_Query, frozen=True):
+    """Stops launching passes; the result comes when none is in flight."""
+
+    mode: str = "wait"
+
+
+class ResumeEngine(_Query, frozen=True):
+    pass
+
+
+class UpdateWeights(_Query, frozen=True):
+    """Replaces the weights by those at `path`."""
+
+    path: str
+    mode: str = "wait"
+    version: str | None = None
+
+
+class RecordTrace(_Query, frozen=True):
+    """Records for some seconds. The result is a file for Perfetto."""
+
+    seconds: float
+
+
 EngineQuery = (
     GetHealth
     | GetStats
@@ -127,7 +155,12 @@ EngineQuery = (
     | GetPins
     | PinPrefix
     | UnpinPrefix
+    | PauseEngine
+    | ResumeEngine
+    | UpdateWeights
+    | RecordTrace
 )
+LONG_QUERIES = (PauseEngine, UpdateWeights, RecordTrace)  # they take as long as they take
 QUERY_RESULTS: dict[type, Any] = {
     GetHealth: Health,
     GetStats: EngineStats,
@@ -139,6 +172,10 @@ QUERY_RESULTS: dict[type, Any] = {
     GetPins: list[PinState],
     PinPrefix: int,
     UnpinPrefix: None,
+    PauseEngine: None,
+    ResumeEngine: None,
+    UpdateWeights: WeightUpdate,
+    RecordTrace: bytes,
 }
 
 

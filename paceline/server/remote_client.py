@@ -33,7 +33,7 @@ from paceline.server.messages import (
     SubmitJob,
     decode_to_front_end,
 )
-from paceline.server.queries import QUERY_RESULTS, EngineQuery
+from paceline.server.queries import LONG_QUERIES, QUERY_RESULTS, EngineQuery
 from paceline.text.stop import TextStream
 from paceline.text.tokenizer import Tokenizer
 
@@ -166,7 +166,7 @@ class RemoteClient:
         self._queries[number] = (query, future)
         self.send(QueryRequest(self._name, number, query))
         try:
-            return await asyncio.wait_for(future, _QUERY_TIMEOUT_S)
+            return await asyncio.wait_for(future, None if isinstance(query, LONG_QUERIES) else _QUERY_TIMEOUT_S)
         except TimeoutError:
             raise EngineFailed(
                 f"The engine has not responded for {_QUERY_TIMEOUT_S:.0f} s: see the server's log."

@@ -225,6 +225,23 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
+class PauseRequest(msgspec.Struct, kw_only=True):
+    """What becomes of running requests: they finish first, are aborted, or continue after the pause."""
+
+    mode: Literal["wait", "abort", "continue"] = "wait"
+
+
+class WeightsRequest(PauseRequest, kw_only=True):
+    """`/admin/weights`: a folder or .gguf file of the same shape, on the server's machine."""
+
+    path: str
+    version: str | None = None  # default: the number of the update
+
+
+class TraceRequest(msgspec.Struct, kw_only=True):
+    seconds: float = 5.0
+
+
 class CacheAction(msgspec.Struct, kw_only=True):
     """`/admin/cache`: evict every unused prefix, or pin one."""
 

@@ -112,6 +112,11 @@ def finite(logprob: float) -> float:
     return max(logprob, _MIN_LOGPROB)
 
 
+def weight_versions(outputs: Iterable[OutputDelta]) -> list[str]:
+    """Versions of the weights that computed these outputs, without repetition."""
+    return list(dict.fromkeys(version for output in outputs for version in output.weight_versions))
+
+
 def text_of(outputs: Iterable[OutputDelta]) -> str:
     return "".join(output.text for output in outputs)
 

@@ -69,6 +69,7 @@ class ChatCompletion(msgspec.Struct):
     model: str
     choices: list[ChatChoice]
     usage: UsageInfo
+    weight_versions: list[str]  # that computed it, see /admin/weights
 
 
 class FunctionDelta(msgspec.Struct):
@@ -103,6 +104,7 @@ class ChatChunk(msgspec.Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: UsageInfo | UnsetType | None = UNSET  # null in all chunks but the last, if requested
+    weight_versions: list[str] | UnsetType = UNSET  # in the last chunk of a choice
 
 
 class TextLogprobs(msgspec.Struct):
@@ -128,6 +130,7 @@ class TextCompletion(msgspec.Struct):
     model: str
     choices: list[TextChoice]
     usage: UsageInfo | UnsetType | None = UNSET
+    weight_versions: list[str] | UnsetType = UNSET  # streamed: in the last chunk of a choice
 
 
 class ModelCard(msgspec.Struct):
@@ -158,6 +161,7 @@ class EmbeddingList(msgspec.Struct):
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
+    weight_versions: list[str]
     object: str = "list"
 
 
@@ -209,6 +213,24 @@ class PrefixPinned(msgspec.Struct):
 
 class PrefixUnpinned(msgspec.Struct):
     unpinned: str
+
+
+class PauseState(msgspec.Struct):
+    paused: bool
+    num_running: int
+    num_waiting: int
+
+
+class WeightsState(msgspec.Struct):
+    version: str
+
+
+class WeightsUpdated(msgspec.Struct):
+    version: str
+    load_s: float  # while requests were served
+    pause_s: float  # until no forward pass was in flight
+    copy_s: float
+    dropped_kv_tokens: int
 
 
 class DrainState(msgspec.Struct):

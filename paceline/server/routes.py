@@ -19,7 +19,10 @@ from paceline.server.request_types import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    PauseRequest,
     TokenizeRequest,
+    TraceRequest,
+    WeightsRequest,
 )
 from paceline.server.response_types import (
     CacheFlushed,
@@ -31,6 +34,7 @@ from paceline.server.response_types import (
     HealthReport,
     ModelCard,
     ModelList,
+    PauseState,
     PrefixPinned,
     PrefixUnpinned,
     Readiness,
@@ -40,6 +44,8 @@ from paceline.server.response_types import (
     ServerInfo,
     TextCompletion,
     TokenizeResponse,
+    WeightsState,
+    WeightsUpdated,
 )
 from paceline.server.routing import Access, AnyRoute, Call, GenerationRoute, Route, json_response
 
@@ -89,6 +95,18 @@ ROUTES: tuple[AnyRoute, ...] = (
     Route("GET", "/admin/drain", ADMIN, admin.get_drain, "whether new requests are refused", responses=(DrainState,)),
     Route("POST", "/admin/drain", ADMIN, admin.start_drain, "refuses new requests", responses=(DrainState,)),
     Route("DELETE", "/admin/drain", ADMIN, admin.stop_drain, "accepts new requests again", responses=(DrainState,)),
+    Route("GET", "/admin/pause", ADMIN, admin.get_pause, "whether the engine is paused", responses=(PauseState,)),
+    Route("POST", "/admin/pause", ADMIN, admin.pause,
+          "stops between forward passes; `mode`: running requests finish first (`wait`), are aborted (`abort`), or "
+          "`continue` later", request=PauseRequest, responses=(PauseState,)),
+    Route("POST", "/admin/resume", ADMIN, admin.resume, "resumes a paused engine", responses=(PauseState,)),
+    Route("GET", "/admin/weights", ADMIN, admin.get_weights, "the version of the weights", responses=(WeightsState,)),
+    Route("POST", "/admin/weights", ADMIN, admin.update_weights,
+          "replaces the weights by those of a folder of the same shape; `mode` as for pause",
+          request=WeightsRequest, responses=(WeightsUpdated,)),
+    Route("POST", "/admin/trace", ADMIN, admin.record_trace,
+          "records scheduler, host, device and requests for some `seconds`; the response is a file for ui.perfetto.dev",
+          request=TraceRequest, responses=(dict,)),
     Route("GET", "/", PUBLIC, get_info, "version, model and routes; the live page for browsers",
           responses=(ServerInfo,)),
     Route("GET", "/openapi.json", PUBLIC, get_openapi, "this interface as an OpenAPI document", responses=(dict,)),

@@ -104,7 +104,7 @@ def _endpoint(state: ServerState, methods: Mapping[str, Route]) -> Callable[[Htt
         body = None
         if route.request is not None:
             data = await read_body(request.receive, state.config.max_body_bytes, state.config.body_s)
-            body = parse(data, route.request)
+            body = parse(data or b"{}", route.request)
         return await route.handler(Call(state, request.path_params, body, tenant))
 
     return endpoint

@@ -46,6 +46,7 @@ from paceline.server.process_messages import (
     Shutdown,
     StartupFailed,
     ToFrontEnd,
+    WeightsReplaced,
     encode_line,
 )
 
@@ -138,6 +139,7 @@ class Supervisor:
         self._front_ends: dict[str, ChildProcess[FromFrontEnd]] = {}
         self._engine: ChildProcess[FromEngine] | None = None
         self._engine_state: EngineUp | EngineDown | EngineLoading = EngineLoading()
+        self._weights: WeightsReplaced | None = None
         self._up_since = 0.0
         self._draining = False
         self._shutting_down = False
@@ -193,6 +195,7 @@ class Supervisor:
                 tenants=tuple(replace(tenant, keys=()) for tenant in self._setup.tenants),
                 log_level=config.log_level,
                 log_format=config.log_format,
+                weights=self._weights,
             )
             self._engine_state = EngineLoading()
             self._send_to_front_ends(self._engine_state)
@@ -219,6 +222,8 @@ class Supervisor:
         match message:
             case LoadingProgress():
                 self._on_loading(message.done, message.total)
+            case WeightsReplaced():
+                self._weights = message
             case StartupFailed():
                 self._startup_error = message.message
                 self._finished.set()

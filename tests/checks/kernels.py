@@ -8,7 +8,7 @@ from typing import Any
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cuda.attention import AttentionChoices
 from paceline.engine.cuda.build import build_cuda
-from paceline.engine.engine import Engine
+from paceline.engine.engine import Engine, ModelInfo
 from paceline.kernels.decode_units import Chunks
 from paceline.model.decoder import Decoder
 from paceline.scheduler import Scheduler
@@ -32,5 +32,11 @@ def assemble_kernels(
     attention = AttentionChoices(chunks=lambda rows: Chunks(16, 64, 4))
     device, scheduler = build_cuda(decoder, config, scheduler, None, tuning=lambda *_: None, attention=attention)
     return Engine(
-        Scheduler(scheduler), device, tokenizer, vocab_size=decoder.spec.vocab_size, overlap=config.overlap_mode
+        Scheduler(scheduler),
+        device,
+        tokenizer,
+        vocab_size=decoder.spec.vocab_size,
+        spec=decoder.spec,
+        info=ModelInfo(dtype=str(decoder.dtype).removeprefix("torch.")),
+        overlap=config.overlap_mode,
     )

@@ -21,6 +21,7 @@ from paceline.engine.cuda.swap import CudaSwap
 from paceline.kernels._triton import HAS_TRITON
 from paceline.model.spec import ModelSpec
 from paceline.sampling.sampler import Sampler
+from paceline.scheduler import Scheduler
 from tests.checks.kernels import assemble_kernels
 
 CPU = torch.device("cpu")
@@ -67,6 +68,23 @@ def test_swap_passes_on_a_correct_engine_and_fails_on_a_broken_one(monkeypatch: 
     assert result.passed, result.text
     monkeypatch.setattr(KVCache, "swap", lambda self, swap: None)
     assert not checks.check_swap(setup, **CHATS).passed
+
+
+SMALL_UPDATE: dict[str, Any] = {"count": 3, "longest": 80, "num_tokens": 3, "long_tokens": 60}
+
+
+def test_weights_passes_on_a_correct_engine_and_fails_on_a_broken_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = checks.check_weights(SETUP, **SMALL_UPDATE)
+    assert result.passed, result.text
+    monkeypatch.setattr(Scheduler, "drop_kv", lambda self, now: 0)  # KV of the old weights is used again
+    assert not checks.check_weights(SETUP, **SMALL_UPDATE).passed
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_weights_compares_engines_on_kernels() -> None:
+    result = checks.check_weights(KERNELS, **SMALL_UPDATE | {"long_tokens": 6, "count": 2, "longest": 12})
+    assert result.passed, result.text
 
 
 @interpreted

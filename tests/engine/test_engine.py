@@ -238,9 +238,9 @@ def test_logprobs_of_a_request_that_is_not_streamed_are_in_its_final_delta(engin
 def test_garbage_is_not_collected_in_the_middle_of_generate(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     step, seen = engine.loop.step, set()
 
-    def noting() -> Any:
+    def noting(**options: Any) -> Any:
         seen.add(gc.isenabled())
-        return step()
+        return step(**options)
 
     monkeypatch.setattr(engine.loop, "step", noting)
     llm = LLM.from_engine(engine)
@@ -358,8 +358,8 @@ def test_close_aborts_running_requests_and_refuses_new_ones(engine: Engine) -> N
 def test_a_request_that_finishes_during_close_keeps_its_output(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     step = engine.loop.step
 
-    def closing() -> Any:
-        output = step()
+    def closing(**options: Any) -> Any:
+        output = step(**options)
         engine._closing = output is not None and bool(output.updates.finished)
         return output
 

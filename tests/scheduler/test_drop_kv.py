@@ -10,6 +10,7 @@ import pytest
 from paceline.request import FinishReason
 from paceline.scheduler import EventKind
 from paceline.scheduler.invariants import check
+from paceline.scheduler.now import Now
 from tests.helpers import events, harness, prompt, request
 from tests.scheduler.test_state_machine import Run
 
@@ -51,6 +52,18 @@ def test_host_memory_is_emptied() -> None:
     subject.run()
     assert again.num_fetched == 0
     subject.assert_reference()
+
+
+def test_copies_of_a_plan_that_was_not_returned_are_dropped() -> None:
+    """`plan` may return None after it has evicted pages: their copies wait for the next plan."""
+    subject = harness(num_pages=6, num_host_pages=16)
+    subject.add(request(prompt(A, 91), 2))
+    subject.run()
+    memory = subject.scheduler.memory
+    memory.pool.free(memory.allocate(6, Now(subject.scheduler.step, subject.clock())))
+    assert memory.host is not None and memory.host.num_pages_used
+    subject.replace_weights()
+    assert memory.host.num_pages_used == 0 and memory.host.take_swap() is None
 
 
 @pytest.mark.parametrize("policy", ["fair", "priority"])

@@ -22,9 +22,10 @@ from paceline.engine.attention import AttentionBackend
 from paceline.engine.cpu.attention import CpuAttention
 from paceline.engine.cpu.inputs import Index, Inputs, SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
+from paceline.engine.cpu.model import CpuModel
 from paceline.engine.executor import Capabilities, Executor, Result
 from paceline.engine.pooling import PooledStates, pool_chunk
-from paceline.model.decoder import Attend
+from paceline.model.decoder import Attend, Decoder
 from paceline.model.spec import ModelSpec
 from paceline.sampling.logprobs import LogprobRequest, LogprobTable, output_logprobs, prompt_runs
 from paceline.sampling.sampler import Sampler
@@ -39,6 +40,9 @@ class ExecutorFailed(RuntimeError):
 class ModelRunner(Protocol):
     def run(self, plan: Plan, masks: Callable[[], Masks] | None) -> Result:
         """Executes one plan. `masks` blocks until the host has computed the masks of a delayed pass."""
+
+    def load_weights(self, decoder: Decoder) -> None:
+        """Replaces the weights by those of a decoder of the same spec, which is taken over."""
 
 
 class DecoderModel(Protocol):
@@ -79,6 +83,9 @@ class CpuModelRunner:
         self.sampler = Sampler(spec.vocab_size, max_running)
         self._logprobs = LogprobTable(max_running, spec.vocab_size)
         self._pooling: dict[int, str] = {}  # slot -> kind, for prompts that are embedded
+
+    def load_weights(self, decoder: Decoder) -> None:
+        self.decoder = CpuModel(decoder) if isinstance(self.decoder, CpuModel) else decoder
 
     @torch.inference_mode()
     def run(self, plan: Plan, masks: Callable[[], Masks] | None) -> Result:
@@ -182,7 +189,7 @@ class _CpuPending:
 
 
 class CpuExecutor(Executor):
-    capabilities = Capabilities(logits=True, pooling=True)
+    capabilities = Capabilities(logits=True, pooling=True, weights=True)
 
     def __init__(self, runner: ModelRunner, *, num_threads: int | None = None) -> None:
         self.runner = runner
@@ -193,6 +200,9 @@ class CpuExecutor(Executor):
         self._delayed: weakref.ref[_CpuPending] | None = None
         self._thread = threading.Thread(target=self._work, name="paceline-device", daemon=True)
         self._thread.start()
+
+    def load_weights(self, decoder: Decoder) -> None:
+        self.runner.load_weights(decoder)  # the worker is idle, and sees it with the next pass
 
     def launch(self, plan: Plan) -> _CpuPending:
         """Starts a pass and returns at once. After an error every pass ends in that error."""

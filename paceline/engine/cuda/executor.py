@@ -45,6 +45,7 @@ from paceline.engine.cuda.swap import CudaSwap
 from paceline.engine.executor import Capabilities, Executor, Result
 from paceline.kernels.adjust import write_runs
 from paceline.kernels.slot_state import SlotState, apply_diff
+from paceline.model.decoder import Decoder
 from paceline.sampling.types import Bits, Masks
 from paceline.scheduler.plan import NO_TOKENS, Plan, Swap
 
@@ -126,7 +127,7 @@ class CudaPending:
 class CudaExecutor(Executor):
     """Executes plans on a GPU. On a CPU device it runs in Triton's interpreter, for tests."""
 
-    capabilities = Capabilities(logits=True)
+    capabilities = Capabilities(logits=True, weights=True)
 
     def __init__(
         self,
@@ -207,6 +208,11 @@ class CudaExecutor(Executor):
             if self.swap is not None:
                 self.swap.warm_up()
             self.graphs.capture_all()
+
+    def load_weights(self, decoder: Decoder) -> None:
+        self._streams.synchronize()
+        self.model.load(decoder)
+        self._streams.synchronize()
 
     @torch.inference_mode()
     def run_background_work(self) -> bool:

@@ -63,6 +63,14 @@ class LinearWeights:
     def columns(self) -> int:
         return self.weight.shape[0] // (2 if self.gated else 1)
 
+    def load(self, weight: Tensor, bias: Tensor | None, norm: Tensor | None = None) -> None:
+        """Copies other weights in place; `norm` is folded into them."""
+        self.weight.copy_(weight)
+        if norm is not None:
+            self.weight.mul_(norm.to(self.weight.device))
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(bias)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CudaMlp:
@@ -147,6 +155,23 @@ class CudaModel:
             cos_sin=identity_rope if rope is None else decoder.rope_tables[rope],
             window=spec.windows[index] or 0,
         )
+
+    @torch.no_grad()
+    def load(self, decoder: Decoder) -> None:
+        """Copies the weights of another decoder of the same spec, on any device, in place: CUDA graphs hold the
+        addresses of ours."""
+        self.embedding.copy_(decoder.embedding)
+        self.norm.copy_(decoder.norm)
+        if not self.spec.tied:
+            self.head.copy_(decoder.head)
+        for layer, other in zip(self.layers, decoder.layers, strict=True):
+            layer.qkv.load(other.qkv, other.qkv_bias, other.attention_norm)
+            layer.out.load(other.out, other.out_bias)
+            layer.mlp.gate_up.load(other.mlp.gate_up, other.mlp.gate_up_bias, other.mlp_norm)
+            layer.mlp.down.load(other.mlp.down, other.mlp.down_bias)
+            if layer.q_norm is not None and layer.k_norm is not None and other.qk_norm is not None:
+                layer.q_norm.copy_(other.qk_norm[0])
+                layer.k_norm.copy_(other.qk_norm[self.spec.num_heads])
 
     def _largest_weight(self) -> int:
         layer = self.layers[0]

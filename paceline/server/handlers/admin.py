@@ -1,13 +1,32 @@
-"""`/admin/cache` and `/admin/drain`."""
+"""`/admin/`: cache, drain, pause and resume, weights, trace."""
 
 from __future__ import annotations
 
 from starlette.responses import Response
 
 from paceline.server.errors import ApiError, missing_parameter
-from paceline.server.queries import FlushCache, GetPins, GetStats, PinPrefix, UnpinPrefix
-from paceline.server.request_types import CacheAction
-from paceline.server.response_types import CacheFlushed, CacheState, DrainState, PrefixPinned, PrefixUnpinned
+from paceline.server.limits import MAX_WEIGHT_VERSION_CHARACTERS
+from paceline.server.queries import (
+    FlushCache,
+    GetPins,
+    GetStats,
+    PauseEngine,
+    PinPrefix,
+    RecordTrace,
+    ResumeEngine,
+    UnpinPrefix,
+    UpdateWeights,
+)
+from paceline.server.request_types import CacheAction, PauseRequest, TraceRequest, WeightsRequest
+from paceline.server.response_types import (
+    CacheFlushed,
+    CacheState,
+    DrainState,
+    PauseState,
+    PrefixPinned,
+    PrefixUnpinned,
+    WeightsState,
+)
 from paceline.server.routing import Call, json_response
 
 
@@ -56,6 +75,45 @@ def _pin_query(call: Call, body: CacheAction, name: str) -> PinPrefix:
         tenant=body.tenant,
         cache_salt=body.cache_salt,
     )
+
+
+async def get_pause(call: Call) -> Response:
+    stats = await call.state.client.query(GetStats())
+    return json_response(PauseState(stats.paused, stats.num_running, stats.num_waiting))
+
+
+async def pause(call: Call) -> Response:
+    assert isinstance(call.body, PauseRequest), "the route's request type"
+    await call.state.client.query(PauseEngine(mode=call.body.mode))
+    return await get_pause(call)
+
+
+async def resume(call: Call) -> Response:
+    await call.state.client.query(ResumeEngine())
+    return await get_pause(call)
+
+
+async def get_weights(call: Call) -> Response:
+    stats = await call.state.client.query(GetStats())
+    return json_response(WeightsState(stats.weight_version))
+
+
+async def update_weights(call: Call) -> Response:
+    body = call.body
+    assert isinstance(body, WeightsRequest), "the route's request type"
+    if body.version is not None and not 0 < len(body.version) <= MAX_WEIGHT_VERSION_CHARACTERS:
+        raise ApiError(
+            f"version has {len(body.version)} characters: give 1 to {MAX_WEIGHT_VERSION_CHARACTERS}.", param="version"
+        )
+    update = await call.state.client.query(UpdateWeights(path=body.path, mode=body.mode, version=body.version))
+    return json_response(update)
+
+
+async def record_trace(call: Call) -> Response:
+    assert isinstance(call.body, TraceRequest), "the route's request type"
+    trace = await call.state.client.query(RecordTrace(seconds=call.body.seconds))
+    name = {"Content-Disposition": 'attachment; filename="paceline-trace.json"'}
+    return Response(trace, headers=name, media_type="application/json")
 
 
 async def get_drain(call: Call) -> Response:

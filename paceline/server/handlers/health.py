@@ -47,6 +47,8 @@ async def get_ready(call: Call) -> Response:
         assert client.model
         health: Health = await client.query(GetHealth())
         why = health.failure
+        if health.paused:
+            why = "The engine is paused: POST /admin/resume resumes it."
     except EngineFailed as error:
         why = str(error)
     if why is None and call.state.draining:

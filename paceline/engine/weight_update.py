@@ -1,0 +1,81 @@
+"""New weights for a running engine, from a folder or file of the same shape.
+
+    load into host memory ─▶ pause ─▶ copy in place, drop all KV ─▶ resume
+    while the engine serves           milliseconds to a second
+
+The weights are loaded and checked before the engine pauses, so an invalid folder harms nothing. They are copied into
+the existing tensors, because CUDA graphs hold their addresses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.config import ConfigError
+from paceline.engine.kv_sizing import check_model_fits, free_memory
+from paceline.engine.output import Conflict, WeightUpdate
+from paceline.engine.pausing import PauseMode
+from paceline.model.spec import ModelError, ModelSpec
+from paceline.request import InvalidRequest
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+    from paceline.model.decoder import Decoder
+
+_UPDATE = "weight update"  # who pauses
+# Differences between checkpoints of one architecture: what the files say of tokens, precision and length.
+_IGNORED_FIELDS = ("dtype", "context_tokens", "bos_id", "eos_ids")
+
+
+def update_weights(
+    engine: Engine, path: str | Path, *, mode: str = PauseMode.WAIT, version: str | None = None
+) -> WeightUpdate:
+    """Blocks until the engine uses the weights at `path`. Any thread may call it. Raises, and changes nothing, if they
+    do not fit. `mode`: what becomes of running requests; `version` defaults to the number of the update."""
+    if mode not in list(PauseMode):
+        raise InvalidRequest(f"mode is {mode!r}: choose one of {', '.join(PauseMode)}.")
+    if engine.spec is None or not engine.executor.capabilities.weights:
+        raise InvalidRequest("this engine has no weights: weight updates need a model on a CPU or GPU.")
+    if not engine.weights.updating.acquire(blocking=False):
+        raise Conflict("another weight update is in progress: wait until it has ended.")
+    with contextlib.ExitStack() as stack:
+        stack.callback(engine.weights.updating.release)
+        began = time.perf_counter()
+        context_tokens = engine.scheduler.config.context_tokens
+        decoder = _load(Path(path).expanduser(), engine.spec, engine.info.dtype, context_tokens)
+        loaded = time.perf_counter()
+        stack.callback(engine.resume, who=_UPDATE)
+        engine.pause(PauseMode(mode), who=_UPDATE).result()
+        paused = time.perf_counter()
+        version = version or str(engine.weights.num_updates + 1)
+        pages = engine.replace_weights(decoder, version).result()
+        ended = time.perf_counter()
+    tokens = pages * engine.scheduler.config.page_size
+    return WeightUpdate(version, loaded - began, paused - loaded, ended - paused, tokens)
+
+
+def _load(path: Path, spec: ModelSpec, dtype: str, context_tokens: int) -> Decoder:
+    """The weights at `path` in host memory, if their shape is `spec`."""
+    from paceline.model.weights import load_decoder, read_spec
+
+    try:
+        found = read_spec(path)
+        _check_shape(found, spec)
+        check_model_fits(spec, 4 if dtype == "float32" else 2, free=free_memory())
+        return load_decoder(path, dtype=dtype, max_positions=context_tokens)
+    except (ModelError, ConfigError) as error:  # to an engine that runs, a mistake of this request
+        raise InvalidRequest(str(error)) from None
+
+
+def _check_shape(found: ModelSpec, spec: ModelSpec) -> None:
+    for field in dataclasses.fields(spec):
+        ours, theirs = getattr(spec, field.name), getattr(found, field.name)
+        if field.name not in _IGNORED_FIELDS and ours != theirs:
+            raise InvalidRequest(
+                f"path has a model with {field.name} {theirs!r}, the served one has {ours!r}: give weights of the same "
+                "shape."
+            )
