@@ -27,9 +27,10 @@ app = typer.Typer(help="Simulate workloads, policies and KV cache sizes on a vir
 
 _SHOWN = {
     "prefix cache hit rate": ("hit_rate", 1, 4), "TTFT p50, s": ("ttft_p50_ms", 1e-3, 3),
-    "TTFT p99, s": ("ttft_p99_ms", 1e-3, 3), "waiting time p50, s": ("wait_p50_ms", 1e-3, 3),
-    "waiting time p99, s": ("wait_p99_ms", 1e-3, 3), "TPOT p50, ms": ("tpot_p50_ms", 1, 2),
-    "TPOT p99, ms": ("tpot_p99_ms", 1, 2), "output tokens/s": ("tokens_per_s", 1, 0),
+    "TTFT p99, s": ("ttft_p99_ms", 1e-3, 3), "waiting time mean, s": ("wait_mean_ms", 1e-3, 3),
+    "waiting time p50, s": ("wait_p50_ms", 1e-3, 3), "waiting time p99, s": ("wait_p99_ms", 1e-3, 3),
+    "TPOT p50, ms": ("tpot_p50_ms", 1, 2), "TPOT p99, ms": ("tpot_p99_ms", 1, 2),
+    "output tokens/s": ("tokens_per_s", 1, 0), "finished requests/s": ("requests_per_s", 1, 1),
     "GPU utilization": ("busy", 1, 3), "waiting requests, mean": ("mean_waiting", 1, 1),
     "retractions": ("retractions", 1, 0), "fairness (Jain)": ("fairness", 1, 3), "total time, s": ("seconds", 1, 1),
 }  # fmt: skip
@@ -56,7 +57,7 @@ def load_arrivals(
     workload: str, options: Mapping[str, Any], *, speed: float = 1.0, limit: int | None = None
 ) -> list[Arrival]:
     from paceline.simulator.traces import read_trace
-    from paceline.simulator.workloads import SIZES, WORKLOADS, make_workload
+    from paceline.simulator.workloads import DEFAULTS, SIZES, WORKLOADS, make_workload
 
     given = {name: value for name, value in options.items() if name in WorkloadConfig.__dataclass_fields__}
     if workload in WORKLOADS:
@@ -64,7 +65,8 @@ def load_arrivals(
             raise ConfigError(f"speed and limit are for traces: use --rate and --requests for workload {workload!r}.")
         if workload in SIZES and set(given) - {"requests"}:
             raise ConfigError(f"workload {workload!r} is fixed: remove {', '.join(sorted(given))}.")
-        return make_workload(workload, WorkloadConfig(**{"requests": SIZES.get(workload, 200), **given}))
+        defaults = {"requests": SIZES[workload]} if workload in SIZES else DEFAULTS.get(workload, {})
+        return make_workload(workload, WorkloadConfig(**defaults | given))
     if given:
         raise ConfigError(f"workload is a trace, which has its own requests: remove {', '.join(sorted(given))}.")
     path = Path(workload).expanduser()
@@ -137,6 +139,8 @@ def compare(
     from paceline.simulator.profile import load_profile
 
     names = [name.strip() for name in policies.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(f"policies is empty: choose from {', '.join(POLICIES)}.")
     for name in names:
         if name not in POLICIES:
             raise ConfigError(f"policies has {name!r}: choose from {', '.join(POLICIES)}.")
@@ -165,6 +169,12 @@ def compare(
     summaries = [found.summary() for found in runs.values()]
     for title, (key, scale, digits) in _SHOWN.items():
         table.add_row(title, *(f"{summary[key] * scale:,.{digits}f}" for summary in summaries))
+    waits = [found.tenant_waits() for found in runs.values()]
+    tenants = list(waits[0])
+    if len(tenants) > 1:
+        # The heaviest and the lightest, if there are many
+        for tenant in tenants if len(tenants) <= 8 else tenants[:4] + tenants[-4:]:
+            table.add_row(f"mean wait of {tenant}, s", *(f"{found.get(tenant, 0.0):,.3f}" for found in waits))
     console.print(table)
     console.print(_simulation_speed(*runs.values()))
     _write(json_file, plot, workload, profile, runs)

@@ -167,7 +167,10 @@ WORKLOADS: dict[str, Callable[[WorkloadConfig], Iterator[Arrival]]] = {
     "nano": _nano,
     "gsp": _gsp,
 }
-# Number of requests of the published benchmarks
+# Options that differ from those of WorkloadConfig by default. `tenants` overloads an H200 with Qwen3-0.6B, since a
+# policy decides nothing while no request waits.
+DEFAULTS: dict[str, dict[str, Any]] = {"tenants": {"requests": 800, "rate": 400.0, "tenants": 4}}
+# Number of requests of the published benchmarks, which have no other option
 SIZES = {"nano": 256, "gsp": 1024}
 
 

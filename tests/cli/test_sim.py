@@ -81,6 +81,13 @@ def test_an_experiment_is_a_table_and_a_plot(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "all.json").read_text())["continuous-batching"]["rows"][0] == ["static", 0.1425]
 
 
+def test_compare_prints_the_waiting_time_of_each_tenant() -> None:
+    result = sim("compare", "tenants", *SMALL, "--policies", "fcfs,fair")
+    assert result.exit_code == 0, result.output
+    assert [f"mean wait of tenant-{number}, s" in result.output for number in range(5)] == [True] * 4 + [False]
+    assert "mean wait of" not in sim("compare", "prefixes", *SMALL, "--policies", "fcfs").output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -90,6 +97,7 @@ def test_an_experiment_is_a_table_and_a_plot(tmp_path: Path) -> None:
         (("run", "--gpu", "abacus"), "gpu is 'abacus': choose one of h200"),
         (("run", "--requests", "0"), "requests is 0: must be at least 1."),
         (("compare", "--policies", "fcfs,best"), "policies has 'best': choose from fair"),
+        (("compare", "--policies", ","), "policies is empty: choose from fair"),
         (("experiment", "cold-fusion"), "experiment is 'cold-fusion': choose from continuous-batching"),
         (("fit", "/nowhere.jsonl"), "/nowhere.jsonl"),
     ],
