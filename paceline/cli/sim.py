@@ -38,8 +38,8 @@ _SHOWN = {
 Workload = Annotated[
     str,
     typer.Argument(
-        help="prefixes, chat, agents, tenants, nano, gsp, or a trace file: Azure's CSV, Mooncake's JSON lines, or a "
-        "recording made with --record."
+        help="prefixes, chat, agents, tenants, one-long, nano, gsp, or a trace file: Azure's CSV, Mooncake's JSON "
+        "lines, or a recording made with --record."
     ),
 ]
 Gpu = Annotated[str, typer.Option(help="Profile of the virtual GPU: a name, or a file written by `sim fit`.")]
