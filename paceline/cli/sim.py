@@ -190,28 +190,29 @@ def experiment(
     json_file: Json = None,
 ) -> None:
     """Reproduce published effects: continuous batching, cache-aware order, overlap, retraction, KV offloading."""
-    from paceline.simulator.experiments import EXPERIMENTS
+    from paceline.simulator.experiments import EXPERIMENTS, run_experiments
+    from paceline.simulator.plots import check_plots, plot_experiment
 
     chosen = list(EXPERIMENTS) if not names or names == ["all"] else names
     for name in chosen:
         if name not in EXPERIMENTS:
             raise ConfigError(f"experiment is {name!r}: choose from {', '.join(EXPERIMENTS)}, or all.")
+    if plots is not None:
+        check_plots(plots / f"experiment.{form}")
     console, written = Console(), {}
-    for name in chosen:
-        report = EXPERIMENTS[name].run()
-        console.print(f"\n[bold]{name}[/bold]: {EXPERIMENTS[name].title}")
-        table = Table()
+    for name, report in run_experiments(chosen):
+        console.print(f"\n[bold]{name}[/bold]: {EXPERIMENTS[name].title}", highlight=False)
+        console.print(f"Compare with {EXPERIMENTS[name].answers}", highlight=False)
+        table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
         for index, column in enumerate(report.columns):
             table.add_column(column, justify="right" if index else "left")
         for row in report.rows:
             table.add_row(*(f"{cell:,}" if isinstance(cell, int | float) else cell for cell in row))
         console.print(table)
-        console.print(report.note, style="dim")
-        written[name] = {"columns": report.columns, "rows": report.rows}
+        console.print(report.note, style="dim", highlight=False)
+        written[name] = dataclasses.asdict(report)
         if plots is not None:
-            from paceline.simulator.plots import plot_experiment
-
-            plot_experiment(EXPERIMENTS[name].title, report.plot, plots / f"experiment-{name}.{form}")
+            plot_experiment(EXPERIMENTS[name], report.panels, plots / f"experiment-{name}.{form}")
     if json_file is not None:
         json_file.write_text(json.dumps(written, indent=1) + "\n")
 
