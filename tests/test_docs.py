@@ -90,7 +90,8 @@ def log_index() -> str:
 def experiments() -> str:
     from paceline.simulator.experiments import EXPERIMENTS
 
-    return table(("experiment", "what it shows"), ((f"`{name}`", one.title) for name, one in EXPERIMENTS.items()))
+    rows = ((f"`{name}`", one.title, one.answers) for name, one in EXPERIMENTS.items())
+    return table(("experiment", "what it shows", "compare with"), rows)
 
 
 def routes() -> str:

@@ -27,9 +27,10 @@ app = typer.Typer(help="Simulate workloads, policies and KV cache sizes on a vir
 
 _SHOWN = {
     "prefix cache hit rate": ("hit_rate", 1, 4), "TTFT p50, s": ("ttft_p50_ms", 1e-3, 3),
-    "TTFT p99, s": ("ttft_p99_ms", 1e-3, 3), "waiting time p50, s": ("wait_p50_ms", 1e-3, 3),
-    "waiting time p99, s": ("wait_p99_ms", 1e-3, 3), "TPOT p50, ms": ("tpot_p50_ms", 1, 2),
-    "TPOT p99, ms": ("tpot_p99_ms", 1, 2), "output tokens/s": ("tokens_per_s", 1, 0),
+    "TTFT p99, s": ("ttft_p99_ms", 1e-3, 3), "waiting time mean, s": ("wait_mean_ms", 1e-3, 3),
+    "waiting time p50, s": ("wait_p50_ms", 1e-3, 3), "waiting time p99, s": ("wait_p99_ms", 1e-3, 3),
+    "TPOT p50, ms": ("tpot_p50_ms", 1, 2), "TPOT p99, ms": ("tpot_p99_ms", 1, 2),
+    "output tokens/s": ("tokens_per_s", 1, 0), "finished requests/s": ("requests_per_s", 1, 1),
     "GPU utilization": ("busy", 1, 3), "waiting requests, mean": ("mean_waiting", 1, 1),
     "retractions": ("retractions", 1, 0), "fairness (Jain)": ("fairness", 1, 3), "total time, s": ("seconds", 1, 1),
 }  # fmt: skip
@@ -37,8 +38,8 @@ _SHOWN = {
 Workload = Annotated[
     str,
     typer.Argument(
-        help="prefixes, chat, agents, tenants, nano, gsp, or a trace file: Azure's CSV, Mooncake's JSON lines, or a "
-        "recording made with --record."
+        help="prefixes, chat, agents, tenants, one-long, nano, gsp, or a trace file: Azure's CSV, Mooncake's JSON "
+        "lines, or a recording made with --record."
     ),
 ]
 Gpu = Annotated[str, typer.Option(help="Profile of the virtual GPU: a name, or a file written by `sim fit`.")]
@@ -56,7 +57,7 @@ def load_arrivals(
     workload: str, options: Mapping[str, Any], *, speed: float = 1.0, limit: int | None = None
 ) -> list[Arrival]:
     from paceline.simulator.traces import read_trace
-    from paceline.simulator.workloads import SIZES, WORKLOADS, make_workload
+    from paceline.simulator.workloads import DEFAULTS, SIZES, WORKLOADS, make_workload
 
     given = {name: value for name, value in options.items() if name in WorkloadConfig.__dataclass_fields__}
     if workload in WORKLOADS:
@@ -64,7 +65,8 @@ def load_arrivals(
             raise ConfigError(f"speed and limit are for traces: use --rate and --requests for workload {workload!r}.")
         if workload in SIZES and set(given) - {"requests"}:
             raise ConfigError(f"workload {workload!r} is fixed: remove {', '.join(sorted(given))}.")
-        return make_workload(workload, WorkloadConfig(**{"requests": SIZES.get(workload, 200), **given}))
+        defaults = {"requests": SIZES[workload]} if workload in SIZES else DEFAULTS.get(workload, {})
+        return make_workload(workload, WorkloadConfig(**defaults | given))
     if given:
         raise ConfigError(f"workload is a trace, which has its own requests: remove {', '.join(sorted(given))}.")
     path = Path(workload).expanduser()
@@ -137,6 +139,8 @@ def compare(
     from paceline.simulator.profile import load_profile
 
     names = [name.strip() for name in policies.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(f"policies is empty: choose from {', '.join(POLICIES)}.")
     for name in names:
         if name not in POLICIES:
             raise ConfigError(f"policies has {name!r}: choose from {', '.join(POLICIES)}.")
@@ -165,6 +169,12 @@ def compare(
     summaries = [found.summary() for found in runs.values()]
     for title, (key, scale, digits) in _SHOWN.items():
         table.add_row(title, *(f"{summary[key] * scale:,.{digits}f}" for summary in summaries))
+    waits = [found.tenant_waits() for found in runs.values()]
+    tenants = list(waits[0])
+    if len(tenants) > 1:
+        # The heaviest and the lightest, if there are many
+        for tenant in tenants if len(tenants) <= 8 else tenants[:4] + tenants[-4:]:
+            table.add_row(f"mean wait of {tenant}, s", *(f"{found.get(tenant, 0.0):,.3f}" for found in waits))
     console.print(table)
     console.print(_simulation_speed(*runs.values()))
     _write(json_file, plot, workload, profile, runs)
@@ -180,28 +190,29 @@ def experiment(
     json_file: Json = None,
 ) -> None:
     """Reproduce published effects: continuous batching, cache-aware order, overlap, retraction, KV offloading."""
-    from paceline.simulator.experiments import EXPERIMENTS
+    from paceline.simulator.experiments import EXPERIMENTS, run_experiments
+    from paceline.simulator.plots import check_plots, plot_experiment
 
     chosen = list(EXPERIMENTS) if not names or names == ["all"] else names
     for name in chosen:
         if name not in EXPERIMENTS:
             raise ConfigError(f"experiment is {name!r}: choose from {', '.join(EXPERIMENTS)}, or all.")
+    if plots is not None:
+        check_plots(plots / f"experiment.{form}")
     console, written = Console(), {}
-    for name in chosen:
-        report = EXPERIMENTS[name].run()
-        console.print(f"\n[bold]{name}[/bold]: {EXPERIMENTS[name].title}")
-        table = Table()
+    for name, report in run_experiments(chosen):
+        console.print(f"\n[bold]{name}[/bold]: {EXPERIMENTS[name].title}", highlight=False)
+        console.print(f"Compare with {EXPERIMENTS[name].answers}", highlight=False)
+        table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
         for index, column in enumerate(report.columns):
             table.add_column(column, justify="right" if index else "left")
         for row in report.rows:
             table.add_row(*(f"{cell:,}" if isinstance(cell, int | float) else cell for cell in row))
         console.print(table)
-        console.print(report.note, style="dim")
-        written[name] = {"columns": report.columns, "rows": report.rows}
+        console.print(report.note, style="dim", highlight=False)
+        written[name] = dataclasses.asdict(report)
         if plots is not None:
-            from paceline.simulator.plots import plot_experiment
-
-            plot_experiment(EXPERIMENTS[name].title, report.plot, plots / f"experiment-{name}.{form}")
+            plot_experiment(EXPERIMENTS[name], report.panels, plots / f"experiment-{name}.{form}")
     if json_file is not None:
         json_file.write_text(json.dumps(written, indent=1) + "\n")
 

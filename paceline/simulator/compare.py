@@ -46,6 +46,14 @@ def _one(config: SchedulerConfig, speed: float) -> SimulationResult:
     return simulate(faster(arrivals, speed), config, profile, overlap=overlap)
 
 
+def process_pool(
+    processes: int, begin: Callable[..., None] | None = None, arguments: tuple[Any, ...] = ()
+) -> ProcessPoolExecutor:
+    """Up to `processes`, at most one per core. Forked ones share `arguments`; elsewhere these are copied to each."""
+    how = get_context("fork" if sys.platform == "linux" else "spawn")
+    return ProcessPoolExecutor(min(processes, os.cpu_count() or 1), how, begin, arguments)
+
+
 class Comparison:
     """Simulations of the same arrivals, in as many processes as there are cores. A context manager."""
 
@@ -53,9 +61,7 @@ class Comparison:
         self, arrivals: Sequence[Arrival], profile: Profile, *, overlap: bool = True, processes: int | None = None
     ) -> None:
         self._count = processes or os.cpu_count() or 1
-        # Forked processes share the arrivals; elsewhere they are copied to each process.
-        how = get_context("fork" if sys.platform == "linux" else "spawn")
-        self._pool = ProcessPoolExecutor(self._count, how, _begin, (arrivals, profile, overlap))
+        self._pool = process_pool(self._count, _begin, (arrivals, profile, overlap))
 
     def runs(
         self, configs: Mapping[str, SchedulerConfig], speed: float = 1.0

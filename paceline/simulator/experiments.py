@@ -1,192 +1,49 @@
 """Experiments that reproduce published effects of scheduling, on the real scheduler with a virtual GPU.
 
-Each is a function of its parameters; `paceline sim experiment` prints the named ones as tables and plots.
+`paceline sim experiment` prints each as a table and writes its plot; the scenarios are in `scenarios.py`.
 """
 
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from paceline.config import SchedulerConfig, WorkloadConfig
-from paceline.engine.virtual.executor import VirtualClock, VirtualExecutor
-from paceline.request import Request, SamplingParams
-from paceline.scheduler import Scheduler
-from paceline.simulator.compare import scheduler_config
-from paceline.simulator.profile import load_profile
-from paceline.simulator.run import SimulationResult, simulate
-from paceline.simulator.workloads import Arrival, make_workload
-from paceline.testing import Harness
-
-GPU = "h200-qwen3-0.6b"
-
-
-def slot_utilization(batching: str, steps: int = 500) -> float:
-    """The mean share of 8 slots in use; one request of 500 tokens and seven of 10 run, and 343 more of 10 wait."""
-    scheduler = Scheduler(SchedulerConfig(max_running=8, batching=batching, num_pages=4096))
-    clock = VirtualClock()
-    executor = VirtualExecutor(clock)
-    for number in range(351):
-        params = SamplingParams(max_tokens=500 if number == 0 else 10, ignore_eos=True)
-        scheduler.add(Request(f"request-{number}", np.array([number, 1, 2, 3]), params), clock())
-    rows = 0
-    for _ in range(steps):
-        plan = scheduler.plan(clock())
-        if plan is None:
-            break
-        rows += plan.num_rows
-        scheduler.commit(plan, executor.launch(plan).wait().tokens, clock())
-    return rows / (8 * steps)
+from paceline.simulator.compare import process_pool
+from paceline.simulator.scenarios import (
+    CHAT_POOL,
+    CONDITIONS,
+    LANE_SHARES,
+    LARGE,
+    MAX_WAITS,
+    PREFIX_POLICIES,
+    PREFIX_SHARES,
+    SMALL,
+    batching,
+    host_memory,
+    long_prompts,
+    overlap,
+    shared_prefixes,
+    small_pool,
+    two_prefixes,
+    waiting_curve,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixReuse:
-    """How many tokens of shared prefixes were computed, of how many in all prompts."""
-
-    computed: int
-    total: int
-
-    @property
-    def hit_rate(self) -> float:
-        return 1 - self.computed / self.total
-
-
-def _run(requests: Sequence[Request], prefix_tokens: dict[str, int], **options: Any) -> PrefixReuse:
-    """Runs `requests`, which arrive at once, and counts the computed tokens among the first `prefix_tokens` of each."""
-    scheduler = Scheduler(SchedulerConfig(max_wait=math.inf, **options))
-    clock = VirtualClock()
-    executor = VirtualExecutor(clock)
-    for request in requests:
-        scheduler.add(request, clock())
-    computed = 0
-    while scheduler.has_work:
-        plan = scheduler.plan(clock())
-        assert plan is not None, "requests are left and none can run"
-        planned = scheduler.requests_of(plan)
-        for row in range(plan.num_decodes, plan.num_rows):
-            common = prefix_tokens.get(planned[row].id, 0)
-            start, end = int(plan.starts[row]), int(plan.starts[row] + plan.lengths[row])
-            computed += max(0, min(end, common) - start)
-        scheduler.commit(plan, executor.launch(plan).wait().tokens, clock())
-    return PrefixReuse(computed, sum(prefix_tokens.values()))
-
-
-def shared_system_prompt(policy: str, *, slots: int, runs: int = 100) -> float:
-    """24 requests with a common system prompt of 2,000 tokens and 8 unrelated ones, in `runs` shuffled orders.
-
-    Returns the mean hit rate of the shared tokens. With one slot, memory holds one request at a time; with more
-    it holds all of them, and in-batch prefix caching (prefix_wait) is off.
-    """
-    rates = []
-    for seed in range(runs):
-        tokens = np.random.default_rng(seed)
-        system = tokens.integers(0, 50_000, 2000)
-        prompts = [np.concatenate([system, tokens.integers(0, 50_000, 40)]) for _ in range(24)]
-        prompts += [tokens.integers(0, 50_000, 2040) for _ in range(8)]
-        requests = [
-            Request(f"request-{number}", prompt, SamplingParams(max_tokens=10, ignore_eos=True))
-            for number, prompt in enumerate(prompts)
-        ]
-        shared = {f"request-{number}": 2000 for number in range(24)}
-        random.Random(seed).shuffle(requests)
-        options: dict[str, Any] = {"page_size": 10, "max_running": slots, "policy": policy}
-        if slots == 1:
-            options |= {"num_pages": 210}
-        else:
-            options |= {"num_pages": 100_000, "prefix_wait": False}
-            options |= {"max_batch_tokens": 65_536, "max_prefill_tokens": 65_536, "chunk_tokens": 4096}
-        rates.append(_run(requests, shared, **options).hit_rate)
-    return float(np.mean(rates))
-
-
-def two_prefixes(policy: str, pool_tokens: int, **options: Any) -> int:
-    """Prefix tokens computed for requests A, B, A, B, A, B with prefixes of 2,000 (A) and 1,500 (B) tokens."""
-    tokens = np.random.default_rng(0)
-    prefixes = [tokens.integers(0, 50_000, 2000), tokens.integers(0, 50_000, 1500)]
-    requests, shared = [], {}
-    for number in range(6):
-        prefix = prefixes[number % 2]
-        prompt = np.concatenate([prefix, tokens.integers(0, 50_000, 90)])
-        requests.append(Request(f"request-{number}", prompt, SamplingParams(max_tokens=10, ignore_eos=True)))
-        shared[f"request-{number}"] = len(prefix)
-    settings = {"page_size": 10, "num_pages": pool_tokens // 10, "max_running": 4, "policy": policy, "look_ahead": 0}
-    return _run(requests, shared, **settings | options).computed
-
-
-@dataclass(frozen=True, slots=True)
-class SmallPool:
-    retractions: int
-    outputs: dict[str, list[int]]
-
-
-def small_pool(num_pages: int, **options: Any) -> SmallPool:
-    """40 requests that expect short outputs and produce long ones, with `num_pages` of KV cache, on the toy model."""
-    scheduler = Scheduler(SchedulerConfig(num_pages=num_pages, page_size=4, max_running=16, **options))
-    harness = Harness(scheduler, vocab=512)
-    tokens = np.random.default_rng(0)
-    for number in range(40):
-        prompt = tokens.integers(0, 50, int(tokens.integers(4, 24)))
-        harness.add(
-            Request(f"request-{number}", prompt, SamplingParams(max_tokens=48), eos_token_ids=(0,), expected_tokens=2)
-        )
-    harness.run()
-    harness.assert_reference()
-    return SmallPool(scheduler.counters.retractions, harness.outputs)
-
-
-MAX_WAITS = (0.0, 0.05, 0.2, 1.0, 5.0, math.inf)
-LANE_SHARES = (1.0, 0.5, 0.25)
-
-
-def waiting_curve(max_wait: float, requests: int = 400, **options: Any) -> SimulationResult:
-    """An overloaded GPU, and 40 system prompts of 1,500 tokens in a KV cache that holds ten of them."""
-    work = WorkloadConfig(
-        requests=requests, rate=80, prompt_tokens=2000, shared=0.75, groups=40, output_tokens=64, seed=1
-    )
-    config = SchedulerConfig(num_pages=1000, max_running=8, max_wait=max_wait, context_tokens=16_384, **options)
-    return simulate(make_workload("prefixes", work), config, load_profile(GPU))
-
-
-def overlap(rows: int, enabled: bool, gpu: str = GPU) -> SimulationResult:
-    """`rows` prompts of 128 tokens, outputs of 256: nearly all forward passes are decode batches."""
-    tokens = np.random.default_rng(0)
-    arrivals = [
-        Arrival(0.0, f"request-{number}", tokens.integers(0, 50_000, 128, dtype=np.int32), np.zeros(256, np.int32))
-        for number in range(rows)
-    ]
-    config = SchedulerConfig(num_pages=rows * 26, max_running=max(rows, 1))
-    return simulate(arrivals, config, load_profile(gpu), overlap=enabled)
-
-
-CHAT_POOL = 100_000  # size of the KV cache on the device, in tokens
-
-
-def host_memory(host_tokens: int, requests: int = 300, gpu: str = "h200-qwen3-14b") -> SimulationResult:
-    """Conversations that grow to 17,000 tokens and do not fit into the KV cache, with `host_tokens` of host memory."""
-    work = WorkloadConfig(requests=requests, rate=0.8, prompt_tokens=6000, shared=0.1, output_tokens=200, seed=1)
-    arrivals, profile = make_workload("chat", work), load_profile(gpu)
-    options = {"num_pages": CHAT_POOL // 16, "num_host_pages": host_tokens // 16}
-    return simulate(arrivals, scheduler_config(arrivals, profile, options), profile)
-
-
-# ---------------------------------------------------------------------- named experiments
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
+class Panel:
     """Bars, or one line per label: y[i][j] is the value of labels[i] at x[j]."""
 
     kind: Literal["bars", "lines"]
-    x: list[str] | list[float]
+    x: Sequence[str] | Sequence[float]
     y: list[list[float]]
     labels: list[str]
     x_title: str
     y_title: str
+    title: str = ""
     points: list[str] | None = None  # a label for each point of a line
 
 
@@ -195,62 +52,173 @@ class Report:
     columns: list[str]
     rows: list[list[str | float]]
     note: str
-    plot: Plot
+    panels: list[list[Panel]]  # of the plot, by row
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
     title: str
+    answers: str  # the published figure or claim that it can be compared with
     run: Callable[[], Report]
 
 
+def run_experiments(names: Sequence[str]) -> Iterator[tuple[str, Report]]:
+    """The reports in order, computed in as many processes as there are cores."""
+    with process_pool(len(names)) as pool:
+        yield from zip(names, pool.map(_report, names), strict=True)
+
+
+def _report(name: str) -> Report:
+    return EXPERIMENTS[name].run()
+
+
 def _continuous_batching() -> Report:
-    shares = {mode: slot_utilization(mode) for mode in ("static", "mixed")}
-    names = {"static": "static", "mixed": "continuous"}
+    steps, copies, names = 500, 16, {"static": "static", "mixed": "continuous"}
+    sets = {"1 long": 0, f"{copies} long": copies}
+    found = {(text, mode): batching(mode, copies=sets[text]) for text in sets for mode in names}
+    rows: list[list[str | float]] = []
+    for (text, mode), run in found.items():
+        summary = run.result.summary()
+        rows.append(
+            [
+                text,
+                names[mode],
+                round(float(np.mean(run.utilization[:steps])), 4),
+                run.finished_after(steps),
+                round(summary["requests_per_s"], 2),
+                round(summary["latency_mean_ms"] / 1e3, 2),
+                round(summary["latency_p99_ms"] / 1e3, 2),
+            ]
+        )
+    first = next(iter(sets))
     return Report(
-        ["batching", "slot utilization"],
-        [[names[mode], round(share, 4)] for mode, share in shares.items()],
-        "8 slots, 500 steps; one request of 500 tokens and seven of 10 run, and 343 more of 10 wait.",
-        Plot(
-            "bars",
-            [names[mode] for mode in shares],
-            [list(shares.values())],
-            ["slot utilization"],
-            "",
-            "share of slots in use",
-        ),
+        ["requests", "batching", "slots in use", "finished", "requests/s", "latency mean s", "p99 s"],
+        rows,
+        f"8 slots, all requests arrive at once, {LARGE}. 1 long: one request of 500 tokens, 350 of 10; {copies} long: "
+        f"{copies} times one of 500 and seven of 10. Slots in use and finished requests: of the first {steps} forward "
+        "passes; requests/s and latency: of the whole run.",
+        [
+            [
+                Panel(
+                    "lines",
+                    [float(step) for step in range(1, steps + 1)],
+                    [found[first, mode].utilization[:steps] for mode in names],
+                    list(names.values()),
+                    "forward pass",
+                    "share of slots in use",
+                    "1 x 500 and 350 x 10 tokens",
+                ),
+                Panel(
+                    "bars",
+                    ["1 x 500 and 350 x 10", f"{copies} x (1 x 500 and 7 x 10)"],
+                    [[found[text, mode].result.summary()["requests_per_s"] for text in sets] for mode in names],
+                    list(names.values()),
+                    "output tokens of the requests",
+                    "finished requests/s",
+                ),
+            ]
+        ],
     )
 
 
-def _system_prompt() -> Report:
-    cases = [("lpm", 1), ("fair", 1), ("dfs", 1), ("fcfs", 1), ("fcfs", 16)]
-    rates = [shared_system_prompt(policy, slots=slots) for policy, slots in cases]
-    names = [f"{policy}, {slots} slot{'s' if slots > 1 else ''}" for policy, slots in cases]
+def _chunked_prefill() -> Report:
+    whole = {"chunk_tokens": 16_384, "max_batch_tokens": 16_384, "max_prefill_tokens": 16_384}
+    cases: dict[str, dict[str, Any]] = {
+        "prefill-first": {"batching": "prefill-first", **whole},
+        "whole prompts": whole,
+        "chunks 8,192": {"chunk_tokens": 8192},
+        "chunks 2,048": {"chunk_tokens": 2048},
+        "chunks 512": {"chunk_tokens": 512},
+        "batch of 512": {"max_batch_tokens": 512, "max_prefill_tokens": 512},
+        "itl_target 30 ms": {"itl_target": 0.03},
+    }
+    found = {name: long_prompts(**options) for name, options in cases.items()}
+    itl = {name: [float(np.percentile(run.itl, at)) * 1e3 for at in (50, 99, 100)] for name, run in found.items()}
+    ttft = {name: float(run.ttft.mean()) for name, run in found.items()}
     return Report(
-        ["policy", "slots", "hit rate"],
-        [[policy, slots, round(rate, 4)] for (policy, slots), rate in zip(cases, rates, strict=True)],
-        "24 requests share 2,000 tokens, 8 do not; mean of 100 shuffled orders. With 16 slots memory is ample and "
-        "in-batch prefix caching is off. The maximum is 23/24 = 0.9583.",
-        Plot("bars", names, [rates], ["hit rate"], "", "hit rate of shared tokens"),
+        ["prefill", "ITL p50 ms", "ITL p99 ms", "ITL max ms", "TTFT s", "total s"],
+        [
+            [name, *(round(value, 1) for value in itl[name]), round(ttft[name], 2), round(run.result.seconds, 2)]
+            for name, run in found.items()
+        ],
+        f"32 requests decode; 8 prompts of 8,000 tokens arrive meanwhile, {LARGE}. ITL: of all requests that decode; "
+        "TTFT: mean of the long prompts. All but the first: batching mixed; batch of 512: max_batch_tokens.",
+        [
+            [
+                Panel("bars", list(cases), [[one[2] for one in itl.values()]], ["ITL"], "prefill", "longest ITL, ms"),
+                Panel("bars", list(cases), [list(ttft.values())], ["TTFT"], "prefill", "TTFT, long prompts, s"),
+            ]
+        ],
+    )
+
+
+def _shared_prefixes() -> Report:
+    found = {
+        (name, policy, share): shared_prefixes(policy, share, **options)
+        for name, options in CONDITIONS.items()
+        for policy in PREFIX_POLICIES
+        for share in PREFIX_SHARES
+    }
+    rows: list[list[str | float]] = []
+    for name in CONDITIONS:
+        for policy in PREFIX_POLICIES:
+            usual = found[name, policy, 0.75]
+            rows.append(
+                [
+                    name,
+                    policy,
+                    *(round(found[name, policy, share].hit_rate, 2) for share in PREFIX_SHARES),
+                    round(usual.shared_hit_rate, 2),
+                    round(float(usual.waits.mean()), 2),
+                    round(float(np.percentile(usual.waits, 99)), 2),
+                ]
+            )
+
+    titles = ("1 slot", "16 slots, prefix_wait off", "16 slots, prefix_wait on")
+
+    def panel(name: str, value: Callable[[Any], float], y_title: str, title: str) -> Panel:
+        lines = [[value(found[name, policy, share]) for share in PREFIX_SHARES] for policy in PREFIX_POLICIES]
+        x_title = "share of requests with the prefix"
+        return Panel("lines", list(PREFIX_SHARES), lines, list(PREFIX_POLICIES), x_title, y_title, title)
+
+    return Report(
+        ["condition", "policy", *(f"{share:g}" for share in PREFIX_SHARES), "of prefix", "mean s", "p99 s"],
+        rows,
+        "Hit rate by share of requests that begin with the same 2,000 tokens; 32 requests of 2,040 tokens arrive at "
+        f"once in an empty cache, mean of 8 orders, {LARGE}. At share 0.75: hit rate of the prefix tokens alone (at "
+        "most 23/24), and waiting time. 1 slot: memory for one request; 16: ample memory, prefix_wait off and on.",
+        [
+            [
+                panel(name, lambda reuse: reuse.hit_rate, "hit rate", title)
+                for name, title in zip(CONDITIONS, titles, strict=True)
+            ],
+            [panel(name, lambda reuse: float(reuse.waits.mean()), "mean wait, s", "") for name in CONDITIONS],
+        ],
     )
 
 
 def _two_prefixes() -> Report:
     pools, policies = (8_000, 2_600), ("fcfs", "lpm", "dfs", "fair")
     whole = {policy: [two_prefixes(policy, pool, partial_eviction=False) for pool in pools] for policy in policies}
-    partial = {policy: [two_prefixes(policy, pool) for pool in pools] for policy in policies}
+    partial = {policy: two_prefixes(policy, 2_600) for policy in policies}
+    names = ["8,000 tokens", "2,600 tokens", "2,600 tokens, partial eviction"]
+    rows = {policy: [*whole[policy], partial[policy]] for policy in policies}
     return Report(
-        ["policy", "8,000 tokens", "2,600 tokens", "2,600 tokens, partial eviction"],
-        [[policy, *whole[policy], partial[policy][1]] for policy in policies],
+        ["policy", *names],
+        [[policy, *values] for policy, values in rows.items()],
         "Prefix tokens computed for A, B, A, B, A, B by size of the KV cache; the minimum is 3,500, each prefix once.",
-        Plot(
-            "bars",
-            list(policies),
-            [[float(whole[policy][at]) for policy in policies] for at in (0, 1)],
-            ["KV cache of 8,000 tokens", "KV cache of 2,600 tokens"],
-            "",
-            "prefix tokens computed",
-        ),
+        [
+            [
+                Panel(
+                    "bars",
+                    list(policies),
+                    [[float(rows[policy][at]) for policy in policies] for at in range(3)],
+                    [f"KV cache of {name}" for name in names],
+                    "policy",
+                    "prefix tokens computed",
+                )
+            ]
+        ],
     )
 
 
@@ -279,70 +247,81 @@ def _max_wait() -> Report:
     return Report(
         ["max_wait", "lane_share", "hit rate", "wait p50 s", "wait p99 s", "tokens/s"],
         rows,
-        "400 requests in 40 groups, policy fair, a KV cache of 16,000 tokens. A request is overdue after max_wait; "
-        "overdue requests get lane_share of the admitted tokens.",
-        Plot(
-            "lines",
-            [found["wait_p99_ms"] / 1e3 for found, _ in curve],
-            [[found["hit_rate"] for found, _ in curve]],
-            ["max_wait"],
-            "waiting time p99, s",
-            "hit rate",
-            [name for _, name in curve],
-        ),
+        f"400 requests in 40 groups, policy fair, a KV cache of 16,000 tokens, {SMALL}. A request is overdue after "
+        "max_wait; overdue requests get lane_share of the admitted tokens.",
+        [
+            [
+                Panel(
+                    "lines",
+                    [found["wait_p99_ms"] / 1e3 for found, _ in curve],
+                    [[found["hit_rate"] for found, _ in curve]],
+                    ["max_wait"],
+                    "waiting time p99, s",
+                    "hit rate",
+                    points=[name for _, name in curve],
+                )
+            ]
+        ],
     )
 
 
 def _overlap() -> Report:
-    sizes = (1, 16, 64, 256)
+    sizes, models = (1, 16, 64, 256), {"0.6B": SMALL, "14B": LARGE}
     rows: list[list[str | float]] = []
-    shares: dict[bool, list[float]] = {False: [], True: []}
-    for size in sizes:
-        found = {enabled: overlap(size, enabled) for enabled in (False, True)}
-        for enabled, run in found.items():
-            shares[enabled].append(1 - run.busy_s / run.seconds)
-        speeds = [found[enabled].summary()["tokens_per_s"] for enabled in (False, True)]
-        rows.append(
-            [
-                size,
-                *(round(shares[enabled][-1], 4) for enabled in (False, True)),
-                *map(round, speeds),
-                round(speeds[1] / speeds[0], 3),
-            ]
-        )
+    idle: dict[str, list[float]] = {f"{model}, {mode}": [] for model in models for mode in ("off", "on")}
+    ratios: dict[str, list[float]] = {model: [] for model in models}
+    for model, gpu in models.items():
+        for size in sizes:
+            off, on = (overlap(size, enabled, gpu).summary() for enabled in (False, True))
+            idle[f"{model}, off"].append(round(100 * (1 - off["busy"]), 1))
+            idle[f"{model}, on"].append(round(100 * (1 - on["busy"]), 1))
+            speeds = off["tokens_per_s"], on["tokens_per_s"]
+            ratios[model].append(speeds[1] / speeds[0])
+            shares = (round(1 - one["busy"], 4) for one in (off, on))
+            rows.append([model, size, *shares, *map(round, speeds), round(ratios[model][-1], 3)])
+    x = [str(size) for size in sizes]
     return Report(
-        ["requests", "GPU idle, off", "GPU idle, on", "tokens/s, off", "tokens/s, on", "ratio"],
+        ["model", "requests", "idle, off", "idle, on", "tokens/s, off", "tokens/s, on", "ratio"],
         rows,
-        f"Prompts of 128 tokens, outputs of 256, {GPU}, overlap off and on.",
-        Plot(
-            "bars",
-            [str(size) for size in sizes],
-            [shares[False], shares[True]],
-            ["overlap off", "overlap on"],
-            "running requests",
-            "share of time the GPU is idle",
-        ),
+        f"Prompts of 128 tokens, outputs of 256; share of time the GPU is idle with overlap off and on, {SMALL} and "
+        f"{LARGE}.",
+        [
+            [
+                Panel("bars", x, list(idle.values()), list(idle), "running requests", "GPU idle, % of the time"),
+                Panel("bars", x, list(ratios.values()), list(ratios), "running requests", "tokens/s, overlap on / off"),
+            ]
+        ],
     )
 
 
 def _retraction() -> Report:
-    large = small_pool(4_000)
+    ample = small_pool(4_000)
+    lengths = {name: len(tokens) for name, tokens in ample.outputs.items()}
+    expected = {"2 tokens": dict.fromkeys(lengths, 2), "learned": None, "exact": lengths}
     pools = (45, 60, 90, 150, 4_000)
-    found = {pool: small_pool(pool) for pool in pools}
-    same = {pool: run.outputs == large.outputs for pool, run in found.items()}
+    found = {name: [small_pool(pool, tokens) for pool in pools] for name, tokens in expected.items()}
+    same = [all(runs[at].outputs == ample.outputs for runs in found.values()) for at in range(len(pools))]
+    counts = {name: [float(run.retractions) for run in runs] for name, runs in found.items()}
     return Report(
-        ["pages", "retractions", "outputs compared with ample memory"],
-        [[pool, run.retractions, "identical" if same[pool] else "DIFFERENT"] for pool, run in found.items()],
-        "40 requests that expect 2 tokens and produce up to 48, on a toy model whose tokens depend on all KV before "
-        "them.",
-        Plot(
-            "bars",
-            [f"{pool:,}" for pool in pools],
-            [[float(run.retractions) for run in found.values()]],
-            ["retractions"],
-            "pages of KV cache",
-            "retractions",
-        ),
+        ["pages", *(f"expected: {name}" for name in expected), "outputs"],
+        [
+            [f"{pool:,}", *(int(values[at]) for values in counts.values()), "identical" if same[at] else "DIFFERENT"]
+            for at, pool in enumerate(pools)
+        ],
+        "Retractions of 40 requests of up to 48 output tokens, by the output length that admission expects, on a toy "
+        "model whose tokens depend on all KV before them. Outputs are compared with those of ample memory.",
+        [
+            [
+                Panel(
+                    "bars",
+                    [f"{pool:,}" for pool in pools],
+                    list(counts.values()),
+                    [f"expected length: {name}" for name in expected],
+                    "pages of KV cache",
+                    "retractions",
+                )
+            ]
+        ],
     )
 
 
@@ -368,24 +347,61 @@ def _host_memory() -> Report:
     return Report(
         ["host memory, tokens", "cached", "fetched", "computed", "TTFT p50 s", "TTFT p99 s", "GPU busy"],
         rows,
-        f"300 turns of conversations on a 14B model, a KV cache of {CHAT_POOL:,} tokens; shares of all prompt tokens.",
-        Plot(
-            "bars",
-            [f"{size:,}" for size in sizes],
-            list(shares.values()),
-            list(shares),
-            "host memory, tokens",
-            "share of prompt tokens",
-        ),
+        f"300 turns of conversations, a KV cache of {CHAT_POOL:,} tokens, {LARGE}; shares of all prompt tokens.",
+        [
+            [
+                Panel(
+                    "bars",
+                    [f"{size:,}" for size in sizes],
+                    list(shares.values()),
+                    list(shares),
+                    "host memory, tokens",
+                    "share of prompt tokens",
+                )
+            ]
+        ],
     )
 
 
 EXPERIMENTS: dict[str, Experiment] = {
-    "continuous-batching": Experiment("Continuous and static batching: slot utilization (Orca)", _continuous_batching),
-    "system-prompt": Experiment("Cache-aware scheduling: hit rate by policy (SGLang LPM, DFS)", _system_prompt),
-    "two-prefixes": Experiment("Cache thrashing: two prefixes in a KV cache for one (LPM vs FCFS)", _two_prefixes),
-    "max-wait": Experiment("Starvation bound: hit rate against waiting time, by max_wait", _max_wait),
-    "overlap": Experiment("Overlap scheduling: GPU idle time (SGLang zero-overhead scheduler)", _overlap),
-    "retraction": Experiment("Retraction (preemption by recomputation): a KV cache that is too small", _retraction),
-    "host-memory": Experiment("KV offloading: conversations that do not fit into the KV cache", _host_memory),
+    "continuous-batching": Experiment(
+        "Continuous and static batching: slots in use, requests per second",
+        "nano-vLLM deep dive, chapter 5: GPU utilisation over 500 steps (static 23%, continuous 95%), 5-10x requests/s",
+        _continuous_batching,
+    ),
+    "chunked-prefill": Experiment(
+        "Chunked prefill: long prompts between decodes",
+        "Sarathi-Serve: stall-free batching; Mini-SGLang docs: chunked prefill",
+        _chunked_prefill,
+    ),
+    "shared-prefixes": Experiment(
+        "Cache-aware order and in-batch prefix caching: hit rate by shared prefixes",
+        "cache-aware scheduling lesson: LPM-first vs FCFS hit rate (FCFS and SJF about 50%, LPM above 95%)",
+        _shared_prefixes,
+    ),
+    "two-prefixes": Experiment(
+        "Cache thrashing: two prefixes in a KV cache for one",
+        "cache-aware scheduling lesson: trace of A, B, A, B, A, B under FCFS and LPM-first",
+        _two_prefixes,
+    ),
+    "max-wait": Experiment(
+        "Starvation bound: hit rate against waiting time, by max_wait",
+        "cache-aware scheduling lesson: hit rate vs p99 wait as FAIRNESS_T varies",
+        _max_wait,
+    ),
+    "overlap": Experiment(
+        "Overlap scheduling: GPU idle time and throughput, two model sizes",
+        "SGLang v0.4 blog: zero-overhead scheduler, up to 1.3x; Mini-SGLang docs: overlap helps less with large models",
+        _overlap,
+    ),
+    "retraction": Experiment(
+        "Retraction: a KV cache that is too small, by expected output length",
+        "nano-vLLM deep dive, chapter 5: preemption does not change the output; SGLang: new_token_ratio",
+        _retraction,
+    ),
+    "host-memory": Experiment(
+        "KV offloading: conversations that do not fit into the KV cache",
+        "nano-vLLM deep dive, chapter 5: swap vs recompute; SGLang HiCache",
+        _host_memory,
+    ),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from paceline.config import ConfigError
-from paceline.simulator.experiments import Plot
+from paceline.simulator.experiments import Experiment, Panel
 from paceline.simulator.run import SimulationResult
 
 # Safe for colour blindness (Okabe and Ito), in the order that the pages use
@@ -34,39 +34,71 @@ def _pyplot() -> Any:
     return plt
 
 
-def _save(plt: Any, figure: Any, path: Path) -> None:
+def check_plots(path: Path) -> None:
+    """Refuses what could not be plotted, before anything is simulated."""
     if path.suffix not in (".png", ".svg"):
         raise ConfigError(f"plot is {path.name!r}: expected a .png or .svg file.")
+    _pyplot()
+
+
+def _save(plt: Any, figure: Any, path: Path, top: float = 1.0) -> None:
+    check_plots(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, top))
     # Without dates: the same values give the same file, byte by byte.
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
     plt.close(figure)
 
 
-def plot_experiment(title: str, plot: Plot, path: Path) -> None:
+def plot_experiment(experiment: Experiment, panels: list[list[Panel]], path: Path) -> None:
     plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(6.4, 3.4))
-    if plot.kind == "bars":
-        places, width = np.arange(len(plot.x)), 0.7 / len(plot.y)
-        for index, values in enumerate(plot.y):
-            offset = (index - (len(plot.y) - 1) / 2) * width
-            bars = axes.bar(places + offset, values, width * 0.94, color=COLOURS[index], label=plot.labels[index])
-            axes.bar_label(bars, fmt="%.4g", padding=2, fontsize=8)
-        axes.set_xticks(places, plot.x)
-        axes.grid(axis="x", visible=False)
-        axes.margins(y=0.12)
-    else:
-        for index, values in enumerate(plot.y):
-            axes.plot(plot.x, values, marker="o", color=COLOURS[index], label=plot.labels[index])
-            for place, (x, y, name) in enumerate(zip(plot.x, values, plot.points or (), strict=False)):
-                # Alternating above and below, so that neighbours do not overlap
-                axes.annotate(name, (x, y), textcoords="offset points", xytext=(5, -13 if place % 2 else 6), fontsize=8)
-        axes.margins(0.08, 0.15)
-    axes.set(xlabel=plot.x_title, ylabel=plot.y_title, title=title)
-    if len(plot.labels) > 1:
-        axes.legend()
-    _save(plt, figure, path)
+    rows, columns = len(panels), len(panels[0])
+    figure, grid = plt.subplots(rows, columns, figsize=(1.6 + (4.8, 4.0, 3.2)[columns - 1] * columns, 0.9 + 2.7 * rows))
+    for axes, panel in zip(np.atleast_1d(grid).flat, (one for row in panels for one in row), strict=True):
+        _bar_groups(axes, panel) if panel.kind == "bars" else _lines(axes, panel)
+        axes.set(xlabel=panel.x_title, ylabel=panel.y_title)
+        axes.set_title(panel.title, fontsize=9, fontweight="normal", loc="center")
+        first = panel is panels[0][0]
+        if len(panel.labels) > 1 and (first or panel.labels != panels[0][0].labels):
+            axes.legend(fontsize=8)
+    figure.suptitle(experiment.title, x=0.01, ha="left", fontsize=10, fontweight="bold")
+    height, source = figure.get_figheight(), f"Compare with {experiment.answers}"
+    figure.text(0.01, 1 - 0.36 / height, source, fontsize=7.5, color="#555555", va="top")
+    _save(plt, figure, path, top=1 - 0.3 / height)
+
+
+def _bar_groups(axes: Any, panel: Panel) -> None:
+    places, width, size = np.arange(len(panel.x)), 0.8 / len(panel.y), 8 if len(panel.y) < 3 else 7
+    for index, values in enumerate(panel.y):
+        offset = (index - (len(panel.y) - 1) / 2) * width
+        bars = axes.bar(places + offset, values, width * 0.94, color=COLOURS[index], label=panel.labels[index])
+        axes.bar_label(bars, fmt="%.3g" if max(values) < 1000 else "{:,.0f}", padding=2, fontsize=size)
+    crowded = max(len(str(x)) for x in panel.x) * len(panel.x) > 50
+    axes.set_xticks(places, panel.x, rotation=20 if crowded else 0, ha="right" if crowded else "center")
+    axes.grid(axis="x", visible=False)
+    axes.margins(y=0.12 * len(panel.y))
+
+
+def _lines(axes: Any, panel: Panel) -> None:
+    dense = len(panel.x) > 50
+    for index, values in enumerate(panel.y):
+        # Lines may be equal: the first ones are wider, and the dashes of the fourth and fifth alternate.
+        style = {
+            "linewidth": 1.5 if dense else 1.5 + 1.2 * max(0, min(3, len(panel.y) - 1) - index),
+            "linestyle": (3 * (index - 3), (3, 3)) if index >= 3 else "-",
+            "marker": None if dense else "o",
+            "markersize": 5,
+        }
+        axes.plot(panel.x, values, color=COLOURS[index], label=panel.labels[index], **style)
+        for place, (x, y, name) in enumerate(zip(panel.x, values, panel.points or (), strict=False)):
+            # Alternating above and below, so that neighbours do not overlap
+            offset = (10, -14) if place % 2 else (2, 12)
+            axes.annotate(name, (x, y), textcoords="offset points", xytext=offset, fontsize=8)
+    axes.margins(0.1 if panel.points else 0.04, 0.15)
+    if panel.points is None:
+        axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
+    if not dense and panel.points is None:
+        axes.set_xticks(panel.x)
 
 
 _OVER_TIME = {

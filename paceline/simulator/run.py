@@ -28,6 +28,7 @@ from paceline.simulator.workloads import Arrival, Tokens
 
 Column = npt.NDArray[np.float64]
 _SAMPLES = 400  # points of a time series
+_FAIRNESS_WINDOWS = 50
 
 
 @dataclass(slots=True, eq=False)
@@ -111,6 +112,11 @@ class SimulationResult:
             [(one.finished - one.first_token) / (one.output_tokens - 1) for one in self.served if one.output_tokens > 1]
         )
 
+    @property
+    def latency(self) -> Column:
+        """Seconds from arrival to the last token."""
+        return _known([one.finished - one.arrival for one in self.served])
+
     def summary(self) -> dict[str, float]:
         """Metrics by name: fractions and seconds, or milliseconds where the name ends in _ms."""
         counters, output = self.counters, sum(one.output_tokens for one in self.served)
@@ -120,6 +126,7 @@ class SimulationResult:
             "seconds": self.seconds,
             "passes": self.passes,
             "tokens_per_s": output / self.seconds if self.seconds else 0.0,
+            "requests_per_s": len(self.latency) / self.seconds if self.seconds else 0.0,
             "hit_rate": counters.hit_rate,
             "fetch_rate": counters.fetched_tokens / max(1, counters.prompt_tokens),
             "busy": self.busy_s / self.seconds if self.seconds else 0.0,
@@ -129,25 +136,79 @@ class SimulationResult:
             "mean_waiting": self.mean_waiting,
             "fairness": self.fairness(),
         }
-        for name, values in (("wait", self.waits), ("ttft", self.ttft), ("tpot", self.tpot)):
+        columns = {"wait": self.waits, "ttft": self.ttft, "tpot": self.tpot, "latency": self.latency}
+        for name, values in columns.items():
+            found[f"{name}_mean_ms"] = float(values.mean() * 1e3) if len(values) else 0.0
             for percent in (50, 90, 99):
                 found[f"{name}_p{percent}_ms"] = float(np.percentile(values, percent) * 1e3) if len(values) else 0.0
         return {name: round(value, 6) for name, value in found.items()}
 
-    def fairness(self) -> float:
-        """Jain's fairness index over the weighted speeds of tenants: 1 is equal, 1/n is all for one of n.
-
-        The speed of a tenant is its prompt and output tokens per second of its requests' lifetimes, waiting included.
-        """
-        weights = self.config.tenant_weights
-        lived: dict[str, float] = defaultdict(float)
+    def tenant_waits(self) -> dict[str, float]:
+        """Mean waiting time in seconds by tenant, in order of the tokens it sent, most first."""
         tokens: dict[str, int] = defaultdict(int)
+        waits: dict[str, list[float]] = defaultdict(list)
         for one in self.served:
-            if not math.isnan(one.finished):
-                lived[one.tenant] += one.finished - one.arrival
-                tokens[one.tenant] += one.prompt_tokens + one.output_tokens
-        speeds = np.array([tokens[name] / lived[name] / weights.get(name, 1.0) for name in lived if lived[name] > 0])
-        return float(speeds.sum() ** 2 / (len(speeds) * (speeds**2).sum())) if len(speeds) else 1.0
+            tokens[one.tenant] += one.prompt_tokens + one.output_tokens
+            waits[one.tenant].append(one.admitted - one.arrival)
+        found = {name: _known(waits[name]) for name in sorted(tokens, key=lambda name: -tokens[name])}
+        return {name: float(values.mean()) if len(values) else 0.0 for name, values in found.items()}
+
+    def fairness(self) -> float:
+        """Jain's fairness index over the service of tenants while they compete: 1 is fair, 1/n is all for one of n.
+
+        Service is what policy `fair` charges: computed prompt tokens and weighted output tokens, counted when a request
+        is admitted. It is divided by the tenant's weighted max-min share, so a tenant that asks for less than an equal
+        share and gets it is served fairly. Time is divided into windows; those in which fewer than two tenants have
+        requests to admit, or after which none is left waiting, do not count.
+
+        Latency would be the wrong measure: first come, first served delays all tenants alike, although the tokens in
+        front of a request may all be those of one tenant.
+        """
+        admitted = _known([one.admitted for one in self.served])
+        names = sorted({one.tenant for one in self.served})
+        if len(names) < 2 or not len(admitted):
+            return 1.0
+        edges = np.linspace(0.0, admitted.max(), _FAIRNESS_WINDOWS + 1)
+        service, demand = [], []
+        for name in names:
+            own = [one for one in self.served if one.tenant == name]
+            cost = np.array([self._cost(one) for one in own])
+            arrived = _total_until(edges[1:], np.array([one.arrival for one in own]), cost)
+            started = _total_until(edges[1:], np.nan_to_num([one.admitted for one in own], nan=math.inf), cost)
+            before = np.append(0.0, started[:-1])
+            service.append(started - before)
+            demand.append(arrived - before)
+        weights = np.array([self.config.tenant_weights.get(name, 1.0) for name in names])
+        served, fair = np.zeros(len(names)), np.zeros(len(names))
+        for got, wanted in zip(np.array(service).T, np.array(demand).T, strict=True):
+            if wanted.sum() > got.sum() + 0.5 and np.count_nonzero(wanted > 0.5) > 1:
+                served += got
+                fair += max_min_shares(wanted, got.sum(), weights)
+        relative = served[fair > 0] / fair[fair > 0]
+        return float(relative.sum() ** 2 / (len(relative) * (relative**2).sum())) if relative.any() else 1.0
+
+    def _cost(self, one: ServedRequest) -> float:
+        return one.prompt_tokens - one.cached_tokens + self.config.output_weight * one.output_tokens
+
+
+def max_min_shares(demand: Column, capacity: float, weights: Column) -> Column:
+    """Weighted max-min shares of `capacity`: who demands less than an equal share gets it all, the others split the
+    rest in proportion to their weights."""
+    shares = np.zeros(len(demand))
+    weight = weights.sum()
+    for index in np.argsort(demand / weights):
+        shares[index] = min(demand[index], capacity * weights[index] / weight)
+        capacity -= shares[index]
+        weight -= weights[index]
+    return shares
+
+
+def _total_until(edges: Column, times: Column, values: Column) -> Column:
+    """The sum of the `values` whose time is not after each edge."""
+    order = np.argsort(times)
+    sums = np.append(0.0, np.cumsum(values[order]))
+    total: Column = sums[np.searchsorted(times[order], edges, side="right")]
+    return total
 
 
 def _known(values: list[float]) -> Column:

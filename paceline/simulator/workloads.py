@@ -73,7 +73,7 @@ def _length(rng: np.random.Generator, mean: int) -> int:
     return max(1, int(rng.lognormal(math.log(mean) - 0.125, 0.5)))
 
 
-def _tokens(rng: np.random.Generator, count: int) -> Tokens:
+def random_tokens(rng: np.random.Generator, count: int) -> Tokens:
     return rng.integers(0, VOCAB, count, dtype=np.int32)
 
 
@@ -81,20 +81,22 @@ def _prefixes(config: WorkloadConfig) -> Iterator[Arrival]:
     """Groups with a system prompt each; the popularity of groups follows Zipf's law."""
     rng = np.random.default_rng(config.seed)
     common = round(config.prompt_tokens * config.shared)
-    systems = [_tokens(rng, common) for _ in range(config.groups)]
+    systems = [random_tokens(rng, common) for _ in range(config.groups)]
     weights = 1 / np.arange(1, config.groups + 1)
     chosen = rng.choice(config.groups, config.requests, p=weights / weights.sum())
     for number, at in enumerate(times(config, rng)):
-        own = _tokens(rng, _length(rng, max(1, config.prompt_tokens - common)))
+        own = random_tokens(rng, _length(rng, max(1, config.prompt_tokens - common)))
         prompt = np.concatenate([systems[chosen[number]], own])
         tenant = f"tenant-{number % config.tenants}" if config.tenants > 1 else "default"
-        yield Arrival(float(at), f"r{number}", prompt, _tokens(rng, _length(rng, config.output_tokens)), tenant=tenant)
+        yield Arrival(
+            float(at), f"r{number}", prompt, random_tokens(rng, _length(rng, config.output_tokens)), tenant=tenant
+        )
 
 
 def _chat(config: WorkloadConfig) -> Iterator[Arrival]:
     """Multi-turn conversations: a prompt is the previous prompt, its output and a new question."""
     rng = np.random.default_rng(config.seed)
-    system = _tokens(rng, round(config.prompt_tokens * config.shared))
+    system = random_tokens(rng, round(config.prompt_tokens * config.shared))
     question = max(1, round(config.prompt_tokens * (1 - config.shared) / 3))
     starts = times(config, rng)
     found: list[Arrival] = []
@@ -102,8 +104,8 @@ def _chat(config: WorkloadConfig) -> Iterator[Arrival]:
     while len(found) < config.requests:
         at, prompt = float(starts[chat]), system
         for turn in range(int(rng.integers(1, 7))):
-            prompt = np.concatenate([prompt, _tokens(rng, _length(rng, question))])
-            output = _tokens(rng, _length(rng, config.output_tokens))
+            prompt = np.concatenate([prompt, random_tokens(rng, _length(rng, question))])
+            output = random_tokens(rng, _length(rng, config.output_tokens))
             tenant = f"tenant-{chat % config.tenants}" if config.tenants > 1 else "default"
             found.append(Arrival(at, f"chat{chat}-{turn}", prompt, output, tenant=tenant))
             prompt = np.concatenate([prompt, output])
@@ -115,19 +117,19 @@ def _chat(config: WorkloadConfig) -> Iterator[Arrival]:
 def _agents(config: WorkloadConfig) -> Iterator[Arrival]:
     """Agents: a common tool description, a prompt per kind of task, many short steps that append a tool result."""
     rng = np.random.default_rng(config.seed)
-    tools = _tokens(rng, round(config.prompt_tokens * config.shared))
-    kinds = [_tokens(rng, max(1, config.prompt_tokens // 8)) for _ in range(config.groups)]
+    tools = random_tokens(rng, round(config.prompt_tokens * config.shared))
+    kinds = [random_tokens(rng, max(1, config.prompt_tokens // 8)) for _ in range(config.groups)]
     starts = times(config, rng)
     found: list[Arrival] = []
     agent = 0
     while len(found) < config.requests:
-        prompt = np.concatenate([tools, kinds[agent % config.groups], _tokens(rng, _length(rng, 32))])
+        prompt = np.concatenate([tools, kinds[agent % config.groups], random_tokens(rng, _length(rng, 32))])
         at = float(starts[agent])
         for step in range(int(rng.integers(3, 12))):
-            output = _tokens(rng, _length(rng, max(1, config.output_tokens // 4)))
+            output = random_tokens(rng, _length(rng, max(1, config.output_tokens // 4)))
             tenant = f"tenant-{agent % config.tenants}" if config.tenants > 1 else "default"
             found.append(Arrival(at, f"agent{agent}-{step}", prompt, output, tenant=tenant))
-            result = _tokens(rng, _length(rng, max(1, round(config.prompt_tokens * (1 - config.shared) / 4))))
+            result = random_tokens(rng, _length(rng, max(1, round(config.prompt_tokens * (1 - config.shared) / 4))))
             prompt = np.concatenate([prompt, output, result])
             at += 0.01 * len(output) + rng.exponential(0.5)  # run time of the tool
         agent += 1
@@ -142,6 +144,14 @@ def _tenants(config: WorkloadConfig) -> Iterator[Arrival]:
     chosen = rng.choice(count, config.requests, p=shares / shares.sum())
     for one, tenant in zip(_prefixes(config), chosen.tolist(), strict=True):
         yield dataclasses.replace(one, tenant=f"tenant-{tenant}")
+
+
+def _one_long(config: WorkloadConfig) -> Iterator[Arrival]:
+    """One request with 50 times the output of the others, which arrives first; all lengths are exact."""
+    rng = np.random.default_rng(config.seed)
+    for number, at in enumerate(times(config, rng)):
+        output = np.zeros(config.output_tokens * (1 if number else 50), np.int32)
+        yield Arrival(float(at), f"r{number}", random_tokens(rng, config.prompt_tokens), output)
 
 
 def _nano(config: WorkloadConfig) -> Iterator[Arrival]:
@@ -164,10 +174,18 @@ WORKLOADS: dict[str, Callable[[WorkloadConfig], Iterator[Arrival]]] = {
     "chat": _chat,
     "agents": _agents,
     "tenants": _tenants,
+    "one-long": _one_long,
     "nano": _nano,
     "gsp": _gsp,
 }
-# Number of requests of the published benchmarks
+# Options that differ from those of WorkloadConfig by default. `tenants` overloads an H200 with Qwen3-0.6B, since a
+# policy decides nothing while no request waits; `one-long` is the example by which continuous batching is explained:
+# one request of 500 tokens and seven of 10 in eight slots, and more of 10 that wait.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "tenants": {"requests": 800, "rate": 400.0, "tenants": 4},
+    "one-long": {"requests": 351, "arrivals": "once", "prompt_tokens": 16, "output_tokens": 10},
+}
+# Number of requests of the published benchmarks, which have no other option
 SIZES = {"nano": 256, "gsp": 1024}
 
 

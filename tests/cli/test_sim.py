@@ -76,9 +76,18 @@ def test_fit_names_a_run_that_is_truncated(tmp_path: Path) -> None:
 def test_an_experiment_is_a_table_and_a_plot(tmp_path: Path) -> None:
     result = sim("experiment", "continuous-batching", "--plots", str(tmp_path), "--json", str(tmp_path / "all.json"))
     assert result.exit_code == 0, result.output
-    assert "0.1425" in result.output
+    assert "0.1425" in result.output and "Compare with nano-vLLM deep dive, chapter 5" in result.output
     assert (tmp_path / "experiment-continuous-batching.svg").stat().st_size > 1000
-    assert json.loads((tmp_path / "all.json").read_text())["continuous-batching"]["rows"][0] == ["static", 0.1425]
+    written = json.loads((tmp_path / "all.json").read_text())["continuous-batching"]
+    assert written["rows"][0][:4] == ["1 long", "static", 0.1425, 8]
+    assert len(written["panels"][0][0]["y"][0]) == 500, "the curve of the plot"
+
+
+def test_compare_prints_the_waiting_time_of_each_tenant() -> None:
+    result = sim("compare", "tenants", *SMALL, "--policies", "fcfs,fair")
+    assert result.exit_code == 0, result.output
+    assert [f"mean wait of tenant-{number}, s" in result.output for number in range(5)] == [True] * 4 + [False]
+    assert "mean wait of" not in sim("compare", "prefixes", *SMALL, "--policies", "fcfs").output
 
 
 @pytest.mark.parametrize(
@@ -90,6 +99,8 @@ def test_an_experiment_is_a_table_and_a_plot(tmp_path: Path) -> None:
         (("run", "--gpu", "abacus"), "gpu is 'abacus': choose one of h200"),
         (("run", "--requests", "0"), "requests is 0: must be at least 1."),
         (("compare", "--policies", "fcfs,best"), "policies has 'best': choose from fair"),
+        (("compare", "--policies", ","), "policies is empty: choose from fair"),
+        (("experiment", "two-prefixes", "--plots", "plots", "--form", "pdf"), "expected a .png or .svg file."),
         (("experiment", "cold-fusion"), "experiment is 'cold-fusion': choose from continuous-batching"),
         (("fit", "/nowhere.jsonl"), "/nowhere.jsonl"),
     ],

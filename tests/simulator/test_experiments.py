@@ -4,34 +4,89 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from paceline.bench.scheduler import gsp_hit_rate
-from paceline.simulator.experiments import (
+from paceline.simulator.experiments import EXPERIMENTS, Report, run_experiments
+from paceline.simulator.scenarios import (
     CHAT_POOL,
+    CONDITIONS,
+    LARGE,
+    PREFIX_POLICIES,
+    SMALL,
+    batching,
     host_memory,
+    long_prompts,
     overlap,
-    shared_system_prompt,
-    slot_utilization,
+    shared_prefixes,
     small_pool,
     two_prefixes,
     waiting_curve,
 )
 
+CACHE_AWARE = ("lpm", "dfs", "fair")
+
+
+def prefix_hit_rate(policy: str, condition: str, *, share: float = 0.75, runs: int = 4) -> float:
+    return shared_prefixes(policy, share, runs=runs, **CONDITIONS[condition]).shared_hit_rate
+
 
 def test_continuous_batching_fills_the_slots_that_static_batching_leaves_empty() -> None:
-    assert slot_utilization("static") == pytest.approx(0.1425)
-    assert slot_utilization("mixed") >= 0.95
+    static, continuous = batching("static"), batching("mixed")
+    assert np.mean(static.utilization[:500]) == pytest.approx(0.1425)
+    assert set(static.utilization[:10]) == {1.0}
+    assert set(static.utilization[10:500]) == {1 / 8}, "seven slots wait for the long request"
+    assert set(continuous.utilization[:500]) == {1.0}
+    assert (static.finished_after(500), continuous.finished_after(500)) == (8, 351)
+    assert continuous.result.summary()["latency_mean_ms"] < 0.5 * static.result.summary()["latency_mean_ms"]
+
+
+def test_continuous_batching_serves_5_to_10_times_the_requests_if_every_batch_has_a_long_one() -> None:
+    static, continuous = (batching(mode, copies=8).result.summary() for mode in ("static", "mixed"))
+    assert 5 < continuous["requests_per_s"] / static["requests_per_s"] < 10
+    assert continuous["latency_p99_ms"] < static["latency_p99_ms"] / 4
+
+
+def test_chunks_shorten_the_stalls_of_decodes_and_delay_the_long_prompt() -> None:
+    whole = {"chunk_tokens": 16_384, "max_batch_tokens": 16_384, "max_prefill_tokens": 16_384}
+    first = long_prompts(batching="prefill-first", **whole)
+    large, default, small = (long_prompts(chunk_tokens=tokens) for tokens in (8192, 2048, 512))
+    target = long_prompts(itl_target=0.03)
+    assert first.itl.max() > 1.5 * large.itl.max() > 3 * default.itl.max()
+    assert default.ttft.mean() < small.ttft.mean()
+    assert target.itl.max() < 0.04 < default.itl.max()
+    assert first.ttft.mean() < default.ttft.mean()
 
 
 def test_with_memory_for_one_request_the_policy_decides_the_hit_rate() -> None:
-    assert shared_system_prompt("lpm", slots=1, runs=20) == pytest.approx(23 / 24)
-    assert shared_system_prompt("fair", slots=1, runs=20) == pytest.approx(23 / 24)
-    assert shared_system_prompt("fcfs", slots=1, runs=100) == pytest.approx(0.72, abs=0.01)
+    for policy in CACHE_AWARE:
+        assert prefix_hit_rate(policy, "1 slot") == pytest.approx(23 / 24)
+    for policy in ("fcfs", "sjf"):
+        # A request hits if the one before it shares the prefix: 23 of 31 others do, and the first has none before it.
+        assert prefix_hit_rate(policy, "1 slot", runs=12) == pytest.approx(23 / 32, abs=0.06)
 
 
-def test_with_slots_for_all_fcfs_computes_half_of_the_prefix_again() -> None:
-    assert shared_system_prompt("fcfs", slots=16, runs=100) == pytest.approx(0.50, abs=0.01)
+def test_with_many_slots_and_a_cold_cache_prefix_wait_makes_the_gain_and_the_order_none() -> None:
+    """Requests that start together compute the prefix together: the more of them the order puts first, the more."""
+    fcfs = prefix_hit_rate("fcfs", "16, no wait", runs=12)
+    assert fcfs == pytest.approx(0.5, abs=0.04)
+    for policy in PREFIX_POLICIES:
+        assert prefix_hit_rate(policy, "16, wait", runs=2) == pytest.approx(23 / 24)
+    for policy in CACHE_AWARE:
+        assert prefix_hit_rate(policy, "16, no wait") == pytest.approx(8 / 24), "16 of 24 compute it"
+
+
+def test_prefix_wait_shortens_the_waits_of_a_cold_cache() -> None:
+    off, on = (shared_prefixes("fcfs", 0.75, runs=2, **CONDITIONS[name]).waits for name in ("16, no wait", "16, wait"))
+    assert on.mean() < 0.7 * off.mean()
+    assert np.percentile(on, 99) < 0.7 * np.percentile(off, 99)
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_the_hit_rate_grows_with_the_share_of_requests_that_have_the_prefix(condition: str) -> None:
+    rates = [shared_prefixes("fcfs", share, runs=2, **CONDITIONS[condition]).hit_rate for share in (0.0, 0.5, 1.0)]
+    assert 0 == rates[0] < rates[1] < rates[2]
 
 
 def test_two_prefixes_in_a_cache_for_one_thrash_under_fcfs() -> None:
@@ -44,10 +99,12 @@ def test_two_prefixes_in_a_cache_for_one_thrash_under_fcfs() -> None:
 
 
 def test_a_small_cache_retracts_and_yields_the_same_tokens() -> None:
-    small, large = small_pool(60), small_pool(4_000)
-    assert small.retractions > 0
-    assert large.retractions == 0
-    assert small.outputs == large.outputs
+    large = small_pool(4_000)
+    lengths = {name: len(tokens) for name, tokens in large.outputs.items()}
+    short, learned, exact = (small_pool(60, expected) for expected in (dict.fromkeys(lengths, 2), None, lengths))
+    assert short.retractions > 3 * learned.retractions > 0
+    assert exact.retractions == large.retractions == 0
+    assert short.outputs == learned.outputs == exact.outputs == large.outputs
 
 
 def test_gsp_in_100k_tokens_reaches_almost_the_maximum_hit_rate() -> None:
@@ -77,3 +134,32 @@ def test_overlap_keeps_the_gpu_busy(rows: int) -> None:
     assert 1 - off.busy_s / off.seconds > 0.2
     assert on.seconds < off.seconds
     assert on.counters.decoded_tokens == off.counters.decoded_tokens
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 256])
+def test_overlap_helps_less_with_a_large_model(rows: int) -> None:
+    ratios = [overlap(rows, False, gpu).seconds / overlap(rows, True, gpu).seconds for gpu in (SMALL, LARGE)]
+    assert ratios[0] > 1.4
+    assert 1.05 < ratios[1] < 1.2
+
+
+def test_reports_of_several_processes_come_in_order() -> None:
+    names = ["two-prefixes", "chunked-prefill"]
+    reports = dict(run_experiments(names))
+    assert list(reports) == names
+    for report in reports.values():
+        check_report(report)
+
+
+def check_report(report: Report) -> None:
+    """Tables are rectangular, and a plot has a value for every label and place."""
+    assert {len(row) for row in report.rows} == {len(report.columns)}
+    assert len({len(row) for row in report.panels}) == 1
+    for panel in (panel for row in report.panels for panel in row):
+        assert len(panel.y) == len(panel.labels)
+        assert {len(values) for values in panel.y} == {len(panel.x)}
+
+
+def test_every_experiment_names_what_it_can_be_compared_with() -> None:
+    for name, experiment in EXPERIMENTS.items():
+        assert ":" in experiment.answers, f"{name} names no source and what it says"

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from paceline.cli.sim import load_arrivals
 from paceline.config import SchedulerConfig, WorkloadConfig
 from paceline.engine.build import build_engine
 from paceline.engine.loop import Loop
@@ -18,7 +19,7 @@ from paceline.request import Request, SamplingParams
 from paceline.scheduler import Plan, Scheduler
 from paceline.simulator.compare import Comparison, scheduler_config
 from paceline.simulator.profile import Linear, ProfileTiming, load_profile, profile_names
-from paceline.simulator.run import SimulationResult, simulate
+from paceline.simulator.run import ServedRequest, SimulationResult, max_min_shares, simulate
 from paceline.simulator.workloads import EOS, Arrival, make_workload
 
 H200 = load_profile("h200-qwen3-0.6b")
@@ -128,6 +129,59 @@ def test_simulations_in_processes_equal_those_in_this_one() -> None:
     here = {name: simulate(arrivals, one, H200) for name, one in configs.items()}
     assert {name: one.journal for name, one in apart.items()} == {name: one.journal for name, one in here.items()}
     assert here["fcfs"].mean_waiting < 4 <= queue
+
+
+def test_tenants_under_contention_are_served_fairly_by_fair_and_not_by_fcfs() -> None:
+    """With the defaults of `paceline sim compare tenants`."""
+    arrivals = load_arrivals("tenants", {})
+    fcfs, fair = (
+        simulate(arrivals, scheduler_config(arrivals, H200, {"policy": policy}), H200) for policy in ("fcfs", "fair")
+    )
+    assert fcfs.fairness() < 0.85
+    assert fair.fairness() > 0.97
+    light = "tenant-3"
+    assert list(fcfs.tenant_waits())[-1] == light, "the last tenant sends the fewest tokens"
+    assert fair.tenant_waits()[light] < 0.25 * fcfs.tenant_waits()[light]
+    assert fair.mean_waiting > 20, "requests compete"
+    assert fair.seconds == pytest.approx(fcfs.seconds, rel=0.05), "fairness costs no throughput"
+
+
+def served(tenant: str, arrival: float, admitted: float) -> ServedRequest:
+    return ServedRequest("", tenant, 100, 0, 0, 0, arrival, admitted, admitted, admitted)
+
+
+def fairness(requests: list[ServedRequest], **options: Any) -> float:
+    result = run()
+    return dataclasses.replace(result, config=SchedulerConfig(**options), served=requests).fairness()
+
+
+def test_fairness_is_one_if_tenants_in_competition_take_turns() -> None:
+    turns = [served("ab"[at % 2], 0.0, float(at)) for at in range(200)]
+    assert fairness(turns) == pytest.approx(1.0, abs=0.01)
+    queue = [served("a" if at < 100 else "b", 0.0, float(at)) for at in range(200)]
+    assert fairness(queue) == pytest.approx(0.5, abs=0.02), "one tenant has it all while both wait"
+    assert fairness(queue[:100]) == 1.0, "one tenant competes with no one"
+
+
+def test_fairness_respects_weights() -> None:
+    turns = [served("aab"[at % 3], 0.0, float(at)) for at in range(300)] + [served("b", 0.0, 300.0)] * 100
+    assert fairness(turns, tenant_weights={"a": 2.0}) > 0.99
+    assert fairness(turns) < 0.95
+
+
+def test_a_tenant_that_gets_all_it_asks_for_is_served_fairly() -> None:
+    busy = [served("busy", 0.0, float(at)) for at in range(200)]
+    light = [served("light", float(at), at + 0.5) for at in range(0, 180, 20)]
+    assert fairness(busy + light) > 0.95
+    late = [served("light", float(at), 199.0) for at in range(0, 180, 20)]
+    assert fairness(busy + late) < 0.6
+
+
+def test_max_min_shares_split_what_small_demands_leave() -> None:
+    shares = max_min_shares(np.array([10.0, 1.0, 10.0]), 9.0, np.ones(3))
+    assert shares.tolist() == [4.0, 1.0, 4.0]
+    assert max_min_shares(np.array([10.0, 10.0]), 9.0, np.array([2.0, 1.0])).tolist() == [6.0, 3.0]
+    assert max_min_shares(np.array([1.0, 2.0]), 9.0, np.ones(2)).tolist() == [1.0, 2.0]
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ from paceline.config import ConfigError, SchedulerConfig, WorkloadConfig
 from paceline.simulator.profile import load_profile
 from paceline.simulator.run import simulate
 from paceline.simulator.traces import block_tokens, read_trace
-from paceline.simulator.workloads import WORKLOADS, Arrival, make_workload, times
+from paceline.simulator.workloads import DEFAULTS, WORKLOADS, Arrival, make_workload, times
 from tests.engine.test_recording import harness, lines_of, requests
 
 
@@ -79,6 +79,13 @@ def test_the_first_tenant_sends_half() -> None:
     arrivals = make_workload("tenants", WorkloadConfig(requests=2000, tenants=4, prompt_tokens=16, output_tokens=1))
     share = sum(one.tenant == "tenant-0" for one in arrivals) / 2000
     assert share == pytest.approx(0.533, abs=0.04)
+
+
+def test_one_long_is_one_output_of_500_tokens_and_350_of_10_at_once() -> None:
+    arrivals = make_workload("one-long", WorkloadConfig(**DEFAULTS["one-long"]))
+    assert [len(one.output) for one in arrivals] == [500] + [10] * 350
+    assert {one.at for one in arrivals} == {0.0}
+    assert {len(one.prompt) for one in arrivals} == {16}
 
 
 def test_equal_mooncake_blocks_become_equal_prefixes_and_no_others(tmp_path: Path) -> None:

@@ -1,0 +1,224 @@
+"""Scenarios of the experiments: the real scheduler on a virtual GPU, each as a function of its parameters.
+
+`experiments.py` makes tables and plots of them; the tests assert their results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.config import SchedulerConfig, WorkloadConfig
+from paceline.request import Request, SamplingParams
+from paceline.scheduler import Plan, Scheduler
+from paceline.simulator.compare import scheduler_config
+from paceline.simulator.profile import load_profile
+from paceline.simulator.run import Column, SimulationResult, simulate
+from paceline.simulator.workloads import DEFAULTS, Arrival, make_workload, random_tokens, unique_ids
+from paceline.testing import Harness
+
+SMALL, LARGE = "h200-qwen3-0.6b", "h200-qwen3-14b"
+
+
+class PassRecorder:
+    """An observer that keeps, for every forward pass, its rows, its decode rows and when it was committed."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.decodes: list[int] = []
+        self.times: list[float] = []
+
+    def launched(self, plan: Plan, host: tuple[float, float], device: tuple[float, float]) -> None:
+        self.rows.append(plan.num_rows)
+        self.decodes.append(plan.num_decodes)
+
+    def committed(self, scheduler: Scheduler, now: float) -> None:
+        self.times.append(now)
+
+
+# ---------------------------------------------------------------------- batching
+
+SLOTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    result: SimulationResult
+    utilization: list[float]  # share of the slots in use, by forward pass
+    times: list[float]  # when each forward pass was committed
+
+    def finished_after(self, passes: int) -> int:
+        """Requests that have finished after this many forward passes."""
+        until = self.times[min(passes, len(self.times)) - 1]
+        return sum(one.finished <= until for one in self.result.served)
+
+
+def batching(mode: str, *, copies: int = 0) -> Batching:
+    """Eight slots for one request of 500 tokens and 350 of 10, or for `copies` times one of 500 and seven of 10."""
+    options = DEFAULTS["one-long"]
+    groups = [options] if not copies else [options | {"requests": SLOTS, "seed": seed} for seed in range(copies)]
+    arrivals = [one for group in groups for one in make_workload("one-long", WorkloadConfig(**group))]
+    recorder = PassRecorder()
+    config = SchedulerConfig(max_running=SLOTS, batching=mode, policy="fcfs")
+    result = simulate(unique_ids(arrivals), config, load_profile(LARGE), observer=recorder)
+    return Batching(result, [rows / SLOTS for rows in recorder.rows], recorder.times)
+
+
+@dataclass(frozen=True, slots=True)
+class Stalls:
+    itl: Column  # seconds between two tokens of a request that decodes
+    ttft: Column  # of the long prompts
+    result: SimulationResult
+
+
+def long_prompts(**options: Any) -> Stalls:
+    """32 requests decode; eight prompts of 8,000 tokens arrive meanwhile, one every 0.7 s."""
+    rng = np.random.default_rng(0)
+    arrivals = [
+        Arrival(0.0, f"short-{number}", random_tokens(rng, 100), np.zeros(400, np.int32)) for number in range(32)
+    ]
+    arrivals += [
+        Arrival(0.7 * (1 + number), f"long-{number}", random_tokens(rng, 8000), np.zeros(10, np.int32))
+        for number in range(8)
+    ]
+    recorder = PassRecorder()
+    result = simulate(arrivals, SchedulerConfig(num_pages=10_000, **options), load_profile(LARGE), observer=recorder)
+    rows = np.array(recorder.decodes)
+    decoded = np.flatnonzero(rows)
+    itl = np.repeat(np.diff(np.array(recorder.times)[decoded]), rows[decoded][1:])
+    ttft = np.array([one.first_token - one.arrival for one in result.served if one.id.startswith("long")])
+    return Stalls(itl, ttft, result)
+
+
+# ---------------------------------------------------------------------- shared prefixes
+
+PREFIX_POLICIES = ("fcfs", "sjf", "lpm", "dfs", "fair")
+PREFIX_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the requests, with the common prefix
+_AMPLE = {
+    "max_running": 16, "num_pages": 10_000, "max_batch_tokens": 65_536, "max_prefill_tokens": 65_536,
+    "chunk_tokens": 4096,
+}  # fmt: skip
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "1 slot": {"max_running": 1, "num_pages": 206},
+    "16, no wait": {**_AMPLE, "prefix_wait": False},
+    "16, wait": _AMPLE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixReuse:
+    hit_rate: float  # of all prompt tokens
+    shared_hit_rate: float  # of the tokens of the common prefix, in all prompts that begin with it
+    waits: Column
+
+
+def shared_prefixes(policy: str, share: float, *, runs: int = 8, **options: Any) -> PrefixReuse:
+    """32 requests arrive at once in an empty cache; a `share` of them begins with the same 2,000 of 2,040 tokens.
+
+    The mean of `runs` random orders; `options` is one of CONDITIONS.
+    """
+    requests, prefix, own = 32, 2000, 40
+    sharing = round(requests * share)
+    config = SchedulerConfig(page_size=10, policy=policy, max_wait=math.inf, **options)
+    hits, waits = 0, []
+    for seed in range(runs):
+        rng = np.random.default_rng(seed)
+        system = random_tokens(rng, prefix)
+        prompts = [np.concatenate([system, random_tokens(rng, own)]) for _ in range(sharing)]
+        prompts += [random_tokens(rng, prefix + own) for _ in range(requests - sharing)]
+        arrivals = [
+            # Output lengths give `sjf` something to order by; they have nothing to do with the prefixes.
+            Arrival(0.0, f"request-{number}", prompts[chosen], np.zeros(int(rng.integers(2, 9)), np.int32))
+            for number, chosen in enumerate(rng.permutation(requests))
+        ]
+        found = simulate(arrivals, config, load_profile(LARGE))
+        hits += found.counters.hit_tokens
+        waits.append(found.waits)
+    # Only the common prefix can be found in the cache: the other tokens are random.
+    return PrefixReuse(
+        hits / (runs * requests * (prefix + own)), hits / max(1, runs * sharing * prefix), np.concatenate(waits)
+    )
+
+
+def two_prefixes(policy: str, pool_tokens: int, **options: Any) -> int:
+    """Prefix tokens computed for requests A, B, A, B, A, B with prefixes of 2,000 (A) and 1,500 (B) tokens."""
+    rng = np.random.default_rng(0)
+    prefixes = [random_tokens(rng, 2000), random_tokens(rng, 1500)]
+    arrivals = [
+        Arrival(
+            0.0, f"{number}", np.concatenate([prefixes[number % 2], random_tokens(rng, 90)]), np.zeros(10, np.int32)
+        )
+        for number in range(6)
+    ]
+    settings: dict[str, Any] = {"page_size": 10, "max_running": 4, "look_ahead": 0, "max_wait": math.inf, **options}
+    config = SchedulerConfig(num_pages=pool_tokens // 10, policy=policy, **settings)
+    found = simulate(arrivals, config, load_profile(LARGE), overlap=False)
+    return 3 * (2000 + 1500) - found.counters.hit_tokens
+
+
+MAX_WAITS = (0.0, 0.05, 0.2, 1.0, 5.0, math.inf)
+LANE_SHARES = (1.0, 0.5, 0.25)
+
+
+def waiting_curve(max_wait: float, requests: int = 400, **options: Any) -> SimulationResult:
+    """An overloaded GPU, and 40 system prompts of 1,500 tokens in a KV cache that holds ten of them."""
+    work = WorkloadConfig(
+        requests=requests, rate=80, prompt_tokens=2000, shared=0.75, groups=40, output_tokens=64, seed=1
+    )
+    config = SchedulerConfig(num_pages=1000, max_running=8, max_wait=max_wait, context_tokens=16_384, **options)
+    return simulate(make_workload("prefixes", work), config, load_profile(SMALL))
+
+
+# ---------------------------------------------------------------------- overlap
+
+
+def overlap(rows: int, enabled: bool, gpu: str = SMALL) -> SimulationResult:
+    """`rows` prompts of 128 tokens, outputs of 256: nearly all forward passes are decode batches."""
+    rng = np.random.default_rng(0)
+    arrivals = [
+        Arrival(0.0, f"request-{number}", random_tokens(rng, 128), np.zeros(256, np.int32)) for number in range(rows)
+    ]
+    config = SchedulerConfig(num_pages=rows * 26, max_running=max(rows, 1))
+    return simulate(arrivals, config, load_profile(gpu), overlap=enabled)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+@dataclass(frozen=True, slots=True)
+class SmallPool:
+    retractions: int
+    outputs: dict[str, list[int]]
+
+
+def small_pool(num_pages: int, expected: Mapping[str, int] | None = None) -> SmallPool:
+    """40 requests of up to 48 output tokens with `num_pages` of KV cache, on the toy model.
+
+    `expected` are the output lengths that admission expects, by request; None: it learns them from finished requests.
+    """
+    scheduler = Scheduler(SchedulerConfig(num_pages=num_pages, page_size=4, max_running=16))
+    harness = Harness(scheduler, vocab=512)
+    rng = np.random.default_rng(0)
+    for number in range(40):
+        name = f"request-{number}"
+        prompt = rng.integers(0, 50, int(rng.integers(4, 24)))
+        tokens = None if expected is None else expected[name]
+        harness.add(Request(name, prompt, SamplingParams(max_tokens=48), eos_token_ids=(0,), expected_tokens=tokens))
+    harness.run()
+    harness.assert_reference()
+    return SmallPool(scheduler.counters.retractions, harness.outputs)
+
+
+CHAT_POOL = 100_000  # size of the KV cache on the device, in tokens
+
+
+def host_memory(host_tokens: int, requests: int = 300, gpu: str = LARGE) -> SimulationResult:
+    """Conversations that grow to 17,000 tokens and do not fit into the KV cache, with `host_tokens` of host memory."""
+    work = WorkloadConfig(requests=requests, rate=0.8, prompt_tokens=6000, shared=0.1, output_tokens=200, seed=1)
+    arrivals, profile = make_workload("chat", work), load_profile(gpu)
+    options = {"num_pages": CHAT_POOL // 16, "num_host_pages": host_tokens // 16}
+    return simulate(arrivals, scheduler_config(arrivals, profile, options), profile)
