@@ -384,7 +384,7 @@ class Scheduler:
         self._departures += 1
         request.retractions += 1
         request.enter(Phase.WAITING)
-        request.wait_reason = "memory: it was retracted"
+        request.wait_reason = "memory"
         self._lengths.on_retraction()
         self.counters.retractions += 1
         self.journal.write(now, EventKind.RETRACT, request.id, beneficiary, num_pages)

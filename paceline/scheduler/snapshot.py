@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from paceline.request import Phase, Request
+from paceline.scheduler.explain import waiting_for
 from paceline.scheduler.fair import FairPolicy
 from paceline.scheduler.node import Node
 from paceline.scheduler.scheduler import Scheduler
@@ -54,7 +55,7 @@ def snapshot(
         "num_waiting": len(waiting),
         "num_running": len(running),
         "waiting": [_waiting(scheduler, request, now) for request in waiting[:max_requests]],
-        "reasons": Counter(_reason(scheduler, request) for request in waiting).most_common(8),
+        "reasons": Counter(waiting_for(request, config, memory).kind for request in waiting).most_common(),
         "running": [_running(scheduler, request, now) for request in running[:max_requests]],
         "memory": {
             "pages": config.num_pages,
@@ -81,12 +82,6 @@ def _waiting(scheduler: Scheduler, request: Request, now: float) -> dict[str, An
         "retractions": request.retractions,
         "why": scheduler.explain(request.id),
     }
-
-
-def _reason(scheduler: Scheduler, request: Request) -> str:
-    if request.num_missing_pages:
-        return "memory"
-    return "a free slot" if not scheduler.memory.slots.num_free else request.wait_reason
 
 
 def _running(scheduler: Scheduler, request: Request, now: float) -> dict[str, Any]:
