@@ -1,5 +1,6 @@
 // The simulator page: plays a simulation frame by frame. The link holds the whole view: parameters, policies and time.
-import { Chart, html, Lanes, Pages, percent, Queue, render, Running, seconds, Stat, ThemeButton, Tree, useEffect, useMemo, useRef, useState, whole } from "./parts.js";
+import { Pages, Queue, Running, Tree } from "./panels.js";
+import { Chart, html, Lanes, percent, render, seconds, Stat, ThemeButton, useEffect, useMemo, useRef, useState, whole } from "./parts.js";
 
 const WAITS = ["0", "0.005", "0.02", "0.05", "0.2", "1", "5", "inf"];
 const PAGE_SIZES = ["1", "2", "4", "8", "16", "32", "64"];
@@ -130,7 +131,6 @@ function Column({ run, time, overlap, index, about }) {
   const running = useMemo(() => run.frames.map(one => one.num_running), [run]);
   return html`<div class="run" data-side=${index}>
     <div class="side-name" title=${about}>${run.policy} <span class="soft" style="font-size:13px;font-weight:400">pass ${frame + 1} of ${run.frames.length}${run.cut ? " (truncated)" : ""}</span></div>
-    <div class="col">
       <section class="card wide"><div class="stats">
         <${Stat} id="hit_rate" name="prefix cache hit rate" value=${percent(summary.hit_rate, 2)} title="share of prompt tokens found in the prefix cache" />
         <${Stat} id="ttft_p50_ms" name="TTFT p50" value=${seconds(summary.ttft_p50_ms / 1e3)} />
@@ -141,14 +141,13 @@ function Column({ run, time, overlap, index, about }) {
         <${Stat} id="retractions" name="retractions" value=${whole(summary.retractions)} />
         <${Stat} id="seconds" name="total time" value=${seconds(summary.seconds)} />
       </div></section>
-      <section class="card wide"><${Chart} title="Requests" times=${times} mark=${time}
+      <section class="card wide"><${Chart} name="Requests" times=${times} mark=${time}
         series=${[{ name: "running", values: running, colour: "--accent" }, { name: "waiting", values: waiting, colour: "--warm", dash: [5, 4] }]} /></section>
       <${Queue} snapshot=${snapshot} /><${Running} snapshot=${snapshot} />
       <${Pages} snapshot=${snapshot} hint=${`of ${run.page_size} token${run.page_size > 1 ? "s" : ""}`} />
       <${Tree} snapshot=${snapshot} />
-      <${Lanes} lanes=${run.lanes} time=${time} overlap=${overlap} />
-      <${Journal} run=${run} frame=${frame} />
-    </div></div>`;
+      <${Lanes} lanes=${run.lanes} time=${time} overlap=${overlap} busy=${summary.busy} />
+      <${Journal} run=${run} frame=${frame} /></div>`;
 }
 
 // ------------------------------------------------------------------ the page

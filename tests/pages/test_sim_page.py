@@ -150,7 +150,7 @@ def test_the_journal_gives_reasons(page: Page, url: str) -> None:
     text = page.get_by_label("journal").inner_text()
     assert "is admitted:" in text and "tokens cached" in text
     waiting = page.get_by_label("waiting requests").inner_text()
-    assert "for one of 8 slots" in waiting or "more pages of" in waiting
+    assert "for one of 8 slots" in waiting or "short" in waiting
 
 
 def test_an_invalid_parameter_is_reported_in_one_sentence(page: Page, url: str) -> None:
