@@ -43,6 +43,7 @@ class EngineMonitor:
             "policy": config.policy,
             "page_size": config.page_size,
             "max_running": config.max_running,
+            "prefix_cache": config.prefix_cache,
             "snapshot": snapshot(self._scheduler, now),
             "samples": list(self._samples),
             "recent": [{**one, "ago": now - one["at"]} for one in reversed(self._recent)][:_SHOWN],
@@ -62,11 +63,13 @@ class EngineMonitor:
     def _sample(self, now: float) -> None:
         if self._samples and now - self._samples[-1][0] < _MIN_SAMPLE_S:
             return
-        counters = self._scheduler.counters
+        counters, config = self._scheduler.counters, self._scheduler.config
+        # As in a snapshot: requests with a slot, including those whose last pass is in flight.
+        num_running = config.max_running - self._scheduler.memory.slots.num_free
         ttft = [one["ttft"] for one in self._recent if one["ttft"] is not None and now - one["at"] <= 30]
         self._samples.append(
             [now, counters.decoded_tokens, counters.computed_tokens, counters.prompt_tokens, counters.hit_tokens,
-             self._scheduler.num_running, self._scheduler.num_waiting, *_percentiles_of(ttft)]
+             num_running, self._scheduler.num_waiting, *_percentiles_of(ttft)]
         )  # fmt: skip
 
     def _percentiles(self, name: str) -> list[float | None]:

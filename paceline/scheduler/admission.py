@@ -332,7 +332,7 @@ class Admission:
             request.first_admitted = now.time
             request.seniority = self._num_admitted
             request.num_cached = hit.depth
-        request.wait_reason = ""
+        request.wait_reason, request.num_missing_pages = "", 0
         self._running.start_prefill(request)
         self._joins.append(Join.of(request, slot))
         counters.admitted += 1

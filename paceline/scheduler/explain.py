@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from paceline.config import SchedulerConfig
 from paceline.request import Phase, Request
 from paceline.scheduler.admission import Admission
 from paceline.scheduler.memory import Memory
+
+
+class WaitingFor(NamedTuple):
+    """What a waiting request waits for. Both texts continue 'it waits for …'."""
+
+    kind: str  # requests are counted by it
+    clause: str  # with its values, and what must happen first
+
+
+def waiting_for(request: Request, config: SchedulerConfig, memory: Memory, admission: Admission) -> WaitingFor:
+    """The one answer for the sentence of a request, its row on the pages and the counts above the rows. What keeps
+    every request out comes first: while it lasts, no request is tried, and what was last found about one is old."""
+    num_free = memory.slots.num_free
+    if admission.holds_new and not request.was_admitted:
+        return WaitingFor("the engine to resume", "the engine to resume: it is paused")
+    if config.batching == "static" and num_free < config.max_running:
+        return WaitingFor(
+            "the batch to finish", "the batch to finish: batching is static, all of its requests must end"
+        )
+    if not num_free:
+        slots = f"one of {config.max_running} slots (max_running), all in use: a running request must finish first"
+        return WaitingFor("a free slot", slots)
+    if request.num_missing_pages:
+        pages = f"{request.num_missing_pages} more {'page' if request.num_missing_pages == 1 else 'pages'}"
+        return WaitingFor("memory", f"{pages} of KV memory: running requests must finish first")
+    return WaitingFor(request.wait_reason, request.wait_reason)
 
 
 def explain(request: Request, config: SchedulerConfig, memory: Memory, admission: Admission) -> str:
@@ -18,13 +46,7 @@ def explain(request: Request, config: SchedulerConfig, memory: Memory, admission
         return (
             f"Request {request.id} is prefilling: {planned} of {request.num_tokens} prompt tokens are planned{fetched}."
         )
-    reason = request.wait_reason
-    if admission.holds_new and not request.was_admitted:
-        reason = "the engine to resume: it is paused"
-    elif not memory.slots.num_free:
-        reason = f"one of {config.max_running} slots (max_running), all in use: a running request must finish first"
-    elif request.num_missing_pages:
-        reason = f"{request.num_missing_pages} more pages of KV memory: running requests must finish first"
+    reason = waiting_for(request, config, memory, admission).clause
     if request.retractions:
         times = "once" if request.retractions == 1 else "twice"
         reason += f"; it was retracted {times} and is readmitted before new requests"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, nsmallest
 from typing import Protocol
 
 from paceline.request import Request
@@ -90,6 +90,12 @@ class KeyPolicy(BasePolicy):
             else:
                 return request
         return None
+
+    def first(self, count: int) -> list[Request]:
+        """The next `count` requests in order of admission. Call it between two steps."""
+        # A request that was queued twice has two entries.
+        found = nsmallest(count, {entry[1]: entry for entry in self._heap if entry[2].queued}.values())
+        return [request for _, _, request in found]
 
     def end_step(self) -> None:
         for entry in self._skipped:

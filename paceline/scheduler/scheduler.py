@@ -391,7 +391,7 @@ class Scheduler:
         request.retractions += 1
         self._lengths.on_retraction()
         self.counters.retractions += 1
-        self._requeue(request, now, beneficiary, "memory: it was retracted")
+        self._requeue(request, now, beneficiary, "memory")
 
     def _requeue(self, request: Request, now: Now, beneficiary: str, wait_reason: str) -> None:
         request.num_in_flight = sum(request in one.sampled for one in self._in_flight)

@@ -285,9 +285,9 @@ def simulate(
     upcoming = iter(sorted(arrivals, key=lambda one: one.at))
     coming = next(upcoming, None)
     passes = 0
-    while coming is not None or scheduler.has_work:
-        if not scheduler.has_work and coming is not None:
-            clock.advance_to(coming.at)
+
+    def add_arrived() -> None:
+        nonlocal coming
         while coming is not None and coming.at <= clock.now:
             request = coming.request()
             try:
@@ -296,6 +296,11 @@ def simulate(
             except Refused:
                 refused.append(coming.id)
             coming = next(upcoming, None)
+
+    while coming is not None or scheduler.has_work:
+        if not scheduler.has_work and coming is not None:
+            clock.advance_to(coming.at)
+        add_arrived()
         if not scheduler.has_work:
             continue
         output = loop.step()
@@ -304,6 +309,7 @@ def simulate(
         timing.ended(output.updates.finished)
         recorder.note(clock.now)
         if observer is not None:
+            add_arrived()  # an observer sees every request that has arrived by now
             observer.committed(scheduler, clock.now)
         if max_passes is not None and passes >= max_passes:
             break

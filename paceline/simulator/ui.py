@@ -29,20 +29,25 @@ from paceline.web import SECURITY, web_file
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 MOST_REQUESTS = 500
 MOST_PAGES = 4096
+PAGE_WORKLOADS = sorted(set(WORKLOADS) - set(SIZES))
 # Few enough requests and pages to see each of them
 DEFAULTS: dict[str, Any] = {
     "workload": "prefixes", "gpu": "h200-qwen3-0.6b", "overlap": True, "requests": 64, "rate": 80.0,
     "prompt_tokens": 384, "output_tokens": 24, "groups": 10, "shared": 0.8, "num_pages": 144, "max_running": 8,
     "policy": "fair", "max_wait": 0.2, "page_size": 16, "chunk_tokens": 256,
 }  # fmt: skip
+# Of workloads whose subject is not visible with the defaults above. Tenants compete if there is work for all of them
+# at any time, and a turn of policy fair is about one of these requests instead of twenty.
+WORKLOAD_DEFAULTS: dict[str, dict[str, Any]] = {"tenants": {"tenants": 4, "rate": 160.0, "fair_quantum": 256}}
 
 
 def run_frames(parameters: typing.Mapping[str, str]) -> dict[str, Any]:
     """The frames of a simulation with the parameters of a query string."""
-    options = {**DEFAULTS, **{name: _value(name, text) for name, text in parameters.items()}}
-    workload = options["workload"]
-    if workload not in WORKLOADS or workload in SIZES:
-        raise ConfigError(f"workload is {workload!r}: choose one of {', '.join(set(WORKLOADS) - set(SIZES))}.")
+    workload = parameters.get("workload", DEFAULTS["workload"])
+    if workload not in PAGE_WORKLOADS:
+        raise ConfigError(f"workload is {workload!r}: choose one of {', '.join(PAGE_WORKLOADS)}.")
+    given = {name: _value(name, text) for name, text in parameters.items()}
+    options = {**DEFAULTS, **WORKLOAD_DEFAULTS.get(workload, {}), **given}
     work = WorkloadConfig(**{name: options[name] for name in _names(WorkloadConfig) if name in options})
     if work.requests > MOST_REQUESTS:
         raise ConfigError(
@@ -61,29 +66,35 @@ def run_frames(parameters: typing.Mapping[str, str]) -> dict[str, Any]:
 
 
 def describe() -> dict[str, Any]:
-    """Every parameter with its default, bounds, help text and a sentence per choice, from config.py."""
+    """Every parameter with its default (and those of single workloads), bounds, help text and a sentence per choice."""
     found: dict[str, Any] = {}
     for config in (WorkloadConfig, SchedulerConfig):
         for item in public_options(config):
             default = DEFAULTS.get(item.name, None if item.default is dataclasses.MISSING else item.default)
             found[item.name] = {
+                "default_of": {},
                 "default": "inf" if isinstance(default, float) and math.isinf(default) else default,
                 **{name: item.metadata[name] for name in ("help", "low", "high", "choices", "choice_help")},
             }
-    own = {
-        "workload": (sorted(set(WORKLOADS) - set(SIZES)), "kind of workload"),
-        "gpu": (profile_names(), "device and model whose timing is simulated"),
-        "overlap": ([], "plan the next forward pass while one runs"),
+    workloads = {name: (WORKLOADS[name].__doc__ or "").rstrip(".") for name in PAGE_WORKLOADS}
+    own: dict[str, tuple[list[str], str, dict[str, str]]] = {
+        "workload": (PAGE_WORKLOADS, "kind of workload", workloads),
+        "gpu": (profile_names(), "device and model whose timing is simulated", {}),
+        "overlap": ([], "plan the next forward pass while one runs", {}),
     }
-    for name, (choices, text) in own.items():
+    for name, (choices, text, choice_help) in own.items():
         found[name] = {
+            "default_of": {},
             "default": DEFAULTS[name],
             "help": text,
             "low": None,
             "high": None,
             "choices": choices,
-            "choice_help": {},
+            "choice_help": choice_help,
         }
+    for workload, defaults in WORKLOAD_DEFAULTS.items():
+        for name, value in defaults.items():
+            found[name]["default_of"][workload] = value
     return found
 
 

@@ -1,5 +1,6 @@
 // The live page: the current state of the engine. Polls once a second, only while the page is visible.
-import { Chart, html, Pages, percent, Queue, render, Running, seconds, Stat, ThemeButton, Tree, useEffect, useMemo, useState, whole } from "./parts.js";
+import { Host, Pages, Queue, Running, Tenants, Tree } from "./panels.js";
+import { Chart, html, percent, render, seconds, Stat, ThemeButton, Title, useEffect, useMemo, useState, whole } from "./parts.js";
 
 const INTERVAL_MS = 1000;
 
@@ -49,24 +50,17 @@ function useSeries(samples, now) {
   }, [samples]);
 }
 
-function Tenants({ tenants }) {
-  const most = Math.max(1e-9, ...tenants.map(one => (one.service ?? 0)));
-  return html`<section class="card"><h2><b>Tenants</b> weighted service so far</h2>
-    <table class="plain"><thead><tr><th>tenant</th><th style="width:40%">weighted tokens</th><th class="r">running</th><th class="r">waiting</th><th class="r">weight</th></tr></thead>
-    <tbody>${tenants.map(one => html`<tr key=${one.name}><td>${one.name}</td>
-      <td><span class="bar" title=${one.service == null ? "" : whole(one.service)}><i class="b-done" style=${`width:${(100 * (one.service ?? 0)) / most}%`}></i></span></td>
-      <td class="r">${whole(one.running)}</td><td class="r">${whole(one.waiting)}</td><td class="r">${one.weight}</td></tr>`)}</tbody></table>
-    ${!tenants.length && html`<div class="empty">No requests yet.</div>`}</section>`;
-}
+const RECENT = [["request", "id of the request"], ["tenant", "its tenant"], ["finished", "how long ago it finished", "r"], ["prompt", "prompt tokens", "r"],
+  ["cached", "of these, found in the prefix cache or fetched from host memory", "r"], ["output", "output tokens", "r"], ["waited", "time from arrival to first admission", "r"],
+  ["TTFT", "time from arrival to the first token", "r"], ["TPOT", "mean time per output token after the first", "r"], ["finish reason", "why it ended; ↩: how often it was retracted", "last"]];
 
 function Recent({ recent }) {
-  return html`<section class="card w12"><h2><b>Recent requests</b> newest first</h2>
-    <div style="overflow-x:auto"><table class="plain"><thead><tr><th>request</th><th>tenant</th><th class="r">finished</th><th class="r">prompt</th><th class="r">cached</th><th class="r">output</th>
-      <th class="r">waited</th><th class="r">TTFT</th><th class="r">TPOT</th><th style="padding-left:20px">finish reason</th></tr></thead>
+  return html`<section class="card w12"><${Title} name="Recent requests" title="The last requests that finished, for any reason">newest first<//>
+    <div style="overflow-x:auto"><table class="plain"><thead><tr>${RECENT.map(([name, title, kind]) => html`<th class=${kind} title=${title}>${name}</th>`)}</tr></thead>
     <tbody>${recent.map(one => html`<tr key=${one.id + one.at}><td title=${one.id}>${one.id.length > 28 ? one.id.slice(0, 12) + "…" + one.id.slice(-10) : one.id}</td><td>${one.tenant}</td><td class="r">${seconds(one.ago)} ago</td>
       <td class="r">${whole(one.prompt)}</td><td class="r">${whole(one.cached)}</td><td class="r">${whole(one.output)}</td>
       <td class="r">${seconds(one.wait)}</td><td class="r">${seconds(one.ttft)}</td><td class="r">${seconds(one.tpot)}</td>
-      <td style="padding-left:20px" class=${one.reason === "stop" || one.reason === "length" ? "" : "warm"}>${one.reason}${one.retractions ? ` ↩${one.retractions}` : ""}</td></tr>`)}</tbody></table></div>
+      <td class=${"last" + (one.reason === "stop" || one.reason === "length" ? "" : " warm")}>${one.reason}${one.retractions ? ` ↩${one.retractions}` : ""}</td></tr>`)}</tbody></table></div>
     ${!recent.length && html`<div class="empty">No request has finished yet.</div>`}</section>`;
 }
 
@@ -80,7 +74,7 @@ function Page() {
 /** A server with API keys shows the requests of all tenants to its admin only. The key is kept in this tab. */
 function KeyForm() {
   const keep = event => { event.preventDefault(); sessionStorage.setItem("key", event.target.elements.key.value); location.reload(); };
-  return html`<main class="live"><form class="card w4" onSubmit=${keep}><h2><b>Admin key</b></h2>
+  return html`<main class="live"><form class="card w4" onSubmit=${keep}><${Title} name="Admin key" title="the value of admin_key of the server" />
     <p class="soft">This server uses API keys; this page needs the admin key.</p>
     <input name="key" type="password" aria-label="admin key" autofocus style="width:70%" /> <button class="btn main">Open</button></form></main>`;
 }
@@ -98,26 +92,32 @@ function Board({ state, problem }) {
       <span class="end"><span class="soft" role="status"><i class=${"dot" + (problem ? " off" : "")}></i> ${problem ? `no response: ${problem.message}` : "live"}</span><${ThemeButton} /></span></header>
     <main class="live">
       <section class="card w12"><div class="stats">
-        <${Stat} id="tokens_per_s" name="output tokens/s" value=${whole(last("decoded"))} />
-        <${Stat} id="prompt_tokens_per_s" name="prefill tokens/s" value=${whole(last("computed"))} />
-        <${Stat} id="ttft_p50" name="TTFT p50" value=${seconds(latency.ttft[0])} title="over the last 200 requests" />
-        <${Stat} id="ttft_p99" name="TTFT p99" value=${seconds(latency.ttft[1])} title="over the last 200 requests" />
-        <${Stat} id="tpot_p50" name="TPOT p50" value=${seconds(latency.tpot[0])} title="over the last 200 requests" />
-        <${Stat} id="hit_rate" name="prefix cache hit rate" value=${percent(counters.prompt_tokens ? counters.hit_tokens / counters.prompt_tokens : 0)} />
-        <${Stat} id="kv" name="KV cache usage" value=${percent(1 - (memory.free + memory.cached) / memory.pages)} />
-        <${Stat} id="ended" name="finished requests" value=${whole(ended)} />
-        <${Stat} id="retractions" name="retractions" value=${whole(counters.retractions)} />
+        <${Stat} id="tokens_per_s" name="output tokens/s" value=${whole(last("decoded"))} title="output tokens per second since the previous sample, about a second ago" />
+        <${Stat} id="prompt_tokens_per_s" name="prefill tokens/s" value=${whole(last("computed"))} title="prompt tokens computed per second since the previous sample, about a second ago" />
+        <${Stat} id="ttft_p50" name="TTFT p50" value=${seconds(latency.ttft[0])} title="time to first token, median of the last 200 requests" />
+        <${Stat} id="ttft_p99" name="TTFT p99" value=${seconds(latency.ttft[1])} title="time to first token, 99th percentile of the last 200 requests" />
+        <${Stat} id="tpot_p50" name="TPOT p50" value=${seconds(latency.tpot[0])} title="time per output token after the first, median of the last 200 requests" />
+        ${state.prefix_cache && html`<${Stat} id="hit_rate" name="prefix cache hit rate" value=${percent(counters.prompt_tokens ? counters.hit_tokens / counters.prompt_tokens : 0)} title="share of prompt tokens found in the prefix cache since the start" />`}
+        <${Stat} id="kv" name="KV cache usage" value=${percent(1 - (memory.free + memory.cached) / memory.pages)} title="share of pages that running requests use or that are pinned" />
+        <${Stat} id="ended" name="finished requests" value=${whole(ended)} title="since the start, with any finish reason" />
+        <${Stat} id="retractions" name="retractions" value=${whole(counters.retractions)} title="running requests that gave their memory back and waited again, since the start" />
       </div></section>
-      <section class="card w4"><${Chart} title="Tokens per second" times=${series.times} xFormat=${ago} series=${[{ name: "output", values: series.decoded, colour: "--good" }, { name: "prefill", values: series.computed, colour: "--accent", dash: [5, 4] }]} /></section>
-      <section class="card w4"><${Chart} title="TTFT" times=${series.times} xFormat=${ago} format=${seconds} series=${[{ name: "p50", values: series.p50, colour: "--accent" }, { name: "p99", values: series.p99, colour: "--warm", dash: [5, 4] }]} /></section>
-      <section class="card w4"><${Chart} title="Requests" times=${series.times} xFormat=${ago} series=${[{ name: "running", values: series.running, colour: "--accent" }, { name: "waiting", values: series.waiting, colour: "--warm", dash: [5, 4] }]} /></section>
+      <section class="card w4"><${Chart} name="Tokens per second" title="between two samples, about a second apart" times=${series.times} xFormat=${ago} xEnd=${0} series=${[{ name: "output", values: series.decoded, colour: "--good", title: "output tokens" }, { name: "prefill", values: series.computed, colour: "--accent", dash: [5, 4], title: "prompt tokens computed" }]} /></section>
+      <section class="card w4"><${Chart} name="TTFT" title="time to first token of the requests that finished in the 30 s before" times=${series.times} xFormat=${ago} xEnd=${0} format=${seconds} series=${[{ name: "p50", values: series.p50, colour: "--accent", title: "median" }, { name: "p99", values: series.p99, colour: "--warm", dash: [5, 4], title: "99th percentile" }]} /></section>
+      <section class="card w4"><${Chart} name="Requests" title="running and waiting requests" times=${series.times} xFormat=${ago} xEnd=${0} series=${[{ name: "running", values: series.running, colour: "--accent", title: "requests with a slot" }, { name: "waiting", values: series.waiting, colour: "--warm", dash: [5, 4], title: "requests in the queue" }]} /></section>
       <div class="w6"><${Queue} snapshot=${snapshot} /></div><div class="w6"><${Running} snapshot=${snapshot} /></div>
-      <div class="w6 stack"><${Pages} snapshot=${snapshot} hint=${`of ${state.page_size} tokens`} /><${Tenants} tenants=${snapshot.tenants} /></div>
-      <div class="w6"><${Tree} snapshot=${snapshot} /></div>
+      <div class="w6 stack"><${Pages} snapshot=${snapshot} hint=${`of ${state.page_size} tokens`} /><${Host} snapshot=${snapshot} /><${Tenants} tenants=${snapshot.tenants} /></div>
+      ${state.prefix_cache && html`<div class="w6"><${Tree} snapshot=${snapshot} /></div>`}
       <${Recent} recent=${state.recent} />
-      <section class="card w6"><h2><b>Since the start</b></h2><table class="plain"><tbody>
-        ${[["requests", counters.added], ["refused", counters.refused], ["forward passes", counters.steps], ["prompt tokens admitted", counters.prompt_tokens], ["prompt tokens cached", counters.hit_tokens], ["prompt tokens computed", counters.computed_tokens], ["output tokens", counters.decoded_tokens], ["pages evicted", counters.evicted_pages]]
-          .map(([name, value]) => html`<tr><td>${name}</td><td class="r">${whole(value)}</td></tr>`)}</tbody></table></section></main>`;
+      <section class="card w6"><${Title} name="Since the start" title="counters of the engine" /><table class="plain"><tbody>
+        ${totals(counters, snapshot.host).map(([name, value, title]) => html`<tr title=${title}><td>${name}</td><td class="r">${whole(value)}</td></tr>`)}</tbody></table></section></main>`;
+}
+
+function totals(counters, host) {
+  return [["requests", counters.added, "accepted requests"], ["refused", counters.refused, "requests that were refused by the scheduler"], ["forward passes", counters.steps, "passes that were planned"],
+    ["prompt tokens admitted", counters.prompt_tokens, "of admitted requests; a retracted request counts again when it is readmitted"], ["prompt tokens cached", counters.hit_tokens, "of these, found in the prefix cache"],
+    host && ["prompt tokens fetched", counters.fetched_tokens, "of these, fetched from host memory"], ["prompt tokens computed", counters.computed_tokens, "computed, or planned to be"], ["output tokens", counters.decoded_tokens, "sampled in decode batches; the first token of a request comes with its prefill"],
+    ["pages evicted", counters.evicted_pages, "cached pages that were given to other requests"], host && ["pages spilled", counters.spilled_pages, "of these, copied to host memory"]].filter(Boolean);
 }
 
 render(html`<${Page} />`, document.body);

@@ -99,3 +99,27 @@ def test_explain_names_slots_prompts_prefixes_and_reservations() -> None:
     subject.step()
     assert subject.scheduler.explain("big").endswith("no other request may overtake it.")
     assert subject.scheduler.explain("small").endswith("freed memory is reserved for request big.")
+
+
+def test_explain_names_the_batch_under_static_batching() -> None:
+    subject = harness(batching="static", max_running=4)
+    subject.add(request([1], 9))
+    subject.step()
+    subject.add(request([2], 1, id="late"))
+    assert subject.scheduler.explain("late").startswith(
+        "Request late waits for the batch to finish: batching is static, all of its requests must end;"
+    )
+
+
+def test_a_retracted_request_does_not_name_the_pages_it_lacked_at_first() -> None:
+    subject = harness(num_pages=8, page_size=4, max_running=3)
+    subject.add(request(prompt(range(12)), 16, id="first"), request(prompt(range(20, 32)), 16, id="second"))
+    subject.step()
+    assert "6 more pages" in subject.scheduler.explain("second")
+    subject.scheduler.abort("first", 0.0)
+    subject.step()
+    subject.scheduler.retract("second", 0.0, "a test")
+    assert subject.scheduler.explain("second") == (
+        "Request second waits for memory; it was retracted once and is readmitted before new requests; "
+        "0 other requests wait, policy fair."
+    )
