@@ -46,7 +46,8 @@ class Choice:
 class RequestOutput:
     """The output for one prompt: `n` choices. `text`, `token_ids`, ... are those of the first choice.
 
-    `prompt_logprobs` begins with None, since the first token has no context.
+    `prompt_logprobs` has one entry per prompt token: None for the first, which has no context, and for those before
+    `prompt_logprobs_start`.
     """
 
     prompt_token_ids: list[int]
@@ -315,7 +316,9 @@ def _output(prompt: list[int], params: SamplingParams, sinks: Sequence[_OutputCo
         choices = sorted(choices, key=lambda choice: -choice.mean_logprob)[: params.n]
         if params.logprobs is None:
             choices = [replace(choice, logprobs=None) for choice in choices]
-    prompt_logprobs = None if params.prompt_logprobs is None else [None, *sinks[0].prompt_logprobs]
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    if params.prompt_logprobs is not None:
+        prompt_logprobs = [*[None] * max(params.prompt_logprobs_start, 1), *sinks[0].prompt_logprobs]
     return RequestOutput(prompt, choices, usages[0].cached_tokens, prompt_logprobs, usages[0].fetched_tokens)
 
 

@@ -242,8 +242,8 @@ MUTANTS = [
     Mutant(
         "prompt logprobs are of the wrong position",
         "sampling/logprobs.py",
-        "requests.append(LogprobRequest(row, index, count, start + 1,",
-        "requests.append(LogprobRequest(row, index, count, start,",
+        "requests.append(LogprobRequest(row, index, end - first, first,",
+        "requests.append(LogprobRequest(row, index, end - first, first - 1,",
         ["tests/oracle/test_sampling.py"],
     ),
     Mutant(

@@ -307,7 +307,6 @@ class Engine:
             eos_token_ids=tuple(sorted(self.tokenizer.eos_ids)),
             cache_salt=job.cache_salt,
             pooling=job.pooling,
-            compute_from=None if params.prompt_logprobs is None else 0,
             bad_word_ids=self._bad_word_ids(params.bad_words),
         )
         active = ActiveRequest(

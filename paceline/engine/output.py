@@ -66,4 +66,6 @@ class OutputDelta:
     error: str | None = None  # with reason error: what happened
     vector: bytes | None = None  # of an embedding: float32, native byte order
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each token id, if requested
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first delta, from the prompt's second token on
+    prompt_logprobs: tuple[
+        TokenLogprob, ...
+    ] = ()  # with the first delta, from the prompt's second token or the given one on
