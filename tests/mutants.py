@@ -247,6 +247,20 @@ MUTANTS = [
         ["tests/oracle/test_sampling.py"],
     ),
     Mutant(
+        "prompt logprobs from a start position begin one token late",
+        "request.py",
+        "        return max(start - 1, 0)",
+        "        return start",
+        ["tests/oracle/test_sampling.py"],
+    ),
+    Mutant(
+        "mean pooling on a GPU returns the last token's states",
+        "engine/cuda/inputs.py",
+        'join.pooling is not None, join.pooling == "last"',
+        "join.pooling is not None, join.pooling is not None",
+        ["tests/engine/cuda/test_pooling.py"],
+    ),
+    Mutant(
         "a lane that won reports no further candidates",
         "kernels/logprobs.py",
         "keys = tl.where(lane == its_lane, left, keys)",
