@@ -13,12 +13,15 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine, Prompt
 from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta, Timings, TokenLogprob, TokenUsage, WeightUpdate
 from paceline.engine.weight_update import update_weights
-from paceline.request import FinishReason, InvalidRequest, PacelineError, SamplingParams
+from paceline.request import FinishReason, InvalidRequest, PacelineError, SamplingParams, Tokens
 
 Message = Mapping[str, Any]
 
@@ -44,7 +47,8 @@ class Choice:
 class RequestOutput:
     """The output for one prompt: `n` choices. `text`, `token_ids`, ... are those of the first choice.
 
-    `prompt_logprobs` begins with None, since the first token has no context.
+    `prompt_logprobs` has one entry per prompt token: None for the first, which has no context, and for those before
+    `prompt_logprobs_start`.
     """
 
     prompt_token_ids: list[int]
@@ -128,39 +132,35 @@ class LLM:
         all prompts, or is a sequence with one entry per prompt; None is `SamplingParams()`. `progress` shows a bar on
         the terminal. If a prompt is invalid or refused, the call raises its error and the others are aborted.
         """
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
-        listed: Any = [prompts] if one else prompts
+        listed, encoded = self._encode(prompts)
         each = self._each_params(len(listed), params)
-        encoded = []
-        for index, prompt in enumerate(listed):
-            try:
-                encoded.append(self.engine.encode(prompt))
-            except InvalidRequest as error:
-                raise InvalidRequest(f"prompts[{index}]: {error}") from None
         # Each choice is a request of its own; those of one prompt share its KV through the prefix cache.
         variants = [one.each_choice() for one in each]
         flat = [(prompt, one) for prompt, ones in zip(encoded, variants, strict=True) for one in ones]
-        with ExitStack() as stack:
-            bar = stack.enter_context(_Bar(len(flat))) if progress else None
-            waiter = _CallWaiter(len(flat), bar)
-            sinks = [_OutputCollector(waiter) for _ in flat]
-            # Longest output first: a long request that starts last would run alone after all others have finished.
-            longest = [math.inf if one.max_tokens is None else one.max_tokens for _, one in flat]
-            order = sorted(range(len(flat)), key=lambda index: -longest[index])
-            # A progress bar counts tokens as they are produced.
-            jobs = [Job(flat[index][0], flat[index][1], stream=progress) for index in order]
-            request_ids = self.engine.submit_all(jobs, [sinks[index] for index in order])
-            try:
-                waiter.wait()
-            finally:
-                if waiter.num_left:  # a request was refused, or the user interrupted: abort the others
-                    for request_id in request_ids:
-                        self.engine.abort(request_id)
-        left = iter(sinks)
+        # A progress bar counts tokens as they are produced.
+        left = iter(self._run([Job(prompt, one, stream=progress) for prompt, one in flat], progress))
         return [
             _output(given if isinstance(given, list) else prompt.tolist(), one, [next(left) for _ in ones])
             for given, prompt, one, ones in zip(listed, encoded, each, variants, strict=True)
         ]
+
+    @_no_garbage_collection()
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling: str = "mean", progress: bool = False
+    ) -> list[npt.NDArray[np.float32]]:
+        """The embedding of each prompt, in order: its hidden states, pooled (`mean` or `last`) and scaled to length 1.
+
+        Prompts are as in `generate`; nothing is generated.
+        """
+        _, encoded = self._encode(prompts)
+        params = SamplingParams(max_tokens=0)
+        sinks = self._run([Job(prompt, params, pooling=pooling, stream=False) for prompt in encoded], progress)
+        found = []
+        for delta in map(_last, sinks):
+            if delta.vector is None:
+                raise EngineFailed(f"a prompt ended with reason {delta.finish_reason} before it was embedded.")
+            found.append(np.frombuffer(delta.vector, np.float32))
+        return found
 
     def chat(
         self,
@@ -199,6 +199,36 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _encode(self, prompts: Prompt | Sequence[Prompt]) -> tuple[Any, list[Tokens]]:
+        """The prompts as a list, and their token ids."""
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+        listed: Any = [prompts] if one else prompts
+        encoded = []
+        for index, prompt in enumerate(listed):
+            try:
+                encoded.append(self.engine.encode(prompt))
+            except InvalidRequest as error:
+                raise InvalidRequest(f"prompts[{index}]: {error}") from None
+        return listed, encoded
+
+    def _run(self, jobs: Sequence[Job], progress: bool) -> list[_OutputCollector]:
+        """Runs all jobs and returns what each produced. Raises if one is refused."""
+        with ExitStack() as stack:
+            bar = stack.enter_context(_Bar(len(jobs))) if progress else None
+            waiter = _CallWaiter(len(jobs), bar)
+            sinks = [_OutputCollector(waiter) for _ in jobs]
+            # Longest output first: a long request that starts last would run alone after all others have finished.
+            longest = [math.inf if job.params.max_tokens is None else job.params.max_tokens for job in jobs]
+            order = sorted(range(len(jobs)), key=lambda index: -longest[index])
+            request_ids = self.engine.submit_all([jobs[index] for index in order], [sinks[index] for index in order])
+            try:
+                waiter.wait()
+            finally:
+                if waiter.num_left:  # a request was refused, or the user interrupted: abort the others
+                    for request_id in request_ids:
+                        self.engine.abort(request_id)
+        return sinks
 
     @staticmethod
     def _each_params(count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> Sequence[SamplingParams]:
@@ -263,17 +293,24 @@ class _OutputCollector:
         self.waiter.one_finished(error)
 
 
+def _last(sink: _OutputCollector) -> OutputDelta:
+    """The last delta of a request that has ended. Raises if it ended with an error."""
+    assert sink.last is not None, "the request has ended"
+    if sink.last.error is not None:
+        raise EngineFailed(f"generation failed: {sink.last.error}")
+    return sink.last
+
+
 def _output(prompt: list[int], params: SamplingParams, sinks: Sequence[_OutputCollector]) -> RequestOutput:
     """The requested choices; the best ones, ranked, where there are more candidates (best_of)."""
     choices: list[Choice] = []
     usages: list[TokenUsage] = []
     is_ranked = len(sinks) > params.n
     for sink in sinks:
-        delta = sink.last
-        assert delta is not None and delta.finish_reason is not None, "the last delta has a finish reason"
-        if delta.error is not None:
-            raise EngineFailed(f"generation failed: {delta.error}")
-        assert delta.usage is not None and delta.timings is not None, "the last delta has usage and timings"
+        delta = _last(sink)
+        assert delta.finish_reason is not None and delta.usage is not None and delta.timings is not None, (
+            "the last delta has a finish reason, usage and timings"
+        )
         wants = is_ranked or params.logprobs is not None
         choices.append(
             Choice(
@@ -289,7 +326,9 @@ def _output(prompt: list[int], params: SamplingParams, sinks: Sequence[_OutputCo
         choices = sorted(choices, key=lambda choice: -choice.mean_logprob)[: params.n]
         if params.logprobs is None:
             choices = [replace(choice, logprobs=None) for choice in choices]
-    prompt_logprobs = None if params.prompt_logprobs is None else [None, *sinks[0].prompt_logprobs]
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    if params.prompt_logprobs is not None:
+        prompt_logprobs = [*[None] * max(params.prompt_logprobs_start, 1), *sinks[0].prompt_logprobs]
     versions = tuple(dict.fromkeys(one for sink in sinks if sink.last for one in sink.last.weight_versions))
     return RequestOutput(prompt, choices, usages[0].cached_tokens, prompt_logprobs, usages[0].fetched_tokens, versions)
 

@@ -137,7 +137,8 @@ class SamplingParams:
 
     `logprobs` returns the logprob of each output token and of that many most likely tokens, as the model computes them
     (before temperature, penalties and bias); `logprob_token_ids` adds these tokens; `prompt_logprobs` does the same for
-    the prompt. A `grammar` constrains every token.
+    the prompt, from position `prompt_logprobs_start` on: KV of the tokens before it may come from the prefix cache. A
+    `grammar` constrains every token.
     """
 
     temperature: float = 1.0
@@ -162,6 +163,7 @@ class SamplingParams:
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
@@ -196,6 +198,10 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, f"give 0 to {MAX_LOGPROBS}", MAX_LOGPROBS)
+        start = self.prompt_logprobs_start
+        _check_int("prompt_logprobs_start", start, 0, "give a position of the prompt, from 0 up")
+        if start and self.prompt_logprobs is None:
+            raise InvalidRequest(f"prompt_logprobs_start is {start} and prompt_logprobs is not given: give both.")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise InvalidRequest(f"grammar is {self.grammar!r}: give a Grammar, such as Grammar.regex(...).")
         if self.grammar is not None and self.ignore_eos:
@@ -226,11 +232,9 @@ class SamplingParams:
         # Ranking needs logprobs. The first sequence uses the given seed.
         logprobs = 0 if count > self.n and self.logprobs is None else self.logprobs
         seeds = [None if self.seed is None else (self.seed + i + 2**63) % 2**64 - 2**63 for i in range(count)]
-        prompts = [self.prompt_logprobs] + [None] * (count - 1)  # one sequence computes them
-        return [
-            replace(self, n=1, best_of=None, seed=seed, logprobs=logprobs, prompt_logprobs=prompt)
-            for seed, prompt in zip(seeds, prompts, strict=True)
-        ]
+        first = replace(self, n=1, best_of=None, seed=seeds[0], logprobs=logprobs)
+        other = replace(first, prompt_logprobs=None, prompt_logprobs_start=0)  # one sequence computes them
+        return [first, *(replace(other, seed=seed) for seed in seeds[1:])]
 
     def _check_lengths(self) -> None:
         if self.seed is not None:
@@ -336,6 +340,8 @@ class Request:
         self.prefill_only = self.prefill_only or self.pooling is not None or self.params.max_tokens == 0
         if self.pooling is not None and self.pooling not in POOLING:
             raise InvalidRequest(f"pooling is {self.pooling!r}: choose one of {', '.join(POOLING)}.")
+        if self.params.prompt_logprobs is not None:
+            self.compute_from = self._first_for_logprobs()
         if self.pooling == "mean":  # cached tokens have no hidden states, so every position is computed
             self.compute_from = 0
         if len(self.prompt) == 0:
@@ -349,6 +355,15 @@ class Request:
                 f"request {self.id}: compute_from is {self.compute_from}: give a position of the prompt, "
                 f"0 to {len(self.prompt) - 1}."
             )
+
+    def _first_for_logprobs(self) -> int:
+        """The first position whose logits are needed: each position's logits give the logprob of the next token."""
+        start = self.params.prompt_logprobs_start
+        if start >= max(len(self.prompt), 1):
+            raise InvalidRequest(
+                f"prompt_logprobs_start is {start}: give a position of the prompt, 0 to {len(self.prompt) - 1}."
+            )
+        return max(start - 1, 0)
 
     @property
     def namespace(self) -> tuple[str, str, str]:

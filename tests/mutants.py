@@ -254,9 +254,23 @@ MUTANTS = [
     Mutant(
         "prompt logprobs are of the wrong position",
         "sampling/logprobs.py",
-        "requests.append(LogprobRequest(row, index, count, start + 1,",
-        "requests.append(LogprobRequest(row, index, count, start,",
+        "requests.append(LogprobRequest(row, index, end - first, first,",
+        "requests.append(LogprobRequest(row, index, end - first, first - 1,",
         ["tests/oracle/test_sampling.py"],
+    ),
+    Mutant(
+        "prompt logprobs from a start position begin one token late",
+        "request.py",
+        "        return max(start - 1, 0)",
+        "        return start",
+        ["tests/oracle/test_sampling.py"],
+    ),
+    Mutant(
+        "mean pooling on a GPU returns the last token's states",
+        "engine/cuda/inputs.py",
+        'join.pooling is not None, join.pooling == "last"',
+        "join.pooling is not None, join.pooling is not None",
+        ["tests/engine/cuda/test_pooling.py"],
     ),
     Mutant(
         "a lane that won reports no further candidates",

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,6 +42,16 @@ def test_greedy_decoding_gives_the_known_continuation(llm: LLM) -> None:
     assert output.text == " Paris.\n\nThe answer is:"
     assert (output.finish_reason, output.prompt_token_ids) == (FinishReason.LENGTH, [504, 3575, 282, 4649, 314])
     assert isinstance(output, RequestOutput)
+
+
+def test_an_embedding_is_a_unit_vector_that_depends_on_the_text_alone(llm: LLM) -> None:
+    for pooling in ("mean", "last"):
+        france, water = llm.embed(TEXTS[:1] + TEXTS[6:7], pooling)
+        assert france.dtype == np.float32 and abs(float(france @ france) - 1) < 1e-5 and float(france @ water) < 0.99
+        (alone,) = llm.embed([504, 3575, 282, 4649, 314], pooling)
+        assert np.allclose(alone, france, atol=1e-4)
+    with pytest.raises(InvalidRequest, match="pooling is 'max': choose one of mean, last"):
+        llm.embed("a", "max")
 
 
 def test_every_overlap_mode_gives_the_same_tokens() -> None:

@@ -66,6 +66,17 @@ def test_compute_from_must_be_a_position_of_the_prompt() -> None:
         Request("r", np.array([1, 2, 3]), compute_from=3)
 
 
+def test_prompt_logprobs_are_computed_from_the_token_before_their_start() -> None:
+    def compute_from(start: int, pooling: str | None = None) -> int | None:
+        params = SamplingParams(prompt_logprobs=0, prompt_logprobs_start=start)
+        return Request("r", np.array([1, 2, 3]), params, pooling=pooling).compute_from
+
+    assert [compute_from(start) for start in range(3)] == [0, 0, 1]
+    assert compute_from(2, pooling="mean") == 0
+    with pytest.raises(InvalidRequest, match="prompt_logprobs_start is 3: give a position of the prompt, 0 to 2"):
+        compute_from(3)
+
+
 def test_tokens_become_one_flat_int32_array() -> None:
     tokens = as_tokens([3, 4])
     assert (tokens.dtype, tokens.tolist()) == (np.int32, [3, 4])
@@ -96,3 +107,5 @@ def test_every_choice_has_its_own_seed_and_one_computes_prompt_logprobs() -> Non
     assert [one.prompt_logprobs for one in each] == [1, None, None]
     assert all((one.n, one.best_of, one.logprobs) == (1, None, 0) for one in each)
     assert SamplingParams().each_choice() == [SamplingParams()]
+    each = SamplingParams(n=2, prompt_logprobs=1, prompt_logprobs_start=5).each_choice()
+    assert [(one.prompt_logprobs, one.prompt_logprobs_start) for one in each] == [(1, 5), (None, 0)]

@@ -23,6 +23,7 @@ from paceline.bench.workloads import (
     long_prompts,
     nano,
     sampled,
+    short_texts,
     structured,
     sweep,
     with_logprobs,
@@ -30,6 +31,7 @@ from paceline.bench.workloads import (
 from paceline.config import ConfigError
 from paceline.engine.cuda.executor import CudaExecutor
 from paceline.engine.timeline import Timeline
+from paceline.request import POOLING
 
 MakeWorkload = Callable[[int], OfflineWorkload]
 
@@ -144,6 +146,12 @@ def _logprobs(runner: BenchRunner, plain: MakeWorkload, name: str) -> None:
     _compare(runner, name, plain, lambda by: with_logprobs(plain(by)))
 
 
+def run_embed(runner: BenchRunner) -> None:
+    for seed, pooling in enumerate(POOLING):
+        texts = short_texts(seed=seed)  # others for each kind: the prefix cache would serve those of the first
+        _compare(runner, f"embed-{pooling}", texts.shifted, texts._replace(pooling=pooling).shifted)
+
+
 def _compare(runner: BenchRunner, name: str, plain: MakeWorkload, full: MakeWorkload) -> None:
     """The best run of each, alternating, after a first one that compiles and captures what each needs."""
     mode = runner.config.overlap_modes[0]
@@ -159,7 +167,9 @@ def _compare(runner: BenchRunner, name: str, plain: MakeWorkload, full: MakeWork
         print(f"{name} run {repeat}: best so far {slow.seconds:.3f} s, plain {fast.seconds:.3f} s", flush=True)
     assert fast is not None and slow is not None, "there is at least one repeat"
     ratio = slow.seconds / fast.seconds
-    runner.report(name, slow, mode, ratio=round(ratio, 4), plain_seconds=round(fast.seconds, 4))
+    rate = round(slow.num_requests / slow.seconds, 1)
+    plain_seconds = round(fast.seconds, 4)
+    runner.report(name, slow, mode, ratio=round(ratio, 4), plain_seconds=plain_seconds, requests_per_s=rate)
     runner.table.append(
         f"{name:12} {slow.seconds:8.3f} s, plain {fast.seconds:.3f} s: {ratio:.3f}x; {slow.metrics.summary}; "
         f"plain {fast.metrics.summary}"
@@ -269,6 +279,7 @@ PARTS: dict[str, Callable[[BenchRunner], None]] = {
     "sampling": run_sampling,
     "logprobs": run_logprobs,
     "grammar": run_grammar,
+    "embed": run_embed,
     "profile": run_profile,
     "first-token": run_first_token,
 }  # `startup` needs a command line in addition

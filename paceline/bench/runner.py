@@ -26,7 +26,7 @@ CPU_SECONDS = 90.0  # how long the timed runs may take on a CPU when no scale is
 
 
 class BenchRun(NamedTuple):
-    """One timed generate()."""
+    """One timed generate(), or embed(), which has no outputs."""
 
     metrics: RunMetrics
     timeline: Timeline
@@ -152,7 +152,11 @@ class BenchRunner:
 
         engine.call(begin).result()
         began = time.perf_counter()
-        outputs = llm.generate(work.prompts, work.params)
+        outputs: list[RequestOutput] = []
+        if work.pooling is None:
+            outputs = llm.generate(work.prompts, work.params)
+        else:
+            llm.embed(work.prompts, work.pooling)
         seconds = time.perf_counter() - began
         engine.call(end).result()
         num_tokens = sum(len(output.token_ids) for output in outputs)
@@ -164,7 +168,8 @@ class BenchRunner:
         )
         if self.config.trace is not None:
             self.timelines.append(timeline)
-        return BenchRun(metrics, timeline, len(outputs), num_tokens, cached / sum(map(len, work.prompts)), outputs)
+        hit_rate = cached / sum(map(len, work.prompts))
+        return BenchRun(metrics, timeline, len(work.prompts), num_tokens, hit_rate, outputs)
 
     def fitted(self, work: OfflineWorkload) -> OfflineWorkload:
         """`work` at the chosen scale, within the vocabulary of the model."""

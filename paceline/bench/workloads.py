@@ -34,10 +34,11 @@ class OfflineWorkload(NamedTuple):
 
     prompts: list[list[int]]
     params: list[SamplingParams]
+    pooling: str | None = None  # the prompts are embedded, and nothing is generated
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(each.max_tokens or 0 for each in self.params)
+        return 0 if self.pooling is not None else sum(each.max_tokens or 0 for each in self.params)
 
     @property
     def num_tokens(self) -> int:
@@ -46,11 +47,11 @@ class OfflineWorkload(NamedTuple):
 
     def shifted(self, by: int) -> OfflineWorkload:
         """The same with other token ids, so that a repeat finds nothing in the prefix cache."""
-        return OfflineWorkload([[token + by for token in prompt] for prompt in self.prompts], self.params)
+        return self._replace(prompts=[[token + by for token in prompt] for prompt in self.prompts])
 
     def within(self, vocab_size: int) -> OfflineWorkload:
         """The same with token ids below `vocab_size`."""
-        return OfflineWorkload([[token % vocab_size for token in prompt] for prompt in self.prompts], self.params)
+        return self._replace(prompts=[[token % vocab_size for token in prompt] for prompt in self.prompts])
 
     def scaled(self, scale: float) -> OfflineWorkload:
         """Fewer requests with shorter prompts and outputs, in proportion; shared prefixes stay shared."""
@@ -61,9 +62,9 @@ class OfflineWorkload(NamedTuple):
             return max(1, round(count * scale))
 
         few = part(len(self.prompts))
-        return OfflineWorkload(
-            [[p[i * len(p) // part(len(p))] for i in range(part(len(p)))] for p in self.prompts[:few]],
-            [replace(each, max_tokens=part(each.max_tokens or 1)) for each in self.params[:few]],
+        return self._replace(
+            prompts=[[p[i * len(p) // part(len(p))] for i in range(part(len(p)))] for p in self.prompts[:few]],
+            params=[replace(each, max_tokens=part(each.max_tokens or 1)) for each in self.params[:few]],
         )
 
 
@@ -99,6 +100,14 @@ def chats(num_chats: int = 64, output: int = 64) -> OfflineWorkload:
     rng = random.Random(4)
     prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(1000, 3000))] for _ in range(num_chats)]
     return OfflineWorkload(prompts, [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=output)] * num_chats)
+
+
+def short_texts(num_texts: int = 1000, length: int = 200, seed: int = 0) -> OfflineWorkload:
+    """Texts as they are embedded for a search, with one output token each."""
+    rng = random.Random(seed)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=1)
+    prompts = [[rng.randint(0, 10_000) for _ in range(length)] for _ in range(num_texts)]
+    return OfflineWorkload(prompts, [params] * num_texts)
 
 
 def sampled(work: OfflineWorkload) -> OfflineWorkload:
@@ -171,4 +180,6 @@ def num_part_tokens(part: str, config: OfflineConfig) -> int:
             return compared * (64 + 256) * sweep(1, 256).num_tokens
         case "grammar":
             return compared * 64 * sweep(1, 256).num_tokens
+        case "embed":
+            return 2 * compared * short_texts().num_tokens
     return 0

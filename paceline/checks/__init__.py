@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from paceline.checks.embeddings import check_embeddings
 from paceline.checks.harness import CheckResult, CheckSetup
 from paceline.checks.inter_token_latency import check_inter_token_latency
 from paceline.checks.logits import check_logits
@@ -18,6 +19,7 @@ __all__ = [
     "CheckResult",
     "CheckSetup",
     "check_alone",
+    "check_embeddings",
     "check_inter_token_latency",
     "check_logits",
     "check_soak",
@@ -32,6 +34,7 @@ CHECKS: dict[str, Callable[[CheckSetup], CheckResult]] = {
     "check": check_tokens,
     "logits": check_logits,
     "alone": check_alone,
+    "cosine": check_embeddings,
     "long": check_inter_token_latency,
     "soak": check_soak,
     "swap": check_swap,

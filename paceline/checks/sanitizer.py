@@ -17,7 +17,7 @@ from paceline.request import SamplingParams
 
 
 def run_tiny(setup: CheckSetup) -> CheckResult:
-    """Prefill and decode on two layers, with a shared prefix: small enough for compute-sanitizer."""
+    """Prefill, decode and an embedding on two layers, with a shared prefix: small enough for compute-sanitizer."""
     spec, rng = replace(setup.spec(2), vocab_size=2048), random.Random(1)
     shared = random_prompts(rng, spec.vocab_size, 1, 80)[0]
     prompts = [shared + own for own in random_prompts(rng, spec.vocab_size, 3, 20)]
@@ -36,6 +36,7 @@ def run_tiny(setup: CheckSetup) -> CheckResult:
             *greedy([3]),
         ]
         found = sum(map(len, tokens_of(llm, prompts, params)))
+        llm.embed(prompts[-1])
     return CheckResult(found == 23, f"{found} of 23 tokens")
 
 

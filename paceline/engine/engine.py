@@ -336,7 +336,9 @@ class Engine:
             if getattr(params, name) is not None and not supports.logits:
                 raise InvalidRequest(f"{name} is given, and this executor does not compute logits: leave it out.")
         if job.pooling is not None and not supports.pooling:
-            raise InvalidRequest("embeddings are not supported on this device yet: use a CPU.")
+            raise InvalidRequest(
+                f"pooling is {job.pooling!r}, and this executor does not compute hidden states: leave it out."
+            )
         if params.seed is None and not params.is_greedy:
             # Drawn once: after a retraction the request continues with the same noise.
             params = params.with_seed(random.getrandbits(63))
@@ -359,7 +361,6 @@ class Engine:
             eos_token_ids=tuple(sorted(self.tokenizer.eos_ids)),
             cache_salt=job.cache_salt,
             pooling=job.pooling,
-            compute_from=None if params.prompt_logprobs is None else 0,
             bad_word_ids=self._bad_word_ids(params.bad_words),
         )
         active = ActiveRequest(

@@ -70,7 +70,8 @@ class OutputDelta:
     error: str | None = None  # with reason error: what happened
     vector: bytes | None = None  # of an embedding: float32, native byte order
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each token id, if requested
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first delta, from the prompt's second token on
+    # With the first delta: from the prompt's second token on, or from `prompt_logprobs_start`
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     weight_versions: tuple[str, ...] = ()  # with the final delta: several if the weights were replaced in between
 
 

@@ -158,7 +158,7 @@ class OutputProcessor:
         if (active := self._find(request)) is None:
             return
         # After a retraction the same positions are computed and reported again.
-        known = len(active.prompt_logprobs) + 1 - run.first
+        known = len(active.prompt_logprobs) + max(request.params.prompt_logprobs_start, 1) - run.first
         if known >= 0:
             tokens = request.prompt[run.first + known : run.first + len(run.chosen)].tolist()
             columns = (column[known:].tolist() for column in run[2:])

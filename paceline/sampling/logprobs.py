@@ -2,8 +2,8 @@
 
 Logprobs are those of the model: the log-softmax of its logits, before temperature, penalties, bias and grammar. A row
 costs only what it requests. The logits of prompt tokens exist only while the prompt is computed, so a request with
-prompt logprobs is computed from its first token on, whatever is cached (`Request.compute_from`); after a retraction the
-same positions are computed and reported again.
+prompt logprobs is computed from the token before the first requested one on, whatever is cached
+(`Request.compute_from`); after a retraction the same positions are computed and reported again.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class LogprobTable:
         self.num_ids = np.zeros(max_running, np.int64)
         self.ids = np.zeros((max_running, MAX_LOGPROBS), np.int64)
         self._prompt = np.full(max_running, -1, np.int64)
+        self._prompt_start = np.zeros(max_running, np.int64)
         self._prompt_tokens = np.zeros(max_running, np.int64)
 
     def join(self, join: Join) -> None:
@@ -59,6 +60,7 @@ class LogprobTable:
         self._prompt_tokens[slot] = join.num_prompt_tokens
         self.num_top[slot] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
         self._prompt[slot] = -1 if params.prompt_logprobs is None else min(params.prompt_logprobs, self._vocab_size)
+        self._prompt_start[slot] = params.prompt_logprobs_start
         self.num_ids[slot] = len(params.logprob_token_ids)
         self.ids[slot, : len(params.logprob_token_ids)] = params.logprob_token_ids
 
@@ -73,11 +75,12 @@ class LogprobTable:
         requests = []
         for row in np.flatnonzero(self._prompt[plan.slots] >= 0).tolist():
             slot, start = int(plan.slots[row]), int(plan.starts[row])
-            # No prompt token follows the last one.
-            count = min(int(plan.lengths[row]), int(self._prompt_tokens[slot]) - 1 - start)
-            if count > 0:
-                index = int(plan.lengths[:row].sum())
-                requests.append(LogprobRequest(row, index, count, start + 1, int(self._prompt[slot])))
+            # A position's logits give the logprob of the next token; no prompt token follows the last one.
+            first = max(start + 1, int(self._prompt_start[slot]))
+            end = min(start + 1 + int(plan.lengths[row]), int(self._prompt_tokens[slot]))
+            if first < end:
+                index = int(plan.lengths[:row].sum()) + first - 1 - start
+                requests.append(LogprobRequest(row, index, end - first, first, int(self._prompt[slot])))
         return requests
 
 

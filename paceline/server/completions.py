@@ -43,6 +43,7 @@ class CompletionResponse:
             best_of=request.best_of,
             logprobs=request.logprobs,
             prompt_logprobs=request.logprobs if request.echo else None,
+            prompt_logprobs_start=self._prompt_logprobs_start(),
         )
         if request.stream and params.best_of is not None and params.best_of > params.n:
             raise ApiError(
@@ -62,7 +63,10 @@ class CompletionResponse:
         self._num_choices = params.n
         self._formatter = LogprobFormatter(state.tokenizer, params)
         self._echoes = [
-            _Echo(prompt if isinstance(prompt, str) else state.tokenizer.decode(ids, skip_special=False), ids[0])
+            _Echo(
+                prompt if isinstance(prompt, str) else state.tokenizer.decode(ids, skip_special=False),
+                ids[: max(params.prompt_logprobs_start, 1)],
+            )
             for prompt, ids in zip(prompts, encoded, strict=True)
         ]
         self._offsets: dict[int, _Offsets] = {}
@@ -105,10 +109,11 @@ class CompletionResponse:
         found = TextLogprobs([], [], [], [])
         logprobs: list[TokenLogprob] = [one for output in outputs for one in formatter.visible_logprobs(output)]
         if echo is not None:
-            found.tokens.append(formatter.token_text(echo.first_token))
-            found.token_logprobs.append(None)
-            found.top_logprobs.append(None)
-            found.text_offset.append(offsets.advance(formatter.token_bytes(echo.first_token)))
+            for token in echo.unscored:
+                found.tokens.append(formatter.token_text(token))
+                found.token_logprobs.append(None)
+                found.top_logprobs.append(None)
+                found.text_offset.append(offsets.advance(formatter.token_bytes(token)))
             # Only the first choice of a prompt computes the prompt's logprobs.
             echo.logprobs = echo.logprobs or [one for output in outputs for one in output.prompt_logprobs]
             logprobs = [*echo.logprobs, *logprobs]
@@ -120,6 +125,17 @@ class CompletionResponse:
             found.top_logprobs.append({**top, found.tokens[-1]: found.token_logprobs[-1] or 0.0} if one.top else {})
             found.text_offset.append(offsets.advance(formatter.token_bytes(one.token_id)))
         return found
+
+    def _prompt_logprobs_start(self) -> int:
+        request = self.request
+        start = request.prompt_logprobs_start
+        if start is not None and not (request.echo and request.logprobs is not None):
+            raise ApiError(
+                f"prompt_logprobs_start is {start}, and there are no prompt logprobs: set echo and logprobs too.",
+                param="prompt_logprobs_start",
+                code="invalid_value",
+            )
+        return start or 0
 
     def _max_tokens(self) -> int:
         request = self.request
@@ -149,7 +165,7 @@ class _Echo:
     """A prompt that is part of its completion."""
 
     text: str
-    first_token: int
+    unscored: Sequence[int]  # tokens without logprobs: the first, which has no context, and those before the start
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
 

@@ -68,6 +68,7 @@ _BOUNDS: dict[str, Json] = {
     "seed": {"minimum": MIN_SEED, "maximum": MAX_SEED},
     "n": {"minimum": 1, "maximum": MAX_CHOICES},
     "best_of": {"minimum": 1, "maximum": MAX_CHOICES},
+    "prompt_logprobs_start": {"minimum": 0},
     "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
     "deadline_ms": _DEADLINE,
     "cache_salt": {"maxLength": MAX_CACHE_SALT_CHARACTERS},

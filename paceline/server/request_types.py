@@ -193,6 +193,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     best_of: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
+    prompt_logprobs_start: int | None = None  # with echo and logprobs: the first prompt position with a logprob
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):

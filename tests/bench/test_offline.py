@@ -64,6 +64,26 @@ def test_chats_reports_cached_fetched_and_computed_tokens(
     assert f"{found['fetched_tokens']:,} fetched" in printed
 
 
+def test_embed_compares_embeddings_with_one_output_token_of_uncached_texts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[runner.BenchRun] = []
+    timed = runner.BenchRunner.timed
+
+    def noting(self: runner.BenchRunner, *args: Any) -> runner.BenchRun:
+        runs.append(timed(self, *args))
+        return runs[-1]
+
+    monkeypatch.setattr(runner.BenchRunner, "timed", noting)
+    assert offline.main(("embed", *TINY, "--repeats=1", "--kv-tokens=65536")) == 0
+    printed = capsys.readouterr().out
+    found = results(printed)
+    assert [one["workload"] for one in found] == ["embed-mean", "embed-last"]
+    assert all(one.keys() >= KEYS and one["tokens_per_s"] == 0 and one["requests_per_s"] > 0 for one in found)
+    assert all(f"{one['ratio']:.3f}x" in printed for one in found)
+    assert len(runs) == 12 and not any(run.hit_rate for run in runs)
+
+
 def test_startup_measures_a_new_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert offline.main(("startup", *TINY)) == 0
     (found,) = results(capsys.readouterr().out)

@@ -17,11 +17,13 @@ from paceline.checks import soak as soaking
 from paceline.checks.harness import TimedSink
 from paceline.config import ConfigError
 from paceline.engine.cpu.kv_cache import KVCache
+from paceline.engine.cuda.inputs import PlanPacker
 from paceline.engine.cuda.swap import CudaSwap
 from paceline.kernels._triton import HAS_TRITON
 from paceline.model.spec import ModelSpec
 from paceline.sampling.sampler import Sampler
 from paceline.scheduler import Scheduler
+from paceline.scheduler.plan import Plan
 from tests.checks.kernels import assemble_kernels
 
 CPU = torch.device("cpu")
@@ -57,6 +59,29 @@ def test_alone_passes_on_a_correct_engine_and_fails_on_a_broken_one(monkeypatch:
     assert result.passed and "4 outputs equal" in result.text, result.text
     break_batches(monkeypatch)
     assert not checks.check_alone(SETUP, batch=12, some=4, **SMALL).passed
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("is_right", [True, False])
+def test_cosine_passes_on_a_correct_executor_and_fails_on_a_broken_one(
+    monkeypatch: pytest.MonkeyPatch, is_right: bool
+) -> None:
+    if not is_right:  # the chunks of other prompts of the batch are summed too
+        right = PlanPacker._pooling
+
+        def wrong(self: PlanPacker, plan: Plan, query_starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            rows, ranges = right(self, plan, query_starts)
+            ranges[::2] = 0
+            return rows, ranges
+
+        monkeypatch.setattr(PlanPacker, "_pooling", wrong)
+    result = checks.check_embeddings(KERNELS, lengths=(1, 5, 18))
+    assert result.passed == is_right and "3 texts of 1 to 18 tokens in float32" in result.text, result.text
+
+
+def test_cosine_is_not_run_on_a_cpu() -> None:
+    assert checks.check_embeddings(SETUP).passed is None
 
 
 CHATS: dict[str, Any] = {"chats": 4, "turns": 3, "longest": 60, "num_tokens": 4, "kv_tokens": 128}

@@ -40,6 +40,7 @@ from paceline.kernels.extend_attention import (
 from paceline.kernels.layouts import LOGPROB_WORDS, LogprobWord
 from paceline.kernels.linear import LinearTuning, LinearWorkspace, linear, linear_reference, num_squares
 from paceline.kernels.logprobs import LogprobWorkspace, chosen_logprobs, top_logprobs, top_logprobs_reference
+from paceline.kernels.pool_states import pool_states, pool_states_reference
 from paceline.kernels.rms_norm import rms_norm, rms_norm_reference
 from paceline.kernels.rope_kv import rope_kv, rope_kv_reference, rope_table
 from paceline.kernels.sampling import SampleWorkspace, sample, sample_reference
@@ -186,6 +187,14 @@ def test_elementwise_at_size() -> None:
     act = poisoned(300, 3072, dtype=BF16, device="cuda")
     silu_mul(gate_up, act)
     assert relative_error(act, silu_mul_reference(gate_up)) < 5e-3
+
+
+def test_pooled_states_at_size() -> None:
+    states = randn(8192, 1024)
+    ranges = ints([[0, 2048], [2048, 2049], *([at, at + 200] for at in range(2049, 7900, 200))])
+    out = poisoned(len(ranges), 1024, dtype=torch.float32, device="cuda")
+    pool_states(states, ranges, out)
+    assert relative_error(out, pool_states_reference(states, ranges)) < 1e-5
 
 
 @pytest.mark.parametrize("window", [0, 700])

@@ -28,6 +28,7 @@ from paceline.kernels._triton import Kernel, triton
 from paceline.kernels.adjust import mask_logits
 from paceline.kernels.linear import LinearTuning
 from paceline.kernels.move_pages import collect_pages, place_pages
+from paceline.kernels.pool_states import pool_states
 from paceline.llm import LLM
 from paceline.model.registry import shape
 from paceline.model.weights import random_decoder
@@ -121,6 +122,7 @@ def main() -> None:
     mask_logits(torch.zeros(4, 2048, dtype=torch.bfloat16), ints[0, :1], ints[1, :4], ints)
     for move in (collect_pages, place_pages):  # launched here: no page was swapped
         move(device.kv.flatten(2), ints[0, :4], torch.zeros(4, len(device.kv), device.kv[0, 0].numel()).bfloat16())
+    pool_states(torch.zeros(4, 64, dtype=torch.bfloat16), ints[:, :2].contiguous(), torch.zeros(4, 64))
     modules = [vars(module) for name, module in sys.modules.items() if name.startswith("paceline.kernels.")]
     kernels = {one._function.fn.__name__ for each in modules for one in each.values() if isinstance(one, Kernel)}
     assert kernels, "kernels run in the interpreter: unset TRITON_INTERPRET"

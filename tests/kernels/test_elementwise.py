@@ -4,6 +4,7 @@ import sys
 import pytest
 import torch
 
+from paceline.kernels.pool_states import pool_states, pool_states_reference
 from paceline.kernels.rms_norm import rms_norm, rms_norm_reference
 from paceline.kernels.rope_kv import rope_kv, rope_kv_reference, rope_table
 from paceline.kernels.silu_mul import silu_mul, silu_mul_reference
@@ -47,6 +48,17 @@ def test_silu_mul_matches_its_reference(dtype: torch.dtype, hidden: int | None) 
     out = poisoned(3, 1100, dtype=dtype)
     silu_mul(gate_up, out, stream, 1e-2)
     assert relative_error(out, silu_mul_reference(gate_up, stream, 1e-2)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("hidden", [64, 96])
+def test_pooled_states_match_their_reference(dtype: torch.dtype, hidden: int) -> None:
+    """Ranges of one token, of part of a tile, of several tiles; with tokens before, between and after them."""
+    states = torch.randn(150, hidden).to(dtype)
+    ranges = torch.tensor([[3, 4], [4, 36], [40, 149]], dtype=torch.int32)
+    out = poisoned(3, hidden, dtype=torch.float32)
+    pool_states(states, ranges, out)
+    assert relative_error(out, pool_states_reference(states, ranges)) < 1e-6
 
 
 def test_silu_mul_with_deferred_norm_equals_silu_mul_of_normed_input() -> None:

@@ -130,6 +130,27 @@ def test_a_prompt_can_be_scored_alone() -> None:
     )
 
 
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_prompt_logprobs_from_a_start_position_are_those_of_the_whole_prompt(setting: dict[str, Any]) -> None:
+    """A start at the first and second token, at both sides of the end of a page, and at the last token."""
+    prompt = PROMPTS[2]
+    starts = (0, 1, 16, 17, 40, len(prompt) - 1)
+    asks = [params({}, prompt_logprobs=2, prompt_logprobs_start=start, max_tokens=3) for start in starts]
+    outputs = run(setting, [prompt] * len(starts), asks)  # the prompt is cached
+    whole = outputs[0].prompt_logprobs
+    assert whole is not None and outputs[0].num_cached_tokens == 0
+    for start, output in zip(starts, outputs, strict=True):
+        found, first = output.prompt_logprobs, max(start, 1)
+        assert found is not None and len(found) == len(prompt) and found[:first] == [None] * first
+        for ours, theirs in zip(found[first:], whole[first:], strict=True):
+            assert ours is not None and theirs is not None and ours.token_id == theirs.token_id
+            assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+            assert abs(ours.logprob - theirs.logprob) < 1e-4
+        # All pages that end before the token whose logits are the first needed.
+        page_size = setting.get("page_size", 16)
+        assert output.num_cached_tokens == max(start - 1, 0) // page_size * page_size
+
+
 @pytest.fixture
 def llm() -> Any:
     with make_llm(pair(FAMILY).ours) as made:

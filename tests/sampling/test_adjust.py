@@ -91,6 +91,14 @@ def test_a_request_without_adjustments_has_none() -> None:
         ({"n": 3, "best_of": 2}, "best_of is 2, fewer than n = 3: raise it or leave it out."),
         ({"logprobs": 21}, "logprobs is 21: give 0 to 20."),
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1: give 0 to 20."),
+        (
+            {"prompt_logprobs": 1, "prompt_logprobs_start": -1},
+            "prompt_logprobs_start is -1: give a position of the prompt, from 0 up.",
+        ),
+        (
+            {"prompt_logprobs_start": 4},
+            "prompt_logprobs_start is 4 and prompt_logprobs is not given: give both.",
+        ),
         ({"logprob_token_ids": [-1]}, "logprob_token_ids is -1: give token ids, from 0 up."),
     ],
 )

@@ -36,6 +36,7 @@ FIELDS: dict[str, list[Any]] = {
     "response_format": ["json", 1, [], {"type": "xml"}, {"type": 1}, {}],
     "logprobs": ["yes", [], {}, -1, 10**6],
     "echo": ["yes", [], {}, 2],
+    "prompt_logprobs_start": [0, 2, -1, "1", [], {}, True, 2**63],
     "temprature": [1],
     "max_token": [1],
     "prompts": ["x"],

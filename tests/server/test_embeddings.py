@@ -94,6 +94,6 @@ def test_an_executor_without_pooling_refuses_embeddings(monkeypatch: pytest.Monk
         assert isinstance(engine.executor, CpuExecutor) and isinstance(engine.executor.runner, CpuModelRunner)
         monkeypatch.setattr(CpuExecutor, "capabilities", Capabilities(logits=True))
         response = Caller(make_app(engine)).post(PATH, PAYLOAD)
-        assert response.status_code == 400 and "not supported on this device" in response.json()["error"]["message"]
+        assert response.status_code == 400 and "does not compute hidden states" in response.json()["error"]["message"]
     finally:
         engine.close()

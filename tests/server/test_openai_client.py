@@ -191,6 +191,41 @@ def test_echoed_prompt_logprobs_are_the_same_with_a_cached_prompt(client: OpenAI
     assert top and all(len(one) in (2, 3) for one in top[1:])
 
 
+def test_echoed_prompt_logprobs_can_start_behind_a_cached_prefix(client: OpenAI) -> None:
+    prompt = "a paceline shares the wind so that all of its riders arrive sooner than each of them alone"
+    payload: Any = {"model": MODEL, "prompt": prompt, "temperature": 0, "echo": True, "logprobs": 2, "max_tokens": 2}
+    whole = client.completions.create(**payload)
+    tail = client.completions.create(**payload, extra_body={"prompt_logprobs_start": 40})
+    first, second = whole.choices[0].logprobs, tail.choices[0].logprobs
+    assert first and second and (first.tokens, first.text_offset) == (second.tokens, second.text_offset)
+    assert first.token_logprobs and second.token_logprobs and first.top_logprobs and second.top_logprobs
+    assert second.token_logprobs[:40] == second.top_logprobs[:40] == [None] * 40
+    values = zip(first.token_logprobs[40:], second.token_logprobs[40:], strict=True)
+    assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in values)
+    assert whole.usage and whole.usage.prompt_tokens_details and whole.usage.prompt_tokens_details.cached_tokens == 0
+    assert tail.usage and tail.usage.prompt_tokens_details and tail.usage.prompt_tokens_details.cached_tokens == 32
+    stream = client.completions.create(**payload, stream=True, extra_body={"prompt_logprobs_start": 40})
+    chunks = [chunk.choices[0].logprobs for chunk in stream]
+    assert [value for one in chunks if one for value in one.token_logprobs or ()] == second.token_logprobs
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_logprobs_start": 5, "echo": False}, "prompt_logprobs_start is 5, and there are no prompt logprobs"),
+        ({"prompt_logprobs_start": 0, "logprobs": None}, "prompt_logprobs_start is 0, and there are no prompt"),
+        ({"prompt_logprobs_start": 3}, "prompt_logprobs_start is 3: give a position of the prompt, 0 to 2"),
+    ],
+)
+def test_an_invalid_start_of_prompt_logprobs_is_refused_by_name(
+    client: OpenAI, changes: dict[str, Any], message: str
+) -> None:
+    payload: Any = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 1}
+    with pytest.raises(openai.BadRequestError, match=message) as raised:
+        client.completions.create(**payload, extra_body={"echo": True, "logprobs": 1, **changes})
+    assert raised.value.param == "prompt_logprobs_start"
+
+
 def test_best_of_returns_the_most_likely_and_cannot_stream(client: OpenAI) -> None:
     payload: Any = {"model": MODEL, "prompt": "once", "seed": 5, "max_tokens": 8}
     every = client.completions.create(**payload, n=5, logprobs=0).choices

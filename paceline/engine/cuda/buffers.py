@@ -15,12 +15,14 @@ _INITIAL_WORDS = 1 << 18  # of an upload buffer; it grows when a pass needs more
 class PassBuffers:
     """The buffers and events of one forward pass at a time. They are reused once its results have been read."""
 
-    def __init__(self, streams: Streams, max_rows: int, device: torch.device) -> None:
+    def __init__(self, streams: Streams, max_rows: int, hidden_size: int, device: torch.device) -> None:
         self._streams, self._device = streams, device
         self.uploaded, self.began, self.ended, self.copied = (streams.event() for _ in range(4))
         self.fetch_began, self.fetched = (streams.event() for _ in range(2))
         self.results = streams.pinned(max_rows)
         self.logprobs = streams.pinned(max_rows * LOGPROB_WORDS).view(max_rows, LOGPROB_WORDS)
+        self.pooled = torch.empty(max_rows, hidden_size, device=device)  # hidden states of prompts that are embedded
+        self.host_pooled = streams.pinned(self.pooled.numel()).view(torch.float32).view(self.pooled.shape)
         self._grow(_INITIAL_WORDS)
 
     def _grow(self, num_words: int) -> None:

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,7 +44,9 @@ from paceline.engine.cuda.stats import ExecutorStats
 from paceline.engine.cuda.streams import CudaEvent, Graph, Streams
 from paceline.engine.cuda.swap import CudaSwap
 from paceline.engine.executor import Capabilities, Executor, Result
+from paceline.engine.pooling import PooledStates
 from paceline.kernels.adjust import write_runs
+from paceline.kernels.pool_states import pool_states
 from paceline.kernels.slot_state import SlotState, apply_diff
 from paceline.model.decoder import Decoder
 from paceline.sampling.types import Bits, Masks
@@ -120,14 +123,22 @@ class CudaPending:
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
                 fetch_s=fetch_s,
+                pooled=self._pooled_states(),
             )
         return self._result
+
+    def _pooled_states(self) -> tuple[PooledStates, ...]:
+        rows, starts = self._packed.pooled_rows, self._packed.pooled_starts
+        if not len(rows):
+            return ()
+        states = self._buffers.host_pooled.numpy()[: len(rows)].astype(np.float64)  # copied, as above
+        return tuple(map(PooledStates, rows.tolist(), starts.tolist(), states))
 
 
 class CudaExecutor(Executor):
     """Executes plans on a GPU. On a CPU device it runs in Triton's interpreter, for tests."""
 
-    capabilities = Capabilities(logits=True, weights=True)
+    capabilities = Capabilities(logits=True, pooling=True, weights=True)
 
     def __init__(
         self,
@@ -190,7 +201,7 @@ class CudaExecutor(Executor):
         )
         self._num_steps = 0  # the value of the device's step counter once everything launched has run
 
-        self._ring = [PassBuffers(streams, max_running, device) for _ in range(_DEPTH)]
+        self._ring = [PassBuffers(streams, max_running, spec.hidden_size, device) for _ in range(_DEPTH)]
         self._pending: list[CudaPending | None] = [None] * _DEPTH  # by index of the ring
         self._count = 0  # of launched passes
         self._prepared: tuple[Plan, PassBuffers, PackedBatch] | None = None  # for the next launch
@@ -284,21 +295,8 @@ class CudaExecutor(Executor):
                 graph.replay()
             else:
                 bucket = 0
-                requests = self._packer.logprobs.of_prompts(plan)
                 index = buffers.span(packed.sampled)[: packed.num_sampled]
-                if packed.bucket is not None and packed.num_sampled and not requests:
-                    graph, logits = self._run_padded(buffers, packed, packed.bucket)
-                else:
-                    self._apply(buffers, packed)
-                    rows = 0
-                    if packed.num_decodes:
-                        rows = self.graphs.bucket(packed.num_decodes, GraphKey(shared_block_m=packed.shared_block_m))
-                    hidden = self._prefill.run(packed, buffers.span, rows, None if requests else index)
-                    if requests:
-                        slots = [int(plan.slots[request.row]) for request in requests]
-                        prompt_logprobs = self._sampling.prompt_logprobs(requests, slots, self.model, hidden)
-                        hidden = self.model.select(hidden, index)
-                    logits = self.model.logits(hidden) if packed.num_sampled else None
+                graph, logits, prompt_logprobs = self._run_prefill(plan, buffers, packed, index)
                 if packed.num_sampled:
                     self._sampling.step.add_(1)
         pending = CudaPending(self, buffers, self._last_end, packed, bucket, prompt_logprobs)
@@ -315,11 +313,40 @@ class CudaExecutor(Executor):
         stats.launch_s += time.perf_counter() - began
         return pending
 
+    def _run_prefill(
+        self, plan: Plan, buffers: PassBuffers, packed: PackedBatch, index: Tensor
+    ) -> tuple[Graph | None, Tensor | None, list[PromptLogprobs]]:
+        """Runs a prefill or mixed batch. Returns its graph, if it has one, the logits of the tokens `index`, and the
+        logprobs of prompts; hidden states of prompts that are embedded are summed into `buffers.pooled`."""
+        model, num_pooled = self.model, len(packed.pooled_rows)
+        requests = self._packer.logprobs.of_prompts(plan)
+        all_states = bool(requests) or num_pooled > 0
+        graph = None
+        if packed.bucket is not None and (packed.num_sampled or all_states):
+            graph = self._run_padded(buffers, packed, packed.bucket, all_states)
+            if not all_states:
+                return graph, model.last_logits(packed.num_sampled), []
+            hidden = model.last_states(packed.num_tokens)
+        else:
+            self._apply(buffers, packed)
+            rows = 0
+            if packed.num_decodes:
+                rows = self.graphs.bucket(packed.num_decodes, GraphKey(shared_block_m=packed.shared_block_m))
+            hidden = self._prefill.run(packed, buffers.span, rows, None if all_states else index)
+        if num_pooled:
+            pool_states(hidden, buffers.span(packed.pool_ranges), buffers.pooled[:num_pooled])
+        slots = [int(plan.slots[request.row]) for request in requests]
+        prompt_logprobs = self._sampling.prompt_logprobs(requests, slots, model, hidden)
+        if not packed.num_sampled:
+            return graph, None, prompt_logprobs
+        return graph, model.logits(model.select(hidden, index) if all_states else hidden), prompt_logprobs
+
     def _run_padded(
-        self, buffers: PassBuffers, packed: PackedBatch, bucket: PrefillBucket
-    ) -> tuple[Graph | None, Tensor]:
-        """Runs a padded prefill or mixed batch, as a graph if there is one. Returns the graph and the logits."""
-        key = GraphKey(shared_block_m=packed.shared_block_m, prefill=bucket)
+        self, buffers: PassBuffers, packed: PackedBatch, bucket: PrefillBucket, all_states: bool
+    ) -> Graph | None:
+        """Runs a padded prefill or mixed batch up to its logits, or up to all hidden states; as a graph if there is
+        one, which is returned."""
+        key = GraphKey(shared_block_m=packed.shared_block_m, prefill=bucket, all_states=all_states)
         graph = self.graphs.prefill_graph(key)  # before the diff is applied, as above
         self._apply(buffers, packed)
         self._prefill.load_inputs(packed, buffers.span)
@@ -327,7 +354,7 @@ class CudaExecutor(Executor):
             graph.replay()
         else:
             self._run(self.graphs.sizes[-1], key)  # the same kernels as in the graph, for the same bits
-        return graph, self.model.last_logits(packed.num_sampled)
+        return graph
 
     @torch.inference_mode()
     def _finish(
@@ -370,6 +397,8 @@ class CudaExecutor(Executor):
                 buffers.results[:count].copy_(sampling.results[at, :count], non_blocking=True)
             if packed.logprobs is not None:
                 buffers.logprobs[:count].copy_(sampling.logprobs[at, :count], non_blocking=True)
+            if num_pooled := len(packed.pooled_rows):
+                buffers.host_pooled[:num_pooled].copy_(buffers.pooled[:num_pooled], non_blocking=True)
             for one in pending.prompt_logprobs:
                 one.copy()
             buffers.copied.record(streams.results)
@@ -401,7 +430,9 @@ class CudaExecutor(Executor):
 
     def _run(self, rows: int, key: GraphKey) -> None:
         if key.prefill is not None:
-            self.model.logits(self._prefill.run_bucket(rows, key.shared_block_m, key.prefill))
+            hidden = self._prefill.run_bucket(rows, key.shared_block_m, key.prefill, all_states=key.all_states)
+            if not key.all_states:
+                self.model.logits(hidden)
         else:
             self._decode.run(rows, key)
 

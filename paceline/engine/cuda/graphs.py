@@ -2,7 +2,8 @@
 
 Decode batches have one graph per batch bucket, from gathering the tokens to sampling; or one graph up to the logits and
 one after them, where the host computes grammar masks in between. Small prefill and mixed batches have one graph per
-`PrefillBucket`, up to the logits: with so few tokens, launching kernel by kernel takes longer than computing.
+`PrefillBucket`, up to the logits: with so few tokens, launching kernel by kernel takes longer than computing. Batches
+with prompts that are embedded, or whose logprobs are requested, have another that ends with all hidden states.
 
 A graph is captured from the same function that runs without graphs, after that has run once without live rows, which
 compiles its kernels and changes no state. Rows beyond the real ones are padding: attention and sampling skip them, and
@@ -43,6 +44,7 @@ class GraphKey(NamedTuple):
     stage: GraphStage = GraphStage.ALL
     logprobs: bool = False  # some row requests logprobs
     prefill: PrefillBucket | None = None  # a prefill or mixed batch; its graph ends with the logits
+    all_states: bool = False  # the graph of a prefill batch ends with the hidden states of all tokens instead
 
 
 def forward_key(num_rows: int, num_unshared_tokens: int, shared_block_m: int) -> GraphKey:

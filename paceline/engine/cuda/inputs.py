@@ -102,6 +102,8 @@ class PackedBatch:
     num_sampled: int
     num_splits: int  # of tiles whose keys are split
     bucket: PrefillBucket | None  # what the next six spans are padded to, if a CUDA graph can run the batch
+    pooled_rows: Column  # rows of prompts that are embedded
+    pooled_starts: Column  # the position of each one's first token
     token_rows: UploadSpan
     query_starts: UploadSpan
     extend_units: UploadSpan  # tiles of prefill queries, whole or in splits
@@ -114,6 +116,7 @@ class PackedBatch:
     adjust_runs: UploadSpan  # changes of slots' penalties, biases and forbidden tokens
     spill_pages: UploadSpan  # pages that are copied to host memory before the pass
     fetch_pages: UploadSpan  # pages that are copied back
+    pool_ranges: UploadSpan  # first and end of the tokens that are summed for each of `pooled_rows`
 
     def write(self, target: Column) -> None:
         """Copies all parts into the upload buffer."""
@@ -147,6 +150,7 @@ class PlanPacker:
         self._computed = np.zeros(max_running, np.int32)  # the device's num_computed
         self._rows = NO_WORDS  # the device's row_slots
         self._filtered = np.zeros(max_running, np.bool_)
+        self._pooled, self._pools_last = np.zeros((2, max_running), np.bool_)  # slots whose prompt is embedded
         self._max_length = max_length
         self._adjusted = np.zeros(max_running, np.bool_)  # slots whose lists on the device are not empty
         self.logprobs = LogprobTable(max_running, vocab_size)
@@ -160,8 +164,10 @@ class PlanPacker:
         diff, adjust = self._diff(plan, num_decodes), self._adjust(plan)
         num_splits, bucket = 0, None
         columns: tuple[Column, ...] = ()
+        pooled_rows, pool_ranges = NO_WORDS, NO_WORDS
         if not is_decode:
             query_starts = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
+            pooled_rows, pool_ranges = self._pooling(plan, query_starts)
             unshared, shared = self._prefill_sharing(plan, query_starts)
             tiles = extend_tiles(plan.starts, lengths, self._tokens_per_tile, unshared)
             units = extend_units(tiles, self._split_rule.splits(tiles[:, 2]))
@@ -183,7 +189,7 @@ class PlanPacker:
                 )
         columns += (NO_WORDS,) * (_NUM_PREFILL_COLUMNS - len(columns))
         swapped = (NO_WORDS, NO_WORDS) if plan.swap is None else (plan.swap.spill_pages, plan.swap.fetch_pages)
-        parts = (diff, *columns, adjust, *swapped)
+        parts = (diff, *columns, adjust, *swapped, pool_ranges)
         (_, *spans), num_words = lay_out(map(len, parts))
         # Sampling advances its row on the device; other rows stay where the diff has set them.
         self._computed[slots] = plan.starts + np.where(samples, lengths, 0)
@@ -208,6 +214,8 @@ class PlanPacker:
             num_sampled,
             num_splits,
             bucket,
+            pooled_rows,
+            plan.starts[pooled_rows],
             *spans,
         )
 
@@ -218,6 +226,14 @@ class PlanPacker:
             return None
         buckets = prefill_buckets(tokens, self._tokens_per_tile)
         return next((one for one in buckets if num_units <= one.units and num_merges <= one.merges), None)
+
+    def _pooling(self, plan: Plan, query_starts: Column) -> tuple[Column, Column]:
+        """The rows whose prompt is embedded, and for each the first and the end of the tokens to sum: all of its chunk,
+        or the last one."""
+        rows = np.flatnonzero(self._pooled[plan.slots]).astype(np.int32)
+        ends = query_starts[1:][rows]
+        firsts = np.where(self._pools_last[plan.slots[rows]], ends - 1, query_starts[rows])
+        return rows, np.stack([firsts, ends], axis=1).reshape(-1)
 
     def _prefill_sharing(self, plan: Plan, query_starts: Column) -> tuple[Column, SharedTiles | None]:
         """The prefill rows that have tiles of their own, and the shared tiles of the others."""
@@ -263,6 +279,7 @@ class PlanPacker:
         slot, params = join.slot, join.params
         top_k = params.top_k if params.top_k is not None and params.top_k < self._vocab_size else 0
         self._filtered[slot] = not params.is_greedy and (top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        self._pooled[slot], self._pools_last[slot] = join.pooling is not None, join.pooling == "last"
         self.logprobs.join(join)
         temperature = 0.0 if params.is_greedy else params.temperature
         return sampling_words(

@@ -228,6 +228,10 @@ class CudaModel:
         """[N, V]; the next pass overwrites them."""
         return torch.mm(hidden, self.head.T, out=self._logits[: len(hidden)])
 
+    def last_states(self, num_tokens: int) -> Tensor:
+        """The hidden states of the last pass, if it computed those of all its tokens."""
+        return self._normed[:num_tokens]
+
     def last_logits(self, rows: int) -> Tensor:
         """The logits of the last pass, which had so many rows."""
         return self._logits[:rows]

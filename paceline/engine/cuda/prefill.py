@@ -1,15 +1,15 @@
 """Prefill and mixed batches on a GPU: decodes first, one token each, then the tokens of prompts.
 
-Such a batch is launched kernel by kernel from its upload, with as many programs as it has work. A small batch that
-samples can also run as a CUDA graph: the graph is captured for a `PrefillBucket`, reads its inputs from a fixed buffer,
-and smaller batches are padded. Such a batch is padded even before its graph is captured, since a GEMM with another
-number of rows would round differently.
+Such a batch is launched kernel by kernel from its upload, with as many programs as it has work. A small batch whose
+hidden states are needed, of the tokens that are sampled from or of all, can also run as a CUDA graph: the graph is
+captured for a `PrefillBucket`, reads its inputs from a fixed buffer, and smaller batches are padded. Such a batch is
+padded even before its graph is captured, since a GEMM with another number of rows would round differently.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -81,10 +81,12 @@ class PrefillRunner:
 
     # ------------------------------------------------------------------ as a CUDA graph
 
-    def run_bucket(self, rows: int, shared_block_m: int, bucket: PrefillBucket) -> Tensor:
-        """Hidden states [rows, H] of the tokens that are sampled from, for the inputs in the graphs' buffer."""
+    def run_bucket(self, rows: int, shared_block_m: int, bucket: PrefillBucket, *, all_states: bool) -> Tensor:
+        """Hidden states for the inputs in the graphs' buffer: of the tokens that are sampled from, or of all."""
         num_splits = self._attention.max_splits if bucket.merges else 0
         inputs = self._bucket_inputs(bucket)
+        if all_states:
+            inputs = replace(inputs, output_tokens=None)
         return self._run(bucket.tokens, rows, shared_block_m, inputs, num_splits, None, single_launch=False)
 
     def load_inputs(self, packed: PackedBatch, span: SpanOf) -> None:

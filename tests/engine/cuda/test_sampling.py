@@ -24,6 +24,7 @@ from tests.engine.cuda.interpreted import (
     IN_BOUNDS,
     INTERPRETED,
     PROMPTS,
+    RNG,
     decoder,
     expected,
     on_kernels,
@@ -231,6 +232,25 @@ def test_graphs_compute_logprobs(case: str) -> None:
         assert biased[0].token_id == biased[0].top[0][0] and biased[0].logprob == biased[0].top[0][1]
     else:
         assert biased[-1].token_id == 9 != biased[-1].top[0][0], "logprobs are the model's own, without the bias"
+
+
+def test_prompt_logprobs_from_a_start_position_match_the_cpus_of_the_whole_prompt(
+    prefill_graphs: dict[str, Any],
+) -> None:
+    """In chunks, after a cached prefix and after retractions; a start in a later chunk, and at the last token."""
+    prompt, starts = RNG.integers(3, 512, 22).tolist(), (6, 21)
+    once = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=2)
+    (reference,) = on_the_cpu([once], [prompt])
+    llm, _ = on_kernels("tiny-qwen3", chunk_tokens=8, overlap="off", **prefill_graphs)
+    with llm:
+        llm.generate([prompt], replace(once, prompt_logprobs=None))
+        retract_often(llm)
+        outputs = llm.generate([prompt] * 2, [replace(once, prompt_logprobs_start=start) for start in starts])
+        assert llm.engine.scheduler.counters.retractions > 1
+    assert [output.num_cached_tokens for output in outputs] == [4, 20]
+    whole = compared([reference])[0][3]
+    for start, (tokens, _, _, found) in zip(starts, compared(outputs), strict=True):
+        assert tokens == reference.token_ids and found == [*[None] * start, *whole[start:]]
 
 
 def test_retracted_requests_keep_their_penalties_and_grammars() -> None:
