@@ -53,7 +53,7 @@ class TraceRecorder(Timeline):
         self.marks: dict[str, list[PhaseMark]] = {}
         self._slots: dict[int, str] = {}
         for request in scheduler.requests.values():
-            self._mark(request.id, now, _PHASES[request.phase], {"prompt_tokens": len(request.prompt)})
+            self.marks[request.id] = [PhaseMark(now, _PHASES[request.phase], {"prompt_tokens": len(request.prompt)})]
             if request.slot is not None:
                 self._slots[request.slot] = request.id
 
@@ -78,14 +78,13 @@ class TraceRecorder(Timeline):
         for join in plan.joins:
             self._slots[join.slot] = join.request_id
         for row in range(plan.num_decodes, plan.num_rows):
-            if plan.samples[row]:  # the last chunk of a prompt
-                self._mark(self._slots.get(int(plan.slots[row]), ""), self.passes[-1].waited, "decode", {})
+            request_id = self._slots.get(int(plan.slots[row]), "")
+            # The last chunk of a prompt. The request may have ended, or been retracted, while the pass was in flight.
+            if plan.samples[row] and (marks := self.marks.get(request_id)) and marks[-1].phase == "prefill":
+                self._mark(request_id, self.passes[-1].waited, "decode", {})
 
     def _mark(self, request_id: str, now: float, phase: str, args: dict[str, Any]) -> None:
-        marks = self.marks.setdefault(request_id, [])
-        # A request may end, or be retracted, before its pass is waited for.
-        if not (phase == "decode" and (not marks or marks[-1].phase != "prefill")):
-            marks.append(PhaseMark(now, phase, args))
+        self.marks.setdefault(request_id, []).append(PhaseMark(now, phase, args))
 
     def events(self) -> Iterator[TraceEvent]:
         yield from trace_events([self], zero=self.began)
@@ -99,11 +98,9 @@ class TraceRecorder(Timeline):
     def _request_events(self) -> Iterator[TraceEvent]:
         """One span per request with its phases inside. Requests that do not overlap share a lane."""
         lanes: list[tuple[float, int]] = []  # heap: when a lane becomes free, and its number
-        ordered = sorted(self.marks.items(), key=lambda item: item[1][0].time if item[1] else self.ended)
+        ordered = sorted(self.marks.items(), key=lambda item: item[1][0].time)
         spans: list[TraceEvent] = []
         for request_id, marks in ordered:
-            if not marks or not request_id:
-                continue
             first = marks[0].time
             last = marks[-1].time if marks[-1].phase == "finished" else self.ended
             lane = heappop(lanes)[1] if lanes and lanes[0][0] <= first else len(lanes)

@@ -13,6 +13,7 @@ import pytest
 from paceline.engine.build import build_engine
 from paceline.engine.executor import Result
 from paceline.engine.timeline import HOST_LANES, Timeline, write_trace
+from paceline.engine.trace_recorder import TraceRecorder
 from paceline.llm import LLM
 from paceline.request import Grammar, SamplingParams
 from tests.helpers import harness, request
@@ -131,3 +132,23 @@ def test_passes_are_placed_correctly_without_idle_measurements() -> None:
     for one, (began, ended) in zip(timeline.passes, timeline.device_spans(), strict=True):
         assert one.idle_s == 0 and one.launched <= began + 1e-9
         assert ended == pytest.approx(one.waited)
+
+
+def test_a_trace_that_begins_while_a_request_decodes_shows_it_decoding() -> None:
+    subject = harness()
+    subject.add(one := request(max_tokens=30), two := request([5, 6], max_tokens=30))
+    for _ in range(5):
+        subject.step()
+    recorder = TraceRecorder(subject.scheduler, subject.clock())
+    subject.loop.trace = recorder
+    subject.scheduler.journal.listeners.append(recorder.note)
+    subject.scheduler.retract(two.id, subject.clock(), "a test")
+    subject.run()
+    recorder.ended = subject.clock()
+    phases = {name: [mark.phase for mark in marks] for name, marks in recorder.marks.items()}
+    assert phases == {
+        one.id: ["decode", "finished"],
+        two.id: ["decode", "queue", "prefill", "decode", "finished"],
+    }
+    spans = [event for event in recorder.events() if event["ph"] == "X" and event["pid"] == 3]
+    assert {span["name"] for span in spans} == {one.id, two.id, "queue", "prefill", "decode"}

@@ -142,7 +142,6 @@ def test_a_trace_has_host_device_and_request_spans(caller: Caller) -> None:
     assert whole
     for request in whole:
         parts = [one for one in spans["requests"] if one["args"]["id"] == request["name"] and one is not request]
-        assert parts, (request, spans["requests"])
         assert [part["name"] for part in parts][-3:] == ["queue", "prefill", "decode"][-len(parts) :]
         ends = [part["ts"] + part["dur"] for part in parts]
         assert parts[0]["ts"] == request["ts"] and abs(ends[-1] - request["ts"] - request["dur"]) < 0.01
