@@ -27,8 +27,8 @@ serve: $(RUNTIME)
 
 # Three processes for two cores, with about the same work: tests in Triton's interpreter take half of the CPU time, and
 # those with servers and browsers often wait.
-LANE_1 := tests/kernels tests/server tests/pages tests/cli tests/bench
-LANE_2 := tests/engine/cuda tests/checks
+LANE_1 := tests/kernels tests/server tests/pages
+LANE_2 := tests/engine/cuda tests/checks tests/cli tests/bench
 PYTEST := $(BIN)/python -m pytest
 test: $(READY)
 	@$(PYTEST) $(LANE_1) > .venv/lane-1.log 2>&1 & one=$$!; \

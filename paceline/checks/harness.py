@@ -125,7 +125,12 @@ def margin(
 
 
 def logits_after(decoder: Decoder, prompt: list[int], output: list[int]) -> Tensor:
-    """Logits [T, V] that predict each token of `output`. For models without sliding window layers."""
+    """Logits [T, V] that predict each token of `output`."""
+    return decoder.logits(hidden_states(decoder, prompt + output[:-1])[len(prompt) - 1 :])
+
+
+def hidden_states(decoder: Decoder, tokens: list[int]) -> Tensor:
+    """Hidden states [T, H] in plain torch. For models without sliding window layers."""
     assert not any(decoder.spec.windows), "sliding windows need a mask"
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -133,9 +138,8 @@ def logits_after(decoder: Decoder, prompt: list[int], output: list[int]) -> Tens
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out[0].transpose(0, 1).flatten(1)
 
-    ids = torch.tensor(prompt + output[:-1], device=decoder.device)
-    hidden = decoder.forward(ids, torch.arange(len(ids), device=decoder.device), attend)
-    return decoder.logits(hidden[len(prompt) - 1 :])
+    ids = torch.tensor(tokens, device=decoder.device)
+    return decoder.forward(ids, torch.arange(len(ids), device=decoder.device), attend)
 
 
 def random_prompts(rng: random.Random, vocab_size: int, count: int, longest: int) -> list[list[int]]:

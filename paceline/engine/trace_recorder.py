@@ -29,6 +29,7 @@ MAX_TRACE_S = 60.0
 _REQUESTS, _DECISIONS = 3, 4  # numbers of the processes in the trace, after host and device
 _PIECE_EVENTS = 200  # encoded at a time: the engine's thread must not wait for the encoder
 _recording = threading.Lock()
+_sleep = time.sleep  # for tests
 
 
 class PhaseMark(NamedTuple):
@@ -123,7 +124,7 @@ def record_trace(engine: Engine, seconds: float) -> bytes:
         raise Conflict("another trace is being recorded: wait until it has ended.")
     try:
         recorder = engine.call(lambda scheduler: _install(engine, scheduler)).result()
-        time.sleep(seconds)
+        _sleep(seconds)
         engine.call(lambda scheduler: _remove(engine, scheduler, recorder)).result()
     finally:
         _recording.release()

@@ -6,7 +6,6 @@ the scheduler decided by then, which with overlap includes the plan of the next 
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from contextlib import suppress
 from typing import Any
@@ -20,7 +19,7 @@ from paceline.scheduler.journal import Event, EventKind
 from paceline.scheduler.plan import Plan
 from paceline.scheduler.snapshot import page_uses, snapshot
 from paceline.simulator.profile import Profile
-from paceline.simulator.run import SimulationResult, simulate
+from paceline.simulator.run import simulate
 from paceline.simulator.workloads import Arrival
 
 MOST_FRAMES = 1500  # the page shows the beginning of a run; `sim run` is for long ones
@@ -130,7 +129,7 @@ def record_frames(
     """Everything the page draws of a run, as JSON values."""
     recorder = FrameRecorder(arrivals, config)
     run = simulate(arrivals, config, profile, overlap=overlap, observer=recorder, max_passes=MOST_FRAMES)
-    summary = {**run.summary(), **_finished(run)}
+    summary = run.summary()
     return {
         "policy": config.policy,
         "batching": config.batching,
@@ -144,13 +143,4 @@ def record_frames(
         "frames": recorder.frames,
         "lanes": recorder.lanes,
         "events": recorder.ordered_events(),
-    }
-
-
-def _finished(run: SimulationResult) -> dict[str, float]:
-    finished = sum(not math.isnan(one.finished) for one in run.served)
-    return {
-        "finished": finished,
-        "requests_per_s": finished / run.seconds if run.seconds else 0.0,
-        "wait_mean_ms": float(run.waits.mean() * 1e3) if len(run.waits) else 0.0,
     }

@@ -122,6 +122,7 @@ class SimulationResult:
         counters, output = self.counters, sum(one.output_tokens for one in self.served)
         found: dict[str, float] = {
             "requests": len(self.served),
+            "finished": len(self.latency),
             "refused": len(self.refused),
             "seconds": self.seconds,
             "passes": self.passes,

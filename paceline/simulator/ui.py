@@ -20,6 +20,7 @@ import uvicorn
 
 from paceline.config import ConfigError, SchedulerConfig, WorkloadConfig, public_options
 from paceline.request import PacelineError
+from paceline.simulator import workloads
 from paceline.simulator.compare import scheduler_config
 from paceline.simulator.frames import record_frames
 from paceline.simulator.profile import load_profile, profile_names
@@ -38,7 +39,10 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 # Of workloads whose subject is not visible with the defaults above. Tenants compete if there is work for all of them
 # at any time, and a turn of policy fair is about one of these requests instead of twenty.
-WORKLOAD_DEFAULTS: dict[str, dict[str, Any]] = {"tenants": {"tenants": 4, "rate": 160.0, "fair_quantum": 256}}
+WORKLOAD_DEFAULTS: dict[str, dict[str, Any]] = {
+    "tenants": {"tenants": 4, "rate": 160.0, "fair_quantum": 256},
+    "one-long": workloads.DEFAULTS["one-long"],
+}
 
 
 def run_frames(parameters: typing.Mapping[str, str]) -> dict[str, Any]:
@@ -76,9 +80,9 @@ def describe() -> dict[str, Any]:
                 "default": "inf" if isinstance(default, float) and math.isinf(default) else default,
                 **{name: item.metadata[name] for name in ("help", "low", "high", "choices", "choice_help")},
             }
-    workloads = {name: (WORKLOADS[name].__doc__ or "").rstrip(".") for name in PAGE_WORKLOADS}
+    sentences = {name: (WORKLOADS[name].__doc__ or "").rstrip(".") for name in PAGE_WORKLOADS}
     own: dict[str, tuple[list[str], str, dict[str, str]]] = {
-        "workload": (PAGE_WORKLOADS, "kind of workload", workloads),
+        "workload": (PAGE_WORKLOADS, "kind of workload", sentences),
         "gpu": (profile_names(), "device and model whose timing is simulated", {}),
         "overlap": ([], "plan the next forward pass while one runs", {}),
     }

@@ -2,6 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from paceline.engine import trace_recorder
 from paceline.engine.engine import Engine
 from tests.server.serving import Caller, make_app, tiny_engine
 
@@ -17,3 +18,9 @@ def engine() -> Iterator[Engine]:
 @pytest.fixture
 def caller(engine: Engine) -> Caller:
     return Caller(make_app(engine))
+
+
+@pytest.fixture
+def short_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces end at once, whatever is asked for."""
+    monkeypatch.setattr(trace_recorder, "_sleep", lambda seconds: None)

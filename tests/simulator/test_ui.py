@@ -55,7 +55,7 @@ def test_frames_cover_the_run_and_unknown_parameters_are_refused() -> None:
     )
     with pytest.raises(ConfigError, match="unknown parameter 'tenant_weights'"):
         run_frames({"tenant_weights": "a=1"})
-    with pytest.raises(ConfigError, match="workload is 'nano': choose one of agents, chat, prefixes, tenants"):
+    with pytest.raises(ConfigError, match="workload is 'nano': choose one of agents, chat, one-long, prefixes"):
         run_frames({"workload": "nano"})
 
 
@@ -66,7 +66,7 @@ def test_the_figures_are_those_of_a_simulation_without_frames() -> None:
     options |= {"policy": "fcfs", "batching": "static", "num_pages": 64}
     arrivals, profile = make_workload("prefixes", work), load_profile(DEFAULTS["gpu"])
     run = simulate(arrivals, scheduler_config(arrivals, profile, options), profile, overlap=False)
-    assert {name: found[name] for name in run.summary()} == run.summary()
+    assert found == run.summary()
     assert found["finished"] == len(run.served) == 64
     assert found["requests_per_s"] == pytest.approx(64 / run.seconds)
     assert found["wait_mean_ms"] == pytest.approx(1e3 * sum(one.admitted - one.arrival for one in run.served) / 64)
