@@ -9,7 +9,7 @@ const TEXTS = {
   decoding: () => "Each pass computes its last token and samples the next one. It finishes with a stop token or max_tokens. If the KV cache is full, it is retracted: slot and pages are released, its tokens are kept, and it waits again, before new requests.",
   finished: () => "All its tokens are known, and its slot is free. Its pages stay in the prefix cache until they are evicted, so that a later request with the same prefix need not compute it.",
 };
-const ARROWS = [["admit", "The scheduler admits a request when it plans a pass."], ["first token", "The pass that computes the end of the prompt samples the first token."], ["end", "A stop token or max_tokens; an abort or a deadline ends a request in any state."]];
+const ARROWS = [["admit", "The scheduler admits a request when it plans a pass."], ["sample", "The pass that computes the end of the prompt samples the first token."], ["end", "A stop token or max_tokens; an abort or a deadline ends a request in any state."]];
 const WIDE = 98, HIGH = 46, TOP = 4, STEP = 152; // of a box and between two
 
 function Box({ name, index, count, lit, onLit }) {
