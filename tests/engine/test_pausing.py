@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from paceline.engine.weight_update import update_weights
 from paceline.llm import LLM
 from paceline.model.registry import shape
 from paceline.model.weights import load_decoder, random_weights
-from paceline.request import FinishReason, InvalidRequest, SamplingParams
+from paceline.request import FinishReason, Grammar, InvalidRequest, SamplingParams
 
 SPEC = shape("tiny-qwen3")
 PROMPT = list(range(10, 60))
@@ -106,9 +107,12 @@ def test_abort_ends_running_requests_and_keeps_waiting_ones(engine: Engine) -> N
     assert reason(held) is FinishReason.LENGTH
 
 
-def test_continue_stops_between_passes_and_changes_no_token(engine: Engine) -> None:
-    expected = LLM.from_engine(engine).generate([PROMPT], greedy(80))[0].token_ids
-    running = submit(engine, 80)
+@pytest.mark.parametrize("grammar", [None, Grammar.regex("[a-z ]{200}")], ids=["plain", "grammar"])
+def test_continue_stops_between_passes_and_changes_no_token(engine: Engine, grammar: Grammar | None) -> None:
+    params = replace(greedy(80), grammar=grammar, ignore_eos=grammar is None)
+    expected = LLM.from_engine(engine).generate([PROMPT], params)[0].token_ids
+    running = TimedSink()
+    engine.submit(Job(engine.encode(PROMPT), params, stream=True), running)
     running.started.wait(60)
     for _ in range(3):
         engine.pause(PauseMode.CONTINUE).result(60)
