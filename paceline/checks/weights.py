@@ -12,7 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from paceline.checks.harness import CheckResult, CheckSetup, TimedSink, greedy, random_prompts, tokens_of
+from paceline.engine.engine import Engine
 from paceline.engine.job import Job
+from paceline.engine.output import OutputDelta
+from paceline.engine.pausing import PauseMode
 from paceline.engine.weight_update import update_weights
 from paceline.model.layout import stored_parts
 from paceline.model.registry import FAMILIES
@@ -37,10 +40,11 @@ def check_weights(
             before = tokens_of(llm, prompts, params)
             found = update_weights(llm.engine, folder)
             after = tokens_of(llm, prompts, params)
-            sink = TimedSink()
+            sink = _PausingSink(llm.engine)
             llm.engine.submit(Job(as_tokens(prompts[0]), greedy([long_tokens])[0], stream=True), sink)
             sink.started.wait()
             update_weights(llm.engine, folder, mode="continue")
+            llm.engine.resume()
             sink.ended.wait()
             versions = () if sink.last is None else sink.last.weight_versions
         fresh = load_decoder(folder, dtype=setup.dtype, device=setup.device)
@@ -55,6 +59,19 @@ def check_weights(
         f"{found.copy_s * 1e3:.0f} ms); {same} of {count} outputs equal to an engine that loaded them, {changed} "
         f"different from before; a request across an update reports versions {', '.join(versions)}",
     )
+
+
+class _PausingSink(TimedSink):
+    """Pauses the engine with the first token: else a fast request would end before the weights are loaded."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def put(self, delta: OutputDelta) -> None:
+        if not self.tokens:
+            self._engine.pause(PauseMode.CONTINUE)
+        super().put(delta)
 
 
 def write_folder(folder: Path, spec: ModelSpec, weights: Mapping[str, Tensor]) -> None:

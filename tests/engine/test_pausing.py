@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from paceline.config import EngineConfig
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine
 from paceline.engine.job import Job
-from paceline.engine.output import Conflict, EngineFailed
+from paceline.engine.output import Conflict, EngineFailed, OutputDelta
 from paceline.engine.pausing import PauseMode
 from paceline.engine.virtual.build import build_virtual
 from paceline.engine.weight_update import update_weights
@@ -39,6 +39,33 @@ def greedy(count: int, **options: Any) -> SamplingParams:
 def submit(engine: Engine, count: int, prompt: list[int] = PROMPT, **options: Any) -> TimedSink:
     sink = TimedSink()
     engine.submit(Job(engine.encode(prompt), greedy(count), stream=True, **options), sink)
+    return sink
+
+
+class Trigger(TimedSink):
+    """Calls a function on the engine's thread with the first token: what it posts comes before the next pass."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        super().__init__()
+        self.action = action
+
+    def put(self, delta: OutputDelta) -> None:
+        if not self.tokens:
+            self.result = self.action()
+        super().put(delta)
+
+
+def on_first_token(engine: Engine, action: Callable[[], object], params: SamplingParams) -> Trigger:
+    sink = Trigger(action)
+    engine.submit(Job(engine.encode(PROMPT), params, stream=True), sink)
+    assert sink.started.wait(60)
+    return sink
+
+
+def stopped(engine: Engine, count: int) -> TimedSink:
+    """A request in an engine that paused after its first tokens."""
+    sink = on_first_token(engine, lambda: engine.pause(PauseMode.CONTINUE), greedy(count))
+    sink.result.result(60)
     return sink
 
 
@@ -98,9 +125,8 @@ def test_wait_lets_running_requests_finish_and_holds_new_ones(engine: Engine) ->
 
 
 def test_abort_ends_running_requests_and_keeps_waiting_ones(engine: Engine) -> None:
-    running = submit(engine, 1500)
-    running.started.wait(60)
-    engine.pause(PauseMode.ABORT).result(60)
+    running = on_first_token(engine, lambda: engine.pause(PauseMode.ABORT), greedy(1500))
+    running.result.result(60)
     assert reason(running) is FinishReason.ABORT
     held = submit(engine, 2)
     engine.resume()
@@ -111,9 +137,9 @@ def test_abort_ends_running_requests_and_keeps_waiting_ones(engine: Engine) -> N
 def test_continue_stops_between_passes_and_changes_no_token(engine: Engine, grammar: Grammar | None) -> None:
     params = replace(greedy(80), grammar=grammar, ignore_eos=grammar is None)
     expected = LLM.from_engine(engine).generate([PROMPT], params)[0].token_ids
-    running = TimedSink()
-    engine.submit(Job(engine.encode(PROMPT), params, stream=True), running)
-    running.started.wait(60)
+    running = on_first_token(engine, lambda: engine.pause(PauseMode.CONTINUE), params)
+    running.result.result(60)
+    assert len(running.tokens) < 80
     for _ in range(3):
         engine.pause(PauseMode.CONTINUE).result(60)
         assert engine.call(lambda scheduler: scheduler.num_in_flight).result(60) == 0
@@ -143,12 +169,14 @@ def test_a_paused_engine_closes(engine: Engine) -> None:
 
 
 def test_resuming_early_cancels_the_pause(engine: Engine) -> None:
-    running = submit(engine, 600)
-    running.started.wait(60)
-    pause = engine.pause(PauseMode.WAIT)
-    engine.resume()
+    def pause_and_resume() -> Future[None]:
+        pause = engine.pause(PauseMode.WAIT)
+        engine.resume()
+        return pause
+
+    running = on_first_token(engine, pause_and_resume, greedy(60))
     with pytest.raises(Conflict, match="resumed before it was paused"):
-        pause.result(60)
+        running.result.result(60)
     assert reason(running) is FinishReason.LENGTH
 
 
@@ -167,9 +195,9 @@ def test_new_weights_give_the_tokens_of_an_engine_that_loaded_them(engine: Engin
 
 
 def test_a_request_that_spans_versions_says_so(engine: Engine, folder: Path) -> None:
-    running = submit(engine, 400)
-    running.started.wait(60)
+    running = stopped(engine, 400)
     update_weights(engine, folder, mode="continue", version="step-7")
+    engine.resume()
     assert reason(running) is FinishReason.LENGTH and len(running.tokens) == 400
     assert running.last is not None and running.last.weight_versions == ("0", "step-7")
     assert engine.weights.current == "step-7"
@@ -181,8 +209,7 @@ def test_wait_and_abort_leave_no_request_of_two_versions(engine: Engine, folder:
     update_weights(engine, folder)
     assert reason(running) is FinishReason.LENGTH
     assert running.last is not None and running.last.weight_versions == ("0",)
-    long = submit(engine, 1500)
-    long.started.wait(60)
+    long = stopped(engine, 1500)
     update_weights(engine, folder, mode="abort")
     assert reason(long) is FinishReason.ABORT
 
@@ -197,9 +224,7 @@ def test_an_engine_that_was_paused_stays_paused(engine: Engine, folder: Path) ->
 
 
 def test_waiting_for_requests_that_an_operator_stopped_is_an_error(engine: Engine, folder: Path) -> None:
-    running = submit(engine, 800)
-    running.started.wait(60)
-    engine.pause(PauseMode.CONTINUE).result(60)
+    running = stopped(engine, 80)
     with pytest.raises(Conflict, match="mode is 'wait' and the engine is paused with 1 running"):
         update_weights(engine, folder)
     engine.resume()
@@ -234,15 +259,9 @@ def test_weights_that_do_not_fit_change_nothing(engine: Engine, folder: Path, tm
 
 
 def test_one_update_at_a_time(engine: Engine, folder: Path) -> None:
-    running = submit(engine, 500)
-    running.started.wait(60)
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(update_weights, engine, folder)
-        while not engine.call(lambda scheduler: scheduler.admission.holds_new).result(60):
-            pass
-        with pytest.raises(Conflict, match="another weight update is in progress"):
-            update_weights(engine, folder)
-        assert first.result(60).version == "1"
+    with engine.weights.updating, pytest.raises(Conflict, match="another weight update is in progress"):
+        update_weights(engine, folder)
+    assert update_weights(engine, folder).version == "1"
 
 
 def test_if_copying_fails_the_engine_fails(engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
