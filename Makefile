@@ -25,18 +25,19 @@ $(RUNTIME): pyproject.toml constraints.txt
 serve: $(RUNTIME)
 	@$(BIN)/paceline serve $(ARGS)
 
-# Three processes for two cores, with about the same work: tests in Triton's interpreter take half of the CPU time, and
+# Four processes for two cores, with about the same work: tests in Triton's interpreter take a third of the CPU time, and
 # those with servers and browsers often wait.
 LANE_1 := tests/kernels tests/server tests/pages
 LANE_2 := tests/engine/cuda tests/checks tests/cli tests/bench
+LANE_3 := tests/scheduler tests/simulator tests/text
+LANES := 1 2 3
 PYTEST := $(BIN)/python -m pytest
 test: $(READY)
-	@$(PYTEST) $(LANE_1) > .venv/lane-1.log 2>&1 & one=$$!; \
-	$(PYTEST) $(LANE_2) > .venv/lane-2.log 2>&1 & two=$$!; \
-	trap "kill $$one $$two" INT TERM; \
-	$(PYTEST) $(patsubst %,--ignore=%,$(LANE_1) $(LANE_2)); status=$$?; \
-	wait $$one || status=1; echo "$(LANE_1):"; cat .venv/lane-1.log; \
-	wait $$two || status=1; echo "$(LANE_2):"; cat .venv/lane-2.log; exit $$status
+	@$(foreach lane,$(LANES),$(PYTEST) $(LANE_$(lane)) > .venv/lane-$(lane).log 2>&1 & lane_$(lane)=$$!;) \
+	trap "kill $(foreach lane,$(LANES),$$lane_$(lane))" INT TERM; \
+	$(PYTEST) $(foreach lane,$(LANES),$(patsubst %,--ignore=%,$(LANE_$(lane)))); status=$$?; \
+	$(foreach lane,$(LANES),wait $$lane_$(lane) || status=1; echo "$(LANE_$(lane)):"; cat .venv/lane-$(lane).log;) \
+	exit $$status
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout 3600

@@ -322,7 +322,7 @@ class Admission:
         self.dequeue(request)
         slot = memory.start_row(request)
         memory.slots.max_outputs[slot] = request.max_tokens
-        memory.slots.expected[slot] = request.expected_tokens or 0
+        memory.slots.expected[slot] = min(request.expected_tokens or 0, request.max_tokens)
         memory.slots.remaining[slot] = request.max_tokens - len(request.output)
         memory.slots.max_lengths[slot] = len(request.prompt) + request.max_tokens
         memory.slots.prompt_tokens[slot] = request.num_tokens
@@ -345,13 +345,13 @@ class Admission:
         memory, slots = self._memory, self._memory.slots
         skipped = memory.extend_cached_prefix(request, now)
         self._journal.counters.hit_tokens += skipped
-        request.num_cached += skipped
+        fetched = 0
         if memory.host is not None:
             fetched = memory.fetch(request, memory.host, now)
-            if not request.retractions:  # after a retraction it fetches what it computed itself
-                request.num_cached += fetched
-                request.num_fetched += fetched
             limit = min(limit, memory.max_tokens_before_fetch(request, memory.host))
+        if not request.retractions:  # after a retraction it finds what it computed itself
+            request.num_cached = min(request.num_cached + skipped + fetched, len(request.prompt))
+            request.num_fetched = min(request.num_fetched + fetched, request.num_cached)
         slot = request.slot
         assert slot is not None, f"request {request.id} is not running"
         start = int(slots.computed[slot])

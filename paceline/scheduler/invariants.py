@@ -208,6 +208,8 @@ def _queues(state: SchedulerState) -> list[str]:
             faults.append(f"request {request.id} is {request.phase.value}, and in_queue is {in_queue}")
         if request.skipped:
             faults.append(f"request {request.id} is still skipped after the step")
+        if not request.num_fetched <= request.num_cached <= len(request.prompt):
+            faults.append(f"request {request.id} counts {request.num_cached} of {len(request.prompt)} as cached")
         if request.retractions > MAX_RETRACTIONS:
             faults.append(f"request {request.id} was retracted {request.retractions} times")
     if len(waiting) != admission.num_waiting:

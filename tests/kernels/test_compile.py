@@ -27,6 +27,7 @@ def test_every_kernel_compiles_for_a_gpu(cache: Path) -> None:
     assert "not launched: none" in compiled(cache)
 
 
+@pytest.mark.slow
 def test_kernel_resources_are_printed_without_a_gpu(cache: Path) -> None:
     lines = compiled(cache, "tiny-qwen3").splitlines()
     assert lines[0] == "registers spilled shared KB warps at once"

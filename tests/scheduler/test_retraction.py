@@ -228,3 +228,28 @@ def test_a_request_is_not_readmitted_while_a_token_of_it_is_in_flight() -> None:
     assert "the token it was computing when it was retracted" in core.explain("back")
     one.num_in_flight = 0
     assert core.plan(0.0) is not None
+
+
+def test_cached_tokens_never_exceed_the_prompt() -> None:
+    """After a retraction a request finds what it, or a sharer, has computed: that is no cache hit of its prompt."""
+    subject = harness(num_pages=40, chunk_tokens=8)
+    prefix = list(range(1, 33))
+    subject.add(request(prompt(prefix, 90), 2))
+    subject.run()
+    subject.add(one := request(prompt(prefix, 91), 20))
+    subject.step()
+    assert one.num_cached == 32
+    subject.scheduler.retract(one.id, subject.clock(), "a test")
+    subject.scheduler.flush_cache()
+    subject.add(*(request(prompt(prefix, 92 + number), 20) for number in range(3)))
+    subject.run()
+    assert one.num_cached == 32 <= len(one.prompt)
+    subject.assert_reference()
+
+
+def test_an_absurd_expected_length_is_capped_by_max_tokens() -> None:
+    subject = harness(num_pages=16)
+    subject.add(one := request([1, 2, 3], 5, expected_tokens=2**40, stop_token_ids=(63,)), request([4, 5], 5))
+    subject.run()
+    assert len(one.output) <= 5
+    subject.assert_reference()
