@@ -27,9 +27,9 @@ serve: $(RUNTIME)
 
 # Four processes for two cores, with about the same work: tests in Triton's interpreter take a third of the CPU time, and
 # those with servers and browsers often wait.
-LANE_1 := tests/kernels tests/server tests/pages
-LANE_2 := tests/engine/cuda
-LANE_3 := tests/scheduler tests/simulator tests/text tests/checks tests/cli tests/bench
+LANE_1 := tests/server tests/pages
+LANE_2 := tests/engine/cuda tests/cli tests/bench
+LANE_3 := tests/scheduler tests/simulator tests/text tests/kernels
 LANES := 1 2 3
 PYTEST := $(BIN)/python -m pytest
 test: $(READY)
