@@ -299,6 +299,7 @@ class Engine:
             self._closing = True
             self._wake.notify()
         self._thread.join()
+        self._pauses.fail(self._unavailable())
         self.grammars.close()
         if not self._closed:
             self._closed = True

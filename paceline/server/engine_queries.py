@@ -87,6 +87,8 @@ class EngineQueries:
 
     def _run_long(self, query: EngineQuery, result: Future[Any]) -> None:
         """On a thread of its own: these block."""
+        if not result.set_running_or_notify_cancel():  # from here on it cannot be cancelled
+            return
         found: object = None
         try:
             match query:

@@ -168,6 +168,18 @@ def test_a_paused_engine_closes(engine: Engine) -> None:
     assert reason(sink) is FinishReason.ABORT
 
 
+def test_closing_the_engine_ends_a_pause_that_waits_for_running_requests(engine: Engine) -> None:
+    def pause_and_close() -> Future[None]:
+        pause = engine.pause(PauseMode.WAIT)
+        engine._closing = True  # as close() does, before the next pass
+        return pause
+
+    running = on_first_token(engine, pause_and_close, greedy(1500))
+    engine.close()
+    with pytest.raises(EngineFailed, match="the engine was closed"):
+        running.result.result(60)
+
+
 def test_resuming_early_cancels_the_pause(engine: Engine) -> None:
     def pause_and_resume() -> Future[None]:
         pause = engine.pause(PauseMode.WAIT)
