@@ -180,15 +180,9 @@ class SchedulerConfig:
     )
     max_wait: float = option(
         0.2,
-        "seconds after which a waiting request is overdue: overdue requests get lane_share of the admitted tokens, "
-        "oldest first, so that better cache hits cannot delay them forever; 0: first come, first served; inf: never",
+        "aging: seconds of device time that younger requests may get ahead of a waiting one, beyond half as much as "
+        "older ones get; after that it is overdue and admitted before them; 0: first come, first served; inf: no aging",
         low=0.0,
-    )
-    lane_share: float = option(
-        0.125,
-        "share of admitted tokens that goes to the overdue queue: requests that have waited longer than max_wait",
-        low=0.001,
-        high=1.0,
     )
     fair_quantum: int = option(
         8192, "policy fair: tokens that a tenant is served before the scheduler switches to another tenant", low=1

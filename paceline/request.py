@@ -317,6 +317,9 @@ class Request:
     max_tokens: int = 0  # params.max_tokens, or what context and memory allow
     stop_ids: frozenset[int] = frozenset()
     number: int = 0  # arrival number; breaks ties and is kept across retractions
+    predicted_s: float = 0.0  # device time that it is expected to take (service_time.py)
+    served_s: float = 0.0  # device time of its prefill since it was admitted
+    decoding_from: float = 0.0  # the decode clock when its prefill ended
     arrival: float = 0.0
     first_admitted: float | None = None
     seniority: int = 0  # order of first admission; kept across retractions

@@ -145,8 +145,22 @@ MUTANTS = [
     Mutant(
         "waiting requests do not age",
         "scheduler/aging.py",
-        "        return head if self.credit >= self._cost(head, now) else None",
-        "        return None",
+        "                return overdue\n",
+        "                return chosen\n",
+    ),
+    Mutant(
+        "a wrong prediction of device time is never corrected",
+        "scheduler/aging.py",
+        "            self._charge(request, seconds - predicted, last)\n",
+        "",
+        ("tests/scheduler/test_aging.py",),
+    ),
+    Mutant(
+        "device time from before its arrival delays a request",
+        "scheduler/aging.py",
+        "        self._limits.move(last, (1 - _FACTOR) * seconds)",
+        "        self._limits.move(last, 0.0)",
+        ("tests/scheduler/test_aging.py",),
     ),
     Mutant(
         "idle time earns credit",

@@ -34,7 +34,7 @@ from paceline.config import (
         ({"prefix_cache": 1}, "prefix_cache is 1: expected true or false."),
         ({"max_wait": -1}, "max_wait is -1: must be at least 0.0."),
         ({"max_wait": math.nan}, "max_wait is nan: expected a number."),
-        ({"lane_share": 2}, "lane_share is 2: must be at most 1.0."),
+        ({"draft_tokens": 65}, "draft_tokens is 65: must be at most 64."),
         ({"itl_target": 0}, "itl_target is 0: must be at least 1e-06."),
         (
             {"policy": "fastest"},

@@ -24,6 +24,7 @@ from paceline.scheduler.plan import Join
 from paceline.scheduler.policies import Policy
 from paceline.scheduler.retraction import is_protected
 from paceline.scheduler.running_set import RunningSet
+from paceline.scheduler.service_time import ServiceTime
 
 MIN_CHUNK_TOKENS = 16  # prompt tokens per pass whatever itl_target allows
 _TILE_TOKENS = 64  # query tile of GPU attention: a few tokens more than a multiple cost as much as another tile
@@ -56,6 +57,7 @@ class Admission:
         running: RunningSet,
         policy: Policy,
         lengths: OutputLengths,
+        service_time: ServiceTime,
         journal: Journal,
     ) -> None:
         self._config = config
@@ -63,6 +65,7 @@ class Admission:
         self._running = running
         self._policy = policy
         self._lengths = lengths
+        self._service_time = service_time
         self._journal = journal
         self.retracted: list[Request] = []  # waiting again, most senior first: readmitted before all others
         self.num_waiting = 0
@@ -84,10 +87,11 @@ class Admission:
         """A new or retracted request begins to wait."""
         self.num_waiting += 1
         self.num_waiting_tokens += request.num_tokens
-        self._memory.tree.enqueue(request, token_key(request), self._memory.num_cacheable_pages(request))
+        num_known = self._memory.tree.enqueue(request, token_key(request), self._memory.num_cacheable_pages(request))
         if request.was_admitted and self._config.policy != "priority":
             insort(self.retracted, request, key=lambda waiting: waiting.seniority)
         else:
+            self._service_time.predict(request, request.num_tokens - num_known, self._expected_growth(request))
             request.queued = True
             self._policy.add(request)
 
@@ -318,6 +322,7 @@ class Admission:
         memory, counters = self._memory, self._journal.counters
         if self._forecast is not None:
             self._forecast.add(self._own_tokens(request), self._expected_growth(request))
+        self._service_time.predict(request, to_compute, self._expected_growth(request))
         self._policy.on_admitted(request, to_compute, now)
         self.dequeue(request)
         slot = memory.start_row(request)

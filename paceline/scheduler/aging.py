@@ -1,9 +1,16 @@
-"""Aging: the overdue queue, beside any policy that could otherwise let a request wait forever."""
+"""Aging: bounds how much a policy may give to younger requests ahead of an older one.
+
+A waiting request is *overdue* when younger requests were given `max_wait` of device time since it arrived, and half as
+much as older ones on top. While it is overdue, no younger request is admitted. So it waits at most 1.5 times as long as
+under first come, first served, plus `max_wait` and a constant: docs/waiting.md has the bound and its proof.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 from paceline.config import SchedulerConfig
 from paceline.request import Request
@@ -12,49 +19,63 @@ from paceline.scheduler.now import Now
 from paceline.scheduler.policies import BasePolicy, FcfsPolicy, Policy
 from paceline.scheduler.prefix_tree import PrefixTree
 
+_FACTOR = 1.5  # of the bound: device time for younger requests is at most half of that for older ones
+_MAX_TRIED = 16  # overdue requests that are looked at when the first ones cannot be admitted in this step
 
-class OverdueQueue:
-    """First come, first served, for requests that have waited longer than `max_wait`.
 
-    While a request is overdue the queue earns credit: `share` of the tokens that are admitted beside it. As soon as the
-    credit covers the oldest overdue request, that one is admitted next. So a request waits for what was there before
-    it, plus a bounded share of what came later: later arrivals alone cannot delay it forever.
+class AgingPolicy(BasePolicy):
+    """Another policy, whose choice stands unless an older request is overdue.
+
+    `_given_s` counts the device time of all requests admitted so far: the predicted time of a request when it is
+    admitted, replaced by the real one when it ends. With S of that for older requests since a request arrived, and Y
+    for younger ones, it grows by S + Y, and the request is overdue from S + Y >= max_wait + 1.5 S on.
     """
 
-    def __init__(self, tree: PrefixTree, max_wait: float, share: float) -> None:
+    def __init__(self, inner: Policy, tree: PrefixTree, allowance: Callable[[], float]) -> None:
+        self._inner = inner
         self._tree = tree
-        self._max_wait = max_wait
-        self._share = share
-        self._queue: deque[Request] = deque()
-        self.credit = 0.0
+        self._allowance = allowance  # device time that younger requests may have ahead of one that arrives now
+        self._given_s = 0.0
+        self._limits = GivenLimits()
+        self._charged: dict[Request, tuple[float, int]] = {}  # predicted time, youngest request at that time
 
     def add(self, request: Request) -> None:
-        self._queue.append(request)
+        self._limits.append(request, self._given_s + self._allowance())
+        self._inner.add(request)
+
+    def remove(self, request: Request) -> None:
+        self._limits.discard(request)
+        self._inner.remove(request)
 
     def next(self, now: Now) -> Request | None:
-        head = self._overdue(now)
-        if head is None or head.skipped or self._is_hidden(head):
-            return None
-        return head if self.credit >= self._cost(head, now) else None
+        chosen = self._inner.next(now)
+        for overdue in islice(self._limits.reached(self._given_s), _MAX_TRIED):
+            if chosen is not None and chosen.number <= overdue.number:
+                break
+            if not overdue.skipped and not self._is_hidden(overdue):
+                return overdue
+        return chosen
 
     def on_admitted(self, request: Request, num_tokens: int, now: Now) -> None:
-        """Called while `request` is still queued."""
-        head = self._overdue(now)
-        if head is None:
-            self.credit = 0.0  # no request is overdue: credit is not saved for later
-        elif head is request:
-            self.credit = max(0.0, self.credit - num_tokens)
-        else:
-            self.credit += self._share * num_tokens
+        self._charged[request] = request.predicted_s, self._limits.last_number
+        self._charge(request, request.predicted_s, self._limits.last_number)
+        # Under depth-first the requests that share the prefix of an overdue request follow it, as far as others are not
+        # overdue. The cluster that was interrupted is resident, so the policy returns to it.
+        self._inner.on_admitted(request, num_tokens, now)
 
-    def _overdue(self, now: Now) -> Request | None:
-        queue = self._queue
-        while queue and not queue[0].queued:
-            queue.popleft()
-        return queue[0] if queue and now.time - queue[0].arrival >= self._max_wait else None
+    def on_served(self, request: Request, seconds: float) -> None:
+        if request in self._charged:
+            predicted, last = self._charged.pop(request)
+            self._charge(request, seconds - predicted, last)
 
-    def _cost(self, request: Request, now: Now) -> int:
-        return request.num_tokens - self._tree.hit(self._tree.waiting_nodes[request], now.step).depth
+    def end_step(self) -> None:
+        self._inner.end_step()
+
+    def _charge(self, request: Request, seconds: float, last: int) -> None:
+        """Gives `seconds` to a request that was admitted when the youngest one had the number `last`."""
+        self._given_s += seconds
+        self._limits.move(request.number, _FACTOR * seconds)
+        self._limits.move(last, (1 - _FACTOR) * seconds)  # for these, the time before they arrived does not count
 
     def _is_hidden(self, request: Request) -> bool:
         node: Node | None = self._tree.waiting_nodes[request]
@@ -65,37 +86,107 @@ class OverdueQueue:
         return False
 
 
-class AgingPolicy(BasePolicy):
-    """Another policy, with a queue for the requests that it has delayed for too long."""
+class GivenLimits:
+    """The given device time at which each waiting request becomes overdue: a segment tree of minima, oldest first.
 
-    def __init__(self, inner: Policy, overdue: OverdueQueue) -> None:
-        self._inner = inner
-        self._overdue = overdue
+    The leaf of position i is node _size + i. The minimum of a node is that of its children plus what was added to the
+    node as a whole, so moving the limits of all younger requests and finding those reached cost O(log n) each.
+    """
 
-    def add(self, request: Request) -> None:
-        self._overdue.add(request)
-        self._inner.add(request)
+    def __init__(self) -> None:
+        self._rebuild([])
 
-    def remove(self, request: Request) -> None:
-        self._inner.remove(request)
+    @property
+    def last_number(self) -> int:
+        """The arrival number of the youngest request."""
+        return self._numbers[-1] if self._numbers else 0
 
-    def next(self, now: Now) -> Request | None:
-        return self._overdue.next(now) or self._inner.next(now)
+    def append(self, request: Request, limit: float) -> None:
+        if len(self._requests) == self._size:
+            self._rebuild([(self._requests[at], self._limit(at)) for at in self._positions.values()])
+        position = self._place(request)
+        self._low[position + self._size] = 0.0
+        # What was added before it arrived does not apply to it.
+        self._low[position + self._size] = limit - self._limit(position)
+        self._update_above(position + self._size)
 
-    def on_admitted(self, request: Request, num_tokens: int, now: Now) -> None:
-        self._overdue.on_admitted(request, num_tokens, now)
-        # Under depth-first the whole cluster of an overdue request follows it, so aging costs one prefix and not one
-        # per request. The cluster that was interrupted is resident, so the policy returns to it.
-        self._inner.on_admitted(request, num_tokens, now)
+    def discard(self, request: Request) -> None:
+        position = self._positions.pop(request)
+        self._low[position + self._size] = math.inf
+        self._update_above(position + self._size)
 
-    def end_step(self) -> None:
-        self._inner.end_step()
+    def move(self, number: int, seconds: float) -> None:
+        """Adds `seconds` to the limits of all requests with a greater arrival number."""
+        position = bisect_right(self._numbers, number)
+        if position == len(self._numbers) or not seconds:
+            return
+        low, moved = self._low, self._moved
+        node = position + self._size
+        low[node] += seconds
+        while node > 1:
+            if not node & 1:  # its right sibling is younger as a whole
+                low[node + 1] += seconds
+                moved[node + 1] += seconds
+            older, younger = low[node & ~1], low[node | 1]
+            node >>= 1
+            low[node] = (older if older < younger else younger) + moved[node]
+
+    def reached(self, given_s: float) -> Iterator[Request]:
+        """Requests whose limit is not above `given_s`, oldest first."""
+        stack = [(1, 0.0)]
+        while stack:
+            node, moved = stack.pop()
+            if self._low[node] + moved > given_s:
+                continue
+            if node >= self._size:
+                yield self._requests[node - self._size]
+            else:
+                moved += self._moved[node]
+                stack += [(2 * node + 1, moved), (2 * node, moved)]
+
+    def _place(self, request: Request) -> int:
+        position = self._positions[request] = len(self._requests)
+        self._requests.append(request)
+        self._numbers.append(request.number)
+        return position
+
+    def _limit(self, position: int) -> float:
+        node = position + self._size
+        total = self._low[node]
+        while node > 1:
+            node >>= 1
+            total += self._moved[node]
+        return total
+
+    def _update_above(self, node: int) -> None:
+        low, moved = self._low, self._moved
+        while node > 1:
+            lowest = min(low[node], low[node ^ 1])
+            node >>= 1
+            lowest += moved[node]
+            if low[node] == lowest:
+                return  # as before, so nothing changes further up
+            low[node] = lowest
+
+    def _rebuild(self, limits: list[tuple[Request, float]]) -> None:
+        """Starts over with these alone, and space for as many again."""
+        self._size = max(64, 1 << (2 * len(limits)).bit_length())
+        self._low = [math.inf] * (2 * self._size)
+        self._moved = [0.0] * (2 * self._size)
+        self._requests: list[Request] = []  # by position; also those that have left
+        self._numbers: list[int] = []  # their arrival numbers, ascending
+        self._positions: dict[Request, int] = {}
+        for request, limit in limits:
+            self._low[self._place(request) + self._size] = limit
+        for node in range(self._size - 1, 0, -1):
+            self._low[node] = min(self._low[2 * node], self._low[2 * node + 1])
 
 
-def with_aging(inner: Policy, tree: PrefixTree, config: SchedulerConfig) -> Policy:
-    """`inner` with an overdue queue. With max_wait 0 the queue alone remains, with infinite max_wait `inner` alone."""
+def with_aging(inner: Policy, tree: PrefixTree, config: SchedulerConfig, share: Callable[[], float]) -> Policy:
+    """`inner` with aging, for requests that have a `share` of the device. With max_wait 0 it is first come, first
+    served, with an infinite max_wait `inner` alone."""
     if config.max_wait == 0:
         return FcfsPolicy()
     if math.isinf(config.max_wait):
         return inner
-    return AgingPolicy(inner, OverdueQueue(tree, config.max_wait, config.lane_share))
+    return AgingPolicy(inner, tree, lambda: config.max_wait * share())

@@ -46,6 +46,7 @@ class FairPolicy(BasePolicy):
         self._created = 0
         self._level = 0.0
         self._idle_service = 0.0  # of the last tenant that became idle
+        self._active_weight = 0.0
         self._turn: TenantState | None = None
         self._backlogged: list[tuple[float, int, TenantState]] = []
         self._active: list[tuple[float, int, TenantState]] = []
@@ -54,10 +55,7 @@ class FairPolicy(BasePolicy):
 
     def add(self, request: Request) -> None:
         tenant = self.tenants.get(request.tenant) or self._new_tenant(request.tenant)
-        if not tenant.is_active:
-            # Idle time earns no credit: a returning tenant starts level with the least served active one.
-            tenant.service = max(tenant.service, self._least_active())
-            heappush(self._active, (tenant.service, tenant.index, tenant))
+        self._activate(tenant)
         if not tenant.num_waiting:
             heappush(self._backlogged, (tenant.service, tenant.index, tenant))
         tenant.num_waiting += 1
@@ -88,9 +86,7 @@ class FairPolicy(BasePolicy):
 
     def on_admitted(self, request: Request, num_tokens: int, now: Now) -> None:
         tenant = self.tenants.get(request.tenant) or self._new_tenant(request.tenant)
-        if not tenant.is_active:  # a retracted request is all that the tenant has
-            tenant.service = max(tenant.service, self._least_active())
-            heappush(self._active, (tenant.service, tenant.index, tenant))
+        self._activate(tenant)  # if a retracted request is all that it has
         tenant.num_running += 1
         if request.queued:
             tenant.policy.on_admitted(request, num_tokens, now)
@@ -99,6 +95,9 @@ class FairPolicy(BasePolicy):
         tenant = self.tenants[request.tenant]
         tenant.num_running -= 1
         self._maybe_idle(tenant)
+
+    def on_served(self, request: Request, seconds: float) -> None:
+        self.tenants[request.tenant].policy.on_served(request, seconds)
 
     def charge(self, tenant: str, num_tokens: float) -> None:
         state = self.tenants[tenant]
@@ -118,8 +117,9 @@ class FairPolicy(BasePolicy):
             self._forget_idle()
         config = self._config
         inner = DepthFirstPolicy(self._tree, lambda: self._tree.root.children.get(name))
-        policy = with_aging(inner, self._tree, config)
-        tenant = TenantState(self._created, name, config.tenant_weights.get(name, 1.0), policy)
+        weight = config.tenant_weights.get(name, 1.0)
+        policy = with_aging(inner, self._tree, config, lambda: weight / max(weight, self._active_weight))
+        tenant = TenantState(self._created, name, weight, policy)
         self._created += 1
         self.tenants[name] = tenant
         return tenant
@@ -131,8 +131,16 @@ class FairPolicy(BasePolicy):
             name: tenant for name, tenant in self.tenants.items() if tenant.is_active or tenant.service > floor
         }
 
+    def _activate(self, tenant: TenantState) -> None:
+        if not tenant.is_active:
+            # Idle time earns no credit: a returning tenant starts level with the least served active one.
+            tenant.service = max(tenant.service, self._least_active())
+            heappush(self._active, (tenant.service, tenant.index, tenant))
+            self._active_weight += tenant.weight
+
     def _maybe_idle(self, tenant: TenantState) -> None:
         if not tenant.is_active:
+            self._active_weight -= tenant.weight
             self._idle_service = max(self._idle_service, min(tenant.service, self._least_active(tenant.service)))
 
     def _least_served(self) -> TenantState | None:

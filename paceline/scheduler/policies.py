@@ -37,6 +37,9 @@ class Policy(Protocol):
     def on_released(self, request: Request) -> None:
         """A running request released its slot."""
 
+    def on_served(self, request: Request, seconds: float) -> None:
+        """A request that was admitted has finished or is retracted; it took so much device time."""
+
     def end_step(self) -> None:
         """The step is planned: skipped requests are candidates again."""
 
@@ -54,6 +57,9 @@ class BasePolicy:
         pass
 
     def on_released(self, request: Request) -> None:
+        pass
+
+    def on_served(self, request: Request, seconds: float) -> None:
         pass
 
     def end_step(self) -> None:

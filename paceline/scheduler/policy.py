@@ -50,4 +50,4 @@ def make_policy(tree: PrefixTree, config: SchedulerConfig) -> Policy:
             inner = KeyPolicy(lambda request: shuffle.random())
         case other:
             raise AssertionError(f"config accepts the policy {other!r}, which is not implemented")
-    return with_aging(inner, tree, config)
+    return with_aging(inner, tree, config, lambda: 1.0)

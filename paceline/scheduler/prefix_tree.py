@@ -141,9 +141,11 @@ class PrefixTree:
 
     # ------------------------------------------------------------------ waiting requests
 
-    def enqueue(self, request: Request, key: bytes, num_pages: int) -> None:
-        """Inserts the first `num_pages` pages of `key`, as ghosts where nothing is resident."""
+    def enqueue(self, request: Request, key: bytes, num_pages: int) -> int:
+        """Inserts the first `num_pages` pages of `key`, as ghosts where nothing is resident. Returns how many tokens of
+        it are cached, or will be once the older waiting requests have run."""
         node = self.namespace(request)
+        known = 0
         end = num_pages * self.page_bytes
         while (start := node.depth * TOKEN_BYTES) < end:
             child = self._child(node, key)
@@ -155,12 +157,14 @@ class PrefixTree:
                 common = self._common(child, key, end)
                 if common < len(child.key):
                     child = self.split(child, common)
+                known = child.depth
             node = child
         self.waiting_nodes[request] = node
         request.skipped = False
         node.num_waiting_here += 1
         heappush(node.waiters, (request.number, request))
         self._add_waiting(node, 1)
+        return known
 
     def dequeue(self, request: Request) -> None:
         """Removes a request, and the ghosts that no other request waits for."""

@@ -31,6 +31,7 @@ from paceline.scheduler.plan import NO_TOKENS, Column, Finished, Plan, Updates
 from paceline.scheduler.policy import make_policy
 from paceline.scheduler.retraction import choose_victim, is_protected
 from paceline.scheduler.running_set import RunningSet
+from paceline.scheduler.service_time import ServiceTime
 from paceline.scheduler.step_time import StepTimeFit
 from paceline.scheduler.validation import validate
 
@@ -53,6 +54,7 @@ class Scheduler:
         self.config = config
         self.journal = Journal(config.journal_events)
         self.step_time = StepTimeFit()
+        self._service_time = ServiceTime(config.max_running, config.output_weight)
         self._lengths = OutputLengths()
         self.step = 1  # number of the pass being planned, or of the next one
         self._reset_state()
@@ -74,7 +76,9 @@ class Scheduler:
         self.memory = Memory(self.config, self.journal)
         self.running = RunningSet(self.memory, shared_reads=self.config.shared_reads)
         self.policy = make_policy(self.memory.tree, self.config)
-        self.admission = Admission(self.config, self.memory, self.running, self.policy, self._lengths, self.journal)
+        self.admission = Admission(
+            self.config, self.memory, self.running, self.policy, self._lengths, self._service_time, self.journal
+        )
 
     # ------------------------------------------------------------------ queries
 
@@ -175,6 +179,8 @@ class Scheduler:
             # The KV of the last known token is not computed yet, or computed by a pass in flight whose row is
             # discarded. In both cases it is not cached.
             self._release(request, request.num_tokens - 1, now)
+        if request.was_admitted:
+            self.policy.on_served(request, self._service_time.served(request))
         self._departures += 1
         request.enter(Phase.FINISHED)
         request.finish_reason = reason
@@ -396,6 +402,7 @@ class Scheduler:
     def _requeue(self, request: Request, now: Now, beneficiary: str, wait_reason: str) -> None:
         request.num_in_flight = sum(request in one.sampled for one in self._in_flight)
         num_pages = self._release(request, request.num_tokens, now)
+        self.policy.on_served(request, self._service_time.served(request))
         self._departures += 1
         request.enter(Phase.WAITING)
         request.wait_reason = wait_reason
@@ -443,6 +450,7 @@ class Scheduler:
         if device_s is not None:
             self.counters.device_s += device_s
             self.step_time.observe(plan, device_s)
+            self._service_time.observe(plan, one.requests, device_s)
         sampled = one.sampled
         if counts is not None:
             assert len(counts) == len(sampled), f"{len(counts)} counts for {len(sampled)} sampling rows"

@@ -16,13 +16,13 @@ from paceline.simulator.compare import process_pool
 from paceline.simulator.scenarios import (
     CHAT_POOL,
     CONDITIONS,
-    LANE_SHARES,
     LARGE,
     MAX_WAITS,
     PREFIX_POLICIES,
     PREFIX_SHARES,
     SMALL,
     batching,
+    cold_and_cached,
     host_memory,
     long_prompts,
     overlap,
@@ -222,46 +222,82 @@ def _two_prefixes() -> Report:
     )
 
 
+_WAIT_NAMES = ["∞" if math.isinf(max_wait) else f"{max_wait:g} s" for max_wait in MAX_WAITS]
+
+
 def _max_wait() -> Report:
-    names = ["∞" if math.isinf(max_wait) else f"{max_wait:g} s" for max_wait in MAX_WAITS]
     waits = [waiting_curve(max_wait).summary() for max_wait in MAX_WAITS]
-    lanes = [waiting_curve(0.05, lane_share=share).summary() for share in LANE_SHARES]
     rows: list[list[str | float]] = [
         [
             name,
-            share,
             round(found["hit_rate"], 4),
             round(found["wait_p50_ms"] / 1e3, 3),
             round(found["wait_p99_ms"] / 1e3, 3),
             round(found["tokens_per_s"]),
         ]
-        for name, share, found in [
-            *zip(names, ["1/8"] * len(names), waits, strict=True),
-            *zip(["0.05 s"] * len(lanes), ["1", "1/2", "1/4"], lanes, strict=True),
-        ]
+        for name, found in zip(_WAIT_NAMES, waits, strict=True)
     ]
-    # From first come, first served to cache hits alone, by lane_share; its default is 1/8.
-    curve = [(waits[0], "max_wait 0")]
-    curve += [(found, f"lane_share {share}") for found, share in zip(lanes, ("1", "1/2", "1/4"), strict=True)]
-    curve += [(waits[MAX_WAITS.index(0.2)], "default"), (waits[-1], "max_wait ∞")]
     return Report(
-        ["max_wait", "lane_share", "hit rate", "wait p50 s", "wait p99 s", "tokens/s"],
+        ["max_wait", "hit rate", "wait p50 s", "wait p99 s", "tokens/s"],
         rows,
-        f"400 requests in 40 groups, policy fair, a KV cache of 16,000 tokens, {SMALL}. A request is overdue after "
-        "max_wait; overdue requests get lane_share of the admitted tokens.",
+        f"400 requests in 40 groups, policy fair, a KV cache of 16,000 tokens for ten of them, {SMALL}.",
         [
             [
+                Panel("bars", _WAIT_NAMES, [[one["hit_rate"] for one in waits]], ["hit rate"], "max_wait", "hit rate"),
                 Panel(
-                    "lines",
-                    [found["wait_p99_ms"] / 1e3 for found, _ in curve],
-                    [[found["hit_rate"] for found, _ in curve]],
-                    ["max_wait"],
-                    "waiting time p99, s",
-                    "hit rate",
-                    points=[name for _, name in curve],
-                )
+                    "bars",
+                    _WAIT_NAMES,
+                    [[one["wait_p50_ms"] / 1e3 for one in waits], [one["wait_p99_ms"] / 1e3 for one in waits]],
+                    ["p50", "p99"],
+                    "max_wait",
+                    "waiting time, s",
+                ),
             ]
         ],
+    )
+
+
+def _fairness_curve() -> Report:
+    policies = ("lpm", "fair")
+    rows: list[list[str | float]] = []
+    panels = []
+    for policy in policies:
+        runs = [cold_and_cached(max_wait, policy) for max_wait in MAX_WAITS]
+        found = [run.summary() for run in runs]
+        for name, run, summary in zip(_WAIT_NAMES, runs, found, strict=True):
+            waits = {
+                kind: [one.admitted - one.arrival for one in run.served if one.id.startswith(kind)]
+                for kind in ("popular", "rare")
+            }
+            rows.append(
+                [
+                    policy,
+                    name,
+                    round(summary["hit_rate"], 3),
+                    round(summary["wait_p99_ms"] / 1e3, 2),
+                    round(float(np.mean(waits["popular"])), 2),
+                    round(float(np.mean(waits["rare"])), 2),
+                    round(summary["seconds"], 1),
+                ]
+            )
+        panels.append(
+            Panel(
+                "lines",
+                [summary["wait_p99_ms"] / 1e3 for summary in found],
+                [[summary["hit_rate"] for summary in found]],
+                [policy],
+                "waiting time p99, s",
+                "hit rate",
+                f"policy {policy}",
+                points=[f"{name} (default)" if name == "0.2 s" else name for name in _WAIT_NAMES],
+            )
+        )
+    return Report(
+        ["policy", "max_wait", "hit rate", "wait p99 s", "popular mean s", "rare mean s", "total s"],
+        rows,
+        "500 requests at 22 a second, more than the GPU can serve without cache hits; 70% begin with a popular prefix, "
+        f"the others with a rare one that is seldom cached, {LARGE}.",
+        [panels],
     )
 
 
@@ -385,9 +421,14 @@ EXPERIMENTS: dict[str, Experiment] = {
         _two_prefixes,
     ),
     "max-wait": Experiment(
-        "Starvation bound: hit rate against waiting time, by max_wait",
-        "cache-aware scheduling lesson: hit rate vs p99 wait as FAIRNESS_T varies",
+        "Aging in a cache for a quarter of the prefixes: hit rate and waiting time, by max_wait",
+        "cache-aware scheduling lesson: first come, first served in a cache that is too small",
         _max_wait,
+    ),
+    "fairness-curve": Experiment(
+        "Fairness curve: hit rate against p99 waiting time, by max_wait",
+        "cache-aware scheduling lesson: hit rate vs p99 wait as FAIRNESS_T varies, best at 200 ms",
+        _fairness_curve,
     ),
     "overlap": Experiment(
         "Overlap scheduling: GPU idle time and throughput, two model sizes",

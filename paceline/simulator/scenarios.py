@@ -161,7 +161,6 @@ def two_prefixes(policy: str, pool_tokens: int, **options: Any) -> int:
 
 
 MAX_WAITS = (0.0, 0.05, 0.2, 1.0, 5.0, math.inf)
-LANE_SHARES = (1.0, 0.5, 0.25)
 
 
 def waiting_curve(max_wait: float, requests: int = 400, **options: Any) -> SimulationResult:
@@ -171,6 +170,20 @@ def waiting_curve(max_wait: float, requests: int = 400, **options: Any) -> Simul
     )
     config = SchedulerConfig(num_pages=1000, max_running=8, max_wait=max_wait, context_tokens=16_384, **options)
     return simulate(make_workload("prefixes", work), config, load_profile(SMALL))
+
+
+def cold_and_cached(max_wait: float, policy: str) -> SimulationResult:
+    """22 requests a second: 70% begin with one of 4 popular prefixes of 3,000 tokens, the others with one of 60, in a
+    KV cache that holds ten. Without cache hits the GPU can serve 16 a second."""
+    rng = np.random.default_rng(0)
+    popular, rare = ([random_tokens(rng, 3000) for _ in range(count)] for count in (4, 60))
+    arrivals = []
+    for number, at in enumerate(np.cumsum(rng.exponential(1 / 22, 500)).tolist()):
+        name, prefixes = ("popular", popular) if rng.random() < 0.7 else ("rare", rare)
+        prompt = np.concatenate([prefixes[int(rng.integers(len(prefixes)))], random_tokens(rng, 100)])
+        arrivals.append(Arrival(at, f"{name}-{number}", prompt, np.zeros(int(rng.integers(16, 48)), np.int32)))
+    config = SchedulerConfig(num_pages=2000, max_running=16, policy=policy, max_wait=max_wait, context_tokens=16_384)
+    return simulate(arrivals, config, load_profile(LARGE))
 
 
 # ---------------------------------------------------------------------- overlap

@@ -141,84 +141,6 @@ def test_max_wait_zero_is_fcfs_and_every_policy_serves_every_request(policy: str
         assert ids == [str(n) for n in range(20)]
 
 
-# ---------------------------------------------------------------------- the bound on waiting
-
-
-@pytest.mark.parametrize("policy", ["fair", "lpm", "dfs", "sjf", "lof", "random"])
-def test_later_arrivals_cannot_delay_a_request_forever(policy: str) -> None:
-    """A cold request against an endless stream of later requests with a cached prefix and shorter output."""
-    subject = in_turn(policy=policy, max_wait=0.01, lane_share=0.125)
-    subject.add(request(prompt([5] * 40), 1))
-    subject.run()
-    cold_length = 33 if policy == "lof" else 64
-    subject.add(cold := request(prompt([9] * cold_length), 3 if policy != "lof" else 1, id="cold"))
-    admitted_after = 0
-    for number in range(3000):
-        while subject.scheduler.num_waiting < 4:
-            output = 2 if policy != "lof" else 9
-            subject.add(
-                request(
-                    prompt([5] * 40, number % 7),
-                    output,
-                    id=f"later-{policy}-{admitted_after}-{number}-{subject.scheduler.num_waiting}",
-                )
-            )
-        subject.step()
-        if cold.first_admitted is not None:
-            break
-        admitted_after = len(admissions(subject.scheduler))
-    assert cold.first_admitted is not None, "starved"
-    # Its cost must be covered by an eighth of the uncached tokens that are admitted before it.
-    later = [r for r in subject.requests.values() if r.id.startswith("later") and r.first_admitted is not None]
-    overdue = [r for r in later if 0.01 + cold.arrival <= (r.first_admitted or 0) < cold.first_admitted]
-    beside = sum(r.num_tokens - len(r.output) - r.num_cached for r in overdue)
-    assert beside <= 8 * cold_length + 41
-
-
-def test_without_aging_a_cold_request_starves() -> None:
-    """Shows that the test above can fail."""
-    subject = in_turn(policy="lpm", max_wait=math.inf)
-    subject.add(request(prompt([5] * 40), 1))
-    subject.run()
-    subject.add(cold := request(prompt([9] * 64), 1))
-    for number in range(300):
-        subject.add(request(prompt([5] * 40, number % 7), 1))
-        subject.step()
-    assert cold.first_admitted is None
-
-
-@settings(max_examples=25)
-@given(
-    sizes=st.lists(st.integers(1, 30), min_size=4, max_size=12),
-    later=st.lists(st.tuples(st.integers(1, 30), st.booleans()), min_size=20, max_size=60),
-    position=st.integers(0, 3),
-)
-def test_waiting_is_bounded_by_the_queue_at_arrival(
-    sizes: list[int], later: list[tuple[int, bool]], position: int
-) -> None:
-    """One tenant, one slot, any later arrivals: the uncached tokens admitted before an overdue request stay within
-    (requests before it in the queue + itself) / share, plus one request."""
-    share = 0.25
-    subject = in_turn(policy="fair", max_wait=0.0001, lane_share=share)
-    first = [request(prompt([n + 1] * size * 4, n), 1, id=f"first-{n}") for n, size in enumerate(sizes)]
-    subject.add(*first)
-    subject.clock.advance(0.001)
-    target = first[position]
-    for number, (size, shares) in enumerate(later):
-        if target.first_admitted is None:
-            subject.add(request(prompt([77 if shares else 100 + number] * size * 4, number), 1, id=f"later-{number}"))
-        subject.step()
-    subject.run()
-    before = sum(one.num_tokens - len(one.output) for one in first[: position + 1])
-    largest = max(len(one.prompt) for one in subject.requests.values())
-    past = sum(
-        len(one.prompt) - one.num_cached
-        for one in subject.requests.values()
-        if one.first_admitted is not None and one.seniority < target.seniority and one not in first[:position]
-    )
-    assert past <= before / share + largest
-
-
 # ---------------------------------------------------------------------- tenants
 
 
@@ -362,31 +284,6 @@ def test_admitting_does_not_scan_the_queue(policy: str) -> None:
         return count
 
     assert looked_at(20_000) <= 3 * looked_at(40) + 20
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_aging_costs_at_most_its_share_of_the_hit_rate(seed: int) -> None:
-    """Aging moves the whole cluster, so the hit rate of `fair` stays within `lane_share` of pure depth-first."""
-
-    def hit_rate(policy: str, max_wait: float) -> float:
-        subject = harness(
-            policy=policy,
-            max_wait=max_wait,
-            lane_share=0.125,
-            num_pages=120,
-            page_size=4,
-            max_running=4,
-            max_batch_tokens=512,
-        )
-        rng = random.Random(seed)
-        everyone = [request(prompt([group] * 64, n, group), 4) for group in range(12) for n in range(8)]
-        rng.shuffle(everyone)
-        subject.add(*everyone)
-        subject.run()
-        return subject.scheduler.counters.hit_rate
-
-    assert hit_rate("fair", 0.001) >= hit_rate("dfs", math.inf) - 0.125
-    assert hit_rate("fcfs", 0.0) < hit_rate("dfs", math.inf) - 0.125, "the workload distinguishes a bad policy"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
