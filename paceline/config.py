@@ -454,6 +454,18 @@ class TenantConfig:
         check_options(self)
         if not self.name:
             raise ConfigError("name of a tenant is missing: every [[tenants]] table needs one.")
+        for key in self.keys:
+            check_key(f"keys of tenant {self.name!r}", key)
+        if len(set(self.keys)) < len(self.keys):
+            raise ConfigError(f"keys of tenant {self.name!r}: a key is given twice; remove one.")
+
+
+def check_key(name: str, key: str) -> None:
+    """Raises ConfigError for an API key that everyone has (an empty one) or that no client can send."""
+    if not key:
+        raise ConfigError(f"{name}: a key is empty, perhaps from an unset variable; give a key, or remove it.")
+    if not all("!" <= character <= "~" for character in key):
+        raise ConfigError(f"{name}: a key has a space or another character that a header cannot carry; use ASCII.")
 
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -499,6 +511,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.admin_key is not None:
+            check_key("admin_key", self.admin_key)
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

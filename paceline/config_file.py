@@ -59,6 +59,11 @@ def _read_tenants(tables: Any, path: Path) -> tuple[TenantConfig, ...]:
         tenants.append(TenantConfig(**{**table, "keys": tuple(keys) if isinstance(keys, list) else keys}))
     if len({tenant.name for tenant in tenants}) < len(tenants):
         raise ConfigError(f"{path.name}: two tenants have the same name: names must be unique.")
+    for tenant in tenants:
+        if not tenant.keys:
+            raise ConfigError(
+                f"{path.name}: tenant {tenant.name!r} has no keys, so no request could belong to it: give it keys."
+            )
     if len({key for tenant in tenants for key in tenant.keys}) < sum(len(tenant.keys) for tenant in tenants):
         raise ConfigError(f"{path.name}: two tenants have the same API key: keys must be unique.")
     return tuple(tenants)

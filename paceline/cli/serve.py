@@ -46,6 +46,7 @@ def serve(
     The command line takes precedence over the environment, and the environment over the file.
     """
     from paceline.cli.loading import bar, fetch, name_of
+    from paceline.server.auth import ApiKeys
     from paceline.server.process_messages import ModelSource
     from paceline.server.run import bind, run, url_of
     from paceline.server.supervisor import ServerSetup
@@ -59,6 +60,7 @@ def serve(
     load = load or "weights"
     server_names = {item.name for item in dataclasses.fields(ServerConfig)}
     config = ServerConfig(**{name: value for name, value in options.items() if name in server_names})
+    ApiKeys(tenants, config.admin_key)  # invalid keys are reported here, and not by every front end
     rest = {name: value for name, value in options.items() if name not in server_names}
     engine_options, _ = split_options(rest)
     engine = EngineConfig(**engine_options)

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 from collections.abc import Iterable, Mapping
 
-from paceline.config import TenantConfig
+from paceline.config import ConfigError, TenantConfig
 from paceline.server.errors import ApiError
 
 DEFAULT_TENANT = TenantConfig(name="default")
@@ -18,6 +18,10 @@ class ApiKeys:
     def __init__(self, tenants: Iterable[TenantConfig], admin_key: str | None) -> None:
         self._tenants = [(_digest(key), tenant) for tenant in tenants for key in tenant.keys]
         self._admin = None if admin_key is None else _digest(admin_key)
+        if any(digest == self._admin for digest, _ in self._tenants):
+            raise ConfigError(
+                "admin_key is also a key of a tenant: its requests would be the admin's; use another key."
+            )
 
     @property
     def is_required(self) -> bool:

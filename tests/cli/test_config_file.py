@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +50,11 @@ def test_a_file_has_options_by_table_and_tenants(tmp_path: Path) -> None:
         ("[[tenants]]\nname = 'a'\nkeys = [1]", "keys is (1,): expected a list of strings."),
         ("[[tenants]]\nname = 'a'\n[[tenants]]\nname = 'a'", "two tenants have the same name: names must be unique."),
         ("[[tenants]]\nname='a'\nkeys=['k']\n[[tenants]]\nname='b'\nkeys=['k']", "API key: keys must be unique."),
+        ("[[tenants]]\nname='a'\nkeys=['k', 'k']", "keys of tenant 'a': a key is given twice; remove one."),
+        ("[[tenants]]\nname='a'\nkeys=['']", "keys of tenant 'a': a key is empty, perhaps from an unset variable"),
+        ("[[tenants]]\nname='a'\nkeys=[' ']", "keys of tenant 'a': a key has a space or another character"),
+        ("[[tenants]]\nname='a'\nkeys=['ключ']", "keys of tenant 'a': a key has a space or another character"),
+        ("[[tenants]]\nname='a'", "tenant 'a' has no keys, so no request could belong to it: give it keys."),
         ("modle = 'x'", "paceline.toml has an unknown option 'modle': did you mean model?"),
         ("[scheduler]\ndraft_tokens = 1", "paceline.toml: [scheduler] has an unknown option 'draft_tokens'"),
         ("model = 3", "paceline.toml: model is 3: expected a string."),
@@ -59,6 +66,24 @@ def test_an_invalid_file_is_reported_with_the_place_and_the_remedy(tmp_path: Pat
     with pytest.raises(ConfigError) as caught:
         read_file(path)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--admin-key", ""], "admin_key: a key is empty, perhaps from an unset variable"),
+        (["--admin-key", " "], "admin_key: a key has a space"),
+        (["--admin-key", "k1", "--config", "FILE"], "admin_key is also a key of a tenant"),
+    ],
+)
+def test_a_key_that_protects_nothing_ends_the_start(
+    run: Callable[..., Any], tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    path = tmp_path / "paceline.toml"
+    path.write_text(GOOD)
+    given = [str(path) if one == "FILE" else one for one in arguments]
+    result = run("serve", "--executor", "virtual", "--port", "0", *given)
+    assert result.exit_code == 2 and message in " ".join(result.output.split())
 
 
 def test_a_flag_overrides_the_environment_which_overrides_the_file(
