@@ -1,8 +1,9 @@
 """Admission: which requests join the pass being planned, and with how many prompt tokens.
 
 Partly computed prompts continue first, then waiting requests are admitted in the policy's order while tokens, slots and
-memory last. A request that does not fit is skipped for this step and may be overtaken a bounded number of times
-(`max_overtakes`); after that no request may overtake it.
+memory last. Prompts of more than one chunk leave room for short ones and share what these do not use. A request that
+does not fit is skipped for this step and may be overtaken a bounded number of times (`max_overtakes`); after that no
+request may overtake it.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ class WaitReason:
     num_missing_pages: int = 0
 
 
+_ROOM_FOR_SHORT = WaitReason("other long prompts to be prefilled")
+
+
 class Admission:
     def __init__(
         self,
@@ -74,7 +78,10 @@ class Admission:
         self.holds_new = False  # while the engine pauses: only requests that were admitted before are candidates
         self._num_admitted = 0
         # Of the pass being planned
-        self.chunks: list[Chunk] = []
+        self.chunks: dict[Request, Chunk] = {}
+        self._budget = 0  # prompt tokens that it may still get
+        self._room = 0  # of these, tokens that long prompts leave to short ones
+        self._deferred: list[Request] = []  # long prompts that would have taken that room
         self._joins: list[Join] = []
         self._skipped: list[Request] = []
         self._out_of_memory: list[Request] = []  # of the skipped, those that lacked memory
@@ -118,7 +125,7 @@ class Admission:
     # ------------------------------------------------------------------ one step
 
     def begin_step(self) -> None:
-        self.chunks = []
+        self.chunks = {}
         self._forecast = None
 
     def end_step(self) -> None:
@@ -136,29 +143,73 @@ class Admission:
         joins, self._joins = self._joins, []
         return tuple(joins)
 
-    def continue_prefills(self, budget: int, now: Now) -> int:
-        """Gives each partly computed prompt its next chunk. Returns the remaining budget."""
-        others_wait = bool(self._memory.tree.root.num_waiting)
-        # One prompt never takes the whole step while others wait, so that a short one behind it is not delayed.
-        max_tokens = min(self._config.chunk_tokens, -(-budget // 2) if others_wait else budget)
+    def plan_chunks(self, budget: int, may_admit: bool, now: Now) -> None:
+        """Plans up to `budget` prompt tokens: first of partly computed prompts, then of waiting requests."""
+        others_wait = may_admit and self._memory.tree.root.num_waiting > 0
+        # One prompt never takes the whole pass while others wait, and long ones leave room for a chunk of short ones,
+        # so that a short prompt behind them is not delayed.
+        self._budget, self._room = budget, min(self._config.chunk_tokens, budget // 2) if others_wait else 0
+        share = min(self._config.chunk_tokens, budget - self._room)
         for request in self._running.prefilling:
-            if budget <= 0:
-                break
-            budget -= self._plan_chunk(request, min(max_tokens, budget), now)
-        return budget
+            if self._leaves_room(self._num_missing_tokens(request), share):
+                self._plan_chunk(request, share, now)
+        if may_admit:
+            self._admit_waiting(share, now)
+        # No short prompt can use what is left now: it goes to prompts that have begun, then to other long ones.
+        self._room = 0
+        for request in self._running.prefilling:
+            self._plan_chunk(request, self._config.chunk_tokens, now)
+        self._admit_deferred(now)
 
-    def admit_waiting(self, budget: int, now: Now) -> None:
+    def _leaves_room(self, to_compute: int, share: int) -> bool:
+        """Whether a prompt with that many tokens to compute may take `share` of them now: short ones always may."""
+        return not self._room or to_compute <= self._config.chunk_tokens or self._budget - share >= self._room
+
+    def _admit_waiting(self, share: int, now: Now) -> None:
         """Admits waiting requests while tokens, slots and memory last."""
-        while budget > 0 and self._memory.slots.num_free:
+        while self._budget > 0 and self._memory.slots.num_free:
             request = self.candidate(now)
-            if request is None:
+            if request is None or not self._admit_or_skip(request, share, now):
                 break
-            wait_reason = self._try_admit(request, now)
-            if wait_reason is None:
-                budget -= self._plan_chunk(request, min(self._config.chunk_tokens, budget), now)
-                self._count_overtakes(request, now)
-            elif not self._skip(request, wait_reason, now):
+
+    def _admit_deferred(self, now: Now) -> None:
+        """The same for the long prompts that were deferred, in the same order."""
+        deferred, self._deferred = self._deferred, []
+        for request in deferred:
+            if self._budget <= 0 or not self._memory.slots.num_free:
+                self._note_wait(request, _ROOM_FOR_SHORT, now)
+            elif not self._admit_or_skip(request, self._config.chunk_tokens, now):
                 break
+
+    def _admit_or_skip(self, request: Request, share: int, now: Now) -> bool:
+        """Admits `request` with up to `share` tokens, or skips it. Returns whether others may still be tried."""
+        reason = self._try_admit(request, share, now)
+        if reason is None:
+            self._plan_chunk(request, share, now)
+            self._count_overtakes(request, now)
+            return True
+        if not request.skipped:
+            self._memory.tree.skip(request)
+            self._skipped.append(request)
+        if reason is _ROOM_FOR_SHORT:
+            self._deferred.append(request)
+        else:
+            self._note_wait(request, reason, now)
+        if not reason.num_missing_pages:
+            return len(self._skipped) <= 4 * self._config.look_ahead + 16
+        if request is self.reserved or not request.queued:
+            return False  # freed pages are kept for it
+        self._out_of_memory.append(request)
+        if request.overtaken >= self._config.max_overtakes:
+            self._reserve(request, now)
+            return False
+        return len(self._out_of_memory) <= self._config.look_ahead
+
+    def _note_wait(self, request: Request, reason: WaitReason, now: Now) -> None:
+        if request.wait_reason != reason.text:
+            request.wait_reason = reason.text
+            self._journal.write(now, EventKind.WAIT, request.id, reason.text)
+        request.num_missing_pages = reason.num_missing_pages
 
     def candidate(self, now: Now) -> Request | None:
         if self.holds_new:
@@ -170,24 +221,6 @@ class Admission:
             if not request.skipped:
                 return request
         return self._policy.next(now)
-
-    def _skip(self, request: Request, reason: WaitReason, now: Now) -> bool:
-        """Skips a candidate for this step. Returns whether others may still be tried."""
-        self._memory.tree.skip(request)
-        self._skipped.append(request)
-        if request.wait_reason != reason.text:
-            request.wait_reason = reason.text
-            self._journal.write(now, EventKind.WAIT, request.id, reason.text)
-        request.num_missing_pages = reason.num_missing_pages
-        if not reason.num_missing_pages:
-            return len(self._skipped) <= 4 * self._config.look_ahead + 16
-        if request is self.reserved or not request.queued:
-            return False  # freed pages are kept for it
-        self._out_of_memory.append(request)
-        if request.overtaken >= self._config.max_overtakes:
-            self._reserve(request, now)
-            return False
-        return len(self._out_of_memory) <= self._config.look_ahead
 
     def _count_overtakes(self, admitted: Request, now: Now) -> None:
         for request in self._out_of_memory:
@@ -204,8 +237,8 @@ class Admission:
 
     # ------------------------------------------------------------------ one request
 
-    def _try_admit(self, request: Request, now: Now) -> WaitReason | None:
-        """Admits `request`, or returns why it must wait."""
+    def _try_admit(self, request: Request, share: int, now: Now) -> WaitReason | None:
+        """Admits `request`, which may get up to `share` tokens, or returns why it must wait."""
         memory, tree, config = self._memory, self._memory.tree, self._config
         if request.num_in_flight:
             return WaitReason("the token it was computing when it was retracted")
@@ -217,8 +250,8 @@ class Admission:
         to_compute = request.num_tokens - hit.depth
         if memory.host is not None:
             to_compute -= memory.host.tokens_below(hit, node)
-        if to_compute > config.chunk_tokens and len(self._running.prefilling) >= self._max_long_prompts():
-            return WaitReason("other long prompts to be prefilled")
+        if not self._leaves_room(to_compute, share):
+            return _ROOM_FOR_SHORT
         # Locking the prefix takes its pages out of the evictable count. So lock first and count afterwards: otherwise
         # they would be promised twice, as its prefix and as pages to evict.
         memory.lock_prefix(request, hit)
@@ -228,10 +261,6 @@ class Admission:
             return WaitReason("memory", num_missing_pages=missing)
         self._admit(request, hit, to_compute, now)
         return None
-
-    def _max_long_prompts(self) -> int:
-        """Prompts of more than one chunk that may prefill at once: one chunk of the budget is left to short ones."""
-        return max(1, self._config.max_prefill_tokens // self._config.chunk_tokens - 1)
 
     def would_fit_without(self, request: Request, leaving: list[Request], now: Now) -> bool:
         """Whether a waiting request would have a slot and memory if `leaving` were gone."""
@@ -345,41 +374,57 @@ class Admission:
         counters.hit_tokens += hit.depth
         self._journal.write(now, EventKind.ADMIT, request.id, hit.depth, to_compute)
 
-    def _plan_chunk(self, request: Request, limit: int, now: Now) -> int:
-        """Adds up to `limit` tokens of an admitted prompt to the pass. Returns how many: fewer if memory is short."""
-        memory, slots = self._memory, self._memory.slots
-        skipped = memory.extend_cached_prefix(request, now)
-        self._journal.counters.hit_tokens += skipped
-        fetched = 0
-        if memory.host is not None:
-            fetched = memory.fetch(request, memory.host, now)
-            limit = min(limit, memory.max_tokens_before_fetch(request, memory.host))
-        if not request.retractions:  # after a retraction it finds what it computed itself
-            request.num_cached = min(request.num_cached + skipped + fetched, len(request.prompt))
-            request.num_fetched = min(request.num_fetched + fetched, request.num_cached)
-        slot = request.slot
+    def _num_missing_tokens(self, request: Request) -> int:
+        """Tokens of an admitted prompt that no pass computes yet."""
+        return request.num_tokens - int(self._memory.slots.computed[request.slot])
+
+    def _plan_chunk(self, request: Request, limit: int, now: Now) -> None:
+        """Adds tokens of an admitted prompt to the pass until it has `limit` of them there; fewer if the budget or
+        memory is short."""
+        memory, slots, slot = self._memory, self._memory.slots, request.slot
         assert slot is not None, f"request {request.id} is not running"
-        start = int(slots.computed[slot])
-        available = (int(slots.num_pages[slot]) + memory.num_available_pages) * memory.page_size - start
-        length = min(limit, self._max_chunk(start), request.num_tokens - start, available)
+        planned = self.chunks.get(request)
+        if self._budget <= 0 or (planned is not None and planned.is_last):
+            return
+        if planned is None:
+            self._skip_cached(request, now)
+        done = int(slots.computed[slot])
+        start = done if planned is None else planned.start
+        length = min(limit, self._max_chunk(start)) - (done - start)
+        if memory.host is not None:
+            before_fetch = memory.tokens_before_fetch(request, memory.host)
+            # The next tokens are in host memory and this plan may fetch no more: compute at least a page.
+            length = min(length, before_fetch or (memory.page_size if planned is None else 0))
+        available = (int(slots.num_pages[slot]) + memory.num_available_pages) * memory.page_size - done
+        length = min(length, self._budget, request.num_tokens - done, available)
         if length <= 0:
-            return 0
-        memory.ensure_pages(request, start + length, now)
-        slots.computed[slot] = start + length
-        self.chunks.append(Chunk(request, slot, start, length, start + length == request.num_tokens))
+            return
+        memory.ensure_pages(request, done + length, now)
+        slots.computed[slot] = done + length
+        self.chunks[request] = Chunk(request, slot, start, done + length - start, done + length == request.num_tokens)
+        self._budget -= length
         self._journal.counters.computed_tokens += length
         self._policy.charge(request.tenant, length)
         above = memory.insert_prompt(request, now)
         if self._config.prefix_wait:
             self._hide_sharers(request, above.depth)
-        return length
+
+    def _skip_cached(self, request: Request, now: Now) -> None:
+        """Skips what others have computed of an admitted prompt since its last chunk, and fetches from host memory."""
+        memory = self._memory
+        skipped = memory.extend_cached_prefix(request, now)
+        self._journal.counters.hit_tokens += skipped
+        fetched = 0 if memory.host is None else memory.fetch(request, memory.host, now)
+        if not request.retractions:  # after a retraction it finds what it computed itself
+            request.num_cached = min(request.num_cached + skipped + fetched, len(request.prompt))
+            request.num_fetched = min(request.num_fetched + fetched, request.num_cached)
 
     def _max_chunk(self, start: int) -> int:
         """Tokens of one prompt in one pass. While other requests decode it is half of chunk_tokens, so that their
         tokens do not take twice as long; and since each token attends to all the context before it, chunks get shorter
         towards the end of a long prompt. While requests wait for admission, finishing prompts matters more."""
         max_tokens, context = self._config.chunk_tokens, self._config.chunk_context
-        if not self._running.decoding or self._memory.tree.root.num_waiting:
+        if not self._running.decoding or self.num_waiting:
             return max_tokens
         shorter = max(max_tokens * context // (2 * (context + start)), 1)
         return min(max_tokens, -(-shorter // _TILE_TOKENS) * _TILE_TOKENS)

@@ -164,14 +164,13 @@ class Memory:
             self.slots.computed[slot] = node.depth
         return node.depth - before
 
-    def max_tokens_before_fetch(self, request: Request, host: HostTier) -> int:
-        """Prompt tokens to compute before host memory again has enough to wait for the next plan; one page if the next
-        tokens are in host memory and this plan may fetch no more."""
+    def tokens_before_fetch(self, request: Request, host: HostTier) -> int:
+        """Prompt tokens to compute before host memory again has enough to wait for the next plan."""
         slot = request.slot
         assert slot is not None, f"request {request.id} is not running"
         start, end = int(self.slots.computed[slot]), self.num_cacheable_pages(request) * self.page_size
         at = host.next_fetch(self.locked_nodes[request], request.key, start, end)
-        return request.num_tokens if at is None else at - start or self.page_size
+        return request.num_tokens if at is None else at - start
 
     def ensure_pages(self, request: Request, num_tokens: int, now: Now) -> None:
         """Makes the row of `request` long enough for `num_tokens` positions."""

@@ -285,11 +285,10 @@ class Scheduler:
                 self._retract(max(candidates, key=lambda request: request.seniority), now, "older requests")
 
     def _plan_prefills(self, may_admit: bool, now: Now) -> None:
-        budget = self.admission.continue_prefills(self._prefill_budget(), now)
-        if may_admit and self.num_waiting:
-            if self.config.policy == "priority" and not math.isinf(self.config.retract_gap):
-                self._retract_for_priority(now)
-            self.admission.admit_waiting(budget, now)
+        may_admit = may_admit and self.num_waiting > 0
+        if may_admit and self.config.policy == "priority" and not math.isinf(self.config.retract_gap):
+            self._retract_for_priority(now)
+        self.admission.plan_chunks(self._prefill_budget(), may_admit, now)
 
     def _prefill_budget(self) -> int:
         """Prompt tokens of this pass: what the token limits and the inter-token latency target leave."""
@@ -306,7 +305,7 @@ class Scheduler:
         return budget
 
     def _build(self, decode: bool) -> Plan:
-        slots, chunks = self.memory.slots, self.admission.chunks
+        slots, chunks = self.memory.slots, self.admission.chunks.values()
         rows: Column = self.running.decode_slots if decode else NO_TOKENS
         requests = sampled = tuple(self.running.decoding) if decode else ()
         num_decodes = len(requests)
@@ -365,7 +364,7 @@ class Scheduler:
         """Requests whose prompt is fully planned decode next, or end with this pass. Returns those that end."""
         ending = []
         slots = self.memory.slots
-        for chunk in self.admission.chunks:
+        for chunk in self.admission.chunks.values():
             if not chunk.is_last:
                 continue
             request = chunk.request
@@ -415,11 +414,10 @@ class Scheduler:
         request = admission.candidate(now)
         if request is None:
             return
-        planned = {chunk.request.id for chunk in admission.chunks}
         below = [
             running
-            for running in self.running.requests
-            if running.priority <= request.priority - gap and not is_protected(running) and running.id not in planned
+            for running in self.running.decoding
+            if running.priority <= request.priority - gap and not is_protected(running)
         ]
         if not below or not admission.would_fit_without(request, below, now):
             return
