@@ -127,8 +127,20 @@ MUTANTS = [
     Mutant(
         "retracted requests go to the tail of the queue",
         "scheduler/admission.py",
-        '        if request.was_admitted and self._config.policy != "priority":',
+        "        if request.was_admitted and not self._by_priority:",
         "        if False:",
+    ),
+    Mutant(
+        "a reservation keeps out higher priorities",
+        "scheduler/admission.py",
+        "            if first is not None and first.priority > self.reserved.priority:\n",
+        "            if False:\n",
+    ),
+    Mutant(
+        "prompt tokens are not given to higher priorities first",
+        "scheduler/admission.py",
+        "        if not self._by_priority:\n            self._plan_level(None, now)",
+        "        if True:\n            self._plan_level(None, now)",
     ),
     Mutant(
         "KV of replaced weights stays in host memory",

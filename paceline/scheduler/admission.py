@@ -1,15 +1,16 @@
 """Admission: which requests join the pass being planned, and with how many prompt tokens.
 
 Partly computed prompts continue first, then waiting requests are admitted in the policy's order while tokens, slots and
-memory last. Prompts of more than one chunk leave room for short ones and share what these do not use. A request that
-does not fit is skipped for this step and may be overtaken a bounded number of times (`max_overtakes`); after that no
-request may overtake it.
+memory last. Prompts of more than one chunk leave room for short ones and share what these do not use. Under policy
+`priority` this is done for one priority after the other, so that a lower one gets only what the higher ones leave. A
+request that does not fit is skipped for this step and may be overtaken a bounded number of times (`max_overtakes`);
+after that only a higher priority may overtake it.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +52,7 @@ class WaitReason:
 
 
 _ROOM_FOR_SHORT = WaitReason("other long prompts to be prefilled")
+_NO_SLOT = WaitReason("a free slot")
 
 
 class Admission:
@@ -63,7 +65,9 @@ class Admission:
         lengths: OutputLengths,
         service_time: ServiceTime,
         journal: Journal,
+        retract_for: Callable[[Request, Now], None] | None,
     ) -> None:
+        """`retract_for` may retract running requests of lower priority to make space for a waiting one."""
         self._config = config
         self._memory = memory
         self._running = running
@@ -71,6 +75,8 @@ class Admission:
         self._lengths = lengths
         self._service_time = service_time
         self._journal = journal
+        self._retract_for = retract_for
+        self._by_priority = config.policy == "priority"
         self.retracted: list[Request] = []  # waiting again, most senior first: readmitted before all others
         self.num_waiting = 0
         self.num_waiting_tokens = 0
@@ -81,6 +87,7 @@ class Admission:
         self.chunks: dict[Request, Chunk] = {}
         self._budget = 0  # prompt tokens that it may still get
         self._room = 0  # of these, tokens that long prompts leave to short ones
+        self._may_admit = False
         self._deferred: list[Request] = []  # long prompts that would have taken that room
         self._joins: list[Join] = []
         self._skipped: list[Request] = []
@@ -95,7 +102,7 @@ class Admission:
         self.num_waiting += 1
         self.num_waiting_tokens += request.num_tokens
         num_known = self._memory.tree.enqueue(request, token_key(request), self._memory.num_cacheable_pages(request))
-        if request.was_admitted and self._config.policy != "priority":
+        if request.was_admitted and not self._by_priority:
             insort(self.retracted, request, key=lambda waiting: waiting.seniority)
         else:
             self._service_time.predict(request, request.num_tokens - num_known, self._expected_growth(request))
@@ -145,41 +152,79 @@ class Admission:
 
     def plan_chunks(self, budget: int, may_admit: bool, now: Now) -> None:
         """Plans up to `budget` prompt tokens: first of partly computed prompts, then of waiting requests."""
-        others_wait = may_admit and self._memory.tree.root.num_waiting > 0
+        self._may_admit = may_admit
+        # While every slot decodes there may be no token left. A retraction frees at least one.
+        self._budget = budget if self._retract_for is None else max(budget, 1)
+        if not self._by_priority:
+            self._plan_level(None, now)
+            return
+        # A level is done before a lower one gets a token. So no request of a lower priority has a chunk in this pass
+        # while a waiting one is tried, and each may be retracted for it.
+        level: int | None = None
+        while self._budget > 0 and (level := self._next_level(level, now)) is not None:
+            self._plan_level(level, now)
+
+    def _next_level(self, above: int | None, now: Now) -> int | None:
+        """The highest priority, lower than `above`, of partly computed prompts and waiting requests."""
+        waiting = self.candidate(now) if self._can_try() else None
+        priorities = [one.priority for one in self._running.prefilling if above is None or one.priority < above]
+        return max([*priorities, *([] if waiting is None else [waiting.priority])], default=None)
+
+    def _plan_level(self, level: int | None, now: Now) -> None:
+        """Plans chunks of the requests with this priority, or of all."""
         # One prompt never takes the whole pass while others wait, and long ones leave room for a chunk of short ones,
         # so that a short prompt behind them is not delayed.
-        self._budget, self._room = budget, min(self._config.chunk_tokens, budget // 2) if others_wait else 0
-        share = min(self._config.chunk_tokens, budget - self._room)
-        for request in self._running.prefilling:
+        others_wait = self._may_admit and self._waits_at(level, now)
+        self._room = min(self._config.chunk_tokens, self._budget // 2) if others_wait else 0
+        share = min(self._config.chunk_tokens, self._budget - self._room)
+        for request in self._prefilling_at(level):
             if self._leaves_room(self._num_missing_tokens(request), share):
                 self._plan_chunk(request, share, now)
-        if may_admit:
-            self._admit_waiting(share, now)
+        self._admit_waiting(level, share, now)
         # No short prompt can use what is left now: it goes to prompts that have begun, then to other long ones.
         self._room = 0
-        for request in self._running.prefilling:
+        for request in self._prefilling_at(level):
             self._plan_chunk(request, self._config.chunk_tokens, now)
         self._admit_deferred(now)
+
+    def _prefilling_at(self, level: int | None) -> list[Request]:
+        prefilling = self._running.prefilling
+        return prefilling if level is None else [request for request in prefilling if request.priority == level]
+
+    def _waits_at(self, level: int | None, now: Now) -> bool:
+        if level is None:
+            return self._memory.tree.root.num_waiting > 0
+        request = self.candidate(now)
+        return request is not None and request.priority >= level
 
     def _leaves_room(self, to_compute: int, share: int) -> bool:
         """Whether a prompt with that many tokens to compute may take `share` of them now: short ones always may."""
         return not self._room or to_compute <= self._config.chunk_tokens or self._budget - share >= self._room
 
-    def _admit_waiting(self, share: int, now: Now) -> None:
-        """Admits waiting requests while tokens, slots and memory last."""
-        while self._budget > 0 and self._memory.slots.num_free:
+    def _can_admit(self) -> bool:
+        has_slot = self._memory.slots.num_free > 0 or self._retract_for is not None
+        return self._may_admit and self._budget > 0 and has_slot
+
+    def _can_try(self) -> bool:
+        """Whether to look for another candidate: a bounded number of them is skipped in a step."""
+        return self._can_admit() and len(self._skipped) <= 4 * self._config.look_ahead + 16
+
+    def _admit_waiting(self, level: int | None, share: int, now: Now) -> None:
+        """Admits waiting requests of this priority, or of any, while tokens, slots and memory last."""
+        while self._can_try():
             request = self.candidate(now)
-            if request is None or not self._admit_or_skip(request, share, now):
+            if request is None or (level is not None and request.priority < level):
                 break
+            self._may_admit = self._admit_or_skip(request, share, now)
 
     def _admit_deferred(self, now: Now) -> None:
         """The same for the long prompts that were deferred, in the same order."""
         deferred, self._deferred = self._deferred, []
         for request in deferred:
-            if self._budget <= 0 or not self._memory.slots.num_free:
+            if self._can_admit():
+                self._may_admit = self._admit_or_skip(request, self._config.chunk_tokens, now)
+            else:
                 self._note_wait(request, _ROOM_FOR_SHORT, now)
-            elif not self._admit_or_skip(request, self._config.chunk_tokens, now):
-                break
 
     def _admit_or_skip(self, request: Request, share: int, now: Now) -> bool:
         """Admits `request` with up to `share` tokens, or skips it. Returns whether others may still be tried."""
@@ -188,6 +233,8 @@ class Admission:
             self._plan_chunk(request, share, now)
             self._count_overtakes(request, now)
             return True
+        if reason is _NO_SLOT:
+            return False
         if not request.skipped:
             self._memory.tree.skip(request)
             self._skipped.append(request)
@@ -196,7 +243,7 @@ class Admission:
         else:
             self._note_wait(request, reason, now)
         if not reason.num_missing_pages:
-            return len(self._skipped) <= 4 * self._config.look_ahead + 16
+            return True
         if request is self.reserved or not request.queued:
             return False  # freed pages are kept for it
         self._out_of_memory.append(request)
@@ -212,10 +259,16 @@ class Admission:
         request.num_missing_pages = reason.num_missing_pages
 
     def candidate(self, now: Now) -> Request | None:
+        """The next waiting request to be tried."""
         if self.holds_new:
             started = [one for one in self._memory.tree.waiting_nodes if one.was_admitted and not one.skipped]
-            return min(started, key=lambda request: request.seniority, default=None)
+            by_priority = self._by_priority
+            return min(started, key=lambda one: (by_priority and -one.priority, one.seniority), default=None)
         if self.reserved is not None:
+            # Only a higher priority may go before it, and then it has its reservation still.
+            first = self._policy.next(now) if self._by_priority else None
+            if first is not None and first.priority > self.reserved.priority:
+                return first
             return None if self.reserved.skipped else self.reserved
         for request in self.retracted:
             if not request.skipped:
@@ -224,7 +277,7 @@ class Admission:
 
     def _count_overtakes(self, admitted: Request, now: Now) -> None:
         for request in self._out_of_memory:
-            if self._config.policy == "priority" and admitted.priority > request.priority:
+            if self._by_priority and admitted.priority > request.priority:
                 continue  # the policy admits it first anyway
             request.overtaken += 1
             self._journal.counters.overtakes += 1
@@ -242,16 +295,17 @@ class Admission:
         memory, tree, config = self._memory, self._memory.tree, self._config
         if request.num_in_flight:
             return WaitReason("the token it was computing when it was retracted")
-        node = tree.waiting_nodes[request]
-        hit = tree.hit(node, now.step)
-        in_flight = tree.in_flight_depth(node) - hit.depth
+        hit, to_compute = self._match(request, now)
+        in_flight = tree.in_flight_depth(tree.waiting_nodes[request]) - hit.depth
         if config.prefix_wait and in_flight >= config.prefix_wait_tokens:
             return WaitReason("a prefix that is being computed")
-        to_compute = request.num_tokens - hit.depth
-        if memory.host is not None:
-            to_compute -= memory.host.tokens_below(hit, node)
         if not self._leaves_room(to_compute, share):
             return _ROOM_FOR_SHORT
+        if self._retract_for is not None:
+            self._retract_for(request, now)
+            hit, to_compute = self._match(request, now)  # the KV of a retracted request is cached
+            if not memory.slots.num_free:
+                return _NO_SLOT
         # Locking the prefix takes its pages out of the evictable count. So lock first and count afterwards: otherwise
         # they would be promised twice, as its prefix and as pages to evict.
         memory.lock_prefix(request, hit)
@@ -261,6 +315,13 @@ class Admission:
             return WaitReason("memory", num_missing_pages=missing)
         self._admit(request, hit, to_compute, now)
         return None
+
+    def _match(self, request: Request, now: Now) -> tuple[Node, int]:
+        """Where the cached prefix of a waiting request ends, and the tokens that must be computed."""
+        tree, host = self._memory.tree, self._memory.host
+        node = tree.waiting_nodes[request]
+        hit = tree.hit(node, now.step)
+        return hit, request.num_tokens - hit.depth - (0 if host is None else host.tokens_below(hit, node))
 
     def would_fit_without(self, request: Request, leaving: list[Request], now: Now) -> bool:
         """Whether a waiting request would have a slot and memory if `leaving` were gone."""

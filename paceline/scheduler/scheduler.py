@@ -76,8 +76,16 @@ class Scheduler:
         self.memory = Memory(self.config, self.journal)
         self.running = RunningSet(self.memory, shared_reads=self.config.shared_reads)
         self.policy = make_policy(self.memory.tree, self.config)
+        retracts = self.config.policy == "priority" and not math.isinf(self.config.retract_gap)
         self.admission = Admission(
-            self.config, self.memory, self.running, self.policy, self._lengths, self._service_time, self.journal
+            self.config,
+            self.memory,
+            self.running,
+            self.policy,
+            self._lengths,
+            self._service_time,
+            self.journal,
+            self._retract_for_priority if retracts else None,
         )
 
     # ------------------------------------------------------------------ queries
@@ -285,10 +293,7 @@ class Scheduler:
                 self._retract(max(candidates, key=lambda request: request.seniority), now, "older requests")
 
     def _plan_prefills(self, may_admit: bool, now: Now) -> None:
-        may_admit = may_admit and self.num_waiting > 0
-        if may_admit and self.config.policy == "priority" and not math.isinf(self.config.retract_gap):
-            self._retract_for_priority(now)
-        self.admission.plan_chunks(self._prefill_budget(), may_admit, now)
+        self.admission.plan_chunks(self._prefill_budget(), may_admit and self.num_waiting > 0, now)
 
     def _prefill_budget(self) -> int:
         """Prompt tokens of this pass: what the token limits and the inter-token latency target leave."""
@@ -408,22 +413,17 @@ class Scheduler:
         self.journal.write(now, EventKind.RETRACT, request.id, beneficiary, num_pages)
         self.admission.enqueue_retracted(request)
 
-    def _retract_for_priority(self, now: Now) -> None:
-        """Retracts running requests of much lower priority than the best waiting request, if that lets it run."""
-        admission, gap = self.admission, self.config.retract_gap
-        request = admission.candidate(now)
-        if request is None:
-            return
-        below = [
-            running
-            for running in self.running.decoding
-            if running.priority <= request.priority - gap and not is_protected(running)
-        ]
+    def _retract_for_priority(self, request: Request, now: Now) -> None:
+        """Retracts running requests of much lower priority than a waiting one, if that lets it run. Prompts, too: none
+        of them has a chunk in the pass being planned yet."""
+        admission, highest = self.admission, request.priority - self.config.retract_gap
+        below = [one for one in self.running.requests if one.priority <= highest and not is_protected(one)]
         if not below or not admission.would_fit_without(request, below, now):
             return
         while below and not admission.would_fit_without(request, [], now):
             victim = choose_victim(below, self.memory)
             assert victim is not None, "protected requests are not among the candidates"
+            assert victim not in admission.chunks, f"request {victim.id} is retracted with a chunk in this pass"
             below.remove(victim)
             self._retract(victim, now, f"request {request.id} of priority {request.priority}")
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from paceline.request import Request
-from paceline.scheduler import Plan, Scheduler
-from tests.helpers import prompt, request, scheduler
+from paceline.request import Phase, Request
+from paceline.scheduler import EventKind, Plan, Scheduler
+from tests.helpers import admissions, events, harness, prompt, request, scheduler
 
 
 def large(**options: Any) -> Scheduler:
@@ -50,6 +52,12 @@ def test_long_prompts_use_the_whole_prefill_budget(chunk_tokens: int) -> None:
     assert passes_until_finished(core, *prompts) == -(-12 * 20_000 // 8192)
 
 
+def test_more_long_prompts_than_are_tried_in_a_step_use_the_whole_prefill_budget() -> None:
+    core = large()
+    long_prompts(core, 120, 2100)
+    assert [step(core).num_prefill_tokens for _ in range(30)] == [8192] * 30
+
+
 @pytest.mark.parametrize("chunk_tokens", [1024, 2048, 8192])
 @pytest.mark.parametrize("num_decodes", [1, 50])
 def test_a_short_prompt_is_admitted_at_once_while_long_ones_use_the_whole_budget(
@@ -85,3 +93,105 @@ def test_long_prompts_hold_no_more_slots_than_get_tokens() -> None:
     for _ in range(10):
         plan = step(core)
         assert core.num_running <= plan.num_rows + 1
+
+
+@settings(max_examples=60)
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90), st.integers(0, 2)), min_size=1, max_size=14),
+    chunk_tokens=st.sampled_from([8, 16, 32]),
+    policy=st.sampled_from(["priority", "fair", "fcfs"]),
+)
+def test_no_prompt_token_of_a_pass_is_left_unused_or_given_to_a_lower_priority(
+    arrivals: list[tuple[int, int, int]], chunk_tokens: int, policy: str
+) -> None:
+    """With memory and slots for all, whatever `priority` allows: requests of a priority and above get min(budget, what
+    they can use) tokens. For other policies that holds for all requests together."""
+    core = large(chunk_tokens=chunk_tokens, max_prefill_tokens=32, policy=policy, page_size=4)
+    alive: list[Request] = []
+    for number, (priority, num_tokens, pause) in enumerate(arrivals):
+        core.add(one := request(prompt([number + 1] * num_tokens), 1, priority=priority), 0.0)
+        alive.append(one)
+        for _ in range(pause if number + 1 < len(arrivals) else 99):
+            if not alive:
+                break
+            usable = {one.id: min(chunk_tokens, one.num_tokens - computed(core, one)) for one in alive}
+            plan = core.plan(0.0)
+            assert plan is not None
+            planned = dict(zip((one.id for one in core.requests_of(plan)), plan.lengths.tolist(), strict=True))
+            for lowest in {one.priority for one in alive} if policy == "priority" else {0}:
+                ids = [one.id for one in alive if one.priority >= lowest]
+                assert sum(planned.get(one, 0) for one in ids) == min(32, sum(usable[one] for one in ids))
+            core.commit(plan, np.ones(int(plan.samples.sum()), np.int32), 0.0)
+            alive = [one for one in alive if not one.is_finished]
+    assert not alive
+
+
+def computed(core: Scheduler, one: Request) -> int:
+    return 0 if one.slot is None else int(core.memory.slots.computed[one.slot])
+
+
+# ---------------------------------------------------------------------- priorities
+
+
+def test_a_reservation_yields_to_a_higher_priority_and_returns() -> None:
+    """The higher priority waited 39 passes for the reserved request to start."""
+    core = scheduler(policy="priority", num_pages=20, page_size=4, max_overtakes=0)
+    core.add(request(prompt([1] * 8), 40, id="runner"), 0.0)
+    step(core)
+    core.add(request(prompt([2] * 60), 16, id="reserved"), 0.0)
+    step(core)
+    assert events(core, EventKind.RESERVE, "reserved")
+    for priority in (0, -1):
+        core.add(request([6], 2, priority=priority, id=f"after{priority}"), 0.0)
+    core.add(high := request([7], 2, priority=1, id="high"), 0.0)
+    assert passes_until_finished(core, high) == 2
+    passes_until_finished(core, *core.requests.values())
+    assert admissions(core) == ["runner", "high", "reserved", "after0", "after-1"]
+
+
+@pytest.mark.parametrize("chunk_tokens", [2048, 8192])
+@pytest.mark.parametrize("num_running", [3, 6])
+def test_a_long_prompt_of_higher_priority_does_not_wait_for_lower_ones(chunk_tokens: int, num_running: int) -> None:
+    core = large(policy="priority", chunk_tokens=chunk_tokens)
+    lower = long_prompts(core, num_running)
+    step(core)
+    core.add(high := request(prompt([99] * 12_000), 1, priority=1), 0.0)
+    assert passes_until_finished(core, high) == -(-12_000 // chunk_tokens)
+    passes_until_finished(core, *lower)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_prompts_are_retracted_for_a_higher_priority(overlap: bool) -> None:
+    """Prompts had a chunk in every pass and were never retracted: the higher priority waited until they were done."""
+    subject = harness(policy="priority", retract_gap=1, max_running=2, chunk_tokens=8, num_pages=400, overlap=overlap)
+    subject.add(*(request(prompt([number + 1] * 200), 4) for number in range(2)))
+    subject.step()
+    subject.add(high := request(prompt([9] * 4), 4, priority=1))
+    subject.step()
+    assert high.phase is not Phase.WAITING
+    assert subject.scheduler.counters.retractions == 1
+    subject.run()
+    subject.assert_reference()
+
+
+def test_all_requests_of_higher_priority_are_admitted_in_the_next_pass() -> None:
+    core = scheduler(policy="priority", retract_gap=1, max_running=4, num_pages=200)
+    for number in range(4):
+        core.add(request([number + 1], 50), 0.0)
+    step(core)
+    higher = [request([number + 11], 4, priority=1) for number in range(4)]
+    for one in higher:
+        core.add(one, 0.0)
+    step(core)
+    assert all(one.phase is Phase.DECODING for one in higher)
+
+
+def test_a_retraction_frees_tokens_where_decodes_use_them_all() -> None:
+    core = scheduler(policy="priority", retract_gap=1, max_running=4, max_batch_tokens=4, num_pages=200)
+    for number in range(4):
+        core.add(request([number + 1], 50), 0.0)
+    while core.num_waiting:
+        step(core)
+    core.add(high := request([9], 4, priority=1), 0.0)
+    step(core)
+    assert high.phase is Phase.DECODING
