@@ -192,10 +192,10 @@ class SchedulerConfig:
         {}, "policy fair: weight of each tenant; 1 if not given; a server sets it from the weight of its tenants"
     )
     prefix_wait: bool = option(
-        True, "in-batch prefix caching: wait one step for a prefix that is being computed instead of computing it twice"
+        True, "in-batch prefix caching: wait for a prefix that is being computed instead of computing it twice"
     )
     prefix_wait_tokens: int = option(
-        32, "minimum number of tokens saved, by prefix_wait or by a fetch from host memory, to wait a step for", low=1
+        32, "minimum number of tokens saved, by prefix_wait or by a fetch from host memory, to wait for", low=1
     )
     look_ahead: int = option(
         8, "maximum number of requests tried in a step after one that does not fit into memory", low=0

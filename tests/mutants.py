@@ -143,6 +143,12 @@ MUTANTS = [
         "        if True:\n            self._plan_level(None, now)",
     ),
     Mutant(
+        "sharers wait only for the next chunk of their prefix",
+        "scheduler/admission.py",
+        "        if node is not None and (not node.resident or node.computed_step == now.step):",
+        "        if node is not None and node.resident and node.computed_step == now.step:",
+    ),
+    Mutant(
         "KV of replaced weights stays in host memory",
         "scheduler/memory.py",
         "            self.host.clear()\n",

@@ -77,6 +77,7 @@ class Admission:
         self._journal = journal
         self._retract_for = retract_for
         self._by_priority = config.policy == "priority"
+        self._prefix_wait_tokens = memory.pages_for(config.prefix_wait_tokens) * config.page_size
         self.retracted: list[Request] = []  # waiting again, most senior first: readmitted before all others
         self.num_waiting = 0
         self.num_waiting_tokens = 0
@@ -292,13 +293,12 @@ class Admission:
 
     def _try_admit(self, request: Request, share: int, now: Now) -> WaitReason | None:
         """Admits `request`, which may get up to `share` tokens, or returns why it must wait."""
-        memory, tree, config = self._memory, self._memory.tree, self._config
+        memory = self._memory
         if request.num_in_flight:
             return WaitReason("the token it was computing when it was retracted")
-        hit, to_compute = self._match(request, now)
-        in_flight = tree.in_flight_depth(tree.waiting_nodes[request]) - hit.depth
-        if config.prefix_wait and in_flight >= config.prefix_wait_tokens:
+        if memory.tree.is_hidden(request):
             return WaitReason("a prefix that is being computed")
+        hit, to_compute = self._match(request, now)
         if not self._leaves_room(to_compute, share):
             return _ROOM_FOR_SHORT
         if self._retract_for is not None:
@@ -449,6 +449,8 @@ class Admission:
             return
         if planned is None:
             self._skip_cached(request, now)
+            if self._config.prefix_wait and self._is_in_flight(request, now):
+                return
         done = int(slots.computed[slot])
         start = done if planned is None else planned.start
         length = min(limit, self._max_chunk(start)) - (done - start)
@@ -467,8 +469,8 @@ class Admission:
         self._journal.counters.computed_tokens += length
         self._policy.charge(request.tenant, length)
         above = memory.insert_prompt(request, now)
-        if self._config.prefix_wait:
-            self._hide_sharers(request, above.depth)
+        if self._config.prefix_wait and planned is None:
+            self._hide_sharers(request, above, start, now)
 
     def _skip_cached(self, request: Request, now: Now) -> None:
         """Skips what others have computed of an admitted prompt since its last chunk, and fetches from host memory."""
@@ -490,11 +492,25 @@ class Admission:
         shorter = max(max_tokens * context // (2 * (context + start)), 1)
         return min(max_tokens, -(-shorter // _TILE_TOKENS) * _TILE_TOKENS)
 
-    def _hide_sharers(self, request: Request, depth_before: int) -> None:
-        """Requests that share enough of what this chunk computes wait for the one step that it takes."""
-        node: Node | None = self._memory.locked_nodes[request]
-        top = None
-        while node is not None and node.depth - depth_before >= self._config.prefix_wait_tokens:
-            top, node = node, node.parent
-        if top is not None:
-            self._memory.tree.hide(top)
+    def _is_in_flight(self, request: Request, now: Now) -> bool:
+        """Whether the pass being planned computes the next tokens of an admitted prompt for another request, enough of
+        them to wait a step for."""
+        memory, node = self._memory, self._memory.locked_nodes[request]
+        end = node.depth + self._prefix_wait_tokens
+        if memory.slots.computed[request.slot] != node.depth or end > memory.num_cacheable_tokens(request):
+            return False
+        ahead = memory.tree.find_end(node, request.key, end)
+        return ahead is not None and ahead.resident and ahead.computed_step == now.step
+
+    def _hide_sharers(self, request: Request, above: Node, start: int, now: Now) -> None:
+        """Requests that share enough of what `request` computes from token `start` on, in this pass or later, wait.
+
+        Only in passes in which it gets a chunk: then no other request could compute the prefix sooner, since each may
+        have one share of the pass, and long prompts that would get less leave the room to short ones first. A prompt
+        that gets no tokens, or is of lower priority and so not planned yet, holds nobody back: a sharer computes the
+        prefix, and that prompt continues behind it.
+        """
+        tree, size = self._memory.tree, self._memory.page_size
+        node = tree.find_end(above, request.key, start // size * size + self._prefix_wait_tokens)
+        if node is not None and (not node.resident or node.computed_step == now.step):
+            tree.hide(node)

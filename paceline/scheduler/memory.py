@@ -85,6 +85,9 @@ class Memory:
             end = min(end, request.compute_from)
         return end // self.page_size
 
+    def num_cacheable_tokens(self, request: Request) -> int:
+        return self.num_cacheable_pages(request) * self.page_size
+
     # ------------------------------------------------------------------ pages change hands
 
     def allocate(self, count: int, now: Now) -> Pages:
@@ -153,7 +156,7 @@ class Memory:
         if self.slots.computed[slot] != node.depth:  # it has begun a private page
             return 0
         before = node.depth
-        end = self.num_cacheable_pages(request) * self.page_size
+        end = self.num_cacheable_tokens(request)
         while (found := next_child(node, end)) is not None:
             child, pages = found
             self.tree.lock(request, child, above=node)
@@ -168,7 +171,7 @@ class Memory:
         """Prompt tokens to compute before host memory again has enough to wait for the next plan."""
         slot = request.slot
         assert slot is not None, f"request {request.id} is not running"
-        start, end = int(self.slots.computed[slot]), self.num_cacheable_pages(request) * self.page_size
+        start, end = int(self.slots.computed[slot]), self.num_cacheable_tokens(request)
         at = host.next_fetch(self.locked_nodes[request], request.key, start, end)
         return request.num_tokens if at is None else at - start
 

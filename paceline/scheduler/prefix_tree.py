@@ -88,12 +88,12 @@ class PrefixTree:
             node = node.parent
         return node
 
-    def in_flight_depth(self, node: Node) -> int:
-        """Depth to which the path to `node` is resident once the pass being planned has run."""
-        while not node.resident:
-            assert node.parent is not None, "the root is resident"
+    def is_hidden(self, request: Request) -> bool:
+        """Whether a waiting request is hidden in this step, with others that wait for the same prefix."""
+        node: Node | None = self.waiting_nodes[request]
+        while node is not None and not node.hidden:
             node = node.parent
-        return node.depth
+        return node is not None
 
     def path_pages(self, node: Node) -> Pages:
         """The pages from the root to the end of `node`: the beginning of a row whose cached prefix ends there."""
@@ -107,6 +107,17 @@ class PrefixTree:
         """The child that continues `key` below `node`, and how many bytes of it match, up to token `end`."""
         child = self._child(node, key) if node.depth < end else None
         return None if child is None else (child, self._common(child, key, end * TOKEN_BYTES))
+
+    def find_end(self, node: Node, key: bytes, end: int) -> Node | None:
+        """The node, at or below `node`, that continues `key` up to token `end` or beyond; None if there is none."""
+        if end * TOKEN_BYTES > len(key):
+            return None
+        while node.depth < end:
+            found = self.find_child(node, key, end)
+            if found is None or node.depth + found[1] // TOKEN_BYTES < min(found[0].depth, end):
+                return None
+            node = found[0]
+        return node
 
     def first_visible_child(self, node: Node) -> Node | None:
         """The next child to serve: the best by rank with a visible waiting request at or below it."""

@@ -125,7 +125,7 @@ class Scheduler:
 
     def match(self, request: Request) -> int:
         """Number of tokens of this prompt that are cached now."""
-        usable = self.memory.num_cacheable_pages(request) * self.config.page_size
+        usable = self.memory.num_cacheable_tokens(request)
         return min(usable, self.memory.tree.match(request.namespace, request.prompt.tobytes()))
 
     def expected_remaining(self, generated: Ints, max_remaining: Ints) -> Ints:

@@ -195,3 +195,49 @@ def test_a_retraction_frees_tokens_where_decodes_use_them_all() -> None:
     core.add(high := request([9], 4, priority=1), 0.0)
     step(core)
     assert high.phase is Phase.DECODING
+
+
+# ---------------------------------------------------------------------- prefixes that are being computed
+
+
+@pytest.mark.parametrize("options", [{"chunk_tokens": 16}, {"max_prefill_tokens": 16}, {"max_prefill_tokens": 20}])
+@pytest.mark.parametrize("policy", ["fair", "lpm", "fcfs", "priority"])
+def test_a_prefix_computed_in_small_chunks_is_computed_once(options: dict[str, int], policy: str) -> None:
+    """Each chunk is smaller than prefix_wait_tokens: 2,024 tokens were computed for two requests."""
+    core = large(policy=policy, **options)
+    sharers = [request(prompt(range(1, 1001), [number] * 12), 1) for number in range(4)]
+    for one in sharers:
+        core.add(one, 0.0)
+    passes_until_finished(core, *sharers)
+    assert 992 + 4 * 20 <= core.counters.computed_tokens < 992 + 4 * 20 + 3 * 32
+
+
+def test_a_request_that_shares_little_of_a_long_prompt_is_not_held_back() -> None:
+    core = large(chunk_tokens=16)
+    core.add(request(prompt(range(1, 1001)), 1), 0.0)
+    core.add(other := request(prompt(range(1, 17), 7), 1), 0.0)
+    assert passes_until_finished(core, other) == 2, "the shared page, and its own token"
+
+
+def test_a_sharer_of_higher_priority_computes_the_prefix_itself() -> None:
+    core = large(policy="priority", max_prefill_tokens=16)
+    core.add(low := request(prompt(range(1, 1001), [1] * 12), 1), 0.0)
+    step(core)
+    core.add(high := request(prompt(range(1, 1001), [2] * 12), 1, priority=1), 0.0)
+    assert passes_until_finished(core, high) == -(-(1012 - 16) // 16)
+    passes_until_finished(core, low)
+    assert core.counters.computed_tokens <= 992 + 2 * 20 + 32
+
+
+def test_a_long_prompt_that_gets_no_tokens_holds_no_sharer_back() -> None:
+    """Three older prompts leave it only what short ones do not need. A sharer is short: it computes the prefix, and the
+    long prompt does not compute the same tokens in that pass."""
+    core = large()
+    older = long_prompts(core, 3)
+    core.add(slow := request(prompt(range(30_000, 50_000)), 1), 0.0)
+    step(core)
+    assert computed(core, slow) == 2048
+    core.add(sharer := request(prompt(range(30_000, 33_600), 7), 1), 0.0)
+    assert passes_until_finished(core, sharer) == 1
+    passes_until_finished(core, *older, slow)
+    assert core.counters.computed_tokens == 4 * 20_000 + 1

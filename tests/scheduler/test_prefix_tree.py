@@ -199,9 +199,21 @@ def test_a_pass_cannot_read_the_prefix_it_computes() -> None:
     node = subject.tree.namespace(holder)
     subject.tree.lock(holder, node)
     subject.tree.insert(holder, node, holder.key, 2, np.array([0], np.int32), subject.step)
-    assert (subject.hit(waiter), subject.tree.in_flight_depth(subject.tree.waiting_nodes[waiter])) == (0, 2)
+    assert subject.hit(waiter) == 0
     subject.step += 1
     assert subject.hit(waiter) == 2
+
+
+def test_find_end_follows_resident_nodes_and_ghosts_as_far_as_they_match() -> None:
+    subject = Tree(page_size=2)
+    subject.insert([1, 2, 3, 4])
+    subject.wait([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    key = np.array([1, 2, 3, 4, 5, 6, 7, 7], np.int32).tobytes()
+    namespace = subject.tree.namespace(request())
+    depths = [
+        None if (node := subject.tree.find_end(namespace, key, end)) is None else node.depth for end in (2, 4, 6, 8, 10)
+    ]
+    assert depths == [4, 4, 8, None, None]
 
 
 def test_ghosts_are_removed_with_their_last_waiting_request() -> None:
