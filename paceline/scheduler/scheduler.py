@@ -198,7 +198,7 @@ class Scheduler:
         for token in request.stop_ids:
             if not self._stop_ids[token]:
                 del self._stop_ids[token]
-        if reason in (FinishReason.STOP, FinishReason.LENGTH) and not request.ends_by_length:
+        if request.output and reason in (FinishReason.STOP, FinishReason.LENGTH) and not request.ends_by_length:
             self._lengths.record(len(request.output))
         self.counters.finished[reason] += 1
         self.journal.write(now, EventKind.FINISH, request.id, reason, len(request.output))

@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.engine.loop import Loop
+from paceline.engine.virtual.executor import VirtualClock, VirtualExecutor
 from paceline.scheduler.memory_forecast import MemoryForecast, OutputLengths
-from tests.helpers import EOS, harness, prompt, request
+from tests.helpers import EOS, harness, prompt, request, scheduler
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 200)), min_size=1, max_size=12)
 
@@ -35,27 +37,60 @@ def expected(lengths: OutputLengths, generated: int, most: int) -> int:
     return int(lengths.expected_remaining(np.array([generated]), np.array([most]))[0])
 
 
-def test_without_history_the_expectation_starts_cautious_and_decays() -> None:
+def test_without_history_the_expectation_is_a_few_hundred_tokens_and_within_the_limit() -> None:
     lengths = OutputLengths()
-    assert expected(lengths, 0, 1000) == 700
+    assert 300 <= expected(lengths, 0, 32_000) <= 600, "however long the context is"
+    assert expected(lengths, 0, 200) > 150, "a short limit is likely to be reached"
+    assert expected(lengths, 3000, 32_000) > 3 * expected(lengths, 0, 32_000), "a long output is likely to go on"
+    before = expected(lengths, 0, 32_000)
     for _ in range(2000):
         lengths.on_step()
-    assert expected(lengths, 0, 1000) == 100
+    calm = expected(lengths, 0, 32_000)
     lengths.on_retraction()
-    assert expected(lengths, 0, 1000) == pytest.approx(300, abs=1)
+    assert calm < expected(lengths, 0, 32_000) < before, "caution decays with every step and rises with a retraction"
 
 
-def test_with_history_the_expectation_is_conditioned_on_the_generated_tokens() -> None:
+def test_every_finished_request_corrects_the_expectation_from_the_first_on() -> None:
     lengths = OutputLengths()
-    for _ in range(50):
+    found = [expected(lengths, 0, 32_000)]
+    for _ in range(64):
+        lengths.record(10)
+        found.append(expected(lengths, 0, 32_000))
+    assert found == sorted(found, reverse=True)
+    assert found[1] < 0.6 * found[0]
+    assert found[-1] < 30
+
+
+def test_the_expectation_is_conditioned_on_the_generated_tokens() -> None:
+    lengths = OutputLengths()
+    for _ in range(250):
         lengths.record(10)
         lengths.record(100)
     lengths.caution = 0.0
-    assert expected(lengths, 0, 1000) == 55
-    assert expected(lengths, 20, 1000) == 80, "it is already longer than the short ones"
+    assert expected(lengths, 0, 1000) == pytest.approx(55, abs=2)
+    assert expected(lengths, 20, 1000) == pytest.approx(80, abs=2), "it is already longer than the short ones"
     assert expected(lengths, 20, 30) == 30, "never more than the maximum"
-    lengths.caution = 0.5
-    assert expected(lengths, 200, 1000) == 500, "longer than any known output: a share of the maximum"
+    assert expected(lengths, 0, 50) == pytest.approx(30, abs=2), "half of them are short, the others cut off at 50"
+    assert expected(lengths, 200, 1000) > 200, "longer than any known output: only the prior is left"
+
+
+def test_a_burst_with_open_max_tokens_runs_at_once() -> None:
+    """60 requests of 100 prompt and 200 output tokens in 100,000 tokens of KV, before any has finished."""
+    core = scheduler(num_pages=6250, page_size=16, max_running=64, max_batch_tokens=8192, context_tokens=32_768)
+    for number in range(60):
+        core.add(request(prompt([number] * 100), None, eos_token_ids=(EOS,)), 0.0)
+    core.plan(0.0)
+    assert core.num_running == 60
+
+
+def test_requests_that_use_their_whole_max_tokens_are_rarely_retracted() -> None:
+    """40 requests of 400 tokens, none of which meets its EOS, in memory for 18 of them."""
+    core = scheduler(num_pages=500, page_size=16, max_running=64, context_tokens=4096)
+    for number in range(40):
+        core.add(request(prompt([number] * 20), 400, eos_token_ids=(2**30,)), 0.0)
+    clock = VirtualClock()
+    Loop(core, VirtualExecutor(clock), clock).drain()
+    assert core.counters.retractions <= 6
 
 
 def test_an_output_length_known_in_advance_is_counted_exactly() -> None:

@@ -103,7 +103,8 @@ def test_a_small_cache_retracts_and_yields_the_same_tokens() -> None:
     large = small_pool(4_000)
     lengths = {name: len(tokens) for name, tokens in large.outputs.items()}
     short, learned, exact = (small_pool(60, expected) for expected in (dict.fromkeys(lengths, 2), None, lengths))
-    assert short.retractions > 3 * learned.retractions > 0
+    assert short.retractions > 10 * learned.retractions
+    assert short.retractions > 10
     assert exact.retractions == large.retractions == 0
     assert short.outputs == learned.outputs == exact.outputs == large.outputs
 
