@@ -78,7 +78,7 @@ POLICIES: Mapping[str, str] = {
 }
 BATCHING: Mapping[str, str] = {
     "mixed": "prefill chunks and decodes share every forward pass (chunked prefill)",
-    "prefill-first": "prefill batches run before decode batches and are never mixed with them",
+    "prefill-first": "prefill batches run before decode batches, at most 8 in a row, and are never mixed with them",
     "static": "no request joins until all requests of the batch have finished",
 }
 EVICTION: Mapping[str, str] = {

@@ -36,6 +36,7 @@ from paceline.scheduler.step_time import StepTimeFit
 from paceline.scheduler.validation import validate
 
 MAX_IN_FLIGHT = 2  # passes that are planned and not committed
+MAX_PREFILL_BATCHES = 8  # batching prefill-first: in a row, while requests could decode
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +63,7 @@ class Scheduler:
         self._arrivals = 0
         self._departures = 0  # finished or retracted: if it changed, rows in flight may have lost their request
         self._in_flight: deque[_PassInFlight] = deque()
+        self._num_prefill_batches = 0  # since the last decode batch, while requests could decode
         self._deadlines: list[tuple[float, int, Request]] = []
         # Stop ids of all live requests: almost every token is looked up only here.
         self._stop_ids: Counter[int] = Counter()
@@ -232,17 +234,23 @@ class Scheduler:
         admission.begin_step()
         may_admit = self.config.batching != "static" or not running
         prefill_first = self.config.batching == "prefill-first"
-        if not prefill_first:
+        can_decode = bool(running.decoding)
+        decodes_are_due = self._num_prefill_batches >= MAX_PREFILL_BATCHES
+        if not prefill_first or decodes_are_due:
             self._ensure_decode_pages(now)
-        self._plan_prefills(may_admit, now)
+        if not (decodes_are_due and running.decoding):
+            self._plan_prefills(may_admit, now)
         if prefill_first and not admission.chunks:
             self._ensure_decode_pages(now)
+            if not running.decoding:  # they were retracted, so prompts may have memory now
+                self._plan_prefills(False, now)
         while not admission.chunks and not running.decoding and running.prefilling and not self._in_flight:
             # Partly computed prompts fill all memory and none can continue: retract one.
             if not self._retract_one(now, "a prompt that cannot continue"):
                 break
             self._plan_prefills(False, now)
         decode = bool(running.decoding) and not (prefill_first and admission.chunks)
+        self._num_prefill_batches = self._num_prefill_batches + 1 if can_decode and not decode else 0
         plan = self._build(decode) if decode or admission.chunks else None
         admission.end_step()
         if plan is not None:

@@ -121,6 +121,35 @@ def test_prefill_first_runs_prefill_batches_before_decode_batches() -> None:
     assert all(plan.num_decodes in (0, plan.num_rows) for plan in subject.executor.plans)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_prefill_first_does_not_starve_decodes(overlap: bool) -> None:
+    """An endless stream of prompts: every ninth batch is a decode batch."""
+    subject = harness(batching="prefill-first", overlap=overlap, max_running=4, num_pages=400)
+    subject.add(runner := request([1, 2], max_tokens=100))
+    for number in range(2000):
+        if runner.is_finished:
+            break
+        if subject.scheduler.num_waiting < 2:
+            subject.add(request(prompt(number % 50, number % 49), max_tokens=1))
+        subject.step()
+    decodes = [number for number, plan in enumerate(subject.executor.plans) if plan.num_decodes]
+    assert runner.is_finished
+    assert all(plan.num_decodes in (0, plan.num_rows) for plan in subject.executor.plans), "never mixed"
+    assert max(np.diff(decodes)) == 9
+
+
+def test_prefill_first_counts_only_batches_that_delay_a_decode() -> None:
+    """A burst of eight prefill batches runs before the first decode batch, however long the prompt before it was."""
+    subject = harness(batching="prefill-first", chunk_tokens=4, max_prefill_tokens=4, max_running=16, num_pages=400)
+    subject.add(request(prompt(range(40)), max_tokens=2))
+    for _ in range(10):
+        subject.step()
+    subject.add(*(request(prompt([number] * 4), max_tokens=2) for number in range(10)))
+    subject.run()
+    kinds = [plan.num_decodes > 0 for plan in subject.executor.plans]
+    assert kinds[:22] == [False] * 18 + [True] + [False] * 2 + [True]
+
+
 def test_static_batching_admits_only_after_the_slowest_request_has_ended() -> None:
     subject = harness(batching="static", max_running=2)
     for length in (2, 9, 2):
