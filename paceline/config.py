@@ -74,7 +74,7 @@ POLICIES: Mapping[str, str] = {
     "lof": "longest output first: most expected output tokens (over HTTP: max_tokens)",
     "random": "random order, from order_seed",
     "priority": "highest priority first, then first come, first served",
-    "hrrn": "highest response ratio next: (waiting time + service time) / service time",
+    "hrrn": "highest response ratio next: (waiting time + service time) / service time; every 16th the oldest",
 }
 BATCHING: Mapping[str, str] = {
     "mixed": "prefill chunks and decodes share every forward pass (chunked prefill)",
@@ -187,7 +187,9 @@ class SchedulerConfig:
     fair_quantum: int = option(
         8192, "policy fair: tokens that a tenant is served before the scheduler switches to another tenant", low=1
     )
-    output_weight: float = option(2.0, "cost of an output token, in prompt tokens (policies fair and hrrn)", low=0.0)
+    output_weight: float = option(
+        2.0, "cost of an output token, in prompt tokens (policy fair; hrrn until step times are known)", low=0.0
+    )
     tenant_weights: Mapping[str, float] = option(
         {}, "policy fair: weight of each tenant; 1 if not given; a server sets it from the weight of its tenants"
     )

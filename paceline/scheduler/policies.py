@@ -8,6 +8,7 @@ policies walk the prefix tree, whose counts and ranks are updated on every chang
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush, nsmallest
 from typing import Protocol
@@ -16,6 +17,8 @@ from paceline.request import Request
 from paceline.scheduler.node import Node
 from paceline.scheduler.now import Now
 from paceline.scheduler.prefix_tree import PrefixTree
+
+MAX_OVERTAKES_BY_RATIO = 15  # policy hrrn: requests admitted before the oldest one for their higher ratio
 
 
 class Policy(Protocol):
@@ -119,27 +122,46 @@ class FcfsPolicy(KeyPolicy):
 class ResponseRatioPolicy(BasePolicy):
     """Highest response ratio next (HRRN): (waiting time + service time) / service time.
 
+    By ratio alone a long request would wait for as long as more short ones arrive than can be served: their ratios grow
+    faster than its own. So after MAX_OVERTAKES_BY_RATIO others it is the turn of the oldest request, until it is
+    admitted. A request with n older ones before it is admitted after 16 (n + 1) admissions, if it fits into memory.
+
     Requests of similar service time form a class with one service time. Within a class the oldest has the highest
-    ratio, so only the heads of about forty classes are compared.
+    ratio, so only the heads of a few dozen classes are compared.
     """
 
-    def __init__(self, service: Callable[[Request], float]) -> None:
-        self._service = service
+    def __init__(self, service_s: Callable[[Request], float]) -> None:
+        self._service_s = service_s
         self._classes: dict[int, FcfsPolicy] = {}
+        self._by_arrival: OrderedDict[Request, None] = OrderedDict()
+        self._num_overtakes = 0  # admissions since that of the oldest request
+
+    @property
+    def _oldest(self) -> Request | None:
+        return next(iter(self._by_arrival), None)
 
     def add(self, request: Request) -> None:
+        self._by_arrival[request] = None
         number = self._class_of(request)
         if number not in self._classes:
             self._classes[number] = FcfsPolicy()
         self._classes[number].add(request)
 
     def remove(self, request: Request) -> None:
+        del self._by_arrival[request]
         self._classes[self._class_of(request)].remove(request)
 
+    def on_admitted(self, request: Request, num_tokens: int, now: Now) -> None:
+        if request.queued:
+            self._num_overtakes = 0 if request is self._oldest else self._num_overtakes + 1
+
     def _class_of(self, request: Request) -> int:
-        return round(2 * math.log2(max(1.0, self._service(request))))
+        return round(2 * math.log2(max(1e-6, self._service_s(request))))
 
     def next(self, now: Now) -> Request | None:
+        oldest = self._oldest
+        if oldest is not None and not oldest.skipped and self._num_overtakes >= MAX_OVERTAKES_BY_RATIO:
+            return oldest
         best: tuple[float, int] | None = None
         chosen = None
         for number, members in self._classes.items():

@@ -18,6 +18,8 @@ from paceline.scheduler.policies import (
 )
 from paceline.scheduler.prefix_tree import PrefixTree
 
+_TOKEN_S = 1e-5  # device time of a prompt token, before any was measured
+
 
 def make_policy(tree: PrefixTree, config: SchedulerConfig) -> Policy:
     """Aging applies where requests could otherwise be overtaken forever: not under `fcfs` and `hrrn`, which age by
@@ -27,6 +29,10 @@ def make_policy(tree: PrefixTree, config: SchedulerConfig) -> Policy:
     def expected(request: Request) -> float:
         return request.expected_tokens if request.expected_tokens is not None else request.max_tokens
 
+    def service_s(request: Request) -> float:
+        tokens = len(request.prompt) + config.output_weight * expected(request)
+        return request.predicted_s or tokens * _TOKEN_S
+
     match config.policy:
         case "fair":
             return FairPolicy(tree, config)
@@ -35,7 +41,7 @@ def make_policy(tree: PrefixTree, config: SchedulerConfig) -> Policy:
         case "priority":
             return KeyPolicy(lambda request: -request.priority)
         case "hrrn":
-            return ResponseRatioPolicy(lambda request: len(request.prompt) + config.output_weight * expected(request))
+            return ResponseRatioPolicy(service_s)
     inner: Policy
     match config.policy:
         case "lpm":

@@ -81,6 +81,41 @@ def test_hrrn_prefers_short_requests_until_a_long_one_has_waited_in_proportion()
     assert order_of(subject) == ["long", "short"]
 
 
+def test_hrrn_takes_the_predicted_device_time_where_it_is_known() -> None:
+    subject = in_turn(policy="hrrn")
+    subject.add(request([9] * 8, 400, id="many tokens", predicted_s=0.01))
+    subject.add(request([8], 4, id="few tokens", predicted_s=1.0))
+    subject.clock.advance(0.1)
+    assert order_of(subject) == ["many tokens", "few tokens"]
+
+
+def overtaken_by_short_ones(one: Request, **options: object) -> int:
+    """How many later requests are admitted before `one`, with more short requests than can be served."""
+    subject = harness(page_size=4, max_batch_tokens=4096, context_tokens=4096, **options)
+    subject.add(*(request([n % 60], 6, id=f"before-{n}") for n in range(8)))
+    for _ in range(3):
+        subject.step()
+    subject.add(one)
+    for number in range(2000):
+        if one.was_admitted:
+            break
+        subject.add(*(request([number % 60], 6, id=f"later-{number}-{n}") for n in range(3)))
+        subject.step()
+    return sum(name.startswith("later") for name in admissions(subject.scheduler))
+
+
+def test_hrrn_does_not_starve_a_long_prompt_among_short_ones() -> None:
+    long = request(prompt([9] * 3000), 2, id="long")
+    assert overtaken_by_short_ones(long, policy="hrrn", max_running=4, num_pages=4096) <= 16 * (8 + 1)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "hrrn"])
+def test_a_request_that_needs_all_memory_is_not_overtaken_forever(policy: str) -> None:
+    whole = request(prompt([9] * 200), 56, id="whole")
+    overtaken = overtaken_by_short_ones(whole, policy=policy, max_running=4, num_pages=64, max_overtakes=16)
+    assert overtaken <= (16 if policy == "fcfs" else 16 * (8 + 1) + 16)
+
+
 def test_lpm_admits_the_longest_cached_prefix_first() -> None:
     subject = in_turn(policy="lpm", max_wait=math.inf)
     order_of(subject, request(prompt(range(40)), 1, id="warm"))
