@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from paceline.engine.cache_flush import flush_when_idle
 from paceline.engine.engine import Engine
 from paceline.engine.monitor import EngineMonitor
 from paceline.engine.pausing import PauseMode
@@ -24,6 +25,7 @@ from paceline.server.queries import (
     EngineQuery,
     EngineStats,
     FlushCache,
+    FlushWhenIdle,
     GetHealth,
     GetMetrics,
     GetMonitor,
@@ -97,6 +99,8 @@ class EngineQueries:
                 case UpdateWeights():
                     found = update = update_weights(self._engine, query.path, mode=query.mode, version=query.version)
                     self._on_weights(query.path, update.version)
+                case FlushWhenIdle():
+                    found = flush_when_idle(self._engine, query.timeout_s) * self._engine.scheduler.config.page_size
                 case RecordTrace():
                     found = record_trace(self._engine, query.seconds)
             result.set_result(found)

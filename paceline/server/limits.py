@@ -11,5 +11,6 @@ MAX_DEADLINE_MS = 1e10
 MAX_TOKEN_ID = 2**31 - 1  # in the document; each model has its own vocabulary
 MAX_LISTED_REQUESTS = 1000
 MAX_WEIGHT_VERSION_CHARACTERS = 256
+DEFAULT_FLUSH_TIMEOUT_S, MAX_FLUSH_TIMEOUT_S = 60.0, 3600.0  # new requests wait for that long at most
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions alone
 LONG_BODY_BYTES = 32_768  # parsing and tokenizing a longer body runs in a thread: it would delay other streams

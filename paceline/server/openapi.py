@@ -23,7 +23,13 @@ from paceline.request import (
     MIN_SEED,
 )
 from paceline.server.fields import IGNORED_FIELDS, ROLES, UNSUPPORTED_FIELDS
-from paceline.server.limits import MAX_CACHE_SALT_CHARACTERS, MAX_DEADLINE_MS, MAX_PRIORITY, MAX_TOKEN_ID
+from paceline.server.limits import (
+    MAX_CACHE_SALT_CHARACTERS,
+    MAX_DEADLINE_MS,
+    MAX_FLUSH_TIMEOUT_S,
+    MAX_PRIORITY,
+    MAX_TOKEN_ID,
+)
 from paceline.server.routing import Access, AnyRoute, GenerationRoute, Route
 
 Json = dict[str, Any]
@@ -74,6 +80,7 @@ _BOUNDS: dict[str, Json] = {
     "cache_salt": {"maxLength": MAX_CACHE_SALT_CHARACTERS},
     "priority": {"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY},
     "expires_in_s": {"exclusiveMinimum": 0},
+    "timeout_s": {"exclusiveMinimum": 0, "maximum": MAX_FLUSH_TIMEOUT_S},
 }
 _ERROR = {
     "type": "object",

@@ -102,6 +102,12 @@ class FlushCache(_Query, frozen=True):
     """Evicts every cached prefix that is not in use. The result is the number of tokens freed."""
 
 
+class FlushWhenIdle(_Query, frozen=True):
+    """The same once running requests have finished; new ones wait meanwhile."""
+
+    timeout_s: float
+
+
 class GetPins(_Query, frozen=True):
     pass
 
@@ -152,6 +158,7 @@ EngineQuery = (
     | GetMetrics
     | GetMonitor
     | FlushCache
+    | FlushWhenIdle
     | GetPins
     | PinPrefix
     | UnpinPrefix
@@ -160,7 +167,7 @@ EngineQuery = (
     | UpdateWeights
     | RecordTrace
 )
-LONG_QUERIES = (PauseEngine, UpdateWeights, RecordTrace)  # they take as long as they take
+LONG_QUERIES = (FlushWhenIdle, PauseEngine, UpdateWeights, RecordTrace)  # they take as long as they take
 QUERY_RESULTS: dict[type, Any] = {
     GetHealth: Health,
     GetStats: EngineStats,
@@ -169,6 +176,7 @@ QUERY_RESULTS: dict[type, Any] = {
     GetMetrics: list[MetricFamily],
     GetMonitor: dict[str, Any],
     FlushCache: int,
+    FlushWhenIdle: int,
     GetPins: list[PinState],
     PinPrefix: int,
     UnpinPrefix: None,

@@ -247,6 +247,8 @@ class CacheAction(msgspec.Struct, kw_only=True):
     """`/admin/cache`: evict every unused prefix, or pin one."""
 
     action: Literal["flush", "pin", "unpin"]
+    wait: bool = False  # flush: running requests finish first, and new ones wait meanwhile
+    timeout_s: float | None = None  # with wait; default: DEFAULT_FLUSH_TIMEOUT_S
     name: str | None = None
     prompt: str | list[int] | None = None
     expires_in_s: float | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from paceline.checks.harness import TimedSink
 from paceline.checks.weights import write_folder
 from paceline.config import EngineConfig
 from paceline.engine.build import build_engine
+from paceline.engine.cache_flush import flush_when_idle
 from paceline.engine.engine import Engine
 from paceline.engine.job import Job
 from paceline.engine.output import Conflict, EngineFailed, OutputDelta
@@ -190,6 +191,52 @@ def test_resuming_early_cancels_the_pause(engine: Engine) -> None:
     with pytest.raises(Conflict, match="resumed before it was paused"):
         running.result.result(60)
     assert reason(running) is FinishReason.LENGTH
+
+
+# ---------------------------------------------------------------------- flush
+
+
+def num_cached_pages(engine: Engine) -> int:
+    return engine.call(lambda scheduler: scheduler.memory.tree.num_pages).result(60)
+
+
+def test_a_flush_that_waits_drops_what_running_requests_used(engine: Engine) -> None:
+    with ThreadPoolExecutor() as pool:
+        running = on_first_token(engine, lambda: pool.submit(flush_when_idle, engine, 60), greedy(400))
+        held = submit(engine, 2, [7, 8, 9])
+        assert running.result.result(60) >= (len(PROMPT) + 399) // 16
+    assert reason(running) is FinishReason.LENGTH and len(running.tokens) == 400
+    assert reason(held) is FinishReason.LENGTH and not engine.is_paused
+    assert num_cached_pages(engine) == 0, "the last request had no whole page"
+
+
+def test_a_flush_that_times_out_drops_nothing_and_holds_no_request_back(engine: Engine) -> None:
+    LLM.from_engine(engine).generate([PROMPT], greedy(2))
+    running = on_first_token(engine, lambda: None, greedy(1500))
+    with pytest.raises(Conflict, match=r"requests still run after timeout_s = 0\.01 seconds, and nothing"):
+        flush_when_idle(engine, 0.01)
+    assert num_cached_pages(engine) > 0
+    assert reason(submit(engine, 2, [7, 8, 9])) is FinishReason.LENGTH
+    assert not running.refused
+
+
+def test_several_flushes_at_once_do_no_harm(engine: Engine) -> None:
+    with ThreadPoolExecutor() as pool:
+
+        def begin() -> list[Future[int]]:
+            return [pool.submit(flush_when_idle, engine, 60) for _ in range(4)]
+
+        running = on_first_token(engine, begin, greedy(200))
+        pages = [flush.result(60) for flush in running.result]
+    assert sorted(pages)[:3] == [0, 0, 0] and max(pages) >= 15
+    assert reason(submit(engine, 2)) is FinishReason.LENGTH
+
+
+def test_a_flush_leaves_a_paused_engine_paused(engine: Engine) -> None:
+    LLM.from_engine(engine).generate([PROMPT], greedy(2))
+    engine.pause().result(60)
+    assert flush_when_idle(engine, 60) == 3
+    assert engine.is_paused
 
 
 # ---------------------------------------------------------------------- weights

@@ -221,6 +221,27 @@ def test_a_pinned_prefix_survives_a_flush_until_it_is_unpinned(guarded: ServerPr
     assert admin(guarded, "POST", "/admin/cache", action="dance").status_code == 400
 
 
+def test_a_flush_that_waits_drops_the_kv_of_running_requests_too(guarded: ServerProcess) -> None:
+    prompt, key = [3000 + number for number in range(64)], {"Authorization": "Bearer key-alice"}
+    flush = {"action": "flush", "wait": True}
+    with httpx.stream(
+        "POST", f"{guarded.url}/v1/completions", json=body(prompt, 30_000, stream=True), headers=key, timeout=120
+    ) as running:
+        lines = running.iter_lines()  # the stream is closed with it
+        next(lines)
+        late = admin(guarded, "POST", "/admin/cache", **flush, timeout_s=0.05)
+        assert late.status_code == 409 and "requests still run after timeout_s = 0.05" in late.text
+        with pytest.raises(httpx.ReadTimeout):  # this client does not wait for the result
+            httpx.post(f"{guarded.url}/admin/cache", json=flush, headers={"Authorization": "Bearer root"}, timeout=0.2)
+    # The stream has ended, so that flush has nothing to wait for any more, and neither has another.
+    assert admin(guarded, "POST", "/admin/cache", **flush).json().keys() == {"flushed_tokens"}
+    answer = ask(guarded, "key-alice", prompt=[*prompt, 1, 2], max_tokens=1)
+    assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    for wrong in ({"timeout_s": 0}, {"timeout_s": 1e9}, {"timeout_s": 1, "wait": False}, {"wait": "later"}):
+        refused = admin(guarded, "POST", "/admin/cache", **flush | wrong)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] in wrong, refused.text
+
+
 def test_a_draining_server_refuses_requests_until_it_is_resumed(guarded: ServerProcess) -> None:
     assert admin(guarded, "POST", "/admin/drain").json()["draining"] is True
     assert ask(guarded, "key-alice").json()["error"]["code"] == "shutting_down"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from starlette.responses import Response
 
 from paceline.server.errors import ApiError, missing_parameter
-from paceline.server.limits import MAX_WEIGHT_VERSION_CHARACTERS
+from paceline.server.limits import DEFAULT_FLUSH_TIMEOUT_S, MAX_FLUSH_TIMEOUT_S, MAX_WEIGHT_VERSION_CHARACTERS
 from paceline.server.queries import (
     FlushCache,
+    FlushWhenIdle,
     GetPins,
     GetStats,
     PauseEngine,
@@ -47,13 +48,26 @@ async def change_cache(call: Call) -> Response:
     client, body = call.state.client, call.body
     assert isinstance(body, CacheAction), "the route's request type"
     if body.action == "flush":
-        return json_response(CacheFlushed(await client.query(FlushCache())))
+        return json_response(CacheFlushed(await client.query(_flush_query(body))))
     if body.name is None:
         raise missing_parameter("name", f"name the pin to {body.action}")
     if body.action == "unpin":
         await client.query(UnpinPrefix(name=body.name))
         return json_response(PrefixUnpinned(body.name))
     return json_response(PrefixPinned(body.name, await client.query(_pin_query(call, body, body.name))))
+
+
+def _flush_query(body: CacheAction) -> FlushCache | FlushWhenIdle:
+    timeout_s = DEFAULT_FLUSH_TIMEOUT_S if body.timeout_s is None else body.timeout_s
+    if not 0 < timeout_s <= MAX_FLUSH_TIMEOUT_S:
+        raise ApiError(
+            f"timeout_s is {timeout_s:g}: give more than 0 and at most {MAX_FLUSH_TIMEOUT_S:g} seconds.",
+            param="timeout_s",
+            code="invalid_value",
+        )
+    if body.timeout_s is not None and not body.wait:
+        raise ApiError("timeout_s is given and wait is not true: omit it, or set wait.", param="timeout_s")
+    return FlushWhenIdle(timeout_s=timeout_s) if body.wait else FlushCache()
 
 
 def _pin_query(call: Call, body: CacheAction, name: str) -> PinPrefix:
