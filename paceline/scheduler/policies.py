@@ -133,30 +133,25 @@ class ResponseRatioPolicy(BasePolicy):
     def __init__(self, service_s: Callable[[Request], float]) -> None:
         self._service_s = service_s
         self._classes: dict[int, FcfsPolicy] = {}
-        self._by_arrival: OrderedDict[Request, None] = OrderedDict()
+        self._class_of: OrderedDict[Request, int] = OrderedDict()  # in order of arrival
         self._num_overtakes = 0  # admissions since that of the oldest request
 
     @property
     def _oldest(self) -> Request | None:
-        return next(iter(self._by_arrival), None)
+        return next(iter(self._class_of), None)
 
     def add(self, request: Request) -> None:
-        self._by_arrival[request] = None
-        number = self._class_of(request)
+        number = self._class_of[request] = round(2 * math.log2(max(1e-6, self._service_s(request))))
         if number not in self._classes:
             self._classes[number] = FcfsPolicy()
         self._classes[number].add(request)
 
     def remove(self, request: Request) -> None:
-        del self._by_arrival[request]
-        self._classes[self._class_of(request)].remove(request)
+        self._classes[self._class_of.pop(request)].remove(request)
 
     def on_admitted(self, request: Request, num_tokens: int, now: Now) -> None:
         if request.queued:
             self._num_overtakes = 0 if request is self._oldest else self._num_overtakes + 1
-
-    def _class_of(self, request: Request) -> int:
-        return round(2 * math.log2(max(1e-6, self._service_s(request))))
 
     def next(self, now: Now) -> Request | None:
         oldest = self._oldest

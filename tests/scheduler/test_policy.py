@@ -82,9 +82,13 @@ def test_hrrn_prefers_short_requests_until_a_long_one_has_waited_in_proportion()
 
 
 def test_hrrn_takes_the_predicted_device_time_where_it_is_known() -> None:
+    """64 prompt tokens are more than 20 output tokens by number, and take a tenth of their time."""
     subject = in_turn(policy="hrrn")
-    subject.add(request([9] * 8, 400, id="many tokens", predicted_s=0.01))
-    subject.add(request([8], 4, id="few tokens", predicted_s=1.0))
+    for number in range(3):
+        subject.add(request(prompt([5] * 60, number), 4))
+    subject.run()
+    subject.scheduler.journal.events.clear()
+    subject.add(request(prompt([7] * 64), 1, id="many tokens"), request([8], 20, id="few tokens"))
     subject.clock.advance(0.1)
     assert order_of(subject) == ["many tokens", "few tokens"]
 
