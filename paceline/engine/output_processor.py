@@ -157,13 +157,16 @@ class OutputProcessor:
     def _keep_prompt_logprobs(self, request: Request, run: LogprobRun) -> None:
         if (active := self._find(request)) is None:
             return
-        # After a retraction the same positions are computed and reported again.
-        known = len(active.prompt_logprobs) + max(request.params.prompt_logprobs_start, 1) - run.first
-        if known >= 0:
-            tokens = request.prompt[run.first + known : run.first + len(run.chosen)].tolist()
-            columns = (column[known:].tolist() for column in run[2:])
-            for token, chosen, ids, logprobs in zip(tokens, *columns, strict=True):
-                active.prompt_logprobs.append(TokenLogprob(token, chosen, tuple(zip(ids, logprobs, strict=True))))
+        # When a request is requeued, the same positions are computed and reported again. The last report counts: the
+        # first may be of KV with NaN.
+        first = run.first - max(request.params.prompt_logprobs_start, 1)
+        if first <= len(active.prompt_logprobs):
+            tokens = request.prompt[run.first : run.first + len(run.chosen)].tolist()
+            columns = (column.tolist() for column in run[2:])
+            active.prompt_logprobs[first:] = [
+                TokenLogprob(token, chosen, tuple(zip(ids, logprobs, strict=True)))
+                for token, chosen, ids, logprobs in zip(tokens, *columns, strict=True)
+            ]
 
     def _keep_logprobs(self, updates: Updates, logprobs: Logprobs) -> None:
         # All rows at once: indexing the arrays row by row costs several times as much.

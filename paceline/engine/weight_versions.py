@@ -31,7 +31,6 @@ class WeightVersions:
     def of(self, request: Request) -> tuple[str, ...]:
         """The versions that computed the output of a request that is ending now, oldest first: several if the weights
         were replaced between its tokens."""
-        # Before its first token all that counts was computed again, except logprobs of the prompt.
-        started = request.first_token if request.params.prompt_logprobs is None else request.first_admitted
+        started = request.first_token  # what was computed before it, logprobs of the prompt too, was computed again
         first = len(self._times) if started is None else bisect_right(self._times, started)
         return tuple(self._versions[first:])
