@@ -326,6 +326,7 @@ class Request:
     first_token: float | None = None
     finished: float | None = None
     retractions: int = 0
+    recomputations: int = 0  # times it was requeued because KV that it had read may contain NaN
     overtaken: int = 0  # requests admitted before it while it did not fit
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     num_fetched: int = 0  # of these, fetched from host memory

@@ -3,12 +3,13 @@
 The toy model behaves like the KV cache of a transformer. The KV of a position is a number that depends on its token,
 its position and the sum of all KV before it, read through the page table; a token is sampled from that sum. A page
 that is freed too early, read by the wrong row, cached under wrong tokens or never computed therefore changes every
-later token, as in a real model, and a comparison with `reference_tokens` detects it.
+later token, as in a real model, and a comparison with `reference_tokens` detects it. A pass can be made faulty, and
+tokens can be declared bad: their KV is NaN, and so is everything computed from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +22,8 @@ from paceline.scheduler import Plan, Scheduler, StepTime, Swap, Updates
 from paceline.scheduler.invariants import check
 
 _MASK = (1 << 64) - 1
+_NAN = _MASK  # as KV, and as a sum of KV
+_NO_TOKEN = -1  # as executors report logits that contain NaN
 _FLAT_TIME = StepTime(base=1e-3, per_prefill_token=1e-5, per_decode=1e-5, per_context_token=1e-8)
 
 
@@ -43,7 +46,7 @@ def _kv(token: int, position: int, before: int) -> int:
 
 
 def _sample(total: int, vocab: int) -> int:
-    return _mix(total ^ 0x5EED) % vocab
+    return _NO_TOKEN if total == _NAN else _mix(total ^ 0x5EED) % vocab
 
 
 def reference_tokens(request: Request, vocab: int) -> tuple[list[int], FinishReason]:
@@ -74,6 +77,7 @@ def reference_tokens(request: Request, vocab: int) -> tuple[list[int], FinishRea
 class ScriptedPending:
     executor: ScriptedExecutor
     plan: Plan
+    faulty_rows: Collection[int] = ()
     result: Result | None = None
 
     def wait(self) -> Result:
@@ -87,7 +91,7 @@ class ScriptedExecutor(Executor):
     """Executes plans on the toy model, in launch order.
 
     `lazy` runs each pass as late as possible, in `wait`: a plan that is modified after `launch` then computes something
-    else. `draft` adds up to that many tokens beyond the first to a decode row.
+    else. `draft` adds up to that many tokens beyond the first to a decode row. The KV of `bad_tokens` is NaN.
     """
 
     num_pages: int
@@ -98,12 +102,16 @@ class ScriptedExecutor(Executor):
     draft: int = 0
     num_host_pages: int = 0
     step_time: StepTime = _FLAT_TIME
+    bad_tokens: frozenset[int] = frozenset()
     plans: list[Plan] = field(default_factory=list)
+    faulty_ids: set[str] = field(default_factory=set)  # requests for which a faulty pass computed NaN
+    _fault: Callable[[int], bool] | None = None
     _memory: np.ndarray = field(init=False)
     _host: np.ndarray = field(init=False)  # [host pages, positions]
     _rows: dict[int, dict[int, int]] = field(default_factory=dict)  # slot -> index -> page
     _tokens: dict[int, list[int]] = field(default_factory=dict)
     _seeds: dict[int, int] = field(default_factory=dict)
+    _ids: dict[int, str] = field(default_factory=dict)
     _queue: list[ScriptedPending] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -119,6 +127,10 @@ class ScriptedExecutor(Executor):
         self._memory[:] = self._memory[::-1] ^ np.uint64(0x5EED)
         self._host[:] = self._host[::-1] ^ np.uint64(0x5EED)
 
+    def inject_fault(self, is_faulty: Callable[[int], bool] = lambda row: True) -> None:
+        """The next pass that is launched computes NaN in its rows, or in those for which `is_faulty` is true."""
+        self._fault = is_faulty
+
     @classmethod
     def for_scheduler(cls, scheduler: Scheduler, **options: object) -> ScriptedExecutor:
         config = scheduler.config
@@ -131,7 +143,8 @@ class ScriptedExecutor(Executor):
         )
 
     def launch(self, plan: Plan) -> ScriptedPending:
-        pending = ScriptedPending(self, plan)
+        fault, self._fault = self._fault, None
+        pending = ScriptedPending(self, plan, [] if fault is None else list(filter(fault, range(plan.num_rows))))
         self._queue.append(pending)
         self.plans.append(plan)
         if not self.lazy:
@@ -141,21 +154,25 @@ class ScriptedExecutor(Executor):
     def _run_through(self, pending: ScriptedPending) -> Result:
         while pending.result is None:
             first = self._queue.pop(0)
-            first.result = self._run(first.plan)
+            first.result = self._run(first.plan, first.faulty_rows)
         return pending.result
 
-    def _run(self, plan: Plan) -> Result:
+    def _run(self, plan: Plan, faulty_rows: Collection[int]) -> Result:
         if plan.swap is not None:
             self._move(plan.swap)
         for join in plan.joins:
             self._tokens[join.slot] = join.tokens.tolist()
             self._seeds[join.slot] = _seed(join.namespace)
+            self._ids[join.slot] = join.request_id
         for slot, index, page in zip(plan.page_slots, plan.page_indices, plan.page_ids, strict=True):
             self._rows.setdefault(int(slot), {})[int(index)] = int(page)
         sampled: list[list[int]] = []
         for row in range(plan.num_rows):
             slot, start, length = int(plan.slots[row]), int(plan.starts[row]), int(plan.lengths[row])
-            total = self._feed(slot, start, length)
+            is_faulty = row in faulty_rows
+            if is_faulty:
+                self.faulty_ids.add(self._ids[slot])
+            total = self._feed(slot, start, length, is_faulty=is_faulty)
             if plan.samples[row]:
                 tokens = [_sample(total, self.vocab)]
                 self._put(slot, start + length, tokens[0])
@@ -188,18 +205,23 @@ class ScriptedExecutor(Executor):
         tokens = self._tokens[slot]
         del tokens[position:]
         assert len(tokens) == position, f"slot {slot} skips from position {len(tokens)} to {position}"
-        tokens.append(token)
+        tokens.append(max(token, 0))  # a row without a token continues with a valid id until the host knows
 
-    def _feed(self, slot: int, start: int, length: int) -> int:
+    def _feed(self, slot: int, start: int, length: int, *, is_faulty: bool = False) -> int:
         """Writes the KV of `length` tokens from `start`, and returns the sum over the row so far."""
         row, size = self._rows.get(slot, {}), self.page_size
         places = np.array([row[at // size] * size + at % size for at in range(start + length)], np.int64)
+        read = self._memory[places[:start]]
         with np.errstate(over="ignore"):
-            total = (self._seeds[slot] + int(self._memory[places[:start]].sum(dtype=np.uint64))) & _MASK
+            total = (self._seeds[slot] + int(read.sum(dtype=np.uint64))) & _MASK
+        if is_faulty or (read == _NAN).any():
+            total = _NAN
         for position in range(start, start + length):
-            value = _kv(self._tokens[slot][position], position, total)
+            token = self._tokens[slot][position]
+            is_nan = total == _NAN or token in self.bad_tokens
+            value = _NAN if is_nan else _kv(token, position, total)
             self._memory[places[position]] = value
-            total = (total + value) & _MASK
+            total = _NAN if is_nan else (total + value) & _MASK
         return total
 
 

@@ -157,6 +157,12 @@ class HostTier:
         node.host_pages = NO_PAGES
         self._tree.prune(node)
 
+    def drop(self, node: Node) -> None:
+        """Frees the host pages of a node whose KV is not valid, also those that the plan being made would copy."""
+        self._spills, self._fetches = (_without(copies, node.host_pages) for copies in (self._spills, self._fetches))
+        self.pool.free(node.host_pages)
+        node.host_pages = NO_PAGES
+
     def forget_all(self, step: int) -> None:
         """Frees every host page that the plan being made does not copy."""
         self._forget(self.pool.num_pages, step)
@@ -209,6 +215,11 @@ class HostTier:
         if len(last) < len(fetch_pages):
             fetch_pages, fetch_hosts = fetch_pages[last], fetch_hosts[last]
         return Swap(*_columns(spills), fetch_pages, fetch_hosts)
+
+
+def _without(copies: list[tuple[Pages, Pages]], dropped: Pages) -> list[tuple[Pages, Pages]]:
+    kept = [(pages, host_pages, ~np.isin(host_pages, dropped)) for pages, host_pages in copies]
+    return [(pages[keep], host_pages[keep]) for pages, host_pages, keep in kept]
 
 
 def _columns(copies: list[tuple[Pages, Pages]]) -> tuple[Pages, Pages]:

@@ -17,7 +17,7 @@ from paceline.scheduler.eviction import is_evictable_leaf
 from paceline.scheduler.memory import Memory
 from paceline.scheduler.node import Node
 from paceline.scheduler.prefix_tree import TOKEN_BYTES
-from paceline.scheduler.retraction import MAX_RETRACTIONS
+from paceline.scheduler.retraction import MAX_RECOMPUTATIONS, MAX_RETRACTIONS
 from paceline.scheduler.running_set import RunningSet
 
 
@@ -212,6 +212,8 @@ def _queues(state: SchedulerState) -> list[str]:
             faults.append(f"request {request.id} counts {request.num_cached} of {len(request.prompt)} as cached")
         if request.retractions > MAX_RETRACTIONS:
             faults.append(f"request {request.id} was retracted {request.retractions} times")
+        if request.recomputations > MAX_RECOMPUTATIONS:
+            faults.append(f"request {request.id} was computed again {request.recomputations} times")
     if len(waiting) != admission.num_waiting:
         faults.append(f"{admission.num_waiting} requests are counted as waiting, {len(waiting)} are")
     if len(waiting_nodes) != len(waiting):

@@ -30,6 +30,7 @@ class EventKind(StrEnum):
     RESERVE = "reserve"  # freed memory is kept for this request
     PIN = "pin"
     UNPIN = "unpin"
+    DROP = "drop"  # detail: pages that may contain NaN, requests that are computed again
     REPAIR = "repair"  # detail: what was wrong
     FINISH = "finish"  # detail: reason, output tokens
 
@@ -55,13 +56,15 @@ class Counters:
     fetched_tokens: int = 0  # of these, fetched from host memory
     computed_tokens: int = 0  # fed to prefill
     decoded_tokens: int = 0
-    discarded_tokens: int = 0  # of requests that ended while the pass was in flight
+    discarded_tokens: int = 0  # of requests that ended, or lost KV that may contain NaN, while the pass was in flight
     retractions: int = 0
     evicted_pages: int = 0
     spilled_pages: int = 0  # of these, copied to host memory
     forgotten_pages: int = 0  # dropped from host memory to make space
     duplicate_pages: int = 0
     overtakes: int = 0
+    nan_dropped_pages: int = 0  # on the device and in host memory, because they may contain NaN
+    nan_recomputations: int = 0  # requests that were computed again because they had read such pages
     device_s: float = 0.0  # of committed passes, where it is measured
     repairs: int = 0  # times that the scheduler state was inconsistent and was reset
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))

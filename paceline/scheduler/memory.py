@@ -295,6 +295,42 @@ class Memory:
             raise PinError(f"there is no pin named {name!r}; existing pins: {', '.join(self.pins) or 'none'}.")
         self.tree.unlock(None, pin.node)
 
+    # ------------------------------------------------------------------ NaN
+
+    def first_unproven(self, request: Request) -> Node | None:
+        """The first node that `request` has read, or computed, and from which no token was sampled yet."""
+        locked = self.locked_nodes.get(request)  # none if it was released while its last token was in flight
+        end = request.num_tokens if locked is None else locked.depth
+        node, key = self.tree.namespace(request), token_key(request)
+        while (found := self.tree.find_child(node, key, end)) is not None:
+            node, common = found
+            if node.unproven and (node.resident or len(node.host_pages)):
+                return node
+            if common < len(node.key):
+                break
+        self.tree.prune(node)
+        return None
+
+    def holders(self, top: Node) -> list[Request]:
+        """Running requests that read `top`, or something below it."""
+        return [request for request, node in self.locked_nodes.items() if self.tree.is_below(node, top)]
+
+    def pins_below(self, top: Node) -> list[Pin]:
+        return [pin for pin in self.pins.values() if self.tree.is_below(pin.node, top)]
+
+    def drop(self, top: Node) -> int:
+        """Drops `top` and everything below it; no request and no pin uses it. Returns the pages freed, with those in
+        host memory."""
+        before = self._num_free_pages
+        self.pool.free(self.tree.drop(top))
+        return self._num_free_pages - before
+
+    @property
+    def _num_free_pages(self) -> int:
+        return self.pool.num_free + (0 if self.host is None else self.host.pool.num_free)
+
+    # ------------------------------------------------------------------ everything
+
     def flush(self, step: int) -> int:
         """Drops every cached prefix that is not locked, in host memory too. Returns the pages freed."""
         count = self.tree.num_evictable_pages

@@ -35,6 +35,7 @@ class Node:
         "seq",
         "sibling_order",
         "swap_step",
+        "unproven",
         "uses",
         "value",
         "waiters",
@@ -53,6 +54,8 @@ class Node:
         self.children: dict[Any, Node] = {}
         self.resident = False
         self.computed_step = 0  # the step that computes it; in flight while that step is being planned
+        # Number of the request that computed it, until a token was sampled from it: it contains no NaN. Then 0.
+        self.unproven = 0
         self.locks = 0
         self.holder: Request | None = None  # the request that locked it first, as long as no other has
         self.last_used = 0

@@ -123,7 +123,8 @@ class Updates:
     requests: tuple[Request, ...]
     tokens: Column
     finished: tuple[Finished, ...]
-    discarded: frozenset[int]  # sampling rows whose request had finished while the pass was in flight
+    # Sampling rows without a token: the logits contain NaN, or the request ended or is computed again
+    discarded: frozenset[int]
 
     @property
     def num_discarded(self) -> int:

@@ -42,6 +42,8 @@ class SpillTarget(Protocol):
 
     def track(self, node: Node) -> None: ...
 
+    def drop(self, node: Node) -> None: ...
+
 
 class PrefixTree:
     def __init__(self, page_size: int, eviction: str = "lru", partial_eviction: bool = True) -> None:
@@ -143,8 +145,9 @@ class PrefixTree:
             heappop(waiters)
         return None
 
-    def nodes(self) -> Iterator[Node]:
-        stack = [self.root]
+    def nodes(self, top: Node | None = None) -> Iterator[Node]:
+        """`top`, or the root, and everything below it; parents before their children."""
+        stack = [top or self.root]
         while stack:
             node = stack.pop()
             yield node
@@ -288,11 +291,46 @@ class PrefixTree:
                     child = self.split(child, common)
                 if child.resident:
                     return node
+                if child.unproven and self.host is not None and len(child.host_pages):
+                    self.host.drop(child)  # a token that is sampled from the new copy proves nothing about this one
             pages = row[node.depth // self.page_size : child.depth // self.page_size].copy()
             self.make_resident(child, pages, computed_step)
+            child.unproven = holder.number
             self.lock(holder, child, above=node)
             node = child
         return node
+
+    # ------------------------------------------------------------------ NaN
+
+    @staticmethod
+    def prove(node: Node, step: int) -> None:
+        """Pass `step` sampled a token from everything down to `node`: none of it contains NaN, unless it was evicted
+        and computed again by a later pass."""
+        current: Node | None = node
+        while current is not None and current.unproven and current.computed_step <= step:
+            current.unproven = 0
+            current = current.parent
+
+    @staticmethod
+    def is_below(node: Node | None, top: Node) -> bool:
+        """Whether `node` is `top` or one of its descendants."""
+        while node is not None and node is not top:
+            node = node.parent
+        return node is not None
+
+    def drop(self, top: Node) -> Pages:
+        """Takes all pages from `top` and everything below it, in host memory too; none of it is locked. Where requests
+        wait, ghosts remain."""
+        freed: list[Pages] = []
+        for node in reversed(list(self.nodes(top))):
+            if self.host is not None and len(node.host_pages):
+                self.host.drop(node)
+            if node.resident:
+                freed.append(node.pages)
+                self._make_ghost(node)
+            else:
+                self.prune(node)
+        return np.concatenate(freed) if freed else NO_PAGES
 
     # ------------------------------------------------------------------ eviction
 
@@ -374,6 +412,7 @@ class PrefixTree:
             "resident",
             "computed_step",
             "swap_step",
+            "unproven",
             "locks",
             "holder",
             "last_used",
@@ -417,6 +456,7 @@ class PrefixTree:
         node.key = upper.key + node.key
         node.host_pages = np.concatenate([upper.host_pages, node.host_pages])
         node.swap_step = max(upper.swap_step, node.swap_step)
+        node.unproven = upper.unproven or node.unproven
         parent.children[node.name] = node
         upper.children, upper.host_pages = {}, NO_PAGES
         self._num_nodes -= 1

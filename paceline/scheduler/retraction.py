@@ -14,6 +14,7 @@ from paceline.request import Request
 from paceline.scheduler.memory import Memory
 
 MAX_RETRACTIONS = 2
+MAX_RECOMPUTATIONS = 2  # not counted as retractions: KV that a request had read may contain NaN (Scheduler._fail)
 _COST_DEPTH = 4096  # tokens of context at which recomputing a token costs twice as much
 
 

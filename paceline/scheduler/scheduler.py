@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -26,10 +26,12 @@ from paceline.scheduler.invariants import find_faults
 from paceline.scheduler.journal import Counters, EventKind, Journal
 from paceline.scheduler.memory import Memory, PinError
 from paceline.scheduler.memory_forecast import Ints, OutputLengths
+from paceline.scheduler.node import Node
 from paceline.scheduler.now import Now
 from paceline.scheduler.plan import NO_TOKENS, Column, Finished, Plan, Updates
 from paceline.scheduler.policy import make_policy
-from paceline.scheduler.retraction import choose_victim, is_protected
+from paceline.scheduler.prefix_tree import TOKEN_BYTES
+from paceline.scheduler.retraction import MAX_RECOMPUTATIONS, choose_victim, is_protected
 from paceline.scheduler.running_set import RunningSet
 from paceline.scheduler.service_time import ServiceTime
 from paceline.scheduler.step_time import StepTimeFit
@@ -48,6 +50,8 @@ class _PassInFlight:
     sampled: tuple[Request, ...]  # of its sampling rows: they get the tokens
     ending: tuple[Request, ...]  # requests known to end by length with this pass
     departures: int  # the scheduler's `_departures` when it was planned
+    read: tuple[Node, ...]  # the ends of the prefixes that its sampling prefill rows read: their tokens prove them
+    void: set[Request] = field(default_factory=set)  # its results for these are not valid: they read dropped KV
 
 
 class Scheduler:
@@ -321,6 +325,7 @@ class Scheduler:
         slots, chunks = self.memory.slots, self.admission.chunks.values()
         rows: Column = self.running.decode_slots if decode else NO_TOKENS
         requests = sampled = tuple(self.running.decoding) if decode else ()
+        read: tuple[Node, ...] = ()
         num_decodes = len(requests)
         starts = slots.computed[rows]
         slots.computed[rows] = starts + 1
@@ -344,6 +349,7 @@ class Scheduler:
             num_context += sum(chunk.start + chunk.length for chunk in chunks)
             requests += tuple(chunk.request for chunk in chunks)
             sampled += tuple(chunk.request for chunk, one in zip(chunks, yields, strict=True) if one)
+            read = tuple(self.memory.locked_nodes[request] for request in sampled[num_decodes:])
             ending += self._finish_prefills()
         if chunks:
             sharing = self.running.sharing(requests, starts, self.step)
@@ -370,7 +376,7 @@ class Scheduler:
             sharing=sharing,
             swap=None if self.memory.host is None else self.memory.host.take_swap(),
         )
-        self._in_flight.append(_PassInFlight(plan, requests, sampled, tuple(ending), self._departures))
+        self._in_flight.append(_PassInFlight(plan, requests, sampled, tuple(ending), self._departures, read))
         return plan
 
     def _finish_prefills(self) -> list[Request]:
@@ -409,11 +415,13 @@ class Scheduler:
         request.retractions += 1
         self._lengths.on_retraction()
         self.counters.retractions += 1
-        self._requeue(request, now, beneficiary, "memory")
-
-    def _requeue(self, request: Request, now: Now, beneficiary: str, wait_reason: str) -> None:
         request.num_in_flight = sum(request in one.sampled for one in self._in_flight)
-        num_pages = self._release(request, request.num_tokens, now)
+        self._requeue(request, now, beneficiary, "memory", request.num_tokens)
+
+    def _requeue(self, request: Request, now: Now, beneficiary: str, wait_reason: str, num_known: int = 0) -> None:
+        """Moves a request that was admitted back to the queue. Its private pages become cached as far as they are of
+        its first `num_known` tokens, and are freed from there on."""
+        num_pages = 0 if request.slot is None else self._release(request, num_known, now)
         self.policy.on_served(request, self._service_time.served(request))
         self._departures += 1
         request.enter(Phase.WAITING)
@@ -458,12 +466,18 @@ class Scheduler:
             self.step_time.observe(plan, device_s)
             self._service_time.observe(plan, one.requests, device_s)
         sampled = one.sampled
+        if one.read:
+            firsts = tokens if counts is None else tokens[np.cumsum(counts) - counts]
+            for node, token in zip(one.read, firsts[plan.num_decodes :].tolist(), strict=True):
+                if token >= 0:
+                    self.memory.tree.prove(node, plan.step)
         if counts is not None:
             assert len(counts) == len(sampled), f"{len(counts)} counts for {len(sampled)} sampling rows"
             sampled, tokens = self._advance_by(sampled, tokens, counts)
         assert len(tokens) == len(sampled), f"{len(tokens)} tokens for {len(sampled)} sampling rows"
         values: list[int] = tokens.tolist()
         discarded: set[int] = set()
+        failed: list[Request] = []
         if self._departures == one.departures and counts is None and min(values, default=0) >= 0:
             # The usual case: no request has left since this pass was planned, so every row gets its token.
             for request, token in zip(sampled, values, strict=True):
@@ -473,25 +487,33 @@ class Scheduler:
                     if self._stops(request, token):
                         self._finish(request, FinishReason.STOP, at)
         else:
-            discarded = self._append_each(sampled, values, counts is not None, at)
-        for request in sampled[plan.num_decodes :] if counts is None else sampled:
-            if request.first_token is None:
+            discarded, failed = self._append_each(sampled, values, counts is not None, one.void, at)
+        first = plan.num_decodes if counts is None else 0
+        for row, request in enumerate(sampled[first:], first):
+            if request.first_token is None and row not in discarded:
                 request.first_token = now
         for request in one.ending:
-            if not request.is_finished:
+            if not request.is_finished and request not in one.void and request not in failed:
                 self._finish(request, FinishReason.LENGTH, at)
+        if failed:
+            self._fail(failed, at)
         return self._updates(sampled, tokens, discarded)
 
-    def _append_each(self, sampled: tuple[Request, ...], tokens: list[int], has_counts: bool, now: Now) -> set[int]:
-        """Appends each token to its request, if that can still take it. Returns the rows of discarded tokens."""
+    def _append_each(
+        self, sampled: tuple[Request, ...], tokens: list[int], has_counts: bool, void: set[Request], now: Now
+    ) -> tuple[set[int], list[Request]]:
+        """Appends each token to its request, if that can still take it. Returns the rows of discarded tokens, and the
+        requests whose logits contained NaN."""
         discarded: set[int] = set()
+        failed: list[Request] = []
         for row, (request, token) in enumerate(zip(sampled, tokens, strict=True)):
-            if request.phase is Phase.FINISHED:  # while this pass was in flight, or earlier in this pass
+            # It finished while this pass was in flight, or earlier in this pass.
+            if request.phase is Phase.FINISHED or request in void or request in failed:
                 discarded.add(row)
                 continue
-            if token < 0:  # NO_TOKEN: sampling failed
+            if token < 0:  # NO_TOKEN
                 discarded.add(row)
-                self._finish(request, FinishReason.ERROR, now)
+                failed.append(request)
                 continue
             if request.phase is Phase.WAITING:
                 self._keep_late_token(request, token)
@@ -501,7 +523,58 @@ class Scheduler:
                 self._finish(request, FinishReason.STOP, now)
             elif has_counts and len(request.output) >= request.max_tokens:
                 self._finish(request, FinishReason.LENGTH, now)
-        return discarded
+        return discarded, failed
+
+    def _fail(self, failed: list[Request], now: Now) -> None:
+        """Ends requests whose logits contained NaN, and drops the KV that may contain it.
+
+        A sampled token proves that all KV it read is free of NaN, so that KV stays: a prompt that always gives NaN
+        cannot flush a prefix from which others sample. On the path of a failed request everything goes from the first
+        node without that proof, and those who read it without having computed it are computed again instead of failing:
+        one faulty pass fails only requests that it computed. A request is computed again at most MAX_RECOMPUTATIONS
+        times: then the KV that it holds stays until its own token decides, so nobody can make it start over for ever.
+        """
+        suspects: dict[Node, list[Request]] = {}  # none is below another, which would be the first on that path
+        for request in failed:
+            node = self.memory.first_unproven(request)
+            if node is not None:
+                suspects.setdefault(node, []).append(request)
+            if node is None or node.unproven == request.number or request.recomputations >= MAX_RECOMPUTATIONS:
+                self._end_failed(request, now)
+        for node, suspected_by in suspects.items():
+            readers = [request for request in suspected_by if not request.is_finished]
+            recomputed = list(dict.fromkeys([*self.memory.holders(node), *readers]))
+            if any(request.recomputations >= MAX_RECOMPUTATIONS for request in recomputed):
+                for request in readers:
+                    self._end_failed(request, now)
+                continue
+            for request in recomputed:
+                self._recompute(request, node, now)
+            for pin in self.memory.pins_below(node):
+                self.unpin(pin.name, now.time)
+            num_pages = self.memory.drop(node)
+            self.counters.nan_dropped_pages += num_pages
+            self.journal.write(now, EventKind.DROP, suspected_by[0].id, num_pages, len(recomputed))
+        self.admission.end_step()  # requeued requests are candidates in the next step
+
+    def _end_failed(self, request: Request, now: Now) -> None:
+        if request.slot is not None:
+            self._release(request, 0, now)
+        self._finish(request, FinishReason.ERROR, now)
+
+    def _recompute(self, request: Request, dropped: Node, now: Now) -> None:
+        """Requeues a request that has read KV which is dropped. Its known tokens remain; what passes in flight compute
+        for it is not valid."""
+        request.recomputations += 1
+        self.counters.nan_recomputations += 1
+        for one in self._in_flight:
+            one.void.add(request)
+        request.num_in_flight = 0
+        request.num_cached = min(request.num_cached, dropped.depth - len(dropped.key) // TOKEN_BYTES)
+        request.num_fetched = min(request.num_fetched, request.num_cached)
+        if request.phase is not Phase.WAITING:  # it may have been retracted while this pass was in flight
+            reason = "KV that may contain NaN"
+            self._requeue(request, now, reason, f"its turn: it had read {reason} and is computed again")
 
     @staticmethod
     def _stops(request: Request, token: int) -> bool:

@@ -20,6 +20,7 @@ from paceline.config import BATCHING, EVICTION, POLICIES, SchedulerConfig
 from paceline.request import FinishReason, Refused, Request, SamplingParams
 from paceline.scheduler import PinError, Scheduler
 from paceline.scheduler.invariants import check
+from paceline.scheduler.retraction import MAX_RECOMPUTATIONS
 from paceline.testing import Harness
 from tests.helpers import EOS
 from tests.reference import ReferenceScheduler
@@ -85,6 +86,7 @@ class Run:
             Scheduler(config), overlap=draw([False, True]), lazy=draw([False, True]), vocab=draw([8, 64])
         )
         self.aborted: set[str] = set()
+        self.failed_outside: set[str] = set()
 
     def add(self, draw: Any) -> None:
         number = len(self.harness.requests)
@@ -107,7 +109,13 @@ class Run:
         if scheduler.requests:
             request_id = list(scheduler.requests)[which % len(scheduler.requests)]
             scheduler.finish(request_id, FinishReason.ERROR, self.harness.clock())
+            self.failed_outside.add(request_id)
             check(scheduler)
+
+    def inject_fault(self, draw: Any) -> None:
+        """The next pass computes NaN: in all rows, or in one of them."""
+        which = draw([None, 0, 1, 2])
+        self.harness.executor.inject_fault(lambda row: which is None or row == which)
 
     def end(self) -> None:
         harness, scheduler = self.harness, self.harness.scheduler
@@ -130,6 +138,9 @@ class Run:
                 assert (got, why) == (tokens, reason), f"{request.id} differs from the reference"
             else:
                 assert got == tokens[: len(got)], f"{request.id} differs from the reference"
+            if why is FinishReason.ERROR and request.recomputations < MAX_RECOMPUTATIONS:
+                may_fail = self.failed_outside | harness.executor.faulty_ids
+                assert request.id in may_fail, f"{request.id} failed because of another request"
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -160,6 +171,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.run.harness.clock.advance(seconds)
 
+    @rule()
+    def fault(self) -> None:
+        self.run.inject_fault(self.draw)
+
     @precondition(lambda self: self.run.harness.scheduler.num_in_flight == 0)
     @rule()
     def flush(self) -> None:
@@ -175,8 +190,9 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=30)
 
 
-def random_run(seed: int, max_requests: int = 40, steps: int = 120, **more: Any) -> Run:
-    """The same, driven by one seed: fast enough to repeat thousands of times. `more` options are not drawn."""
+def random_run(seed: int, max_requests: int = 40, steps: int = 120, faults: float = 0.0, **more: Any) -> Run:
+    """The same, driven by one seed: fast enough to repeat thousands of times. `faults` is the share of faulty passes;
+    `more` options are not drawn."""
     rng = random.Random(seed)
 
     def draw(choices: Any) -> Any:
@@ -190,6 +206,8 @@ def random_run(seed: int, max_requests: int = 40, steps: int = 120, **more: Any)
             run.abort(rng.randrange(50))
         if rng.random() < 0.02:
             run.finish_from_outside(rng.randrange(50))
+        if faults and rng.random() < faults:
+            run.inject_fault(draw)
         run.harness.step()
     run.end()
     return run

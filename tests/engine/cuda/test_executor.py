@@ -19,12 +19,13 @@ from paceline.engine.cuda.inputs import PlanPacker
 from paceline.engine.cuda.sharing import ShareRule
 from paceline.engine.cuda.streams import HostStreams, _HostEvent
 from paceline.engine.job import Job
-from paceline.engine.output import OutputDelta
+from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.kernels.decode_attention import NONE_SHARED, decode_attention
 from paceline.kernels.decode_units import DecodeUnits
 from paceline.kernels.layouts import DiffHeader
 from paceline.kernels.slot_state import SlotState, apply_diff_reference
 from paceline.llm import LLM
+from paceline.model.decoder import Decoder
 from paceline.request import FinishReason, Request, SamplingParams
 from paceline.scheduler.invariants import check as check_invariants
 from paceline.scheduler.plan import Join, Plan, Sharing
@@ -36,6 +37,7 @@ from tests.engine.cuda.interpreted import (
     INTERPRETED,
     PROMPTS,
     RNG,
+    SHARED,
     decoder,
     expected,
     on_kernels,
@@ -118,8 +120,21 @@ def test_without_shared_prefixes_shared_reads_add_no_launch(monkeypatch: pytest.
     assert parts[0] == parts[1] and set(parts[0]) == {NONE_SHARED}
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter reduces with numpy, which warns of NaN
-@pytest.mark.parametrize("on_cpu", [True, False])
+def on_either(on_cpu: bool, model: Decoder, **options: Any) -> LLM:
+    """On the CPU executor, or on the CUDA executor in the interpreter."""
+    if not on_cpu:
+        return on_kernels("tiny-qwen3", model=model, **options)[0]
+    tokenizer = synthetic_tokenizer(model.spec.vocab_size)
+    return LLM.from_engine(assemble(model, tokenizer, EngineConfig(device="cpu", threads=1), {**BASE, **options}))
+
+
+# The interpreter reduces with numpy, which warns of NaN.
+NAN_IS_FINE = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+EXECUTORS = pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "kernels"])
+
+
+@NAN_IS_FINE
+@EXECUTORS
 def test_a_request_with_nan_logits_ends_and_does_not_affect_others(on_cpu: bool) -> None:
     """The embedding of token 7 is NaN. A request with it leaves NaN in pages that other requests get afterwards."""
     model = decoder("tiny-qwen3")
@@ -127,13 +142,7 @@ def test_a_request_with_nan_logits_ends_and_does_not_affect_others(on_cpu: bool)
     model.embedding[7] = torch.nan
     good = [prompt for prompt in PROMPTS if 7 not in prompt]
     bad = [[5, 6, 7], [*range(10, 25), 7, 3]]
-    options = {"num_pages": 24}  # so few that pages of bad requests are reused by good ones
-    if on_cpu:
-        tokenizer = synthetic_tokenizer(model.spec.vocab_size)
-        config = EngineConfig(device="cpu", threads=1)
-        llm = LLM.from_engine(assemble(model, tokenizer, config, {**BASE, **options}))
-    else:
-        llm, _ = on_kernels("tiny-qwen3", model=model, **options)
+    llm = on_either(on_cpu, model, num_pages=24)  # so few that pages of bad requests are reused by good ones
     wanted = expected("tiny-qwen3", good, GREEDY)
     assert 7 not in [token for tokens in wanted for token in tokens], "otherwise they would end too"
     filtered = SamplingParams(top_k=5, top_p=0.9, logprobs=2, max_tokens=4, ignore_eos=True)
@@ -161,6 +170,32 @@ def test_a_request_with_nan_logits_ends_and_does_not_affect_others(on_cpu: bool)
                 assert sink.ended.wait(20)
                 assert sink.pieces[-1].finish_reason is FinishReason.ERROR
                 assert "logits contain NaN" in str(sink.pieces[-1].error)
+
+
+@NAN_IS_FINE
+@EXECUTORS
+def test_one_faulty_pass_fails_no_later_request(on_cpu: bool) -> None:
+    """While the first two requests run, the embedding of a token of the shared prefix is NaN. The first has logits; the
+    second is computed only, and later requests read its KV before any token was sampled from it."""
+    model = decoder("tiny-qwen3")
+    model.embedding = model.embedding.clone()
+    shared, other = [7, *SHARED], [8, *SHARED]
+    later = [[*begin, last] for begin in (shared, other) for last in (20, 30)]
+    params = replace(GREEDY, max_tokens=2, prompt_logprobs=0, prompt_logprobs_start=len(shared))
+    llm, kept = on_either(on_cpu, model), model.embedding[7:9].clone()
+    with llm:
+        counters = llm.engine.scheduler.counters
+        model.embedding[7:9] = torch.nan
+        with pytest.raises(EngineFailed, match="logits contain NaN"):
+            llm.generate([*shared, 20], GREEDY)
+        llm.generate([*other, 20], replace(GREEDY, max_tokens=0))
+        model.embedding[7:9] = kept
+        assert counters.nan_dropped_pages == 5
+        outputs = llm.generate(later, params)
+        assert counters.nan_dropped_pages > 5 and counters.nan_recomputations >= 1
+    assert [output.token_ids for output in outputs] == expected("tiny-qwen3", later, params)
+    found = [one.logprob for output in outputs for one in output.prompt_logprobs or () if one is not None]
+    assert len(found) == len(later) and np.isfinite(found).all()
 
 
 def test_capturing_a_graph_between_passes_with_shared_units_changes_no_state() -> None:
