@@ -85,6 +85,8 @@ EVICTION: Mapping[str, str] = {
     "lru": "the least recently used prefix first",
     "lfu": "the least frequently used prefix first, then the least recently used",
     "cost": "the prefix that is cheapest to recompute, weighted by its uses, first (GreedyDual)",
+    "priority": "the prefix with the lowest priority first, then the least recently used; a prefix has the highest "
+    "priority of the requests that used it since it was cached",
 }
 
 

@@ -19,6 +19,7 @@ _KEYS: dict[str, Callable[[Node], Key]] = {
     "lru": lambda node: (node.num_waiting > 0, node.last_used),
     "lfu": lambda node: (node.num_waiting > 0, node.uses, node.last_used),
     "cost": lambda node: (node.num_waiting > 0, node.value, node.last_used),
+    "priority": lambda node: (node.num_waiting > 0, node.priority, node.last_used),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from paceline.request import Request
@@ -30,6 +31,7 @@ class Node:
         "num_waiting_resident",
         "pages",
         "parent",
+        "priority",
         "queue",
         "resident",
         "seq",
@@ -60,7 +62,8 @@ class Node:
         self.holder: Request | None = None  # the request that locked it first, as long as no other has
         self.last_used = 0
         self.uses = 0
-        self.value = 0.0  # priority under cost-aware eviction
+        self.value = 0.0  # under cost-aware eviction
+        self.priority = -math.inf  # highest of the requests that used it since it became resident
         self.num_resident_children = 0
         self.num_waiting = 0  # requests that wait at or below this node and are visible in this step
         self.num_waiting_resident = 0  # of these, below resident children

@@ -17,6 +17,7 @@ always be evicted leaf by leaf.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, Protocol
@@ -238,6 +239,8 @@ class PrefixTree:
                 # are unlocked, which is the conservative side.
                 current.holder.exclusive_pages -= len(current.pages)
                 current.holder = None
+            if holder is not None and holder.priority > current.priority:
+                current.priority = holder.priority
             current.locks += 1
             current.uses += 1
             current.last_used = self._ticks
@@ -418,6 +421,7 @@ class PrefixTree:
             "last_used",
             "uses",
             "value",
+            "priority",
             "num_waiting",
             "hidden",
         ):
@@ -480,6 +484,7 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None, "the root is never evicted"
         node.resident = False
+        node.priority = -math.inf
         self.num_pages -= len(node.pages)
         node.pages = NO_PAGES
         parent.num_resident_children -= 1

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from paceline.config import EVICTION
 from paceline.request import Request
 from paceline.scheduler import eviction
 from paceline.scheduler.node import Node
@@ -28,7 +31,7 @@ class Tree:
         self.step = 1
         self.held: dict[Request, Node] = {}
 
-    def hold(self, tokens: list[int], **fields: str) -> Request:
+    def hold(self, tokens: list[int], **fields: Any) -> Request:
         """Does what a request does: match, lock, compute the rest, insert it."""
         holder = request(tokens, **fields)
         holder.key = holder.prompt.tobytes()
@@ -46,7 +49,7 @@ class Tree:
     def release(self, holder: Request) -> None:
         self.tree.unlock(holder, self.held.pop(holder))
 
-    def insert(self, tokens: list[int], **fields: str) -> None:
+    def insert(self, tokens: list[int], **fields: Any) -> None:
         self.release(self.hold(tokens, **fields))
 
     def evict(self, count: int) -> np.ndarray:
@@ -161,7 +164,40 @@ def test_cost_aware_eviction_evicts_unused_expensive_pages_in_the_end() -> None:
     assert subject.match(list(range(5000))) < 5000
 
 
-@pytest.mark.parametrize("eviction", ["lru", "lfu", "cost"])
+def test_priority_evicts_the_kv_of_low_priorities_first() -> None:
+    subject = Tree(page_size=1, eviction="priority")
+
+    def cached() -> list[int]:
+        return [token for token in range(1, 9) if subject.match([token])]
+
+    for token, priority in ((1, 5), (2, 0), (3, -1), (4, 0)):
+        subject.insert([token], priority=priority)
+    subject.insert([3], priority=-2)
+    subject.evict(1)
+    assert cached() == [1, 2, 4], "the lowest priority, although it was used last"
+    subject.evict(1)
+    assert cached() == [1, 4], "of equal priorities the least recently used"
+    subject.insert([1], priority=0)
+    subject.insert([5], priority=4)
+    subject.evict(2)
+    assert cached() == [1], "it keeps the highest priority of those that used it"
+    subject.evict(1)
+    subject.insert([1], priority=0)
+    subject.insert([6], priority=1)
+    subject.evict(1)
+    assert cached() == [6], "it was evicted in between, so the earlier priority does not count"
+
+
+def test_under_priority_eviction_a_common_prefix_has_the_highest_priority_below_it() -> None:
+    subject = Tree(page_size=1, eviction="priority")
+    subject.insert([1, 2, 3], priority=0)
+    subject.insert([1, 2, 4], priority=7)
+    subject.insert([9], priority=3)
+    subject.evict(2)
+    assert (subject.match([1, 2, 3]), subject.match([1, 2, 4]), subject.match([9])) == (2, 3, 0)
+
+
+@pytest.mark.parametrize("eviction", list(EVICTION))
 def test_a_prefix_that_a_request_waits_for_is_evicted_last(eviction: str) -> None:
     subject = Tree(page_size=1, eviction=eviction)
     subject.insert([1])
@@ -273,9 +309,7 @@ class TreeMachine(RuleBasedStateMachine):
     tokens = st.lists(st.integers(0, 2), min_size=1, max_size=10)
     space = st.sampled_from(["a", "b"])
 
-    @initialize(
-        page_size=st.sampled_from([1, 2, 3]), eviction=st.sampled_from(["lru", "lfu", "cost"]), partial=st.booleans()
-    )
+    @initialize(page_size=st.sampled_from([1, 2, 3]), eviction=st.sampled_from(list(EVICTION)), partial=st.booleans())
     def start(self, page_size: int, eviction: str, partial: bool) -> None:
         self.subject = Tree(page_size, eviction, partial_eviction=partial)
         self.reference: set[tuple[object, ...]] = set()
