@@ -88,6 +88,11 @@ EVICTION: Mapping[str, str] = {
     "priority": "the prefix with the lowest priority first, then the least recently used; a prefix has the highest "
     "priority of the requests that used it since it was cached",
 }
+FULL_QUEUE: Mapping[str, str] = {
+    "refuse": "it is refused",
+    "yield": "if a waiting request has a lower priority, that with the lowest, and of these the youngest, is refused "
+    "instead",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +224,11 @@ class SchedulerConfig:
     )
     max_waiting_tokens: int = option(
         2_000_000_000, "maximum number of waiting prompt tokens; requests beyond that are refused", low=1
+    )
+    full_queue: str = option(
+        "refuse",
+        "what becomes of a request when max_waiting or max_waiting_tokens is reached",
+        choices=FULL_QUEUE,
     )
 
     # Other

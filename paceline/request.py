@@ -42,6 +42,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     DEADLINE = "deadline"
+    DISPLACED = "displaced"  # from a full queue, by a request of higher priority
     ERROR = "error"
 
 

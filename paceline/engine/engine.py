@@ -2,8 +2,8 @@
 
 Callers may be on any thread or event loop; the scheduler is used on the engine's thread only. They meet in an inbox:
 adds and aborts are queued in order, and the thread takes them before every step. Without work it sleeps on a condition.
-Every accepted request receives exactly one final delta, whatever happens: if the loop itself fails, all requests end
-with reason `error` and new ones are refused.
+Every accepted request receives exactly one final delta or an error, whatever happens: if the loop itself fails, all
+requests end with reason `error` and new ones are refused.
 """
 
 from __future__ import annotations
@@ -166,6 +166,7 @@ class Engine:
             lambda request_id, reason: scheduler.finish(request_id, reason, clock()),
             self.grammars.detach,
             self.weights.of,
+            self._retry_after,
         )
         self._compiling: dict[str, ActiveRequest] = {}
         self._wake = threading.Condition()

@@ -1,7 +1,7 @@
 """Turns the tokens of each forward pass into outputs: text, logprobs, deltas and finish reasons.
 
-Runs on the engine's thread. Every request receives exactly one final delta. If detokenizing a request or delivering to
-its sink fails, only that request ends.
+Runs on the engine's thread. Every request receives exactly one final delta or an error. If detokenizing a request or
+delivering to its sink fails, only that request ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from paceline.engine.loop import StepOutput
 from paceline.engine.output import EngineFailed, OutputDelta, Timings, TokenLogprob, TokenUsage
 from paceline.engine.pooling import PooledStates, Pooler
-from paceline.request import FinishReason, PacelineError, Request
+from paceline.request import FinishReason, PacelineError, Refused, Request
 from paceline.sampling.grammar import Compiled
 from paceline.sampling.types import LogprobRun, Logprobs
 from paceline.scheduler.plan import Finished, Updates
@@ -29,7 +29,7 @@ class Sink(Protocol):
     def put(self, delta: OutputDelta) -> None: ...
 
     def refuse(self, error: PacelineError) -> None:
-        """The request was not accepted; no delta follows."""
+        """The request was not accepted, or left the queue before it began; no delta follows."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,12 +71,14 @@ class OutputProcessor:
         finish: Callable[[str, FinishReason], object],
         on_finished: Callable[[Request], None],
         weight_versions: Callable[[Request], tuple[str, ...]] = lambda _: (),
+        retry_after_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         """`finish` ends a request that the scheduler may still run; `on_finished` is called once for each request;
-        `weight_versions` are those that computed it."""
+        `weight_versions` are those that computed it; `retry_after_s` is when a refused one is likely to be accepted."""
         self.active: dict[str, ActiveRequest] = {}
         self._num_streamed = 0
         self._finish, self._on_finished, self._weight_versions = finish, on_finished, weight_versions
+        self._retry_after_s = retry_after_s
 
     def add(self, active: ActiveRequest) -> None:
         self.active[active.request.id] = active
@@ -103,6 +105,9 @@ class OutputProcessor:
     def end_all(self, finished: Iterable[Finished], error: str | None = None) -> None:
         for item in finished:
             if (active := self._find(item.request)) is not None:
+                if item.reason is FinishReason.DISPLACED:
+                    self._refuse(active)
+                    continue
                 why = error
                 if item.reason is FinishReason.ERROR:
                     why = "the logits contain NaN: the weights are damaged, or overflow in this dtype."
@@ -138,6 +143,18 @@ class OutputProcessor:
             vector = active.pooler.vector().tobytes()
         more = {"weight_versions": self._weight_versions(request), **active.take_logprobs()}
         self._put(active, OutputDelta(text, tokens, reason, usage, Timings.of(request), error, vector, **more))
+
+    def _refuse(self, active: ActiveRequest) -> None:
+        """It has left the queue and has no output: its caller gets the error of a request that found the queue full."""
+        self.forget(active)
+        self._on_finished(active.request)
+        active.sink.refuse(
+            Refused(
+                "a request of higher priority took its place in the full queue (full_queue): retry later.",
+                retry=True,
+                retry_after_s=self._retry_after_s(),
+            )
+        )
 
     def forget(self, active: ActiveRequest) -> None:
         if self.active.get(active.request.id) is active:

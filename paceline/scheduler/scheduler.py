@@ -35,7 +35,7 @@ from paceline.scheduler.retraction import MAX_RECOMPUTATIONS, choose_victim, is_
 from paceline.scheduler.running_set import RunningSet
 from paceline.scheduler.service_time import ServiceTime
 from paceline.scheduler.step_time import StepTimeFit
-from paceline.scheduler.validation import validate
+from paceline.scheduler.validation import QueueLimits, validate
 
 MAX_IN_FLIGHT = 2  # passes that are planned and not committed
 MAX_PREFILL_BATCHES = 8  # batching prefill-first: in a row, while requests could decode
@@ -93,6 +93,7 @@ class Scheduler:
             self.journal,
             self._retract_for_priority if retracts else None,
         )
+        self._queue_limits = QueueLimits(self.config, self.admission)
 
     # ------------------------------------------------------------------ queries
 
@@ -154,11 +155,14 @@ class Scheduler:
         if request.phase is not Phase.WAITING or request.number:
             raise InvalidRequest(f"request {request.id!r} was added before: create a new Request.")
         try:
-            request.max_tokens = validate(request, self.config, self.memory, self.admission)
+            request.max_tokens = validate(request, self.config, self.memory)
+            leaving = self._queue_limits.make_room(request)
         except Refused as refusal:
             self.counters.refused += 1
             self.journal.write(Now(self.step, now), EventKind.REFUSE, request.id, str(refusal))
             raise
+        for other in leaving:
+            self._finish(other, FinishReason.DISPLACED, Now(self.step, now))
         self._arrivals += 1
         request.number = self._arrivals
         request.arrival = now
@@ -172,6 +176,7 @@ class Scheduler:
         self.counters.added += 1
         self.journal.write(Now(self.step, now), EventKind.ADD, request.id, len(request.prompt), request.max_tokens)
         self.admission.enqueue(request)
+        self._queue_limits.add(request)
 
     def abort(self, request_id: str, now: float) -> bool:
         """Ends a request in any state. Returns whether there was one with this id."""
@@ -618,7 +623,7 @@ class Scheduler:
         return Updates(tuple(sampled), tokens, tuple(ended), frozenset(discarded))
 
     def take_ended(self) -> tuple[Finished, ...]:
-        """Requests that ended outside of a commit since the last one: by abort, deadline or `finish`."""
+        """Requests that ended outside of a commit since the last one: by abort, deadline, `add` or `finish`."""
         ended, self._ended = self._ended, []
         return tuple(ended)
 

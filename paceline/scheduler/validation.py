@@ -5,21 +5,17 @@ Every request that passes fits alone, so every accepted request can finish.
 
 from __future__ import annotations
 
+from heapq import heapify, heappop, heappush
+
 from paceline.config import SchedulerConfig
-from paceline.request import Refused, Request
+from paceline.request import Phase, Refused, Request
 from paceline.scheduler.admission import Admission
 from paceline.scheduler.memory import Memory
 
 
-def validate(request: Request, config: SchedulerConfig, memory: Memory, admission: Admission) -> int:
+def validate(request: Request, config: SchedulerConfig, memory: Memory) -> int:
     """Returns the maximum number of output tokens of `request`, or raises Refused."""
     prompt = len(request.prompt)
-    if admission.num_waiting >= config.max_waiting:
-        raise Refused(f"{admission.num_waiting} requests are waiting (max_waiting): retry later.", retry=True)
-    if admission.num_waiting_tokens + prompt > config.max_waiting_tokens:
-        raise Refused(
-            f"{admission.num_waiting_tokens} prompt tokens are waiting (max_waiting_tokens): retry later.", retry=True
-        )
     memory_tokens = memory.num_usable_pages * config.page_size
     max_tokens = 0 if request.prefill_only else request.params.max_tokens
     if max_tokens is None:
@@ -43,3 +39,52 @@ def validate(request: Request, config: SchedulerConfig, memory: Memory, admissio
             retry=False,
         )
     return max_tokens
+
+
+class QueueLimits:
+    """The limits of the queue, and which waiting requests give way to one of higher priority (`full_queue`)."""
+
+    def __init__(self, config: SchedulerConfig, admission: Admission) -> None:
+        self._config = config
+        self._admission = admission
+        # Heap by priority, the youngest of equals first; an entry is stale once its request was admitted or has ended.
+        self._lowest: list[tuple[int, int, Request]] = []
+
+    def add(self, request: Request) -> None:
+        """A new request waits."""
+        if self._config.full_queue == "yield":
+            heappush(self._lowest, (request.priority, -request.number, request))
+            if len(self._lowest) > 64 + 2 * self._admission.num_waiting:  # mostly stale
+                self._lowest = [entry for entry in self._lowest if _has_not_begun(entry[2])]
+                heapify(self._lowest)
+
+    def make_room(self, request: Request) -> list[Request]:
+        """The waiting requests, all of lower priority, that must leave for `request`. Raises Refused if there are not
+        enough of them."""
+        config, admission = self._config, self._admission
+        requests_left = config.max_waiting - admission.num_waiting - 1
+        tokens_left = config.max_waiting_tokens - admission.num_waiting_tokens - len(request.prompt)
+        leaving: list[Request] = []
+        while requests_left < 0 or tokens_left < 0:
+            lowest = self._pop_below(request.priority)
+            if lowest is None:
+                for one in leaving:
+                    self.add(one)
+                waiting = f"{admission.num_waiting} requests are waiting (max_waiting)"
+                if requests_left >= 0:
+                    waiting = f"{admission.num_waiting_tokens} prompt tokens are waiting (max_waiting_tokens)"
+                raise Refused(f"{waiting}: retry later.", retry=True)
+            leaving.append(lowest)
+            requests_left += 1
+            tokens_left += lowest.num_tokens
+        return leaving
+
+    def _pop_below(self, priority: int) -> Request | None:
+        heap = self._lowest
+        while heap and not _has_not_begun(heap[0][2]):
+            heappop(heap)
+        return heappop(heap)[2] if heap and heap[0][0] < priority else None
+
+
+def _has_not_begun(request: Request) -> bool:
+    return request.phase is Phase.WAITING and not request.was_admitted

@@ -19,7 +19,7 @@ from paceline.config import SchedulerConfig
 from paceline.engine.executor import Executor, Pending
 from paceline.engine.loop import Loop
 from paceline.engine.virtual.executor import HostLink, VirtualClock, VirtualExecutor
-from paceline.request import Refused, Request
+from paceline.request import FinishReason, Refused, Request
 from paceline.scheduler import Scheduler
 from paceline.scheduler.journal import Counters
 from paceline.scheduler.plan import Plan
@@ -315,9 +315,10 @@ def simulate(
         if max_passes is not None and passes >= max_passes:
             break
     recorder.close(clock.now)
+    refused += [request.id for request in requests if request.finish_reason is FinishReason.DISPLACED]
     return SimulationResult(
         config,
-        [ServedRequest.of(request) for request in requests],
+        [ServedRequest.of(request) for request in requests if request.finish_reason is not FinishReason.DISPLACED],
         refused,
         scheduler.counters,
         scheduler.journal.digest(),

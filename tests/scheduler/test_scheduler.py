@@ -10,7 +10,7 @@ import pytest
 
 from paceline.config import BATCHING
 from paceline.request import FinishReason, InvalidRequest, Phase, Refused
-from paceline.scheduler import EventKind, PinError
+from paceline.scheduler import EventKind, PinError, validation
 from tests.helpers import EOS, admissions, events, harness, prompt, request, scheduler
 
 
@@ -281,6 +281,74 @@ def test_a_full_queue_refuses_and_says_to_retry() -> None:
     subject.add(request([1, 2, 3]), 0.0)
     with pytest.raises(Refused, match="3 prompt tokens are waiting"):
         subject.add(request([1, 2, 3]), 0.0)
+
+
+def test_a_full_queue_yields_to_a_higher_priority() -> None:
+    subject = harness(max_running=1, max_waiting=3, full_queue="yield", policy="priority")
+    subject.add(request(max_tokens=9, id="running", priority=-9))
+    subject.step()
+    subject.add(*(request(id=name, priority=priority) for name, priority in (("low", 0), ("mid", 1), ("low too", 0))))
+    with pytest.raises(Refused, match="3 requests are waiting"):
+        subject.add(request(id="same", priority=0))
+    subject.add(request(id="high", priority=5), request(id="higher", priority=6), request(id="highest", priority=7))
+    with pytest.raises(Refused, match="3 requests are waiting"):
+        subject.add(request(id="late", priority=5))
+    subject.run()
+    displaced = [name for name, reason in subject.reasons.items() if reason is FinishReason.DISPLACED]
+    assert displaced == ["low too", "low", "mid"], "the lowest priority first, and of equals the youngest"
+    assert admissions(subject.scheduler) == ["running", "highest", "higher", "high"]
+    subject.assert_reference()
+
+
+def test_a_full_queue_refuses_higher_priorities_by_default() -> None:
+    subject = scheduler(max_waiting=1)
+    subject.add(request(priority=0), 0.0)
+    with pytest.raises(Refused, match="1 requests are waiting"):
+        subject.add(request(priority=9), 0.0)
+
+
+def test_a_queue_with_too_many_tokens_yields_as_many_requests_as_needed_or_none() -> None:
+    subject = scheduler(max_running=1, max_waiting_tokens=30, full_queue="yield")
+    names = [("a", 10, 1), ("b", 10, 0), ("c", 10, 2)]
+    for name, length, priority in names:
+        subject.add(request([1] * length, id=name, priority=priority), 0.0)
+    with pytest.raises(Refused, match="30 prompt tokens are waiting"):
+        subject.add(request([1] * 25, id="too long", priority=2), 0.0)
+    assert list(subject.requests) == ["a", "b", "c"], "b and a would not have been enough"
+    subject.add(request([1] * 15, id="d", priority=2), 0.0)
+    assert list(subject.requests) == ["c", "d"]
+    with pytest.raises(Refused, match="more than the context"):
+        subject.add(request([1] * 9, 40_000, id="never", priority=9), 0.0)
+    assert list(subject.requests) == ["c", "d"], "none gives way to a request that can never run"
+
+
+def test_a_request_that_was_admitted_once_is_never_displaced() -> None:
+    """Under policy priority a retracted request waits in the same queue as new ones."""
+    subject = harness(max_running=2, max_waiting=1, full_queue="yield", policy="priority")
+    for name in ("other", "retracted"):
+        subject.add(request(max_tokens=9, id=name))
+        subject.step()
+    subject.scheduler.retract("retracted", subject.clock(), "a test")
+    with pytest.raises(Refused):
+        subject.add(request(priority=9))
+    subject.run()
+    assert set(subject.reasons.values()) == {FinishReason.LENGTH}
+
+
+def test_displacing_costs_the_same_with_many_waiting_requests() -> None:
+    """Counted in heap entries looked at: a push and a pop each, however many wait."""
+    subject = scheduler(max_running=1, max_waiting=5000, full_queue="yield", num_pages=4096)
+    for number in range(5000):
+        subject.add(request([1], 1, priority=number % 7), 0.0)
+    looked_at = []
+    original = validation._has_not_begun
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validation, "_has_not_begun", lambda one: looked_at.append(one) or original(one))
+        for _ in range(500):
+            subject.add(request([1], 1, priority=9), 0.0)
+    assert len(looked_at) == 500
+    assert subject.num_waiting == 5000
+    assert subject.counters.finished[FinishReason.DISPLACED] == 500
 
 
 def test_retracted_requests_are_not_refused_by_a_full_queue() -> None:

@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from paceline.config import BATCHING, EVICTION, POLICIES, SchedulerConfig
+from paceline.config import BATCHING, EVICTION, FULL_QUEUE, POLICIES, SchedulerConfig
 from paceline.request import FinishReason, Refused, Request, SamplingParams
 from paceline.scheduler import PinError, Scheduler
 from paceline.scheduler.invariants import check
@@ -57,6 +57,8 @@ def options(draw: Any) -> dict[str, Any]:
         "draft_tokens": draw([0, 0, 0, 1]),
         "itl_target": draw([None, None, 0.002]),
         "tenant_weights": draw([{}, {"a": 4.0}]),
+        "max_waiting": draw([100_000, 100_000, 3]),
+        "full_queue": draw(list(FULL_QUEUE)),
     }
 
 

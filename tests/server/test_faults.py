@@ -132,6 +132,32 @@ def test_a_full_queue_is_429_with_retry_after(own_engine: Callable[..., Engine],
     caller.ok(CHAT, HELLO)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_displaced_from_the_queue_gets_429_with_retry_after(
+    own_engine: Callable[..., Engine], stream: bool
+) -> None:
+    engine = own_engine(max_running=1, max_waiting=1, full_queue="yield")
+    caller = Caller(make_app(engine))
+    body = {**TEXT, "stream": stream, "ignore_eos": True}
+
+    async def main(client: httpx.AsyncClient) -> list[httpx.Response]:
+        async def send(num_before: int, **changes: Any) -> httpx.Response:
+            while len(engine.scheduler.requests) < num_before:
+                await asyncio.sleep(0.005)
+            return await client.post(COMPLETIONS, json={**body, **changes})
+
+        low = asyncio.create_task(send(1, priority=-2, max_tokens=2))
+        high = asyncio.create_task(send(2, priority=-1, max_tokens=2))
+        running = await send(0, max_tokens=200)
+        return [running, await low, await high]
+
+    running, low, high = caller.run(main)
+    assert (running.status_code, low.status_code, high.status_code) == (200, 429, 200), low.text
+    assert int(low.headers["retry-after"]) >= 1
+    assert low.json()["error"]["code"] == "queue_full" and "of higher priority" in low.json()["error"]["message"]
+    assert health(caller)["num_finished"]["displaced"] == 1
+
+
 def break_after(engine: Engine, num_passes: int) -> None:
     executor = engine.executor
     assert isinstance(executor, CpuExecutor)

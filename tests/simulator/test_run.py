@@ -50,6 +50,13 @@ def test_arrival_admission_first_token_and_finish_are_in_order() -> None:
         assert one.arrival <= one.admitted <= one.first_token <= one.finished
 
 
+def test_a_request_displaced_from_a_full_queue_counts_as_refused() -> None:
+    tokens = np.arange(50, dtype=np.int32)
+    arrivals = [Arrival(0.001 * n, f"r{n}", tokens, tokens, priority=n) for n in range(5)]
+    found = simulate(arrivals, SchedulerConfig(max_running=1, max_waiting=1, full_queue="yield"), H200)
+    assert ([one.id for one in found.served], found.refused) == (["r0", "r4"], ["r1", "r2", "r3"])
+
+
 def test_waiting_time_starts_at_the_arrival_during_a_pass() -> None:
     tokens = np.arange(4000, dtype=np.int32)
     arrivals = [Arrival(0.0, "long", tokens, tokens[:50]), Arrival(0.0005, "late", tokens[:50], tokens[:5])]
