@@ -225,6 +225,18 @@ class SchedulerConfig:
     max_waiting_tokens: int = option(
         2_000_000_000, "maximum number of waiting prompt tokens; requests beyond that are refused", low=1
     )
+    queue_timeout_s: float = option(
+        math.inf,
+        "seconds after which a request that was not admitted ends (SGLang: SGLANG_REQ_WAITING_TIMEOUT); a request can "
+        "set less",
+        low=1e-3,
+    )
+    running_timeout_s: float = option(
+        math.inf,
+        "seconds after its admission after which a request ends, waiting again after a retraction included (SGLang: "
+        "SGLANG_REQ_RUNNING_TIMEOUT); a request can set less",
+        low=1e-3,
+    )
     full_queue: str = option(
         "refuse",
         "what becomes of a request when max_waiting or max_waiting_tokens is reached",

@@ -7,6 +7,7 @@ later.
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -42,6 +43,8 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     DEADLINE = "deadline"
+    QUEUE_TIMEOUT = "queue_timeout"  # it was not admitted in time
+    RUNNING_TIMEOUT = "running_timeout"  # it did not end in time after its admission
     DISPLACED = "displaced"  # from a full queue, by a request of higher priority
     ERROR = "error"
 
@@ -301,6 +304,8 @@ class Request:
     tenant: str = "default"
     priority: int = 0  # higher runs first
     deadline: float | None = None  # in the scheduler's clock
+    queue_timeout_s: float = math.inf  # from its arrival to its first admission; the scheduler may have a lower limit
+    running_timeout_s: float = math.inf  # from its first admission to its end; the same
     eos_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""  # requests share cached prefixes only within one tenant, salt and adapter
     adapter: str = ""

@@ -15,6 +15,7 @@ import dataclasses
 import gc
 import itertools
 import logging
+import math
 import random
 import threading
 import time
@@ -344,8 +345,10 @@ class Engine:
         if params.seed is None and not params.is_greedy:
             # Drawn once: after a retraction the request continues with the same noise.
             params = params.with_seed(random.getrandbits(63))
-        if job.timeout_s is not None and not job.timeout_s > 0:
-            raise InvalidRequest(f"timeout_s is {job.timeout_s!r}: give seconds, more than 0.")
+        for name in ("timeout_s", "queue_timeout_s", "running_timeout_s"):
+            seconds = getattr(job, name)
+            if seconds is not None and not seconds > 0:
+                raise InvalidRequest(f"{name} is {seconds!r}: give seconds, more than 0.")
         self._check_prompt(job.prompt)
         for name, ids in (("logprob_token_ids", params.logprob_token_ids), ("logit_bias", dict(params.biases))):
             for token in ids:
@@ -360,6 +363,8 @@ class Engine:
             tenant=job.tenant,
             priority=job.priority,
             deadline=None if job.timeout_s is None else self.clock() + job.timeout_s,
+            queue_timeout_s=job.queue_timeout_s or math.inf,
+            running_timeout_s=job.running_timeout_s or math.inf,
             eos_token_ids=tuple(sorted(self.tokenizer.eos_ids)),
             cache_salt=job.cache_salt,
             pooling=job.pooling,

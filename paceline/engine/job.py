@@ -17,6 +17,8 @@ class Job:
     tenant: str = "default"
     priority: int = 0  # larger goes first
     timeout_s: float | None = None  # after which the request ends with reason deadline
+    queue_timeout_s: float | None = None  # the same before its admission, with reason queue_timeout
+    running_timeout_s: float | None = None  # the same after its admission, with reason running_timeout
     cache_salt: str = ""  # requests share cached prefixes only within one tenant and salt
     pooling: str | None = None  # mean or last: the prompt is embedded, nothing is generated
     stream: bool = True  # False: a single output at the end is enough

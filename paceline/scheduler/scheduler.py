@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +55,18 @@ class _PassInFlight:
     void: set[Request] = field(default_factory=set)  # its results for these are not valid: they read dropped KV
 
 
+class _Deadline(NamedTuple):
+    at: float
+    number: int  # unique, so that a heap compares nothing behind it
+    reason: FinishReason  # of the request if it is not void by then
+    request: Request
+
+    @property
+    def is_void(self) -> bool:
+        was_in_time = self.reason is FinishReason.QUEUE_TIMEOUT and self.request.was_admitted
+        return was_in_time or self.request.is_finished
+
+
 class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -68,7 +81,8 @@ class Scheduler:
         self._departures = 0  # finished or retracted: if it changed, rows in flight may have lost their request
         self._in_flight: deque[_PassInFlight] = deque()
         self._num_prefill_batches = 0  # since the last decode batch, while requests could decode
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines: list[_Deadline] = []
+        self._num_deadlines = 0  # so far
         # Stop ids of all live requests: almost every token is looked up only here.
         self._stop_ids: Counter[int] = Counter()
         self._ended: list[Finished] = []  # outside of a commit: reported with the next one
@@ -124,7 +138,7 @@ class Scheduler:
 
     @property
     def next_deadline(self) -> float | None:
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines[0].at if self._deadlines else None
 
     def requests_of(self, plan: Plan) -> tuple[Request, ...]:
         """The requests of the rows of a plan that is not committed yet."""
@@ -172,11 +186,18 @@ class Scheduler:
         self.requests[request.id] = request
         self._stop_ids.update(request.stop_ids)
         if request.deadline is not None:
-            heappush(self._deadlines, (request.deadline, request.number, request))
+            self._add_deadline(request.deadline, FinishReason.DEADLINE, request)
+        timeout_s = min(request.queue_timeout_s, self.config.queue_timeout_s)
+        self._add_deadline(now + timeout_s, FinishReason.QUEUE_TIMEOUT, request)
         self.counters.added += 1
         self.journal.write(Now(self.step, now), EventKind.ADD, request.id, len(request.prompt), request.max_tokens)
         self.admission.enqueue(request)
         self._queue_limits.add(request)
+
+    def _add_deadline(self, at: float, reason: FinishReason, request: Request) -> None:
+        if not math.isinf(at):
+            self._num_deadlines += 1
+            heappush(self._deadlines, _Deadline(at, self._num_deadlines, reason, request))
 
     def abort(self, request_id: str, now: float) -> bool:
         """Ends a request in any state. Returns whether there was one with this id."""
@@ -271,12 +292,12 @@ class Scheduler:
     def expire(self, now: float) -> None:
         """Ends requests whose deadline has passed, and removes expired pins. `plan` does so too."""
         deadlines = self._deadlines
-        while deadlines and (deadlines[0][0] <= now or deadlines[0][2].is_finished):
-            request = heappop(deadlines)[2]
-            if not request.is_finished:
-                self._finish(request, FinishReason.DEADLINE, Now(self.step, now))
-        if len(deadlines) > 64 + 2 * len(self.requests):  # mostly of requests that have finished
-            self._deadlines = [entry for entry in deadlines if not entry[2].is_finished]
+        while deadlines and (deadlines[0].at <= now or deadlines[0].is_void):
+            deadline = heappop(deadlines)
+            if not deadline.is_void:
+                self._finish(deadline.request, deadline.reason, Now(self.step, now))
+        if len(deadlines) > 64 + 4 * len(self.requests):  # mostly void
+            self._deadlines = [deadline for deadline in deadlines if not deadline.is_void]
             heapify(self._deadlines)
         for pin in [pin for pin in self.memory.pins.values() if pin.expires <= now]:
             self.unpin(pin.name, now)
@@ -363,6 +384,9 @@ class Scheduler:
         for request in ending:
             if request.phase is Phase.DECODING:
                 self.running.stop_decoding(request)
+        joins = self.admission.take_joins()
+        for join in joins:
+            self._limit_running_time(join.request_id)
         page_slots, page_indices, page_ids = slots.take_changes()
         plan = Plan(
             step=self.step,
@@ -372,7 +396,7 @@ class Scheduler:
             max_lengths=max_lengths,
             samples=samples,
             num_decodes=num_decodes,
-            joins=self.admission.take_joins(),
+            joins=joins,
             page_slots=page_slots,
             page_indices=page_indices,
             page_ids=page_ids,
@@ -383,6 +407,12 @@ class Scheduler:
         )
         self._in_flight.append(_PassInFlight(plan, requests, sampled, tuple(ending), self._departures, read))
         return plan
+
+    def _limit_running_time(self, request_id: str) -> None:
+        request = self.requests.get(request_id)  # None: it has ended since it was admitted
+        if request is not None and request.first_admitted is not None and not request.retractions:
+            timeout_s = min(request.running_timeout_s, self.config.running_timeout_s)
+            self._add_deadline(request.first_admitted + timeout_s, FinishReason.RUNNING_TIMEOUT, request)
 
     def _finish_prefills(self) -> list[Request]:
         """Requests whose prompt is fully planned decode next, or end with this pass. Returns those that end."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import msgspec
 
 from paceline.engine.output import Conflict, EngineFailed
-from paceline.request import InvalidRequest, PacelineError, Refused
+from paceline.request import FinishReason, InvalidRequest, PacelineError, Refused
 
 log = logging.getLogger("paceline.server")
 _FIELD = re.compile(r"^`?([a-z_]+)[\w\[\].]*`? (?:is|has|must)\b")  # how messages of InvalidRequest begin
@@ -93,8 +93,19 @@ def aborted() -> ApiError:
     )
 
 
-def deadline_exceeded() -> ApiError:
-    return ApiError("The request did not finish before its deadline: raise deadline_ms.", status=408, code="deadline")
+_TIMED_OUT = {
+    FinishReason.DEADLINE: "did not finish before its deadline: raise deadline_ms",
+    FinishReason.QUEUE_TIMEOUT: "was not admitted within queue_timeout_ms, or queue_timeout_s of the server: retry it",
+    FinishReason.RUNNING_TIMEOUT: "did not finish within running_timeout_ms, or running_timeout_s of the server, after "
+    "its admission: ask for less output",
+}
+
+
+def timed_out(reason: FinishReason) -> ApiError | None:
+    """The error of a request that ended because of its time; None for other reasons."""
+    if reason not in _TIMED_OUT:
+        return None
+    return ApiError(f"The request {_TIMED_OUT[reason]}.", status=408, code=reason.value)
 
 
 def shutting_down() -> ApiError:

@@ -108,6 +108,8 @@ class GenerationHandler:
                 code="invalid_value",
             )
         timeout_s = _timeout_s(request, headers)
+        queue_timeout_s = _seconds("queue_timeout_ms", request.queue_timeout_ms)
+        running_timeout_s = _seconds("running_timeout_ms", request.running_timeout_ms)
         self._check_length(response)
         return [
             replace(
@@ -115,6 +117,8 @@ class GenerationHandler:
                 tenant=tenant.name,
                 priority=priority,
                 timeout_s=timeout_s,
+                queue_timeout_s=queue_timeout_s,
+                running_timeout_s=running_timeout_s,
                 cache_salt=salt,
                 stream=bool(request.stream),
             )
@@ -194,17 +198,15 @@ def _timeout_s(request: GenerationRequest | EmbeddingRequest, headers: dict[byte
             from_header = float(headers[b"x-deadline-ms"])
         except ValueError:
             from_header = float("nan")
-        _check_deadline("X-Deadline-Ms", from_header)
-    if request.deadline_ms is not None:
-        _check_deadline("deadline_ms", request.deadline_ms)
-    deadline_ms = from_header if request.deadline_ms is None else request.deadline_ms
-    return None if deadline_ms is None else deadline_ms / 1e3
+    header_s, field_s = _seconds("X-Deadline-Ms", from_header), _seconds("deadline_ms", request.deadline_ms)
+    return header_s if field_s is None else field_s
 
 
-def _check_deadline(name: str, deadline_ms: float) -> None:
-    if not 0 < deadline_ms <= MAX_DEADLINE_MS:
+def _seconds(name: str, milliseconds: float | None) -> float | None:
+    if milliseconds is not None and not 0 < milliseconds <= MAX_DEADLINE_MS:
         raise ApiError(
-            f"{name} is {deadline_ms:g}: give milliseconds, more than 0 and at most {MAX_DEADLINE_MS:g}.",
+            f"{name} is {milliseconds:g}: give milliseconds, more than 0 and at most {MAX_DEADLINE_MS:g}.",
             param=name,
             code="invalid_value",
         )
+    return None if milliseconds is None else milliseconds / 1e3

@@ -77,6 +77,8 @@ _BOUNDS: dict[str, Json] = {
     "prompt_logprobs_start": {"minimum": 0},
     "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
     "deadline_ms": _DEADLINE,
+    "queue_timeout_ms": _DEADLINE,
+    "running_timeout_ms": _DEADLINE,
     "cache_salt": {"maxLength": MAX_CACHE_SALT_CHARACTERS},
     "priority": {"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY},
     "expires_in_s": {"exclusiveMinimum": 0},

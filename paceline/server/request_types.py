@@ -94,6 +94,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_grammar: str | None = None
     priority: int | None = None
     deadline_ms: float | None = None
+    queue_timeout_ms: float | None = None
+    running_timeout_ms: float | None = None
     cache_salt: str | None = None
 
     @property
@@ -203,6 +205,8 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     pooling: Literal["mean", "last"] | None = None  # default: mean
     priority: int | None = None
     deadline_ms: float | None = None
+    queue_timeout_ms: float | None = None
+    running_timeout_ms: float | None = None
     cache_salt: str | None = None
 
     @property

@@ -10,7 +10,7 @@ from typing import Protocol
 from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta, TokenLogprob, TokenUsage
 from paceline.request import FinishReason, SamplingParams
-from paceline.server.errors import aborted, deadline_exceeded, engine_failed, shutting_down
+from paceline.server.errors import aborted, engine_failed, shutting_down, timed_out
 from paceline.server.request_types import EmbeddingRequest, GenerationRequest
 from paceline.server.response_types import CachedTokens, TokenLogprobs, TopLogprob, UsageInfo
 from paceline.text.tokenizer import Tokenizer
@@ -67,8 +67,8 @@ def finish_reason_of(output: OutputDelta) -> str | None:
         return reason.value
     if reason is FinishReason.ABORT:  # not by the client of this request, which would not be connected
         raise aborted() if output.error is None else shutting_down()
-    if reason is FinishReason.DEADLINE:
-        raise deadline_exceeded()
+    if (error := timed_out(reason)) is not None:
+        raise error
     raise engine_failed(f"Generation failed ({output.error}): retry the request.")
 
 

@@ -109,6 +109,17 @@ def test_a_deadline_ends_a_request_and_keeps_what_it_has(engine: Engine) -> None
     assert found == whole[: len(found)]
 
 
+def test_a_running_timeout_and_a_queue_timeout_end_a_request(engine: Engine) -> None:
+    long = SamplingParams(temperature=0, ignore_eos=True)
+    pieces = asyncio.run(collect(engine, "hello", long, running_timeout_s=0.15))
+    assert pieces[-1].finish_reason is FinishReason.RUNNING_TIMEOUT
+    engine.pause().result(60)
+    pieces = asyncio.run(collect(engine, "hello", long, queue_timeout_s=0.05))
+    assert [piece.finish_reason for piece in pieces] == [FinishReason.QUEUE_TIMEOUT]
+    with pytest.raises(InvalidRequest, match="queue_timeout_s is 0: give seconds, more than 0"):
+        asyncio.run(collect(engine, "hello", long, queue_timeout_s=0))
+
+
 @pytest.mark.parametrize("overlap", ["off", "on", "sync"])
 def test_a_stop_string_ends_the_text_before_it(overlap: str) -> None:
     engine = build_engine(load="random", shape="tiny-llama", threads=1, kv_tokens=4096, overlap=overlap)

@@ -410,6 +410,60 @@ def test_a_deadline_ends_a_request_waiting_or_running() -> None:
     assert 0 < len(subject.outputs["running"]) < 50
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_waiting_and_running_time_are_limited_separately(overlap: bool) -> None:
+    """A step takes about a millisecond."""
+    subject = harness(max_running=1, queue_timeout_s=0.06, running_timeout_s=0.04, overlap=overlap)
+    subject.add(
+        request(max_tokens=100, id="running"),
+        request(max_tokens=5, id="in time"),
+        request(max_tokens=100, id="own limit", running_timeout_s=0.005),
+        request(max_tokens=5, id="impatient", queue_timeout_s=0.01),
+        request(max_tokens=30, id="all of it"),
+        request(max_tokens=5, id="waiting", queue_timeout_s=9.0),
+    )
+    subject.run()
+    assert subject.reasons == {
+        "impatient": FinishReason.QUEUE_TIMEOUT,
+        "running": FinishReason.RUNNING_TIMEOUT,
+        "in time": FinishReason.LENGTH,
+        "own limit": FinishReason.RUNNING_TIMEOUT,
+        "waiting": FinishReason.QUEUE_TIMEOUT,  # a request cannot wait longer than the scheduler allows
+        "all of it": FinishReason.LENGTH,
+    }
+    times = {name: (one.first_admitted, one.finished) for name, one in subject.requests.items()}
+    assert times["running"][1] == pytest.approx(0.04, abs=0.003)
+    assert times["impatient"] == (None, pytest.approx(0.01, abs=0.003))
+    assert times["waiting"] == (None, pytest.approx(0.06, abs=0.003))
+    assert 0 < len(subject.outputs["own limit"]) < 10
+    subject.assert_reference()
+
+
+def test_a_retracted_request_has_no_queue_timeout_and_keeps_its_running_time() -> None:
+    subject = harness(max_running=2, queue_timeout_s=0.01, running_timeout_s=0.05)
+    for name in ("other", "retracted"):
+        subject.add(request(max_tokens=40, id=name))
+        subject.step()
+    one = subject.requests["retracted"]
+    subject.scheduler.retract(one.id, subject.clock(), "a test")
+    one.num_in_flight = 1  # it is not admitted again until this is 0
+    while subject.clock() < 0.03:
+        subject.step()
+    assert one.phase is Phase.WAITING
+    one.num_in_flight = 0
+    subject.run()
+    assert subject.reasons == {"other": FinishReason.LENGTH, "retracted": FinishReason.RUNNING_TIMEOUT}
+    assert one.finished == pytest.approx(0.051, abs=0.002), "waiting again counts"
+
+
+def test_deadlines_of_requests_that_have_ended_take_no_memory() -> None:
+    subject = harness(max_running=4, queue_timeout_s=1e6, running_timeout_s=1e6)
+    for number in range(300):
+        subject.add(request([number % 50], max_tokens=1, deadline=1e6))
+        subject.step()
+    assert len(subject.scheduler._deadlines) < 100
+
+
 def test_a_stop_token_ends_a_request_and_is_part_of_its_output() -> None:
     subject = harness(vocab=4)
     subject.add(one := request(max_tokens=100, eos_token_ids=(EOS,)))

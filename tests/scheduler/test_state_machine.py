@@ -7,6 +7,7 @@ the reference implementation.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from typing import Any
 
@@ -71,6 +72,8 @@ def make_request(draw: Any, number: int, now: float) -> Request:
         tenant=draw(TENANTS),
         priority=draw([0, 0, 1, 5]),
         deadline=now + draw([0.0, 0.002, 0.02]) if draw(range(8)) == 0 else None,
+        queue_timeout_s=draw([math.inf, math.inf, math.inf, 0.01]),
+        running_timeout_s=draw([math.inf, math.inf, math.inf, 0.01]),
         eos_token_ids=(EOS,),
         cache_salt=draw(["", "", "", "salt"]),
         prefill_only=draw(range(8)) == 0,

@@ -28,6 +28,8 @@ FIELDS: dict[str, list[Any]] = {
     "ignore_eos": ["true", 1, [], {}, 0.0],
     "priority": ["high", 1.5, [], {}, True, 1, 2**31, -(2**31), BIG],
     "deadline_ms": [0, -1, "100", [], {}, True, 1e11],
+    "queue_timeout_ms": [0, -1, "100", [], {}, True, 1e11],
+    "running_timeout_ms": [0, -1, "100", [], {}, True, 1e11],
     "cache_salt": [1, [], {}, True, "s" * 257],
     "n": [0, -1, 1.5, "2", [], {}, True, 10**6],
     "logit_bias": [1, "x", [1], {"a": 1}, {"1": "x"}, {"-1": 1}, {"1": 1e9}],

@@ -399,6 +399,34 @@ def test_a_deadline_in_the_header_or_body_ends_the_request_with_408(strict: Serv
     assert_nothing_is_left(strict)
 
 
+def test_waiting_and_running_times_end_a_request_with_408() -> None:
+    with virtual("--max-running", "1", "--queue-timeout-s", "0.2", "--running-timeout-s", "600") as server:
+        slow = body([3], 30_000)
+
+        def error(**changes: Any) -> tuple[int, str]:
+            response = complete(server, **{"prompt": [3], "max_tokens": 30_000, **changes})
+            return response.status_code, response.json()["error"]["code"]
+
+        assert error(running_timeout_ms=50) == (408, "running_timeout")
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json={**slow, "stream": True}, timeout=120
+        ) as running:
+            lines = running.iter_lines()  # the stream is closed with it
+            next(lines)
+            assert error(queue_timeout_ms=20) == (408, "queue_timeout")
+            assert error() == (408, "queue_timeout"), "the limit of the server"
+            assert error(queue_timeout_ms=60_000) == (408, "queue_timeout"), "which a request cannot raise"
+        with httpx.stream(
+            "POST",
+            f"{server.url}/v1/completions",
+            json={**slow, "stream": True, "running_timeout_ms": 100},
+            timeout=120,
+        ) as running:
+            assert running.status_code == 200
+            assert [line for line in running.iter_lines() if '"code":"running_timeout"' in line], "an error event"
+        assert_nothing_is_left(server)
+
+
 def test_openais_client_sync_async_streaming_and_raw(strict: ServerProcess) -> None:
     payload: dict[str, Any] = {
         "model": "virtual",
