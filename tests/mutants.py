@@ -435,7 +435,8 @@ def survives(mutant: Mutant) -> bool:
             "no:cacheprovider",
             *mutant.tests,
         ]
-        environment = {**os.environ, "PYTHONPATH": str(copy)}
+        path = os.pathsep.join(filter(None, (str(copy), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "PYTHONPATH": path}
         run = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
         red = next((line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
         print(f"{'SURVIVES' if run.returncode == 0 else 'killed  '}  {mutant.name}  {red[:110]}", flush=True)
