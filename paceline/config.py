@@ -225,6 +225,11 @@ class SchedulerConfig:
     max_waiting_tokens: int = option(
         2_000_000_000, "maximum number of waiting prompt tokens; requests beyond that are refused", low=1
     )
+    clip_max_tokens: bool = option(
+        False,
+        "lower max_tokens of a request to what fits into the context and the KV cache, and say so in the response, "
+        "instead of refusing the request",
+    )
     queue_timeout_s: float = option(
         math.inf,
         "seconds after which a request that was not admitted ends (SGLang: SGLANG_REQ_WAITING_TIMEOUT); a request can "

@@ -35,6 +35,7 @@ class Choice:
     finish_reason: FinishReason
     timings: Timings
     logprobs: list[TokenLogprob] | None = None
+    clipped_max_tokens: int | None = None  # max_tokens, if it was lowered to what fits (`clip_max_tokens`)
 
     @property
     def mean_logprob(self) -> float:
@@ -319,6 +320,7 @@ def _output(prompt: list[int], params: SamplingParams, sinks: Sequence[_OutputCo
                 delta.finish_reason,
                 delta.timings,
                 sink.logprobs if wants else None,
+                delta.clipped_max_tokens,
             )
         )
         usages.append(delta.usage)

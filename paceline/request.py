@@ -376,6 +376,12 @@ class Request:
         return max(start - 1, 0)
 
     @property
+    def clipped_max_tokens(self) -> int | None:
+        """max_tokens, if the scheduler lowered it to what fits (`clip_max_tokens`)."""
+        given = self.params.max_tokens
+        return self.max_tokens if given is not None and 0 < self.max_tokens < given else None
+
+    @property
     def namespace(self) -> tuple[str, str, str]:
         """Requests share cached prefixes only within one namespace."""
         return (self.tenant, self.cache_salt, self.adapter)

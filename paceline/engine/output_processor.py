@@ -141,7 +141,11 @@ class OutputProcessor:
         vector = None
         if active.pooler is not None and reason is FinishReason.LENGTH:
             vector = active.pooler.vector().tobytes()
-        more = {"weight_versions": self._weight_versions(request), **active.take_logprobs()}
+        more = {
+            "weight_versions": self._weight_versions(request),
+            "clipped_max_tokens": request.clipped_max_tokens,
+            **active.take_logprobs(),
+        }
         self._put(active, OutputDelta(text, tokens, reason, usage, Timings.of(request), error, vector, **more))
 
     def _refuse(self, active: ActiveRequest) -> None:

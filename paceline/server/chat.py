@@ -19,6 +19,7 @@ from paceline.server.fields import check_messages, short
 from paceline.server.request_types import ChatRequest
 from paceline.server.response import (
     LogprobFormatter,
+    clipped_max_tokens,
     finish_reason_of,
     make_response_id,
     text_of,
@@ -97,7 +98,8 @@ class ChatResponse:
         for number, delta in enumerate(deltas):
             is_last = number == len(deltas) - 1
             reason = finish_reason if is_last else None
-            choice = ChatChunkChoice(index, delta, reason, logprobs if number == 0 else None)
+            clipped = UNSET if reason is None else clipped_max_tokens(output)
+            choice = ChatChunkChoice(index, delta, reason, logprobs if number == 0 else None, clipped)
             yield self._chunk([choice], versions=UNSET if reason is None else weight_versions([output]))
 
     def usage_chunk(self, usage: UsageInfo) -> bytes:
@@ -117,7 +119,7 @@ class ChatResponse:
             message = _message(parser.push(text_of(outputs)) + parser.close())
             if parser.num_calls and reason == "stop":
                 reason = "tool_calls"
-        return ChatChoice(index, message, reason, self._logprobs(outputs))
+        return ChatChoice(index, message, reason, self._logprobs(outputs), clipped_max_tokens(outputs[-1]))
 
     def _logprobs(self, outputs: Sequence[OutputDelta]) -> ChatLogprobs | None:
         if not self.request.logprobs:

@@ -19,6 +19,7 @@ from paceline.server.prompts import check_num_prompts, encode_prompts, split_pro
 from paceline.server.request_types import CompletionRequest
 from paceline.server.response import (
     LogprobFormatter,
+    clipped_max_tokens,
     finish_reason_of,
     finite,
     make_response_id,
@@ -99,7 +100,8 @@ class CompletionResponse:
     def _choice(self, index: int, job: int, outputs: Sequence[OutputDelta], *, is_first: bool) -> TextChoice:
         echo = self._echoes[job // self.jobs_per_prompt] if self.request.echo and is_first else None
         text = (echo.text if echo else "") + text_of(outputs)
-        return TextChoice(index, text, finish_reason_of(outputs[-1]), self._logprobs(job, outputs, echo))
+        reason, logprobs = finish_reason_of(outputs[-1]), self._logprobs(job, outputs, echo)
+        return TextChoice(index, text, reason, logprobs, clipped_max_tokens(outputs[-1]))
 
     def _logprobs(self, job: int, outputs: Sequence[OutputDelta], echo: _Echo | None) -> TextLogprobs | None:
         offsets = self._offsets.setdefault(job, _Offsets())

@@ -31,6 +31,7 @@ class ServedModel:
     kv_tokens: int
     host_kv_tokens: int
     kv_bytes_per_token: int
+    clips_max_tokens: bool = False  # a larger max_tokens is lowered, not refused
 
 
 class EngineClient(Protocol):

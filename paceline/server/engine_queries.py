@@ -56,6 +56,7 @@ def served_model(engine: Engine, name: str) -> ServedModel:
         vocab_size=engine.vocab_size,
         context_tokens=config.context_tokens,
         max_tokens=min(config.context_tokens, (config.num_pages - config.pin_quota_pages) * config.page_size),
+        clips_max_tokens=config.clip_max_tokens,
         max_running=config.max_running,
         kv_tokens=config.num_pages * config.page_size,
         host_kv_tokens=config.num_host_pages * config.page_size,

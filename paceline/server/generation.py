@@ -128,15 +128,17 @@ class GenerationHandler:
     def _check_length(self, response: ResponseBuilder) -> None:
         # The engine checks it too. But with several prompts the first may already be streaming by then, too late for
         # the error to be a status.
-        limit = self._state.client.model.max_tokens
+        model = self._state.client.model
+        limit = model.max_tokens
         for index, job in enumerate(response.jobs):
-            max_tokens = 1 if job.params.max_tokens is None else job.params.max_tokens
-            if len(job.prompt) + max_tokens > limit:
+            max_tokens = job.params.max_tokens
+            num_needed = 1 if max_tokens is None or (max_tokens and model.clips_max_tokens) else max_tokens
+            if len(job.prompt) + num_needed > limit:
                 which = f"prompt[{index // response.jobs_per_prompt}]"
                 if len(response.jobs) == response.jobs_per_prompt:
                     which = "The prompt"
                 raise ApiError(
-                    f"{which} has {len(job.prompt)} tokens and max_tokens is {job.params.max_tokens or 'not given'}: "
+                    f"{which} has {len(job.prompt)} tokens and max_tokens is {max_tokens or 'not given'}: "
                     f"their sum may be at most {limit}; shorten the prompt or lower max_tokens.",
                     param=response.prompt_field,
                     code="context_length_exceeded",

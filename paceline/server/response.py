@@ -7,6 +7,8 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from msgspec import UNSET, UnsetType
+
 from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta, TokenLogprob, TokenUsage
 from paceline.request import FinishReason, SamplingParams
@@ -115,6 +117,10 @@ def finite(logprob: float) -> float:
 def weight_versions(outputs: Iterable[OutputDelta]) -> list[str]:
     """Versions of the weights that computed these outputs, without repetition."""
     return list(dict.fromkeys(version for output in outputs for version in output.weight_versions))
+
+
+def clipped_max_tokens(output: OutputDelta) -> int | UnsetType:
+    return UNSET if output.clipped_max_tokens is None else output.clipped_max_tokens
 
 
 def text_of(outputs: Iterable[OutputDelta]) -> str:

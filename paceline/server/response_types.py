@@ -60,6 +60,7 @@ class ChatChoice(msgspec.Struct):
     message: Message
     finish_reason: str
     logprobs: ChatLogprobs | None = None
+    clipped_max_tokens: int | UnsetType = UNSET  # max_tokens, if it was lowered to what fits
 
 
 class ChatCompletion(msgspec.Struct):
@@ -95,6 +96,7 @@ class ChatChunkChoice(msgspec.Struct):
     delta: Delta
     finish_reason: str | None = None
     logprobs: ChatLogprobs | None = None
+    clipped_max_tokens: int | UnsetType = UNSET  # max_tokens, if it was lowered to what fits
 
 
 class ChatChunk(msgspec.Struct):
@@ -119,6 +121,7 @@ class TextChoice(msgspec.Struct):
     text: str
     finish_reason: str | None = None
     logprobs: TextLogprobs | None = None
+    clipped_max_tokens: int | UnsetType = UNSET  # max_tokens, if it was lowered to what fits
 
 
 class TextCompletion(msgspec.Struct):

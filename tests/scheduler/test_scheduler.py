@@ -270,6 +270,26 @@ def test_without_max_tokens_the_output_is_limited_by_context_and_memory() -> Non
         assert (len(one.output), one.finish_reason) == (expected, FinishReason.LENGTH)
 
 
+def test_max_tokens_is_clipped_to_what_fits_only_if_asked_for() -> None:
+    for options, expected in (({"context_tokens": 20}, 10), ({"num_pages": 4, "page_size": 4}, 6)):
+        with pytest.raises(Refused):
+            harness(**options).add(request(prompt(range(10)), max_tokens=11))
+        subject = harness(clip_max_tokens=True, **options)
+        subject.add(
+            one := request(prompt(range(10)), max_tokens=2**40), fits := request(prompt(range(5, 15)), max_tokens=6)
+        )
+        subject.run()
+        assert (len(one.output), one.finish_reason, one.clipped_max_tokens) == (expected, FinishReason.LENGTH, expected)
+        assert (len(fits.output), fits.clipped_max_tokens) == (6, None)
+        with pytest.raises(Refused, match="leaves none for output") as caught:
+            subject.add(request(prompt(range(20)), max_tokens=5))
+        assert not caught.value.retry
+        subject.add(whole := request(prompt(range(16)), max_tokens=0))
+        subject.run()
+        assert (whole.finish_reason, whole.clipped_max_tokens) == (FinishReason.LENGTH, None)
+        subject.assert_reference()
+
+
 def test_a_full_queue_refuses_and_says_to_retry() -> None:
     subject = scheduler(max_waiting=2)
     for _ in range(2):

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from paceline.llm import LLM
+from paceline.request import SamplingParams
 from paceline.server.fields import UNSUPPORTED_FIELDS
-from tests.server.serving import CHAT, COMPLETIONS, HELLO, TEXT, Caller
+from tests.server.serving import CHAT, COMPLETIONS, HELLO, TEXT, Caller, make_app, tiny_engine
 
 
 def content(events: list[Any]) -> str:
@@ -174,3 +176,32 @@ def test_newlines_in_the_text_do_not_break_server_sent_events(caller: Caller) ->
         body = {**TEXT, "temperature": 1000, "max_tokens": 800, "seed": seed, "ignore_eos": True}
         text += "".join(event["choices"][0]["text"] for event in caller.events(COMPLETIONS, body)[:-1])
     assert "\n" in text and "\r" in text, "use another seed: this one sampled none"
+
+
+def test_max_tokens_is_clipped_to_what_fits_and_each_choice_says_so() -> None:
+    engine = tiny_engine(kv_tokens=64, clip_max_tokens=True)
+    caller = Caller(make_app(engine))
+    try:
+        many = {"max_tokens": 10**9, "ignore_eos": True}
+        reply = caller.ok(COMPLETIONS, TEXT, prompt=[[5] * 40, [6] * 60, [7] * 10], **many)
+        assert [choice["clipped_max_tokens"] for choice in reply["choices"]] == [24, 4, 54]
+        assert {choice["finish_reason"] for choice in reply["choices"]} == {"length"}
+        assert reply["usage"]["completion_tokens"] == 24 + 4 + 54
+        *before, last, done = caller.events(COMPLETIONS, TEXT, prompt=[5] * 40, **many)
+        assert (last["choices"][0]["clipped_max_tokens"], done) == (24, "[DONE]")
+        assert all("clipped_max_tokens" not in event["choices"][0] for event in before)
+        chat = caller.ok(CHAT, HELLO, **many)
+        clipped = 64 - chat["usage"]["prompt_tokens"]
+        assert chat["choices"][0]["clipped_max_tokens"] == clipped == chat["usage"]["completion_tokens"]
+        *before, last, done = caller.events(CHAT, HELLO, **many)
+        assert last["choices"][0]["clipped_max_tokens"] == clipped
+        for fits in ({"max_tokens": 2}, {"max_tokens": None, "ignore_eos": True}):
+            assert "clipped_max_tokens" not in caller.ok(CHAT, HELLO, **fits)["choices"][0]
+        refused = caller.post(COMPLETIONS, TEXT, prompt=[5] * 64, **many)
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+        (choice,) = (
+            LLM.from_engine(engine).generate([[5] * 40], SamplingParams(max_tokens=100, ignore_eos=True))[0].choices
+        )
+        assert (choice.clipped_max_tokens, len(choice.token_ids), choice.finish_reason) == (24, 24, "length")
+    finally:
+        engine.close()

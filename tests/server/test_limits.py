@@ -427,6 +427,12 @@ def test_waiting_and_running_times_end_a_request_with_408() -> None:
         assert_nothing_is_left(server)
 
 
+def test_max_tokens_is_clipped_with_an_engine_process_too() -> None:
+    with virtual("--clip-max-tokens", "--kv-tokens", "64") as server:
+        assert complete(server, [3] * 40, 10**9).json()["choices"][0]["clipped_max_tokens"] == 24
+        assert complete(server, [3] * 64, 10**9).status_code == 400
+
+
 def test_openais_client_sync_async_streaming_and_raw(strict: ServerProcess) -> None:
     payload: dict[str, Any] = {
         "model": "virtual",
