@@ -409,6 +409,62 @@ MUTANTS = [
         "            pass",
         ["tests/engine/cuda/test_swap.py"],
     ),
+    Mutant(
+        "no prior of output lengths is blended in",
+        "scheduler/memory_forecast.py",
+        "_PRIOR_SCALE = 600.0\n",
+        "_PRIOR_SCALE = 60_000.0\n",
+        ("tests/scheduler/test_memory_forecast.py",),
+    ),
+    Mutant(
+        "prefill-first counts batches that delay no decode",
+        "scheduler/scheduler.py",
+        "self._num_prefill_batches + 1 if can_decode and not decode else 0",
+        "self._num_prefill_batches + 1 if not decode else 0",
+        ("tests/scheduler/test_scheduler.py",),
+    ),
+    Mutant(
+        "hrrn takes the turn of the oldest request away when it does not fit",
+        "scheduler/policies.py",
+        "            self._num_overtakes = 0 if request is self._oldest else self._num_overtakes + 1",
+        "            self._num_overtakes = (self._num_overtakes + 1) % (MAX_OVERTAKES_BY_RATIO + 1)",
+        ("tests/scheduler/test_policy.py",),
+    ),
+    Mutant(
+        "an evicted prefix keeps its priority",
+        "scheduler/prefix_tree.py",
+        "        node.priority = -math.inf\n",
+        "",
+        ("tests/scheduler/test_prefix_tree.py",),
+    ),
+    Mutant(
+        "a request that was admitted before is displaced from the queue",
+        "scheduler/validation.py",
+        "request.phase is Phase.WAITING and not request.was_admitted",
+        "request.phase is Phase.WAITING",
+        ("tests/scheduler/test_scheduler.py",),
+    ),
+    Mutant(
+        "requests are displaced although they are not enough",
+        "scheduler/validation.py",
+        "                for one in leaving:\n                    self.add(one)\n",
+        "",
+        ("tests/scheduler/test_scheduler.py",),
+    ),
+    Mutant(
+        "a queue timeout ends a running request",
+        "scheduler/scheduler.py",
+        "        return was_in_time or self.request.is_finished",
+        "        return self.request.is_finished",
+        ("tests/scheduler/test_scheduler.py",),
+    ),
+    Mutant(
+        "a request can raise the queue timeout of the scheduler",
+        "scheduler/scheduler.py",
+        "        timeout_s = min(request.queue_timeout_s, self.config.queue_timeout_s)",
+        "        timeout_s = request.queue_timeout_s",
+        ("tests/scheduler/test_scheduler.py",),
+    ),
 ]
 
 

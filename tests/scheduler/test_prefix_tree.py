@@ -181,8 +181,10 @@ def test_priority_evicts_the_kv_of_low_priorities_first() -> None:
     subject.insert([5], priority=4)
     subject.evict(2)
     assert cached() == [1], "it keeps the highest priority of those that used it"
+    waiter = subject.wait([1, 7])  # so that the node remains, without KV
     subject.evict(1)
     subject.insert([1], priority=0)
+    subject.tree.dequeue(waiter)
     subject.insert([6], priority=1)
     subject.evict(1)
     assert cached() == [6], "it was evicted in between, so the earlier priority does not count"
