@@ -173,11 +173,12 @@ class Admission:
 
     def _plan_level(self, level: int | None, now: Now) -> None:
         """Plans chunks of the requests with this priority, or of all."""
-        # One prompt never takes the whole pass while others wait, and long ones leave room for a chunk of short ones,
-        # so that a short prompt behind them is not delayed.
+        # One prompt never takes the whole pass while others wait, and long ones leave half a chunk or more to short
+        # ones, so that a short prompt behind them is not delayed.
         others_wait = self._may_admit and self._waits_at(level, now)
-        self._room = min(self._config.chunk_tokens, self._budget // 2) if others_wait else 0
-        share = min(self._config.chunk_tokens, self._budget - self._room)
+        chunk, budget = self._config.chunk_tokens, self._budget
+        self._room = min(chunk, budget) // 2 if others_wait else 0
+        share = min(chunk, -(-budget // 2) if others_wait else budget)
         for request in self._prefilling_at(level):
             if self._leaves_room(self._num_missing_tokens(request), share):
                 self._plan_chunk(request, share, now)
@@ -299,7 +300,8 @@ class Admission:
         if memory.tree.is_hidden(request):
             return WaitReason("a prefix that is being computed")
         hit, to_compute = self._match(request, now)
-        if not self._leaves_room(to_compute, share):
+        # One that lacked memory is tried in its turn: otherwise short ones behind it would take what is freed.
+        if not request.num_missing_pages and not self._leaves_room(to_compute, share):
             return _ROOM_FOR_SHORT
         if self._retract_for is not None:
             self._retract_for(request, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,34 @@ def test_no_prompt_token_of_a_pass_is_left_unused_or_given_to_a_lower_priority(
 
 def computed(core: Scheduler, one: Request) -> int:
     return 0 if one.slot is None else int(core.memory.slots.computed[one.slot])
+
+
+def test_short_prompts_do_not_take_memory_that_a_long_one_lacked() -> None:
+    """A long prompt is tried after short ones, which took what was freed, uncounted, for as long as another long prompt
+    was computed. Now at most max_overtakes of them do."""
+    core = scheduler(
+        num_pages=122,
+        page_size=4,
+        max_running=32,
+        max_prefill_tokens=16,
+        chunk_tokens=8,
+        max_overtakes=3,
+        policy="fcfs",
+        context_tokens=2000,
+    )
+    core.add(first := request(prompt([1] * 400), 1), 0.0)
+    numbers = itertools.count(3)
+    for _ in range(6):
+        core.add(request([next(numbers)], 20), 0.0)
+    for _ in range(3):
+        step(core)
+    core.add(long := request(prompt([2] * 60), 20), 0.0)
+    while long.slot is None:
+        while core.num_waiting < 4:
+            core.add(request([next(numbers), 4], 20), 0.0)
+        step(core)
+        assert not first.is_finished
+    assert long.overtaken == 3
 
 
 # ---------------------------------------------------------------------- priorities
