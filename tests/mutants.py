@@ -133,8 +133,32 @@ MUTANTS = [
     Mutant(
         "a reservation keeps out higher priorities",
         "scheduler/admission.py",
-        "            if first is not None and first.priority > self.reserved.priority:\n",
-        "            if False:\n",
+        "return self.reserved is None or (self._by_priority and request.priority > self.reserved.priority)",
+        "return self.reserved is None",
+    ),
+    Mutant(
+        "a reserved request is tried before higher priorities",
+        "scheduler/admission.py",
+        "            return first if first is not None and self._outranks_reserved(first) else self.reserved\n",
+        "            return self.reserved\n",
+    ),
+    Mutant(
+        "requests admitted beside a reservation do not count",
+        "scheduler/admission.py",
+        "            self._beside.add(request)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "requests that delay a reserved one are admitted",
+        "scheduler/admission.py",
+        "            missing = memory.full_pages(request) - self._pages_beside(self.reserved)\n",
+        "            missing = 0\n",
+    ),
+    Mutant(
+        "protected requests do not fit together",
+        "scheduler/admission.py",
+        "            missing = min(shared - limit, alone - self._config.num_pages)\n",
+        "            missing = 0\n",
     ),
     Mutant(
         "prompt tokens are not given to higher priorities first",

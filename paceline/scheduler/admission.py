@@ -4,7 +4,8 @@ Partly computed prompts continue first, then waiting requests are admitted in th
 memory last. Prompts of more than one chunk leave room for short ones and share what these do not use. Under policy
 `priority` this is done for one priority after the other, so that a lower one gets only what the higher ones leave. A
 request that does not fit is skipped for this step and may be overtaken a bounded number of times (`max_overtakes`);
-after that only a higher priority may overtake it.
+then freed memory is reserved for it, as it is for a retracted request at once. Others are admitted beside a reservation
+only if they do not put it off (`_pages_beside`); under `priority` a higher priority goes first.
 """
 
 from __future__ import annotations
@@ -78,10 +79,11 @@ class Admission:
         self._retract_for = retract_for
         self._by_priority = config.policy == "priority"
         self._prefix_wait_tokens = memory.pages_for(config.prefix_wait_tokens) * config.page_size
-        self.retracted: list[Request] = []  # waiting again, most senior first: readmitted before all others
+        self.retracted: list[Request] = []  # waiting again, most senior first: tried before all others
         self.num_waiting = 0
         self.num_waiting_tokens = 0
-        self.reserved: Request | None = None  # overtaken too often: no other request is admitted before it
+        self.reserved: Request | None = None  # freed memory is kept for it
+        self._beside: set[Request] = set()  # requests admitted since then
         self.holds_new = False  # while the engine pauses: only requests that were admitted before are candidates
         self._num_admitted = 0
         # Of the pass being planned
@@ -95,6 +97,7 @@ class Admission:
         self._out_of_memory: list[Request] = []  # of the skipped, those that lacked memory
         self._forecast: MemoryForecast | None = None
         self._num_shared_pages = 0
+        self._num_pages_beside: int | None = None  # the reserved request; None: not counted yet
 
     # ------------------------------------------------------------------ the queue
 
@@ -128,13 +131,13 @@ class Admission:
         self.enqueue(request)
         self._memory.tree.skip(request)
         self._skipped.append(request)
-        self._forecast = None
+        self._forecast = self._num_pages_beside = None
 
     # ------------------------------------------------------------------ one step
 
     def begin_step(self) -> None:
         self.chunks = {}
-        self._forecast = None
+        self._forecast = self._num_pages_beside = None
 
     def end_step(self) -> None:
         """The pass is planned: skipped and hidden requests are candidates again."""
@@ -246,12 +249,10 @@ class Admission:
             self._note_wait(request, reason, now)
         if not reason.num_missing_pages:
             return True
-        if request is self.reserved or not request.queued:
-            return False  # freed pages are kept for it
-        self._out_of_memory.append(request)
-        if request.overtaken >= self._config.max_overtakes:
+        if not request.queued or request.overtaken >= self._config.max_overtakes:
             self._reserve(request, now)
-            return False
+        if request is not self.reserved:
+            self._out_of_memory.append(request)
         return len(self._out_of_memory) <= self._config.look_ahead
 
     def _note_wait(self, request: Request, reason: WaitReason, now: Now) -> None:
@@ -266,12 +267,9 @@ class Admission:
             started = [one for one in self._memory.tree.waiting_nodes if one.was_admitted and not one.skipped]
             by_priority = self._by_priority
             return min(started, key=lambda one: (by_priority and -one.priority, one.seniority), default=None)
-        if self.reserved is not None:
-            # Only a higher priority may go before it, and then it has its reservation still.
+        if self.reserved is not None and not self.reserved.skipped:
             first = self._policy.next(now) if self._by_priority else None
-            if first is not None and first.priority > self.reserved.priority:
-                return first
-            return None if self.reserved.skipped else self.reserved
+            return first if first is not None and self._outranks_reserved(first) else self.reserved
         for request in self.retracted:
             if not request.skipped:
                 return request
@@ -283,12 +281,43 @@ class Admission:
                 continue  # the policy admits it first anyway
             request.overtaken += 1
             self._journal.counters.overtakes += 1
-            if request.overtaken >= self._config.max_overtakes and self.reserved is None:
+            if request.overtaken >= self._config.max_overtakes:
                 self._reserve(request, now)
 
+    # ------------------------------------------------------------------ reservation
+
+    def _outranks_reserved(self, request: Request) -> bool:
+        """Whether `request` may take freed memory, whoever it is reserved for."""
+        return self.reserved is None or (self._by_priority and request.priority > self.reserved.priority)
+
     def _reserve(self, request: Request, now: Now) -> None:
-        self.reserved = request
-        self._journal.write(now, EventKind.RESERVE, request.id)
+        """Keeps freed memory for `request`, unless it is kept for another: that one starts first."""
+        if self._outranks_reserved(request):
+            self.reserved = request
+            self._beside.clear()
+            self._num_pages_beside = None
+            self._journal.write(now, EventKind.RESERVE, request.id)
+
+    def _pages_beside(self, reserved: Request) -> int:
+        """Pages that others may take, at full length, while `reserved` waits.
+
+        It starts at the latest when it and everything running fit at full length. Let running requests end in the order
+        of their remaining output: then those that run longest and fit beside it still run, and it waits for the rest.
+        Requests admitted meanwhile are counted as if they never ended. One more of them that fits beside all these
+        adds none to those it waits for, and each of these ends by its full length, so `reserved` starts: no later
+        than it would for sure if no other request were admitted.
+        """
+        if self._num_pages_beside is not None:
+            return self._num_pages_beside
+        memory, slots = self._memory, self._memory.slots
+        self._beside = {request for request in self._beside if request.slot is not None}
+        left = self._config.num_pages - self._config.pin_quota_pages - memory.full_pages(reserved)
+        left -= sum(map(memory.full_pages, self._beside))
+        rows = np.array([request.slot for request in self._running.requests if request not in self._beside], np.int32)
+        rows = rows[np.argsort(-slots.remaining[rows], kind="stable")]
+        pages = np.cumsum(-(-slots.max_lengths[rows] // memory.page_size))
+        self._num_pages_beside = left - int(pages[pages <= left].max(initial=0))
+        return self._num_pages_beside
 
     # ------------------------------------------------------------------ one request
 
@@ -303,6 +332,13 @@ class Admission:
         # One that lacked memory is tried in its turn: otherwise short ones behind it would take what is freed.
         if not request.num_missing_pages and not self._leaves_room(to_compute, share):
             return _ROOM_FOR_SHORT
+        is_beside = request is not self.reserved and not self._outranks_reserved(request)
+        if is_beside and self.reserved is not None:
+            if memory.slots.num_free <= 1:  # the last one is kept for it
+                return _NO_SLOT
+            missing = memory.full_pages(request) - self._pages_beside(self.reserved)
+            if missing > 0:
+                return WaitReason("memory", num_missing_pages=missing)
         if self._retract_for is not None:
             self._retract_for(request, now)
             hit, to_compute = self._match(request, now)  # the KV of a retracted request is cached
@@ -315,6 +351,9 @@ class Admission:
         if missing > 0:
             memory.unlock_prefix(request)
             return WaitReason("memory", num_missing_pages=missing)
+        if is_beside:
+            self._beside.add(request)
+        self._num_pages_beside = None
         self._admit(request, hit, to_compute, now)
         return None
 
@@ -349,8 +388,12 @@ class Admission:
         if leaving:
             self._forecast = None
         if is_protected(request):
-            shared = self._count_shared_pages(request)
-            return shared + sum(map(self._worst_case_pages, running)) + self._worst_case_pages(request) - limit
+            protected = [request, *filter(is_protected, running)]
+            shared = self._count_shared_pages(request) + sum(map(self._worst_case_pages, protected))
+            alone = sum(map(self._memory.full_pages, protected)) + self._config.pin_quota_pages
+            missing = min(shared - limit, alone - self._config.num_pages)
+            if missing > 0:
+                return missing
         if self._forecast is None:
             self._forecast = self._make_forecast(running)
             self._num_shared_pages = self._count_shared_pages(request)

@@ -49,9 +49,9 @@ def explain(request: Request, config: SchedulerConfig, memory: Memory, admission
     reason = waiting_for(request, config, memory, admission).clause
     if request.retractions:
         times = "once" if request.retractions == 1 else "twice"
-        reason += f"; it was retracted {times} and is readmitted before new requests"
+        reason += f"; it was retracted {times} and is tried before new requests"
     if admission.reserved is request:
-        reason += "; no other request may overtake it"
+        reason += "; freed memory is reserved for it"
     elif admission.reserved is not None:
         reason += f"; freed memory is reserved for request {admission.reserved.id}"
     else:

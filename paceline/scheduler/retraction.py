@@ -1,9 +1,9 @@
 """Retraction (preemption): which running request gives its memory back when there is not enough.
 
 Lowest priority first; then the cheapest to recompute per page that only it owns; the newest among equals. No request is
-retracted more than MAX_RETRACTIONS times: after that it is readmitted only when everything running and itself fit at
-full length, so whenever memory is short there is a later, unprotected request to retract. The most senior request is
-spared as long as there is another.
+retracted more than MAX_RETRACTIONS times: after that it is protected, and readmitted only when it fits at full length
+beside all protected requests that run. So these fit together, and whenever memory is short there is an unprotected
+request to retract. The most senior request is spared as long as there is another.
 """
 
 from __future__ import annotations

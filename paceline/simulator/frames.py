@@ -34,7 +34,7 @@ _SENTENCES = {
     EventKind.FETCH: "fetches {0} tokens from host memory",
     EventKind.RETRACT: "is retracted for {0}; {1} pages become free or evictable",
     EventKind.DUPLICATE: "computed {0} pages that another request computed too; one copy is kept",
-    EventKind.RESERVE: "was overtaken max_overtakes times: freed memory is reserved for it",
+    EventKind.RESERVE: "does not fit: freed memory is reserved for it",
     EventKind.FINISH: "finishes by {0} after {1} tokens",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from paceline.request import Phase, Request
 from paceline.scheduler import EventKind, Plan, Scheduler
-from tests.helpers import admissions, events, harness, prompt, request, scheduler
+from paceline.scheduler.retraction import MAX_RETRACTIONS
+from tests.helpers import EOS, admissions, events, harness, prompt, request, scheduler
 
 
 def large(**options: Any) -> Scheduler:
@@ -171,9 +173,9 @@ def test_a_reservation_yields_to_a_higher_priority_and_returns() -> None:
     step(core)
     assert events(core, EventKind.RESERVE, "reserved")
     for priority in (0, -1):
-        core.add(request([6], 2, priority=priority, id=f"after{priority}"), 0.0)
-    core.add(high := request([7], 2, priority=1, id="high"), 0.0)
-    assert passes_until_finished(core, high) == 2
+        core.add(request([6], 6, priority=priority, id=f"after{priority}"), 0.0)
+    core.add(high := request([7], 6, priority=1, id="high"), 0.0)
+    assert passes_until_finished(core, high) == 6
     passes_until_finished(core, *core.requests.values())
     assert admissions(core) == ["runner", "high", "reserved", "after0", "after-1"]
 
@@ -187,6 +189,20 @@ def test_a_long_prompt_of_higher_priority_does_not_wait_for_lower_ones(chunk_tok
     core.add(high := request(prompt([99] * 12_000), 1, priority=1), 0.0)
     assert passes_until_finished(core, high) == -(-12_000 // chunk_tokens)
     passes_until_finished(core, *lower)
+
+
+def test_a_reserved_request_does_not_put_prompts_of_its_priority_before_higher_ones() -> None:
+    core = large(policy="priority", chunk_tokens=8192, max_overtakes=0, num_pages=4000, context_tokens=60_000)
+    core.add(runner := request(prompt([97] * 16_000), 4000), 0.0)
+    while not runner.output:
+        step(core)
+    core.add(request(prompt([98] * 49_000), 1, id="reserved"), 0.0)
+    step(core)
+    assert events(core, EventKind.RESERVE, "reserved")
+    long_prompts(core, 1, 14_000)
+    step(core)
+    core.add(high := request(prompt([99] * 12_000), 1, priority=1), 0.0)
+    assert passes_until_finished(core, high) == 2
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -224,6 +240,127 @@ def test_a_retraction_frees_tokens_where_decodes_use_them_all() -> None:
     core.add(high := request([9], 4, priority=1), 0.0)
     step(core)
     assert high.phase is Phase.DECODING
+
+
+# ---------------------------------------------------------------------- reservations
+
+
+def behind_a_long_one(retracted: bool, **options: Any) -> tuple[Scheduler, Request, Request]:
+    """4,800 tokens of memory: a running request of 2,800 tokens, and one of 3,100 that waits for it to end."""
+    core = large(num_pages=300, max_overtakes=0, max_prefill_tokens=4096, chunk_tokens=4096, **options)
+    runner = request(prompt([1] * 1400), 1400, id="runner")
+    waiting = request(prompt([2] * 2500), 600, id="waiting")
+    if retracted:
+        core.add(waiting, 0.0)
+        for _ in range(MAX_RETRACTIONS - 1):
+            step(core)
+            core.retract("waiting", 0.0, "a test")
+            assert core.plan(0.0) is None, "it is not a candidate in this step"
+        step(core)
+        core.retract("waiting", 0.0, "a test")
+    core.add(runner, 0.0)
+    step(core)
+    if not retracted:
+        core.add(waiting, 0.0)
+    step(core)
+    assert runner.slot is not None
+    assert events(core, EventKind.RESERVE, "waiting")
+    return core, runner, waiting
+
+
+@pytest.mark.parametrize("retracted", [False, True])
+def test_requests_that_fit_beside_a_reservation_are_admitted_at_once(retracted: bool) -> None:
+    """Nothing was admitted for as long as the runner ran: here 1,400 passes. It still starts when the runner ends."""
+    core, runner, waiting = behind_a_long_one(retracted)
+    while not runner.is_finished:
+        core.add(small := request(prompt([3] * 20), 10), 0.0)
+        step(core)
+        assert small.slot is not None
+    step(core)
+    assert waiting.slot is not None
+
+
+@pytest.mark.parametrize("retracted", [False, True])
+def test_requests_that_would_delay_a_reserved_one_wait(retracted: bool) -> None:
+    """Each fits beside the runner now, but the third not beside the reserved request when the runner ends."""
+    core, runner, waiting = behind_a_long_one(retracted)
+    others = [request(prompt([3 + number]), 700) for number in range(3)]  # of 44 pages; 106 are left
+    for one in others:
+        core.add(one, 0.0)
+        step(core)
+    assert [one.slot is not None for one in others] == [True, True, False]
+    passes_until_finished(core, runner)
+    step(core)
+    assert waiting.slot is not None
+
+
+def test_the_last_slot_is_kept_for_a_reserved_request() -> None:
+    core, runner, waiting = behind_a_long_one(retracted=False, max_running=3)
+    others = [request(prompt([3 + number]), 700) for number in range(2)]
+    for one in others:
+        core.add(one, 0.0)
+        step(core)
+    assert [one.slot is not None for one in others] == [True, False]
+    passes_until_finished(core, runner)
+    step(core)
+    assert waiting.slot is not None
+
+
+@settings(max_examples=60)
+@given(
+    running=st.lists(st.tuples(st.integers(1, 30), st.integers(2, 60)), min_size=1, max_size=6),
+    size=st.integers(60, 200),
+    others=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 80)), min_size=1, max_size=8),
+    seed=st.integers(0, 1000),
+)
+def test_a_reserved_request_starts_before_requests_that_ran_earlier_can_have_ended(
+    running: list[tuple[int, int]], size: int, others: list[tuple[int, int]], seed: int
+) -> None:
+    """Whatever arrives later, and whichever running requests end early: it starts at the latest when so many of them
+    have reached their full length that it fits beside the rest."""
+    core = scheduler(num_pages=60, page_size=4, max_running=12, max_overtakes=0, policy="fcfs")
+    numbers, rng = itertools.count(1), random.Random(seed)
+    for sizes in running:
+        core.add(request(prompt([next(numbers)] * sizes[0]), sizes[1]), 0.0)
+    step(core)
+    before = core.running.requests
+    for one in [one for one in core.requests.values() if one.slot is None]:
+        core.abort(one.id, 0.0)
+    core.add(reserved := request(prompt([next(numbers)] * (size - 10)), 10), 0.0)
+    longest_first = sorted(before, key=lambda one: len(one.output) - one.max_tokens)
+    bound, left = 0, 60 - core.memory.full_pages(reserved)
+    for one in longest_first:
+        left -= core.memory.full_pages(one)
+        if left < 0:
+            bound = one.max_tokens - len(one.output)
+            break
+    for _ in range(bound + 1):
+        while core.num_waiting < 6:
+            sizes = rng.choice(others)
+            core.add(request(prompt([next(numbers)] * sizes[0]), sizes[1]), 0.0)
+        step(core)
+        if reserved.slot is not None or reserved.is_finished:
+            return
+        if before and rng.random() < 0.05:
+            core.abort(before.pop(rng.randrange(len(before))).id, 0.0)
+    raise AssertionError(f"it still waits after {bound + 1} passes")
+
+
+def test_a_protected_request_returns_beside_requests_that_may_be_retracted() -> None:
+    """It waited until everything running and itself fitted at full length, however short others were expected to be:
+    here 2,899 passes."""
+    core = large(num_pages=300)
+    fields: dict[str, Any] = {"eos_token_ids": (EOS,), "expected_tokens": 10}
+    core.add(one := request(prompt([2] * 100), 2900, id="protected", **fields), 0.0)
+    core.add(request(prompt([1] * 100), 2900, id="runner", **fields), 0.0)
+    step(core)
+    for _ in range(MAX_RETRACTIONS):
+        core.retract("protected", 0.0, "a test")
+        step(core)
+        step(core)
+        assert one.slot is not None
+    passes_until_finished(core, *core.requests.values())
+    assert one.retractions == MAX_RETRACTIONS
 
 
 # ---------------------------------------------------------------------- prefixes that are being computed

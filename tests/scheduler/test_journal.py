@@ -97,7 +97,7 @@ def test_explain_names_slots_prompts_prefixes_and_reservations() -> None:
         request(prompt(range(60, 66)), 2, id="small"),
     )
     subject.step()
-    assert subject.scheduler.explain("big").endswith("no other request may overtake it.")
+    assert subject.scheduler.explain("big").endswith("freed memory is reserved for it.")
     assert subject.scheduler.explain("small").endswith("freed memory is reserved for request big.")
 
 
@@ -120,6 +120,6 @@ def test_a_retracted_request_does_not_name_the_pages_it_lacked_at_first() -> Non
     subject.step()
     subject.scheduler.retract("second", 0.0, "a test")
     assert subject.scheduler.explain("second") == (
-        "Request second waits for memory; it was retracted once and is readmitted before new requests; "
+        "Request second waits for memory; it was retracted once and is tried before new requests; "
         "0 other requests wait, policy fair."
     )

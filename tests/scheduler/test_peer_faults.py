@@ -239,7 +239,7 @@ def test_a_retracted_request_keeps_its_place_and_is_never_refused() -> None:
     while not subject.scheduler.counters.retractions:
         subject.step()
     while subject.scheduler.num_waiting < 3:
-        subject.add(request([77], 1, id=f"new-{subject.scheduler.num_waiting}"))
+        subject.add(request([77], 5, id=f"new-{subject.scheduler.num_waiting}"))
     subject.run()
     ids = admissions(subject.scheduler)
     back = [position for position, one in enumerate(ids) if one.startswith("old")]
