@@ -175,8 +175,12 @@ class SchedulerConfig:
         high=64,
         hidden="no executor drafts tokens yet",
     )
-    itl_target: float | None = option(
-        None, "target inter-token latency in seconds: prefill chunks are cut so that a step stays below it", low=1e-6
+    itl_target: float = option(
+        0.125,
+        "target inter-token latency in seconds: while requests decode, a forward pass has only as many prompt tokens "
+        "as keep it below, or below twice the time of its decodes if that is longer; inf: no target; default: 0.125 on "
+        "a GPU, inf on a CPU and for the Python class LLM",
+        low=1e-6,
     )
 
     # Order

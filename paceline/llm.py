@@ -99,14 +99,14 @@ class LLM:
     `model` is a folder, a .gguf file or a Hugging Face id; None is the default model, SmolLM2-135M-Instruct, which is
     downloaded on first use. `load="random", shape=NAME` uses random weights instead (`paceline models` lists shapes).
     Further options are the fields of `EngineConfig` and `SchedulerConfig`, such as `kv_tokens` or `max_running`.
-    `max_wait` defaults to infinity, since TTFT does not matter offline.
+    `max_wait` and `itl_target` default to infinity, since the latency of a request does not matter offline.
 
         with LLM() as llm:
             print(llm.chat([{"role": "user", "content": "Hello!"}])[0].text)
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        self.engine = build_engine(model, **{"max_wait": math.inf, **options})
+        self.engine = build_engine(model, **{"max_wait": math.inf, "itl_target": math.inf, **options})
         self._is_owner = True
 
     @classmethod

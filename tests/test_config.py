@@ -80,7 +80,7 @@ def test_every_choice_has_a_sentence_in_the_help_text(name: str, choices: Mappin
 
 
 def test_infinity_and_none_are_valid_where_documented() -> None:
-    config = SchedulerConfig(max_wait=math.inf, itl_target=None, retract_gap=math.inf)
+    config = SchedulerConfig(max_wait=math.inf, itl_target=math.inf, retract_gap=math.inf)
     assert config.max_wait == math.inf
 
 

@@ -6,6 +6,7 @@ from the model and the free memory, and steps are short on a CPU.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ _CPU_DEFAULTS: dict[str, Any] = {
     "max_batch_tokens": 1024,
     "max_prefill_tokens": 1024,
     "chunk_tokens": 512,
+    "itl_target": math.inf,
 }
 _GPU_DEFAULTS: dict[str, Any] = {name: getattr(SchedulerConfig(), name) for name in ("max_running", "max_batch_tokens")}
 _LOAD = ("weights", "random")

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from paceline.scheduler.scheduler import Scheduler
 
 VERSION = 1
+DEFAULTS: dict[str, Any] = {"itl_target": float("inf")}  # of options that had no default when recordings began
 _HASH_BYTES = 6  # per block: every JSON reader represents such a number exactly
 
 
@@ -44,7 +45,7 @@ class Header(msgspec.Struct, frozen=True, tag="header", tag_field="line"):
     num_pages: int
     max_running: int
     buckets: list[int]  # rows of the decode CUDA graphs; empty where there are none
-    options: dict[str, Any]  # scheduler options that differ from their defaults
+    options: dict[str, Any]  # scheduler options that differ from their defaults, or from DEFAULTS
 
 
 class Mark(msgspec.Struct, frozen=True, tag="mark", tag_field="line"):
@@ -125,7 +126,7 @@ class Recorder:
         self._returned = self._began
         self._in_flight = 0
         self._prepared_s = 0.0  # time already spent preparing the next launch
-        defaults = SchedulerConfig()
+        defaults = SchedulerConfig(**DEFAULTS)
         names = set(SchedulerConfig.__dataclass_fields__) - {"page_size", "num_pages", "max_running"}
         given = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(defaults, name)}
         # JSON has no infinity

@@ -10,6 +10,7 @@ only if they do not put it off (`_pages_beside`); under `priority` a higher prio
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,7 @@ class Admission:
         # Of the pass being planned
         self.chunks: dict[Request, Chunk] = {}
         self._budget = 0  # prompt tokens that it may still get
+        self.token_cost = 0.0  # what a token without context takes of a budget that follows from a latency target
         self._room = 0  # of these, tokens that long prompts leave to short ones
         self._may_admit = False
         self._deferred: list[Request] = []  # long prompts that would have taken that room
@@ -504,13 +506,15 @@ class Admission:
             # The next tokens are in host memory and this plan may fetch no more: compute at least a page.
             length = min(length, before_fetch or (memory.page_size if planned is None else 0))
         available = (int(slots.num_pages[slot]) + memory.num_available_pages) * memory.page_size - done
-        length = min(length, self._budget, request.num_tokens - done, available)
+        # If the budget stands for time, a token after a long context takes as much of it as several.
+        cost = max(1.0, self.token_cost * (1 + done / self._config.chunk_context))
+        length = min(length, math.ceil(self._budget / cost), request.num_tokens - done, available)
         if length <= 0:
             return
         memory.ensure_pages(request, done + length, now)
         slots.computed[slot] = done + length
         self.chunks[request] = Chunk(request, slot, start, done + length - start, done + length == request.num_tokens)
-        self._budget -= length
+        self._budget -= math.ceil(length * cost)
         self._journal.counters.computed_tokens += length
         self._policy.charge(request.tenant, length)
         above = memory.insert_prompt(request, now)

@@ -35,7 +35,7 @@ from paceline.scheduler.prefix_tree import TOKEN_BYTES
 from paceline.scheduler.retraction import MAX_RECOMPUTATIONS, choose_victim, is_protected
 from paceline.scheduler.running_set import RunningSet
 from paceline.scheduler.service_time import ServiceTime
-from paceline.scheduler.step_time import StepTimeFit
+from paceline.scheduler.step_time import MixedBatchTimes, StepTimeFit
 from paceline.scheduler.validation import QueueLimits, validate
 
 MAX_IN_FLIGHT = 2  # passes that are planned and not committed
@@ -73,6 +73,7 @@ class Scheduler:
         self.journal = Journal(config.journal_events)
         self.step_time = StepTimeFit()
         self._service_time = ServiceTime(config.max_running, config.output_weight)
+        self.mixed_batches = MixedBatchTimes(config.chunk_context)
         self._lengths = OutputLengths()
         self.step = 1  # number of the pass being planned, or of the next one
         self._reset_state()
@@ -331,6 +332,8 @@ class Scheduler:
                 self._retract(max(candidates, key=lambda request: request.seniority), now, "older requests")
 
     def _plan_prefills(self, may_admit: bool, now: Now) -> None:
+        if not self.running.prefilling and not self.num_waiting:
+            return
         self.admission.plan_chunks(self._prefill_budget(), may_admit and self.num_waiting > 0, now)
 
     def _prefill_budget(self) -> int:
@@ -339,12 +342,12 @@ class Scheduler:
         num_decodes = 0 if config.batching == "prefill-first" else len(self.running.decoding)
         decode_tokens = num_decodes * (1 + config.draft_tokens)
         budget = min(config.max_prefill_tokens, config.max_batch_tokens - decode_tokens)
-        model = self.step_time.model() if config.itl_target is not None and num_decodes else None
-        if model is not None and config.itl_target is not None:
-            context = int(self.memory.slots.computed[self.running.decode_slots].sum()) + num_decodes
-            within = model.prefill_tokens_within(config.itl_target, num_decodes, context)
-            if within is not None:
-                budget = min(budget, max(within, MIN_CHUNK_TOKENS))
+        self.admission.token_cost = 0.0
+        if num_decodes and not math.isinf(config.itl_target):
+            tokens, weighted = self.mixed_batches.tokens_within(config.itl_target)
+            within = max(tokens, MIN_CHUNK_TOKENS)
+            budget = min(budget, int(within))
+            self.admission.token_cost = budget / within * tokens / weighted
         return budget
 
     def _build(self, decode: bool) -> Plan:
@@ -500,6 +503,7 @@ class Scheduler:
             self.counters.device_s += device_s
             self.step_time.observe(plan, device_s)
             self._service_time.observe(plan, one.requests, device_s)
+            self.mixed_batches.observe(plan, device_s)
         sampled = one.sampled
         if one.read:
             firsts = tokens if counts is None else tokens[np.cumsum(counts) - counts]

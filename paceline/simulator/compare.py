@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,13 +18,16 @@ from paceline.simulator.workloads import Arrival
 
 
 def scheduler_config(arrivals: Sequence[Arrival], profile: Profile, options: Mapping[str, Any]) -> SchedulerConfig:
-    """`options`; by default the KV cache of the profile's device and a context as long as the longest request."""
+    """`options`; by default the KV cache of the profile's device and a context as long as the longest request. If all
+    requests arrive at once there is no `itl_target`, as in `LLM.generate`."""
     page_size = int(options.get("page_size", SchedulerConfig().page_size))
     longest = max((len(one.prompt) + (one.max_tokens or len(one.output)) for one in arrivals), default=2)
     defaults: dict[str, float] = {
         "num_pages": max(1, profile.kv_tokens // max(1, page_size)),
         "context_tokens": max(SchedulerConfig().context_tokens, longest),
     }
+    if not any(one.at for one in arrivals):
+        defaults["itl_target"] = math.inf
     if options.get("num_host_pages"):
         defaults["host_page_cost"] = profile.host_page_cost(page_size)
     chosen = {**defaults, **options}

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from paceline.config import SchedulerConfig
-from paceline.engine.recording import Header
+from paceline.engine.recording import DEFAULTS, Header
 from paceline.simulator.fit import RecordedRun, Recording, can_fit, fit, halves
 from paceline.simulator.profile import Profile
 from paceline.simulator.run import simulate
@@ -47,7 +47,7 @@ class ReplayedRun:
 def recorded_config(header: Header) -> SchedulerConfig:
     options: dict[str, Any] = {name: math.inf if value == "inf" else value for name, value in header.options.items()}
     sizes = {"page_size": header.page_size, "num_pages": header.num_pages, "max_running": header.max_running}
-    return SchedulerConfig(**options | sizes)
+    return SchedulerConfig(**DEFAULTS | options | sizes)
 
 
 def replay(path: Path, recording: Recording, profile: Profile) -> list[ReplayedRun]:

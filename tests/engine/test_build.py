@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from paceline.config import ConfigError, EngineConfig
 from paceline.engine import kv_sizing
 from paceline.engine.build import build_engine
+from paceline.engine.engine import Engine
 from paceline.engine.kv_sizing import check_model_fits, num_kv_pages
 from paceline.llm import LLM
 from paceline.model.registry import shape
@@ -45,6 +48,25 @@ RANDOM: dict[str, Any] = {"load": "random", "shape": "tiny-llama", "threads": 1}
 def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, ModelError), match=re.escape(message)):
         build_engine(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "target"),
+    [
+        (build_engine, {"executor": "virtual"}, 0.125),
+        (build_engine, {**RANDOM, "kv_tokens": 4096}, math.inf),
+        (build_engine, {**RANDOM, "kv_tokens": 4096, "itl_target": 0.5}, 0.5),
+        (lambda **options: LLM(**options).engine, {"executor": "virtual"}, math.inf),
+        (lambda **options: LLM(**options).engine, {"executor": "virtual", "itl_target": 0.5}, 0.5),
+    ],
+    ids=["GPU", "CPU", "CPU, given", "offline", "offline, given"],
+)
+def test_itl_target_has_a_default_where_requests_are_served_by_a_gpu(
+    make: Callable[..., Engine], options: dict[str, Any], target: float
+) -> None:
+    engine = make(**options)
+    assert engine.scheduler.config.itl_target == target
+    engine.close()
 
 
 def test_kv_memory_follows_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:

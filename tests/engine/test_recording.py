@@ -63,7 +63,11 @@ def test_every_request_and_every_pass_is_recorded_once(tmp_path: Path, overlap: 
     assert kinds == {Header: 1, Mark: 1, RecordedRequest: 12, RecordedPass: run.scheduler.counters.steps}
     header = lines[0]
     assert isinstance(header, Header)
-    assert (header.page_size, header.num_pages, header.options) == (4, 200, {"chunk_tokens": 16})
+    assert (header.page_size, header.num_pages, header.options) == (
+        4,
+        200,
+        {"chunk_tokens": 16, "itl_target": 0.125},
+    )
     passes = [line for line in lines if isinstance(line, RecordedPass)]
     assert [line.step for line in passes] == sorted(line.step for line in passes)
     assert sum(line.features.num_decodes for line in passes) == run.scheduler.counters.decoded_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any
 
@@ -18,8 +19,9 @@ from tests.helpers import EOS, admissions, events, harness, prompt, request, sch
 
 
 def large(**options: Any) -> Scheduler:
-    """Memory and slots for everything; driven without a model, since prompts are long."""
+    """Memory and slots for everything; driven without a model, since prompts are long, and without measured times."""
     settings: dict[str, Any] = {"num_pages": 40_000, "page_size": 16, "max_running": 64, "max_batch_tokens": 8192}
+    settings["itl_target"] = math.inf
     return scheduler(**settings | options)
 
 

@@ -195,6 +195,7 @@ def test_chunks_after_a_long_context_are_shorter_while_others_decode() -> None:
         "context_tokens": 8000,
         "max_batch_tokens": 1000,
         "max_prefill_tokens": 1000,
+        "itl_target": math.inf,
     }
     beside, alone = harness(**options), harness(**options)
     beside.add(request(max_tokens=40))
@@ -220,18 +221,58 @@ def test_chunks_are_full_while_requests_wait() -> None:
 
 
 def test_itl_target_bounds_the_prefill_tokens_of_a_mixed_batch() -> None:
-    limited = harness(itl_target=0.00125, chunk_tokens=200, num_pages=2000)
+    # The toy device takes 1 ms + 10 µs a token: 149 prompt tokens beside one decode stay within 2.5 ms.
+    limited = harness(itl_target=0.0025, chunk_tokens=200, num_pages=4000, prefix_cache=False)
     limited.add(request(max_tokens=200))
-    for _ in range(12):
-        limited.step()
-    for number in range(6):
-        limited.add(request(prompt(number, range(100)), max_tokens=1))
-        limited.step()
+    limited.step()
+    limited.add(*(request(prompt(number, range(400)), max_tokens=1) for number in range(6)))
     limited.run()
-    late = [plan for plan in limited.executor.plans[13:] if plan.num_prefill_tokens]
-    # The toy device takes 1 ms + 10 µs a token: about 24 prompt tokens stay within 1.25 ms.
-    assert late
-    assert max(plan.num_prefill_tokens for plan in late[3:]) <= 26
+    chunks = [plan.num_prefill_tokens for plan in limited.executor.plans[1:] if plan.num_prefill_tokens]
+    assert max(chunks) <= 149 and sorted(chunks)[len(chunks) // 2] >= 110
+
+
+def test_a_prompt_after_a_long_cached_context_gets_fewer_tokens_of_a_limited_pass() -> None:
+    subject = harness(itl_target=0.0025, chunk_context=100, chunk_tokens=400, num_pages=4000, context_tokens=2000)
+    context = range(800)
+    subject.add(request(max_tokens=200), request(prompt(context), max_tokens=1))
+    for _ in range(3):
+        subject.step()
+    subject.add(*(request(prompt(number, range(100)), max_tokens=1) for number in range(20)))
+    while subject.scheduler.num_running > 1 or subject.scheduler.num_waiting:
+        subject.step()
+    subject.add(request(prompt(context, 7, range(300)), max_tokens=1))
+    subject.step()
+    plan = subject.executor.plans[-1]
+    assert plan.starts[-1] == 800
+    assert plan.num_prefill_tokens < 30, "about a ninth of 149"
+
+
+def test_decodes_that_are_slower_than_itl_target_leave_half_of_the_pass_to_prompts() -> None:
+    limited = harness(itl_target=0.001, chunk_tokens=1000, num_pages=4000, context_tokens=2000)
+    limited.add(request(prompt(range(1000)), max_tokens=200))
+    limited.step()
+    limited.add(*(request(prompt(number, range(400)), max_tokens=1) for number in range(6)))
+    limited.run()
+    chunks = [plan.num_prefill_tokens for plan in limited.executor.plans[1:] if plan.num_prefill_tokens]
+    assert sorted(chunks)[len(chunks) // 2] >= 60, "100 tokens take as long as the decode"
+
+
+@pytest.mark.parametrize("itl_target", [0.0015, 0.0025, 0.005])
+def test_a_latency_target_delays_no_short_prompt_behind_long_ones(itl_target: float) -> None:
+    """The budget is smaller than the chunks of the prompts that are being prefilled."""
+    subject = harness(
+        itl_target=itl_target, chunk_tokens=256, max_batch_tokens=1024, max_prefill_tokens=1024, num_pages=9000,
+        context_tokens=8000, max_running=32,
+    )  # fmt: skip
+    subject.add(request(max_tokens=200))
+    subject.step()
+    subject.add(*(request(prompt(number, range(2000)), max_tokens=1) for number in range(8)))
+    for _ in range(8):
+        subject.step()
+    assert subject.scheduler.running.prefilling
+    subject.add(*(shorts := [request(prompt(99, number), max_tokens=1) for number in range(4)]))
+    subject.step()
+    assert all(short.is_finished for short in shorts)
 
 
 # ---------------------------------------------------------------------- validation

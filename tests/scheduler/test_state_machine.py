@@ -56,7 +56,7 @@ def options(draw: Any) -> dict[str, Any]:
         "retract_gap": draw([1, float("inf")]),
         "fair_quantum": draw([1, 64, 8192]),
         "draft_tokens": draw([0, 0, 0, 1]),
-        "itl_target": draw([None, None, 0.002]),
+        "itl_target": draw([math.inf, math.inf, 0.002]),
         "tenant_weights": draw([{}, {"a": 4.0}]),
         "max_waiting": draw([100_000, 100_000, 3]),
         "full_queue": draw(list(FULL_QUEUE)),

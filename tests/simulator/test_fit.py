@@ -74,7 +74,8 @@ def record(
     """Records the toy device, whose first launches take `compile_s` longer. Requests of a run arrive before its first
     pass."""
     clock = VirtualClock()
-    scheduler = Scheduler(SchedulerConfig(num_pages=4000, max_running=96, max_wait=math.inf))
+    offline = {"max_wait": math.inf, "itl_target": math.inf}  # as in LLM.generate
+    scheduler = Scheduler(SchedulerConfig(num_pages=4000, max_running=96, **offline))
     device = Device(profile, clock, noise, compile_s)
     recorder = Recorder(path, scheduler, clock, device="toy", model="toy", overlap="on", buckets=profile.buckets)
     device.launched = recorder.watch(device.virtual)
@@ -256,7 +257,8 @@ def test_the_shipped_profile_predicts_whole_runs(name: str) -> None:
 
 def test_the_shipped_14b_predicts_nano() -> None:
     """Two recorded runs took 21.374 and 21.451 s, 1,024 passes each, 20.84 and 20.94 ms a pass on the device."""
-    config = SchedulerConfig(num_pages=40_427, max_running=256, context_tokens=40_960, max_wait=math.inf)
+    offline = {"max_wait": math.inf, "itl_target": math.inf}
+    config = SchedulerConfig(num_pages=40_427, max_running=256, context_tokens=40_960, **offline)
     work = make_workload("nano", WorkloadConfig(requests=SIZES["nano"]))
     found = simulate(work, config, load_profile("h200-qwen3-14b"))
     assert found.passes == 1024
