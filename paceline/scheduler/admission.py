@@ -178,12 +178,11 @@ class Admission:
 
     def _plan_level(self, level: int | None, now: Now) -> None:
         """Plans chunks of the requests with this priority, or of all."""
-        # One prompt never takes the whole pass while others wait, and long ones leave half a chunk or more to short
-        # ones, so that a short prompt behind them is not delayed.
+        # One prompt never takes the whole pass while others wait, and long ones leave room for a chunk of short ones,
+        # of a small pass three quarters, so that a short prompt behind them is not delayed.
         others_wait = self._may_admit and self._waits_at(level, now)
-        chunk, budget = self._config.chunk_tokens, self._budget
-        self._room = min(chunk, budget) // 2 if others_wait else 0
-        share = min(chunk, -(-budget // 2) if others_wait else budget)
+        self._room = min(self._config.chunk_tokens, self._budget * 3 // 4) if others_wait else 0
+        share = min(self._config.chunk_tokens, self._budget - self._room)
         for request in self._prefilling_at(level):
             if self._leaves_room(self._num_missing_tokens(request), share):
                 self._plan_chunk(request, share, now)
