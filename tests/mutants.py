@@ -489,6 +489,62 @@ MUTANTS = [
         "        timeout_s = request.queue_timeout_s",
         ("tests/scheduler/test_scheduler.py",),
     ),
+    Mutant(
+        "itl_target does not limit mixed batches",
+        "scheduler/scheduler.py",
+        "        if num_decodes and not math.isinf(config.itl_target):",
+        "        if num_decodes < 0 and not math.isinf(config.itl_target):",
+        ("tests/simulator/test_experiments.py", "tests/scheduler/test_scheduler.py"),
+    ),
+    Mutant(
+        "a prompt token takes the same part of the budget after any context",
+        "scheduler/admission.py",
+        "        cost = max(1.0, self.token_cost * (1 + done / self._config.chunk_context))",
+        "        cost = 1.0",
+        ("tests/scheduler/test_scheduler.py",),
+    ),
+    Mutant(
+        "long prompts take half of a small pass before the short ones that wait",
+        "scheduler/admission.py",
+        "        self._room = min(self._config.chunk_tokens, self._budget * 3 // 4) if others_wait else 0",
+        "        self._room = min(self._config.chunk_tokens, self._budget // 2) if others_wait else 0",
+        ("tests/simulator/test_experiments.py",),
+    ),
+    Mutant(
+        "the context of prompt tokens does not count in measured batches",
+        "scheduler/step_time.py",
+        "            recent.append(_Batch(num_tokens + pairs / self._double_cost_context, num_tokens, seconds))",
+        "            recent.append(_Batch(num_tokens + pairs * 0, num_tokens, seconds))",
+        ("tests/scheduler/test_step_time.py",),
+    ),
+    Mutant(
+        "a slow pass lowers the prefill budget",
+        "scheduler/step_time.py",
+        "            del large[0]  # the slowest",
+        "            del large[-1]",
+        ("tests/scheduler/test_step_time.py",),
+    ),
+    Mutant(
+        "prompts make no progress beside slow decodes",
+        "scheduler/step_time.py",
+        "        seconds = max(seconds, min(half_s, _MAX_STRETCH * seconds))\n",
+        "",
+        ("tests/scheduler/test_step_time.py",),
+    ),
+    Mutant(
+        "small batches decide the prefill budget as large ones do",
+        "scheduler/step_time.py",
+        "        similar = max(one.weighted for one in recent) / 2",
+        "        similar = 0.0",
+        ("tests/scheduler/test_step_time.py",),
+    ),
+    Mutant(
+        "a new server has no prefill budget",
+        "scheduler/step_time.py",
+        "            return _FIRST_TOKENS, _FIRST_TOKENS",
+        "            return 1e9, 1e9",
+        ("tests/scheduler/test_step_time.py", "tests/simulator/test_experiments.py"),
+    ),
 ]
 
 

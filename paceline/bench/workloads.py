@@ -110,6 +110,36 @@ def short_texts(num_texts: int = 1000, length: int = 200, seed: int = 0) -> Offl
     return OfflineWorkload(prompts, [params] * num_texts)
 
 
+class TimedRequest(NamedTuple):
+    """A request of a workload that arrives over time."""
+
+    at: float  # seconds after the first one
+    kind: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+    def scaled(self, scale: float) -> TimedRequest:
+        sizes = (max(1, round(count * scale)) for count in (self.num_prompt_tokens, self.num_output_tokens))
+        return TimedRequest(self.at, self.kind, *sizes)
+
+
+def prefill_overload(scale: float = 1.0) -> list[TimedRequest]:
+    """190 requests decode, and 60 prompts of 3,000 to 6,000 tokens arrive in 10 s: more than an H200 computes for a 14B
+    model. In the end 250 requests decode. `scale`: fraction of the number of requests and of their lengths."""
+    rng = random.Random(0)
+    streams, prompts = (max(1, round(count * scale)) for count in (190, 60))
+    found = [TimedRequest(0.0, "stream", 100, 400)] * streams
+    found += [TimedRequest(1 + number / 6, "long", rng.randint(3000, 6000), 100) for number in range(prompts)]
+    return [one.scaled(scale) for one in found]
+
+
+def small_behind_large(scale: float = 1.0) -> list[TimedRequest]:
+    """18 prompts of 2,560 tokens and 11 of 256 arrive within 191 ms, the long ones first."""
+    kinds = [("large", 2560)] * 18 + [("small", 256)] * 11
+    found = [TimedRequest(0.191 * index / (len(kinds) - 1), *kind, 64) for index, kind in enumerate(kinds)]
+    return [one.scaled(scale) for one in found]
+
+
 def sampled(work: OfflineWorkload) -> OfflineWorkload:
     """The same workload with top-k, top-p and all penalties on every row."""
     return OfflineWorkload(
@@ -182,4 +212,7 @@ def num_part_tokens(part: str, config: OfflineConfig) -> int:
             return compared * 64 * sweep(1, 256).num_tokens
         case "embed":
             return 2 * compared * short_texts().num_tokens
+        case "prefill-overload" | "small-behind-large":
+            work = prefill_overload() if part == "prefill-overload" else small_behind_large()
+            return (1 + config.repeats) * sum(one.num_prompt_tokens + one.num_output_tokens for one in work)
     return 0

@@ -26,7 +26,9 @@ from paceline.simulator.scenarios import (
     host_memory,
     long_prompts,
     overlap,
+    prefill_overload,
     shared_prefixes,
+    small_behind_large,
     small_pool,
     two_prefixes,
     waiting_curve,
@@ -132,7 +134,7 @@ def _chunked_prefill() -> Report:
         "batch of 512": {"max_batch_tokens": 512, "max_prefill_tokens": 512},
         "itl_target 30 ms": {"itl_target": 0.03},
     }
-    found = {name: long_prompts(**options) for name, options in cases.items()}
+    found = {name: long_prompts(**{"itl_target": math.inf, **options}) for name, options in cases.items()}
     itl = {name: [float(np.percentile(run.itl, at)) * 1e3 for at in (50, 99, 100)] for name, run in found.items()}
     ttft = {name: float(run.ttft.mean()) for name, run in found.items()}
     return Report(
@@ -147,6 +149,97 @@ def _chunked_prefill() -> Report:
             [
                 Panel("bars", list(cases), [[one[2] for one in itl.values()]], ["ITL"], "prefill", "longest ITL, ms"),
                 Panel("bars", list(cases), [list(ttft.values())], ["TTFT"], "prefill", "TTFT, long prompts, s"),
+            ]
+        ],
+    )
+
+
+_PREFILL_FIRST = {"batching": "prefill-first", "chunk_tokens": 8192}
+
+
+def _prefill_overload() -> Report:
+    cases: dict[str, dict[str, Any]] = {
+        "prefill first": _PREFILL_FIRST,
+        "no itl_target": {"itl_target": math.inf},
+        "250 ms": {"itl_target": 0.25},
+        "125 ms, default": {},
+        "60 ms": {"itl_target": 0.06},
+    }
+    found = {name: prefill_overload(**options) for name, options in cases.items()}
+    rows: list[list[str | float]] = []
+    for name, run in found.items():
+        itl = (round(float(np.percentile(run.itl, at)) * 1e3, 1) for at in (50, 99, 100))
+        rows.append([name, *itl, round(float(run.ttft.mean()), 2), round(run.result.summary()["tokens_per_s"])])
+    seconds = np.arange(0.0, 23.05, 0.1)
+    streams = {
+        name: [times for request, times in run.token_times.items() if request.startswith("stream")]
+        for name, run in found.items()
+    }
+    shown, limited = ["prefill first", "no itl_target", "125 ms, default"], list(cases)[1:]
+    return Report(
+        ["prefill", "ITL p50 ms", "ITL p99 ms", "ITL max ms", "TTFT mean s", "tokens/s"],
+        rows,
+        f"190 requests decode; from 1 s on, 60 prompts of 3,000 to 6,000 tokens arrive within 10 s and decode, too, "
+        f"{LARGE}. ITL: of all requests; TTFT: of the 60. Prefill first: prefill batches of 8,192 tokens run before "
+        "decode batches; all others: mixed batches, by itl_target.",
+        [
+            [
+                Panel(
+                    "lines",
+                    seconds.tolist(),
+                    [
+                        np.mean([np.searchsorted(times, seconds, side="right") for times in streams[name]], 0).tolist()
+                        for name in shown
+                    ],
+                    shown,
+                    "s",
+                    "tokens so far",
+                    "the 190 requests that decode, mean",
+                ),
+                Panel(
+                    "bars",
+                    limited,
+                    [[float(found[name].itl.max()) * 1e3 for name in limited]],
+                    ["ITL max"],
+                    "itl_target, mixed batches",
+                    "longest ITL, ms",
+                    "all 250 requests",
+                ),
+            ]
+        ],
+    )
+
+
+def _small_behind_large() -> Report:
+    cases: dict[str, dict[str, Any]] = {
+        "prefill first": {**_PREFILL_FIRST, "policy": "fcfs"},
+        "no itl_target": {"itl_target": math.inf},
+        "default": {},
+    }
+    models = {"14B": LARGE, "0.6B": SMALL}
+    found = {(model, name): small_behind_large(gpu, **cases[name]) for model, gpu in models.items() for name in cases}
+    names = ["small, p50", "small, p99", "large, p50", "large, p99"]
+    ttft = {
+        key: [float(np.percentile(column, at)) for column in (run.small, run.large) for at in (50, 99)]
+        for key, run in found.items()
+    }
+    return Report(
+        ["model", "prefill", *(f"TTFT {name} s" for name in names), "total s"],
+        [[*key, *(round(value, 3) for value in ttft[key]), round(run.result.seconds, 2)] for key, run in found.items()],
+        f"18 prompts of 2,560 tokens and then 11 of 256 arrive within 191 ms, 64 output tokens each, {LARGE} and "
+        f"{SMALL}. Prefill first: prefill batches of 8,192 tokens, first come, first served.",
+        [
+            [
+                Panel(
+                    "bars",
+                    names,
+                    [[round(value * scale, 2) for value in ttft[model, name]] for name in cases],
+                    list(cases),
+                    "prompts of 256 and of 2,560 tokens",
+                    f"TTFT, {unit}",
+                    f"Qwen3-{model}",
+                )
+                for model, unit, scale in (("14B", "s", 1), ("0.6B", "ms", 1e3))
             ]
         ],
     )
@@ -409,6 +502,16 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Chunked prefill: long prompts between decodes",
         "Sarathi-Serve: stall-free batching; Mini-SGLang docs: chunked prefill",
         _chunked_prefill,
+    ),
+    "prefill-overload": Experiment(
+        "Decode starvation: more prompts than the GPU can compute",
+        "SGLang issue 32549: prefill first, 360 prompts of 3,000-6,000 tokens a minute, one decode batch in 24 s",
+        _prefill_overload,
+    ),
+    "small-behind-large": Experiment(
+        "Head-of-line blocking: short prompts behind a burst of long ones",
+        "SGLang pull request 22904: 18 prompts of 2,560 and 11 of 256 tokens; TTFT of the short ones 15.6 s (p50)",
+        _small_behind_large,
     ),
     "shared-prefixes": Experiment(
         "Cache-aware order and in-batch prefix caching: hit rate by shared prefixes",

@@ -91,6 +91,11 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
         """The scheduler option of that name: prompt tokens computed in the time a page is fetched."""
         return round(self.swap_page_s(page_size) / self.prompt.per["num_prompt_tokens"], 3)
 
+    @property
+    def chunk_context(self) -> int:
+        """The scheduler option of that name, which an engine computes from the sizes of its model."""
+        return round(self.prompt.per["num_prompt_tokens"] / self.prompt.per["prompt_pairs"])
+
     def save(self, path: Path) -> None:
         text = msgspec.json.encode(_rounded(msgspec.to_builtins(self)))
         path.write_bytes(msgspec.json.format(text, indent=1) + b"\n")

@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from paceline.bench.workloads import TimedRequest
+from paceline.bench.workloads import prefill_overload as overload_requests
+from paceline.bench.workloads import small_behind_large as burst_requests
 from paceline.config import SchedulerConfig, WorkloadConfig
 from paceline.request import Request, SamplingParams
 from paceline.scheduler import Plan, Scheduler
@@ -25,19 +29,41 @@ SMALL, LARGE = "h200-qwen3-0.6b", "h200-qwen3-14b"
 
 
 class PassRecorder:
-    """An observer that keeps, for every forward pass, its rows, its decode rows and when it was committed."""
+    """An observer that keeps, for every forward pass, its rows and when it was committed."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
-        self.decodes: list[int] = []
         self.times: list[float] = []
 
     def launched(self, plan: Plan, host: tuple[float, float], device: tuple[float, float]) -> None:
         self.rows.append(plan.num_rows)
-        self.decodes.append(plan.num_decodes)
 
     def committed(self, scheduler: Scheduler, now: float) -> None:
         self.times.append(now)
+
+
+class TokenRecorder:
+    """An observer that keeps when each request got each of its tokens; for requests that run to their full length and
+    are not retracted."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = {}
+        self._plans: deque[Plan] = deque()
+        self._slots: dict[int, str] = {}
+
+    def launched(self, plan: Plan, host: tuple[float, float], device: tuple[float, float]) -> None:
+        self._plans.append(plan)
+
+    def committed(self, scheduler: Scheduler, now: float) -> None:
+        plan = self._plans.popleft()
+        self._slots |= {join.slot: join.request_id for join in plan.joins}
+        for slot in plan.slots[plan.samples].tolist():
+            self.times.setdefault(self._slots[slot], []).append(now)
+
+    @property
+    def itl(self) -> Column:
+        """Seconds between two tokens of a request."""
+        return np.concatenate([np.diff(times) for times in self.times.values()])
 
 
 # ---------------------------------------------------------------------- batching
@@ -70,9 +96,19 @@ def batching(mode: str, *, copies: int = 0) -> Batching:
 
 @dataclass(frozen=True, slots=True)
 class Stalls:
-    itl: Column  # seconds between two tokens of a request that decodes
+    itl: Column  # seconds between two tokens of a request
     ttft: Column  # of the long prompts
     result: SimulationResult
+    token_times: dict[str, list[float]]
+
+    @classmethod
+    def of(cls, recorder: TokenRecorder, result: SimulationResult) -> Stalls:
+        return cls(recorder.itl, ttft_of(result, "long"), result, recorder.times)
+
+
+def ttft_of(result: SimulationResult, kind: str) -> Column:
+    """Of the requests whose id begins with `kind`."""
+    return np.array([one.first_token - one.arrival for one in result.served if one.id.startswith(kind)])
 
 
 def long_prompts(**options: Any) -> Stalls:
@@ -85,13 +121,43 @@ def long_prompts(**options: Any) -> Stalls:
         Arrival(0.7 * (1 + number), f"long-{number}", random_tokens(rng, 8000), np.zeros(10, np.int32))
         for number in range(8)
     ]
-    recorder = PassRecorder()
+    recorder = TokenRecorder()
     result = simulate(arrivals, SchedulerConfig(num_pages=10_000, **options), load_profile(LARGE), observer=recorder)
-    rows = np.array(recorder.decodes)
-    decoded = np.flatnonzero(rows)
-    itl = np.repeat(np.diff(np.array(recorder.times)[decoded]), rows[decoded][1:])
-    ttft = np.array([one.first_token - one.arrival for one in result.served if one.id.startswith("long")])
-    return Stalls(itl, ttft, result)
+    return Stalls.of(recorder, result)
+
+
+def prefill_overload(**options: Any) -> Stalls:
+    """190 requests decode; 60 prompts of 3,000 to 6,000 tokens arrive in 10 s and decode, too."""
+    recorder = TokenRecorder()
+    return Stalls.of(recorder, _simulate(overload_requests(), LARGE, options, recorder))
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    small: Column  # TTFT
+    large: Column
+    result: SimulationResult
+
+
+def small_behind_large(gpu: str, **options: Any) -> Burst:
+    """11 prompts of 256 tokens arrive right after 18 of 2,560."""
+    result = _simulate(burst_requests(), gpu, options)
+    return Burst(ttft_of(result, "small"), ttft_of(result, "large"), result)
+
+
+def _simulate(
+    work: Sequence[TimedRequest], gpu: str, options: Mapping[str, Any], recorder: TokenRecorder | None = None
+) -> SimulationResult:
+    rng, profile = np.random.default_rng(0), load_profile(gpu)
+    arrivals = [
+        Arrival(
+            one.at, f"{one.kind}-{index}", random_tokens(rng, one.num_prompt_tokens),
+            np.zeros(one.num_output_tokens, np.int32),
+        )
+        for index, one in enumerate(work)
+    ]  # fmt: skip
+    config = scheduler_config(arrivals, profile, {"chunk_context": profile.chunk_context, **options})
+    return simulate(arrivals, config, profile, observer=recorder)
 
 
 # ---------------------------------------------------------------------- shared prefixes

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from paceline.bench.scheduler import gsp_hit_rate
+from paceline.config import SchedulerConfig, WorkloadConfig
+from paceline.simulator.compare import scheduler_config
 from paceline.simulator.experiments import EXPERIMENTS, Report, run_experiments
+from paceline.simulator.profile import load_profile
+from paceline.simulator.run import simulate
 from paceline.simulator.scenarios import (
     CHAT_POOL,
     CONDITIONS,
@@ -20,11 +24,14 @@ from paceline.simulator.scenarios import (
     host_memory,
     long_prompts,
     overlap,
+    prefill_overload,
     shared_prefixes,
+    small_behind_large,
     small_pool,
     two_prefixes,
     waiting_curve,
 )
+from paceline.simulator.workloads import SIZES, make_workload
 
 CACHE_AWARE = ("lpm", "dfs", "fair")
 
@@ -52,12 +59,44 @@ def test_continuous_batching_serves_5_to_10_times_the_requests_if_every_batch_ha
 def test_chunks_shorten_the_stalls_of_decodes_and_delay_the_long_prompt() -> None:
     whole = {"chunk_tokens": 16_384, "max_batch_tokens": 16_384, "max_prefill_tokens": 16_384}
     first = long_prompts(batching="prefill-first", **whole)
-    large, default, small = (long_prompts(chunk_tokens=tokens) for tokens in (8192, 2048, 512))
+    large, default, small = (long_prompts(chunk_tokens=tokens, itl_target=math.inf) for tokens in (8192, 2048, 512))
     target = long_prompts(itl_target=0.03)
     assert first.itl.max() > 1.5 * large.itl.max() > 3 * default.itl.max()
     assert default.ttft.mean() < small.ttft.mean()
     assert target.itl.max() < 0.04 < default.itl.max()
     assert first.ttft.mean() < default.ttft.mean()
+
+
+def test_decodes_get_a_token_every_200_ms_while_more_prompts_arrive_than_the_gpu_computes() -> None:
+    """From the first pass of a new server on, which has measured nothing."""
+    unlimited, default = prefill_overload(itl_target=math.inf), prefill_overload()
+    assert unlimited.itl.max() > 0.3
+    assert np.percentile(default.itl, 99) < 0.13 and default.itl.max() < 0.15
+    assert default.result.seconds < 1.06 * unlimited.result.seconds
+    assert default.result.counters.retractions == 0
+
+
+def test_prefill_first_starves_decodes() -> None:
+    assert prefill_overload(batching="prefill-first", chunk_tokens=8192).itl.max() > 10
+
+
+def test_short_prompts_overtake_the_long_ones_before_them() -> None:
+    unlimited, default = small_behind_large(LARGE, itl_target=math.inf), small_behind_large(LARGE)
+    assert np.percentile(default.small, 99) < 0.48
+    assert np.percentile(unlimited.small, 99) > 0.7, "passes of 8,192 tokens"
+    assert default.large.mean() < unlimited.large.mean()
+    assert np.percentile(default.large, 99) < 1.07 * np.percentile(unlimited.large, 99)
+    assert np.percentile(small_behind_large(SMALL).small, 99) < 0.05
+
+
+def test_itl_target_costs_a_batch_of_requests_less_than_one_percent() -> None:
+    """nano on the 14B model; offline there is no target at all."""
+    work = make_workload("nano", WorkloadConfig(requests=SIZES["nano"]))
+    default, offline = (
+        simulate(work, config, load_profile(LARGE)).seconds
+        for config in (SchedulerConfig(num_pages=40_000), scheduler_config(work, load_profile(LARGE), {}))
+    )
+    assert offline < default < 1.01 * offline
 
 
 def test_with_memory_for_one_request_the_policy_decides_the_hit_rate() -> None:
