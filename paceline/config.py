@@ -424,6 +424,8 @@ OFFLINE_PARTS: Mapping[str, str] = {
     "logprobs": "64 and 256 prompts with top-5 logprobs, compared with none",
     "grammar": "64 prompts with a JSON schema each, compared with unconstrained output",
     "embed": "1,000 texts of 200 tokens embedded (mean, then last), compared with one output token of each",
+    "prefill-overload": "inter-token latency of 250 streams while 360 prompts a minute of 3,000 to 6,000 tokens arrive",
+    "small-behind-large": "TTFT of 11 prompts of 256 tokens that arrive right after 18 of 2,560",
     "startup": "time from the start of a process to its first token",
     "profile": "GPU time by kernel",
     "check": "greedy tokens within tolerance of float32, and equal in all overlap modes",

@@ -35,7 +35,7 @@ from paceline.config import (
     public_options,
     split_options,
 )
-from paceline.engine.build import choose_device
+from paceline.engine.build import build_engine, choose_device
 from paceline.engine.timeline import write_trace
 from paceline.llm import LLM
 from paceline.request import PacelineError
@@ -79,7 +79,10 @@ def run(
     def make() -> LLM:
         return LLM(model, load=load, shape=shape, overlap=config.overlap_modes[0], **rest)
 
-    runner = BenchRunner(config, name, make, device, getattr(torch, dtype), parts)
+    def make_online() -> LLM:
+        return LLM.from_engine(build_engine(model, load=load, shape=shape, overlap=config.overlap_modes[0], **rest))
+
+    runner = BenchRunner(config, name, make, make_online, device, getattr(torch, dtype), parts)
     setup = checks.CheckSetup(shape or "", device, dtype, rest)
     actions = _actions(runner, setup, _child(model, load, shape, rest))
     failed = [part for part in parts if not _run_part(part, actions[part], runner)]

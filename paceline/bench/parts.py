@@ -13,24 +13,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.runner import BenchRun, BenchRunner
+import numpy as np
+
+from paceline.bench.runner import BenchRun, BenchRunner, model_of
 from paceline.bench.workloads import (
     CHAT_TURNS,
     SWEEP_OUTPUTS,
     OfflineWorkload,
+    TimedRequest,
     chats,
     gsp_offline,
     long_prompts,
     nano,
+    prefill_overload,
     sampled,
     short_texts,
+    small_behind_large,
     structured,
     sweep,
     with_logprobs,
 )
+from paceline.checks.harness import TimedSink, greedy, wait_for
 from paceline.config import ConfigError
 from paceline.engine.cuda.executor import CudaExecutor
+from paceline.engine.job import Job
 from paceline.engine.timeline import Timeline
+from paceline.llm import LLM
 from paceline.request import POOLING
 
 MakeWorkload = Callable[[int], OfflineWorkload]
@@ -198,6 +206,75 @@ def _best_sweep(runner: BenchRunner, batch: int, count: int, overlap: str) -> Be
     return min(runs, key=lambda run: run.seconds)
 
 
+def run_prefill_overload(runner: BenchRunner) -> None:
+    _served(runner, "prefill-overload", prefill_overload)
+
+
+def run_small_behind_large(runner: BenchRunner) -> None:
+    _served(runner, "small-behind-large", small_behind_large)
+
+
+def _served(runner: BenchRunner, name: str, make: Callable[[float], list[TimedRequest]]) -> None:
+    """Requests that arrive over time, in an engine with the defaults of a server: ITL, and TTFT by kind of request.
+
+    Every run has other tokens. The first one compiles and loads kernels; the others count.
+    """
+    work = make(runner.scale)
+    runner.close()
+    with runner.make_online() as llm:
+        for repeat in range(1 + runner.config.repeats):
+            seconds, sinks, ttft = _serve(llm, work, seed=repeat)
+            itl = [after - before for sink in sinks for before, after in itertools.pairwise(sink.times)]
+            found = {f"itl_{what}_ms": value for what, value in _percentiles_ms(itl).items()}
+            for kind, values in ttft.items():
+                found |= {f"ttft_{kind}_{what}_ms": value for what, value in _percentiles_ms(values).items()}
+            if repeat:
+                runner.print_result({
+                    "workload": name, "shape": runner.name, "seconds": round(seconds, 4),
+                    "tokens_per_s": round(sum(len(sink.tokens) for sink in sinks) / seconds, 1),
+                    "gpu_idle_share": None, "host_us_per_step": None, "hit_rate": None,
+                    "startup_s": runner.rounded_startup_s, **found,
+                    "itl_target": str(llm.engine.scheduler.config.itl_target),
+                })  # fmt: skip
+            figures = ", ".join(f"{what} {value:g}" for what, value in found.items())
+            runner.table.append(f"{name}, {f'run {repeat}' if repeat else 'first run'}: {seconds:.2f} s; {figures}")
+            print(runner.table[-1], flush=True)
+
+
+def _serve(
+    llm: LLM, work: Sequence[TimedRequest], *, seed: int
+) -> tuple[float, list[TimedSink], dict[str, list[float]]]:
+    """Sends the requests when they are due. Returns the seconds until the last token, and TTFT by kind of request."""
+    engine, rng = llm.engine, np.random.default_rng(seed)
+    vocab_size = model_of(llm).spec.vocab_size
+    # Made before the run: meanwhile this thread would hold the GIL for as long as several passes take.
+    jobs = [
+        Job(rng.integers(0, vocab_size, one.num_prompt_tokens, np.int32), greedy([one.num_output_tokens])[0])
+        for one in work
+    ]
+    sinks = [TimedSink() for _ in work]
+    sent = []
+    began = time.perf_counter()
+    for one, job, sink in zip(work, jobs, sinks, strict=True):
+        time.sleep(max(0.0, began + one.at - time.perf_counter()))
+        sent.append(time.perf_counter())
+        engine.submit(job, sink)
+    wait_for(engine, lambda: all(sink.ended.is_set() for sink in sinks))
+    seconds = time.perf_counter() - began
+    ttft: dict[str, list[float]] = {}
+    for one, sink, at in zip(work, sinks, sent, strict=True):
+        if sink.refused is not None:
+            raise sink.refused
+        ttft.setdefault(one.kind, []).append(sink.times[0] - at)
+    return seconds, sinks, ttft
+
+
+def _percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
+    values = np.array(seconds or [0.0]) * 1e3
+    found = {"p50": np.percentile(values, 50), "p99": np.percentile(values, 99), "max": values.max()}
+    return {name: round(float(value), 1) for name, value in found.items()}
+
+
 def run_startup(runner: BenchRunner, command: Sequence[str]) -> None:
     """The second of two processes that generate one token: disk cache and compiled kernels are warm then."""
     runner.close()
@@ -280,6 +357,8 @@ PARTS: dict[str, Callable[[BenchRunner], None]] = {
     "logprobs": run_logprobs,
     "grammar": run_grammar,
     "embed": run_embed,
+    "prefill-overload": run_prefill_overload,
+    "small-behind-large": run_small_behind_large,
     "profile": run_profile,
     "first-token": run_first_token,
 }  # `startup` needs a command line in addition

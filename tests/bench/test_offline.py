@@ -84,6 +84,22 @@ def test_embed_compares_embeddings_with_one_output_token_of_uncached_texts(
     assert len(runs) == 12 and not any(run.hit_rate for run in runs)
 
 
+@pytest.mark.parametrize(
+    ("part", "kinds"), [("prefill-overload", ("stream", "long")), ("small-behind-large", ("large", "small"))]
+)
+def test_requests_that_arrive_over_time_report_itl_and_ttft_by_kind(
+    capsys: pytest.CaptureFixture[str], part: str, kinds: tuple[str, ...]
+) -> None:
+    assert offline.main((part, *TINY, "--scale=0.05", "--repeats=1", "--itl-target=0.05")) == 0
+    printed = capsys.readouterr().out
+    (found,) = results(printed)
+    assert found.keys() >= KEYS and found["workload"] == part and found["itl_target"] == "0.05"
+    assert 0 < found["itl_p50_ms"] <= found["itl_p99_ms"] <= found["itl_max_ms"]
+    for kind in kinds:
+        assert 0 < found[f"ttft_{kind}_p50_ms"] <= found[f"ttft_{kind}_p99_ms"] <= found[f"ttft_{kind}_max_ms"]
+    assert f"{part}, first run" in printed and f"{part}, run 1" in printed
+
+
 def test_startup_measures_a_new_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert offline.main(("startup", *TINY)) == 0
     (found,) = results(capsys.readouterr().out)
