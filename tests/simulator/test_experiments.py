@@ -76,8 +76,8 @@ def test_decodes_get_a_token_every_200_ms_while_more_prompts_arrive_than_the_gpu
     assert default.result.counters.retractions == 0
 
 
-def test_prefill_first_starves_decodes() -> None:
-    assert prefill_overload(batching="prefill-first", chunk_tokens=8192).itl.max() > 10
+def test_prefill_first_delays_decodes() -> None:
+    assert prefill_overload(batching="prefill-first", chunk_tokens=8192).itl.max() > 2
 
 
 def test_short_prompts_overtake_the_long_ones_before_them() -> None:
