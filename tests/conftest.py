@@ -1,6 +1,8 @@
 """What all tests share: hypothesis runs the same examples every time, so that a red test stays red."""
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,3 +30,15 @@ def smollm2_path() -> Path:
     from paceline.model.fetch import fetch_default
 
     return fetch_default()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _faster_interpreter() -> Iterator[None]:
+    """Where a collected test has imported Triton, its interpreter runs faster."""
+    if "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    from tests.kernels.faster_interpreter import faster_interpreter
+
+    with faster_interpreter():
+        yield

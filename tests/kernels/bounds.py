@@ -14,8 +14,6 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from tests.kernels.faster_interpreter import faster_interpreter
-
 
 class OutOfBounds(AssertionError):
     pass
@@ -67,7 +65,6 @@ def checked_bounds() -> Iterator[None]:
         return atomic(self, operation, pointers, value, mask, *rest)
 
     with (
-        faster_interpreter(),
         patch.object(executor, "__call__", calling),
         patch.object(builder, "create_masked_load", loading),
         patch.object(builder, "create_masked_store", storing),
