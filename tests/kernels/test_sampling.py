@@ -112,17 +112,18 @@ def test_noise_is_gumbel_and_depends_on_seed_position_and_token() -> None:
     assert float(correlation.abs().max()) < 0.06
 
 
+SEEDED = torch.Generator().manual_seed(1)
 DIFFICULT = {
     "flat": torch.zeros(1500),
     "zeros of both signs": torch.where(torch.arange(1500) % 50 > 0, -0.0, 0.0),
     "many equals": torch.where(torch.arange(1500) % 2 > 0, 0.0, 1.0),
-    "ties": torch.randint(0, 4, (1500,), generator=torch.Generator().manual_seed(1)).float(),
-    "ruled out": torch.where(torch.arange(1500) % 7 > 0, -torch.inf, torch.randn(1500)),
-    "few left": torch.where(torch.arange(1500) % 400 > 0, -torch.inf, torch.randn(1500)),
+    "ties": torch.randint(0, 4, (1500,), generator=SEEDED).float(),
+    "ruled out": torch.where(torch.arange(1500) % 7 > 0, -torch.inf, torch.randn(1500, generator=SEEDED)),
+    "few left": torch.where(torch.arange(1500) % 400 > 0, -torch.inf, torch.randn(1500, generator=SEEDED)),
     "one left": torch.where(torch.arange(1500) == 9, 0.0, -torch.inf),
     "in one place": torch.where(torch.arange(1500) < 300, -torch.inf, torch.arange(1500) / 100),
-    "huge": torch.randn(1500) * 1e4,
-    "forbidden": torch.where(torch.arange(1500) % 300 > 0, -1e30, torch.randn(1500)),
+    "huge": torch.randn(1500, generator=SEEDED) * 1e4,
+    "forbidden": torch.where(torch.arange(1500) % 300 > 0, -1e30, torch.randn(1500, generator=SEEDED)),
 }
 
 
