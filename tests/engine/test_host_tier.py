@@ -53,7 +53,7 @@ def expected() -> list[list[int]]:
     "host", [{"num_host_pages": 200}, {"num_host_pages": 20}, {"num_host_pages": 200, "max_swap_pages": 2}, {}]
 )
 def test_tokens_are_those_of_ample_memory(expected: list[list[int]], overlap: str, host: dict[str, Any]) -> None:
-    found, counters = answers(num_pages=30, overlap=overlap, **host)
+    found, counters = answers(num_pages=16, overlap=overlap, **host)
     assert found == expected
     assert counters.evicted_pages > 50 and counters.retractions > 0
     assert bool(counters.fetched_tokens) == bool(counters.spilled_pages) == bool(host)
