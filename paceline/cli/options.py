@@ -36,7 +36,15 @@ ENVIRONMENT = "PACELINE_"
 
 # The engine chooses these by model, device and free memory; the default of the dataclass does not apply.
 COMPUTED = frozenset(
-    {"num_pages", "context_tokens", "max_running", "max_batch_tokens", "max_prefill_tokens", "chunk_tokens"}
+    {
+        "num_pages",
+        "context_tokens",
+        "max_running",
+        "max_batch_tokens",
+        "max_prefill_tokens",
+        "chunk_tokens",
+        "itl_target",
+    }
 )
 
 Model = Annotated[
@@ -112,6 +120,8 @@ def _kind(hint: Any) -> Any:
 
 def _help(item: dataclasses.Field[Any]) -> str:
     text, default = full_help(item), item.default
+    if "default: " in text:
+        return text
     if item.name in COMPUTED:
         return f"{text} (default: depends on model and device)"
     if isinstance(default, bool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,6 +54,7 @@ BASE: dict[str, Any] = {
     "max_batch_tokens": 32,
     "max_prefill_tokens": 32,
     "chunk_tokens": 16,
+    "itl_target": math.inf,  # batches must not depend on how long the interpreter takes
 }
 
 
