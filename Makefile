@@ -25,19 +25,9 @@ $(RUNTIME): pyproject.toml constraints.txt
 serve: $(RUNTIME)
 	@$(BIN)/paceline serve $(ARGS)
 
-# Four processes for two cores, with about the same work: tests in Triton's interpreter take a third of the CPU time, and
-# those with servers and browsers often wait.
-LANE_1 := tests/server tests/pages
-LANE_2 := tests/engine/cuda tests/cli tests/bench
-LANE_3 := tests/scheduler tests/simulator tests/text tests/kernels
-LANES := 1 2 3
-PYTEST := $(BIN)/python -m pytest
+# One file after the other in each of several processes. Options: make test ARGS="tests/server -n 0"
 test: $(READY)
-	@$(foreach lane,$(LANES),$(PYTEST) $(LANE_$(lane)) > .venv/lane-$(lane).log 2>&1 & lane_$(lane)=$$!;) \
-	trap "kill $(foreach lane,$(LANES),$$lane_$(lane))" INT TERM; \
-	$(PYTEST) $(foreach lane,$(LANES),$(patsubst %,--ignore=%,$(LANE_$(lane)))); status=$$?; \
-	$(foreach lane,$(LANES),wait $$lane_$(lane) || status=1; echo "$(LANE_$(lane)):"; cat .venv/lane-$(lane).log;) \
-	exit $$status
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout 3600

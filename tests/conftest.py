@@ -23,6 +23,34 @@ settings.register_profile(
 )
 settings.load_profile("paceline")
 
+# `make test` distributes files over processes. These take longest and start first, so that the processes end together.
+LONGEST = (
+    "tests/pages/test_sim_page.py",
+    "tests/oracle/test_axes.py",
+    "tests/test_llm.py",
+    "tests/engine/cuda/test_executor.py",
+    "tests/scheduler/test_state_machine.py",
+    "tests/server/test_processes.py",
+    "tests/simulator/test_experiments.py",
+    "tests/engine/cuda/test_sampling.py",
+    "tests/checks/test_checks.py",
+    "tests/kernels/test_compile.py",
+    "tests/server/test_end_to_end.py",
+    "tests/sampling/test_grammar.py",
+    "tests/bench/test_offline.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(LONGEST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores: tests with servers and browsers often wait."""
+    return min((os.cpu_count() or 1) + 1, 8)
+
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
