@@ -23,9 +23,8 @@ KNOWN = [7042, 30, 198, 198, 504, 2988, 314, 42]  # the greedy continuation of "
 GREEDY_8 = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 TEXTS = [
     "The capital of France is", "def fibonacci(n):", "Once upon a time", "1 2 3 4 5", "Liberté, égalité,", "你好，世界",
-    "Water boils at", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "A", "SELECT * FROM", "\n\n", "🙂🙃",
-    "The quick brown fox jumps over the lazy dog. " * 6, "Dear Sir or Madam,", "import numpy as np\n", "E = mc",
-    "In 1492,", "To be, or not to be", "Roses are red", "{\"name\": ", "Der Himmel ist", "Q: 2+2?\nA:", "Paris", "Thus",
+    "Water boils at", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "A", "\n\n", "🙂🙃", "{\"name\": ",
+    "The quick brown fox jumps over the lazy dog. " * 6,
 ]  # fmt: skip
 
 
