@@ -448,6 +448,20 @@ MUTANTS = [
         ("tests/scheduler/test_scheduler.py",),
     ),
     Mutant(
+        "requests that need evicted prefixes starve the overdue ones",
+        "scheduler/aging.py",
+        "        if self._num_passed < _MAX_PASSED and ",
+        "        if ",
+        ("tests/scheduler/test_aging.py",),
+    ),
+    Mutant(
+        "a long prompt that lacked memory is overtaken uncounted",
+        "scheduler/admission.py",
+        "            if request.num_missing_pages:  #",
+        "            if False:  #",
+        ("tests/scheduler/test_admission.py",),
+    ),
+    Mutant(
         "hrrn takes the turn of the oldest request away when it does not fit",
         "scheduler/policies.py",
         "            self._num_overtakes = 0 if request is self._oldest else self._num_overtakes + 1",

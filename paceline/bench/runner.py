@@ -126,7 +126,8 @@ class BenchRunner:
         if self._llm is not None:
             self._llm.close()
             self._llm = None
-            gc.collect()  # the engine and its thread refer to each other; their memory may be needed
+        # An engine and its thread refer to each other, also one that a part made for itself; their memory is needed.
+        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -236,6 +236,8 @@ class Admission:
         """Admits `request` with up to `share` tokens, or skips it. Returns whether others may still be tried."""
         reason = self._try_admit(request, share, now)
         if reason is None:
+            if request in self._out_of_memory:
+                self._out_of_memory.remove(request)
             self._plan_chunk(request, share, now)
             self._count_overtakes(request, now)
             return True
@@ -246,13 +248,15 @@ class Admission:
             self._skipped.append(request)
         if reason is _ROOM_FOR_SHORT:
             self._deferred.append(request)
-        else:
-            self._note_wait(request, reason, now)
+            if request.num_missing_pages:  # the memory that it lacked may be taken by short prompts, counted
+                self._out_of_memory.append(request)
+            return True
+        self._note_wait(request, reason, now)
         if not reason.num_missing_pages:
             return True
         if not request.queued or request.overtaken >= self._config.max_overtakes:
             self._reserve(request, now)
-        if request is not self.reserved:
+        if request is not self.reserved and request not in self._out_of_memory:
             self._out_of_memory.append(request)
         return len(self._out_of_memory) <= self._config.look_ahead
 
@@ -330,8 +334,7 @@ class Admission:
         if memory.tree.is_hidden(request):
             return WaitReason("a prefix that is being computed")
         hit, to_compute = self._match(request, now)
-        # One that lacked memory is tried in its turn: otherwise short ones behind it would take what is freed.
-        if not request.num_missing_pages and not self._leaves_room(to_compute, share):
+        if request is not self.reserved and not self._leaves_room(to_compute, share):
             return _ROOM_FOR_SHORT
         is_beside = request is not self.reserved and not self._outranks_reserved(request)
         if is_beside and self.reserved is not None:

@@ -3,6 +3,9 @@
 A waiting request is *overdue* when younger requests were given `max_wait` of device time since it arrived, and half as
 much as older ones on top. While it is overdue, no younger request is admitted. So it waits at most 1.5 times as long as
 under first come, first served, plus `max_wait` and a constant: docs/waiting.md has the bound and its proof.
+
+That holds while memory is ample. While it is short, first come, first served would evict the prefixes of requests that
+wait, and compute them again. Then up to 16 younger requests are admitted between two overdue ones.
 """
 
 from __future__ import annotations
@@ -14,13 +17,14 @@ from itertools import islice
 
 from paceline.config import SchedulerConfig
 from paceline.request import Request
-from paceline.scheduler.node import Node
 from paceline.scheduler.now import Now
 from paceline.scheduler.policies import BasePolicy, FcfsPolicy, Policy
 from paceline.scheduler.prefix_tree import PrefixTree
 
 _FACTOR = 1.5  # of the bound: device time for younger requests is at most half of that for older ones
 _MAX_TRIED = 16  # overdue requests that are looked at when the first ones cannot be admitted in this step
+_SHORT_STEPS = 64  # memory counts as short for so long after a prefix that waiting requests need was evicted
+_MAX_PASSED = 16  # younger requests admitted between two overdue ones while memory is short
 
 
 class AgingPolicy(BasePolicy):
@@ -38,6 +42,7 @@ class AgingPolicy(BasePolicy):
         self._given_s = 0.0
         self._limits = GivenLimits()
         self._charged: dict[Request, tuple[float, int]] = {}  # predicted time, youngest request at that time
+        self._num_passed = 0  # requests admitted ahead of an older overdue one since an overdue one was admitted
 
     def add(self, request: Request) -> None:
         self._limits.append(request, self._given_s + self._allowance())
@@ -49,14 +54,18 @@ class AgingPolicy(BasePolicy):
 
     def next(self, now: Now) -> Request | None:
         chosen = self._inner.next(now)
+        if self._num_passed < _MAX_PASSED and now.step - self._tree.needed_evicted_step <= _SHORT_STEPS:
+            return chosen
         for overdue in islice(self._limits.reached(self._given_s), _MAX_TRIED):
             if chosen is not None and chosen.number <= overdue.number:
                 break
-            if not overdue.skipped and not self._is_hidden(overdue):
+            if not overdue.skipped and not self._tree.is_hidden(overdue):
                 return overdue
         return chosen
 
     def on_admitted(self, request: Request, num_tokens: int, now: Now) -> None:
+        oldest = next(self._limits.reached(self._given_s), None)
+        self._num_passed = 0 if oldest is None or request.number <= oldest.number else self._num_passed + 1
         self._charged[request] = request.predicted_s, self._limits.last_number
         self._charge(request, request.predicted_s, self._limits.last_number)
         # Under depth-first the requests that share the prefix of an overdue request follow it, as far as others are not
@@ -76,14 +85,6 @@ class AgingPolicy(BasePolicy):
         self._given_s += seconds
         self._limits.move(request.number, _FACTOR * seconds)
         self._limits.move(last, (1 - _FACTOR) * seconds)  # for these, the time before they arrived does not count
-
-    def _is_hidden(self, request: Request) -> bool:
-        node: Node | None = self._tree.waiting_nodes[request]
-        while node is not None:
-            if node.hidden:
-                return True
-            node = node.parent
-        return False
 
 
 class GivenLimits:

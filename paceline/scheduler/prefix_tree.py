@@ -58,6 +58,7 @@ class PrefixTree:
         self._ticks = 0
         self._num_nodes = 0
         self.leaves = EvictableLeaves(eviction)
+        self.needed_evicted_step = -1_000_000  # when a prefix that waiting requests need was last evicted
         self.host: SpillTarget | None = None
         self._hidden: list[Node] = []
         self.root = self._new(None, None, b"", 0)
@@ -348,6 +349,8 @@ class PrefixTree:
         freed: list[Pages] = []
         while count > 0:
             node = self.leaves.pop()
+            if node.num_waiting:
+                self.needed_evicted_step = step
             if host is not None:
                 host.split_unspillable(node)
             if len(node.pages) > count and self._partial_eviction:

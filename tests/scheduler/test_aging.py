@@ -17,7 +17,7 @@ from paceline.engine.virtual.executor import VirtualClock, VirtualExecutor
 from paceline.request import Request, SamplingParams
 from paceline.scheduler import Scheduler, StepTime
 from paceline.scheduler.aging import GivenLimits
-from tests.helpers import harness, prompt, request
+from tests.helpers import admissions, harness, prompt, request
 
 AGING = ("fair", "lpm", "dfs", "sjf", "lof", "random")
 # Prefill at 10,000 tokens a second, a decode pass of 10 ms: both matter in small examples.
@@ -263,3 +263,30 @@ def test_limits_equal_those_of_a_dictionary(actions: list[tuple[str, int] | tupl
         for given_s in (-50.0, 20.0, 50.0):
             assert list(limits.reached(given_s)) == [one for one, limit in expected.items() if limit <= given_s]
         assert limits.last_number == number
+
+
+# ---------------------------------------------------------------------- short memory
+
+
+@pytest.mark.parametrize("policy", ["lpm", "dfs", "fair"])
+def test_while_memory_is_short_sixteen_younger_requests_pass_between_two_overdue_ones(policy: str) -> None:
+    """Memory for two prefixes, always requests that need one of them, and some with prefixes of their own. These would
+    starve by the cache alone, and evict what all others need in their turn."""
+    clock = VirtualClock()
+    core = Scheduler(SchedulerConfig(num_pages=160, policy=policy, max_running=2))
+    loop = Loop(core, VirtualExecutor(clock, STEP_TIME), clock, overlap=False)
+    victims = [Arrival(0.0, 10 + number, 64, 16, 8).request(number) for number in range(6)]
+    num_flood = 0
+    while not all(victim.is_finished for victim in victims):
+        while core.num_waiting < 12:
+            core.add(Arrival(0.0, num_flood % 2, 64, 16, 8).request(100 + num_flood), clock.now)
+            num_flood += 1
+        loop.step()
+        if core.counters.steps == 20:
+            for victim in victims:
+                core.add(victim, clock.now)
+        assert num_flood < 500, "starved"
+    order = [int(name) for name in admissions(core)]
+    passed = np.diff([order.index(number) for number in range(len(victims))]) - 1
+    assert passed.max() == 16
+    assert core.counters.hit_rate > 0.85

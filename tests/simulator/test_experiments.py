@@ -150,7 +150,7 @@ def test_a_small_cache_retracts_and_yields_the_same_tokens() -> None:
 
 def test_gsp_in_100k_tokens_reaches_almost_the_maximum_hit_rate() -> None:
     assert gsp_hit_rate(math.inf) >= 0.86
-    assert gsp_hit_rate(0.2) >= 0.84
+    assert gsp_hit_rate(0.2) >= 0.87
 
 
 def test_a_longer_max_wait_raises_the_hit_rate_and_the_waiting_time() -> None:
@@ -165,7 +165,7 @@ def test_the_fairness_curve_has_its_corner_at_the_default(policy: str) -> None:
     """First come, first served wastes the cache; cache hits alone starve the rare prefixes; 200 ms has most of both."""
     fcfs, default, cache_first = (cold_and_cached(at, policy).summary() for at in (0.0, 0.2, math.inf))
     assert fcfs["hit_rate"] + 0.05 < default["hit_rate"] < cache_first["hit_rate"]
-    assert default["hit_rate"] > 0.96 * cache_first["hit_rate"]
+    assert default["hit_rate"] > 0.98 * cache_first["hit_rate"]
     assert default["wait_p99_ms"] < 0.9 * fcfs["wait_p99_ms"] < 0.9 * cache_first["wait_p99_ms"]
 
 
