@@ -190,7 +190,8 @@ class Admission:
         # No short prompt can use what is left now: it goes to prompts that have begun, then to other long ones.
         self._room = 0
         for request in self._prefilling_at(level):
-            self._plan_chunk(request, self._config.chunk_tokens, now)
+            if request not in self.chunks or not self.chunks[request].is_last:
+                self._plan_chunk(request, self._config.chunk_tokens, now)
         self._admit_deferred(now)
 
     def _prefilling_at(self, level: int | None) -> list[Request]:

@@ -162,9 +162,9 @@ class GivenLimits:
     def _update_above(self, node: int) -> None:
         low, moved = self._low, self._moved
         while node > 1:
-            lowest = min(low[node], low[node ^ 1])
+            one, other = low[node], low[node ^ 1]
             node >>= 1
-            lowest += moved[node]
+            lowest = (one if one < other else other) + moved[node]
             if low[node] == lowest:
                 return  # as before, so nothing changes further up
             low[node] = lowest
