@@ -283,6 +283,11 @@ class SchedulerConfig:
                 raise ConfigError(f"tenant_weights[{tenant!r}] is {weight!r}: must be a number above 0.")
 
     @property
+    def max_request_tokens(self) -> int:
+        """Prompt plus output tokens that a request can have at most, by context and memory."""
+        return min(self.context_tokens, (self.num_pages - self.pin_quota_pages) * self.page_size)
+
+    @property
     def host_from_token(self) -> int:
         """The position in a prompt from which fetching a page is faster than recomputing it: the cost of computing a
         page grows with the context it attends to."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import math
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
@@ -21,9 +21,12 @@ from paceline.engine.engine import Engine, Prompt
 from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta, Timings, TokenLogprob, TokenUsage, WeightUpdate
 from paceline.engine.weight_update import update_weights
+from paceline.progress import CallProgress, ProgressLine
 from paceline.request import FinishReason, InvalidRequest, PacelineError, SamplingParams, Tokens
+from paceline.scheduler import Scheduler
 
 Message = Mapping[str, Any]
+DEFAULT_MAX_TOKENS = 256  # of an output whose SamplingParams have none; HTTP has the defaults of OpenAI
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,21 +128,22 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        progress: bool = False,
+        progress: bool = True,
     ) -> list[RequestOutput]:
         """Generates from one prompt or many and returns one output per prompt, in order.
 
         A prompt is a string or a list of token ids; the chat template is not applied (see `chat`). `params` applies to
-        all prompts, or is a sequence with one entry per prompt; None is `SamplingParams()`. `progress` shows a bar on
-        the terminal. If a prompt is invalid or refused, the call raises its error and the others are aborted.
+        all prompts, or is a sequence with one entry per prompt; None is `SamplingParams()`. Without `max_tokens` an
+        output has up to 256 tokens, or what context and memory leave. `progress` shows a line on stderr if that is a
+        terminal and the call takes longer than half a second. If a prompt is invalid or refused, the call raises its
+        error and the others are aborted.
         """
         listed, encoded = self._encode(prompts)
-        each = self._each_params(len(listed), params)
+        each = list(map(self._with_limit, encoded, self._each_params(len(listed), params)))
         # Each choice is a request of its own; those of one prompt share its KV through the prefix cache.
         variants = [one.each_choice() for one in each]
         flat = [(prompt, one) for prompt, ones in zip(encoded, variants, strict=True) for one in ones]
-        # A progress bar counts tokens as they are produced.
-        left = iter(self._run([Job(prompt, one, stream=progress) for prompt, one in flat], progress))
+        left = iter(self._run([Job(prompt, one, stream=False) for prompt, one in flat], progress))
         return [
             _output(given if isinstance(given, list) else prompt.tolist(), one, [next(left) for _ in ones])
             for given, prompt, one, ones in zip(listed, encoded, each, variants, strict=True)
@@ -147,7 +151,7 @@ class LLM:
 
     @_no_garbage_collection()
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], pooling: str = "mean", progress: bool = False
+        self, prompts: Prompt | Sequence[Prompt], pooling: str = "mean", progress: bool = True
     ) -> list[npt.NDArray[np.float32]]:
         """The embedding of each prompt, in order: its hidden states, pooled (`mean` or `last`) and scaled to length 1.
 
@@ -167,7 +171,7 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        progress: bool = False,
+        progress: bool = True,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Generates the next assistant message of one conversation or of many; returns one output per conversation.
@@ -215,21 +219,28 @@ class LLM:
 
     def _run(self, jobs: Sequence[Job], progress: bool) -> list[_OutputCollector]:
         """Runs all jobs and returns what each produced. Raises if one is refused."""
-        with ExitStack() as stack:
-            bar = stack.enter_context(_Bar(len(jobs))) if progress else None
-            waiter = _CallWaiter(len(jobs), bar)
-            sinks = [_OutputCollector(waiter) for _ in jobs]
-            # Longest output first: a long request that starts last would run alone after all others have finished.
-            longest = [math.inf if job.params.max_tokens is None else job.params.max_tokens for job in jobs]
-            order = sorted(range(len(jobs)), key=lambda index: -longest[index])
-            request_ids = self.engine.submit_all([jobs[index] for index in order], [sinks[index] for index in order])
-            try:
-                waiter.wait()
-            finally:
-                if waiter.num_left:  # a request was refused, or the user interrupted: abort the others
-                    for request_id in request_ids:
-                        self.engine.abort(request_id)
+        waiter = _CallWaiter(len(jobs))
+        sinks = [_OutputCollector(waiter) for _ in jobs]
+        # Longest output first: a long request that starts last would run alone after all others have finished.
+        longest = [math.inf if job.params.max_tokens is None else job.params.max_tokens for job in jobs]
+        order = sorted(range(len(jobs)), key=lambda index: -longest[index])
+        request_ids = self.engine.submit_all([jobs[index] for index in order], [sinks[index] for index in order])
+        sampler = _ProgressSampler(self.engine, waiter, frozenset(request_ids))
+        try:
+            with ProgressLine(len(jobs), sampler.latest, wanted=progress) as line:
+                waiter.wait(line)
+        finally:
+            if waiter.num_left:  # a request was refused, or the user interrupted: abort the others
+                for request_id in request_ids:
+                    self.engine.abort(request_id)
         return sinks
+
+    def _with_limit(self, prompt: Tokens, params: SamplingParams) -> SamplingParams:
+        """`params` with the default `max_tokens`, if they have none."""
+        room = self.engine.scheduler.config.max_request_tokens - len(prompt)
+        if params.max_tokens is not None or room < 1:  # the scheduler refuses a prompt that leaves no room
+            return params
+        return params.with_max_tokens(min(max(DEFAULT_MAX_TOKENS, params.min_tokens), room))
 
     @staticmethod
     def _each_params(count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> Sequence[SamplingParams]:
@@ -245,28 +256,64 @@ class LLM:
 class _CallWaiter:
     """Waits until all requests of one call have finished."""
 
-    def __init__(self, count: int, bar: _Bar | None) -> None:
+    def __init__(self, count: int) -> None:
         self.num_left = count
-        self._bar = bar
+        self.progress = CallProgress(0, 0, 0)  # of finished requests; the engine's thread writes it
         self._changed = threading.Condition()
         self._refusal: PacelineError | None = None
 
-    def one_finished(self, refusal: PacelineError | None = None) -> None:
+    def one_finished(self, usage: TokenUsage | None) -> None:
+        now = self.progress
+        prompt, output = (usage.prompt_tokens, usage.completion_tokens) if usage is not None else (0, 0)
+        self.progress = CallProgress(now.num_finished + 1, now.prompt_tokens + prompt, now.output_tokens + output)
         with self._changed:
             self.num_left -= 1
-            self._refusal = self._refusal or refusal
             self._changed.notify()
 
-    def note(self, delta: OutputDelta) -> None:
-        if self._bar is not None:
-            self._bar.note(delta)
-
-    def wait(self) -> None:
+    def one_refused(self, error: PacelineError) -> None:
         with self._changed:
-            while self.num_left and self._refusal is None:
-                self._changed.wait()
-            if self._refusal is not None:
-                raise self._refusal
+            self.num_left -= 1
+            self._refusal = self._refusal or error
+            self._changed.notify()
+
+    def wait(self, line: ProgressLine) -> None:
+        while True:
+            with self._changed:
+                if self._refusal is not None:
+                    raise self._refusal
+                if not self.num_left:
+                    return
+                self._changed.wait(line.interval_s)
+            line.update()  # outside the lock: the engine's thread does not wait for a terminal
+
+
+class _ProgressSampler:
+    """Counts the tokens of a call on the engine's thread, the only one that may read the scheduler."""
+
+    def __init__(self, engine: Engine, waiter: _CallWaiter, request_ids: frozenset[str]) -> None:
+        self._engine, self._waiter, self._request_ids = engine, waiter, request_ids
+        self._sampled: Future[CallProgress] | None = None
+
+    def latest(self) -> CallProgress | None:
+        """The last sample that is ready. Never waits: a forward pass may take seconds."""
+        if not self._waiter.num_left:
+            return self._waiter.progress
+        ready = None
+        if self._sampled is not None and self._sampled.done():
+            ready, self._sampled = self._sampled.result(), None
+        if self._sampled is None:
+            with suppress(EngineFailed):  # the outputs of the requests say so
+                self._sampled = self._engine.call(self._sample)
+        return ready
+
+    def _sample(self, scheduler: Scheduler) -> CallProgress:
+        ended = self._waiter.progress
+        started = [request for request in scheduler.started if request.id in self._request_ids]
+        return CallProgress(
+            ended.num_finished,
+            ended.prompt_tokens + sum(len(request.prompt) for request in started),
+            ended.output_tokens + sum(len(request.output) for request in started),
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -285,13 +332,12 @@ class _OutputCollector:
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
         self.prompt_logprobs.extend(delta.prompt_logprobs)
-        self.waiter.note(delta)
         if delta.finish_reason is not None:
             self.last = delta
-            self.waiter.one_finished()
+            self.waiter.one_finished(delta.usage)
 
     def refuse(self, error: PacelineError) -> None:
-        self.waiter.one_finished(error)
+        self.waiter.one_refused(error)
 
 
 def _last(sink: _OutputCollector) -> OutputDelta:
@@ -333,34 +379,3 @@ def _output(prompt: list[int], params: SamplingParams, sinks: Sequence[_OutputCo
         prompt_logprobs = [*[None] * max(params.prompt_logprobs_start, 1), *sinks[0].prompt_logprobs]
     versions = tuple(dict.fromkeys(one for sink in sinks if sink.last for one in sink.last.weight_versions))
     return RequestOutput(prompt, choices, usages[0].cached_tokens, prompt_logprobs, usages[0].fetched_tokens, versions)
-
-
-class _Bar:
-    """A progress bar: finished requests, tokens so far, tokens per second."""
-
-    def __init__(self, num_requests: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[tokens]}"),
-            TimeElapsedColumn(),
-        )
-        self._task = self._progress.add_task("prompts", total=num_requests, tokens="")
-        self._num_tokens = 0
-        self._began = time.monotonic()
-
-    def note(self, delta: OutputDelta) -> None:
-        self._num_tokens += len(delta.token_ids)
-        rate = self._num_tokens / max(time.monotonic() - self._began, 1e-9)
-        ended = 0 if delta.finish_reason is None else 1
-        self._progress.update(self._task, advance=ended, tokens=f"{self._num_tokens} tokens, {rate:.1f} tokens/s")
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()

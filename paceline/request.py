@@ -137,7 +137,7 @@ class SamplingParams:
     The `n` best of `best_of` generated sequences are returned. `stop` strings end the text and are not part of it,
     unless `include_stop`; `stop_token_ids` and the model's EOS tokens (unless `ignore_eos`) end it too, but none of
     these before `min_tokens`. `bad_words` are never generated. Without `max_tokens` the output is limited by the
-    context; with `max_tokens` 0 only the prompt is computed.
+    context (in `LLM`: to 256 tokens); with `max_tokens` 0 only the prompt is computed.
 
     `logprobs` returns the logprob of each output token and of that many most likely tokens, as the model computes them
     (before temperature, penalties and bias); `logprob_token_ids` adds these tokens; `prompt_logprobs` does the same for
@@ -224,9 +224,17 @@ class SamplingParams:
     def with_seed(self, seed: int) -> SamplingParams:
         """A copy with this valid seed. The copy is not validated again: that would take as long as everything else that
         is done when a request arrives."""
-        seeded = copy(self)
-        object.__setattr__(seeded, "seed", seed)
-        return seeded
+        return self._with("seed", seed)
+
+    def with_max_tokens(self, max_tokens: int) -> SamplingParams:
+        """A copy with this limit, which may be below min_tokens: then the output ends at the limit. Not validated
+        either."""
+        return self._with("max_tokens", max_tokens)
+
+    def _with(self, name: str, value: int) -> SamplingParams:
+        changed = copy(self)
+        object.__setattr__(changed, name, value)
+        return changed
 
     def each_choice(self) -> list[SamplingParams]:
         """The parameters of each sequence to generate, `best_of` or `n` of them, each with its own seed."""

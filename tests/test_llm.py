@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from paceline import LLM, RequestOutput, SamplingParams
+from paceline import LLM, RequestOutput, SamplingParams, progress
 from paceline.config import ConfigError
 from paceline.model.fetch import fetch_default
 from paceline.model.gguf import gguf_spec, gguf_tensors
@@ -117,11 +120,69 @@ def test_invalid_messages_raise(llm: LLM) -> None:
         llm.chat([{"role": "wizard", "content": "hi"}])
 
 
-def test_a_progress_bar_counts_requests_and_tokens(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    llm.generate(["a", "b"], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), progress=True)
-    shown = capsys.readouterr().out
-    assert "2/2" in shown
-    assert "8 tokens" in shown
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def virtual() -> Iterator[LLM]:
+    with LLM(executor="virtual", context_tokens=2048) as made:
+        yield made
+
+
+def test_an_output_without_max_tokens_has_256_tokens_or_what_fits(virtual: LLM) -> None:
+    endless = SamplingParams(ignore_eos=True)
+    prompts = [[5] * 10, [6] * 2000]
+    assert [len(output.token_ids) for output in virtual.generate(prompts, endless)] == [256, 48]
+    for params, expected in ((SamplingParams(ignore_eos=True, min_tokens=300), 300), (replace(endless, n=2), 256)):
+        output = virtual.generate(prompts[:1], params)[0]
+        assert {len(choice.token_ids) for choice in output.choices} == {expected}
+        assert output.choices[0].clipped_max_tokens is None
+    assert endless.max_tokens is None, "the caller's object is unchanged"
+    with pytest.raises(Refused, match="the prompt has 2048 tokens, which leaves none for output"):
+        virtual.generate([[5] * 2048])
+
+
+def test_a_terminal_shows_requests_and_tokens_and_nothing_else_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], virtual: LLM
+) -> None:
+    monkeypatch.setattr(progress, "INTERVAL_S", 0.001)
+    prompts, params = [[5] * 30, [6] * 40], SamplingParams(max_tokens=50, ignore_eos=True)
+    virtual.generate(prompts, params)
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    virtual.generate(prompts, params, progress=False)
+    assert terminal.getvalue() == ""
+
+    class Resuming(Terminal):  # the engine is paused until the first line is shown
+        def flush(self) -> None:
+            virtual.engine.resume()
+
+    virtual.engine.pause().result()
+    monkeypatch.setattr(sys, "stderr", terminal := Resuming())
+    virtual.generate(prompts, params)
+    first, *_, last = terminal.getvalue().removeprefix("\r").split("\r")
+    assert re.fullmatch(r"0/2 requests, \d+ s", first)
+    assert re.fullmatch(r"2/2 requests, \d+ s, prompt 70 tokens \([\d,]+/s\), output 100 tokens \([\d,]+/s\) *\n", last)
+    monkeypatch.setattr(sys, "stderr", None)  # a program without a console
+    virtual.generate(prompts, params)
+
+
+def test_the_line_ends_without_a_last_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    with progress.ProgressLine(1, lambda: None) as line:
+        assert line.interval_s is None
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
+    samples = iter([progress.CallProgress(1, 2, 3), None])
+    with progress.ProgressLine(2, lambda: next(samples)) as line:
+        line.update()
+        with progress.ProgressLine(2, lambda: None) as second:
+            assert second.interval_s is None, "one line at a time"
+    assert terminal.getvalue().startswith("\r1/2 requests") and terminal.getvalue().endswith("\n")
 
 
 def test_an_unknown_option_is_reported_with_a_suggestion() -> None:

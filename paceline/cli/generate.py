@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -88,7 +87,7 @@ def generate(
             for prompt in prompts
         ]
         if len(prompts) > 1:
-            outputs = llm.generate(encoded, params, progress=sys.stderr.isatty())
+            outputs = llm.generate(encoded, params)
             for prompt, output in zip(prompts, outputs, strict=True):
                 typer.secho(f"> {prompt}", bold=True)
                 typer.echo(f"{output.text}\n")

@@ -19,7 +19,7 @@ def validate(request: Request, config: SchedulerConfig, memory: Memory) -> int:
     memory_tokens = memory.num_usable_pages * config.page_size
     max_tokens = 0 if request.prefill_only else request.params.max_tokens
     if max_tokens is None or (max_tokens and config.clip_max_tokens):
-        room = min(config.context_tokens, memory_tokens) - prompt
+        room = config.max_request_tokens - prompt
         max_tokens = room if max_tokens is None else min(max_tokens, room)
         if max_tokens < 1:
             raise Refused(

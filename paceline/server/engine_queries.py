@@ -55,7 +55,7 @@ def served_model(engine: Engine, name: str) -> ServedModel:
         device=info.device,
         vocab_size=engine.vocab_size,
         context_tokens=config.context_tokens,
-        max_tokens=min(config.context_tokens, (config.num_pages - config.pin_quota_pages) * config.page_size),
+        max_tokens=config.max_request_tokens,
         clips_max_tokens=config.clip_max_tokens,
         max_running=config.max_running,
         kv_tokens=config.num_pages * config.page_size,
