@@ -8,16 +8,16 @@ a bound or a sentence is never written twice.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
+import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.request import PacelineError
+from paceline.request import PacelineError, suggest
 
 
 class ConfigError(PacelineError, ValueError):
@@ -55,6 +55,16 @@ def option(
 def public_options(config: type) -> list[dataclasses.Field[Any]]:
     """The options of a config class that users can set, in order of declaration."""
     return [item for item in dataclasses.fields(config) if not item.metadata["hidden"]]
+
+
+def suggest_option(name: str, known: Iterable[str], show: Callable[[str], str] = str) -> str:
+    """As `suggest`; the name of an option in vLLM or SGLang is translated by our help texts."""
+    known = set(known)
+    for item in (item for kind in (SchedulerConfig, EngineConfig, ServerConfig) for item in public_options(kind)):
+        elsewhere = re.findall(r"(?:vLLM|SGLang)(?:'s|:) ([a-z_]+)", item.metadata["help"])
+        if name in elsewhere and item.name in known:
+            return f"here it is called {show(item.name)}; see its help."
+    return suggest(name, known, show)
 
 
 def full_help(item: dataclasses.Field[Any]) -> str:
@@ -95,6 +105,9 @@ FULL_QUEUE: Mapping[str, str] = {
 }
 
 
+MAX_PAGES = 2**31 - 1  # page ids have 32 bits
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Memory, batch limits, order and queue limits of the scheduler."""
@@ -105,6 +118,7 @@ class SchedulerConfig:
         "number of pages in the KV cache (vLLM: num_gpu_blocks); an engine derives it from kv_tokens or "
         "kv_memory_fraction",
         low=1,
+        high=MAX_PAGES,
     )
     page_size: int = option(16, "tokens per KV cache page (vLLM: block_size); 1 matches prefixes token by token", low=1)
     context_tokens: int = option(
@@ -396,6 +410,24 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_options(self)
 
+    def num_kv_pages(self, scheduler: SchedulerConfig, given: Mapping[str, Any]) -> int | None:
+        """`kv_tokens` in pages, or `num_pages` of `given`, the scheduler options; None if neither is given."""
+        if self.kv_tokens is None:
+            return given.get("num_pages")
+        if "num_pages" in given:
+            raise ConfigError(f"kv_tokens is {self.kv_tokens} and num_pages is {given['num_pages']}: give one of them.")
+        least = (scheduler.pin_quota_pages + 1) * scheduler.page_size
+        if self.kv_tokens < least:
+            pins = f" beside pin_quota_pages = {scheduler.pin_quota_pages}" if scheduler.pin_quota_pages else ""
+            raise ConfigError(
+                f"kv_tokens is {self.kv_tokens}, less than a page of {scheduler.page_size} tokens{pins}: give at least "
+                f"{least}, and more than the longest request."
+            )
+        most = MAX_PAGES * scheduler.page_size
+        if self.kv_tokens > most:
+            raise ConfigError(f"kv_tokens is {self.kv_tokens}: must be at most {most}.")
+        return self.kv_tokens // scheduler.page_size
+
     def num_host_pages(self, page_size: int, given: Mapping[str, Any]) -> int:
         """`host_kv_tokens` in pages, or `num_host_pages` of `given`, the scheduler options."""
         if self.host_kv_tokens and "num_host_pages" in given:
@@ -557,14 +589,14 @@ class ServerConfig:
             check_key("admin_key", self.admin_key)
 
 
-def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits options into those of the engine and those of the scheduler. Unknown and hidden options are errors."""
+def split_options(options: Mapping[str, Any], others: Iterable[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Splits options into those of the engine and those of the scheduler. Unknown and hidden options are errors, which
+    may suggest one of `others` too: the arguments of the caller."""
     fields = {item.name: (kind, item) for kind in (SchedulerConfig, EngineConfig) for item in dataclasses.fields(kind)}
     known = [name for name, (_, item) in fields.items() if not item.metadata["hidden"]]
     for name, value in options.items():
         if name not in fields:
-            close = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"options are: {', '.join(sorted(known))}."
+            hint = suggest_option(name, [*known, *others]) or f"options are: {', '.join(sorted(known))}."
             raise ConfigError(f"unknown option {name!r}: {hint}")
         if reason := fields[name][1].metadata["hidden"]:
             raise ConfigError(f"{name} is {value!r}, which is not supported: {reason}.")

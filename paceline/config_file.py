@@ -6,14 +6,21 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config import ConfigError, EngineConfig, SchedulerConfig, ServerConfig, TenantConfig, public_options
+from paceline.config import (
+    ConfigError,
+    EngineConfig,
+    SchedulerConfig,
+    ServerConfig,
+    TenantConfig,
+    public_options,
+    suggest_option,
+)
 
 _TABLES = {"server": ServerConfig, "engine": EngineConfig, "scheduler": SchedulerConfig}
 _STRINGS = ("model", "load", "shape")
@@ -82,6 +89,5 @@ def _table(value: Any, name: str, path: Path) -> dict[str, Any]:
 def _check_names(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     for name in given:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"options are: {', '.join(known)}."
+            hint = suggest_option(name, known) or f"options are: {', '.join(known)}."
             raise ConfigError(f"{where} has an unknown option {name!r}: {hint}")

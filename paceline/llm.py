@@ -22,7 +22,7 @@ from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta, Timings, TokenLogprob, TokenUsage, WeightUpdate
 from paceline.engine.weight_update import update_weights
 from paceline.progress import CallProgress, ProgressLine
-from paceline.request import FinishReason, InvalidRequest, PacelineError, SamplingParams, Tokens
+from paceline.request import FinishReason, InvalidRequest, PacelineError, SamplingParams, Tokens, check_pooling, short
 from paceline.scheduler import Scheduler
 
 Message = Mapping[str, Any]
@@ -139,7 +139,7 @@ class LLM:
         error and the others are aborted.
         """
         listed, encoded = self._encode(prompts)
-        each = list(map(self._with_limit, encoded, self._each_params(len(listed), params)))
+        each = list(map(self._with_limit, encoded, _each_params(len(listed), params)))
         # Each choice is a request of its own; those of one prompt share its KV through the prefix cache.
         variants = [one.each_choice() for one in each]
         flat = [(prompt, one) for prompt, ones in zip(encoded, variants, strict=True) for one in ones]
@@ -157,6 +157,7 @@ class LLM:
 
         Prompts are as in `generate`; nothing is generated.
         """
+        check_pooling(pooling)
         _, encoded = self._encode(prompts)
         params = SamplingParams(max_tokens=0)
         sinks = self._run([Job(prompt, params, pooling=pooling, stream=False) for prompt in encoded], progress)
@@ -178,9 +179,14 @@ class LLM:
 
         `template_options` are passed to the chat template of the model.
         """
-        many = bool(messages) and isinstance(messages[0], Sequence) and not isinstance(messages[0], str | bytes)
-        conversations: Sequence[Any] = messages if many else [messages]
-        prompts = [self.engine.tokenizer.encode_chat(one, **template_options) for one in conversations]
+        listed = _as_list("messages", messages, "a list of messages, or a list of such lists")
+        many = bool(listed) and isinstance(listed[0], Sequence) and not isinstance(listed[0], str | bytes)
+        prompts = []
+        for index, one in enumerate(listed if many else [listed]):
+            try:
+                prompts.append(self.engine.tokenizer.encode_chat(one, **template_options))
+            except InvalidRequest as error:
+                raise InvalidRequest(f"conversation {index}: {error}" if many else str(error)) from None
         return self.generate(prompts, params, progress)
 
     def update_weights(self, path: str | Path, *, mode: str = "wait", version: str | None = None) -> WeightUpdate:
@@ -207,8 +213,9 @@ class LLM:
 
     def _encode(self, prompts: Prompt | Sequence[Prompt]) -> tuple[Any, list[Tokens]]:
         """The prompts as a list, and their token ids."""
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
-        listed: Any = [prompts] if one else prompts
+        listed: Any = [prompts] if isinstance(prompts, str) else _as_list("prompts", prompts, _PROMPT)
+        if len(listed) and isinstance(listed[0], Integral) and not isinstance(listed[0], bool):
+            listed = [prompts]
         encoded = []
         for index, prompt in enumerate(listed):
             try:
@@ -242,15 +249,29 @@ class LLM:
             return params
         return params.with_max_tokens(min(max(DEFAULT_MAX_TOKENS, params.min_tokens), room))
 
-    @staticmethod
-    def _each_params(count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> Sequence[SamplingParams]:
-        if params is None:
-            params = SamplingParams()
-        if isinstance(params, SamplingParams):
-            return [params] * count
-        if len(params) != count:
-            raise InvalidRequest(f"params has {len(params)} entries for {count} prompts: give one, or one per prompt.")
-        return params
+
+def _each_params(count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> Sequence[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    listed = _as_list("params", params, "SamplingParams, or a list with one for each prompt")
+    for index, one in enumerate(listed):
+        if not isinstance(one, SamplingParams):
+            raise InvalidRequest(f"params[{index}] is {short(one)}: give SamplingParams.")
+    if len(listed) != count:
+        raise InvalidRequest(f"params has {len(listed)} entries for {count} prompts: give one, or one per prompt.")
+    return listed
+
+
+_PROMPT = "a string, a list of token ids, or a list of either"
+
+
+def _as_list(name: str, value: Any, expected: str) -> Sequence[Any]:
+    """`value`, if it is a list, a tuple or an array of numpy."""
+    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str | bytes | bytearray):
+        raise InvalidRequest(f"{name} is {short(value)}: give {expected}.")
+    return value  # type: ignore[return-value]
 
 
 class _CallWaiter:

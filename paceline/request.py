@@ -6,10 +6,11 @@ later.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
@@ -36,6 +37,18 @@ class Refused(PacelineError):
         super().__init__(message)
         self.retry = retry  # whether the same request may be accepted later
         self.retry_after_s = retry_after_s  # when that is likely, if known
+
+
+def short(value: object) -> str:
+    """A value in an error message: its repr, or the beginning of it."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def suggest(name: str, known: Iterable[str], show: Callable[[str], str] = str) -> str:
+    """The end of an error about an unknown name: the nearest known ones. Empty if none is near."""
+    close = difflib.get_close_matches(name, sorted(known), n=3)
+    return f"did you mean {' or '.join(map(show, close))}?" if close else ""
 
 
 class FinishReason(StrEnum):
@@ -170,14 +183,22 @@ class SamplingParams:
     prompt_logprobs_start: int = 0
     grammar: Grammar | None = None
 
+    def __new__(cls, **given: Any) -> SamplingParams:
+        for name in given:
+            if name not in cls.__slots__:
+                hint = suggest(name, cls.__slots__) or f"parameters are: {', '.join(cls.__slots__)}."
+                raise InvalidRequest(f"SamplingParams has no {name!r}: {hint}")
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        for name in ("stop_token_ids", "bad_words", "logprob_token_ids"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        for name in ("stop", "bad_words", "stop_token_ids", "logprob_token_ids"):
+            object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
         bias = self.logit_bias
-        object.__setattr__(self, "logit_bias", tuple(bias.items() if isinstance(bias, Mapping) else bias))
+        pairs = tuple(bias.items()) if isinstance(bias, Mapping) else _as_tuple("logit_bias", bias, "mapping")
+        object.__setattr__(self, "logit_bias", pairs)
+        for name in ("include_stop", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} is {short(getattr(self, name))}: give True or False.")
         _check_float(
             "temperature", self.temperature, 0, MAX_TEMPERATURE, "give 0 (always the likeliest token) to 10000"
         )
@@ -193,7 +214,7 @@ class SamplingParams:
             _check_float(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY, "give -2 to 2; 0 changes nothing")
         self._check_lengths()
         self._check_choices()
-        for text in stop:
+        for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequest(f"stop has {text!r}: give strings of at least one character.")
         for token in self.stop_token_ids:
@@ -265,7 +286,10 @@ class SamplingParams:
                 raise InvalidRequest(f"best_of is {self.best_of}, fewer than n = {self.n}: raise it or leave it out.")
 
     def _check_biases(self) -> None:
-        for token, bias in self.biases:
+        for pair in self.biases:
+            if not isinstance(pair, Sequence) or len(pair) != 2:
+                raise InvalidRequest(f"logit_bias has {short(pair)}: give a mapping of token ids to numbers.")
+            token, bias = pair
             _check_int("logit_bias", token, 0, "give token ids, from 0 up")
             _check_float(
                 "logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, "give numbers from -100 (never) to 100 (always)"
@@ -286,6 +310,15 @@ class SamplingParams:
             object.__setattr__(self, "logprobs", 0)
 
 
+def _as_tuple(name: str, value: Any, expected: str = "list") -> tuple[Any, ...]:
+    """A list as a tuple; one string is a list of itself."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, Sequence | Set | np.ndarray) or isinstance(value, bytes | bytearray):
+        raise InvalidRequest(f"{name} is {short(value)}: give a {expected}.")
+    return tuple(value)
+
+
 def _check_int(name: str, value: object, low: int, remedy: str, high: int = 2**63 - 1) -> None:
     valid = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
     if not valid:
@@ -300,6 +333,11 @@ def _check_float(name: str, value: object, low: float, high: float, remedy: str)
 
 
 POOLING = ("mean", "last")
+
+
+def check_pooling(pooling: object) -> None:
+    if pooling not in POOLING:
+        raise InvalidRequest(f"pooling is {short(pooling)}: choose one of {', '.join(POOLING)}.")
 
 
 @dataclass(slots=True, eq=False)
@@ -356,8 +394,8 @@ class Request:
     def __post_init__(self) -> None:
         self.prompt = as_tokens(self.prompt)
         self.prefill_only = self.prefill_only or self.pooling is not None or self.params.max_tokens == 0
-        if self.pooling is not None and self.pooling not in POOLING:
-            raise InvalidRequest(f"pooling is {self.pooling!r}: choose one of {', '.join(POOLING)}.")
+        if self.pooling is not None:
+            check_pooling(self.pooling)
         if self.params.prompt_logprobs is not None:
             self.compute_from = self._first_for_logprobs()
         if self.pooling == "mean":  # cached tokens have no hidden states, so every position is computed
@@ -421,9 +459,12 @@ class Request:
 
 def as_tokens(ids: Sequence[int] | npt.NDArray[Any]) -> Tokens:
     """Token ids as the one-dimensional int32 array that all packages use."""
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except ValueError:  # lists of unequal lengths inside the list
+        array = np.empty((0, 0))
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise InvalidRequest("the prompt must be a flat list of token ids (integers).")
+        raise InvalidRequest(f"the prompt is {short(ids)}: give a string or a flat list of token ids (integers).")
     if array.size and array.dtype != np.int32 and int(array.max()) > np.iinfo(np.int32).max:
         raise InvalidRequest(f"token id {int(array.max())} is too large: token ids must fit into 32 bits.")
     if array.size and array.min() < 0:

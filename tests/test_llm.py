@@ -107,6 +107,48 @@ def test_an_invalid_prompt_raises_and_the_next_call_works(llm: LLM, bad: Any) ->
     assert llm.generate("The capital of France is", GREEDY_8)[0].token_ids == KNOWN
 
 
+PROMPTS = "give a string, a list of token ids, or a list of either."
+FLAT = "give a string or a flat list of token ids (integers)."
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate(None), f"prompts is None: {PROMPTS}"),
+        (lambda llm: llm.generate({"prompt": "a"}), f"prompts is {{'prompt': 'a'}}: {PROMPTS}"),
+        (lambda llm: llm.generate(5), f"prompts is 5: {PROMPTS}"),
+        (lambda llm: llm.generate(b"abc"), f"prompts is b'abc': {PROMPTS}"),
+        (lambda llm: llm.generate({1, 2}), f"prompts is {{1, 2}}: {PROMPTS}"),
+        (lambda llm: llm.generate(one for one in "a"), f": {PROMPTS}"),
+        (lambda llm: llm.generate(["a", None]), f"prompts[1]: the prompt is None: {FLAT}"),
+        (lambda llm: llm.generate(["a", b"b"]), f"prompts[1]: the prompt is b'b': {FLAT}"),
+        (lambda llm: llm.generate([["a"]]), f"prompts[0]: the prompt is ['a']: {FLAT}"),
+        (lambda llm: llm.generate([[[1], [2, 3]]]), f"prompts[0]: the prompt is [[1], [2, 3]]: {FLAT}"),
+        (lambda llm: llm.generate([1, "a"]), f"prompts[0]: the prompt is [1, 'a']: {FLAT}"),
+        (lambda llm: llm.generate([[True]]), f"prompts[0]: the prompt is [True]: {FLAT}"),
+        (lambda llm: llm.generate([{"prompt": "a"}]), f"prompts[0]: the prompt is {{'prompt': 'a'}}: {FLAT}"),
+        (lambda llm: llm.generate([[]]), "prompts[0]: the prompt is empty: give at least one token."),
+        (lambda llm: llm.generate("a", {"max_tokens": 3}), "params is {'max_tokens': 3}: give SamplingParams"),
+        (lambda llm: llm.generate("a", 5), "params is 5: give SamplingParams, or a list with one for each prompt."),
+        (lambda llm: llm.generate(["a", "b"], [GREEDY_8, None]), "params[1] is None: give SamplingParams."),
+        (lambda llm: llm.generate(["a", "b"], [GREEDY_8]), "params has 1 entries for 2 prompts"),
+        (lambda llm: llm.embed(None), f"prompts is None: {PROMPTS}"),
+        (lambda llm: llm.embed("a", None), "pooling is None: choose one of mean, last."),
+        (lambda llm: llm.chat("hi"), "messages is 'hi': give a list of messages, or a list of such lists."),
+        (lambda llm: llm.chat({"role": "user", "content": "x"}), "give a list of messages, or a list of such lists."),
+        (lambda llm: llm.chat([]), "messages is []: give a list of at least one message."),
+        (lambda llm: llm.chat(["hi"]), "messages[0] is 'hi': give an object with role and content."),
+        (lambda llm: llm.chat([[{"role": "user", "content": "x"}], None]), "conversation 1: messages is None: give a"),
+        (lambda llm: llm.update_weights(None), "path is None: give a folder or a .gguf file."),
+    ],
+)
+def test_a_wrong_argument_is_named_and_nothing_runs(virtual: LLM, call: Any, message: str) -> None:
+    before = virtual.engine.scheduler.counters.added
+    with pytest.raises(InvalidRequest, match=re.escape(message)):
+        call(virtual)
+    assert virtual.engine.scheduler.counters.added == before
+
+
 def test_params_are_shared_or_one_per_prompt(llm: LLM) -> None:
     each = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (1, 3)]
     assert [len(output.token_ids) for output in llm.generate(["a", "b"], each)] == [1, 3]
@@ -125,7 +167,7 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def virtual() -> Iterator[LLM]:
     with LLM(executor="virtual", context_tokens=2048) as made:
         yield made

@@ -37,6 +37,15 @@ def test_only_legal_transitions_are_possible(before: Phase, after: Phase) -> Non
         ({"max_tokens": -5}, "max_tokens is -5: give 0 (compute the prompt alone) or more."),
         ({"min_tokens": -1}, "min_tokens is -1: give 0 or more."),
         ({"min_tokens": 9, "max_tokens": 4}, "min_tokens is 9, more than max_tokens 4: lower it."),
+        ({"temprature": 1}, "SamplingParams has no 'temprature': did you mean temperature?"),
+        ({"stop": 5}, "stop is 5: give a list."),
+        ({"stop": None}, "stop is None: give a list."),
+        ({"stop": {"a": 1}}, "stop is {'a': 1}: give a list."),
+        ({"stop": b"a"}, "stop is b'a': give a list."),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5: give a list."),
+        ({"logit_bias": None}, "logit_bias is None: give a mapping."),
+        ({"logit_bias": [1, 2]}, "logit_bias has 1: give a mapping of token ids to numbers."),
+        ({"ignore_eos": "yes"}, "ignore_eos is 'yes': give True or False."),
     ],
 )
 def test_errors_of_sampling_parameters_name_field_value_and_remedy(fields: dict, message: str) -> None:

@@ -20,20 +20,16 @@ import os
 import random
 import re
 import shlex
-import signal
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
 
+from paceline.bench.target import ServerUnavailable, served_model, started
 from paceline.bench.workloads import OfflineWorkload, nano
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.request import SamplingParams
@@ -236,45 +232,6 @@ def _percentile(ordered: Sequence[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
-@contextmanager
-def started(arguments: str) -> Iterator[str]:
-    """Starts a server on a free port, yields its URL and stops it."""
-    command = [
-        sys.executable,
-        "-m",
-        "paceline.cli",
-        "serve",
-        "--port",
-        "0",
-        "--log-level",
-        "warning",
-        *shlex.split(arguments),
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None, "stdout is a pipe"
-    try:
-        url = None
-        for line in process.stdout:
-            url = url or next(iter(re.findall(r"http://[\d.]+:\d+", line)), None)
-            if "Ctrl-C" in line:
-                break
-        if url is None:
-            raise ConfigError("the server did not start: see its message above.")
-        yield url
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
-        process.stdout.close()
-
-
-def served_model(url: str, key: str | None) -> str:
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with urlopen(Request(f"{url}/v1/models", headers=headers), timeout=30) as response:
-        name: str = json.load(response)["data"][0]["id"]
-        return name
-
-
 def streams(count: int, prompt: int, output: int, seed: int) -> OfflineWorkload:
     rng = random.Random(seed)
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=output)
@@ -317,6 +274,8 @@ def bench(config: ServeBenchConfig, *, url: str | None, start: str | None, offli
     """Runs the benchmark against `url`, or a server started with the options `start`, and prints the best run."""
     if (url is None) == (start is None):
         raise ConfigError("give either --url or --start: the address of a server, or the options to start one.")
+    if offline and start is None:
+        raise ConfigError("--offline needs --start, whose options it uses to load the same model.")
     if start is not None:
         with started(start) as address:
             best = _repeat(address, config)
@@ -324,8 +283,7 @@ def bench(config: ServeBenchConfig, *, url: str | None, start: str | None, offli
         assert url is not None, "one of them is given"
         best = _repeat(url, config)
     if offline:
-        if start is None:
-            raise ConfigError("--offline needs --start, whose options it uses to load the same model.")
+        assert start is not None, "checked above"
         best["offline_throughput"] = round(_offline(start, config), 3)
         best["share_of_offline"] = round(best["output_throughput"] / best["offline_throughput"], 4)
         print(f"offline: {best['offline_throughput']:.0f} tokens/s; over HTTP {best['share_of_offline']:.1%} of that")
@@ -342,9 +300,11 @@ def bench(config: ServeBenchConfig, *, url: str | None, start: str | None, offli
 def _repeat(url: str, config: ServeBenchConfig) -> dict[str, Any]:
     """The run with the highest output throughput."""
     model = served_model(url, config.key)
+    url = url.rstrip("/")
     warm_up = TimedWorkload(config.warm_up, [0.0] * len(config.warm_up.prompts))
     run_load(url, model, warm_up, key=config.key, clients=1, read_clock=False)
     best: dict[str, Any] = {}
+    first_error: str | None = None
     for repeat in range(config.repeats):
         load = TimedWorkload(config.work(repeat), config.starts(repeat))
         results = run_load(url, model, load, key=config.key, clients=config.clients, read_clock=config.late)
@@ -364,9 +324,12 @@ def _repeat(url: str, config: ServeBenchConfig) -> dict[str, Any]:
             flush=True,
         )
         if errors:
+            first_error = first_error or errors[0]
             print(f"  first error: {errors[0]}", flush=True)
         if not best or found.get("output_throughput", 0) > best.get("output_throughput", 0):
             best = found
+    if not best["completed"]:
+        raise ServerUnavailable(f"no request was completed; the first error: {first_error}")
     return best
 
 

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from paceline import __version__
-from paceline.cli import bench, sim
+from paceline.cli import bench, environment, sim
 from paceline.cli.chat import chat
 from paceline.cli.generate import generate
 from paceline.cli.models import models
@@ -47,6 +47,8 @@ def _callback(
     ] = False,
 ) -> None:
     """Paceline, an inference and serving engine for large language models."""
+    for warning in environment.warnings():
+        typer.echo(f"paceline: warning: {warning}", err=True)
 
 
 def main() -> None:

@@ -129,6 +129,7 @@ def serve(
 ) -> None:
     """Measure throughput and latency of a server over HTTP. The last line is one JSON object."""
     from paceline.bench.serve import ServeBenchConfig, bench
+    from paceline.bench.target import ServerUnavailable
 
     bounds = {}
     for item in goodput or ():
@@ -148,4 +149,8 @@ def serve(
         late=late,
         goodput=bounds,
     )
-    bench(config, url=url, start=start, offline=offline)
+    try:
+        bench(config, url=url, start=start, offline=offline)
+    except ServerUnavailable as error:
+        typer.echo(f"paceline: {error}", err=True)
+        raise typer.Exit(1) from None

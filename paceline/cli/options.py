@@ -47,18 +47,30 @@ COMPUTED = frozenset(
     }
 )
 
+
+def from_environment(name: str) -> dict[str, Any]:
+    """Makes an option readable from its environment variable."""
+    return {"envvar": ENVIRONMENT + name.upper(), "show_envvar": False}
+
+
 Model = Annotated[
     str | None,
     typer.Option(
-        help="Model folder, .gguf file or Hugging Face id (default: smollm2-135m-instruct, downloaded on first use)."
+        **from_environment("model"),
+        help="Model folder, .gguf file or Hugging Face id (default: smollm2-135m-instruct, downloaded on first use).",
     ),
 ]
 Load = Annotated[
     Literal["weights", "random"],
-    typer.Option(help="weights: load the model's weights; random: random weights, for benchmarks."),
+    typer.Option(
+        **from_environment("load"), help="weights: load the model's weights; random: random weights, for benchmarks."
+    ),
 ]
 Shape = Annotated[
-    str | None, typer.Option(help="With --load random: name of the model architecture; see `paceline models`.")
+    str | None,
+    typer.Option(
+        **from_environment("shape"), help="With --load random: name of the model architecture; see `paceline models`."
+    ),
 ]
 
 
@@ -108,8 +120,7 @@ def _parameters(config: type) -> list[inspect.Parameter]:
 
 
 def _option(item: dataclasses.Field[Any], group: str) -> Any:
-    variable = ENVIRONMENT + item.name.upper()
-    return typer.Option(help=_help(item), rich_help_panel=group, envvar=variable, show_envvar=False)
+    return typer.Option(help=_help(item), rich_help_panel=group, **from_environment(item.name))
 
 
 def _kind(hint: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from paceline.cli.options import Model, Shape, takes
+from paceline.cli.options import Model, Shape, from_environment, takes
 from paceline.config import (
     ConfigError,
     EngineConfig,
@@ -32,12 +32,17 @@ def serve(
     model: Model = None,
     load: Annotated[
         Literal["weights", "random"] | None,
-        typer.Option(help="weights: load the model's weights (default); random: random weights, for benchmarks."),
+        typer.Option(
+            **from_environment("load"),
+            help="weights: load the model's weights (default); random: random weights, for benchmarks.",
+        ),
     ] = None,
     shape: Shape = None,
     config_file: Annotated[
         Path | None,
-        typer.Option("--config", help="TOML file with options and tenants; see docs/serving.md."),
+        typer.Option(
+            "--config", **from_environment("config"), help="TOML file with options and tenants; see docs/serving.md."
+        ),
     ] = None,
 ) -> None:
     """Serve a model over HTTP with an OpenAI-compatible API.

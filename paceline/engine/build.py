@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.config import ConfigError, EngineConfig, SchedulerConfig, split_options
+from paceline.config import MAX_PAGES, ConfigError, EngineConfig, SchedulerConfig, split_options
 from paceline.engine.cpu.build import build_cpu
 from paceline.engine.cpu.executor import CpuExecutor, DecoderModel
 from paceline.engine.cpu.model import CpuModel
@@ -28,6 +28,7 @@ from paceline.model.fetch import DEFAULT_MODEL, find_model
 from paceline.model.registry import shape as named_shape
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import load_decoder, random_decoder, read_spec
+from paceline.request import short
 from paceline.scheduler import Scheduler
 from paceline.text.load import load_tokenizer
 from paceline.text.synthetic import synthetic_tokenizer
@@ -65,8 +66,12 @@ def build_engine(
 ) -> Engine:
     """Builds the engine for a model: a folder, a .gguf file, a hub id, or the default model if None. With
     `load="random"`, weights are random (from `seed`) in a named shape."""
-    engine_options, scheduler_options = split_options(options)
+    engine_options, scheduler_options = split_options(options, ("model", "load", "shape", "seed"))
     config = EngineConfig(**engine_options)
+    if model is not None and (not isinstance(model, str | Path) or model == ""):
+        raise ConfigError(f"model is {short(model)}: give a folder, a .gguf file or a Hugging Face id.")
+    if not isinstance(seed, int):
+        raise ConfigError(f"seed is {short(seed)}: expected an integer.")
     if load not in _LOAD:
         raise ConfigError(f"load is {load!r}: choose one of {', '.join(_LOAD)}.")
     if config.executor == "virtual":
@@ -88,7 +93,9 @@ def build_engine(
         path = find_model(DEFAULT_MODEL if model is None else model, progress=progress)
         spec = read_spec(path)
     # Invalid options are reported before the weights are loaded.
-    context = _scheduler_config(spec, scheduler_options, device).context_tokens
+    scheduler_config = _scheduler_config(spec, scheduler_options, device)
+    config.num_kv_pages(scheduler_config, scheduler_options)
+    context = scheduler_config.context_tokens
     check_model_fits(spec, _num_bytes(dtype), free=torch.cuda.mem_get_info()[0] if device == "cuda" else None)
     with _one_thread():
         if path is None:
@@ -133,13 +140,10 @@ def assemble(
     spec, dtype = decoder.spec, decoder.dtype
     scheduler_config = _scheduler_config(spec, scheduler_options, device)
     page_size = scheduler_config.page_size
-    if "num_pages" in scheduler_options and config.kv_tokens is not None:
-        raise ConfigError(
-            f"kv_tokens is {config.kv_tokens} and num_pages is {scheduler_config.num_pages}: give one of them."
-        )
-    if device == "cpu" and "num_pages" not in scheduler_options:
-        num_pages = num_kv_pages(config, spec, dtype.itemsize, page_size, scheduler_config.context_tokens)
-        scheduler_options = {**scheduler_options, "num_pages": num_pages}
+    given = scheduler_options
+    if device == "cpu":
+        num_pages = num_kv_pages(config, spec, dtype.itemsize, scheduler_config, given)
+        scheduler_options = {**given, "num_pages": num_pages}
     host = _host_options(config, scheduler_options, page_size, spec, dtype.itemsize, device)
     scheduler_options = {**scheduler_options, **host}
     scheduler_config = _scheduler_config(spec, scheduler_options, device)
@@ -147,12 +151,8 @@ def assemble(
     if device == "cuda":
         from paceline.engine.cuda.build import build_cuda  # not at the top: the CPU needs no Triton
 
-        def with_pages(count: int) -> SchedulerConfig:
-            return _scheduler_config(spec, {**scheduler_options, "num_pages": count}, device)
-
         assert isinstance(decoder, Decoder), "CUDA takes over a Decoder"
-        sized = "num_pages" in scheduler_options
-        executor, scheduler_config = build_cuda(decoder, config, scheduler_config, None if sized else with_pages)
+        executor, scheduler_config = build_cuda(decoder, config, scheduler_config, given)
         executor.warm_up()
         device_name, buckets = torch.cuda.get_device_name(), list(executor.graphs.sizes)
     else:
@@ -229,7 +229,7 @@ def _scheduler_config(spec: ModelSpec, given: Mapping[str, Any], device: str) ->
     """The given options on top of the defaults for this device and model."""
     defaults = _CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS
     model = {"context_tokens": spec.context_tokens, "chunk_context": spec.double_cost_context}
-    options = {**defaults, **model, **given}
+    options = {"num_pages": MAX_PAGES, **defaults, **model, **given}  # not given: known once the model is loaded
     # A decode batch of all running requests must fit into a step: the option that was not given is adjusted.
     if "max_batch_tokens" not in given and isinstance(options["max_running"], int):
         options["max_batch_tokens"] = max(options["max_batch_tokens"], options["max_running"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
+from typing import Any
 
-from paceline.config import ConfigError, EngineConfig
+from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.model.spec import ModelSpec
 
 _MIN_TOKENS = 64  # a server with less KV cache than this cannot answer a useful request
@@ -15,35 +17,40 @@ def num_kv_pages(
     config: EngineConfig,
     spec: ModelSpec,
     dtype_bytes: int,
-    page_size: int,
-    context_tokens: int,
+    scheduler: SchedulerConfig,
+    given: Mapping[str, Any],
     *,
     free: int | None = None,
     default_fraction: float = 0.3,
     max_contexts: int = 64,
 ) -> int:
-    """Number of pages of the KV cache: `kv_tokens` if given, else a fraction of the free memory.
+    """Number of pages of the KV cache: `kv_tokens` or `num_pages` if given, else a fraction of the free memory.
 
     pages = floor(min(free memory * kv_memory_fraction / (2 * layers * KV heads * head_dim * bytes),
                       max_contexts contexts) / page_size)
 
-    `free` defaults to the free main memory. The requests that run on a CPU never use more than 64 contexts of full
-    length.
+    `given` are the scheduler options of the caller, `scheduler` the same with defaults; its number of pages is not
+    used. `free` defaults to the free main memory. The requests that run on a CPU never use more than 64 contexts of
+    full length.
     """
+    page_size, context_tokens = scheduler.page_size, scheduler.context_tokens
     per_token = spec.kv_bytes_per_token(dtype_bytes)
     free = free_memory() if free is None else free
-    fraction = default_fraction if config.kv_memory_fraction is None else config.kv_memory_fraction
-    if config.kv_tokens is not None:
-        num_tokens = config.kv_tokens
-        if num_tokens * per_token > free:
+    if (chosen := config.num_kv_pages(scheduler, given)) is not None:
+        most, need = free // (per_token * page_size), chosen * page_size * per_token
+        if chosen > most:
+            name, value, limit = "num_pages", chosen, most
+            if config.kv_tokens is not None:
+                name, value, limit = "kv_tokens", config.kv_tokens, most * page_size
+            remedy = f"lower it to {limit} or less" if most else "choose a smaller model, or free some memory"
             raise ConfigError(
-                f"kv_tokens is {num_tokens}, which takes {_gib(num_tokens * per_token)} of memory, but only "
-                f"{_gib(free)} are free: lower it to {free // per_token} or less."
+                f"{name} is {value}, which takes {_gib(need)} of memory, but only {_gib(free)} are free: {remedy}."
             )
-    else:
-        num_tokens = min(int(free * fraction) // per_token, max_contexts * context_tokens)
+        return chosen
+    fraction = default_fraction if config.kv_memory_fraction is None else config.kv_memory_fraction
+    num_tokens = min(int(free * fraction) // per_token, max_contexts * context_tokens)
     num_pages = num_tokens // page_size
-    if num_pages < 1 or (num_tokens < min(_MIN_TOKENS, context_tokens) and config.kv_tokens is None):
+    if num_pages < 1 or num_tokens < min(_MIN_TOKENS, context_tokens):
         raise ConfigError(
             f"the model leaves memory for a KV cache of {num_tokens} tokens ({_gib(free)} free, {per_token} bytes per "
             f"token, pages of {page_size}): choose a smaller model, free some memory, or raise kv_memory_fraction "

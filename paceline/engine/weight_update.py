@@ -20,7 +20,7 @@ from paceline.engine.kv_sizing import check_model_fits, free_memory
 from paceline.engine.output import Conflict, WeightUpdate
 from paceline.engine.pausing import PauseMode
 from paceline.model.spec import ModelError, ModelSpec
-from paceline.request import InvalidRequest
+from paceline.request import InvalidRequest, short
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
@@ -38,6 +38,8 @@ def update_weights(
     do not fit. `mode`: what becomes of running requests; `version` defaults to the number of the update."""
     if mode not in list(PauseMode):
         raise InvalidRequest(f"mode is {mode!r}: choose one of {', '.join(PauseMode)}.")
+    if not isinstance(path, str | Path) or path == "":
+        raise InvalidRequest(f"path is {short(path)}: give a folder or a .gguf file.")
     if engine.spec is None or not engine.executor.capabilities.weights:
         raise InvalidRequest("this engine has no weights: weight updates need a model on a CPU or GPU.")
     if not engine.weights.updating.acquire(blocking=False):

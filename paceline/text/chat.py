@@ -18,7 +18,7 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from paceline.request import InvalidRequest
+from paceline.request import InvalidRequest, short
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _WIDE = re.compile(r"\d{4}|\*")  # a field of a thousand characters, or of a computed width
@@ -101,16 +101,16 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     """The messages as templates expect them, with `content` as one string. Raises InvalidRequest if they are not
     valid."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
-        raise InvalidRequest(f"messages is {_short(messages)}: give a list of at least one message.")
+        raise InvalidRequest(f"messages is {short(messages)}: give a list of at least one message.")
     return [_check_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
 
 def _check_message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise InvalidRequest(f"{where} is {_short(message)}: give an object with role and content.")
+        raise InvalidRequest(f"{where} is {short(message)}: give an object with role and content.")
     role = message.get("role")
     if role not in ROLES:
-        raise InvalidRequest(f"{where}.role is {_short(role)}: choose one of {', '.join(ROLES)}.")
+        raise InvalidRequest(f"{where}.role is {short(role)}: choose one of {', '.join(ROLES)}.")
     content = message.get("content")
     if content is None:
         if role == "assistant" and message.get("tool_calls"):
@@ -119,7 +119,7 @@ def _check_message(where: str, message: Any) -> dict[str, Any]:
     if isinstance(content, str):
         return dict(message)
     if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise InvalidRequest(f"{where}.content is {_short(content)}: give a string or a list of text parts.")
+        raise InvalidRequest(f"{where}.content is {short(content)}: give a string or a list of text parts.")
     texts = [_part_text(f"{where}.content[{index}]", part) for index, part in enumerate(content)]
     return {**message, "content": "".join(texts)}
 
@@ -127,16 +127,11 @@ def _check_message(where: str, message: Any) -> dict[str, Any]:
 def _part_text(where: str, part: Any) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind != "text":
-        raise InvalidRequest(f"{where}.type is {_short(kind)}: only text parts are supported.")
+        raise InvalidRequest(f"{where}.type is {short(kind)}: only text parts are supported.")
     text = part.get("text")
     if not isinstance(text, str):
-        raise InvalidRequest(f"{where}.text is {_short(text)}: give a string.")
+        raise InvalidRequest(f"{where}.text is {short(text)}: give a string.")
     return text
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class _StepBudget:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.config import ConfigError, EngineConfig
+from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.engine import kv_sizing
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine
@@ -18,7 +18,7 @@ from paceline.engine.kv_sizing import check_model_fits, num_kv_pages
 from paceline.llm import LLM
 from paceline.model.registry import shape
 from paceline.model.spec import ModelError
-from paceline.request import SamplingParams
+from paceline.request import Refused, SamplingParams
 
 RANDOM: dict[str, Any] = {"load": "random", "shape": "tiny-llama", "threads": 1}
 
@@ -28,6 +28,16 @@ RANDOM: dict[str, Any] = {"load": "random", "shape": "tiny-llama", "threads": 1}
     [
         ({**RANDOM, "max_runing": 3}, "unknown option 'max_runing': did you mean max_running or max_waiting?"),
         ({**RANDOM, "zzz": 3}, "unknown option 'zzz': options are: batching,"),
+        ({"load": "random", "shap": "tiny-llama"}, "unknown option 'shap': did you mean shape"),
+        ({**RANDOM, "max_model_len": 64}, "unknown option 'max_model_len': here it is called context_tokens"),
+        (
+            {**RANDOM, "gpu_memory_utilization": 0.9},
+            "unknown option 'gpu_memory_utilization': here it is called kv_memory_fraction",
+        ),
+        ({"model": 5}, "model is 5: give a folder, a .gguf file or a Hugging Face id."),
+        ({"model": b"x"}, "model is b'x': give a folder, a .gguf file or a Hugging Face id."),
+        ({"model": ""}, "model is '': give a folder, a .gguf file or a Hugging Face id."),
+        ({**RANDOM, "seed": "a"}, "seed is 'a': expected an integer."),
         ({**RANDOM, "draft_tokens": 2}, "draft_tokens is 2, which is not supported: no executor drafts tokens yet."),
         ({**RANDOM, "overlap": "yes"}, "overlap is 'yes': choose one of on, off, sync."),
         ({**RANDOM, "dtype": "int4"}, "dtype is 'int4': choose one of auto, float32, bfloat16, float16."),
@@ -35,8 +45,18 @@ RANDOM: dict[str, Any] = {"load": "random", "shape": "tiny-llama", "threads": 1}
         ({**RANDOM, "context_tokens": 9999}, "context_tokens is 9999, more than the model's 2048"),
         ({**RANDOM, "context_tokens": "many"}, "context_tokens is 'many': expected an integer."),
         ({**RANDOM, "kv_tokens": 64, "num_pages": 4}, "kv_tokens is 64 and num_pages is 4: give one of them."),
-        ({**RANDOM, "kv_tokens": 10**12}, "kv_tokens is 1000000000000, which takes"),
-        ({**RANDOM, "kv_tokens": 3}, "the model leaves memory for a KV cache of 3 tokens"),
+        ({**RANDOM, "kv_tokens": 10**10}, "kv_tokens is 10000000000, which takes"),
+        ({**RANDOM, "num_pages": 10**9}, "num_pages is 1000000000, which takes"),
+        ({**RANDOM, "num_pages": 10**12}, "num_pages is 1000000000000: must be at most 2147483647."),
+        ({**RANDOM, "kv_tokens": 3}, "kv_tokens is 3, less than a page of 16 tokens: give at least 16"),
+        ({"executor": "virtual", "kv_tokens": 3}, "kv_tokens is 3, less than a page of 16 tokens: give at least 16"),
+        ({**RANDOM, "kv_tokens": 40, "page_size": 64}, "less than a page of 64 tokens: give at least 64"),
+        (
+            {**RANDOM, "kv_tokens": 16, "pin_quota_pages": 2},
+            "kv_tokens is 16, less than a page of 16 tokens beside pin_quota_pages = 2: give at least 48",
+        ),
+        ({"executor": "virtual", "kv_tokens": 10**13}, "kv_tokens is 10000000000000: must be at most 34359738352."),
+        ({"executor": "virtual", "page_size": 0}, "page_size is 0: must be at least 1."),
         ({"load": "random"}, "load is 'random' and no shape is given"),
         ({"load": "magic"}, "load is 'magic': choose one of weights, random."),
         ({"shape": "tiny-llama"}, "shape is 'tiny-llama', which requires load='random'"),
@@ -48,6 +68,18 @@ RANDOM: dict[str, Any] = {"load": "random", "shape": "tiny-llama", "threads": 1}
 def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, ModelError), match=re.escape(message)):
         build_engine(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_tokens": 16}, {"kv_tokens": 48, "pin_quota_pages": 2}, {"kv_tokens": 200_000, "pin_quota_pages": 5000}],
+)
+@pytest.mark.parametrize("kind", [RANDOM, {"executor": "virtual"}], ids=["model", "virtual"])
+def test_the_smallest_kv_cache_that_an_error_names_works(kind: dict[str, Any], options: dict[str, Any]) -> None:
+    with LLM(**kind, **options) as llm:
+        assert len(llm.generate([[5, 6]], SamplingParams(max_tokens=14, ignore_eos=True))[0].token_ids) == 14
+        with pytest.raises(Refused, match=r"more than the KV memory for|more than the context of"):
+            llm.generate([[5, 6]], SamplingParams(max_tokens=400_000))
 
 
 @pytest.mark.parametrize(
@@ -73,12 +105,13 @@ def test_kv_memory_follows_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = shape("smollm2-135m")
     monkeypatch.setattr(kv_sizing, "free_memory", lambda: 2**30)
     per_token = 2 * 30 * 3 * 64 * 4
-    pages = num_kv_pages(EngineConfig(kv_memory_fraction=0.5), spec, 4, 16, 8192)
+    config = SchedulerConfig(context_tokens=8192)
+    pages = num_kv_pages(EngineConfig(kv_memory_fraction=0.5), spec, 4, config, {})
     assert pages == 2**29 // per_token // 16
-    assert num_kv_pages(EngineConfig(kv_tokens=1000), spec, 4, 16, 8192) == 62
+    assert num_kv_pages(EngineConfig(kv_tokens=1000), spec, 4, config, {}) == 62
     monkeypatch.setattr(kv_sizing, "free_memory", lambda: 2**20)
     with pytest.raises(ConfigError, match="choose a smaller model, free some memory, or raise kv_memory_fraction"):
-        num_kv_pages(EngineConfig(), spec, 4, 16, 8192)
+        num_kv_pages(EngineConfig(), spec, 4, config, {})
     with pytest.raises(ConfigError, match=r"parameters take .*, but only .* of memory are free"):
         check_model_fits(spec, 4)
 

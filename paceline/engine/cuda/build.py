@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -49,31 +51,31 @@ def build_cuda(
     decoder: Decoder,
     config: EngineConfig,
     scheduler: SchedulerConfig,
-    with_pages: Callable[[int], SchedulerConfig] | None,
+    given: Mapping[str, Any] | None,
     *,
     tuning: GemmTuning = decode_tuning,
     attention: AttentionChoices = AttentionChoices(),  # noqa: B008  (frozen)
     share_rule: Callable[[int, int], ShareRule] = ShareRule,
     prefill_sizes: Sequence[int] = PREFILL_SIZES,
 ) -> tuple[CudaExecutor, SchedulerConfig]:
-    """The executor, and the scheduler's options with the number of pages. `with_pages` makes these from the number that
-    fits the memory; None: the number in `scheduler` is used. The decoder must not be used afterwards."""
+    """The executor, and the scheduler's options with the number of pages, which follows from the free memory and the
+    scheduler options in `given`; None: the number in `scheduler` is used. The decoder must not be used afterwards."""
     streams = streams_of(decoder.device)
     model = CudaModel(decoder, max_tokens=scheduler.max_batch_tokens, max_rows=scheduler.max_running, tuning=tuning)
     page_size, context = scheduler.page_size, scheduler.context_tokens
-    if with_pages is not None:
+    if given is not None:
         free = streams.free_memory() - _workspace_bytes(model, scheduler, attention)
         num_pages = num_kv_pages(
             config,
             model.spec,
             model.dtype.itemsize,
-            page_size,
-            context,
+            scheduler,
+            given,
             free=max(free, 0),
             default_fraction=_KV_FRACTION,
             max_contexts=scheduler.max_running,
         )
-        scheduler = with_pages(num_pages)
+        scheduler = replace(scheduler, num_pages=num_pages)
     executor = CudaExecutor(
         model,
         streams,

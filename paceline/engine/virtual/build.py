@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.config import ConfigError, EngineConfig, SchedulerConfig
+from paceline.config import MAX_PAGES, EngineConfig, SchedulerConfig
 from paceline.engine.engine import Engine, EngineHooks, ModelInfo
 from paceline.engine.loop import Trace
 from paceline.engine.virtual.executor import (
@@ -38,11 +38,9 @@ def build_virtual(
     detokenize: bool = True,
 ) -> Engine:
     options = dict(scheduler_options)
-    if config.kv_tokens is not None and "num_pages" in options:
-        raise ConfigError(f"kv_tokens is {config.kv_tokens} and num_pages is {options['num_pages']}: give one of them.")
-    page_size = options.get("page_size", SchedulerConfig().page_size)
-    if "num_pages" not in options:
-        options["num_pages"] = max(1, (config.kv_tokens or _KV_TOKENS) // page_size)
+    checked = SchedulerConfig(**{"num_pages": MAX_PAGES, **options})
+    page_size = checked.page_size
+    options["num_pages"] = config.num_kv_pages(checked, options) or max(1, _KV_TOKENS // page_size)
     page_s = page_size * KV_BYTES_PER_TOKEN / _LINK_RATE
     if count := config.num_host_pages(page_size, options):
         options["num_host_pages"] = count
