@@ -6,7 +6,7 @@ READY := .venv/.ready
 RUNTIME := .venv/.runtime
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install serve test test-slow test-flaky lint format bench mutants clean
+.PHONY: install serve wheel test test-slow test-flaky lint format bench mutants clean
 
 install: $(READY)
 
@@ -18,12 +18,17 @@ $(READY): pyproject.toml constraints.txt
 $(RUNTIME): pyproject.toml constraints.txt
 	@echo "Setting up .venv: a minute or two, once."
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(PIP) -e '.[grammar]'
+	@$(PIP) -e .
 	@touch $@
 
 # Options: make serve ARGS="--port 9000"
 serve: $(RUNTIME)
 	@$(BIN)/paceline serve $(ARGS)
+
+# The sdist and the wheel, in dist/. `pip install dist/*.whl` works without a clone.
+wheel: $(READY)
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
 
 # One file after the other in each of several processes. Options: make test ARGS="tests/server -n 0"
 test: $(READY)

@@ -338,7 +338,5 @@ def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise InvalidRequest(
-            "grammar is given, but llguidance is not installed: pip install 'paceline[grammar]'."
-        ) from None
+        raise InvalidRequest("grammar is given, but llguidance is not installed: pip install llguidance.") from None
     return llguidance

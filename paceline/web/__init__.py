@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-_FOLDER = Path(__file__).parent
+_FOLDER = Path(__file__).resolve().parent  # the package may be reached through a link
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
