@@ -107,7 +107,7 @@ def first_sentence(path: Path) -> str:
 
 PACKAGES = [  # roughly in order of execution
     "server", "scheduler", "engine", "model", "kernels", "sampling", "text", "bench", "checks", "simulator", "web",
-    "cli",
+    "doctor", "cli",
 ]  # fmt: skip
 
 

