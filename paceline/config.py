@@ -564,6 +564,12 @@ class ServerConfig:
     shutdown_s: float = option(3.0, "seconds that running requests get to finish after SIGTERM or SIGINT", low=0.0)
     stall_s: float = option(60.0, "seconds without progress after which /health fails", low=0.1)
 
+    separate_reasoning: bool = option(
+        True,
+        "return the reasoning of a model in reasoning_content, not in content (vLLM, SGLang: reasoning_parser); a "
+        "request can override it",
+    )
+
     # Limits
     max_body_bytes: int = option(16_777_216, "maximum size of a request body in bytes", low=1024)
     max_header_bytes: int = option(32_768, "maximum size of the request line and headers in bytes", low=1024)

@@ -106,6 +106,9 @@ class Grammar:
 
     kind: str
     source: str = ""
+    # Markers of reasoning that may come before the constrained text. If the first is empty, the prompt has it, and the
+    # reasoning must be completed.
+    reasoning: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in GRAMMAR_KINDS:

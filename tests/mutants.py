@@ -401,7 +401,7 @@ MUTANTS = [
     Mutant(
         "half a tool call is shown as text",
         "text/tools.py",
-        "len(self._text) - _overlap(self._text, _OPEN)",
+        "len(self._text) - overlap(self._text, _OPEN)",
         "len(self._text)",
         ["tests/text/test_tools.py"],
     ),

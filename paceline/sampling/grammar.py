@@ -134,6 +134,8 @@ class Grammars:
     def _compile_checked(self, grammar: Grammar) -> Compiled:
         llguidance = self.set_up()
         source = _source(llguidance.LLMatcher, grammar)
+        if grammar.reasoning is not None:
+            source = _after_reasoning(source, grammar, self._tokenizer)
         for pattern in _patterns(grammar):
             if (count := num_repeats(pattern)) > MAX_REPEATS:
                 raise InvalidRequest(
@@ -287,6 +289,21 @@ def _source(matcher: Any, grammar: Grammar) -> str:
         options = " | ".join(json.dumps(option, ensure_ascii=False) for option in json.loads(grammar.source))
         found = matcher.grammar_from_lark(f"start: {options}")
     return found
+
+
+def _after_reasoning(source: str, grammar: Grammar, tokenizer: Tokenizer) -> str:
+    """The grammar of reasoning and then a text that `source` allows. Reasoning is any text up to the closing marker."""
+    assert grammar.reasoning is not None, "called for grammars with reasoning"
+    opening, closing = grammar.reasoning
+    literal = tokenizer.lark_literal(closing)
+    if literal.startswith("<["):  # a token of its own, which is no part of a text
+        reasoning = f"reasoning: text {literal} BLANKS?\ntext: /(.|\\n)*/"
+    else:
+        reasoning = f"reasoning: text BLANKS?\ntext[suffix={literal}]: /(.|\\n)*/"
+    start = f"start: ({tokenizer.lark_literal(opening)} reasoning)? @body" if opening else "start: reasoning @body"
+    whole = "\n".join([start, reasoning, r"BLANKS: /[ \n\r\t]{1,4}/"])
+    body = {"lark_grammar": source} if grammar.kind in ("lark", "choice") else json.loads(source)["grammars"][0]
+    return json.dumps({"grammars": [{"lark_grammar": whole}, {**body, "name": "body"}]})
 
 
 def _patterns(grammar: Grammar) -> Iterator[str]:

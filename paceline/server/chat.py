@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -16,6 +16,7 @@ from paceline.engine.output import OutputDelta
 from paceline.request import Grammar, as_tokens
 from paceline.server.errors import ApiError
 from paceline.server.fields import check_messages, short
+from paceline.server.reasoning import ReasoningSetup
 from paceline.server.request_types import ChatRequest
 from paceline.server.response import (
     LogprobFormatter,
@@ -32,6 +33,7 @@ from paceline.server.response_types import (
     ChatChunkChoice,
     ChatCompletion,
     ChatLogprobs,
+    CompletionDetails,
     Delta,
     FunctionCall,
     FunctionDelta,
@@ -41,42 +43,71 @@ from paceline.server.response_types import (
     UsageInfo,
 )
 from paceline.server.state import ServerState
+from paceline.text.output_parser import OutputEvent, OutputParser, Reasoning
+from paceline.text.reasoning import ReasoningCounter
 from paceline.text.tokenizer import Tokenizer
-from paceline.text.tools import Content, ToolCallEvent, ToolCallParser, ToolCallStart, call_grammar, describe, style_of
+from paceline.text.tools import Content, ToolCallParser, ToolCallStart, call_grammar, describe, style_of
 
 
 class ChatResponse:
+    """`parse` turns outputs into events; the other methods put them into the JSON of this route."""
+
     prompt_field = "messages"
 
     def __init__(self, state: ServerState, request: ChatRequest) -> None:
         tokenizer = state.tokenizer
         self.request = request
         self.id, self._created = make_response_id("chatcmpl"), unix_time()
-        tools = _ToolSetup.of(request, tokenizer)
+        tools, reasoning = _ToolSetup.of(request, tokenizer), ReasoningSetup.of(state, request)
         messages = check_messages(request.messages)
         shown = [msgspec.to_builtins(tool) for tool in tools.shown] or None
         if tokenizer.chat is not None and "tools" not in tokenizer.chat.source:
             messages, shown = describe(messages, shown), None
+        prompt = tokenizer.render_chat(messages, **reasoning.variables, **({"tools": shown} if shown else {}))
         overrides: dict[str, Any] = {"logprobs": _num_logprobs(request)}
+        grammar = request.grammar()
         if tools.grammar is not None:
-            if request.grammar() is not None:
+            if grammar is not None:
                 raise ApiError(
                     "tool_choice forces a call and another constraint is given: give one of them.",
                     param="tool_choice",
                 )
-            overrides["grammar"] = tools.grammar
-        if tools.style is not None and tokenizer.token_id("<tool_call>") in tokenizer.special_ids:
+            grammar = tools.grammar
+        if grammar is not None:
+            overrides["grammar"] = replace(grammar, reasoning=reasoning.before_grammar(prompt))
+        markers = [reasoning.markers.opening, reasoning.markers.closing] if reasoning.markers else []
+        markers += ["<tool_call>"] if tools.style is not None else []
+        if any(tokenizer.token_id(marker) in tokenizer.special_ids for marker in markers):
             overrides["skip_special_tokens"] = False  # the parser needs them
         params = request.sampling_params(_max_tokens(request), **overrides)
-        prompt = tokenizer.encode_chat(messages, **({"tools": shown} if shown else {}))
         each = params.each_choice()
         ids = [self.id] if len(each) == 1 else [f"{self.id}-{index}" for index in range(len(each))]
-        tokens = as_tokens(prompt)
+        tokens = as_tokens(tokenizer.encode(prompt, add_special=False))
         self.jobs: Sequence[Job] = [Job(tokens, choice, id=name) for name, choice in zip(ids, each, strict=True)]
         self.jobs_per_prompt = len(each)
         self._formatter = LogprobFormatter(tokenizer, params)
-        self._style = tools.style
-        self._parsers = {} if tools.style is None else {i: ToolCallParser(tools.style) for i in range(len(each))}
+        self._parsers = [
+            OutputParser(
+                reasoning.parser(prompt),
+                None if tools.style is None else ToolCallParser(tools.style),
+                separate_reasoning=reasoning.is_separate,
+            )
+            for _ in each
+        ]
+        self._counters = [
+            ReasoningCounter(reasoning.markers, tokenizer.token_bytes) for _ in each if reasoning.markers is not None
+        ]
+
+    def parse(self, index: int, outputs: Sequence[OutputDelta]) -> tuple[list[OutputEvent], str | None]:
+        """Events of further outputs of job `index`, and the finish reason with the last one."""
+        parser, reason = self._parsers[index], finish_reason_of(outputs[-1])
+        events = parser.push(text_of(outputs))
+        if self._counters:
+            for output in outputs:
+                self._counters[index].push(output.token_ids)
+        if reason is not None:
+            events += parser.close()
+        return events, "tool_calls" if reason == "stop" and parser.num_calls else reason
 
     def first_chunks(self) -> Iterable[bytes]:
         for index in range(len(self.jobs)):
@@ -84,15 +115,8 @@ class ChatResponse:
 
     def chunks(self, index: int, output: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
         logprobs = self._logprobs([output])
-        parser = self._parsers.get(index)
-        if parser is None:
-            deltas = [Delta(content=output.text)] if output.text else []
-        else:
-            events = parser.push(output.text)
-            events += parser.close() if finish_reason is not None else []
-            deltas = list(_deltas(events, parser))
-            if finish_reason == "stop" and parser.num_calls:
-                finish_reason = "tool_calls"
+        events, finish_reason = self.parse(index, [output])
+        deltas = list(_deltas(events, self._parsers[index].num_calls))
         if not deltas and (finish_reason is not None or logprobs is not None):
             deltas = [Delta()]
         for number, delta in enumerate(deltas):
@@ -103,23 +127,32 @@ class ChatResponse:
             yield self._chunk([choice], versions=UNSET if reason is None else weight_versions([output]))
 
     def usage_chunk(self, usage: UsageInfo) -> bytes:
-        return self._chunk([], usage)
+        return self._chunk([], self._with_reasoning(usage))
 
     def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
         choices = [self._choice(index, deltas) for index, deltas in enumerate(outputs)]
-        versions = weight_versions(chain.from_iterable(outputs))
+        versions, usage = weight_versions(chain.from_iterable(outputs)), self._with_reasoning(usage)
         return msgspec.json.encode(
             ChatCompletion(self.id, "chat.completion", self._created, self.request.model, choices, usage, versions)
         )
 
+    def _with_reasoning(self, usage: UsageInfo) -> UsageInfo:
+        """Usage with the number of reasoning tokens, markers included."""
+        if not self._counters:
+            return usage
+        counts = [
+            counter.num_tokens
+            for parser, counter in zip(self._parsers, self._counters, strict=True)
+            if parser.has_reasoning
+        ]
+        # A stop string may cut off tokens that were counted.
+        details = CompletionDetails(min(sum(counts), usage.completion_tokens))
+        return msgspec.structs.replace(usage, completion_tokens_details=details)
+
     def _choice(self, index: int, outputs: Sequence[OutputDelta]) -> ChatChoice:
-        message, reason = Message("assistant", text_of(outputs)), finish_reason_of(outputs[-1]) or ""
-        if self._style is not None:
-            parser = ToolCallParser(self._style)
-            message = _message(parser.push(text_of(outputs)) + parser.close())
-            if parser.num_calls and reason == "stop":
-                reason = "tool_calls"
-        return ChatChoice(index, message, reason, self._logprobs(outputs), clipped_max_tokens(outputs[-1]))
+        events, reason = self.parse(index, outputs)
+        clipped = clipped_max_tokens(outputs[-1])
+        return ChatChoice(index, _message(events), reason or "", self._logprobs(outputs), clipped)
 
     def _logprobs(self, outputs: Sequence[OutputDelta]) -> ChatLogprobs | None:
         if not self.request.logprobs:
@@ -182,24 +215,31 @@ def _invalid_tool_choice(message: str) -> ApiError:
     return ApiError(message, param="tool_choice", code="invalid_value")
 
 
-def _message(events: Sequence[ToolCallEvent]) -> Message:
+def _message(events: Iterable[OutputEvent]) -> Message:
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[ToolCall] = []
     for event in events:
         if isinstance(event, Content):
             texts.append(event.text)
+        elif isinstance(event, Reasoning):
+            thoughts.append(event.text)
         elif isinstance(event, ToolCallStart):
             calls.append(ToolCall(_call_id(), FunctionCall(event.name, "")))
         else:
             calls[-1].function.arguments += event.arguments
-    return Message("assistant", "".join(texts) or (None if calls else ""), tool_calls=calls or UNSET)
+    content = "".join(texts) or (None if calls else "")
+    return Message("assistant", content, None, "".join(thoughts) or UNSET, calls or UNSET)
 
 
-def _deltas(events: Sequence[ToolCallEvent], parser: ToolCallParser) -> Iterator[Delta]:
-    number = parser.num_calls - 1 - sum(isinstance(event, ToolCallStart) for event in events)
+def _deltas(events: Sequence[OutputEvent], num_calls: int) -> Iterator[Delta]:
+    """`num_calls` includes those that begin in `events`."""
+    number = num_calls - 1 - sum(isinstance(event, ToolCallStart) for event in events)
     for event in events:
         if isinstance(event, Content):
             yield Delta(content=event.text)
+        elif isinstance(event, Reasoning):
+            yield Delta(reasoning_content=event.text)
         elif isinstance(event, ToolCallStart):
             number += 1
             call = ToolCallDelta(number, _call_id(), "function", FunctionDelta(event.name, ""))

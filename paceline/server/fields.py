@@ -40,8 +40,9 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
 }
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")
-_UNSUPPORTED_MESSAGE_FIELDS = ("function_call", "refusal", "audio", "annotations", "reasoning")
+_REASONING_FIELDS = ("reasoning_content", "reasoning")  # two names of the same
+_MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", *_REASONING_FIELDS)
+_UNSUPPORTED_MESSAGE_FIELDS = ("function_call", "refusal", "audio", "annotations")
 
 
 def select_supported(body: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
@@ -86,6 +87,7 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     f"Unknown parameter: {path}.{name}. Omit it.", param="messages", code="unknown_parameter"
                 )
         kept = {name: value for name, value in message.items() if name not in _UNSUPPORTED_MESSAGE_FIELDS}
+        _rename_reasoning(path, kept)
         if role == "developer":  # OpenAI's newer name for system; chat templates do not know it
             kept["role"] = "system"
         if kept.get("tool_calls"):
@@ -96,6 +98,20 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             kept.pop("tool_call_id", None)
         checked.append(kept)
     return checked
+
+
+def _rename_reasoning(path: str, message: dict[str, Any]) -> None:
+    """Reasoning that a client sends back, under the name that templates use. The template decides what becomes of it:
+    most drop it from all turns but the last."""
+    given = {name: value for name in _REASONING_FIELDS if (value := message.pop(name, None))}
+    for name, value in given.items():
+        if message["role"] != "assistant" or not isinstance(value, str) or value != next(iter(given.values())):
+            raise ApiError(
+                f"{path}.{name} is {short(value)}: give a string, in an assistant message, under one name.",
+                param="messages",
+                code="invalid_value",
+            )
+        message["reasoning_content"] = value
 
 
 def _check_tool_calls(path: str, calls: Any) -> list[dict[str, Any]]:

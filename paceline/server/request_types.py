@@ -188,6 +188,9 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    separate_reasoning: bool | None = None  # default: the option of the server
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):

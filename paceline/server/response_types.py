@@ -12,11 +12,16 @@ class CachedTokens(msgspec.Struct):
     cached_tokens: int = 0
 
 
+class CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class UsageInfo(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET  # chat, models with reasoning
 
 
 class FunctionCall(msgspec.Struct):
@@ -34,6 +39,7 @@ class Message(msgspec.Struct):
     role: str
     content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -88,6 +94,7 @@ class ToolCallDelta(msgspec.Struct):
 class Delta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 

@@ -10,10 +10,11 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
@@ -23,6 +24,10 @@ from paceline.request import InvalidRequest, short
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _WIDE = re.compile(r"\d{4}|\*")  # a field of a thousand characters, or of a computed width
 
+# Variables that `render` sets itself.
+RESERVED_VARIABLES = frozenset(
+    ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "_step", "_join")
+)
 MAX_STEPS = 200_000  # loop iterations and macro calls per rendering
 MAX_CHARACTERS = 64_000_000  # of the rendered text and of every intermediate string
 
@@ -44,7 +49,6 @@ class ChatTemplate:
 
     def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "", now: Any = datetime.now) -> None:
         self.source, self._now = source, now
-        self._template: jinja2.Template | None = None
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
 
     def render(
@@ -67,8 +71,7 @@ class ChatTemplate:
             "_step": budget.step,
             "_join": _join,
         }
-        template = self._compile()
-        pieces, length = [], 0
+        template, pieces, length = self._template, [], 0
         try:
             for piece in template.generate(names):
                 pieces.append(piece)
@@ -85,16 +88,30 @@ class ChatTemplate:
             ) from None
         return "".join(pieces)
 
-    def _compile(self) -> jinja2.Template:
-        if self._template is None:
-            environment = _environment(self._now)
-            try:
-                self._template = environment.from_string(_LimitInserter().visit(environment.parse(self.source)))
-            except (jinja2.TemplateError, RecursionError) as error:
-                raise ChatTemplateError(
-                    f"chat_template cannot be compiled ({error}): correct it or choose another."
-                ) from None
-        return self._template
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The variables that the template reads and a caller may set, such as enable_thinking."""
+        names = meta.find_undeclared_variables(self._parse(_environment(self._now)))
+        return frozenset(names) - RESERVED_VARIABLES
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        environment = _environment(self._now)
+        parsed = self._parse(environment)
+        try:
+            return environment.from_string(_LimitInserter().visit(parsed))
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise _cannot_compile(error) from None
+
+    def _parse(self, environment: jinja2.Environment) -> nodes.Template:
+        try:
+            return environment.parse(self.source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise _cannot_compile(error) from None
+
+
+def _cannot_compile(error: Exception) -> ChatTemplateError:
+    return ChatTemplateError(f"chat_template cannot be compiled ({error}): correct it or choose another.")
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
@@ -113,7 +130,7 @@ def _check_message(where: str, message: Any) -> dict[str, Any]:
         raise InvalidRequest(f"{where}.role is {short(role)}: choose one of {', '.join(ROLES)}.")
     content = message.get("content")
     if content is None:
-        if role == "assistant" and message.get("tool_calls"):
+        if role == "assistant" and (message.get("tool_calls") or message.get("reasoning_content")):
             return {**message, "content": ""}
         raise InvalidRequest(f"{where}.content is missing: give a string or a list of text parts.")
     if isinstance(content, str):

@@ -72,6 +72,7 @@ class Tokenizer:
         self._bytes = _TokenBytes(self._compute_bytes)
         self._byte_level, self.strips_leading_space = _decoder_kind(core)
         added = core.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.vocab_size = max(core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.eos_ids = frozenset(eos_ids)
@@ -136,6 +137,13 @@ class Tokenizer:
         """The id of a token, given as it is spelt in the vocabulary."""
         found = self._core.token_to_id(token)
         return None if found is None else int(found)
+
+    def lark_literal(self, text: str) -> str:
+        """`text` in a Lark grammar: by its id if it is a token that no text of a grammar matches. For llguidance these
+        are special tokens and all added ones within angle brackets."""
+        index = self.token_id(text)
+        is_bracketed = text.startswith("<") and text.endswith(">") and index in self._added_ids
+        return f"<[{index}]>" if index in self.special_ids or is_bracketed else json.dumps(text, ensure_ascii=False)
 
     def check_fits(self, vocab_size: int) -> None:
         """Raises ModelError if text can encode to an id that a model with this vocabulary size does not have."""

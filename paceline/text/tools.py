@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.request import Grammar, InvalidRequest
+from paceline.text.reasoning import overlap
 
 HERMES, LLAMA = "hermes", "llama"
 _OPEN, _CLOSE, _PYTHON = "<tool_call>", "</tool_call>", "<|python_tag|>"
@@ -143,7 +144,7 @@ class ToolCallParser:
             return self._read_llama(at_end)
         begin = self._text.find(_OPEN)
         if begin < 0:
-            end = len(self._text) if at_end else len(self._text) - _overlap(self._text, _OPEN)
+            end = len(self._text) if at_end else len(self._text) - overlap(self._text, _OPEN)
             if not at_end:
                 end = len(self._text[:end].rstrip("\n"))  # line breaks before a call are dropped
             text, self._text = self._text[:end], self._text[end:]
@@ -265,14 +266,6 @@ class _CallParser:
         stripped = text.lstrip()
         self.is_done = at_end or stripped.startswith("}")
         return stripped.removeprefix("}")
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that may be the beginning of `marker`."""
-    for size in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:size]):
-            return size
-    return 0
 
 
 def _is_json(text: str) -> bool:

@@ -540,3 +540,51 @@ def test_a_tokenizer_that_llguidance_does_not_support_is_refused() -> None:
     for ask in (grammars.set_up, lambda: grammars.compile(Grammar.regex("a")).result()):
         with pytest.raises(InvalidRequest, match=r"cannot use this model's tokenizer .*Metaspace.*: leave it out\."):
             ask()
+
+
+def accepts(grammars: Grammars, grammar: Grammar, text: str) -> bool:
+    """Whether `text` is a whole output."""
+    tokens = grammars._tokenizer.encode(text, add_special=False)
+    matcher = grammars.compile(grammar).result().deep_copy()
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
+@pytest.mark.parametrize("added", ["none", "tokens", "special tokens"])
+@pytest.mark.parametrize(
+    ("grammar", "valid"),
+    [
+        (Grammar.json_schema({"type": "integer"}), "12"),
+        (Grammar.json_object(), '{"a": 1}'),
+        (Grammar.regex("[0-9]{2}"), "12"),
+        (Grammar.choice(["12", "13"]), "12"),
+        (Grammar.lark('start: "1" "2"'), "12"),
+    ],
+)
+def test_a_grammar_begins_after_the_reasoning(grammar: Grammar, valid: str, added: str) -> None:
+    core = synthetic_tokenizer(600)._core
+    if added != "none":
+        special = added == "special tokens"
+        core.add_tokens([tokenizers.AddedToken(one, special=special, normalized=False) for one in ("<t>", "</t>")])
+    grammars = Grammars(Tokenizer(core, eos_ids=(2,)), core.get_vocab_size())
+    opened, offered = (
+        Grammar(grammar.kind, grammar.source, reasoning) for reasoning in (("", "</t>"), ("<t>", "</t>"))
+    )
+    reasoning = 'a "quote", a < b </ c,\n{"wrong": 1}.'
+    for blanks in ("", "\n", "\n\n"):
+        assert accepts(grammars, opened, f"{reasoning}</t>{blanks}{valid}")
+        assert accepts(grammars, offered, f"<t>{reasoning}</t>{blanks}{valid}")
+    assert accepts(grammars, offered, valid)
+    for text in (f"{reasoning}</t>", f"{reasoning}</t>x", f"{reasoning}</t>x</t>{valid}", valid, ""):
+        assert not accepts(grammars, opened, text)
+    for text in (reasoning, f"{reasoning}</t>{valid}", f"<t>{reasoning}</t>x", "<t>"):
+        assert not accepts(grammars, offered, text)
+    grammars.close()
+
+
+def test_a_model_reasons_and_then_follows_its_grammar(llm: LLM) -> None:
+    """The random model closes its reasoning because the bias makes it."""
+    closing = llm.tokenizer.encode("z")[0]
+    grammar = Grammar("regex", "[0-9]{3}", ("", "z"))
+    for output in outputs_of(llm, grammar, max_tokens=200, logit_bias={closing: 8}):
+        assert output.finish_reason is FinishReason.STOP
+        assert re.fullmatch(r"[^z]*z\s{0,4}[0-9]{3}", output.text), output.text

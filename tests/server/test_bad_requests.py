@@ -8,6 +8,7 @@ import pytest
 
 from paceline.engine.engine import Engine
 from paceline.server.fields import UNSUPPORTED_FIELDS
+from paceline.server.request_types import ChatRequest
 from tests.server.serving import CHAT, COMPLETIONS, HELLO, TEXT, Caller, make_app
 
 
@@ -109,7 +110,8 @@ def test_an_invalid_chat_request_names_the_param(caller: Caller, changes: Any, p
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED_FIELDS))
 @pytest.mark.parametrize("stream", [False, True])
 def test_unsupported_fields_are_errors(caller: Caller, name: str, stream: bool) -> None:
-    error = refused(caller, CHAT, {**HELLO, "stream": stream, name: {"something": "else"}})
+    path, body = (CHAT, HELLO) if name not in ChatRequest.__struct_fields__ else (COMPLETIONS, TEXT)
+    error = refused(caller, path, {**body, "stream": stream, name: {"something": "else"}})
     assert error["param"] == name and error["code"] == "unsupported_parameter" and name in error["message"]
 
 

@@ -1,0 +1,86 @@
+"""Reasoning of a chat request: the variables of the chat template that control it, and how it is separated."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.server.errors import ApiError
+from paceline.server.fields import short
+from paceline.server.request_types import ChatRequest
+from paceline.server.state import ServerState
+from paceline.text.chat import RESERVED_VARIABLES
+from paceline.text.reasoning import ReasoningMarkers, ReasoningParser, reasoning_markers_of
+
+_SWITCHES = ("enable_thinking", "thinking")  # Qwen3, GLM and SmolLM3; DeepSeek and Granite
+_EFFORT = "reasoning_effort"  # gpt-oss, Seed-OSS
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningSetup:
+    """`markers` is None for a model without reasoning."""
+
+    variables: dict[str, Any]
+    markers: ReasoningMarkers | None
+    is_separate: bool
+
+    @classmethod
+    def of(cls, state: ServerState, request: ChatRequest) -> ReasoningSetup:
+        chat, separate = state.tokenizer.chat, request.separate_reasoning
+        markers = None if chat is None else reasoning_markers_of(chat.source)
+        known = frozenset() if chat is None else chat.variables
+        variables = _effort_variables(request, known, markers) | _template_variables(request, known, markers)
+        return cls(variables, markers, state.config.separate_reasoning if separate is None else separate)
+
+    def parser(self, prompt: str) -> ReasoningParser | None:
+        """A parser of an output that continues `prompt`."""
+        if self.markers is None:
+            return None
+        is_opened = self.markers.opened_by(prompt)
+        return ReasoningParser(self.markers, is_opened=is_opened, keep_markers=not self.is_separate)
+
+    def before_grammar(self, prompt: str) -> tuple[str, str] | None:
+        """The markers of reasoning that a grammar must allow before the text that it constrains."""
+        if self.markers is None or not self.is_separate or self.markers.closed_by(prompt):
+            return None
+        return "" if self.markers.opened_by(prompt) else self.markers.opening, self.markers.closing
+
+
+def _effort_variables(request: ChatRequest, known: frozenset[str], markers: ReasoningMarkers | None) -> dict[str, Any]:
+    effort = request.reasoning_effort
+    if effort is None:
+        return {}
+    found: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in known}
+    if _EFFORT in known:
+        found[_EFFORT] = effort
+    if not found and (effort != "none" or markers is not None):
+        raise ApiError(
+            f"reasoning_effort is {short(effort)}, and the model's chat template has no variable for it: omit it.",
+            param="reasoning_effort",
+            code="unsupported_parameter",
+        )
+    return found
+
+
+def _template_variables(
+    request: ChatRequest, known: frozenset[str], markers: ReasoningMarkers | None
+) -> dict[str, Any]:
+    found = {}
+    for name, value in (request.chat_template_kwargs or {}).items():
+        if name in known:
+            found[name] = value
+        elif not (name in _SWITCHES and value is False and markers is None):  # a model without reasoning
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "omit it."
+            why = (
+                "which the server sets"
+                if name in RESERVED_VARIABLES
+                else "which the model's chat template does not use"
+            )
+            raise ApiError(
+                f"chat_template_kwargs has {short(name)}, {why}: {hint}",
+                param="chat_template_kwargs",
+                code="unsupported_parameter",
+            )
+    return found
