@@ -73,6 +73,7 @@ class OutputDelta:
     # With the first delta: from the prompt's second token on, or from `prompt_logprobs_start`
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     clipped_max_tokens: int | None = None  # with the final delta: max_tokens, if it was lowered to what fits
+    matched_stop: str | None = None  # with the final delta: the stop string that ended the text
     weight_versions: tuple[str, ...] = ()  # with the final delta: several if the weights were replaced in between
 
 

@@ -144,6 +144,7 @@ class OutputProcessor:
         more = {
             "weight_versions": self._weight_versions(request),
             "clipped_max_tokens": request.clipped_max_tokens,
+            "matched_stop": None if active.text is None else active.text.matched,
             **active.take_logprobs(),
         }
         self._put(active, OutputDelta(text, tokens, reason, usage, Timings.of(request), error, vector, **more))

@@ -49,4 +49,4 @@ class App:
         try:
             await page.serve(scope, send)
         except PacelineError as error:
-            await send_error(send, api_error(error))
+            await send_error(send, scope, api_error(error))

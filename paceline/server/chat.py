@@ -1,4 +1,8 @@
-"""`/v1/chat/completions`: one conversation, one or several choices of its next message."""
+"""`/v1/chat/completions`: one conversation, one or several choices of its next message.
+
+`ChatBuilder` is what all chat APIs share: a `ChatRequest` becomes jobs, their output becomes events (content, tool
+calls). `ChatResponse` formats the events for OpenAI; the formats of other APIs are in `apis/`.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ from paceline.server.reasoning import ReasoningSetup
 from paceline.server.request_types import ChatRequest
 from paceline.server.response import (
     LogprobFormatter,
+    ResponseBuilder,
     clipped_max_tokens,
     finish_reason_of,
     make_response_id,
@@ -46,18 +51,30 @@ from paceline.server.state import ServerState
 from paceline.text.output_parser import OutputEvent, OutputParser, Reasoning
 from paceline.text.reasoning import ReasoningCounter
 from paceline.text.tokenizer import Tokenizer
-from paceline.text.tools import Content, ToolCallParser, ToolCallStart, call_grammar, describe, style_of
+from paceline.text.tools import (
+    ArgumentsDelta,
+    Content,
+    ToolCallParser,
+    ToolCallStart,
+    call_grammar,
+    describe,
+    style_of,
+)
+
+OutputPart = Reasoning | Content | FunctionCall
 
 
-class ChatResponse:
-    """`parse` turns outputs into events; the other methods put them into the JSON of this route."""
+class ChatBuilder(ResponseBuilder):
+    """The jobs of a chat request, and their output as events. A subclass formats the events for one API."""
 
+    request: ChatRequest
     prompt_field = "messages"
+    id_prefix = "chatcmpl-"
 
     def __init__(self, state: ServerState, request: ChatRequest) -> None:
         tokenizer = state.tokenizer
         self.request = request
-        self.id, self._created = make_response_id("chatcmpl"), unix_time()
+        self.id, self.created = make_response_id(self.id_prefix), unix_time()
         tools, reasoning = _ToolSetup.of(request, tokenizer), ReasoningSetup.of(state, request)
         messages = check_messages(request.messages)
         shown = [msgspec.to_builtins(tool) for tool in tools.shown] or None
@@ -109,34 +126,24 @@ class ChatResponse:
             events += parser.close()
         return events, "tool_calls" if reason == "stop" and parser.num_calls else reason
 
-    def first_chunks(self) -> Iterable[bytes]:
-        for index in range(len(self.jobs)):
-            yield self._chunk([ChatChunkChoice(index, Delta(role="assistant", content=""))])
+    def parts(self, index: int, outputs: Sequence[OutputDelta]) -> tuple[list[OutputPart], str]:
+        """The same for the complete output of job `index`, with the events of each call and each text merged."""
+        events, reason = self.parse(index, outputs)
+        found: list[OutputPart] = []
+        for event in events:
+            last = found[-1] if found else None
+            if isinstance(event, ToolCallStart):
+                found.append(FunctionCall(event.name, ""))
+            elif isinstance(event, ArgumentsDelta):
+                assert isinstance(last, FunctionCall), "arguments follow the start of a call"
+                last.arguments += event.arguments
+            elif isinstance(last, Content | Reasoning) and type(last) is type(event):
+                found[-1] = type(last)(last.text + event.text)
+            else:
+                found.append(event)
+        return found, reason or ""
 
-    def chunks(self, index: int, output: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
-        logprobs = self._logprobs([output])
-        events, finish_reason = self.parse(index, [output])
-        deltas = list(_deltas(events, self._parsers[index].num_calls))
-        if not deltas and (finish_reason is not None or logprobs is not None):
-            deltas = [Delta()]
-        for number, delta in enumerate(deltas):
-            is_last = number == len(deltas) - 1
-            reason = finish_reason if is_last else None
-            clipped = UNSET if reason is None else clipped_max_tokens(output)
-            choice = ChatChunkChoice(index, delta, reason, logprobs if number == 0 else None, clipped)
-            yield self._chunk([choice], versions=UNSET if reason is None else weight_versions([output]))
-
-    def usage_chunk(self, usage: UsageInfo) -> bytes:
-        return self._chunk([], self._with_reasoning(usage))
-
-    def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
-        choices = [self._choice(index, deltas) for index, deltas in enumerate(outputs)]
-        versions, usage = weight_versions(chain.from_iterable(outputs)), self._with_reasoning(usage)
-        return msgspec.json.encode(
-            ChatCompletion(self.id, "chat.completion", self._created, self.request.model, choices, usage, versions)
-        )
-
-    def _with_reasoning(self, usage: UsageInfo) -> UsageInfo:
+    def with_reasoning(self, usage: UsageInfo) -> UsageInfo:
         """Usage with the number of reasoning tokens, markers included."""
         if not self._counters:
             return usage
@@ -149,10 +156,60 @@ class ChatResponse:
         details = CompletionDetails(min(sum(counts), usage.completion_tokens))
         return msgspec.structs.replace(usage, completion_tokens_details=details)
 
+
+class ChatResponse(ChatBuilder):
+    def __init__(self, state: ServerState, request: ChatRequest) -> None:
+        super().__init__(state, request)
+        self._num_calls = [0] * len(self.jobs)  # streamed so far, of each choice
+
+    def first_chunks(self) -> Iterable[bytes]:
+        for index in range(len(self.jobs)):
+            yield self._chunk([ChatChunkChoice(index, Delta(role="assistant", content=""))])
+
+    def chunks(self, index: int, output: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
+        logprobs = self._logprobs([output])
+        events, finish_reason = self.parse(index, [output])
+        deltas = list(self._deltas(index, events))
+        if not deltas and (finish_reason is not None or logprobs is not None):
+            deltas = [Delta()]
+        for number, delta in enumerate(deltas):
+            is_last = number == len(deltas) - 1
+            reason = finish_reason if is_last else None
+            clipped = UNSET if reason is None else clipped_max_tokens(output)
+            choice = ChatChunkChoice(index, delta, reason, logprobs if number == 0 else None, clipped)
+            yield self._chunk([choice], versions=UNSET if reason is None else weight_versions([output]))
+
+    def last_chunks(self, usage: UsageInfo) -> Iterable[bytes]:
+        return [self._chunk([], self.with_reasoning(usage))] if self.request.include_usage else []
+
+    def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
+        choices = [self._choice(index, deltas) for index, deltas in enumerate(outputs)]
+        versions, usage = weight_versions(chain.from_iterable(outputs)), self.with_reasoning(usage)
+        return msgspec.json.encode(
+            ChatCompletion(self.id, "chat.completion", self.created, self.request.model, choices, usage, versions)
+        )
+
     def _choice(self, index: int, outputs: Sequence[OutputDelta]) -> ChatChoice:
-        events, reason = self.parse(index, outputs)
-        clipped = clipped_max_tokens(outputs[-1])
-        return ChatChoice(index, _message(events), reason or "", self._logprobs(outputs), clipped)
+        parts, reason = self.parts(index, outputs)
+        text = "".join(part.text for part in parts if isinstance(part, Content))
+        thoughts = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        calls = [ToolCall(_call_id(), part) for part in parts if isinstance(part, FunctionCall)]
+        message = Message("assistant", text or (None if calls else ""), None, thoughts or UNSET, calls or UNSET)
+        return ChatChoice(index, message, reason, self._logprobs(outputs), clipped_max_tokens(outputs[-1]))
+
+    def _deltas(self, index: int, events: Sequence[OutputEvent]) -> Iterator[Delta]:
+        for event in events:
+            if isinstance(event, Content):
+                yield Delta(content=event.text)
+            elif isinstance(event, Reasoning):
+                yield Delta(reasoning_content=event.text)
+            elif isinstance(event, ToolCallStart):
+                self._num_calls[index] += 1
+                function = FunctionDelta(event.name, "")
+                yield Delta(tool_calls=[ToolCallDelta(self._num_calls[index] - 1, _call_id(), "function", function)])
+            else:
+                function = FunctionDelta(arguments=event.arguments)
+                yield Delta(tool_calls=[ToolCallDelta(self._num_calls[index] - 1, function=function)])
 
     def _logprobs(self, outputs: Sequence[OutputDelta]) -> ChatLogprobs | None:
         if not self.request.logprobs:
@@ -169,7 +226,7 @@ class ChatResponse:
     ) -> bytes:
         shown = usage if self.request.include_usage else UNSET
         return msgspec.json.encode(
-            ChatChunk(self.id, "chat.completion.chunk", self._created, self.request.model, choices, shown, versions)
+            ChatChunk(self.id, "chat.completion.chunk", self.created, self.request.model, choices, shown, versions)
         )
 
 
@@ -213,39 +270,6 @@ class _ToolSetup:
 
 def _invalid_tool_choice(message: str) -> ApiError:
     return ApiError(message, param="tool_choice", code="invalid_value")
-
-
-def _message(events: Iterable[OutputEvent]) -> Message:
-    texts: list[str] = []
-    thoughts: list[str] = []
-    calls: list[ToolCall] = []
-    for event in events:
-        if isinstance(event, Content):
-            texts.append(event.text)
-        elif isinstance(event, Reasoning):
-            thoughts.append(event.text)
-        elif isinstance(event, ToolCallStart):
-            calls.append(ToolCall(_call_id(), FunctionCall(event.name, "")))
-        else:
-            calls[-1].function.arguments += event.arguments
-    content = "".join(texts) or (None if calls else "")
-    return Message("assistant", content, None, "".join(thoughts) or UNSET, calls or UNSET)
-
-
-def _deltas(events: Sequence[OutputEvent], num_calls: int) -> Iterator[Delta]:
-    """`num_calls` includes those that begin in `events`."""
-    number = num_calls - 1 - sum(isinstance(event, ToolCallStart) for event in events)
-    for event in events:
-        if isinstance(event, Content):
-            yield Delta(content=event.text)
-        elif isinstance(event, Reasoning):
-            yield Delta(reasoning_content=event.text)
-        elif isinstance(event, ToolCallStart):
-            number += 1
-            call = ToolCallDelta(number, _call_id(), "function", FunctionDelta(event.name, ""))
-            yield Delta(tool_calls=[call])
-        else:
-            yield Delta(tool_calls=[ToolCallDelta(number, function=FunctionDelta(arguments=event.arguments))])
 
 
 def _call_id() -> str:

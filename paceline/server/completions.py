@@ -19,6 +19,7 @@ from paceline.server.prompts import check_num_prompts, encode_prompts, split_pro
 from paceline.server.request_types import CompletionRequest
 from paceline.server.response import (
     LogprobFormatter,
+    ResponseBuilder,
     clipped_max_tokens,
     finish_reason_of,
     finite,
@@ -32,12 +33,13 @@ from paceline.server.response_types import TextChoice, TextCompletion, TextLogpr
 from paceline.server.state import ServerState
 
 
-class CompletionResponse:
+class CompletionResponse(ResponseBuilder):
+    request: CompletionRequest
     prompt_field = "prompt"
 
     def __init__(self, state: ServerState, request: CompletionRequest) -> None:
         self.request = request
-        self.id, self._created = make_response_id("cmpl"), unix_time()
+        self.id, self._created = make_response_id("cmpl-"), unix_time()
         prompts = split_prompts(request.prompt, "prompt")
         params = request.sampling_params(
             self._max_tokens(),
@@ -72,9 +74,6 @@ class CompletionResponse:
         ]
         self._offsets: dict[int, _Offsets] = {}
 
-    def first_chunks(self) -> Iterable[bytes]:
-        return ()
-
     def chunks(self, index: int, output: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
         if output.text or finish_reason is not None or output.logprobs or index not in self._offsets:
             choice = self._choice(index, index, [output], is_first=index not in self._offsets)
@@ -82,8 +81,8 @@ class CompletionResponse:
                 versions = UNSET if finish_reason is None else weight_versions([output])
                 yield self._encode([choice], None if self.request.include_usage else UNSET, versions)
 
-    def usage_chunk(self, usage: UsageInfo) -> bytes:
-        return self._encode([], usage)
+    def last_chunks(self, usage: UsageInfo) -> Iterable[bytes]:
+        return [self._encode([], usage)] if self.request.include_usage else []
 
     def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
         choices: list[TextChoice] = []

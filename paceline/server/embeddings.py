@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import msgspec
@@ -14,35 +14,27 @@ from paceline.engine.output import OutputDelta
 from paceline.request import SamplingParams, as_tokens
 from paceline.server.prompts import check_num_prompts, encode_prompts, split_prompts
 from paceline.server.request_types import EmbeddingRequest
-from paceline.server.response import make_response_id, weight_versions
+from paceline.server.response import ResponseBuilder, make_response_id, weight_versions
 from paceline.server.response_types import Embedding, EmbeddingList, EmbeddingUsage, UsageInfo
 from paceline.server.state import ServerState
 
 _PARAMS = SamplingParams(temperature=0, max_tokens=1)  # unused: no token is sampled
 
 
-class EmbeddingResponse:
+class EmbeddingResponse(ResponseBuilder):
+    request: EmbeddingRequest
     prompt_field = "input"
     jobs_per_prompt = 1
 
     def __init__(self, state: ServerState, request: EmbeddingRequest) -> None:
         self.request = request
-        self.id = make_response_id("embd")
+        self.id = make_response_id("embd-")
         prompts = split_prompts(request.input, "input")
         check_num_prompts(len(prompts), 1, state.config.max_prompts, "input")
         self.jobs: Sequence[Job] = [
             Job(as_tokens(prompt), _PARAMS, id=f"{self.id}-{index}", pooling=request.pooling or "mean")
             for index, prompt in enumerate(encode_prompts(prompts, state.tokenizer, "input"))
         ]
-
-    def first_chunks(self) -> Iterable[bytes]:
-        raise AssertionError("embeddings are not streamed")
-
-    def chunks(self, index: int, output: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
-        raise AssertionError("embeddings are not streamed")
-
-    def usage_chunk(self, usage: UsageInfo) -> bytes:
-        raise AssertionError("embeddings are not streamed")
 
     def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
         data = [Embedding(index, self._encode(deltas[-1].vector or b"")) for index, deltas in enumerate(outputs)]

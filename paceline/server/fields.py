@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.server.errors import ApiError
@@ -39,26 +40,39 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
 }
 
+
+@dataclass(frozen=True, slots=True)
+class FieldRules:
+    """What an API does with fields that a request type does not have."""
+
+    ignored: Collection[str]
+    unsupported: Mapping[str, tuple[Any, ...]]
+
+
+OPENAI_FIELDS = FieldRules(IGNORED_FIELDS, UNSUPPORTED_FIELDS)
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING_FIELDS = ("reasoning_content", "reasoning")  # two names of the same
 _MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", *_REASONING_FIELDS)
 _UNSUPPORTED_MESSAGE_FIELDS = ("function_call", "refusal", "audio", "annotations")
 
 
-def select_supported(body: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+def select_supported(
+    body: Mapping[str, Any], known: Collection[str], rules: FieldRules = OPENAI_FIELDS
+) -> dict[str, Any]:
     """The supported fields of a request. Raises ApiError for the first field that cannot be honoured."""
     found = {}
     for name, value in body.items():
         if name in known:
             found[name] = value
-        elif name in UNSUPPORTED_FIELDS:
-            if value is not None and not _is_one_of(value, UNSUPPORTED_FIELDS[name]):
+        elif name in rules.unsupported:
+            if value is not None and not _is_one_of(value, rules.unsupported[name]):
                 raise ApiError(
                     f"{name} is {short(value)}, which is not supported: omit it.",
                     param=name,
                     code="unsupported_parameter",
                 )
-        elif name not in IGNORED_FIELDS:
+        elif name not in rules.ignored:
             raise ApiError(f"Unknown parameter: {name}. {_hint(name, known)}", param=name, code="unknown_parameter")
     return found
 

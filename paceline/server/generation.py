@@ -14,6 +14,7 @@ from dataclasses import replace
 from paceline.config import TenantConfig
 from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta, TokenUsage
+from paceline.server.apis.dialects import dialect_of
 from paceline.server.errors import ApiError, api_error, method_not_allowed, shutting_down
 from paceline.server.http import (
     ClientDisconnected,
@@ -29,7 +30,7 @@ from paceline.server.http import (
 from paceline.server.limits import LONG_BODY_BYTES, MAX_CACHE_SALT_CHARACTERS, MAX_DEADLINE_MS, MAX_PRIORITY
 from paceline.server.parsing import parse
 from paceline.server.request_log import RequestLog
-from paceline.server.request_types import EmbeddingRequest, GenerationRequest
+from paceline.server.request_types import GenerationRequest, ScheduledRequest
 from paceline.server.response import ResponseBuilder, finish_reason_of, total_usage
 from paceline.server.routing import GenerationRoute
 from paceline.server.state import ServerState
@@ -41,7 +42,7 @@ class GenerationHandler:
     """An ASGI app for one generating route."""
 
     def __init__(self, state: ServerState, route: GenerationRoute) -> None:
-        self._state, self._route = state, route
+        self._state, self._route, self._dialect = state, route, dialect_of(route.path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, entry = self._state, RequestLog(self._route.path)
@@ -56,6 +57,7 @@ class GenerationHandler:
             body = await read_body(receive, state.config.max_body_bytes, state.config.body_s)
             is_long = len(body) > LONG_BODY_BYTES
             response = await asyncio.to_thread(self._build, body) if is_long else self._build(body)
+            await response.prepare(tenant.name)
             entry.set_response(response)
             jobs = self._jobs(response, tenant, headers)
             state.counters.in_progress += 1
@@ -70,7 +72,7 @@ class GenerationHandler:
         except Exception as error:
             known = api_error(error)
             entry.status, entry.end = known.status, known.code or "error"
-            await send_error(send, known)
+            await send_error(send, scope, known)
         if entry.status is not None:
             state.counters.responses[entry.route, entry.status] += 1
         if log.isEnabledFor(logging.INFO):
@@ -79,8 +81,8 @@ class GenerationHandler:
     # ------------------------------------------------------------------ request to jobs
 
     def _build(self, body: bytes) -> ResponseBuilder:
-        request = parse(body, self._route.request)
-        assert isinstance(request, GenerationRequest | EmbeddingRequest), "what generating routes accept"
+        request = parse(body, self._route.request, self._dialect.fields)
+        assert isinstance(request, ScheduledRequest), "what generating routes accept"
         if isinstance(request, GenerationRequest) and request.stream_options is not None and not request.stream:
             raise ApiError(
                 "stream_options is given and stream is not true: omit it, or set stream.", param="stream_options"
@@ -158,13 +160,14 @@ class GenerationHandler:
                     usages |= {index: output.usage} if output.usage else {}
                     entry.add_finished(output)
         body = response.final_body(outputs, total_usage(usages, response.jobs_per_prompt))
+        await response.finish()
         entry.status = 200
         await send_json(send, 200, body, {"X-Request-Id": entry.id})
 
     async def _stream(
         self, response: ResponseBuilder, jobs: Sequence[Job], entry: RequestLog, scope: Scope, send: Send
     ) -> None:
-        events = EventStream(send, scope, [(b"x-request-id", entry.id.encode())])
+        events = EventStream(send, scope, [(b"x-request-id", entry.id.encode())], self._dialect)
         usages: dict[int, TokenUsage] = {}
         try:
             async with aclosing(self._state.client.stream(jobs)) as stream:
@@ -179,20 +182,22 @@ class GenerationHandler:
                     if reason is not None:
                         usages |= {index: output.usage} if output.usage else {}
                         entry.add_finished(output)
+            last_chunks = list(response.last_chunks(total_usage(usages, response.jobs_per_prompt)))
+            await response.finish()  # before the client learns that the response is complete
+            entry.status = 200
+            for chunk in last_chunks:
+                await events.send_event(chunk)
+            await events.end()
         except Exception as error:
             if not events.started:
                 raise
             known = api_error(error)
             entry.end = known.code or "error"
-            await events.send_event(known.body())
-        else:
-            if response.request.include_usage:
-                await events.send_event(response.usage_chunk(total_usage(usages, response.jobs_per_prompt)))
-            await events.send_event(b"[DONE]")
+            await events.send_event(response.error_chunk(known) or self._dialect.render(known))
         await events.close()
 
 
-def _timeout_s(request: GenerationRequest | EmbeddingRequest, headers: dict[bytes, bytes]) -> float | None:
+def _timeout_s(request: ScheduledRequest, headers: dict[bytes, bytes]) -> float | None:
     """The request's deadline, from `deadline_ms` or else from the header `X-Deadline-Ms`; both are checked."""
     from_header = None
     if b"x-deadline-ms" in headers:

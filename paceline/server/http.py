@@ -1,4 +1,4 @@
-"""Plain ASGI for the routes that generate: request bodies, responses, server-sent events.
+"""Plain ASGI for the routes that generate: request bodies, responses, streams of events.
 
 `cancel_on_disconnect` detects a client that disconnects, whatever its response is waiting for.
 """
@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from paceline.server.apis.dialects import Dialect, dialect_of
 from paceline.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -20,11 +21,7 @@ Receive = Callable[[], Awaitable[AsgiEvent]]
 Send = Callable[[AsgiEvent], Awaitable[None]]
 
 _JSON = (b"content-type", b"application/json")
-_SSE = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+_UNBUFFERED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
 class ClientDisconnected(Exception):
@@ -71,31 +68,38 @@ async def send_json(send: Send, status: int, body: bytes, headers: Mapping[str, 
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(send: Send, error: ApiError) -> None:
-    await send_json(send, error.status, error.body(), error.headers)
+async def send_error(send: Send, scope: Scope, error: ApiError) -> None:
+    await send_json(send, error.status, dialect_of(scope["path"]).render(error), error.headers)
 
 
 class EventStream:
-    """Server-sent events. Nothing is sent before the first event, so an error before it can still set the status.
+    """Events, framed as the dialect does. Nothing is sent before the first one, so an error before it can still set the
+    status."""
 
-    The data of an event is JSON, in which newlines are always escaped.
-    """
-
-    def __init__(self, send: Send, scope: Scope, headers: list[tuple[bytes, bytes]]) -> None:
-        self._send, self._headers = send, _SSE + headers
+    def __init__(self, send: Send, scope: Scope, headers: list[tuple[bytes, bytes]], dialect: Dialect) -> None:
+        kind = (b"content-type", f"{dialect.stream_type}; charset=utf-8".encode())
+        self._send, self._headers, self._dialect = send, [kind, *_UNBUFFERED, *headers], dialect
         self.started = False
         # Chunks are written directly to the connection where there is one: it halves the cost of a token.
         self._connection: Connection | None = None
         if scope.get("http_version") == "1.1":
             self._connection = scope.get("state", {}).get("connection")
 
-    async def send_event(self, data: bytes) -> None:
+    async def send_event(self, event: bytes) -> None:
+        await self._write(self._dialect.frame(event))
+
+    async def end(self) -> None:
+        """After the last event of a complete response."""
+        if self._dialect.end:
+            await self._write(self._dialect.end)
+
+    async def _write(self, data: bytes) -> None:
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
         if self._connection is None:
-            await self._send({"type": "http.response.body", "body": b"data: %b\n\n" % data, "more_body": True})
-        elif not self._connection.write_chunk(b"data: %b\n\n" % data):
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        elif not self._connection.write_chunk(data):
             await self._connection.drain()
 
     async def close(self) -> None:

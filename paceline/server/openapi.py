@@ -22,7 +22,8 @@ from paceline.request import (
     MIN_REPETITION_PENALTY,
     MIN_SEED,
 )
-from paceline.server.fields import IGNORED_FIELDS, ROLES, UNSUPPORTED_FIELDS
+from paceline.server.apis.dialects import DIALECTS, dialect_of
+from paceline.server.fields import ROLES, FieldRules
 from paceline.server.limits import (
     MAX_CACHE_SALT_CHARACTERS,
     MAX_DEADLINE_MS,
@@ -84,29 +85,19 @@ _BOUNDS: dict[str, Json] = {
     "expires_in_s": {"exclusiveMinimum": 0},
     "timeout_s": {"exclusiveMinimum": 0, "maximum": MAX_FLUSH_TIMEOUT_S},
 }
-_ERROR = {
-    "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")},
-            "required": ["message", "type", "param", "code"],
-        }
-    },
-    "required": ["error"],
-}
 
 
 def make_document(routes: Sequence[AnyRoute], model: str, *, has_keys: bool) -> Json:
     structs = [kind for route in routes for kind in (route.request, *route.responses) if kind not in (None, dict)]
     _, schemas = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
-    schemas["Error"] = _ERROR
+    schemas |= {f"{dialect.name}Error": dialect.error_schema for dialect in DIALECTS}
     for route in routes:
+        rules = dialect_of(route.path).fields
         if route.request is not None:
-            _complete(schemas[route.request.__name__], model)
+            _complete(schemas[route.request.__name__], model, rules)
         if isinstance(route, GenerationRoute) and route.streams:
             # Unsupported fields are accepted with values that change nothing.
-            for name, allowed in UNSUPPORTED_FIELDS.items():
+            for name, allowed in rules.unsupported.items():
                 schemas[route.request.__name__]["properties"].setdefault(name, {"enum": [None, *allowed]})
     paths: dict[str, Json] = {}
     for route in routes:
@@ -124,11 +115,11 @@ def make_document(routes: Sequence[AnyRoute], model: str, *, has_keys: bool) -> 
     }
 
 
-def _complete(schema: Json, model: str) -> None:
+def _complete(schema: Json, model: str, rules: FieldRules) -> None:
     """Adds to a request's schema what its type does not express."""
     properties = schema["properties"]
     schema["additionalProperties"] = False
-    for name in sorted(IGNORED_FIELDS):
+    for name in sorted(rules.ignored):
         properties.setdefault(name, {})
     for name, bounds in _BOUNDS.items():
         if name in properties:
@@ -167,6 +158,7 @@ def _operation(route: AnyRoute) -> Json:
         content: Json = {"text/plain": {"schema": {"type": "string"}}}
     else:
         content = _content(bodies[0] if len(bodies) == 1 else {"anyOf": bodies})
+    dialect = dialect_of(route.path)
     responses: Json = {"200": {"description": "OK", "content": content}}
     operation: Json = {"summary": route.summary, "responses": responses}
     if isinstance(route, Route):
@@ -176,7 +168,7 @@ def _operation(route: AnyRoute) -> Json:
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names]
     elif route.streams:
         event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-        content["text/event-stream"] = {"schema": event}
+        content[dialect.stream_type] = {"schema": event}
     if isinstance(route, GenerationRoute):
         operation["parameters"] = [
             {
@@ -188,7 +180,7 @@ def _operation(route: AnyRoute) -> Json:
             }
         ]
     for status in ("4XX", "5XX"):
-        responses[status] = {"description": "Error", "content": _content(_ref("Error"))}
+        responses[status] = {"description": "Error", "content": _content(_ref(f"{dialect.name}Error"))}
     if route.request is not None:
         operation["requestBody"] = {"required": True, "content": _content(_ref(route.request.__name__))}
     if route.access is Access.PUBLIC:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from paceline.server.errors import ApiError, missing_parameter
-from paceline.server.fields import select_supported, short
+from paceline.server.fields import OPENAI_FIELDS, FieldRules, select_supported, short
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 # How msgspec words its errors.
@@ -25,14 +25,14 @@ _TYPE_NAMES = {
 }
 
 
-def parse(body: bytes, kind: type[_Struct]) -> _Struct:
+def parse(body: bytes, kind: type[_Struct], rules: FieldRules = OPENAI_FIELDS) -> _Struct:
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(f"The body is not valid JSON ({error}): send one JSON object.", code="invalid_json") from None
     if not isinstance(found, dict):
         raise ApiError(f"The body is {short(found)}: send one JSON object.", code="invalid_json")
-    fields = select_supported(found, kind.__struct_fields__)
+    fields = select_supported(found, kind.__struct_fields__, rules)
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:

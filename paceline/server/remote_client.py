@@ -73,7 +73,8 @@ class _JobOutput:
             output = replace(output, text="", token_ids=(), logprobs=(), prompt_logprobs=())
         if self.stopped and output.usage is not None:
             usage = replace(output.usage, completion_tokens=self.text.num_tokens)
-            output = replace(output, finish_reason=FinishReason.STOP, usage=usage, error=None)
+            matched = self.text.matched
+            output = replace(output, finish_reason=FinishReason.STOP, usage=usage, error=None, matched_stop=matched)
         self.queue.put_nowait((self.index, output))
         return True
 

@@ -61,10 +61,20 @@ _SAMPLING_FIELDS = (
 )  # fields of a request that are fields of SamplingParams with the same name
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
-    """Fields common to chat and completions."""
+class ScheduledRequest(msgspec.Struct, kw_only=True):
+    """Fields of every request that the engine serves."""
 
     model: str
+    priority: int | None = None
+    deadline_ms: float | None = None
+    queue_timeout_ms: float | None = None
+    running_timeout_ms: float | None = None
+    cache_salt: str | None = None
+
+
+class GenerationRequest(ScheduledRequest, kw_only=True):
+    """Fields common to chat and completions."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -92,11 +102,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    priority: int | None = None
-    deadline_ms: float | None = None
-    queue_timeout_ms: float | None = None
-    running_timeout_ms: float | None = None
-    cache_salt: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -201,23 +206,13 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt_logprobs_start: int | None = None  # with echo and logprobs: the first prompt position with a logprob
 
 
-class EmbeddingRequest(msgspec.Struct, kw_only=True):
-    model: str
+class EmbeddingRequest(ScheduledRequest, kw_only=True):
     input: Any  # like the prompt of a completion
     encoding_format: Literal["float", "base64"] | None = None
     pooling: Literal["mean", "last"] | None = None  # default: mean
-    priority: int | None = None
-    deadline_ms: float | None = None
-    queue_timeout_ms: float | None = None
-    running_timeout_ms: float | None = None
-    cache_salt: str | None = None
 
     @property
     def stream(self) -> bool:
-        return False
-
-    @property
-    def include_usage(self) -> bool:
         return False
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
 from msgspec import UNSET, UnsetType
 
 from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta, TokenLogprob, TokenUsage
 from paceline.request import FinishReason, SamplingParams
-from paceline.server.errors import aborted, engine_failed, shutting_down, timed_out
+from paceline.server.errors import ApiError, aborted, engine_failed, shutting_down, timed_out
 from paceline.server.request_types import EmbeddingRequest, GenerationRequest
 from paceline.server.response_types import CachedTokens, TokenLogprobs, TopLogprob, UsageInfo
 from paceline.text.tokenizer import Tokenizer
@@ -20,40 +19,44 @@ from paceline.text.tokenizer import Tokenizer
 _MIN_LOGPROB = -9999.0  # what OpenAI sends for minus infinity, which JSON cannot express
 
 
-class ResponseBuilder(Protocol):
-    """Builds the response to one request. Its chunks and bodies are JSON, without HTTP or SSE framing."""
+class ResponseBuilder:
+    """Builds the response to one request. Its chunks and bodies are JSON, without HTTP or framing."""
 
-    @property
-    def id(self) -> str: ...
+    id: str
+    prompt_field: str  # the name of the request field with the prompt, for errors
+    request: GenerationRequest | EmbeddingRequest
+    jobs: Sequence[Job]  # one for each choice of each prompt; those of a prompt are adjacent
+    jobs_per_prompt: int
 
-    @property
-    def prompt_field(self) -> str:
-        """The name of the request field with the prompt, for errors."""
-
-    @property
-    def request(self) -> GenerationRequest | EmbeddingRequest: ...
-
-    @property
-    def jobs(self) -> Sequence[Job]:
-        """One for each choice of each prompt; those of a prompt are adjacent."""
-
-    @property
-    def jobs_per_prompt(self) -> int: ...
+    async def prepare(self, tenant: str) -> None:
+        """Completes what the constructor could not do without waiting. `jobs` are read after it."""
 
     def first_chunks(self) -> Iterable[bytes]:
         """Chunks sent before the first output."""
+        return ()
 
     def chunks(self, index: int, output: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
         """Chunks, possibly none, for new output of job `index`."""
+        raise AssertionError("this response is not streamed")
 
-    def usage_chunk(self, usage: UsageInfo) -> bytes: ...
+    def last_chunks(self, usage: UsageInfo) -> Iterable[bytes]:
+        """Chunks after the last output of all jobs."""
+        return ()
+
+    def error_chunk(self, error: ApiError) -> bytes | None:
+        """The last chunk of a stream that fails; None: the error body of the API."""
+        return None
 
     def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
         """The body of a response that is not streamed, from the complete output of every job."""
+        raise NotImplementedError
+
+    async def finish(self) -> None:
+        """Called once the response is complete, before its end is sent."""
 
 
 def make_response_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
+    return f"{prefix}{uuid.uuid4().hex}"
 
 
 def unix_time() -> int:

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 
 from paceline.request import PacelineError
+from paceline.server.apis.dialects import dialect_of
 from paceline.server.errors import ApiError, api_error, method_not_allowed
 from paceline.server.http import read_body
 from paceline.server.parsing import parse
@@ -104,7 +105,7 @@ def _endpoint(state: ServerState, methods: Mapping[str, Route]) -> Callable[[Htt
         body = None
         if route.request is not None:
             data = await read_body(request.receive, state.config.max_body_bytes, state.config.body_s)
-            body = parse(data or b"{}", route.request)
+            body = parse(data or b"{}", route.request, dialect_of(route.path).fields)
         return await route.handler(Call(state, request.path_params, body, tenant))
 
     return endpoint
@@ -121,9 +122,10 @@ def _check_access(state: ServerState, access: Access, headers: dict[bytes, bytes
     return None
 
 
-async def _on_error(_: HttpRequest, error: Exception) -> Response:
+async def _on_error(request: HttpRequest, error: Exception) -> Response:
     known = api_error(error)
-    return Response(known.body(), known.status, known.headers, media_type="application/json")
+    body = dialect_of(request.url.path).render(known)
+    return Response(body, known.status, known.headers, media_type="application/json")
 
 
 async def _on_http_exception(request: HttpRequest, error: Exception) -> Response:
