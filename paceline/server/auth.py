@@ -31,17 +31,19 @@ class ApiKeys:
     def tenant(self, headers: Mapping[bytes, bytes]) -> TenantConfig:
         if not self._tenants:
             return DEFAULT_TENANT
-        given = _digest(_bearer_token(headers))
+        given = _digest(_api_key(headers))
         found = None
         for digest, tenant in self._tenants:  # no early exit: it would reveal the position of a key
             if hmac.compare_digest(digest, given):
                 found = tenant
         if found is None:
-            raise _invalid_key("Missing or invalid API key: send a valid one as `Authorization: Bearer KEY`.")
+            raise _invalid_key(
+                "Missing or invalid API key: send a valid one as `Authorization: Bearer KEY` or `x-api-key: KEY`."
+            )
         return found
 
     def is_admin(self, headers: Mapping[bytes, bytes]) -> bool:
-        return self._admin is not None and hmac.compare_digest(self._admin, _digest(_bearer_token(headers)))
+        return self._admin is not None and hmac.compare_digest(self._admin, _digest(_api_key(headers)))
 
     def check_admin(self, headers: Mapping[bytes, bytes]) -> None:
         if self._admin is None:
@@ -69,6 +71,6 @@ def _digest(key: bytes | str) -> bytes:
     return hashlib.sha256(key if isinstance(key, bytes) else key.encode()).digest()
 
 
-def _bearer_token(headers: Mapping[bytes, bytes]) -> bytes:
+def _api_key(headers: Mapping[bytes, bytes]) -> bytes:
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else b""
+    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()

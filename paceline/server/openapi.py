@@ -124,15 +124,15 @@ def _complete(schema: Json, model: str, rules: FieldRules) -> None:
     for name, bounds in _BOUNDS.items():
         if name in properties:
             properties[name] = _bounded(properties[name], bounds)
-    if "messages" in properties:
+    if "messages" in properties and "$ref" not in str(properties["messages"]):  # not a list of structs
         required = "messages" in schema.get("required", ())
         messages: Json = {"type": "array", "items": _MESSAGE, "minItems": 1}
         properties["messages"] = messages if required else {"anyOf": [messages, {"type": "null"}]}
-    if "prompt" in properties and "model" in schema.get("required", ()):
+    if properties.get("prompt") == {}:
         properties["prompt"] = _PROMPT
     if "model" in properties:
         properties["model"] = {"enum": [model] if "model" in schema.get("required", ()) else [model, None]}
-    if "input" in properties:
+    if properties.get("input") == {}:
         properties["input"] = _PROMPT
     if "tokens" in properties:
         properties["tokens"] = {"type": "array", "items": _ID}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,9 +13,12 @@ from paceline.server.fields import OPENAI_FIELDS, FieldRules, select_supported, 
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 # How msgspec words its errors.
-_WRONG_TYPE = re.compile(r"^Expected `(?P<expected>.+?)`, got `.+?`(?: - at `\$\.?(?P<path>.*?)`)?$")
-_INVALID_ENUM = re.compile(r"^Invalid enum value .* - at `\$\.(?P<name>\w+)`$")
-_MISSING = re.compile(r"^Object missing required field `(?P<name>\w+)`")
+_PATH = r"(?: - at `\$\.?(?P<path>.*?)`)?$"
+_WRONG_TYPE = re.compile(rf"^Expected `(?P<expected>.+?)`, got `.+?`{_PATH}")
+_INVALID_ENUM = re.compile(rf"^Invalid enum value .*?{_PATH}")
+_MISSING = re.compile(rf"^Object missing required field `(?P<name>\w+)`{_PATH}")
+_UNKNOWN = re.compile(rf"^Object contains unknown field `(?P<name>.+?)`{_PATH}")
+_STEP = re.compile(r"(\w+)|\[(\d+)\]")  # of a path
 _TYPE_NAMES = {
     "str": "a string",
     "int": "an integer",
@@ -32,28 +36,61 @@ def parse(body: bytes, kind: type[_Struct], rules: FieldRules = OPENAI_FIELDS) -
         raise ApiError(f"The body is not valid JSON ({error}): send one JSON object.", code="invalid_json") from None
     if not isinstance(found, dict):
         raise ApiError(f"The body is {short(found)}: send one JSON object.", code="invalid_json")
-    fields = select_supported(found, kind.__struct_fields__, rules)
+    return convert(select_supported(found, kind.__struct_fields__, rules), kind)
+
+
+def convert(value: Any, kind: type[_Struct], path: str = "") -> _Struct:
+    """`value`, which is at `path` of the request, as a struct."""
     try:
-        return msgspec.convert(fields, kind)
+        return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _to_api_error(str(error), fields) from None
+        raise _to_api_error(str(error), value, path) from None
 
 
-def _to_api_error(message: str, fields: dict[str, Any]) -> ApiError:
-    """Rewords msgspec's message: the field, its value, what is expected."""
-    if missing := _MISSING.match(message):
-        return missing_parameter(missing["name"])
-    if invalid := _INVALID_ENUM.match(message):
-        name = invalid["name"]
-        return ApiError(
-            f"{name} is {short(fields.get(name))}: /openapi.json lists the allowed values.",
-            param=name,
-            code="invalid_value",
+def convert_tagged(value: dict[str, Any], kinds: Mapping[str, type[_Struct]], path: str) -> _Struct:
+    """The same for a struct that `type` selects. A type that is not in `kinds` is refused by name."""
+    tag = value.get("type")
+    if not isinstance(tag, str) or tag not in kinds:
+        raise ApiError(
+            f"{path}.type is {short(tag)}, which is not supported: give {' or '.join(kinds)}.",
+            param=_field_of(path),
+            code="unsupported_value",
         )
-    if not (wrong := _WRONG_TYPE.match(message)):
+    return convert({name: item for name, item in value.items() if name != "type"}, kinds[tag], path)
+
+
+def _to_api_error(message: str, value: Any, outer: str) -> ApiError:
+    """Rewords msgspec's message: the field, its value, what is expected."""
+    known = (_WRONG_TYPE, _INVALID_ENUM, _MISSING, _UNKNOWN)
+    found = next((match for pattern in known if (match := pattern.match(message))), None)
+    if found is None:
         return ApiError(f"Invalid request: {message}.")
-    path = wrong["path"] or ""
-    name = re.split(r"[.\[]", path, maxsplit=1)[0]
-    expected = " or ".join(_TYPE_NAMES.get(word, word) for word in wrong["expected"].split(" | ") if word != "null")
-    value = f" is {short(fields[name])}" if name == path and name in fields else " has the wrong type"
-    return ApiError(f"{path}{value}: give {expected}.", param=name or None, code="invalid_type")
+    inner = found["path"] or ""
+    path = f"{outer}.{inner}" if outer and inner else outer or inner
+    if found.re in (_MISSING, _UNKNOWN):
+        name = f"{path}.{found['name']}" if path else found["name"]
+        if found.re is _MISSING:
+            return missing_parameter(name, param=_field_of(name))
+        return ApiError(f"Unknown parameter: {name}. Omit it.", param=_field_of(name) or None, code="unknown_parameter")
+    given = f" is {short(_value_at(value, inner))}"
+    if found.re is _INVALID_ENUM:
+        return ApiError(
+            f"{path}{given}: /openapi.json lists the allowed values.", param=_field_of(path), code="invalid_value"
+        )
+    words = found["expected"].split(" | ")
+    expected = " or ".join(_TYPE_NAMES.get(word, word) for word in words if word != "null") or "null"
+    return ApiError(f"{path}{given}: give {expected}.", param=_field_of(path) or None, code="invalid_type")
+
+
+def _field_of(path: str) -> str:
+    """The field of the request that a path begins with."""
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
+
+
+def _value_at(value: Any, path: str) -> Any:
+    for name, index in _STEP.findall(path):
+        if isinstance(value, dict):
+            value = value.get(name)
+        elif isinstance(value, list) and index:
+            value = value[int(index)]
+    return value

@@ -71,6 +71,10 @@ class ScheduledRequest(msgspec.Struct, kw_only=True):
     running_timeout_ms: float | None = None
     cache_salt: str | None = None
 
+    def scheduling(self) -> dict[str, Any]:
+        """These fields, for a request that this one is translated to."""
+        return {name: getattr(self, name) for name in ScheduledRequest.__struct_fields__}
+
 
 class GenerationRequest(ScheduledRequest, kw_only=True):
     """Fields common to chat and completions."""

@@ -8,6 +8,14 @@ from __future__ import annotations
 from starlette.responses import Response
 
 from paceline import __version__
+from paceline.server.apis.anthropic import (
+    CountTokensRequest,
+    MessagesReply,
+    MessagesRequest,
+    MessagesResponse,
+    TokenCount,
+    count_tokens,
+)
 from paceline.server.chat import ChatResponse
 from paceline.server.completions import CompletionResponse
 from paceline.server.embeddings import EmbeddingResponse
@@ -67,6 +75,10 @@ ROUTES: tuple[AnyRoute, ...] = (
                     ChatRequest, (ChatCompletion,)),
     GenerationRoute("/v1/completions", CompletionResponse, "OpenAI's completions; streams on request",
                     CompletionRequest, (TextCompletion,)),
+    GenerationRoute("/v1/messages", MessagesResponse, "Anthropic's messages; streams on request",
+                    MessagesRequest, (MessagesReply,)),
+    Route("POST", "/v1/messages/count_tokens", TENANT, count_tokens, "number of prompt tokens of Anthropic's messages",
+          request=CountTokensRequest, responses=(TokenCount,)),
     GenerationRoute("/v1/embeddings", EmbeddingResponse, "OpenAI's embeddings: pooled hidden states of the model",
                     EmbeddingRequest, (EmbeddingList,), streams=False),
     Route("GET", "/v1/models", TENANT, models.list_models, "the served model, as a list", responses=(ModelList,)),

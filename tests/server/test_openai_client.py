@@ -251,6 +251,13 @@ def test_seeds_and_stop_strings(client: OpenAI) -> None:
     assert kept.text == full[: full.index(stop) + len(stop)]
 
 
+def test_the_stop_string_is_known_across_processes(client: OpenAI) -> None:
+    payload: Any = {"model": MODEL, "messages": HELLO, "temperature": 0, "max_tokens": 30}
+    text = client.chat.completions.create(**payload).choices[0].message.content or ""
+    reply: Any = client.post("/messages", body={**payload, "stop_sequences": [text[4:6]]}, cast_to=object)
+    assert (reply["stop_reason"], reply["stop_sequence"]) == ("stop_sequence", text[4:6])
+
+
 def test_penalties_and_logit_bias_change_the_output(client: OpenAI) -> None:
     payload: Any = {"model": MODEL, "prompt": "once upon", "max_tokens": 30, "temperature": 0}
     plain = client.completions.create(**payload, extra_body={"ignore_eos": True}).choices[0].text

@@ -62,7 +62,7 @@ def test_every_row_is_served_to_those_who_may_call_it_alone(guarded: Caller, rou
             assert response.status_code not in (401, 403, 405, 500), response.text
             assert "Unknown route" not in response.text
         else:
-            assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+            assert response.status_code == 401 and "Missing or invalid" in response.text
     for method, path in (("DELETE", "/admin/drain"), ("POST", "/admin/resume")):
         assert guarded.request(method, path, headers={"Authorization": "Bearer root"}).status_code == 200
 

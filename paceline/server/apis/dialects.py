@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from paceline.server.errors import ApiError
 from paceline.server.fields import OPENAI_FIELDS, FieldRules
 
@@ -53,6 +55,12 @@ def _data(event: bytes) -> bytes:
     return b"data: %b\n\n" % event
 
 
+def _named(event: bytes) -> bytes:
+    # The name is the event's type, which msgspec writes first as the tag of the struct.
+    assert event.startswith(b'{"type":"'), "events are tagged structs"
+    return b"event: %b\ndata: %b\n\n" % (event[9 : event.index(b'"', 9)], event)
+
+
 # ---------------------------------------------------------------------- errors
 
 
@@ -72,5 +80,56 @@ _OPENAI_ERROR: Json = {
     "required": ["error"],
 }
 
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def _anthropic_error(error: ApiError) -> bytes:
+    kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error")
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
+
+
+_ANTHROPIC_ERROR: Json = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["type", "message"],
+        },
+    },
+    "required": ["type", "error"],
+}
+_ANTHROPIC_FIELDS = FieldRules(
+    # Accounts and prompt caching, which needs no marks here: every prefix is cached.
+    ignored={"metadata", "service_tier", "cache_control", "user_profile_id", "workspace_id", "diagnostics"},
+    unsupported={
+        "container": (),
+        "mcp_servers": ([],),
+        "inference_geo": (),
+        "speed": ("standard",),
+        "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+    },
+)
+
+ANTHROPIC = Dialect(
+    "Anthropic",
+    "/v1/messages",
+    _SSE,
+    _named,
+    _anthropic_error,
+    _ANTHROPIC_ERROR,
+    _ANTHROPIC_FIELDS,
+    names={"stop": "stop_sequences", "response_format": "output_config.format"},
+)
 OPENAI = Dialect("OpenAI", "", _SSE, _data, _openai_error, _OPENAI_ERROR, OPENAI_FIELDS, end=b"data: [DONE]\n\n")
-DIALECTS = (OPENAI,)  # the first whose prefix a path has
+DIALECTS = (ANTHROPIC, OPENAI)  # the first whose prefix a path has

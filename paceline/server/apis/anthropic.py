@@ -1,0 +1,414 @@
+"""`/v1/messages`: Anthropic's messages. A request is translated to a chat request, its output to content blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+from starlette.responses import Response
+
+from paceline.engine.output import OutputDelta
+from paceline.server.chat import ChatBuilder
+from paceline.server.errors import ApiError
+from paceline.server.fields import short
+from paceline.server.parsing import convert, convert_tagged
+from paceline.server.request_types import (
+    ChatRequest,
+    Function,
+    FunctionName,
+    JsonSchema,
+    ResponseFormat,
+    ScheduledRequest,
+    Tool,
+    ToolChoice,
+)
+from paceline.server.response_types import UsageInfo
+from paceline.server.routing import Call, json_response
+from paceline.server.state import ServerState
+from paceline.text.tools import Content, ToolCallEvent, ToolCallStart
+
+# ---------------------------------------------------------------------- requests
+
+
+class _Block(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    cache_control: Any = None  # ignored: every prefix is cached
+
+
+class TextBlock(_Block, kw_only=True):
+    text: str
+    citations: None = None
+
+
+class ToolUseBlock(_Block, kw_only=True):
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: Any = None  # who called: always the model
+
+
+class ToolResultBlock(_Block, kw_only=True):
+    tool_use_id: str
+    content: str | list[dict[str, Any]] | None = None
+    is_error: bool | None = None
+
+
+class ThinkingBlock(_Block, kw_only=True):
+    """Reasoning that a client sends back."""
+
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(_Block, kw_only=True):
+    data: str
+
+
+_USER_BLOCKS: dict[str, type[_Block]] = {"text": TextBlock, "tool_result": ToolResultBlock}
+_ASSISTANT_BLOCKS: dict[str, type[_Block]] = {
+    "text": TextBlock,
+    "tool_use": ToolUseBlock,
+    "thinking": ThinkingBlock,
+    "redacted_thinking": RedactedThinkingBlock,
+}
+
+
+class AnthropicTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    cache_control: Any = None
+    eager_input_streaming: bool | None = None  # ignored: input is always streamed as it is generated
+
+
+class AnthropicToolChoice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["disabled", "adaptive"]  # adaptive: the model decides
+    display: str | None = None
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    format: dict[str, Any] | None = None
+
+
+class CountTokensRequest(ScheduledRequest, kw_only=True):
+    """What makes up the prompt."""
+
+    messages: list[AnthropicMessage]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+
+def _to_chat(request: CountTokensRequest) -> ChatRequest:
+    choice = request.tool_choice or AnthropicToolChoice(type="auto")
+    chat = ChatRequest(
+        messages=list(_messages(request)),
+        tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(request.tools or ())] or None,
+        tool_choice=_tool_choice(choice),
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
+        response_format=_response_format(request.output_config),
+        **request.scheduling(),
+    )
+    if isinstance(request, MessagesRequest):
+        chat.max_tokens, chat.stream, chat.stop = request.max_tokens, request.stream, request.stop_sequences
+        chat.temperature, chat.top_p, chat.top_k = request.temperature, request.top_p, request.top_k
+    return chat
+
+
+def _messages(request: CountTokensRequest) -> Iterator[dict[str, Any]]:
+    if request.system:
+        yield {"role": "system", "content": _text("system", request.system)}
+    for index, message in enumerate(request.messages):
+        path = f"messages[{index}].content"
+        if message.role == "assistant":
+            yield _assistant_message(path, message.content)
+        else:
+            yield from _user_messages(path, message)
+    if not request.messages or request.messages[-1].role == "assistant":
+        raise ApiError(
+            "messages must end with a user message: continuing an assistant message (prefill) is not supported.",
+            param="messages",
+            code="unsupported_value",
+        )
+
+
+def _user_messages(path: str, message: AnthropicMessage) -> Iterator[dict[str, Any]]:
+    """The results of tools are messages of their own in a chat."""
+    if isinstance(message.content, str):
+        yield {"role": message.role, "content": message.content}
+        return
+    texts: list[str] = []
+    for index, block in enumerate(message.content):
+        where = f"{path}[{index}]"
+        kinds = _USER_BLOCKS if message.role == "user" else {"text": TextBlock}
+        found = convert_tagged(block, kinds, where)
+        if isinstance(found, TextBlock):
+            texts.append(found.text)
+        else:
+            assert isinstance(found, ToolResultBlock), "the kinds of blocks of a user"
+            text = _text(f"{where}.content", found.content or "")
+            yield {
+                "role": "tool",
+                "tool_call_id": found.tool_use_id,
+                "content": f"Error: {text}" if found.is_error else text,
+            }
+    if texts or not message.content:
+        yield {"role": message.role, "content": "\n".join(texts)}
+
+
+def _assistant_message(path: str, content: str | list[dict[str, Any]]) -> dict[str, Any]:
+    if isinstance(content, str):
+        return {"role": "assistant", "content": content}
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for index, block in enumerate(content):
+        found = convert_tagged(block, _ASSISTANT_BLOCKS, f"{path}[{index}]")
+        if isinstance(found, TextBlock):
+            texts.append(found.text)
+        elif isinstance(found, ToolUseBlock):
+            function = {"name": found.name, "arguments": found.input}
+            calls.append({"id": found.id, "type": "function", "function": function})
+    return {"role": "assistant", "content": "\n".join(texts), **({"tool_calls": calls} if calls else {})}
+
+
+def _text(path: str, content: str | list[dict[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    blocks = [convert_tagged(block, {"text": TextBlock}, f"{path}[{index}]") for index, block in enumerate(content)]
+    return "\n".join(block.text for block in blocks)
+
+
+def _tool(path: str, tool: dict[str, Any]) -> Tool:
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        raise ApiError(
+            f"{path}.type is {short(kind)}, which is not supported: tools run by the server are not available; give "
+            "tools with an input_schema.",
+            param="tools",
+            code="unsupported_value",
+        )
+    found = convert({name: value for name, value in tool.items() if name != "type"}, AnthropicTool, path)
+    return Tool("function", Function(found.name, found.description, found.input_schema, found.strict))
+
+
+def _tool_choice(choice: AnthropicToolChoice) -> str | ToolChoice:
+    if (choice.type == "tool") != (choice.name is not None):
+        raise ApiError(
+            f"tool_choice.name is {short(choice.name)} and type is {choice.type!r}: give a name with type tool alone.",
+            param="tool_choice",
+            code="invalid_value",
+        )
+    if choice.name is not None:
+        return ToolChoice("function", FunctionName(choice.name))
+    return "required" if choice.type == "any" else choice.type
+
+
+def _response_format(config: OutputConfig | None) -> ResponseFormat | None:
+    if config is None or config.format is None:
+        return None
+    found = convert_tagged(config.format, {"json_schema": _OutputSchema}, "output_config.format")
+    return ResponseFormat("json_schema", JsonSchema("output", found.schema))
+
+
+class _OutputSchema(msgspec.Struct, forbid_unknown_fields=True):
+    schema: dict[str, Any]
+
+
+# ---------------------------------------------------------------------- responses
+
+
+class MessageUsage(msgspec.Struct):
+    input_tokens: int  # without those that were cached
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+class TextContent(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class ToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessagesReply(msgspec.Struct, tag_field="type", tag="message"):
+    id: str
+    model: str
+    content: list[TextContent | ToolUse]
+    usage: MessageUsage
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    role: str = "assistant"
+
+
+class TokenCount(msgspec.Struct):
+    input_tokens: int
+
+
+class _MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
+    message: MessagesReply
+
+
+class _BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
+    index: int
+    content_block: TextContent | ToolUse
+
+
+class _TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
+    text: str
+
+
+class _InputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
+    partial_json: str
+
+
+class _BlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
+    index: int
+    delta: _TextDelta | _InputDelta
+
+
+class _BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
+    index: int
+
+
+class _Stop(msgspec.Struct):
+    stop_reason: str
+    stop_sequence: str | None
+
+
+class _MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
+    delta: _Stop
+    usage: MessageUsage
+
+
+class _MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
+    pass
+
+
+class MessagesResponse(ChatBuilder):
+    id_prefix = "msg_"
+
+    def __init__(self, state: ServerState, request: CountTokensRequest) -> None:
+        super().__init__(state, _to_chat(request))
+        self._block: TextContent | ToolUse | None = None  # the one being streamed
+        self._num_blocks = 0
+        self._stop = _Stop("", None)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.jobs[0].prompt)
+
+    def first_chunks(self) -> Iterable[bytes]:
+        reply = MessagesReply(self.id, self.request.model, [], MessageUsage(self.num_prompt_tokens, 0))
+        yield _encode(_MessageStart(reply))
+
+    def chunks(self, index: int, output: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
+        events, reason = self.parse(index, [output])
+        for event in events:
+            yield from self._event_chunks(event)
+        if reason is not None:
+            self._stop = _stop(reason, output)
+
+    def last_chunks(self, usage: UsageInfo) -> Iterable[bytes]:
+        yield from self._end_block()
+        yield _encode(_MessageDelta(self._stop, _usage(usage)))
+        yield _encode(_MessageStop())
+
+    def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
+        parts, reason = self.parts(0, outputs[0])
+        content: list[TextContent | ToolUse] = [
+            TextContent(part.text) if isinstance(part, Content) else ToolUse(_id(), part.name, _input(part.arguments))
+            for part in parts
+        ]
+        stop = _stop(reason, outputs[0][-1])
+        return _encode(
+            MessagesReply(self.id, self.request.model, content, _usage(usage), stop.stop_reason, stop.stop_sequence)
+        )
+
+    def _event_chunks(self, event: ToolCallEvent) -> Iterator[bytes]:
+        if isinstance(event, Content):
+            if not isinstance(self._block, TextContent):
+                yield from self._begin_block(TextContent(""))
+            yield self._delta(_TextDelta(event.text))
+        elif isinstance(event, ToolCallStart):
+            yield from self._begin_block(ToolUse(_id(), event.name, {}))
+        else:
+            yield self._delta(_InputDelta(event.arguments))
+
+    def _begin_block(self, block: TextContent | ToolUse) -> Iterator[bytes]:
+        yield from self._end_block()
+        self._block = block
+        self._num_blocks += 1
+        yield _encode(_BlockStart(self._num_blocks - 1, block))
+
+    def _end_block(self) -> Iterator[bytes]:
+        if self._block is not None:
+            self._block = None
+            yield _encode(_BlockStop(self._num_blocks - 1))
+
+    def _delta(self, delta: _TextDelta | _InputDelta) -> bytes:
+        return _encode(_BlockDelta(self._num_blocks - 1, delta))
+
+
+async def count_tokens(call: Call) -> Response:
+    state, body = call.state, call.body
+    assert isinstance(body, CountTokensRequest), "the route's request type"
+    state.check_model(body.model)
+    response = await asyncio.to_thread(MessagesResponse, state, body)
+    return json_response(TokenCount(response.num_prompt_tokens))
+
+
+def _stop(reason: str, output: OutputDelta) -> _Stop:
+    if reason == "stop" and output.matched_stop is not None:
+        return _Stop("stop_sequence", output.matched_stop)
+    return _Stop({"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[reason], None)
+
+
+def _usage(usage: UsageInfo) -> MessageUsage:
+    cached = usage.prompt_tokens_details.cached_tokens
+    return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """The input of a call. Text that is not a JSON object, such as that of a call cut off by max_tokens, is kept."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"invalid_json": arguments}
+
+
+def _id() -> str:
+    return f"toolu_{uuid.uuid4().hex[:24]}"
+
+
+_encode = msgspec.json.encode
