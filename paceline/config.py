@@ -577,6 +577,12 @@ class ServerConfig:
         4096, "maximum number of concurrent connections per worker; more are answered with 503", low=1
     )
     max_prompts: int = option(128, "maximum number of prompts in a completions request", low=1)
+    stored_responses: int = option(
+        1000, "maximum number of responses of /v1/responses that are kept for each tenant; 0: none", low=0
+    )
+    stored_response_bytes: int = option(
+        67_108_864, "maximum memory in bytes of the stored responses of a tenant", low=0
+    )
     header_s: float = option(10.0, "timeout in seconds for receiving the headers of a request", low=0.01)
     body_s: float = option(60.0, "timeout in seconds for receiving the body of a request", low=0.01)
     keep_alive_s: float = option(30.0, "seconds that an idle connection stays open between requests", low=0.01)

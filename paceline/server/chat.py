@@ -6,6 +6,7 @@ calls). `ChatResponse` formats the events for OpenAI; the formats of other APIs 
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -155,6 +156,15 @@ class ChatBuilder(ResponseBuilder):
         # A stop string may cut off tokens that were counted.
         details = CompletionDetails(min(sum(counts), usage.completion_tokens))
         return msgspec.structs.replace(usage, completion_tokens_details=details)
+
+
+def arguments_of(call: FunctionCall) -> dict[str, Any]:
+    """The arguments as an object. Text that is not one, such as that of a call cut off by max_tokens, is kept."""
+    try:
+        value = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"invalid_json": call.arguments}
 
 
 class ChatResponse(ChatBuilder):

@@ -22,6 +22,7 @@ from paceline.server.engine_metrics import EngineMetrics
 from paceline.server.queries import (
     LONG_QUERIES,
     AbortRequests,
+    DeleteResponse,
     EngineQuery,
     EngineStats,
     FlushCache,
@@ -31,6 +32,7 @@ from paceline.server.queries import (
     GetMonitor,
     GetPins,
     GetRequests,
+    GetResponse,
     GetStats,
     Health,
     PauseEngine,
@@ -39,10 +41,12 @@ from paceline.server.queries import (
     RecordTrace,
     RequestState,
     ResumeEngine,
+    StoreResponse,
     UnpinPrefix,
     UpdateWeights,
     response_id_of,
 )
+from paceline.server.response_store import ResponseStore
 
 
 def served_model(engine: Engine, name: str) -> ServedModel:
@@ -75,13 +79,23 @@ class EngineQueries:
         `on_weights` is called after every weight update with its path and version."""
         self._engine, self._stall_s, self._on_weights = engine, stall_s, on_weights
         self.metrics = EngineMetrics()
+        self._responses = ResponseStore()
         self._monitor = EngineMonitor(engine.scheduler, engine.clock)
 
     def execute(self, query: EngineQuery) -> Future[Any]:
-        """Health is returned at once, on the caller's thread: an engine that is stuck must still report it."""
+        """Health is returned at once, on the caller's thread: an engine that is stuck must still report it. So are
+        stored responses, which the engine does not know."""
         result: Future[Any] = Future()
         if isinstance(query, GetHealth):
             result.set_result(self._health())
+        elif isinstance(query, StoreResponse):
+            bounds = {"max_responses": query.max_responses, "max_bytes": query.max_bytes}
+            self._responses.put(query.tenant, query.id, query.data, **bounds)
+            result.set_result(None)
+        elif isinstance(query, GetResponse):
+            result.set_result(self._responses.get(query.id, query.tenant))
+        elif isinstance(query, DeleteResponse):
+            result.set_result(self._responses.delete(query.id, query.tenant))
         elif isinstance(query, LONG_QUERIES):
             threading.Thread(target=self._run_long, args=(query, result), daemon=True).start()
         else:

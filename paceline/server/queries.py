@@ -150,6 +150,30 @@ class RecordTrace(_Query, frozen=True):
     seconds: float
 
 
+class StoreResponse(_Query, frozen=True):
+    """Keeps a response of `/v1/responses`, within these bounds for its tenant."""
+
+    tenant: str
+    id: str
+    data: bytes
+    max_responses: int
+    max_bytes: int
+
+
+class GetResponse(_Query, frozen=True):
+    """A stored response of one tenant, or of any; None if there is none."""
+
+    id: str
+    tenant: str | None
+
+
+class DeleteResponse(_Query, frozen=True):
+    """The result is whether there was one."""
+
+    id: str
+    tenant: str | None
+
+
 EngineQuery = (
     GetHealth
     | GetStats
@@ -166,6 +190,9 @@ EngineQuery = (
     | ResumeEngine
     | UpdateWeights
     | RecordTrace
+    | StoreResponse
+    | GetResponse
+    | DeleteResponse
 )
 LONG_QUERIES = (FlushWhenIdle, PauseEngine, UpdateWeights, RecordTrace)  # they take as long as they take
 QUERY_RESULTS: dict[type, Any] = {
@@ -184,6 +211,9 @@ QUERY_RESULTS: dict[type, Any] = {
     ResumeEngine: None,
     UpdateWeights: WeightUpdate,
     RecordTrace: bytes,
+    StoreResponse: None,
+    GetResponse: bytes | None,
+    DeleteResponse: bool,
 }
 
 

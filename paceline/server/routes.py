@@ -16,6 +16,14 @@ from paceline.server.apis.anthropic import (
     TokenCount,
     count_tokens,
 )
+from paceline.server.apis.responses import (
+    ResponseDeleted,
+    ResponseObject,
+    ResponsesResponse,
+    delete_response,
+    get_response,
+)
+from paceline.server.apis.responses_request import ResponsesRequest
 from paceline.server.chat import ChatResponse
 from paceline.server.completions import CompletionResponse
 from paceline.server.embeddings import EmbeddingResponse
@@ -75,6 +83,12 @@ ROUTES: tuple[AnyRoute, ...] = (
                     ChatRequest, (ChatCompletion,)),
     GenerationRoute("/v1/completions", CompletionResponse, "OpenAI's completions; streams on request",
                     CompletionRequest, (TextCompletion,)),
+    GenerationRoute("/v1/responses", ResponsesResponse, "OpenAI's responses; streams on request",
+                    ResponsesRequest, (ResponseObject,)),
+    Route("GET", "/v1/responses/{id}", TENANT, get_response, "a stored response; a tenant sees its own",
+          responses=(ResponseObject,)),
+    Route("DELETE", "/v1/responses/{id}", TENANT, delete_response, "deletes a stored response",
+          responses=(ResponseDeleted,)),
     GenerationRoute("/v1/messages", MessagesResponse, "Anthropic's messages; streams on request",
                     MessagesRequest, (MessagesReply,)),
     Route("POST", "/v1/messages/count_tokens", TENANT, count_tokens, "number of prompt tokens of Anthropic's messages",

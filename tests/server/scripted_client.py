@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any
+
+import httpx2
 
 from paceline.config import TenantConfig
 from paceline.engine.engine import Engine
@@ -46,3 +50,17 @@ class ScriptedCaller(Caller):
     def prompt(self) -> str:
         """The text of the last prompt."""
         return self.app.state.tokenizer.decode(self.client.jobs[-1].prompt.tolist(), skip_special=False)
+
+
+def run_package(caller: Caller, use: Callable[[Any], Awaitable[Any]], package: type, **options: Any) -> Any:
+    """Calls the app with the asynchronous client of Anthropic's or OpenAI's package."""
+
+    async def main() -> Any:
+        transport = httpx2.ASGITransport(caller.app, raise_app_exceptions=False)
+        async with (
+            httpx2.AsyncClient(transport=transport, timeout=300) as http,
+            package(**options, max_retries=0, http_client=http) as client,
+        ):
+            return await use(client)
+
+    return asyncio.run(main())

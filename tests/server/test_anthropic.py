@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anthropic
-import httpx2
 import pytest
 from anthropic import AsyncAnthropic
 
@@ -16,7 +14,7 @@ from paceline.config import TenantConfig
 from paceline.engine.engine import Engine
 from paceline.engine.output import EngineFailed
 from paceline.request import FinishReason, Refused
-from tests.server.scripted_client import CALL, ScriptedCaller
+from tests.server.scripted_client import CALL, ScriptedCaller, run_package
 from tests.server.serving import Caller, make_app
 
 PATH = "/v1/messages"
@@ -40,15 +38,7 @@ def scripted(engine: Engine) -> ScriptedCaller:
 
 
 def run(caller: Caller, use: Callable[[AsyncAnthropic], Awaitable[Any]], key: str = "none") -> Any:
-    async def main() -> Any:
-        transport = httpx2.ASGITransport(caller.app, raise_app_exceptions=False)
-        async with (
-            httpx2.AsyncClient(transport=transport, timeout=300) as http,
-            AsyncAnthropic(base_url="http://tiny", api_key=key, max_retries=0, http_client=http) as client,
-        ):
-            return await use(client)
-
-    return asyncio.run(main())
+    return run_package(caller, use, AsyncAnthropic, base_url="http://tiny", api_key=key)
 
 
 def create(caller: Caller, **fields: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -12,7 +11,8 @@ import msgspec
 from starlette.responses import Response
 
 from paceline.engine.output import OutputDelta
-from paceline.server.chat import ChatBuilder
+from paceline.server.apis.dialects import Json, named_event
+from paceline.server.chat import ChatBuilder, arguments_of
 from paceline.server.errors import ApiError
 from paceline.server.fields import short
 from paceline.server.parsing import convert, convert_tagged
@@ -46,13 +46,13 @@ class TextBlock(_Block, kw_only=True):
 class ToolUseBlock(_Block, kw_only=True):
     id: str
     name: str
-    input: dict[str, Any]
+    input: Json
     caller: Any = None  # who called: always the model
 
 
 class ToolResultBlock(_Block, kw_only=True):
     tool_use_id: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[Json] | None = None
     is_error: bool | None = None
 
 
@@ -78,7 +78,7 @@ _ASSISTANT_BLOCKS: dict[str, type[_Block]] = {
 
 class AnthropicTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     name: str
-    input_schema: dict[str, Any]
+    input_schema: Json
     description: str | None = None
     strict: bool | None = None
     cache_control: Any = None
@@ -93,7 +93,7 @@ class AnthropicToolChoice(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tr
 
 class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: str | list[Json]
 
 
 class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -102,15 +102,15 @@ class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    format: dict[str, Any] | None = None
+    format: Json | None = None
 
 
 class CountTokensRequest(ScheduledRequest, kw_only=True):
     """What makes up the prompt."""
 
     messages: list[AnthropicMessage]
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    system: str | list[Json] | None = None
+    tools: list[Json] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -141,7 +141,7 @@ def _to_chat(request: CountTokensRequest) -> ChatRequest:
     return chat
 
 
-def _messages(request: CountTokensRequest) -> Iterator[dict[str, Any]]:
+def _messages(request: CountTokensRequest) -> Iterator[Json]:
     if request.system:
         yield {"role": "system", "content": _text("system", request.system)}
     for index, message in enumerate(request.messages):
@@ -158,7 +158,7 @@ def _messages(request: CountTokensRequest) -> Iterator[dict[str, Any]]:
         )
 
 
-def _user_messages(path: str, message: AnthropicMessage) -> Iterator[dict[str, Any]]:
+def _user_messages(path: str, message: AnthropicMessage) -> Iterator[Json]:
     """The results of tools are messages of their own in a chat."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
@@ -182,11 +182,11 @@ def _user_messages(path: str, message: AnthropicMessage) -> Iterator[dict[str, A
         yield {"role": message.role, "content": "\n".join(texts)}
 
 
-def _assistant_message(path: str, content: str | list[dict[str, Any]]) -> dict[str, Any]:
+def _assistant_message(path: str, content: str | list[Json]) -> Json:
     if isinstance(content, str):
         return {"role": "assistant", "content": content}
     texts: list[str] = []
-    calls: list[dict[str, Any]] = []
+    calls: list[Json] = []
     for index, block in enumerate(content):
         found = convert_tagged(block, _ASSISTANT_BLOCKS, f"{path}[{index}]")
         if isinstance(found, TextBlock):
@@ -197,14 +197,14 @@ def _assistant_message(path: str, content: str | list[dict[str, Any]]) -> dict[s
     return {"role": "assistant", "content": "\n".join(texts), **({"tool_calls": calls} if calls else {})}
 
 
-def _text(path: str, content: str | list[dict[str, Any]]) -> str:
+def _text(path: str, content: str | list[Json]) -> str:
     if isinstance(content, str):
         return content
     blocks = [convert_tagged(block, {"text": TextBlock}, f"{path}[{index}]") for index, block in enumerate(content)]
     return "\n".join(block.text for block in blocks)
 
 
-def _tool(path: str, tool: dict[str, Any]) -> Tool:
+def _tool(path: str, tool: Json) -> Tool:
     kind = tool.get("type")
     if kind not in (None, "custom"):
         raise ApiError(
@@ -237,7 +237,7 @@ def _response_format(config: OutputConfig | None) -> ResponseFormat | None:
 
 
 class _OutputSchema(msgspec.Struct, forbid_unknown_fields=True):
-    schema: dict[str, Any]
+    schema: Json
 
 
 # ---------------------------------------------------------------------- responses
@@ -257,7 +257,7 @@ class TextContent(msgspec.Struct, tag_field="type", tag="text"):
 class ToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any]
+    input: Json
 
 
 class MessagesReply(msgspec.Struct, tag_field="type", tag="message"):
@@ -274,46 +274,6 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
-class _MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
-    message: MessagesReply
-
-
-class _BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
-    index: int
-    content_block: TextContent | ToolUse
-
-
-class _TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
-    text: str
-
-
-class _InputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
-    partial_json: str
-
-
-class _BlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
-    index: int
-    delta: _TextDelta | _InputDelta
-
-
-class _BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
-    index: int
-
-
-class _Stop(msgspec.Struct):
-    stop_reason: str
-    stop_sequence: str | None
-
-
-class _MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
-    delta: _Stop
-    usage: MessageUsage
-
-
-class _MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
-    pass
-
-
 class MessagesResponse(ChatBuilder):
     id_prefix = "msg_"
 
@@ -321,7 +281,7 @@ class MessagesResponse(ChatBuilder):
         super().__init__(state, _to_chat(request))
         self._block: TextContent | ToolUse | None = None  # the one being streamed
         self._num_blocks = 0
-        self._stop = _Stop("", None)
+        self._stop: Json = {}  # why it stopped, once it did
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -329,7 +289,7 @@ class MessagesResponse(ChatBuilder):
 
     def first_chunks(self) -> Iterable[bytes]:
         reply = MessagesReply(self.id, self.request.model, [], MessageUsage(self.num_prompt_tokens, 0))
-        yield _encode(_MessageStart(reply))
+        yield named_event("message_start", message=reply)
 
     def chunks(self, index: int, output: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
         events, reason = self.parse(index, [output])
@@ -340,43 +300,41 @@ class MessagesResponse(ChatBuilder):
 
     def last_chunks(self, usage: UsageInfo) -> Iterable[bytes]:
         yield from self._end_block()
-        yield _encode(_MessageDelta(self._stop, _usage(usage)))
-        yield _encode(_MessageStop())
+        yield named_event("message_delta", delta=self._stop, usage=_usage(usage))
+        yield named_event("message_stop")
 
     def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
         parts, reason = self.parts(0, outputs[0])
         content: list[TextContent | ToolUse] = [
-            TextContent(part.text) if isinstance(part, Content) else ToolUse(_id(), part.name, _input(part.arguments))
+            TextContent(part.text) if isinstance(part, Content) else ToolUse(_id(), part.name, arguments_of(part))
             for part in parts
         ]
         stop = _stop(reason, outputs[0][-1])
-        return _encode(
-            MessagesReply(self.id, self.request.model, content, _usage(usage), stop.stop_reason, stop.stop_sequence)
-        )
+        return msgspec.json.encode(MessagesReply(self.id, self.request.model, content, _usage(usage), **stop))
 
     def _event_chunks(self, event: ToolCallEvent) -> Iterator[bytes]:
         if isinstance(event, Content):
             if not isinstance(self._block, TextContent):
                 yield from self._begin_block(TextContent(""))
-            yield self._delta(_TextDelta(event.text))
+            yield self._delta({"type": "text_delta", "text": event.text})
         elif isinstance(event, ToolCallStart):
             yield from self._begin_block(ToolUse(_id(), event.name, {}))
         else:
-            yield self._delta(_InputDelta(event.arguments))
+            yield self._delta({"type": "input_json_delta", "partial_json": event.arguments})
 
     def _begin_block(self, block: TextContent | ToolUse) -> Iterator[bytes]:
         yield from self._end_block()
         self._block = block
         self._num_blocks += 1
-        yield _encode(_BlockStart(self._num_blocks - 1, block))
+        yield named_event("content_block_start", index=self._num_blocks - 1, content_block=block)
 
     def _end_block(self) -> Iterator[bytes]:
         if self._block is not None:
             self._block = None
-            yield _encode(_BlockStop(self._num_blocks - 1))
+            yield named_event("content_block_stop", index=self._num_blocks - 1)
 
-    def _delta(self, delta: _TextDelta | _InputDelta) -> bytes:
-        return _encode(_BlockDelta(self._num_blocks - 1, delta))
+    def _delta(self, delta: Json) -> bytes:
+        return named_event("content_block_delta", index=self._num_blocks - 1, delta=delta)
 
 
 async def count_tokens(call: Call) -> Response:
@@ -387,10 +345,11 @@ async def count_tokens(call: Call) -> Response:
     return json_response(TokenCount(response.num_prompt_tokens))
 
 
-def _stop(reason: str, output: OutputDelta) -> _Stop:
+def _stop(reason: str, output: OutputDelta) -> Json:
     if reason == "stop" and output.matched_stop is not None:
-        return _Stop("stop_sequence", output.matched_stop)
-    return _Stop({"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[reason], None)
+        return {"stop_reason": "stop_sequence", "stop_sequence": output.matched_stop}
+    reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+    return {"stop_reason": reasons[reason], "stop_sequence": None}
 
 
 def _usage(usage: UsageInfo) -> MessageUsage:
@@ -398,17 +357,5 @@ def _usage(usage: UsageInfo) -> MessageUsage:
     return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 
 
-def _input(arguments: str) -> dict[str, Any]:
-    """The input of a call. Text that is not a JSON object, such as that of a call cut off by max_tokens, is kept."""
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"invalid_json": arguments}
-
-
 def _id() -> str:
     return f"toolu_{uuid.uuid4().hex[:24]}"
-
-
-_encode = msgspec.json.encode

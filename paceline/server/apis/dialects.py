@@ -55,9 +55,13 @@ def _data(event: bytes) -> bytes:
     return b"data: %b\n\n" % event
 
 
+def named_event(name: str, **fields: object) -> bytes:
+    """An event for `_named`."""
+    return msgspec.json.encode({"type": name, **fields})
+
+
 def _named(event: bytes) -> bytes:
-    # The name is the event's type, which msgspec writes first as the tag of the struct.
-    assert event.startswith(b'{"type":"'), "events are tagged structs"
+    assert event.startswith(b'{"type":"'), "the type of an event is its name and comes first"
     return b"event: %b\ndata: %b\n\n" % (event[9 : event.index(b'"', 9)], event)
 
 
@@ -131,5 +135,31 @@ ANTHROPIC = Dialect(
     _ANTHROPIC_FIELDS,
     names={"stop": "stop_sequences", "response_format": "output_config.format"},
 )
+_RESPONSES_FIELDS = FieldRules(
+    ignored={"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"},
+    unsupported={
+        "background": (False,),
+        "conversation": (),
+        "context_management": ([],),
+        "max_tool_calls": (),
+        "moderation": (),
+        "prompt": (),
+        "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}, {"effort": "none"}),
+        "service_tier": ("auto", "default"),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    },
+)
+
+RESPONSES = Dialect(
+    "Responses",
+    "/v1/responses",
+    _SSE,
+    _named,
+    _openai_error,
+    _OPENAI_ERROR,
+    _RESPONSES_FIELDS,
+    names={"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"},
+)
 OPENAI = Dialect("OpenAI", "", _SSE, _data, _openai_error, _OPENAI_ERROR, OPENAI_FIELDS, end=b"data: [DONE]\n\n")
-DIALECTS = (ANTHROPIC, OPENAI)  # the first whose prefix a path has
+DIALECTS = (ANTHROPIC, RESPONSES, OPENAI)  # the first whose prefix a path has

@@ -1,0 +1,317 @@
+"""`/v1/responses`: OpenAI's responses. A request is translated to a chat request, its output to output items."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from paceline.engine.output import OutputDelta
+from paceline.server.apis.dialects import Json, named_event
+from paceline.server.apis.responses_request import ResponsesRequest, add_call, to_chat
+from paceline.server.chat import ChatBuilder, arguments_of
+from paceline.server.errors import ApiError
+from paceline.server.fields import short
+from paceline.server.queries import DeleteResponse, GetResponse, StoreResponse
+from paceline.server.response_types import FunctionCall, UsageInfo
+from paceline.server.routing import Call, json_response
+from paceline.server.state import ServerState
+from paceline.text.tools import Content, ToolCallEvent, ToolCallStart
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
+    id: str
+    content: list[OutputText]
+    status: str
+    role: str = "assistant"
+
+
+class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: str
+
+
+class ResponseObject(msgspec.Struct):
+    id: str
+    created_at: int
+    status: str
+    model: str
+    output: list[OutputMessage | OutputCall]
+    usage: Json | None
+    error: Json | None
+    incomplete_details: Json | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    store: bool
+    temperature: float
+    text: Json
+    tool_choice: str | Json
+    tools: list[Json]
+    top_p: float
+    object: str = "response"
+    truncation: str = "disabled"
+
+
+class ResponseDeleted(msgspec.Struct):
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+class StoredResponse(msgspec.Struct):
+    response: msgspec.Raw
+    messages: list[Json]  # the conversation up to and with this response, without instructions
+
+
+class ResponsesResponse(ChatBuilder):
+    id_prefix = "resp_"
+    prompt_field = "input"
+
+    def __init__(self, state: ServerState, request: ResponsesRequest) -> None:
+        self._state, self._given, self._tenant = state, request, ""
+        self._check_store()
+        self._chat = to_chat(request)
+        self._output: list[OutputMessage | OutputCall] = []
+        self._is_open = False  # the last item of the output is being streamed
+        self._status, self._num_events = "in_progress", 0
+        self._final = b""  # the response object, once it is complete
+        if request.previous_response_id is None:
+            self._start([])
+
+    def _check_store(self) -> None:
+        """Refuses what needs the store of a server that has none."""
+        given, is_on = self._given, self._state.config.stored_responses > 0
+        self._is_stored = is_on and given.store is not False
+        for name in ("store", "previous_response_id"):
+            if getattr(given, name) and not is_on:
+                raise ApiError(
+                    f"{name} is {short(getattr(given, name))}, and this server stores no responses (stored_responses "
+                    "is 0): omit it, and send the whole conversation as input.",
+                    param=name,
+                    code="unsupported_value",
+                )
+
+    def _start(self, history: list[Json]) -> None:
+        instructions = self._given.instructions
+        system = [{"role": "system", "content": instructions}] if instructions else []
+        self._conversation = [*history, *self._chat.messages]
+        self._chat.messages = [*system, *self._conversation]
+        super().__init__(self._state, self._chat)
+
+    async def prepare(self, tenant: str) -> None:
+        self._tenant = tenant
+        previous = self._given.previous_response_id
+        if previous is not None:
+            history = (await _stored(self._state, previous, tenant, "previous_response_id")).messages
+            await asyncio.to_thread(self._start, history)
+
+    async def finish(self) -> None:
+        if self._is_stored:
+            config, stored = self._state.config, StoredResponse(msgspec.Raw(self._final), self._conversation)
+            await self._state.client.query(
+                StoreResponse(
+                    self._tenant,
+                    self.id,
+                    msgspec.json.encode(stored),
+                    config.stored_responses,
+                    config.stored_response_bytes,
+                )
+            )
+
+    # ------------------------------------------------------------------ output
+
+    def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
+        parts, reason = self.parts(0, outputs[0])
+        self._set_status(reason)
+        for part in parts:
+            self._output.append(_call(part.name) if isinstance(part, FunctionCall) else _message())
+            self._extend(part.arguments if isinstance(part, FunctionCall) else part.text)
+            self._output[-1].status = "completed"
+        return self._complete(usage)
+
+    def first_chunks(self) -> Iterable[bytes]:
+        yield self._event("response.created", response=self._object())
+        yield self._event("response.in_progress", response=self._object())
+
+    def chunks(self, index: int, output: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
+        events, reason = self.parse(index, [output])
+        for event in events:
+            yield from self._event_chunks(event)
+        if reason is not None:
+            self._set_status(reason)
+
+    def last_chunks(self, usage: UsageInfo) -> Iterable[bytes]:
+        yield from self._end_item(self._status)
+        yield self._event(f"response.{self._status}", response=msgspec.Raw(self._complete(usage)))
+
+    def error_chunk(self, error: ApiError) -> bytes | None:
+        self._status = "failed"
+        failed = self._object()
+        failed.error = {"code": error.code or "server_error", "message": error.message}
+        return self._event("response.failed", response=failed)
+
+    def _event_chunks(self, event: ToolCallEvent) -> Iterator[bytes]:
+        if isinstance(event, ToolCallStart):
+            yield from self._begin_item(_call(event.name))
+            return
+        if isinstance(event, Content):
+            if not self._is_open or isinstance(self._output[-1], OutputCall):
+                yield from self._begin_item(_message())
+            delta, where = event.text, {"content_index": 0, "logprobs": []}
+        else:
+            delta, where = event.arguments, {}
+        self._extend(delta)
+        kind = "output_text" if isinstance(event, Content) else "function_call_arguments"
+        yield self._item_event(f"response.{kind}.delta", delta=delta, **where)
+
+    def _begin_item(self, item: OutputMessage | OutputCall) -> Iterator[bytes]:
+        yield from self._end_item("completed")
+        self._output.append(item)
+        self._is_open = True
+        if isinstance(item, OutputCall):
+            yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=item)
+        else:
+            empty = OutputMessage(item.id, [], item.status)
+            yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=empty)
+            yield self._item_event("response.content_part.added", content_index=0, part=item.content[0])
+
+    def _end_item(self, status: str) -> Iterator[bytes]:
+        if not self._is_open:
+            return
+        self._is_open = False
+        item = self._output[-1]
+        item.status = status
+        if isinstance(item, OutputCall):
+            yield self._item_event("response.function_call_arguments.done", arguments=item.arguments)
+        else:
+            part = item.content[0]
+            yield self._item_event("response.output_text.done", content_index=0, text=part.text, logprobs=[])
+            yield self._item_event("response.content_part.done", content_index=0, part=part)
+        yield self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
+
+    def _extend(self, text: str) -> None:
+        item = self._output[-1]
+        if isinstance(item, OutputCall):
+            item.arguments += text
+        else:
+            item.content[0].text += text
+
+    def _item_event(self, name: str, **fields: object) -> bytes:
+        index = len(self._output) - 1
+        return self._event(name, item_id=self._output[index].id, output_index=index, **fields)
+
+    def _event(self, name: str, **fields: object) -> bytes:
+        self._num_events += 1
+        return named_event(name, sequence_number=self._num_events - 1, **fields)
+
+    def _set_status(self, reason: str) -> None:
+        self._status = "incomplete" if reason == "length" else "completed"
+
+    def _complete(self, usage: UsageInfo) -> bytes:
+        """Ends the output; returns the response object."""
+        if self._output:
+            self._output[-1].status = self._status
+        response = self._object()
+        response.usage = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.total_tokens,
+        }
+        self._add_turn()
+        self._final = msgspec.json.encode(response)
+        return self._final
+
+    def _add_turn(self) -> None:
+        """Adds the output to the conversation that is stored."""
+        turn: list[Json] = []
+        for item in self._output:
+            if isinstance(item, OutputMessage):
+                turn.append({"role": "assistant", "content": item.content[0].text})
+            else:
+                add_call(turn, item.call_id, item.name, arguments_of(FunctionCall(item.name, item.arguments)))
+        self._conversation += turn
+
+    def _object(self) -> ResponseObject:
+        given = self._given
+        return ResponseObject(
+            id=self.id,
+            created_at=self.created,
+            status=self._status,
+            model=given.model,
+            output=self._output,
+            usage=None,
+            error=None,
+            incomplete_details={"reason": "max_output_tokens"} if self._status == "incomplete" else None,
+            instructions=given.instructions,
+            max_output_tokens=given.max_output_tokens,
+            metadata=given.metadata or {},
+            parallel_tool_calls=given.parallel_tool_calls is not False,
+            previous_response_id=given.previous_response_id,
+            store=self._is_stored,
+            temperature=1.0 if given.temperature is None else given.temperature,
+            text={"format": (given.text and given.text.format) or {"type": "text"}},
+            tool_choice="auto" if given.tool_choice is None else given.tool_choice,
+            tools=given.tools or [],
+            top_p=1.0 if given.top_p is None else given.top_p,
+        )
+
+
+def _message() -> OutputMessage:
+    return OutputMessage(f"msg_{uuid.uuid4().hex}", [OutputText("")], "in_progress")
+
+
+def _call(name: str) -> OutputCall:
+    number = uuid.uuid4().hex
+    return OutputCall(f"fc_{number}", f"call_{number[:24]}", name, "", "in_progress")
+
+
+# ---------------------------------------------------------------------- stored responses
+
+
+async def _stored(state: ServerState, response_id: str, tenant: str | None, param: str | None) -> StoredResponse:
+    data: bytes | None = await state.client.query(GetResponse(response_id, tenant))
+    if data is None:
+        raise _not_found(response_id, param)
+    return msgspec.json.decode(data, type=StoredResponse)
+
+
+def _not_found(response_id: str, param: str | None) -> ApiError:
+    return ApiError(
+        f"Response {short(response_id)} not found: it was not stored, was deleted, or was dropped for newer ones.",
+        status=404 if param is None else 400,
+        param=param,
+        code="response_not_found" if param is None else "previous_response_not_found",
+    )
+
+
+async def get_response(call: Call) -> Response:
+    found = await _stored(call.state, call.path_params["id"], call.tenant, None)
+    return Response(bytes(found.response), media_type="application/json")
+
+
+async def delete_response(call: Call) -> Response:
+    response_id = call.path_params["id"]
+    if not await call.state.client.query(DeleteResponse(response_id, call.tenant)):
+        raise _not_found(response_id, None)
+    return json_response(ResponseDeleted(response_id))

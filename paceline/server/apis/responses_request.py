@@ -1,0 +1,190 @@
+"""The requests of `/v1/responses`, and their translation to chat requests."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import msgspec
+
+from paceline.server.apis.dialects import Json
+from paceline.server.errors import ApiError
+from paceline.server.fields import short
+from paceline.server.parsing import convert_tagged
+from paceline.server.request_types import (
+    ChatRequest,
+    Function,
+    FunctionName,
+    JsonSchema,
+    ResponseFormat,
+    ScheduledRequest,
+    Tool,
+    ToolChoice,
+)
+
+
+class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_obfuscation: bool = False  # accepted, never sent
+
+
+class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
+    format: Json | None = None
+    verbosity: Literal["medium"] | None = None  # OpenAI's default
+
+
+class ResponsesRequest(ScheduledRequest, kw_only=True):
+    input: str | list[Json]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None  # default: as the server's option stored_responses allows
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: TextConfig | None = None
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None  # there is none
+
+
+class _Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    id: str | None = None
+    status: str | None = None
+
+
+class _MessageItem(_Item, kw_only=True):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Json]
+    phase: str | None = None
+
+
+class _CallItem(_Item, kw_only=True):
+    call_id: str
+    name: str
+    arguments: str
+
+
+class _CallOutputItem(_Item, kw_only=True):
+    call_id: str
+    output: str | list[Json]
+
+
+class _ReasoningItem(_Item, kw_only=True):
+    summary: list[Json] | None = None
+    content: list[Json] | None = None
+    encrypted_content: str | None = None
+
+
+class _TextPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class _FunctionTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    name: str
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class _PlainFormat(msgspec.Struct, forbid_unknown_fields=True):
+    pass
+
+
+class _ForcedFunction(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+
+
+_ITEMS: dict[str, type[_Item]] = {
+    "message": _MessageItem,
+    "function_call": _CallItem,
+    "function_call_output": _CallOutputItem,
+    "reasoning": _ReasoningItem,
+}
+_PARTS = {"input_text": _TextPart, "output_text": _TextPart}
+_FORMATS: dict[str, type[msgspec.Struct]] = {
+    "text": _PlainFormat,
+    "json_object": _PlainFormat,
+    "json_schema": JsonSchema,
+}
+
+
+def to_chat(request: ResponsesRequest) -> ChatRequest:
+    """The chat request without instructions and history."""
+    tools = [
+        convert_tagged(tool, {"function": _FunctionTool}, f"tools[{index}]")
+        for index, tool in enumerate(request.tools or ())
+    ]
+    return ChatRequest(
+        messages=_messages(request.input),
+        stream=request.stream,
+        max_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        response_format=_response_format(request.text),
+        tools=[Tool("function", Function(one.name, one.description, one.parameters, one.strict)) for one in tools]
+        or None,
+        tool_choice=_tool_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
+        **request.scheduling(),
+    )
+
+
+def _tool_choice(choice: str | Json | None) -> str | ToolChoice | None:
+    if not isinstance(choice, dict):
+        return choice
+    forced = convert_tagged(choice, {"function": _ForcedFunction}, "tool_choice")
+    return ToolChoice("function", FunctionName(forced.name))
+
+
+def _messages(value: str | list[Json]) -> list[Json]:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    found: list[Json] = []
+    for index, given in enumerate(value):
+        path = f"input[{index}]"
+        item = convert_tagged({"type": "message", **given}, _ITEMS, path)
+        if isinstance(item, _MessageItem):
+            found.append({"role": item.role, "content": _text(f"{path}.content", item.content)})
+        elif isinstance(item, _CallItem):
+            add_call(found, item.call_id, item.name, _arguments(path, item.arguments))
+        elif isinstance(item, _CallOutputItem):
+            text = _text(f"{path}.output", item.output)
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+    return found
+
+
+def add_call(messages: list[Json], call_id: str, name: str, arguments: Json) -> None:
+    """The text and the calls of one turn are one message of a chat."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _arguments(path: str, text: str) -> Json:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ApiError(f"{path}.arguments is {short(text)}: give a JSON object.", param="input", code="invalid_value")
+    return value
+
+
+def _text(path: str, content: str | list[Json]) -> str:
+    if isinstance(content, str):
+        return content
+    parts = [convert_tagged(part, _PARTS, f"{path}[{index}]") for index, part in enumerate(content)]
+    return "\n".join(part.text for part in parts)
+
+
+def _response_format(config: TextConfig | None) -> ResponseFormat | None:
+    if config is None or config.format is None:
+        return None
+    found = convert_tagged(config.format, _FORMATS, "text.format")
+    return ResponseFormat(config.format["type"], found if isinstance(found, JsonSchema) else None)
