@@ -23,7 +23,7 @@ from paceline.request import (
     MIN_SEED,
 )
 from paceline.server.apis.dialects import DIALECTS, dialect_of
-from paceline.server.fields import ROLES, FieldRules
+from paceline.server.fields import OPENAI_FIELDS, ROLES, FieldRules
 from paceline.server.limits import (
     MAX_CACHE_SALT_CHARACTERS,
     MAX_DEADLINE_MS,
@@ -124,7 +124,7 @@ def _complete(schema: Json, model: str, rules: FieldRules) -> None:
     for name, bounds in _BOUNDS.items():
         if name in properties:
             properties[name] = _bounded(properties[name], bounds)
-    if "messages" in properties and "$ref" not in str(properties["messages"]):  # not a list of structs
+    if "messages" in properties and rules is OPENAI_FIELDS:
         required = "messages" in schema.get("required", ())
         messages: Json = {"type": "array", "items": _MESSAGE, "minItems": 1}
         properties["messages"] = messages if required else {"anyOf": [messages, {"type": "null"}]}

@@ -8,21 +8,7 @@ from __future__ import annotations
 from starlette.responses import Response
 
 from paceline import __version__
-from paceline.server.apis.anthropic import (
-    CountTokensRequest,
-    MessagesReply,
-    MessagesRequest,
-    MessagesResponse,
-    TokenCount,
-    count_tokens,
-)
-from paceline.server.apis.responses import (
-    ResponseDeleted,
-    ResponseObject,
-    ResponsesResponse,
-    delete_response,
-    get_response,
-)
+from paceline.server.apis import anthropic, ollama, responses
 from paceline.server.apis.responses_request import ResponsesRequest
 from paceline.server.chat import ChatResponse
 from paceline.server.completions import CompletionResponse
@@ -83,16 +69,27 @@ ROUTES: tuple[AnyRoute, ...] = (
                     ChatRequest, (ChatCompletion,)),
     GenerationRoute("/v1/completions", CompletionResponse, "OpenAI's completions; streams on request",
                     CompletionRequest, (TextCompletion,)),
-    GenerationRoute("/v1/responses", ResponsesResponse, "OpenAI's responses; streams on request",
-                    ResponsesRequest, (ResponseObject,)),
-    Route("GET", "/v1/responses/{id}", TENANT, get_response, "a stored response; a tenant sees its own",
-          responses=(ResponseObject,)),
-    Route("DELETE", "/v1/responses/{id}", TENANT, delete_response, "deletes a stored response",
-          responses=(ResponseDeleted,)),
-    GenerationRoute("/v1/messages", MessagesResponse, "Anthropic's messages; streams on request",
-                    MessagesRequest, (MessagesReply,)),
-    Route("POST", "/v1/messages/count_tokens", TENANT, count_tokens, "number of prompt tokens of Anthropic's messages",
-          request=CountTokensRequest, responses=(TokenCount,)),
+    GenerationRoute("/v1/responses", responses.ResponsesResponse, "OpenAI's responses; streams on request",
+                    ResponsesRequest, (responses.ResponseObject,)),
+    Route("GET", "/v1/responses/{id}", TENANT, responses.get_response, "a stored response; a tenant sees its own",
+          responses=(responses.ResponseObject,)),
+    Route("DELETE", "/v1/responses/{id}", TENANT, responses.delete_response, "deletes a stored response",
+          responses=(responses.ResponseDeleted,)),
+    GenerationRoute("/v1/messages", anthropic.MessagesResponse, "Anthropic's messages; streams on request",
+                    anthropic.MessagesRequest, (anthropic.MessagesReply,)),
+    Route("POST", "/v1/messages/count_tokens", TENANT, anthropic.count_tokens,
+          "number of prompt tokens of Anthropic's messages",
+          request=anthropic.CountTokensRequest, responses=(anthropic.TokenCount,)),
+    GenerationRoute("/api/chat", ollama.OllamaChatResponse, "Ollama's chat; streams by default",
+                    ollama.OllamaChatRequest, (ollama.OllamaChatReply,)),
+    GenerationRoute("/api/generate", ollama.OllamaGenerateResponse, "Ollama's answer to a prompt; streams by default",
+                    ollama.OllamaGenerateRequest, (ollama.OllamaGenerateReply,)),
+    Route("GET", "/api/tags", TENANT, ollama.list_tags, "the served model, as Ollama lists it",
+          responses=(ollama.OllamaModelList,)),
+    Route("POST", "/api/show", TENANT, ollama.show_model, "the served model, as Ollama describes it",
+          request=ollama.ShowRequest, responses=(ollama.OllamaModelInfo,)),
+    Route("GET", "/api/version", PUBLIC, ollama.get_version, "version of the server, for Ollama's clients",
+          responses=(ollama.OllamaVersion,)),
     GenerationRoute("/v1/embeddings", EmbeddingResponse, "OpenAI's embeddings: pooled hidden states of the model",
                     EmbeddingRequest, (EmbeddingList,), streams=False),
     Route("GET", "/v1/models", TENANT, models.list_models, "the served model, as a list", responses=(ModelList,)),

@@ -65,6 +65,10 @@ def _named(event: bytes) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (event[9 : event.index(b'"', 9)], event)
 
 
+def _line(event: bytes) -> bytes:
+    return event + b"\n"
+
+
 # ---------------------------------------------------------------------- errors
 
 
@@ -161,5 +165,37 @@ RESPONSES = Dialect(
     _RESPONSES_FIELDS,
     names={"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"},
 )
+
+
+def _ollama_error(error: ApiError) -> bytes:
+    return msgspec.json.encode({"error": error.message})
+
+
+_OLLAMA_ERROR: Json = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
+_OLLAMA_FIELDS = FieldRules(
+    ignored={"keep_alive"},  # the model stays loaded
+    unsupported={
+        "context": ([],),
+        "images": ([],),
+        "logprobs": (False,),
+        "raw": (False,),
+        "shift": (True,),
+        "suffix": ("",),
+        "template": ("",),
+        "top_logprobs": (0,),
+        "truncate": (True,),
+    },
+)
+
+OLLAMA = Dialect(
+    "Ollama",
+    "/api/",
+    "application/x-ndjson",
+    _line,
+    _ollama_error,
+    _OLLAMA_ERROR,
+    _OLLAMA_FIELDS,
+    names={"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "response_format": "format"},
+)
 OPENAI = Dialect("OpenAI", "", _SSE, _data, _openai_error, _OPENAI_ERROR, OPENAI_FIELDS, end=b"data: [DONE]\n\n")
-DIALECTS = (ANTHROPIC, RESPONSES, OPENAI)  # the first whose prefix a path has
+DIALECTS = (ANTHROPIC, RESPONSES, OLLAMA, OPENAI)  # the first whose prefix a path has

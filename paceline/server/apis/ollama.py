@@ -1,0 +1,407 @@
+"""`/api/…`: Ollama's API. Chat and generate are translated to chat requests; a stream is lines of JSON."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.responses import Response
+
+from paceline import __version__
+from paceline.engine.output import OutputDelta, Timings
+from paceline.request import InvalidRequest
+from paceline.server.apis.dialects import Json
+from paceline.server.chat import ChatBuilder, arguments_of
+from paceline.server.errors import ApiError, missing_parameter
+from paceline.server.fields import FieldRules, select_supported, short
+from paceline.server.parsing import convert
+from paceline.server.request_types import ChatRequest, JsonSchema, ResponseFormat, ScheduledRequest, Tool
+from paceline.server.response import make_response_id
+from paceline.server.response_types import FunctionCall, UsageInfo
+from paceline.server.routing import Call, json_response
+from paceline.server.state import ServerState
+from paceline.text.tools import ArgumentsDelta, Content, ToolCallStart, style_of
+
+_NS = 1_000_000_000
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+# ---------------------------------------------------------------------- requests
+
+
+class InputFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    name: str
+    arguments: Json
+    index: int | None = None
+
+
+class InputCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    function: InputFunction
+    id: str | None = None
+    type: str | None = None
+
+
+class OllamaInputMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    role: str
+    content: str | None = None
+    thinking: str | None = None  # not shown to the model
+    images: list[Any] | None = None
+    tool_calls: list[InputCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaRequest(ScheduledRequest, kw_only=True):
+    stream: bool | None = None  # default: true
+    options: Json | None = None
+    format: str | Json | None = None
+    think: bool | str | None = None
+
+    def __post_init__(self) -> None:
+        self.model = self.model.removesuffix(":latest")  # a tag that Ollama adds
+
+
+class OllamaChatRequest(OllamaRequest, kw_only=True):
+    messages: list[OllamaInputMessage] | None = None
+    tools: list[Tool] | None = None
+
+
+class OllamaGenerateRequest(OllamaRequest, kw_only=True):
+    prompt: str | None = None
+    system: str | None = None
+
+
+class ShowRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    name: str | None = None  # the deprecated name of model
+    verbose: bool | None = None
+
+
+class OllamaOptions(msgspec.Struct, kw_only=True):
+    num_predict: int | None = None
+    num_ctx: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+_OPTION_RULES = FieldRules(
+    # How to run the model, which the server decides.
+    ignored={
+        "numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "use_mmap", "use_mlock", "num_thread",
+        "num_keep", "vocab_only", "logits_all", "embedding_only",
+    },
+    unsupported={
+        "tfs_z": (1, 1.0),
+        "typical_p": (1, 1.0),
+        "mirostat": (0,),
+        "mirostat_tau": (),
+        "mirostat_eta": (),
+        "penalize_newline": (),
+        "repeat_last_n": (-1,),  # penalties count the whole prompt and output
+    },
+)  # fmt: skip
+
+
+def _to_chat(request: OllamaRequest, messages: list[Json], tools: list[Tool] | None, state: ServerState) -> ChatRequest:
+    known = select_supported(request.options or {}, OllamaOptions.__struct_fields__, _OPTION_RULES)
+    options = convert(known, OllamaOptions, "options")
+    context = state.client.model.max_tokens
+    if options.num_ctx is not None and options.num_ctx > context:
+        raise ApiError(
+            f"num_ctx is {options.num_ctx}: the context of this server is {context} tokens; give at most that.",
+            param="options",
+            code="invalid_value",
+        )
+    if request.think:
+        raise ApiError(
+            f"think is {short(request.think)}, which is not supported: omit it.",
+            param="think",
+            code="unsupported_parameter",
+        )
+    return ChatRequest(
+        messages=messages,
+        tools=tools,
+        stream=request.stream is not False,
+        response_format=_response_format(request.format),
+        # Ollama writes "no limit" and "at random" as negative numbers, and "all tokens" as 0.
+        max_tokens=None if options.num_predict in (-1, -2) else options.num_predict,
+        seed=None if options.seed == -1 else options.seed,
+        top_k=None if options.top_k in (-1, 0) else options.top_k,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        stop=options.stop,
+        repetition_penalty=options.repeat_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        **request.scheduling(),
+    )
+
+
+def _chat_message(index: int, message: OllamaInputMessage) -> Json:
+    if message.images:
+        raise ApiError(
+            f"messages[{index}].images is given, which is not supported: send text alone.",
+            param="messages",
+            code="unsupported_parameter",
+        )
+    found: Json = {"role": message.role, "content": message.content or ""}
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id or f"call_{number}",
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
+            for number, call in enumerate(message.tool_calls)
+        ]
+    if message.tool_name is not None:
+        found["name"] = message.tool_name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    return found
+
+
+def _response_format(format: str | Json | None) -> ResponseFormat | None:
+    if not format:
+        return None
+    if isinstance(format, dict):
+        return ResponseFormat("json_schema", JsonSchema("format", format))
+    if format != "json":
+        raise ApiError(f"format is {short(format)}: give json or a JSON schema.", param="format", code="invalid_value")
+    return ResponseFormat("json_object")
+
+
+# ---------------------------------------------------------------------- responses
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: Json
+
+
+class OllamaCall(msgspec.Struct):
+    function: CalledFunction
+
+
+class OllamaMessage(msgspec.Struct):
+    role: str
+    content: str
+    tool_calls: list[OllamaCall] | UnsetType = UNSET
+
+
+class OllamaReply(msgspec.Struct, kw_only=True):
+    """A response, or a line of a streamed one."""
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: str | UnsetType = UNSET
+    # Nanoseconds, and numbers of tokens; in the last line
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+
+
+class OllamaChatReply(OllamaReply, kw_only=True):
+    message: OllamaMessage
+
+
+class OllamaGenerateReply(OllamaReply, kw_only=True):
+    response: str
+
+
+class OllamaChatResponse(ChatBuilder):
+    """A request without messages asks to load the model; it has no jobs, since the model is always loaded."""
+
+    id_prefix = "ollama-"
+
+    def __init__(self, state: ServerState, request: OllamaChatRequest) -> None:
+        messages = [_chat_message(index, message) for index, message in enumerate(request.messages or ())]
+        self._start(state, _to_chat(request, messages, request.tools, state))
+
+    def _start(self, state: ServerState, chat: ChatRequest) -> None:
+        self._call: FunctionCall | None = None  # being streamed; it is sent when it is complete
+        self._reason, self._timings = "load", Timings(0.0, 0.0, 0.0, 0)
+        if chat.messages:
+            super().__init__(state, chat)
+        else:
+            self.id, self.request, self.jobs, self.jobs_per_prompt = make_response_id(self.id_prefix), chat, (), 1
+
+    def chunks(self, index: int, output: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
+        events, reason = self.parse(index, [output])
+        for event in events:
+            if isinstance(event, ArgumentsDelta):
+                assert self._call is not None, "arguments follow the start of a call"
+                self._call.arguments += event.arguments
+                continue
+            yield from self._send_call()
+            if isinstance(event, ToolCallStart):
+                self._call = FunctionCall(event.name, "")
+            else:
+                yield self._encode(event.text, [], done=False)
+        if reason is not None:
+            yield from self._send_call()
+            self._end(reason, output)
+
+    def last_chunks(self, usage: UsageInfo) -> Iterable[bytes]:
+        yield self._encode("", [], done=True, **self._statistics(usage))
+
+    def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
+        parts: Sequence[Content | FunctionCall] = []
+        if outputs:
+            parts, reason = self.parts(0, outputs[0])
+            self._end(reason, outputs[0][-1])
+        text = "".join(part.text for part in parts if isinstance(part, Content))
+        calls = [part for part in parts if isinstance(part, FunctionCall)]
+        return self._encode(text, calls, done=True, **self._statistics(usage))
+
+    def _reply(self, text: str, calls: Sequence[FunctionCall], **fields: Any) -> OllamaReply:
+        found = [OllamaCall(CalledFunction(call.name, arguments_of(call))) for call in calls]
+        return OllamaChatReply(message=OllamaMessage("assistant", text, found or UNSET), **fields)
+
+    def _encode(self, text: str, calls: Sequence[FunctionCall], **fields: Any) -> bytes:
+        return msgspec.json.encode(self._reply(text, calls, model=self.request.model, created_at=_now(), **fields))
+
+    def _send_call(self) -> Iterator[bytes]:
+        if self._call is not None:
+            yield self._encode("", [self._call], done=False)
+            self._call = None
+
+    def _end(self, reason: str, output: OutputDelta) -> None:
+        self._reason = "length" if reason == "length" else "stop"
+        self._timings = output.timings or self._timings
+
+    def _statistics(self, usage: UsageInfo) -> Json:
+        times = self._timings
+        admitted, first, finished = (
+            int((time or 0.0) * _NS) for time in (times.admitted_s, times.first_token_s, times.finished_s)
+        )
+        return {
+            "done_reason": self._reason,
+            "total_duration": finished,
+            "load_duration": 0,  # the model is always loaded
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": max(first - admitted, 0),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": max(finished - first, 0),
+        }
+
+
+class OllamaGenerateResponse(OllamaChatResponse):
+    """The prompt as a message of the user, through the chat template."""
+
+    prompt_field = "prompt"
+
+    def __init__(self, state: ServerState, request: OllamaGenerateRequest) -> None:
+        messages = [{"role": "user", "content": request.prompt}] if request.prompt else []
+        if request.system and messages:
+            messages.insert(0, {"role": "system", "content": request.system})
+        self._start(state, _to_chat(request, messages, None, state))
+
+    def _reply(self, text: str, calls: Sequence[FunctionCall], **fields: Any) -> OllamaReply:
+        return OllamaGenerateReply(response=text, **fields)
+
+
+# ---------------------------------------------------------------------- models
+
+
+class OllamaDetails(msgspec.Struct):
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+    format: str = "safetensors"
+    parent_model: str = ""
+
+
+class OllamaModel(msgspec.Struct):
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: OllamaDetails
+
+
+class OllamaModelList(msgspec.Struct):
+    models: list[OllamaModel]
+
+
+class OllamaModelInfo(msgspec.Struct):
+    modified_at: str
+    template: str
+    details: OllamaDetails
+    model_info: Json
+    capabilities: list[str]
+    modelfile: str = ""
+    parameters: str = ""
+
+
+class OllamaVersion(msgspec.Struct):
+    version: str
+
+
+async def list_tags(call: Call) -> Response:
+    state, model = call.state, call.state.client.model
+    size = model.num_parameters * _DTYPE_BYTES.get(model.dtype, 2)
+    # Clients use the digest as an identifier.
+    digest = hashlib.sha256(state.model_name.encode()).hexdigest()
+    found = OllamaModel(state.model_name, state.model_name, _time(state.created), size, digest, _details(state))
+    return json_response(OllamaModelList([found]))
+
+
+async def show_model(call: Call) -> Response:
+    state, body = call.state, call.body
+    assert isinstance(body, ShowRequest), "the route's request type"
+    name = body.model or body.name
+    if not name:
+        raise missing_parameter("model")
+    state.check_model(name.removesuffix(":latest"))
+    model, template = state.client.model, "" if state.tokenizer.chat is None else state.tokenizer.chat.source
+    info = {
+        "general.architecture": model.family,
+        "general.parameter_count": model.num_parameters,
+        f"{model.family}.context_length": model.max_tokens,
+    }
+    capabilities = ["completion", "tools"] if _has_tools(template) else ["completion"]
+    return json_response(OllamaModelInfo(_time(state.created), template, _details(state), info, capabilities))
+
+
+async def get_version(call: Call) -> Response:
+    return json_response(OllamaVersion(__version__))
+
+
+def _details(state: ServerState) -> OllamaDetails:
+    model = state.client.model
+    count = model.num_parameters
+    size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
+    return OllamaDetails(model.family, [model.family], size, model.dtype)
+
+
+def _has_tools(template: str) -> bool:
+    try:
+        return bool(style_of(template))
+    except InvalidRequest:  # it has a style of its own, which requests with tools are told
+        return False
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _time(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
