@@ -41,6 +41,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     grammar: str | None = None  # in Lark notation
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 _SAMPLING_FIELDS = (
     "temperature",
     "top_k",
@@ -197,7 +198,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     separate_reasoning: bool | None = None  # default: the option of the server
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from paceline.request import Grammar
 from tests.server.scripted import joined, scripted
-from tests.server.serving import CHAT
+from tests.server.serving import CHAT, Caller
 
 USER = {"role": "user", "content": "What is <think>?"}
 BODY = {"model": "tiny", "messages": [USER]}
@@ -132,3 +133,84 @@ def test_a_grammar_constrains_the_answer_after_the_reasoning() -> None:
         caller, client = scripted(template, "hi")
         caller.ok(CHAT, BODY, response_format=format, **fields)
         assert client.jobs[0].params.grammar == Grammar("json_schema", '{"type": "integer"}', reasoning)
+
+
+# ---------------------------------------------------------------------- other APIs
+
+
+def test_messages_have_thinking_blocks() -> None:
+    caller, client = scripted(SWITCH, OUTPUT)
+    thinking = {"type": "thinking", "thinking": "Two and two.", "signature": ""}
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "One more.", "signature": ""},
+                                          {"type": "text", "text": "Three."}]},
+        {"role": "user", "content": "b"},
+    ]  # fmt: skip
+    body = {"model": "tiny", "max_tokens": 200, "messages": turns}
+    assert caller.ok("/v1/messages", body)["content"] == [thinking, {"type": "text", "text": "Four."}]
+    assert "<think>One more.</think>Three." in client.prompt
+    events = named_events(caller, "/v1/messages", body)
+    assert [event["content_block"] for event in events if event["type"] == "content_block_start"] == [
+        {**thinking, "thinking": ""},
+        {"type": "text", "text": ""},
+    ]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(delta.get("thinking", "") for delta in deltas) == "Two and two."
+    assert "".join(delta.get("text", "") for delta in deltas) == "Four."
+    caller.ok("/v1/messages", body, thinking={"type": "disabled"})
+    assert client.prompt.endswith("<think>\n\n</think>\n\n")
+
+
+def test_responses_have_reasoning_items() -> None:
+    caller, client = scripted(SWITCH, OUTPUT, stored_responses=0)
+    items = [
+        {"role": "user", "content": "a"},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "One more."}],
+        },
+        {"type": "message", "role": "assistant", "content": "Three."},
+        {"role": "user", "content": "b"},
+    ]
+    body = {"model": "tiny", "input": items, "reasoning": {"effort": "high", "summary": "auto"}}
+    found = caller.ok("/v1/responses", body)
+    assert [item["type"] for item in found["output"]] == ["reasoning", "message"]
+    assert found["output"][0]["content"] == [{"type": "reasoning_text", "text": "Two and two."}]
+    assert found["output"][1]["content"][0]["text"] == "Four."
+    assert found["usage"]["output_tokens_details"]["reasoning_tokens"] > 5
+    assert found["reasoning"] == {"effort": "high", "summary": "auto", "generate_summary": None}
+    assert "<think>One more.</think>Three." in client.prompt
+    events = named_events(caller, "/v1/responses", body)
+    deltas = [event["delta"] for event in events if event["type"] == "response.reasoning_text.delta"]
+    assert "".join(deltas) == "Two and two."
+    assert events[-1]["response"]["output"][0]["content"] == found["output"][0]["content"]
+    caller.ok("/v1/responses", body, reasoning={"effort": "none"})
+    assert client.prompt.endswith("<think>\n\n</think>\n\n")
+    alone = caller.post("/v1/responses", body, input=items[:2])
+    assert alone.status_code == 400 and "a reasoning item without the message" in alone.text
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_ollama_has_thinking(path: str) -> None:
+    caller, client = scripted(SWITCH, OUTPUT)
+    body: dict[str, Any] = {"model": "tiny", "prompt": "a"}
+    if path == "/api/chat":
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+    lines = [json.loads(line) for line in caller.post(path, body).text.splitlines()]
+    shown = [line["message"] if path == "/api/chat" else line for line in [caller.ok(path, body, stream=False), *lines]]
+    for parts in (shown[:1], shown[1:]):
+        assert "".join(part.get("thinking", "") for part in parts) == "Two and two."
+        assert "".join(part.get("content", part.get("response", "")) for part in parts) == "Four."
+    caller.ok(path, body, stream=False, think=False)
+    assert client.prompt.endswith("<think>\n\n</think>\n\n")
+    caller.ok(path, body, stream=False, think="low")
+    assert not client.prompt.endswith("</think>\n\n")
+
+
+def named_events(caller: Caller, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream whose events have names."""
+    text = caller.post(path, body, stream=True).text
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]

@@ -250,7 +250,7 @@ def test_all_workers_see_the_same_responses() -> None:
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "tool_choice.type is 'file_search', which is not"),
         ({"background": True}, "background", "background is True, which is not supported: omit it."),
         ({"conversation": "conv_1"}, "conversation", "conversation is 'conv_1', which is not supported: omit it."),
-        ({"reasoning": {"effort": "high"}}, "reasoning", "reasoning is {'effort': 'high'}, which is not supported"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "reasoning.effort is 'high', and the model's chat"),
         ({"include": ["message.output_text.logprobs"]}, "include", "include[0] is 'message.output_text.logprobs'"),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0: give at least 1."),
         ({"max_output_tokens": 90_000}, "input", "and max_output_tokens is 90000: their sum may be at most"),

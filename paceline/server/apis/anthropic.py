@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from paceline.engine.output import OutputDelta
 from paceline.server.apis.dialects import Json, named_event
-from paceline.server.chat import ChatBuilder, arguments_of
+from paceline.server.chat import ChatBuilder, OutputPart, arguments_of
 from paceline.server.errors import ApiError
 from paceline.server.fields import short
 from paceline.server.parsing import convert, convert_tagged
@@ -29,7 +29,8 @@ from paceline.server.request_types import (
 from paceline.server.response_types import UsageInfo
 from paceline.server.routing import Call, json_response
 from paceline.server.state import ServerState
-from paceline.text.tools import Content, ToolCallEvent, ToolCallStart
+from paceline.text.output_parser import OutputEvent, Reasoning
+from paceline.text.tools import Content, ToolCallStart
 
 # ---------------------------------------------------------------------- requests
 
@@ -60,7 +61,7 @@ class ThinkingBlock(_Block, kw_only=True):
     """Reasoning that a client sends back."""
 
     thinking: str
-    signature: str | None = None
+    signature: str | None = None  # proves to Anthropic that the block is its own
 
 
 class RedactedThinkingBlock(_Block, kw_only=True):
@@ -97,7 +98,7 @@ class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
 
 class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    type: Literal["disabled", "adaptive"]  # adaptive: the model decides
+    type: Literal["disabled", "adaptive"]  # adaptive: the model decides, as it does by default
     display: str | None = None
 
 
@@ -133,6 +134,7 @@ def _to_chat(request: CountTokensRequest) -> ChatRequest:
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=not choice.disable_parallel_tool_use,
         response_format=_response_format(request.output_config),
+        reasoning_effort="none" if request.thinking and request.thinking.type == "disabled" else None,
         **request.scheduling(),
     )
     if isinstance(request, MessagesRequest):
@@ -186,15 +188,21 @@ def _assistant_message(path: str, content: str | list[Json]) -> Json:
     if isinstance(content, str):
         return {"role": "assistant", "content": content}
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[Json] = []
     for index, block in enumerate(content):
         found = convert_tagged(block, _ASSISTANT_BLOCKS, f"{path}[{index}]")
         if isinstance(found, TextBlock):
             texts.append(found.text)
+        elif isinstance(found, ThinkingBlock):
+            thoughts.append(found.thinking)
         elif isinstance(found, ToolUseBlock):
             function = {"name": found.name, "arguments": found.input}
             calls.append({"id": found.id, "type": "function", "function": function})
-    return {"role": "assistant", "content": "\n".join(texts), **({"tool_calls": calls} if calls else {})}
+    message: Json = {"role": "assistant", "content": "\n".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    return {**message, **({"tool_calls": calls} if calls else {})}
 
 
 def _text(path: str, content: str | list[Json]) -> str:
@@ -254,16 +262,24 @@ class TextContent(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
+class ThinkingContent(msgspec.Struct, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str = ""
+
+
 class ToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: Json
 
 
+AnthropicContent = TextContent | ThinkingContent | ToolUse
+
+
 class MessagesReply(msgspec.Struct, tag_field="type", tag="message"):
     id: str
     model: str
-    content: list[TextContent | ToolUse]
+    content: list[AnthropicContent]
     usage: MessageUsage
     stop_reason: str | None = None
     stop_sequence: str | None = None
@@ -279,7 +295,7 @@ class MessagesResponse(ChatBuilder):
 
     def __init__(self, state: ServerState, request: CountTokensRequest) -> None:
         super().__init__(state, _to_chat(request))
-        self._block: TextContent | ToolUse | None = None  # the one being streamed
+        self._block: AnthropicContent | None = None  # the one being streamed
         self._num_blocks = 0
         self._stop: Json = {}  # why it stopped, once it did
 
@@ -305,24 +321,25 @@ class MessagesResponse(ChatBuilder):
 
     def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
         parts, reason = self.parts(0, outputs[0])
-        content: list[TextContent | ToolUse] = [
-            TextContent(part.text) if isinstance(part, Content) else ToolUse(_id(), part.name, arguments_of(part))
-            for part in parts
-        ]
+        content = [_content(part) for part in parts]
         stop = _stop(reason, outputs[0][-1])
         return msgspec.json.encode(MessagesReply(self.id, self.request.model, content, _usage(usage), **stop))
 
-    def _event_chunks(self, event: ToolCallEvent) -> Iterator[bytes]:
+    def _event_chunks(self, event: OutputEvent) -> Iterator[bytes]:
         if isinstance(event, Content):
             if not isinstance(self._block, TextContent):
                 yield from self._begin_block(TextContent(""))
             yield self._delta({"type": "text_delta", "text": event.text})
+        elif isinstance(event, Reasoning):
+            if not isinstance(self._block, ThinkingContent):
+                yield from self._begin_block(ThinkingContent(""))
+            yield self._delta({"type": "thinking_delta", "thinking": event.text})
         elif isinstance(event, ToolCallStart):
             yield from self._begin_block(ToolUse(_id(), event.name, {}))
         else:
             yield self._delta({"type": "input_json_delta", "partial_json": event.arguments})
 
-    def _begin_block(self, block: TextContent | ToolUse) -> Iterator[bytes]:
+    def _begin_block(self, block: AnthropicContent) -> Iterator[bytes]:
         yield from self._end_block()
         self._block = block
         self._num_blocks += 1
@@ -343,6 +360,12 @@ async def count_tokens(call: Call) -> Response:
     state.check_model(body.model)
     response = await asyncio.to_thread(MessagesResponse, state, body)
     return json_response(TokenCount(response.num_prompt_tokens))
+
+
+def _content(part: OutputPart) -> AnthropicContent:
+    if isinstance(part, Content):
+        return TextContent(part.text)
+    return ThinkingContent(part.text) if isinstance(part, Reasoning) else ToolUse(_id(), part.name, arguments_of(part))
 
 
 def _stop(reason: str, output: OutputDelta) -> Json:

@@ -137,7 +137,7 @@ ANTHROPIC = Dialect(
     _anthropic_error,
     _ANTHROPIC_ERROR,
     _ANTHROPIC_FIELDS,
-    names={"stop": "stop_sequences", "response_format": "output_config.format"},
+    names={"stop": "stop_sequences", "response_format": "output_config.format", "reasoning_effort": "thinking"},
 )
 _RESPONSES_FIELDS = FieldRules(
     ignored={"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"},
@@ -148,7 +148,6 @@ _RESPONSES_FIELDS = FieldRules(
         "max_tool_calls": (),
         "moderation": (),
         "prompt": (),
-        "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}, {"effort": "none"}),
         "service_tier": ("auto", "default"),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
@@ -163,7 +162,12 @@ RESPONSES = Dialect(
     _openai_error,
     _OPENAI_ERROR,
     _RESPONSES_FIELDS,
-    names={"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"},
+    names={
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    },
 )
 
 
@@ -195,7 +199,12 @@ OLLAMA = Dialect(
     _ollama_error,
     _OLLAMA_ERROR,
     _OLLAMA_FIELDS,
-    names={"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "response_format": "format"},
+    names={
+        "max_tokens": "num_predict",
+        "repetition_penalty": "repeat_penalty",
+        "response_format": "format",
+        "reasoning_effort": "think",
+    },
 )
 OPENAI = Dialect("OpenAI", "", _SSE, _data, _openai_error, _OPENAI_ERROR, OPENAI_FIELDS, end=b"data: [DONE]\n\n")
 DIALECTS = (ANTHROPIC, RESPONSES, OLLAMA, OPENAI)  # the first whose prefix a path has

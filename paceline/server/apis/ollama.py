@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -15,15 +15,23 @@ from paceline import __version__
 from paceline.engine.output import OutputDelta, Timings
 from paceline.request import InvalidRequest
 from paceline.server.apis.dialects import Json
-from paceline.server.chat import ChatBuilder, arguments_of
+from paceline.server.chat import ChatBuilder, OutputPart, arguments_of
 from paceline.server.errors import ApiError, missing_parameter
 from paceline.server.fields import FieldRules, select_supported, short
 from paceline.server.parsing import convert
-from paceline.server.request_types import ChatRequest, JsonSchema, ResponseFormat, ScheduledRequest, Tool
+from paceline.server.request_types import (
+    ChatRequest,
+    JsonSchema,
+    ReasoningEffort,
+    ResponseFormat,
+    ScheduledRequest,
+    Tool,
+)
 from paceline.server.response import make_response_id
 from paceline.server.response_types import FunctionCall, UsageInfo
 from paceline.server.routing import Call, json_response
 from paceline.server.state import ServerState
+from paceline.text.output_parser import Reasoning
 from paceline.text.tools import ArgumentsDelta, Content, ToolCallStart, style_of
 
 _NS = 1_000_000_000
@@ -47,7 +55,7 @@ class InputCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class OllamaInputMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     role: str
     content: str | None = None
-    thinking: str | None = None  # not shown to the model
+    thinking: str | None = None
     images: list[Any] | None = None
     tool_calls: list[InputCall] | None = None
     tool_name: str | None = None
@@ -58,7 +66,7 @@ class OllamaRequest(ScheduledRequest, kw_only=True):
     stream: bool | None = None  # default: true
     options: Json | None = None
     format: str | Json | None = None
-    think: bool | str | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
 
     def __post_init__(self) -> None:
         self.model = self.model.removesuffix(":latest")  # a tag that Ollama adds
@@ -94,6 +102,9 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
 
 
+_EFFORTS: dict[bool | str | None, ReasoningEffort | None] = {
+    None: None, False: "none", True: "medium", "low": "low", "medium": "medium", "high": "high",
+}  # fmt: skip
 _OPTION_RULES = FieldRules(
     # How to run the model, which the server decides.
     ignored={
@@ -122,17 +133,12 @@ def _to_chat(request: OllamaRequest, messages: list[Json], tools: list[Tool] | N
             param="options",
             code="invalid_value",
         )
-    if request.think:
-        raise ApiError(
-            f"think is {short(request.think)}, which is not supported: omit it.",
-            param="think",
-            code="unsupported_parameter",
-        )
     return ChatRequest(
         messages=messages,
         tools=tools,
         stream=request.stream is not False,
         response_format=_response_format(request.format),
+        reasoning_effort=_EFFORTS[request.think],
         # Ollama writes "no limit" and "at random" as negative numbers, and "all tokens" as 0.
         max_tokens=None if options.num_predict in (-1, -2) else options.num_predict,
         seed=None if options.seed == -1 else options.seed,
@@ -156,6 +162,8 @@ def _chat_message(index: int, message: OllamaInputMessage) -> Json:
             code="unsupported_parameter",
         )
     found: Json = {"role": message.role, "content": message.content or ""}
+    if message.thinking:
+        found["reasoning_content"] = message.thinking
     if message.tool_calls:
         found["tool_calls"] = [
             {
@@ -197,6 +205,7 @@ class OllamaCall(msgspec.Struct):
 class OllamaMessage(msgspec.Struct):
     role: str
     content: str
+    thinking: str | UnsetType = UNSET
     tool_calls: list[OllamaCall] | UnsetType = UNSET
 
 
@@ -222,6 +231,7 @@ class OllamaChatReply(OllamaReply, kw_only=True):
 
 class OllamaGenerateReply(OllamaReply, kw_only=True):
     response: str
+    thinking: str | UnsetType = UNSET
 
 
 class OllamaChatResponse(ChatBuilder):
@@ -252,33 +262,33 @@ class OllamaChatResponse(ChatBuilder):
             if isinstance(event, ToolCallStart):
                 self._call = FunctionCall(event.name, "")
             else:
-                yield self._encode(event.text, [], done=False)
+                yield self._encode([event], done=False)
         if reason is not None:
             yield from self._send_call()
             self._end(reason, output)
 
     def last_chunks(self, usage: UsageInfo) -> Iterable[bytes]:
-        yield self._encode("", [], done=True, **self._statistics(usage))
+        yield self._encode([], done=True, **self._statistics(usage))
 
     def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
-        parts: Sequence[Content | FunctionCall] = []
+        parts: Sequence[OutputPart] = []
         if outputs:
             parts, reason = self.parts(0, outputs[0])
             self._end(reason, outputs[0][-1])
-        text = "".join(part.text for part in parts if isinstance(part, Content))
+        return self._encode(parts, done=True, **self._statistics(usage))
+
+    def _reply(self, parts: Sequence[OutputPart], **fields: Any) -> OllamaReply:
         calls = [part for part in parts if isinstance(part, FunctionCall)]
-        return self._encode(text, calls, done=True, **self._statistics(usage))
-
-    def _reply(self, text: str, calls: Sequence[FunctionCall], **fields: Any) -> OllamaReply:
         found = [OllamaCall(CalledFunction(call.name, arguments_of(call))) for call in calls]
-        return OllamaChatReply(message=OllamaMessage("assistant", text, found or UNSET), **fields)
+        message = OllamaMessage("assistant", _text(parts, Content), _text(parts, Reasoning) or UNSET, found or UNSET)
+        return OllamaChatReply(message=message, **fields)
 
-    def _encode(self, text: str, calls: Sequence[FunctionCall], **fields: Any) -> bytes:
-        return msgspec.json.encode(self._reply(text, calls, model=self.request.model, created_at=_now(), **fields))
+    def _encode(self, parts: Sequence[OutputPart], **fields: Any) -> bytes:
+        return msgspec.json.encode(self._reply(parts, model=self.request.model, created_at=_now(), **fields))
 
     def _send_call(self) -> Iterator[bytes]:
         if self._call is not None:
-            yield self._encode("", [self._call], done=False)
+            yield self._encode([self._call], done=False)
             self._call = None
 
     def _end(self, reason: str, output: OutputDelta) -> None:
@@ -312,8 +322,13 @@ class OllamaGenerateResponse(OllamaChatResponse):
             messages.insert(0, {"role": "system", "content": request.system})
         self._start(state, _to_chat(request, messages, None, state))
 
-    def _reply(self, text: str, calls: Sequence[FunctionCall], **fields: Any) -> OllamaReply:
-        return OllamaGenerateReply(response=text, **fields)
+    def _reply(self, parts: Sequence[OutputPart], **fields: Any) -> OllamaReply:
+        thoughts = _text(parts, Reasoning)
+        return OllamaGenerateReply(response=_text(parts, Content), thinking=thoughts or UNSET, **fields)
+
+
+def _text(parts: Sequence[OutputPart], kind: type[Content | Reasoning]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, kind))
 
 
 # ---------------------------------------------------------------------- models

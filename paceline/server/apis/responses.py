@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from paceline.engine.output import OutputDelta
 from paceline.server.apis.dialects import Json, named_event
-from paceline.server.apis.responses_request import ResponsesRequest, add_call, to_chat
+from paceline.server.apis.responses_request import ReasoningConfig, ResponsesRequest, add_call, to_chat
 from paceline.server.chat import ChatBuilder, arguments_of
 from paceline.server.errors import ApiError
 from paceline.server.fields import short
@@ -20,7 +20,8 @@ from paceline.server.queries import DeleteResponse, GetResponse, StoreResponse
 from paceline.server.response_types import FunctionCall, UsageInfo
 from paceline.server.routing import Call, json_response
 from paceline.server.state import ServerState
-from paceline.text.tools import Content, ToolCallEvent, ToolCallStart
+from paceline.text.output_parser import OutputEvent, Reasoning
+from paceline.text.tools import ArgumentsDelta, Content, ToolCallStart
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
@@ -44,12 +45,26 @@ class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
     status: str
 
 
+class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
+    id: str
+    content: list[ReasoningText]
+    status: str
+    summary: list[Any] = []
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall
+
+
 class ResponseObject(msgspec.Struct):
     id: str
     created_at: int
     status: str
     model: str
-    output: list[OutputMessage | OutputCall]
+    output: list[OutputItem]
     usage: Json | None
     error: Json | None
     incomplete_details: Json | None
@@ -58,6 +73,7 @@ class ResponseObject(msgspec.Struct):
     metadata: dict[str, str]
     parallel_tool_calls: bool
     previous_response_id: str | None
+    reasoning: ReasoningConfig | None
     store: bool
     temperature: float
     text: Json
@@ -87,7 +103,7 @@ class ResponsesResponse(ChatBuilder):
         self._state, self._given, self._tenant = state, request, ""
         self._check_store()
         self._chat = to_chat(request)
-        self._output: list[OutputMessage | OutputCall] = []
+        self._output: list[OutputItem] = []
         self._is_open = False  # the last item of the output is being streamed
         self._status, self._num_events = "in_progress", 0
         self._final = b""  # the response object, once it is complete
@@ -140,7 +156,7 @@ class ResponsesResponse(ChatBuilder):
         parts, reason = self.parts(0, outputs[0])
         self._set_status(reason)
         for part in parts:
-            self._output.append(_call(part.name) if isinstance(part, FunctionCall) else _message())
+            self._output.append(_call(part.name) if isinstance(part, FunctionCall) else _text_item(part))
             self._extend(part.arguments if isinstance(part, FunctionCall) else part.text)
             self._output[-1].status = "completed"
         return self._complete(usage)
@@ -166,29 +182,30 @@ class ResponsesResponse(ChatBuilder):
         failed.error = {"code": error.code or "server_error", "message": error.message}
         return self._event("response.failed", response=failed)
 
-    def _event_chunks(self, event: ToolCallEvent) -> Iterator[bytes]:
+    def _event_chunks(self, event: OutputEvent) -> Iterator[bytes]:
         if isinstance(event, ToolCallStart):
             yield from self._begin_item(_call(event.name))
             return
+        if isinstance(event, ArgumentsDelta):
+            self._extend(event.arguments)
+            yield self._item_event("response.function_call_arguments.delta", delta=event.arguments)
+            return
+        item = _text_item(event)
+        if not self._is_open or type(self._output[-1]) is not type(item):
+            yield from self._begin_item(item)
+        self._extend(event.text)
         if isinstance(event, Content):
-            if not self._is_open or isinstance(self._output[-1], OutputCall):
-                yield from self._begin_item(_message())
-            delta, where = event.text, {"content_index": 0, "logprobs": []}
+            yield self._item_event("response.output_text.delta", content_index=0, delta=event.text, logprobs=[])
         else:
-            delta, where = event.arguments, {}
-        self._extend(delta)
-        kind = "output_text" if isinstance(event, Content) else "function_call_arguments"
-        yield self._item_event(f"response.{kind}.delta", delta=delta, **where)
+            yield self._item_event("response.reasoning_text.delta", content_index=0, delta=event.text)
 
-    def _begin_item(self, item: OutputMessage | OutputCall) -> Iterator[bytes]:
+    def _begin_item(self, item: OutputItem) -> Iterator[bytes]:
         yield from self._end_item("completed")
         self._output.append(item)
         self._is_open = True
-        if isinstance(item, OutputCall):
-            yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=item)
-        else:
-            empty = OutputMessage(item.id, [], item.status)
-            yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=empty)
+        empty = item if isinstance(item, OutputCall) else msgspec.structs.replace(item, content=[])
+        yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=empty)
+        if not isinstance(item, OutputCall):
             yield self._item_event("response.content_part.added", content_index=0, part=item.content[0])
 
     def _end_item(self, status: str) -> Iterator[bytes]:
@@ -201,7 +218,10 @@ class ResponsesResponse(ChatBuilder):
             yield self._item_event("response.function_call_arguments.done", arguments=item.arguments)
         else:
             part = item.content[0]
-            yield self._item_event("response.output_text.done", content_index=0, text=part.text, logprobs=[])
+            if isinstance(part, OutputText):
+                yield self._item_event("response.output_text.done", content_index=0, text=part.text, logprobs=[])
+            else:
+                yield self._item_event("response.reasoning_text.done", content_index=0, text=part.text)
             yield self._item_event("response.content_part.done", content_index=0, part=part)
         yield self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
@@ -227,7 +247,8 @@ class ResponsesResponse(ChatBuilder):
         """Ends the output; returns the response object."""
         if self._output:
             self._output[-1].status = self._status
-        response = self._object()
+        response, usage = self._object(), self.with_reasoning(usage)
+        details = usage.completion_tokens_details
         response.usage = {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {
@@ -235,7 +256,7 @@ class ResponsesResponse(ChatBuilder):
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": details.reasoning_tokens if details else 0},
             "total_tokens": usage.total_tokens,
         }
         self._add_turn()
@@ -245,11 +266,16 @@ class ResponsesResponse(ChatBuilder):
     def _add_turn(self) -> None:
         """Adds the output to the conversation that is stored."""
         turn: list[Json] = []
+        thoughts = ""
         for item in self._output:
             if isinstance(item, OutputMessage):
                 turn.append({"role": "assistant", "content": item.content[0].text})
+            elif isinstance(item, OutputReasoning):
+                thoughts += item.content[0].text
             else:
                 add_call(turn, item.call_id, item.name, arguments_of(FunctionCall(item.name, item.arguments)))
+        if thoughts and turn:
+            turn[0]["reasoning_content"] = thoughts
         self._conversation += turn
 
     def _object(self) -> ResponseObject:
@@ -268,6 +294,7 @@ class ResponsesResponse(ChatBuilder):
             metadata=given.metadata or {},
             parallel_tool_calls=given.parallel_tool_calls is not False,
             previous_response_id=given.previous_response_id,
+            reasoning=given.reasoning,
             store=self._is_stored,
             temperature=1.0 if given.temperature is None else given.temperature,
             text={"format": (given.text and given.text.format) or {"type": "text"}},
@@ -277,8 +304,11 @@ class ResponsesResponse(ChatBuilder):
         )
 
 
-def _message() -> OutputMessage:
-    return OutputMessage(f"msg_{uuid.uuid4().hex}", [OutputText("")], "in_progress")
+def _text_item(text: Content | Reasoning) -> OutputMessage | OutputReasoning:
+    """An empty item for text of this kind."""
+    if isinstance(text, Content):
+        return OutputMessage(f"msg_{uuid.uuid4().hex}", [OutputText("")], "in_progress")
+    return OutputReasoning(f"rs_{uuid.uuid4().hex}", [ReasoningText("")], "in_progress")
 
 
 def _call(name: str) -> OutputCall:

@@ -16,6 +16,7 @@ from paceline.server.request_types import (
     Function,
     FunctionName,
     JsonSchema,
+    ReasoningEffort,
     ResponseFormat,
     ScheduledRequest,
     Tool,
@@ -32,6 +33,12 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
     verbosity: Literal["medium"] | None = None  # OpenAI's default
 
 
+class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto"] | None = None  # there is none: the reasoning itself is returned
+    generate_summary: None = None  # the deprecated name of summary
+
+
 class ResponsesRequest(ScheduledRequest, kw_only=True):
     input: str | list[Json]
     instructions: str | None = None
@@ -43,6 +50,7 @@ class ResponsesRequest(ScheduledRequest, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
@@ -106,6 +114,7 @@ _ITEMS: dict[str, type[_Item]] = {
     "reasoning": _ReasoningItem,
 }
 _PARTS = {"input_text": _TextPart, "output_text": _TextPart}
+_REASONING_PARTS = {"reasoning_text": _TextPart}
 _FORMATS: dict[str, type[msgspec.Struct]] = {
     "text": _PlainFormat,
     "json_object": _PlainFormat,
@@ -126,6 +135,7 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
         temperature=request.temperature,
         top_p=request.top_p,
         response_format=_response_format(request.text),
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         tools=[Tool("function", Function(one.name, one.description, one.parameters, one.strict)) for one in tools]
         or None,
         tool_choice=_tool_choice(request.tool_choice),
@@ -145,9 +155,13 @@ def _messages(value: str | list[Json]) -> list[Json]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     found: list[Json] = []
+    thoughts = ""  # of the item that follows
     for index, given in enumerate(value):
-        path = f"input[{index}]"
+        path, already = f"input[{index}]", len(found)
         item = convert_tagged({"type": "message", **given}, _ITEMS, path)
+        if isinstance(item, _ReasoningItem):
+            thoughts += _text(f"{path}.content", item.content or "", _REASONING_PARTS)
+            continue
         if isinstance(item, _MessageItem):
             found.append({"role": item.role, "content": _text(f"{path}.content", item.content)})
         elif isinstance(item, _CallItem):
@@ -155,6 +169,14 @@ def _messages(value: str | list[Json]) -> list[Json]:
         elif isinstance(item, _CallOutputItem):
             text = _text(f"{path}.output", item.output)
             found.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+        if thoughts and found[-1]["role"] == "assistant" and len(found) > already:
+            found[-1]["reasoning_content"], thoughts = thoughts, ""
+    if thoughts:
+        raise ApiError(
+            "input has a reasoning item without the message or function_call that followed it: send both or neither.",
+            param="input",
+            code="invalid_value",
+        )
     return found
 
 
@@ -176,10 +198,10 @@ def _arguments(path: str, text: str) -> Json:
     return value
 
 
-def _text(path: str, content: str | list[Json]) -> str:
+def _text(path: str, content: str | list[Json], kinds: dict[str, type[_TextPart]] = _PARTS) -> str:
     if isinstance(content, str):
         return content
-    parts = [convert_tagged(part, _PARTS, f"{path}[{index}]") for index, part in enumerate(content)]
+    parts = [convert_tagged(part, kinds, f"{path}[{index}]") for index, part in enumerate(content)]
     return "\n".join(part.text for part in parts)
 
 
