@@ -400,10 +400,10 @@ MUTANTS = [
     ),
     Mutant(
         "half a tool call is shown as text",
-        "text/tools.py",
-        "len(self._text) - overlap(self._text, _OPEN)",
-        "len(self._text)",
-        ["tests/text/test_tools.py"],
+        "text/tool_calls.py",
+        "end -= overlap_of_any(self._text, self._openings)",
+        "end -= 0",
+        ["tests/text/test_tool_calls.py"],
     ),
     Mutant(
         "a host page is forgotten by the plan that spills it",

@@ -7,7 +7,6 @@ calls). `ChatResponse` formats the events for OpenAI; the formats of other APIs 
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -49,18 +48,12 @@ from paceline.server.response_types import (
     UsageInfo,
 )
 from paceline.server.state import ServerState
+from paceline.text.call_syntax import ArgumentsDelta, Content, Tool, ToolCallStart
 from paceline.text.output_parser import OutputEvent, OutputParser, Reasoning
 from paceline.text.reasoning import ReasoningCounter
 from paceline.text.tokenizer import Tokenizer
-from paceline.text.tools import (
-    ArgumentsDelta,
-    Content,
-    ToolCallParser,
-    ToolCallStart,
-    call_grammar,
-    describe,
-    style_of,
-)
+from paceline.text.tool_calls import HERMES, ToolCallParser
+from paceline.text.tools import call_grammar, describe, make_call_id, markers, style_of
 
 OutputPart = Reasoning | Content | FunctionCall
 
@@ -78,10 +71,10 @@ class ChatBuilder(ResponseBuilder):
         self.id, self.created = make_response_id(self.id_prefix), unix_time()
         tools, reasoning = _ToolSetup.of(request, tokenizer), ReasoningSetup.of(state, request)
         messages = check_messages(request.messages)
-        shown = [msgspec.to_builtins(tool) for tool in tools.shown] or None
+        variables = {**reasoning.variables, **({"tools": tools.shown} if tools.shown else {})}
         if tokenizer.chat is not None and "tools" not in tokenizer.chat.source:
-            messages, shown = describe(messages, shown), None
-        prompt = tokenizer.render_chat(messages, **reasoning.variables, **({"tools": shown} if shown else {}))
+            messages, variables = describe(messages, tools.shown), reasoning.variables
+        prompt = tokenizer.render_chat(messages, **variables)
         overrides: dict[str, Any] = {"logprobs": _num_logprobs(request)}
         grammar = request.grammar()
         if tools.grammar is not None:
@@ -93,9 +86,8 @@ class ChatBuilder(ResponseBuilder):
             grammar = tools.grammar
         if grammar is not None:
             overrides["grammar"] = replace(grammar, reasoning=reasoning.before_grammar(prompt))
-        markers = [reasoning.markers.opening, reasoning.markers.closing] if reasoning.markers else []
-        markers += ["<tool_call>"] if tools.style is not None else []
-        if any(tokenizer.token_id(marker) in tokenizer.special_ids for marker in markers):
+        parsed = (*reasoning.texts, *(markers(tools.style) if tools.shown else ()))
+        if any(tokenizer.token_id(text) in tokenizer.special_ids for text in parsed):
             overrides["skip_special_tokens"] = False  # the parser needs them
         params = request.sampling_params(_max_tokens(request), **overrides)
         each = params.each_choice()
@@ -104,10 +96,11 @@ class ChatBuilder(ResponseBuilder):
         self.jobs: Sequence[Job] = [Job(tokens, choice, id=name) for name, choice in zip(ids, each, strict=True)]
         self.jobs_per_prompt = len(each)
         self._formatter = LogprobFormatter(tokenizer, params)
+        self._style = tools.style
         self._parsers = [
             OutputParser(
                 reasoning.parser(prompt),
-                None if tools.style is None else ToolCallParser(tools.style),
+                ToolCallParser(tools.style, tools.shown) if tools.shown else None,
                 separate_reasoning=reasoning.is_separate,
             )
             for _ in each
@@ -203,7 +196,7 @@ class ChatResponse(ChatBuilder):
         parts, reason = self.parts(index, outputs)
         text = "".join(part.text for part in parts if isinstance(part, Content))
         thoughts = "".join(part.text for part in parts if isinstance(part, Reasoning))
-        calls = [ToolCall(_call_id(), part) for part in parts if isinstance(part, FunctionCall)]
+        calls = [ToolCall(make_call_id(self._style), part) for part in parts if isinstance(part, FunctionCall)]
         message = Message("assistant", text or (None if calls else ""), None, thoughts or UNSET, calls or UNSET)
         return ChatChoice(index, message, reason, self._logprobs(outputs), clipped_max_tokens(outputs[-1]))
 
@@ -215,8 +208,8 @@ class ChatResponse(ChatBuilder):
                 yield Delta(reasoning_content=event.text)
             elif isinstance(event, ToolCallStart):
                 self._num_calls[index] += 1
-                function = FunctionDelta(event.name, "")
-                yield Delta(tool_calls=[ToolCallDelta(self._num_calls[index] - 1, _call_id(), "function", function)])
+                number, function = self._num_calls[index] - 1, FunctionDelta(event.name, "")
+                yield Delta(tool_calls=[ToolCallDelta(number, make_call_id(self._style), "function", function)])
             else:
                 function = FunctionDelta(arguments=event.arguments)
                 yield Delta(tool_calls=[ToolCallDelta(self._num_calls[index] - 1, function=function)])
@@ -244,8 +237,8 @@ class ChatResponse(ChatBuilder):
 class _ToolSetup:
     """The tools the model sees, the syntax of its calls, and the grammar of a forced call."""
 
-    shown: Sequence[Any] = ()
-    style: str | None = None
+    shown: Sequence[Tool] = ()
+    style: str = HERMES
     grammar: Grammar | None = None
 
     @classmethod
@@ -265,25 +258,21 @@ class _ToolSetup:
                     code="invalid_value",
                 )
         style = style_of("" if tokenizer.chat is None else tokenizer.chat.source)
+        allowed = shown = msgspec.to_builtins(tools)
         if choice is None or choice == "auto":
-            return cls(tools, style)
-        allowed = tools
+            return cls(shown, style)
         if not isinstance(choice, str):
-            allowed = [tool for tool in tools if tool.function.name == choice.function.name]
+            allowed = [tool for tool in shown if tool["function"]["name"] == choice.function.name]
             if not allowed or choice.type != "function":
                 raise _invalid_tool_choice(
                     f"tool_choice is {choice.function.name!r}, which is not one of the tools: name one of them."
                 )
         several = request.parallel_tool_calls is not False and choice == "required"
-        return cls(tools, style, call_grammar(msgspec.to_builtins(allowed), style, several=several))
+        return cls(shown, style, call_grammar(allowed, style, several=several, literal=tokenizer.lark_literal))
 
 
 def _invalid_tool_choice(message: str) -> ApiError:
     return ApiError(message, param="tool_choice", code="invalid_value")
-
-
-def _call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def _num_logprobs(request: ChatRequest) -> int | None:

@@ -33,6 +33,11 @@ class ReasoningSetup:
         variables = _effort_variables(request, known, markers) | _template_variables(request, known, markers)
         return cls(variables, markers, state.config.separate_reasoning if separate is None else separate)
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts that the parser needs to see, even if they are special tokens."""
+        return () if self.markers is None else (self.markers.opening, self.markers.closing)
+
     def parser(self, prompt: str) -> ReasoningParser | None:
         """A parser of an output that continues `prompt`."""
         if self.markers is None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.text.call_syntax import Content, ToolCallEvent
 from paceline.text.reasoning import ReasoningParser, ReasoningPiece
-from paceline.text.tools import Content, ToolCallEvent, ToolCallParser
+from paceline.text.tool_calls import ToolCallParser
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.text.call_syntax import Content
 from paceline.text.output_parser import OutputParser, Reasoning
 from paceline.text.reasoning import MARKERS, ReasoningCounter, ReasoningParser, reasoning_markers_of
 from paceline.text.synthetic import CHATML, synthetic_tokenizer
-from paceline.text.tools import HERMES, Content, ToolCallParser
+from paceline.text.tool_calls import HERMES, ToolCallParser
 
 THINK, MISTRAL = MARKERS[0], MARKERS[1]
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'

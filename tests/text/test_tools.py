@@ -1,94 +1,34 @@
-"""Tool calls are parsed however the text is split, streamed while they are written, and everything else is text."""
+"""Styles of tool calls are recognised, tools are described, and a forced call is one that the parser reads."""
 
 from __future__ import annotations
 
 import json
-import random
 from typing import Any
 
 import pytest
+import tokenizers
+from test_tool_calls import parsed
 
 from paceline.request import InvalidRequest
 from paceline.sampling.grammar import Grammars
 from paceline.text.chat import ChatTemplate
 from paceline.text.synthetic import CHATML, synthetic_tokenizer
-from paceline.text.tools import HERMES, LLAMA, Content, ToolCallParser, ToolCallStart, call_grammar, describe, style_of
-
-ARGUMENTS = '{"a": "}\\"{", "b": [1, {"c": 2}]}'
-CASES = [
-    (HERMES, "just <b>text</b>\n", "just <b>text</b>\n", []),
-    (
-        HERMES,
-        f'Sure.\n<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>',
-        "Sure.",
-        [("f", ARGUMENTS)],
-    ),
-    (
-        HERMES,
-        '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"arguments": {"x": 1}, "name": "g"}'
-        "</tool_call>",
-        "",
-        [("f", "{}"), ("g", '{"x": 1}')],
-    ),
-    (HERMES, 'a <tool_call>{"name": "f", "arguments": {}}</tool_call> b', "a b", [("f", "{}")]),
-    (HERMES, "no <tool_call> {bad} </tool_call> end <tool", "no <tool_call> {bad} </tool_call> end <tool", []),
-    (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
-    (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
-    (HERMES, '<tool_call>{"name": "say \\"hi\\"", "arguments": {}}</tool_call>', "", [('say "hi"', "{}")]),
-    (LLAMA, f'{{"name": "f", "parameters": {ARGUMENTS}}}', "", [("f", ARGUMENTS)]),
-    (
-        LLAMA,
-        '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"z": []}}',
-        "",
-        [("f", "{}"), ("g", '{"z": []}')],
-    ),
-    (LLAMA, ' hello {"name": 1}', ' hello {"name": 1}', []),
-    (LLAMA, '{"colour": 1} it is', '{"colour": 1} it is', []),
-    (LLAMA, '{"colour": 1', '{"colour": 1', []),
-]
-
-
-def parsed(style: str, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    parser = ToolCallParser(style)
-    events = [event for piece in pieces for event in parser.push(piece)] + parser.close()
-    text, calls = "", []
-    for event in events:
-        if isinstance(event, Content):
-            text += event.text
-        elif isinstance(event, ToolCallStart):
-            calls.append((event.name, ""))
-        else:
-            calls[-1] = (calls[-1][0], calls[-1][1] + event.arguments)
-    assert parser.num_calls == len(calls)
-    return text, calls
-
-
-@pytest.mark.parametrize(("style", "text", "content", "calls"), CASES)
-def test_calls_are_parsed_however_the_text_is_split(style: str, text: str, content: str, calls: Any) -> None:
-    rng = random.Random(1)
-    assert parsed(style, [text]) == (content, calls)
-    assert parsed(style, list(text)) == (content, calls)
-    for _ in range(200):
-        cuts = sorted(rng.sample(range(1, len(text)), min(len(text) - 1, rng.randint(1, 9))))
-        assert parsed(style, [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == (
-            content,
-            calls,
-        )
-
-
-def test_arguments_are_streamed_while_they_are_written() -> None:
-    parser = ToolCallParser(HERMES)
-    assert parser.push('<tool_call>{"name": "f", "arguments": ') == []
-    assert [type(event).__name__ for event in parser.push('{"a": ')] == ["ToolCallStart", "ArgumentsDelta"]
-    assert parser.push("12")[0].arguments == "12"  # type: ignore[union-attr]
+from paceline.text.tokenizer import Tokenizer
+from paceline.text.tool_calls import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_XML
+from paceline.text.tools import call_grammar, describe, make_call_id, markers, style_of
 
 
 def test_style_is_recognised_from_the_template() -> None:
     assert style_of(CHATML) == HERMES
     assert style_of("{% if tools %}<tool_call>{% endif %}") == HERMES
     assert style_of('{% if tools %}{"name": function name, "parameters": dictionary}{% endif %}') == LLAMA
-    with pytest.raises(InvalidRequest, match="an unknown style"):
-        style_of("{% if tools %}[TOOL_CALLS]{% endif %}")
+    assert style_of("{% if tools %}<tool_call>\n<function=example>{% endif %}") == QWEN_XML
+    assert style_of('{% if tools %}[TOOL_CALLS][{"name", "parameters"}]{% endif %}') == MISTRAL
+    assert style_of("{% if tools %}[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}{% endif %}") == MISTRAL_ARGS
+    glm = "{% if tools %}<tool_call>{{ name }}<arg_key>k</arg_key>{% endif %}"
+    for unknown in (glm, "{% if tools %}<|tool_calls_begin|>{% endif %}"):
+        with pytest.raises(InvalidRequest, match="an unknown style"):
+            style_of(unknown)
 
 
 def test_tools_are_described_to_a_template_without_support_for_them() -> None:
@@ -106,27 +46,90 @@ def test_tools_are_described_to_a_template_without_support_for_them() -> None:
     assert "<tool_response>\nnoon\n</tool_response>" in text
 
 
-@pytest.mark.parametrize("style", [HERMES, LLAMA])
-def test_grammar_of_a_forced_call_accepts_what_the_parser_reads(style: str) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "integer"}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    tools = [
-        {"type": "function", "function": {"name": 'f"1', "parameters": schema}},
-        {"type": "function", "function": {"name": "g"}},
-    ]
-    key = "arguments" if style == HERMES else "parameters"
-    bodies = [f'{{"name": "f\\"1", "{key}": {{"a": 5}}}}', f'{{"name": "g", "{key}": {{}}}}']
-    texts = [f"<tool_call>\n{body}\n</tool_call>" if style == HERMES else body for body in bodies]
-    tokenizer = synthetic_tokenizer(512)
-    grammars = Grammars(tokenizer, 512)
-    for text, name in zip(texts, ('f"1', "g"), strict=True):
-        matcher = grammars.compile(call_grammar(tools, style, several=False)).result().deep_copy()
-        assert matcher.consume_tokens(tokenizer.encode(text)) and matcher.is_accepting()
-        assert parsed(style, [text])[1][0][0] == name
-    wrong = grammars.compile(call_grammar(tools, style, several=False)).result().deep_copy()
-    assert not wrong.consume_tokens(tokenizer.encode(texts[0].replace("5", '"5"')))
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "unit": {"type": "string", "enum": ["C", "F"]},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
+VALUE = {"city": 'Sao "Paulo"', "days": 5, "unit": "F"}
+XML = """<tool_call>
+<function=get_weather>
+<parameter=city>
+Sao "Paulo"
+</parameter>
+<parameter=days>
+5
+</parameter>
+<parameter=unit>
+F
+</parameter>
+</function>
+</tool_call>"""
+FORCED = {
+    HERMES: '<tool_call>\n{"name": "get_weather", "arguments": %s}\n</tool_call>',
+    LLAMA: '{"name": "get_weather", "parameters": %s}',
+    MISTRAL: '[TOOL_CALLS][{"name": "get_weather", "arguments": %s}]',
+    MISTRAL_ARGS: "[TOOL_CALLS]get_weather[ARGS]%s",
+    QWEN_XML: XML,
+}
+NO_ARGUMENTS = {
+    HERMES: '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    LLAMA: '{"name": "now", "parameters": {}}',
+    MISTRAL: '[TOOL_CALLS][{"name": "now", "arguments": {}}]',
+    MISTRAL_ARGS: "[TOOL_CALLS]now[ARGS]{}",
+    QWEN_XML: "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("style", FORCED)
+def test_grammar_of_a_forced_call_accepts_what_the_parser_reads(style: str, special: bool) -> None:
+    core = synthetic_tokenizer(600)._core
+    core.add_tokens([tokenizers.AddedToken(one, special=special, normalized=False) for one in markers(style)])
+    tokenizer = Tokenizer(core, eos_ids=(2,))
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    grammar = call_grammar(TOOLS, style, several=False, literal=tokenizer.lark_literal)
+
+    def accepts(text: str) -> bool:
+        ids = tokenizer.encode(text, add_special=False)
+        matcher = grammars.compile(grammar).result().deep_copy()
+        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+    whole = FORCED[style] if style == QWEN_XML else FORCED[style] % json.dumps(VALUE)
+    assert accepts(whole) and accepts(NO_ARGUMENTS[style])
+    content, calls = parsed(style, [whole], TOOLS)
+    assert content == "" and [(name, json.loads(text)) for name, text in calls] == [("get_weather", VALUE)]
+    assert parsed(style, [NO_ARGUMENTS[style]], TOOLS) == ("", [("now", "{}")])
+    for wrong in (whole.replace("5", '"5"'), whole.replace("F", "K"), whole.replace("get_weather", "get"), whole[:-1]):
+        assert not accepts(wrong), wrong
+    assert not accepts(NO_ARGUMENTS[style].replace("{}", '{"a": 1}').replace("now>", "now>\n<parameter=a>"))
     grammars.close()
+
+
+@pytest.mark.parametrize("style", [HERMES, QWEN_XML, MISTRAL, MISTRAL_ARGS])
+def test_grammar_allows_several_calls(style: str) -> None:
+    tokenizer: Any = synthetic_tokenizer(600)
+    grammars = Grammars(tokenizer, 600)
+    one = NO_ARGUMENTS[style]
+    both = f"{one[:-1]}, {one[len('[TOOL_CALLS][') :]}" if style == MISTRAL else one + one
+    both = one + "\n" + one if style in (HERMES, QWEN_XML) else both
+    for several in (True, False):
+        matcher = grammars.compile(call_grammar(TOOLS, style, several=several)).result().deep_copy()
+        ids = tokenizer.encode(both, add_special=False)
+        assert (matcher.try_consume_tokens(ids) == len(ids)) is several
+    assert parsed(style, [both], TOOLS) == ("", [("now", "{}")] * 2)
+    grammars.close()
+
+
+def test_ids_of_calls_are_those_that_templates_accept() -> None:
+    assert make_call_id(HERMES).startswith("call_") and make_call_id(HERMES) != make_call_id(HERMES)
+    assert all(len(make_call_id(style)) == 9 and make_call_id(style).isalnum() for style in (MISTRAL, MISTRAL_ARGS))

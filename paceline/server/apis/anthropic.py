@@ -29,8 +29,8 @@ from paceline.server.request_types import (
 from paceline.server.response_types import UsageInfo
 from paceline.server.routing import Call, json_response
 from paceline.server.state import ServerState
+from paceline.text.call_syntax import Content, ToolCallStart
 from paceline.text.output_parser import OutputEvent, Reasoning
-from paceline.text.tools import Content, ToolCallStart
 
 # ---------------------------------------------------------------------- requests
 

@@ -31,8 +31,9 @@ from paceline.server.response import make_response_id
 from paceline.server.response_types import FunctionCall, UsageInfo
 from paceline.server.routing import Call, json_response
 from paceline.server.state import ServerState
+from paceline.text.call_syntax import ArgumentsDelta, Content, ToolCallStart
 from paceline.text.output_parser import Reasoning
-from paceline.text.tools import ArgumentsDelta, Content, ToolCallStart, style_of
+from paceline.text.tools import style_of
 
 _NS = 1_000_000_000
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}

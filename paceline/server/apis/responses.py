@@ -20,8 +20,8 @@ from paceline.server.queries import DeleteResponse, GetResponse, StoreResponse
 from paceline.server.response_types import FunctionCall, UsageInfo
 from paceline.server.routing import Call, json_response
 from paceline.server.state import ServerState
+from paceline.text.call_syntax import ArgumentsDelta, Content, ToolCallStart
 from paceline.text.output_parser import OutputEvent, Reasoning
-from paceline.text.tools import ArgumentsDelta, Content, ToolCallStart
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):

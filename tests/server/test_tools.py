@@ -1,0 +1,79 @@
+"""Tool calls of each family over HTTP: streamed and not, with markers that are special tokens or plain text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from paceline.request import Grammar
+from tests.server.scripted import joined, scripted
+from tests.server.serving import CHAT
+
+TURNS = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ tools | tojson }}"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    },
+}
+BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Weather?"}], "tools": [TOOL]}
+ARGUMENTS = '{"city": "São Paulo", "days": 3}'
+XML = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nSão Paulo\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+)
+FAMILIES: dict[str, tuple[str, str, tuple[str, ...]]] = {  # template, output, special tokens
+    "qwen": (
+        "<tool_call>",
+        f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>',
+        ("<tool_call>", "</tool_call>"),
+    ),
+    "qwen3-coder": ("<tool_call><function=", XML, ()),
+    "llama": ("<|python_tag|>", f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}', ("<|python_tag|>",)),
+    "mistral": (
+        "[TOOL_CALLS]",
+        f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {ARGUMENTS}}}]',
+        ("[TOOL_CALLS]",),
+    ),
+    "mistral-args": ("[TOOL_CALLS][ARGS]", f"[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}", ("[TOOL_CALLS]", "[ARGS]")),
+}
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_is_parsed_streamed_and_not(family: str, is_special: bool) -> None:
+    syntax, output, special = FAMILIES[family]
+    caller, client = scripted(TURNS + syntax + "{% endif %}", output, special if is_special else ())
+    (choice,) = caller.ok(CHAT, BODY)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    assert call["function"] == {"name": "get_weather", "arguments": ARGUMENTS}
+    assert (len(call["id"]) == 9) == family.startswith("mistral")
+    message = joined(caller.events(CHAT, BODY))
+    (streamed,) = message["tool_calls"]
+    assert (streamed["name"], streamed["arguments"]) == ("get_weather", ARGUMENTS)
+    assert message["finish_reason"] == "tool_calls" and message["content"] == ""
+    assert '"get_weather"' in client.prompt
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_tools_the_output_is_text(family: str) -> None:
+    syntax, output, _ = FAMILIES[family]
+    caller, _ = scripted(TURNS + syntax + "{% endif %}", output)
+    for changes in ({"tools": None}, {"tool_choice": "none"}):
+        (choice,) = caller.ok(CHAT, {**BODY, **changes})["choices"]
+        assert choice["message"]["content"] == output and choice["finish_reason"] == "stop"
+
+
+def test_a_forced_call_may_have_reasoning_before_it() -> None:
+    caller, client = scripted(
+        TURNS + "<tool_call>{% endif %}{# </think> #}", "<think>Hm.</think>" + FAMILIES["qwen"][1]
+    )
+    body: dict[str, Any] = {**BODY, "tool_choice": "required"}
+    message = caller.ok(CHAT, body)["choices"][0]["message"]
+    assert message["reasoning_content"] == "Hm." and json.loads(message["tool_calls"][0]["function"]["arguments"])
+    grammar = client.jobs[0].params.grammar
+    assert isinstance(grammar, Grammar) and grammar.kind == "lark" and grammar.reasoning == ("<think>", "</think>")
