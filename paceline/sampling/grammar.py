@@ -24,6 +24,7 @@ from paceline.request import Grammar, InvalidRequest, Request
 from paceline.sampling.mask_worker import MaskWorker
 from paceline.sampling.types import Bits, Masks
 from paceline.scheduler.plan import Updates
+from paceline.text.json_schema import with_options
 from paceline.text.tokenizer import Tokenizer
 
 MAX_SOURCE = 1 << 18  # characters of a grammar
@@ -51,8 +52,9 @@ _SLICES = [
 ]
 _MAX_THREADS = 8  # more gain little (docs/log)
 
-# Without a bound a weak model writes whitespace forever; a schema can override it (its "x-guidance").
-_JSON = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
+# `\d` and `\w` are ASCII, as in JSON Schema, where llguidance reads them so; in other patterns it would allow all of
+# Unicode. The nested brackets are valid within a class too.
+_ASCII_CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[a-zA-Z0-9_]", "W": "[^a-zA-Z0-9_]"}
 
 Compiled = Any  # llguidance's matcher, in its initial state
 MaskBufferOf = Callable[[int, int], Bits]  # rows, words -> where the bits are written
@@ -272,7 +274,7 @@ def _source(matcher: Any, grammar: Grammar) -> str:
     """The grammar in llguidance's notation."""
     found: str
     if grammar.kind == "json_object":
-        found = matcher.grammar_from_json_schema({"type": "object"}, _JSON)
+        found = matcher.grammar_from_json_schema(with_options({"type": "object"}))
     elif grammar.kind == "json_schema":
         try:
             schema = json.loads(grammar.source)
@@ -280,15 +282,19 @@ def _source(matcher: Any, grammar: Grammar) -> str:
             raise InvalidRequest(f"grammar is not a JSON schema: {error}.") from None
         if not isinstance(schema, dict | bool):
             raise InvalidRequest(f"grammar is {grammar.source[:60]!r}: give a JSON schema, an object or a boolean.")
-        found = matcher.grammar_from_json_schema(grammar.source, _JSON)
+        found = matcher.grammar_from_json_schema(with_options(schema))
     elif grammar.kind == "regex":
-        found = matcher.grammar_from_regex(grammar.source)
+        found = matcher.grammar_from_regex(_with_ascii_classes(grammar.source))
     elif grammar.kind == "lark":
         found = matcher.grammar_from_lark(grammar.source)
     else:
         options = " | ".join(json.dumps(option, ensure_ascii=False) for option in json.loads(grammar.source))
         found = matcher.grammar_from_lark(f"start: {options}")
     return found
+
+
+def _with_ascii_classes(pattern: str) -> str:
+    return re.sub(r"\\(.)", lambda match: _ASCII_CLASSES.get(match[1], match[0]), pattern, flags=re.DOTALL)
 
 
 def _after_reasoning(source: str, grammar: Grammar, tokenizer: Tokenizer) -> str:

@@ -12,6 +12,7 @@ import msgspec
 from paceline.request import Grammar, SamplingParams
 from paceline.server.errors import ApiError, missing_parameter
 from paceline.server.fields import short
+from paceline.text.json_schema import closed
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -23,7 +24,7 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     schema: dict[str, Any] | None = None
     description: str | None = None
-    strict: bool | None = None  # ignored: output always conforms to the schema
+    strict: bool | None = None  # output always conforms to the schema; strict closes its objects
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -166,14 +167,17 @@ def _response_grammar(format: ResponseFormat | None) -> Grammar | None:
         )
     if format.json_schema is None or format.json_schema.schema is None:
         raise missing_parameter("response_format.json_schema.schema", param="response_format")
-    return Grammar.json_schema(format.json_schema.schema)
+    schema = format.json_schema.schema
+    if format.json_schema.strict:
+        schema = closed(schema, "response_format.json_schema.schema")
+    return Grammar.json_schema(schema)
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # ignored: arguments of a forced call always conform
+    strict: bool | None = None  # closes the objects of the parameters of a forced call
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):

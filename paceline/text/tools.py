@@ -20,6 +20,7 @@ from typing import Any
 
 from paceline.request import Grammar, InvalidRequest
 from paceline.text.call_syntax import CLOSE, Tool
+from paceline.text.json_schema import closed, with_options
 from paceline.text.tool_calls import ARGS, CALLS, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, OPEN, PYTHON, QWEN_XML
 
 _INTRODUCTION = """# Tools
@@ -92,6 +93,8 @@ def call_grammar(
     for index, tool in enumerate(tools):
         function = tool["function"]
         schema = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+        if function.get("strict"):
+            schema = closed(schema, f"tools.{function['name']}.parameters")
         if style == QWEN_XML:
             rules += _xml_rules(index, function["name"], schema)
             continue
@@ -101,7 +104,7 @@ def call_grammar(
             key = "parameters" if style == LLAMA else "arguments"
             head = f'{{"name": {json.dumps(function["name"])}, "{key}": '
             body = f'{json.dumps(head)} args_{index} "}}"'
-        rules += [f"body_{index}: {body}", f"args_{index}: %json {json.dumps(schema)}"]
+        rules += [f"body_{index}: {body}", f"args_{index}: %json {json.dumps(with_options(schema))}"]
     if style == LLAMA:
         start = ["start: body"]
     elif style == MISTRAL:
@@ -127,7 +130,7 @@ def _xml_rules(index: int, name: str, schema: Mapping[str, Any]) -> list[str]:
         if isinstance(value, dict) and value.get("type") != "string":
             rules += [
                 f"{rule}: {begin} v_{index}_{number} {json.dumps(end)}",
-                f"v_{index}_{number}: %json {json.dumps(value)}",
+                f"v_{index}_{number}: %json {json.dumps(with_options(value))}",
             ]
         elif isinstance(value, dict) and "enum" in value:
             options = " | ".join(json.dumps(str(option)) for option in value["enum"])

@@ -26,8 +26,11 @@ from paceline.llm import LLM, RequestOutput
 from paceline.request import FinishReason, Grammar, InvalidRequest, Request, SamplingParams
 from paceline.sampling.grammar import Grammars, num_repeats
 from paceline.scheduler.plan import Updates
+from paceline.text.json_schema import closed
 from paceline.text.synthetic import synthetic_tokenizer
 from paceline.text.tokenizer import Tokenizer
+from paceline.text.tool_calls import HERMES, LLAMA, MISTRAL, QWEN_XML
+from paceline.text.tools import call_grammar
 
 MAX_TOKENS = 120
 
@@ -588,3 +591,89 @@ def test_a_model_reasons_and_then_follows_its_grammar(llm: LLM) -> None:
     for output in outputs_of(llm, grammar, max_tokens=200, logit_bias={closing: 8}):
         assert output.finish_reason is FinishReason.STOP
         assert re.fullmatch(r"[^z]*z\s{0,4}[0-9]{3}", output.text), output.text
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Any:
+    made = Grammars(synthetic_tokenizer(600), 600)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "accepted", "refused"),
+    [
+        (r"\d", "07", "\u0663x"),  # an Arabic digit
+        (r"\D", "x\u0663", "3"),
+        (r"\w", "aZ_9", "\u00e9-"),
+        (r"\W", "\u00e9-", "a_9"),
+        (r"[\d]", "3", "\u0663"),
+        (r"[^\d]", "x\u0663", "3"),
+        (r"[\w-]", "a-", "\u00e9"),
+        (r"[-\w.]", "a-.", "\u00e9"),
+        (r"[\d\-x]", "3-x", "\u0663y"),
+        (r"[\D]", "x\u0663", "3"),
+        (r"[x\W]", "x-\u00e9", "y"),
+        (r"\\d", (r"\d",), r"\3"),
+        (r"\s", " \n\t", "x"),
+    ],
+)
+def test_character_classes_are_ascii(grammars: Grammars, pattern: str, accepted: Any, refused: str) -> None:
+    """In a regular expression as in the pattern of a schema."""
+    for text in accepted:
+        assert accepts(grammars, Grammar.regex(pattern), text), text
+        schema = Grammar.json_schema({"type": "string", "pattern": f"^{pattern}$"})
+        assert accepts(grammars, schema, json.dumps(text, ensure_ascii=False)), text
+    for text in (refused,) if isinstance(accepted, tuple) else refused:
+        assert not accepts(grammars, Grammar.regex(pattern), text), text
+        schema = Grammar.json_schema({"type": "string", "pattern": f"^{pattern}$"})
+        assert not accepts(grammars, schema, json.dumps(text, ensure_ascii=False)), text
+
+
+def test_digits_of_a_regex_are_ascii_in_outputs(llm: LLM) -> None:
+    for output in outputs_of(llm, Grammar.regex(r"\d{3}-\w{4}")):
+        assert re.fullmatch(r"\d{3}-\w{4}", output.text, re.ASCII)
+
+
+def longest_blanks(grammars: Grammars, grammar: Grammar, prefix: str) -> int:
+    """How many spaces can follow `prefix`, up to 100."""
+    matcher = grammars.compile(grammar).result().deep_copy()
+    space = grammars._tokenizer.encode(" ", add_special=False)
+    assert matcher.consume_tokens(grammars._tokenizer.encode(prefix, add_special=False))
+    return sum(matcher.try_consume_tokens(space) for _ in range(100))
+
+
+def test_whitespace_is_bounded(grammars: Grammars) -> None:
+    """Between the parts of a JSON value, also in the arguments of forced calls; none before and after it."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    assert longest_blanks(grammars, Grammar.json_schema(schema), '{"a":') == 20
+    assert longest_blanks(grammars, Grammar.json_object(), "{") == 20
+    for prefix in ("", '{"a": 1}'):
+        assert longest_blanks(grammars, Grammar.json_schema({**schema, "additionalProperties": False}), prefix) == 0
+    for style, head in (
+        (HERMES, '<tool_call>\n{"name": "f", "arguments": {'),
+        (LLAMA, '{"name": "f", "parameters": {'),
+        (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {'),
+        (QWEN_XML, "<tool_call>\n<function=f>\n<parameter=a>\n"),
+    ):
+        assert longest_blanks(grammars, call_grammar([tool], style, several=True), head) == 20 * (style != QWEN_XML)
+    for own, count in (({"whitespace_flexible": False}, 0), ({"whitespace_pattern": " {1,3}"}, 3), ({}, 20)):
+        assert longest_blanks(grammars, Grammar.json_schema({**schema, "x-guidance": own}), '{"a":') == count
+
+
+def test_strict_objects_end_after_their_properties(llm: LLM, grammars: Grammars) -> None:
+    inner = {"type": "object", "properties": {"b": {"type": "boolean"}}, "required": ["b"]}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}, "inner": {"$ref": "#/$defs/inner"}},
+        "required": ["a", "inner"],
+        "$defs": {"inner": {"anyOf": [inner, {"type": "null"}]}},
+    }
+    strict = Grammar.json_schema(closed(schema, "schema"))
+    for output in outputs_of(llm, strict, max_tokens=200):
+        assert output.finish_reason is FinishReason.STOP
+        value = json.loads(output.text)
+        assert set(value) == {"a", "inner"} and (value["inner"] is None or set(value["inner"]) == {"b"})
+    for grammar, is_open in ((Grammar.json_schema(schema), True), (strict, False)):
+        assert accepts(grammars, grammar, '{"a": 1, "inner": {"b": true, "c": 1}, "d": 1}') is is_open

@@ -77,3 +77,20 @@ def test_a_forced_call_may_have_reasoning_before_it() -> None:
     assert message["reasoning_content"] == "Hm." and json.loads(message["tool_calls"][0]["function"]["arguments"])
     grammar = client.jobs[0].params.grammar
     assert isinstance(grammar, Grammar) and grammar.kind == "lark" and grammar.reasoning == ("<think>", "</think>")
+
+
+def strict_requests(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    return [{"tools": [tool], "tool_choice": "required"}, {"tools": None, "response_format": format}]
+
+
+def test_strict_closes_objects() -> None:
+    caller, client = scripted(TURNS + "<tool_call>{% endif %}", "hi")
+    for changes in strict_requests({"type": "object", "properties": {"a": {"type": "integer"}}}):
+        caller.ok(CHAT, {**BODY, **changes})
+        grammar = client.jobs[-1].params.grammar
+        assert grammar is not None and '"additionalProperties": false' in grammar.source
+    for changes in strict_requests({"type": "object"}):
+        error = caller.post(CHAT, {**BODY, **changes}).json()["error"]
+        assert error["param"] in ("tools", "response_format") and "is an object without properties" in error["message"]

@@ -1,0 +1,83 @@
+"""JSON schemas for grammars: closed objects for `strict`, and bounded whitespace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.request import InvalidRequest
+
+# For llguidance. Without a bound a weak model writes whitespace forever.
+_WHITESPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
+
+# Keywords whose value is a schema, a list of schemas, or schemas by name. Conditions (`not`, `if`) are left as they
+# are: a closed object in a condition would change which values it holds for.
+_SCHEMA = ("items", "contains", "then", "else")
+_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+
+
+def with_options(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
+    """`schema` with the options of llguidance; those that it has itself (`x-guidance`) take precedence."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    own = schema.get("x-guidance", {})
+    if not isinstance(own, Mapping):
+        raise InvalidRequest(f"x-guidance is {own!r}: give an object of llguidance's options.")
+    is_own = any(name.startswith("whitespace_") for name in own)
+    return {**schema, "x-guidance": {**({} if is_own else _WHITESPACE), **own}}
+
+
+def closed(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """`schema` with all objects closed, as OpenAI defines `strict`: an object has no properties beyond those named.
+
+    OpenAI wants `additionalProperties: false` to be given; here it is the default, and another value that is given
+    stays. What cannot be closed is refused, with its path.
+    """
+    try:
+        found: dict[str, Any] = _closed(schema, path)
+    except RecursionError:
+        raise InvalidRequest(f"{path} is nested too deeply: simplify it.") from None
+    return found
+
+
+def _closed(schema: Any, path: str) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        where = f"{path}.{key}"
+        if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
+            found[key] = {name: _closed(one, f"{where}.{name}") for name, one in value.items()}
+        elif key in _SCHEMAS and isinstance(value, list):
+            found[key] = [_closed(one, f"{where}[{index}]") for index, one in enumerate(value)]
+        else:
+            found[key] = _closed(value, where) if key in _SCHEMA or key == "additionalProperties" else value
+    _check_combination(schema, path)
+    kind = schema.get("type")
+    if "additionalProperties" not in schema and (kind == "object" or "properties" in schema or _lists(kind, "object")):
+        if "properties" in schema or "patternProperties" in schema:
+            found["additionalProperties"] = False
+        elif not any(key in schema for key in ("$ref", "anyOf", "oneOf", "allOf")):
+            raise InvalidRequest(
+                f"{path} is an object without properties and strict is true: give properties or additionalProperties."
+            )
+    return found
+
+
+def _check_combination(schema: Mapping[str, Any], path: str) -> None:
+    """Closed objects cannot be combined: each would forbid the properties of the other."""
+    all_of = schema.get("allOf")
+    several = isinstance(all_of, list) and len(all_of) > 1
+    branches = [one for key in ("allOf", "anyOf", "oneOf") if isinstance(schema.get(key), list) for one in schema[key]]
+    extended = "properties" in schema and any(
+        isinstance(one, Mapping) and ("properties" in one or "$ref" in one) for one in branches
+    )
+    if several or extended:
+        raise InvalidRequest(
+            f"{path} has several schemas for one value and strict is true: write them as one, or omit strict."
+        )
+
+
+def _lists(kind: Any, name: str) -> bool:
+    return isinstance(kind, list) and name in kind
