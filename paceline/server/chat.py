@@ -120,6 +120,10 @@ class ChatBuilder(ResponseBuilder):
             events += parser.close()
         return events, "tool_calls" if reason == "stop" and parser.num_calls else reason
 
+    def make_call_id(self) -> str:
+        """An id for a tool call, in a form that the chat template accepts in later messages."""
+        return make_call_id(self._style)
+
     def parts(self, index: int, outputs: Sequence[OutputDelta]) -> tuple[list[OutputPart], str]:
         """The same for the complete output of job `index`, with the events of each call and each text merged."""
         events, reason = self.parse(index, outputs)
@@ -196,7 +200,7 @@ class ChatResponse(ChatBuilder):
         parts, reason = self.parts(index, outputs)
         text = "".join(part.text for part in parts if isinstance(part, Content))
         thoughts = "".join(part.text for part in parts if isinstance(part, Reasoning))
-        calls = [ToolCall(make_call_id(self._style), part) for part in parts if isinstance(part, FunctionCall)]
+        calls = [ToolCall(self.make_call_id(), part) for part in parts if isinstance(part, FunctionCall)]
         message = Message("assistant", text or (None if calls else ""), None, thoughts or UNSET, calls or UNSET)
         return ChatChoice(index, message, reason, self._logprobs(outputs), clipped_max_tokens(outputs[-1]))
 
@@ -209,7 +213,7 @@ class ChatResponse(ChatBuilder):
             elif isinstance(event, ToolCallStart):
                 self._num_calls[index] += 1
                 number, function = self._num_calls[index] - 1, FunctionDelta(event.name, "")
-                yield Delta(tool_calls=[ToolCallDelta(number, make_call_id(self._style), "function", function)])
+                yield Delta(tool_calls=[ToolCallDelta(number, self.make_call_id(), "function", function)])
             else:
                 function = FunctionDelta(arguments=event.arguments)
                 yield Delta(tool_calls=[ToolCallDelta(self._num_calls[index] - 1, function=function)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -321,9 +320,16 @@ class MessagesResponse(ChatBuilder):
 
     def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
         parts, reason = self.parts(0, outputs[0])
-        content = [_content(part) for part in parts]
+        content = [self._content(part) for part in parts]
         stop = _stop(reason, outputs[0][-1])
         return msgspec.json.encode(MessagesReply(self.id, self.request.model, content, _usage(usage), **stop))
+
+    def _content(self, part: OutputPart) -> AnthropicContent:
+        if isinstance(part, Content):
+            return TextContent(part.text)
+        if isinstance(part, Reasoning):
+            return ThinkingContent(part.text)
+        return ToolUse(self.make_call_id(), part.name, arguments_of(part))
 
     def _event_chunks(self, event: OutputEvent) -> Iterator[bytes]:
         if isinstance(event, Content):
@@ -335,7 +341,7 @@ class MessagesResponse(ChatBuilder):
                 yield from self._begin_block(ThinkingContent(""))
             yield self._delta({"type": "thinking_delta", "thinking": event.text})
         elif isinstance(event, ToolCallStart):
-            yield from self._begin_block(ToolUse(_id(), event.name, {}))
+            yield from self._begin_block(ToolUse(self.make_call_id(), event.name, {}))
         else:
             yield self._delta({"type": "input_json_delta", "partial_json": event.arguments})
 
@@ -362,12 +368,6 @@ async def count_tokens(call: Call) -> Response:
     return json_response(TokenCount(response.num_prompt_tokens))
 
 
-def _content(part: OutputPart) -> AnthropicContent:
-    if isinstance(part, Content):
-        return TextContent(part.text)
-    return ThinkingContent(part.text) if isinstance(part, Reasoning) else ToolUse(_id(), part.name, arguments_of(part))
-
-
 def _stop(reason: str, output: OutputDelta) -> Json:
     if reason == "stop" and output.matched_stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": output.matched_stop}
@@ -378,7 +378,3 @@ def _stop(reason: str, output: OutputDelta) -> Json:
 def _usage(usage: UsageInfo) -> MessageUsage:
     cached = usage.prompt_tokens_details.cached_tokens
     return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
-
-
-def _id() -> str:
-    return f"toolu_{uuid.uuid4().hex[:24]}"

@@ -156,7 +156,7 @@ class ResponsesResponse(ChatBuilder):
         parts, reason = self.parts(0, outputs[0])
         self._set_status(reason)
         for part in parts:
-            self._output.append(_call(part.name) if isinstance(part, FunctionCall) else _text_item(part))
+            self._output.append(self._call(part.name) if isinstance(part, FunctionCall) else _text_item(part))
             self._extend(part.arguments if isinstance(part, FunctionCall) else part.text)
             self._output[-1].status = "completed"
         return self._complete(usage)
@@ -184,7 +184,7 @@ class ResponsesResponse(ChatBuilder):
 
     def _event_chunks(self, event: OutputEvent) -> Iterator[bytes]:
         if isinstance(event, ToolCallStart):
-            yield from self._begin_item(_call(event.name))
+            yield from self._begin_item(self._call(event.name))
             return
         if isinstance(event, ArgumentsDelta):
             self._extend(event.arguments)
@@ -198,6 +198,9 @@ class ResponsesResponse(ChatBuilder):
             yield self._item_event("response.output_text.delta", content_index=0, delta=event.text, logprobs=[])
         else:
             yield self._item_event("response.reasoning_text.delta", content_index=0, delta=event.text)
+
+    def _call(self, name: str) -> OutputCall:
+        return OutputCall(f"fc_{uuid.uuid4().hex}", self.make_call_id(), name, "", "in_progress")
 
     def _begin_item(self, item: OutputItem) -> Iterator[bytes]:
         yield from self._end_item("completed")
@@ -309,11 +312,6 @@ def _text_item(text: Content | Reasoning) -> OutputMessage | OutputReasoning:
     if isinstance(text, Content):
         return OutputMessage(f"msg_{uuid.uuid4().hex}", [OutputText("")], "in_progress")
     return OutputReasoning(f"rs_{uuid.uuid4().hex}", [ReasoningText("")], "in_progress")
-
-
-def _call(name: str) -> OutputCall:
-    number = uuid.uuid4().hex
-    return OutputCall(f"fc_{number}", f"call_{number[:24]}", name, "", "in_progress")
 
 
 # ---------------------------------------------------------------------- stored responses
