@@ -93,9 +93,11 @@ MAX_CHOICES = 128
 MAX_BIASES = 1024  # tokens that one request may bias
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 4096
+MAX_BAD_WORD_CHARACTERS = 16_384  # of all bad words of a request together
 MAX_STOP_IDS = 1024
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 4096  # of all stop strings of a request together
+MAX_GRAMMAR_CHARACTERS = 1 << 18
 GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "lark", "choice")
 
 
@@ -115,6 +117,8 @@ class Grammar:
             raise InvalidRequest(f"grammar kind is {self.kind!r}: choose one of {', '.join(GRAMMAR_KINDS)}.")
         if not isinstance(self.source, str) or (not self.source and self.kind != "json_object"):
             raise InvalidRequest(f"grammar is {self.source!r}: give its text.")
+        if len(self.source) > MAX_GRAMMAR_CHARACTERS:
+            raise InvalidRequest(f"grammar has {len(self.source)} characters: give at most {MAX_GRAMMAR_CHARACTERS}.")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
@@ -194,7 +198,8 @@ class SamplingParams:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        for name in ("stop", "bad_words", "stop_token_ids", "logprob_token_ids"):
+        object.__setattr__(self, "stop", check_stops(_as_tuple("stop", self.stop)))
+        for name in ("bad_words", "stop_token_ids", "logprob_token_ids"):
             object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
         bias = self.logit_bias
         pairs = tuple(bias.items()) if isinstance(bias, Mapping) else _as_tuple("logit_bias", bias, "mapping")
@@ -217,9 +222,6 @@ class SamplingParams:
             _check_float(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY, "give -2 to 2; 0 changes nothing")
         self._check_lengths()
         self._check_choices()
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise InvalidRequest(f"stop has {text!r}: give strings of at least one character.")
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token, 0, "give token ids, from 0 up")
         self._check_biases()
@@ -303,6 +305,8 @@ class SamplingParams:
         for name, most in (("logit_bias", MAX_BIASES), ("bad_words", MAX_BAD_WORDS), ("stop_token_ids", MAX_STOP_IDS)):
             if len(getattr(self, name)) > most:
                 raise InvalidRequest(f"{name} has {len(getattr(self, name))} entries: give at most {most}.")
+        if sum(map(len, self.bad_words)) > MAX_BAD_WORD_CHARACTERS:
+            raise InvalidRequest(f"bad_words has more than {MAX_BAD_WORD_CHARACTERS} characters: give shorter strings.")
         for token in self.logprob_token_ids:
             _check_int("logprob_token_ids", token, 0, "give token ids, from 0 up")
         if len(self.logprob_token_ids) > MAX_LOGPROBS:
@@ -320,6 +324,20 @@ def _as_tuple(name: str, value: Any, expected: str = "list") -> tuple[Any, ...]:
     if not isinstance(value, Sequence | Set | np.ndarray) or isinstance(value, bytes | bytearray):
         raise InvalidRequest(f"{name} is {short(value)}: give a {expected}.")
     return tuple(value)
+
+
+def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
+    """The stop strings of a request as a tuple; raises InvalidRequest if they are not valid."""
+    if isinstance(stops, str):
+        stops = (stops,)
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"stop has {len(stops)} strings: give at most {MAX_STOPS}.")
+    for stop in stops:
+        if not isinstance(stop, str) or not stop:
+            raise InvalidRequest(f"stop has {stop!r}: give strings of at least one character.")
+    if sum(map(len, stops)) > MAX_STOP_CHARACTERS:
+        raise InvalidRequest(f"stop has more than {MAX_STOP_CHARACTERS} characters: give shorter strings.")
+    return tuple(stops)
 
 
 def _check_int(name: str, value: object, low: int, remedy: str, high: int = 2**63 - 1) -> None:

@@ -48,7 +48,7 @@ class StreamResult:
     late: list[float] = field(default_factory=list)  # seconds from the end of its forward pass, for each token
 
 
-class _SseProtocol(asyncio.Protocol):
+class SseProtocol(asyncio.Protocol):
     """One streaming request on its own connection."""
 
     def __init__(self, request: bytes, result: StreamResult, clock: _ClockReader | None) -> None:
@@ -116,7 +116,7 @@ class _ClockReader:
         return [self._clock.age(self._ids[text], now) for text in texts if text in self._ids]
 
 
-def _http(url: str, body: dict[str, Any], key: str | None) -> bytes:
+def post_bytes(url: str, body: dict[str, Any], key: str | None) -> bytes:
     parts = urlsplit(url)
     data = json.dumps(body).encode()
     authorization = f"Authorization: Bearer {key}\r\n" if key else ""
@@ -155,11 +155,11 @@ def send_all(
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        request = _http(url, body, key)
+        request = post_bytes(url, body, key)
         await asyncio.sleep(max(0.0, begins + start - time.monotonic()))
         loop = asyncio.get_running_loop()
         try:
-            _, stream = await loop.create_connection(lambda: _SseProtocol(request, result, clock), host, port)
+            _, stream = await loop.create_connection(lambda: SseProtocol(request, result, clock), host, port)
         except OSError as error:
             result.error = str(error)
             return result

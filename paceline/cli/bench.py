@@ -154,3 +154,18 @@ def serve(
     except ServerUnavailable as error:
         typer.echo(f"paceline: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+@app.command()
+def stall(
+    url: Annotated[str | None, typer.Option(help="URL of a running server.")] = None,
+    start: Annotated[
+        str | None, typer.Option(help="Start a server with these options of `paceline serve` (default: a virtual GPU).")
+    ] = None,
+    streams: Annotated[int, typer.Option(help="Number of streams.", min=1)] = 64,
+    key: Annotated[str | None, typer.Option(help="API key.")] = None,
+) -> None:
+    """Measure how long hostile requests delay the tokens of others. The last line is one JSON object."""
+    from paceline.bench.stall import bench
+
+    bench(url=url, start=start, streams=streams, key=key)

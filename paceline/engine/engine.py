@@ -24,6 +24,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, TypeVar
 
@@ -136,6 +137,7 @@ class Engine:
         self.scheduler = scheduler
         self.executor = executor
         self.tokenizer = tokenizer
+        self._bad_word_ids = lru_cache(maxsize=64)(partial(_encode_bad_words, tokenizer))  # once for all choices
         self.clock = clock
         self.recorder = recorder
         self.vocab_size = vocab_size
@@ -391,17 +393,6 @@ class Engine:
                 f"the prompt has token id {int(tokens.max())}: the model's ids are 0 to {self.vocab_size - 1}."
             )
 
-    def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Each word as tokens: at the beginning of a text, and within one, where a space precedes it."""
-        found = {
-            tuple(self.tokenizer.encode(text, add_special=False, allow_special=False))
-            for word in words
-            for text in (word, f" {word.lstrip()}")
-        }
-        if (count := sum(map(len, found))) > MAX_BAD_WORD_TOKENS:
-            raise InvalidRequest(f"bad_words has {count} tokens: give at most {MAX_BAD_WORD_TOKENS}.")
-        return tuple(sorted(ids for ids in found if ids))
-
     def _post(self, items: Iterable[ActiveRequest | Callable[[], None]]) -> None:
         with self._wake:
             if self._failure is not None or self._closing:
@@ -589,3 +580,15 @@ def _close_if_alive(reference: weakref.ref[Engine]) -> None:
 def _put_all(items: list[tuple[_AsyncSink, Item]]) -> None:
     for sink, item in items:
         sink.queue.put_nowait(item)
+
+
+def _encode_bad_words(tokenizer: Tokenizer, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Each word as tokens: at the beginning of a text, and within one, where a space precedes it."""
+    found = {
+        tuple(tokenizer.encode(text, add_special=False, allow_special=False))
+        for word in words
+        for text in (word, f" {word.lstrip()}")
+    }
+    if (count := sum(map(len, found))) > MAX_BAD_WORD_TOKENS:
+        raise InvalidRequest(f"bad_words has {count} tokens: give at most {MAX_BAD_WORD_TOKENS}.")
+    return tuple(sorted(ids for ids in found if ids))

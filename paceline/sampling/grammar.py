@@ -27,7 +27,6 @@ from paceline.scheduler.plan import Updates
 from paceline.text.json_schema import with_options
 from paceline.text.tokenizer import Tokenizer
 
-MAX_SOURCE = 1 << 18  # characters of a grammar
 MAX_COMPILE_S = 10.0
 MAX_REPEATS = 20_000  # counted repetitions of a pattern, nested ones multiplied: they need memory
 _MAX_COMPILED = 512  # cached grammars
@@ -80,8 +79,6 @@ class Grammars:
 
     def compile(self, grammar: Grammar) -> Future[Compiled]:
         """A future of the compiled grammar. Its error is an InvalidRequest."""
-        if len(grammar.source) > MAX_SOURCE:
-            raise InvalidRequest(f"grammar has {len(grammar.source)} characters: give at most {MAX_SOURCE}.")
         with self._lock:
             found = self._compiled.get(grammar)
             if found is not None:

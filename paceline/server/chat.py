@@ -19,7 +19,8 @@ from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
 from paceline.request import Grammar, as_tokens
 from paceline.server.errors import ApiError
-from paceline.server.fields import check_messages, short
+from paceline.server.fields import short
+from paceline.server.prompts import checked_messages, encode_rendered
 from paceline.server.reasoning import ReasoningSetup
 from paceline.server.request_types import ChatRequest
 from paceline.server.response import (
@@ -47,7 +48,7 @@ from paceline.server.response_types import (
     ToolCallDelta,
     UsageInfo,
 )
-from paceline.server.state import ServerState
+from paceline.server.state import RequestContext
 from paceline.text.call_syntax import ArgumentsDelta, Content, Tool, ToolCallStart
 from paceline.text.output_parser import OutputEvent, OutputParser, Reasoning
 from paceline.text.reasoning import ReasoningCounter
@@ -65,12 +66,12 @@ class ChatBuilder(ResponseBuilder):
     prompt_field = "messages"
     id_prefix = "chatcmpl-"
 
-    def __init__(self, state: ServerState, request: ChatRequest) -> None:
-        tokenizer = state.tokenizer
+    def __init__(self, context: RequestContext, request: ChatRequest) -> None:
+        tokenizer = context.tokenizer
         self.request = request
         self.id, self.created = make_response_id(self.id_prefix), unix_time()
-        tools, reasoning = _ToolSetup.of(request, tokenizer), ReasoningSetup.of(state, request)
-        messages = check_messages(request.messages)
+        tools, reasoning = _ToolSetup.of(request, tokenizer), ReasoningSetup.of(context, request)
+        messages = checked_messages(request.messages, context)
         variables = {**reasoning.variables, **({"tools": tools.shown} if tools.shown else {})}
         if tokenizer.chat is not None and "tools" not in tokenizer.chat.source:
             messages, variables = describe(messages, tools.shown), reasoning.variables
@@ -90,9 +91,10 @@ class ChatBuilder(ResponseBuilder):
         if any(tokenizer.token_id(text) in tokenizer.special_ids for text in parsed):
             overrides["skip_special_tokens"] = False  # the parser needs them
         params = request.sampling_params(_max_tokens(request), **overrides)
+        tokens = as_tokens(encode_rendered(prompt, context))
+        request.messages, request.tools = [], None  # the jobs have them
         each = params.each_choice()
         ids = [self.id] if len(each) == 1 else [f"{self.id}-{index}" for index in range(len(each))]
-        tokens = as_tokens(tokenizer.encode(prompt, add_special=False))
         self.jobs: Sequence[Job] = [Job(tokens, choice, id=name) for name, choice in zip(ids, each, strict=True)]
         self.jobs_per_prompt = len(each)
         self._formatter = LogprobFormatter(tokenizer, params)
@@ -165,8 +167,8 @@ def arguments_of(call: FunctionCall) -> dict[str, Any]:
 
 
 class ChatResponse(ChatBuilder):
-    def __init__(self, state: ServerState, request: ChatRequest) -> None:
-        super().__init__(state, request)
+    def __init__(self, context: RequestContext, request: ChatRequest) -> None:
+        super().__init__(context, request)
         self._num_calls = [0] * len(self.jobs)  # streamed so far, of each choice
 
     def first_chunks(self) -> Iterable[bytes]:

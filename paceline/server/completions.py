@@ -30,14 +30,14 @@ from paceline.server.response import (
     weight_versions,
 )
 from paceline.server.response_types import TextChoice, TextCompletion, TextLogprobs, UsageInfo
-from paceline.server.state import ServerState
+from paceline.server.state import RequestContext
 
 
 class CompletionResponse(ResponseBuilder):
     request: CompletionRequest
     prompt_field = "prompt"
 
-    def __init__(self, state: ServerState, request: CompletionRequest) -> None:
+    def __init__(self, context: RequestContext, request: CompletionRequest) -> None:
         self.request = request
         self.id, self._created = make_response_id("cmpl-"), unix_time()
         prompts = split_prompts(request.prompt, "prompt")
@@ -56,18 +56,19 @@ class CompletionResponse(ResponseBuilder):
             )
         each = params.each_choice()
         self.jobs_per_prompt = len(each)
-        check_num_prompts(len(prompts), len(each), state.config.max_prompts, "prompt")
-        encoded = encode_prompts(prompts, state.tokenizer, "prompt")
+        check_num_prompts(len(prompts), len(each), context.config.max_prompts, "prompt")
+        encoded = encode_prompts(prompts, context, "prompt")
+        request.prompt = None  # the jobs have it
         self.jobs: Sequence[Job] = [
             Job(as_tokens(ids), choice, id=f"{self.id}-{index * len(each) + number}")
             for index, ids in enumerate(encoded)
             for number, choice in enumerate(each)
         ]
         self._num_choices = params.n
-        self._formatter = LogprobFormatter(state.tokenizer, params)
+        self._formatter = LogprobFormatter(context.tokenizer, params)
         self._echoes = [
             _Echo(
-                prompt if isinstance(prompt, str) else state.tokenizer.decode(ids, skip_special=False),
+                prompt if isinstance(prompt, str) else context.tokenizer.decode(ids, skip_special=False),
                 ids[: max(params.prompt_logprobs_start, 1)],
             )
             for prompt, ids in zip(prompts, encoded, strict=True)

@@ -24,6 +24,11 @@ from paceline.server.errors import ApiError
 from paceline.server.metrics import ServerCounters
 
 BACKLOG = 4096
+# A body in chunks of one byte takes h11 2 µs per byte. It is read in small pieces, with pauses, so that it does not
+# occupy the event loop; asyncio alone would read 256 KB at a time.
+_READ_BYTES, _CHUNKED_READ_BYTES = 8192, 1024  # at a time
+_MAX_PARSE_S = 0.001  # of CPU time; a connection whose data takes longer is paused for several times as long
+_PAUSE_FACTOR = 4
 
 
 class _UvicornState(ServerState):
@@ -55,6 +60,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._limit_reads(_READ_BYTES)
         self._counters.connections += 1
         if len(self.connections) > self._limits.max_connections:
             body = ApiError(
@@ -83,8 +89,25 @@ class Connection(H11Protocol):
         super().handle_events()
         if self.cycle is not before:
             self._stop_header_timer()
+            is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
+            self._limit_reads(_CHUNKED_READ_BYTES if is_chunked else _READ_BYTES)
         elif self._header_timer is None and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
             self._start_header_timer()  # the next request on this connection has begun to arrive
+
+    def data_received(self, data: bytes) -> None:
+        began = time.thread_time()
+        super().data_received(data)
+        took = time.thread_time() - began
+        if took > _MAX_PARSE_S:
+            self.transport.pause_reading()
+            self.loop.call_later(_PAUSE_FACTOR * took, self._resume_reading)
+
+    def _resume_reading(self) -> None:
+        if not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def _limit_reads(self, num_bytes: int) -> None:
+        self.transport.max_size = num_bytes  # type: ignore[attr-defined]
 
     def _start_header_timer(self) -> None:
         self._header_timer = self.loop.call_later(self._limits.header_s, self._on_header_timeout)

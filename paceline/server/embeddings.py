@@ -16,7 +16,7 @@ from paceline.server.prompts import check_num_prompts, encode_prompts, split_pro
 from paceline.server.request_types import EmbeddingRequest
 from paceline.server.response import ResponseBuilder, make_response_id, weight_versions
 from paceline.server.response_types import Embedding, EmbeddingList, EmbeddingUsage, UsageInfo
-from paceline.server.state import ServerState
+from paceline.server.state import RequestContext
 
 _PARAMS = SamplingParams(temperature=0, max_tokens=1)  # unused: no token is sampled
 
@@ -26,15 +26,16 @@ class EmbeddingResponse(ResponseBuilder):
     prompt_field = "input"
     jobs_per_prompt = 1
 
-    def __init__(self, state: ServerState, request: EmbeddingRequest) -> None:
+    def __init__(self, context: RequestContext, request: EmbeddingRequest) -> None:
         self.request = request
         self.id = make_response_id("embd-")
         prompts = split_prompts(request.input, "input")
-        check_num_prompts(len(prompts), 1, state.config.max_prompts, "input")
+        check_num_prompts(len(prompts), 1, context.config.max_prompts, "input")
         self.jobs: Sequence[Job] = [
             Job(as_tokens(prompt), _PARAMS, id=f"{self.id}-{index}", pooling=request.pooling or "mean")
-            for index, prompt in enumerate(encode_prompts(prompts, state.tokenizer, "input"))
+            for index, prompt in enumerate(encode_prompts(prompts, context, "input"))
         ]
+        request.input = None  # the jobs have it
 
     def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
         data = [Embedding(index, self._encode(deltas[-1].vector or b"")) for index, deltas in enumerate(outputs)]

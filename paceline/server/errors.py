@@ -10,6 +10,8 @@ import logging
 import math
 import re
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -20,6 +22,7 @@ log = logging.getLogger("paceline.server")
 _FIELD = re.compile(r"^`?([a-z_]+)[\w\[\].]*`? (?:is|has|must)\b")  # how messages of InvalidRequest begin
 _DEFAULT_RETRY_AFTER_S = 1.0
 _MAX_SHOWN_NAME = 80
+_MAX_MESSAGE = 1000  # characters; a value that a message quotes may be as long as the body
 
 
 class ApiError(PacelineError):
@@ -35,13 +38,31 @@ class ApiError(PacelineError):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        message = clip(message, _MAX_MESSAGE)
         super().__init__(message)
-        self.message, self.status, self.kind, self.param, self.code = message, status, kind, param, code
+        self.message, self.status, self.kind, self.code = message, status, kind, code
+        self.param = None if param is None else clip(param, _MAX_SHOWN_NAME)
         self.headers = dict(headers or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:  # Exception's own would lose everything but the message
+        make = partial(
+            ApiError,
+            self.message,
+            status=self.status,
+            kind=self.kind,
+            param=self.param,
+            code=self.code,
+            headers=self.headers,
+        )
+        return make, ()
 
     def body(self) -> bytes:
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
+
+
+def clip(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def api_error(error: Exception) -> ApiError:
@@ -133,7 +154,9 @@ def missing_parameter(name: str, remedy: str = "", *, param: str | None = None) 
 
 
 def unknown_model(name: str, served: str) -> ApiError:
-    name = name if len(name) <= _MAX_SHOWN_NAME else f"{name[: _MAX_SHOWN_NAME - 3]}..."
     return ApiError(
-        f"The model {name!r} does not exist: use {served!r}.", status=404, param="model", code="model_not_found"
+        f"The model {clip(name, _MAX_SHOWN_NAME)!r} does not exist: use {served!r}.",
+        status=404,
+        param="model",
+        code="model_not_found",
     )

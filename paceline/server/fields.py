@@ -13,8 +13,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.server.errors import ApiError
+from paceline.server.errors import ApiError, clip
 
+_MAX_SHOWN_NAME = 80
 # OpenAI's account keeping: who sent the request, what to store, how to bill.
 IGNORED_FIELDS = frozenset(
     {"user", "store", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
@@ -73,7 +74,11 @@ def select_supported(
                     code="unsupported_parameter",
                 )
         elif name not in rules.ignored:
-            raise ApiError(f"Unknown parameter: {name}. {_hint(name, known)}", param=name, code="unknown_parameter")
+            raise ApiError(
+                f"Unknown parameter: {clip(name, _MAX_SHOWN_NAME)}. {_hint(name, known)}",
+                param=name,
+                code="unknown_parameter",
+            )
     return found
 
 
@@ -98,7 +103,9 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 )
             if name not in (*_MESSAGE_FIELDS, *_UNSUPPORTED_MESSAGE_FIELDS):
                 raise ApiError(
-                    f"Unknown parameter: {path}.{name}. Omit it.", param="messages", code="unknown_parameter"
+                    f"Unknown parameter: {path}.{clip(name, _MAX_SHOWN_NAME)}. Omit it.",
+                    param="messages",
+                    code="unknown_parameter",
                 )
         kept = {name: value for name, value in message.items() if name not in _UNSUPPORTED_MESSAGE_FIELDS}
         _rename_reasoning(path, kept)
@@ -152,8 +159,7 @@ def _check_tool_calls(path: str, calls: Any) -> list[dict[str, Any]]:
 
 def short(value: Any) -> str:
     """`value` for an error message."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return clip(repr(value), 60)
 
 
 def _is_one_of(value: Any, choices: tuple[Any, ...]) -> bool:
@@ -162,5 +168,5 @@ def _is_one_of(value: Any, choices: tuple[Any, ...]) -> bool:
 
 
 def _hint(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, known, n=1) if len(name) <= _MAX_SHOWN_NAME else []
     return f"Did you mean {close[0]}?" if close else "Omit it."

@@ -17,6 +17,7 @@ from typing import Any
 from paceline.engine.output import EngineFailed
 from paceline.server.app import App
 from paceline.server.auth import ApiKeys
+from paceline.server.body_workers import BodyWorkers
 from paceline.server.connection import listen
 from paceline.server.errors import shutting_down
 from paceline.server.logs import set_up_logs
@@ -37,13 +38,15 @@ from paceline.server.process_messages import (
 from paceline.server.remote_client import RemoteClient
 from paceline.server.state import ServerState
 from paceline.text.load import load_tokenizer
-from paceline.text.synthetic import synthetic_tokenizer
 from paceline.text.tokenizer import Tokenizer
 
 _COLLECT_INTERVAL_S = 5.0
 _MAX_BUSY_S = 60.0  # garbage is collected at least this often, even under load
 _FINAL_ERRORS_S = 2.0  # for clients to read the error of a request that did not finish in time
 _MAX_LINE_BYTES = 1 << 20
+# While a thread handles a body, the event loop waits this long for the GIL after every system call. Python's default of
+# 5 ms would delay 64 streams by a third of a second.
+_SWITCH_INTERVAL_S = 0.0002
 
 
 class _FrontEnd:
@@ -54,6 +57,7 @@ class _FrontEnd:
         self._state = ServerState(
             client=self._client,
             tokenizer=tokenizer,
+            workers=BodyWorkers(tokenizer, setup.tokenizer),
             config=setup.config,
             model_name=setup.model,
             api_keys=ApiKeys(setup.tenants, setup.config.admin_key),
@@ -76,6 +80,7 @@ class _FrontEnd:
         for task in done:
             task.result()  # an exception ends the process, and the supervisor starts another one
         server.close()
+        self._state.workers.close()
         await self._client.close()
 
     async def _collect_garbage(self) -> None:
@@ -131,10 +136,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # a terminal signals the whole group; only the supervisor acts on it
     setup = read_setup(FrontEndSetup)
     set_up_logs(setup.config.log_level, setup.config.log_format, setup.name)
-    if isinstance(setup.tokenizer, int):
-        tokenizer = synthetic_tokenizer(setup.tokenizer)
-    else:
-        tokenizer = load_tokenizer(setup.tokenizer)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    tokenizer = load_tokenizer(setup.tokenizer)
     with socket.socket(fileno=setup.socket) as listening_socket:
 
         async def serve() -> None:

@@ -5,16 +5,19 @@ The first output decides the status: a request that the engine refuses gets an e
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
+
+import msgspec
 
 from paceline.config import TenantConfig
 from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta, TokenUsage
 from paceline.server.apis.dialects import dialect_of
+from paceline.server.engine_client import ServedModel
 from paceline.server.errors import ApiError, api_error, method_not_allowed, shutting_down
 from paceline.server.http import (
     ClientDisconnected,
@@ -27,13 +30,15 @@ from paceline.server.http import (
     send_error,
     send_json,
 )
-from paceline.server.limits import LONG_BODY_BYTES, MAX_CACHE_SALT_CHARACTERS, MAX_DEADLINE_MS, MAX_PRIORITY
+from paceline.server.limits import MAX_CACHE_SALT_CHARACTERS, MAX_DEADLINE_MS, MAX_PRIORITY
 from paceline.server.parsing import parse
+from paceline.server.prompts import too_long
 from paceline.server.request_log import RequestLog
 from paceline.server.request_types import GenerationRequest, ScheduledRequest
 from paceline.server.response import ResponseBuilder, finish_reason_of, total_usage
 from paceline.server.routing import GenerationRoute
-from paceline.server.state import ServerState
+from paceline.server.state import RequestContext, ServerState
+from paceline.text.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.server")
 
@@ -55,9 +60,11 @@ class GenerationHandler:
             if state.draining:
                 raise shutting_down()
             body = await read_body(receive, state.config.max_body_bytes, state.config.body_s)
-            is_long = len(body) > LONG_BODY_BYTES
-            response = await asyncio.to_thread(self._build, body) if is_long else self._build(body)
-            await response.prepare(tenant.name)
+            response = await state.workers.run(
+                build_response, body, self._route.builder, self._route.request, self._route.path, state.context
+            )
+            await response.prepare(state, tenant.name)
+            _check_length(response, state.context.model)
             entry.set_response(response)
             jobs = self._jobs(response, tenant, headers)
             state.counters.in_progress += 1
@@ -75,20 +82,14 @@ class GenerationHandler:
             await send_error(send, scope, known)
         if entry.status is not None:
             state.counters.responses[entry.route, entry.status] += 1
-        if log.isEnabledFor(logging.INFO):
-            log.info("request", extra={"fields": entry.fields(state.tokenizer if state.config.log_prompts else None)})
+        if not log.isEnabledFor(logging.INFO):
+            return
+        if state.config.log_prompts:
+            await state.workers.run_in_thread(_log, entry, state.tokenizer)
+        else:
+            _log(entry, None)
 
     # ------------------------------------------------------------------ request to jobs
-
-    def _build(self, body: bytes) -> ResponseBuilder:
-        request = parse(body, self._route.request, self._dialect.fields)
-        assert isinstance(request, ScheduledRequest), "what generating routes accept"
-        if isinstance(request, GenerationRequest) and request.stream_options is not None and not request.stream:
-            raise ApiError(
-                "stream_options is given and stream is not true: omit it, or set stream.", param="stream_options"
-            )
-        self._state.check_model(request.model)
-        return self._route.builder(self._state, request)
 
     def _jobs(self, response: ResponseBuilder, tenant: TenantConfig, headers: dict[bytes, bytes]) -> Sequence[Job]:
         """The response's jobs with the tenant, priority, deadline and cache salt of the request."""
@@ -112,7 +113,6 @@ class GenerationHandler:
         timeout_s = _timeout_s(request, headers)
         queue_timeout_s = _seconds("queue_timeout_ms", request.queue_timeout_ms)
         running_timeout_s = _seconds("running_timeout_ms", request.running_timeout_ms)
-        self._check_length(response)
         return [
             replace(
                 job,
@@ -122,29 +122,11 @@ class GenerationHandler:
                 queue_timeout_s=queue_timeout_s,
                 running_timeout_s=running_timeout_s,
                 cache_salt=salt,
-                stream=bool(request.stream),
+                # Logprobs arrive with their tokens: those of a whole output would take long to decode.
+                stream=bool(request.stream) or job.params.logprobs is not None,
             )
             for job in response.jobs
         ]
-
-    def _check_length(self, response: ResponseBuilder) -> None:
-        # The engine checks it too. But with several prompts the first may already be streaming by then, too late for
-        # the error to be a status.
-        model = self._state.client.model
-        limit = model.max_tokens
-        for index, job in enumerate(response.jobs):
-            max_tokens = job.params.max_tokens
-            num_needed = 1 if max_tokens is None or (max_tokens and model.clips_max_tokens) else max_tokens
-            if len(job.prompt) + num_needed > limit:
-                which = f"prompt[{index // response.jobs_per_prompt}]"
-                if len(response.jobs) == response.jobs_per_prompt:
-                    which = "The prompt"
-                raise ApiError(
-                    f"{which} has {len(job.prompt)} tokens and max_tokens is {max_tokens or 'not given'}: "
-                    f"their sum may be at most {limit}; shorten the prompt or lower max_tokens.",
-                    param=response.prompt_field,
-                    code="context_length_exceeded",
-                )
 
     # ------------------------------------------------------------------ output to response
 
@@ -159,8 +141,9 @@ class GenerationHandler:
                 if finish_reason_of(output) is not None:
                     usages |= {index: output.usage} if output.usage else {}
                     entry.add_finished(output)
-        body = response.final_body(outputs, total_usage(usages, response.jobs_per_prompt))
-        await response.finish()
+        usage = total_usage(usages, response.jobs_per_prompt)
+        body = await self._state.workers.run_in_thread(response.final_body, outputs, usage)
+        await response.finish(self._state)
         entry.status = 200
         await send_json(send, 200, body, {"X-Request-Id": entry.id})
 
@@ -183,7 +166,7 @@ class GenerationHandler:
                         usages |= {index: output.usage} if output.usage else {}
                         entry.add_finished(output)
             last_chunks = list(response.last_chunks(total_usage(usages, response.jobs_per_prompt)))
-            await response.finish()  # before the client learns that the response is complete
+            await response.finish(self._state)  # before the client learns that the response is complete
             entry.status = 200
             for chunk in last_chunks:
                 await events.send_event(chunk)
@@ -195,6 +178,51 @@ class GenerationHandler:
             entry.end = known.code or "error"
             await events.send_event(response.error_chunk(known) or self._dialect.render(known))
         await events.close()
+
+
+def build_response(
+    body: bytes | bytearray,
+    builder: Callable[[RequestContext, Any], ResponseBuilder],
+    kind: type[msgspec.Struct],
+    path: str,
+    context: RequestContext,
+) -> ResponseBuilder:
+    """Runs off the event loop, for long bodies in another process."""
+    request = parse(body, kind, dialect_of(path).fields)
+    if isinstance(request, GenerationRequest) and request.stream_options is not None and not request.stream:
+        raise ApiError(
+            "stream_options is given and stream is not true: omit it, or set stream.", param="stream_options"
+        )
+    assert isinstance(request, ScheduledRequest), "what generating routes accept"
+    context.check_model(request.model)
+    return builder(context, request)
+
+
+def _check_length(response: ResponseBuilder, model: ServedModel) -> None:
+    # The engine checks it too. But with several prompts the first may already be streaming by then, too late for the
+    # error to be a status.
+    limit = model.max_tokens
+    for index, job in enumerate(response.jobs):
+        which = f"{response.prompt_field}[{index // response.jobs_per_prompt}]"
+        if len(response.jobs) == response.jobs_per_prompt:
+            which = "The prompt"
+        num_tokens, max_tokens = len(job.prompt), job.params.max_tokens
+        if num_tokens + (max_tokens != 0) > limit:
+            raise too_long(which, str(num_tokens), limit, response.prompt_field)
+        if max_tokens and num_tokens + max_tokens > limit and not model.clips_max_tokens:
+            name = "max_tokens"
+            if getattr(response.request, "max_completion_tokens", None) is not None:
+                name = "max_completion_tokens"
+            raise ApiError(
+                f"{name} is {max_tokens} and {which[0].lower()}{which[1:]} has {num_tokens} tokens: their sum may be "
+                f"at most {limit}; lower {name} or shorten the prompt.",
+                param=name,
+                code="context_length_exceeded",
+            )
+
+
+def _log(entry: RequestLog, tokenizer: Tokenizer | None) -> None:
+    log.info("request", extra={"fields": entry.fields(tokenizer)})
 
 
 def _timeout_s(request: ScheduledRequest, headers: dict[bytes, bytes]) -> float | None:

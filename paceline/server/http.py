@@ -28,7 +28,7 @@ class ClientDisconnected(Exception):
     """The client closed the connection, so there is no response to send."""
 
 
-async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
+async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> bytearray:
     try:
         async with asyncio.timeout(timeout_s):
             return await _read_body(receive, max_bytes)
@@ -41,24 +41,22 @@ async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> bytes
         ) from None
 
 
-async def _read_body(receive: Receive, max_bytes: int) -> bytes:
-    chunks, size = [], 0
+async def _read_body(receive: Receive, max_bytes: int) -> bytearray:
+    body = bytearray()  # not a list of pieces: joining many megabytes would delay other streams
     while True:
         event = await receive()
         if event["type"] == "http.disconnect":
             raise ClientDisconnected
-        chunk = event.get("body", b"")
-        size += len(chunk)
-        if size > max_bytes:
+        body += event.get("body", b"")
+        if len(body) > max_bytes:
             raise ApiError(
                 f"The request body is longer than {max_bytes} bytes: send less, or raise the server's max_body_bytes.",
                 status=413,
                 code="body_too_large",
                 headers={"Connection": "close"},
             )
-        chunks.append(chunk)
         if not event.get("more_body", False):
-            return b"".join(chunks)
+            return body
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:

@@ -29,7 +29,7 @@ _TYPE_NAMES = {
 }
 
 
-def parse(body: bytes, kind: type[_Struct], rules: FieldRules = OPENAI_FIELDS) -> _Struct:
+def parse(body: bytes | bytearray, kind: type[_Struct], rules: FieldRules = OPENAI_FIELDS) -> _Struct:
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""The prompts of a completion or embedding request: text or token ids, one or several."""
+"""The prompts of a request: text, token ids or messages, checked against the context before they are encoded whole."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 from paceline.request import InvalidRequest
 from paceline.server.errors import ApiError
-from paceline.server.fields import short
-from paceline.text.tokenizer import Tokenizer
+from paceline.server.fields import check_messages, short
+from paceline.server.state import RequestContext
+from paceline.text.tokenizer import TooManyTokens
 
 Prompt = str | list[int]
 
@@ -39,21 +40,27 @@ def check_num_prompts(num_prompts: int, num_choices: int, max_prompts: int, fiel
         raise ApiError(f"{field} has {num_prompts} entries{choices}: give at most {max_prompts}.", param=field)
 
 
-def encode_prompts(prompts: list[Prompt], tokenizer: Tokenizer, field: str) -> list[list[int]]:
+def encode_prompts(prompts: list[Prompt], context: RequestContext, field: str) -> list[list[int]]:
     return [
-        _encode(prompt, field if len(prompts) == 1 else f"{field}[{index}]", tokenizer, field)
+        encode_prompt(prompt, context, field if len(prompts) == 1 else f"{field}[{index}]")
         for index, prompt in enumerate(prompts)
     ]
 
 
-def _encode(prompt: Prompt, path: str, tokenizer: Tokenizer, field: str) -> list[int]:
+def encode_prompt(prompt: Prompt, context: RequestContext, path: str) -> list[int]:
+    """The token ids of the prompt at `path`, such as `prompt[2]`."""
+    tokenizer, limit, field = context.tokenizer, context.model.max_tokens, path.partition("[")[0]
     if isinstance(prompt, str):
         try:
-            ids = tokenizer.encode(prompt)
+            ids = tokenizer.encode(prompt, limit=limit)
+        except TooManyTokens:
+            raise too_long(path, f"more than {limit}", limit, field) from None
         except InvalidRequest as error:
             raise ApiError(f"{path}: {error}", param=field) from None
     else:
         ids = prompt
+        if len(ids) > limit:
+            raise too_long(path, str(len(ids)), limit, field)
         invalid = next((token for token in ids if not 0 <= token < tokenizer.vocab_size), None)
         if invalid is not None:
             raise ApiError(
@@ -62,3 +69,27 @@ def _encode(prompt: Prompt, path: str, tokenizer: Tokenizer, field: str) -> list
     if not ids:
         raise ApiError(f"{path} is empty: give at least one token.", param=field, code="invalid_value")
     return ids
+
+
+def encode_rendered(text: str, context: RequestContext) -> list[int]:
+    """The token ids of a conversation that the chat template has rendered."""
+    limit = context.model.max_tokens
+    try:
+        return context.tokenizer.encode(text, add_special=False, limit=limit)
+    except TooManyTokens:
+        raise too_long("messages", f"more than {limit}", limit, "messages") from None
+
+
+def checked_messages(messages: list[dict[str, Any]], context: RequestContext) -> list[dict[str, Any]]:
+    """The messages as the chat template expects them."""
+    if len(messages) > context.model.max_tokens:  # a message has at least one token
+        raise too_long("messages", f"at least {len(messages)}", context.model.max_tokens, "messages")
+    return check_messages(messages)
+
+
+def too_long(path: str, count: str, limit: int, field: str) -> ApiError:
+    return ApiError(
+        f"{path} has {count} tokens: prompt and output may have at most {limit} together; shorten the prompt.",
+        param=field,
+        code="context_length_exceeded",
+    )

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.server.errors import ApiError
 from paceline.server.fields import short
 from paceline.server.request_types import ChatRequest
-from paceline.server.state import ServerState
+from paceline.server.state import RequestContext
 from paceline.text.chat import RESERVED_VARIABLES
 from paceline.text.reasoning import ReasoningMarkers, ReasoningParser, reasoning_markers_of
 
@@ -26,12 +26,12 @@ class ReasoningSetup:
     is_separate: bool
 
     @classmethod
-    def of(cls, state: ServerState, request: ChatRequest) -> ReasoningSetup:
-        chat, separate = state.tokenizer.chat, request.separate_reasoning
+    def of(cls, context: RequestContext, request: ChatRequest) -> ReasoningSetup:
+        chat, separate = context.tokenizer.chat, request.separate_reasoning
         markers = None if chat is None else reasoning_markers_of(chat.source)
         known = frozenset() if chat is None else chat.variables
         variables = _effort_variables(request, known, markers) | _template_variables(request, known, markers)
-        return cls(variables, markers, state.config.separate_reasoning if separate is None else separate)
+        return cls(variables, markers, context.config.separate_reasoning if separate is None else separate)
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -145,7 +145,7 @@ class GenerationRequest(ScheduledRequest, kw_only=True):
 
 
 def _token_id(name: str) -> int:
-    if not name.isdecimal():
+    if not name.isdecimal() or len(name) > 19:  # more digits than 64 bits; int() refuses thousands
         raise ApiError(f"logit_bias has the key {short(name)}: keys are token ids.", param="logit_bias")
     return int(name)
 

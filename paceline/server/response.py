@@ -14,6 +14,7 @@ from paceline.request import FinishReason, SamplingParams
 from paceline.server.errors import ApiError, aborted, engine_failed, shutting_down, timed_out
 from paceline.server.request_types import EmbeddingRequest, GenerationRequest
 from paceline.server.response_types import CachedTokens, TokenLogprobs, TopLogprob, UsageInfo
+from paceline.server.state import ServerState
 from paceline.text.tokenizer import Tokenizer
 
 _MIN_LOGPROB = -9999.0  # what OpenAI sends for minus infinity, which JSON cannot express
@@ -28,7 +29,7 @@ class ResponseBuilder:
     jobs: Sequence[Job]  # one for each choice of each prompt; those of a prompt are adjacent
     jobs_per_prompt: int
 
-    async def prepare(self, tenant: str) -> None:
+    async def prepare(self, state: ServerState, tenant: str) -> None:
         """Completes what the constructor could not do without waiting. `jobs` are read after it."""
 
     def first_chunks(self) -> Iterable[bytes]:
@@ -51,7 +52,7 @@ class ResponseBuilder:
         """The body of a response that is not streamed, from the complete output of every job."""
         raise NotImplementedError
 
-    async def finish(self) -> None:
+    async def finish(self, state: ServerState) -> None:
         """Called once the response is complete, before its end is sent."""
 
 

@@ -24,7 +24,7 @@ from paceline.server.errors import ApiError, api_error, method_not_allowed
 from paceline.server.http import read_body
 from paceline.server.parsing import parse
 from paceline.server.response import ResponseBuilder
-from paceline.server.state import ServerState
+from paceline.server.state import RequestContext, ServerState
 
 
 class Access(Enum):
@@ -41,7 +41,7 @@ class Call:
 
     state: ServerState
     path_params: Mapping[str, str]
-    body: Any  # decoded into the route's request type; None if the route has none
+    body: Any  # decoded into the route's request type, or what `prepare` made of it; None if the route has none
     tenant: str | None  # the tenant whose data is visible; None: all tenants' (admins, or no API keys)
 
 
@@ -57,6 +57,9 @@ class Route:
     request: type[msgspec.Struct] | None = None
     responses: tuple[type, ...] = ()  # types of the JSON body; none: the body is text
     error_statuses: tuple[int, ...] = ()  # statuses other than 200 with a body of the same type
+    # Runs off the event loop and makes `Call.body` from the decoded body: tokenizing, for example. Long bodies are
+    # decoded in another process, so what it returns is picklable and short.
+    prepare: Callable[[RequestContext, Any], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class GenerationRoute:
     """A route whose response the engine generates. The method is POST."""
 
     path: str
-    builder: Callable[[ServerState, Any], ResponseBuilder]
+    builder: Callable[[RequestContext, Any], ResponseBuilder]  # picklable, and so is its result: see body_workers.py
     summary: str
     request: type[msgspec.Struct]
     responses: tuple[type[msgspec.Struct], ...]
@@ -105,10 +108,22 @@ def _endpoint(state: ServerState, methods: Mapping[str, Route]) -> Callable[[Htt
         body = None
         if route.request is not None:
             data = await read_body(request.receive, state.config.max_body_bytes, state.config.body_s)
-            body = parse(data or b"{}", route.request, dialect_of(route.path).fields)
+            context = state.context if route.prepare is not None else None
+            body = await state.workers.run(_decode, data, route.request, route.path, route.prepare, context)
         return await route.handler(Call(state, request.path_params, body, tenant))
 
     return endpoint
+
+
+def _decode(
+    data: bytes | bytearray,
+    kind: type[msgspec.Struct],
+    path: str,
+    prepare: Callable[[RequestContext, Any], Any] | None,
+    context: RequestContext | None,
+) -> Any:
+    found = parse(data or b"{}", kind, dialect_of(path).fields)
+    return found if prepare is None or context is None else prepare(context, found)
 
 
 def _check_access(state: ServerState, access: Access, headers: dict[bytes, bytes]) -> str | None:

@@ -8,16 +8,33 @@ from dataclasses import dataclass, field
 
 from paceline.config import ServerConfig
 from paceline.server.auth import ApiKeys
-from paceline.server.engine_client import EngineClient
+from paceline.server.body_workers import BodyWorkers
+from paceline.server.engine_client import EngineClient, ServedModel
 from paceline.server.errors import unknown_model
 from paceline.server.metrics import ServerCounters
 from paceline.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestContext:
+    """What a request is checked against. A value: long bodies are handled in another process."""
+
+    tokenizer: Tokenizer
+    config: ServerConfig
+    model_name: str
+    model: ServedModel
+
+    def check_model(self, name: str | None) -> None:
+        """Raises unless `name` is the served model, or is not given."""
+        if name is not None and name != self.model_name:
+            raise unknown_model(name, self.model_name)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ServerState:
     client: EngineClient
     tokenizer: Tokenizer
+    workers: BodyWorkers
     config: ServerConfig
     model_name: str
     api_keys: ApiKeys
@@ -27,7 +44,7 @@ class ServerState:
     draining: bool = False  # new requests are refused
     on_draining: Callable[[bool], None] = lambda _: None  # notifies the other front ends
 
-    def check_model(self, name: str | None) -> None:
-        """Raises unless `name` is the served model, or is not given."""
-        if name is not None and name != self.model_name:
-            raise unknown_model(name, self.model_name)
+    @property
+    def context(self) -> RequestContext:
+        """Raises EngineFailed while there is no engine."""
+        return RequestContext(self.tokenizer, self.config, self.model_name, self.client.model)

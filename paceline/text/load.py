@@ -13,12 +13,15 @@ from paceline.model.gguf_file import is_gguf, open_gguf
 from paceline.model.registry import token_ids
 from paceline.model.spec import ModelError
 from paceline.text.gguf_tokenizer import gguf_tokenizer
+from paceline.text.synthetic import synthetic_tokenizer
 from paceline.text.tokenizer import Tokenizer
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of the model at `path`."""
-    path = Path(path)
+def load_tokenizer(source: str | Path | int) -> Tokenizer:
+    """The tokenizer of the model at a path, or a synthetic one with that many tokens."""
+    if isinstance(source, int):
+        return synthetic_tokenizer(source)
+    path = Path(source)
     if is_gguf(path):
         return gguf_tokenizer(open_gguf(path))
     return _folder_tokenizer(path)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from paceline.request import MAX_STOP_CHARACTERS, MAX_STOPS, InvalidRequest, SamplingParams
+from paceline.request import SamplingParams, check_stops
 from paceline.text.detokenize import Detokenizer
 from paceline.text.tokenizer import Tokenizer
 
@@ -52,20 +52,6 @@ class _Automaton:
 @lru_cache(maxsize=256)
 def _automaton(stops: tuple[str, ...]) -> _Automaton:
     return _Automaton(stops)
-
-
-def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
-    """The stop strings of a request as a tuple; raises InvalidRequest if they are not valid."""
-    if isinstance(stops, str):
-        stops = (stops,)
-    if len(stops) > MAX_STOPS:
-        raise InvalidRequest(f"stop has {len(stops)} strings: give at most {MAX_STOPS}.")
-    for stop in stops:
-        if not isinstance(stop, str) or not stop:
-            raise InvalidRequest(f"stop has {stop!r}: give strings of at least one character.")
-    if sum(map(len, stops)) > MAX_STOP_CHARACTERS:
-        raise InvalidRequest(f"stop has more than {MAX_STOP_CHARACTERS} characters: give shorter strings.")
-    return tuple(stops)
 
 
 class StopScanner:

@@ -19,6 +19,9 @@ from paceline.model.spec import ModelError
 from paceline.request import InvalidRequest
 from paceline.text.chat import ChatTemplate
 
+_CHARACTERS_PER_TOKEN = 8  # no ordinary text has more; runs of spaces do
+_PIECE_CHARACTERS = 65_536
+_BOUNDARY_TOKENS = 64  # a cut may split one token into at most about this many
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 
 
@@ -39,6 +42,10 @@ def byte_level_alphabet() -> dict[str, int]:
 _ALPHABET = byte_level_alphabet()
 _NOT_A_BYTE = 0x10000  # for characters below 256 that are not in the alphabet
 _BYTES = dict.fromkeys(range(256), _NOT_A_BYTE) | {ord(character): byte for character, byte in _ALPHABET.items()}
+
+
+class TooManyTokens(InvalidRequest):
+    """A text has more tokens than its limit."""
 
 
 class _TokenBytes(dict[int, bytes]):
@@ -86,12 +93,19 @@ class Tokenizer:
                 eos_token=self._text_of(min(self.eos_ids, default=None) if eos_id is None else eos_id),
             )
 
-    def encode(self, text: str, *, add_special: bool = True, allow_special: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special: bool = True, allow_special: bool = True, limit: int | None = None
+    ) -> list[int]:
         """The ids of `text`. `add_special` prepends a BOS if the model has one; the text of a chat template already
-        contains it. Without `allow_special`, a text such as <|im_end|> is encoded as ordinary text."""
+        contains it. Without `allow_special`, a text such as <|im_end|> is encoded as ordinary text.
+
+        A text with far more than `limit` tokens raises TooManyTokens without being encoded whole; one with a few more
+        is encoded. Other threads run meanwhile."""
         _check_text(text)
         core = self._core if allow_special else self._without_special()
-        ids = core.encode(text, add_special_tokens=False).ids
+        if limit is not None and len(text) > _CHARACTERS_PER_TOKEN * limit:
+            _check_count(core, text, limit)
+        ids: list[int] = _encoded(core, text).ids
         return [self.bos_id, *ids] if add_special and self.add_bos and self.bos_id is not None else ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special: bool = True) -> list[list[int]]:
@@ -102,9 +116,12 @@ class Tokenizer:
         found = self._core.encode_batch_fast(list(texts), add_special_tokens=False)
         return [prefix + encoding.ids for encoding in found]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """The ids of a conversation, ready for generation; `options` as in `ChatTemplate.render`."""
-        return self.encode(self.render_chat(messages, **options), add_special=False)
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, limit: int | None = None, **options: Any
+    ) -> list[int]:
+        """The ids of a conversation, ready for generation; `limit` as in `encode`, `options` as in
+        `ChatTemplate.render`."""
+        return self.encode(self.render_chat(messages, **options), add_special=False, limit=limit)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         if self.chat is None:
@@ -186,6 +203,20 @@ def _check_text(text: str) -> None:
         raise InvalidRequest(
             f"text has a lone surrogate {text[error.start]!r} at character {error.start}: send valid Unicode."
         ) from None
+
+
+def _encoded(core: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    # `encode` would hold the GIL for as long as it takes.
+    return core.encode_batch_fast([text], add_special_tokens=False)[0]
+
+
+def _check_count(core: tokenizers.Tokenizer, text: str, limit: int) -> None:
+    """Counts piece by piece and raises TooManyTokens as soon as the whole text must have more than `limit`."""
+    count = 0
+    for number, start in enumerate(range(0, len(text), _PIECE_CHARACTERS)):
+        count += len(_encoded(core, text[start : start + _PIECE_CHARACTERS]))
+        if count > limit + number * _BOUNDARY_TOKENS:
+            raise TooManyTokens(f"the text has more than {limit} tokens: shorten it.")
 
 
 def _decoder_kind(core: tokenizers.Tokenizer) -> tuple[bool, bool]:

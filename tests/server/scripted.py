@@ -13,6 +13,7 @@ from paceline.engine.output import OutputDelta, TokenUsage
 from paceline.request import FinishReason
 from paceline.server.app import App
 from paceline.server.auth import ApiKeys
+from paceline.server.body_workers import BodyWorkers
 from paceline.server.engine_client import ServedModel
 from paceline.server.state import ServerState
 from paceline.text.stop import TextStream
@@ -68,7 +69,12 @@ def scripted(template: str, text: str, special: Sequence[str] = (), **config: An
     tokenizer = tokenizer_with(template, special)
     client = ScriptedClient(tokenizer, text)
     state = ServerState(
-        client=client, tokenizer=tokenizer, config=ServerConfig(**config), model_name="tiny", api_keys=ApiKeys((), None)
+        client=client,
+        tokenizer=tokenizer,
+        workers=BodyWorkers(tokenizer, tokenizer.vocab_size),
+        config=ServerConfig(**config),
+        model_name="tiny",
+        api_keys=ApiKeys((), None),
     )
     return Caller(App(state)), client
 

@@ -15,6 +15,7 @@ from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine
 from paceline.server.app import App
 from paceline.server.auth import ApiKeys
+from paceline.server.body_workers import BodyWorkers
 from paceline.server.local_client import LocalClient
 from paceline.server.state import ServerState
 
@@ -40,6 +41,7 @@ def make_app(
         ServerState(
             client=LocalClient(engine, name, stall_s),
             tokenizer=engine.tokenizer,
+            workers=BodyWorkers(engine.tokenizer, engine.tokenizer.vocab_size),
             config=settings,
             model_name=name,
             api_keys=ApiKeys(tenants, settings.admin_key),

@@ -143,11 +143,27 @@ def test_an_invalid_prompt_names_the_param(caller: Caller, prompt: Any, message:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("changes", [{"max_tokens": 10**9}, {"prompt": [5] * 3000}, {"prompt": ["a", "b " * 3000]}])
-def test_a_request_beyond_the_context_is_400_also_when_streaming(caller: Caller, changes: Any, stream: bool) -> None:
+@pytest.mark.parametrize(
+    ("changes", "param", "message"),
+    [
+        (
+            {"max_tokens": 10**9, "prompt": [5] * 7},
+            "max_tokens",
+            "max_tokens is 1000000000 and the prompt has 7 tokens: their sum may be at most 2048; lower max_tokens or "
+            "shorten the prompt.",
+        ),
+        ({"prompt": [5] * 2048, "max_tokens": 1}, "prompt", "The prompt has 2048 tokens: prompt and output may"),
+        ({"prompt": [5] * 3000}, "prompt", "prompt has 3000 tokens: prompt and output may have at most 2048 together"),
+        ({"prompt": ["a", "b " * 3000]}, "prompt", "prompt[1] has 6000 tokens: prompt and output may have at most"),
+        ({"prompt": ["a", "b " * 40_000]}, "prompt", "prompt[1] has more than 2048 tokens: prompt and output may"),
+    ],
+)
+def test_a_request_beyond_the_context_is_400_also_when_streaming(
+    caller: Caller, changes: Any, param: str, message: str, stream: bool
+) -> None:
     error = refused(caller, COMPLETIONS, {**TEXT, "stream": stream, **changes})
-    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
-    assert "their sum may be at most 2048; shorten the prompt or lower max_tokens." in error["message"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert error["message"].startswith(message)
 
 
 def test_an_unknown_model_is_404_and_names_the_served_one(caller: Caller) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import Iterator
@@ -504,3 +505,21 @@ def test_a_stop_string_in_the_front_end_ends_the_request_in_the_engine(strict: S
     assert usage is not None and usage.completion_tokens == needed, "tokens after the stop string do not count"
     wait_until(lambda: metric(strict, "request_success_total", finished_reason="stop") == before + 1)
     assert_nothing_is_left(strict)
+
+
+def test_a_body_in_chunks_of_one_byte_is_served_and_does_not_block_others(strict: ServerProcess) -> None:
+    data = json.dumps(body([7, 8], 10)).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in data) + b"0\r\n\r\n"
+    with connect(strict) as one:
+        one.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+            + chunks
+        )
+        assert expected_text([7, 8], 10) in json.loads(closes(one).split(b"\r\n\r\n", 1)[1])["choices"][0]["text"]
+    with connect(strict) as endless:
+        endless.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        endless.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                endless.send(b"1\r\n \r\n" * 10_000)
+        assert complete(strict, [7, 8], 10).json()["choices"][0]["text"] == expected_text([7, 8], 10)

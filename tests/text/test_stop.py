@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.request import InvalidRequest
-from paceline.text.stop import MAX_STOPS, StopScanner, TextStream, check_stops
+from paceline.request import MAX_STOPS, InvalidRequest, check_stops
+from paceline.text.stop import StopScanner, TextStream
 from paceline.text.synthetic import synthetic_tokenizer
 
 

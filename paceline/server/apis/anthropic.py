@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ from paceline.server.request_types import (
 )
 from paceline.server.response_types import UsageInfo
 from paceline.server.routing import Call, json_response
-from paceline.server.state import ServerState
+from paceline.server.state import RequestContext
 from paceline.text.call_syntax import Content, ToolCallStart
 from paceline.text.output_parser import OutputEvent, Reasoning
 
@@ -292,8 +291,8 @@ class TokenCount(msgspec.Struct):
 class MessagesResponse(ChatBuilder):
     id_prefix = "msg_"
 
-    def __init__(self, state: ServerState, request: CountTokensRequest) -> None:
-        super().__init__(state, _to_chat(request))
+    def __init__(self, context: RequestContext, request: CountTokensRequest) -> None:
+        super().__init__(context, _to_chat(request))
         self._block: AnthropicContent | None = None  # the one being streamed
         self._num_blocks = 0
         self._stop: Json = {}  # why it stopped, once it did
@@ -360,12 +359,13 @@ class MessagesResponse(ChatBuilder):
         return named_event("content_block_delta", index=self._num_blocks - 1, delta=delta)
 
 
-async def count_tokens(call: Call) -> Response:
-    state, body = call.state, call.body
-    assert isinstance(body, CountTokensRequest), "the route's request type"
-    state.check_model(body.model)
-    response = await asyncio.to_thread(MessagesResponse, state, body)
-    return json_response(TokenCount(response.num_prompt_tokens))
+def count_tokens(context: RequestContext, request: CountTokensRequest) -> TokenCount:
+    context.check_model(request.model)
+    return TokenCount(MessagesResponse(context, request).num_prompt_tokens)
+
+
+async def send_count(call: Call) -> Response:
+    return json_response(call.body)
 
 
 def _stop(reason: str, output: OutputDelta) -> Json:

@@ -30,9 +30,10 @@ from paceline.server.request_types import (
 from paceline.server.response import make_response_id
 from paceline.server.response_types import FunctionCall, UsageInfo
 from paceline.server.routing import Call, json_response
-from paceline.server.state import ServerState
+from paceline.server.state import RequestContext, ServerState
 from paceline.text.call_syntax import ArgumentsDelta, Content, ToolCallStart
 from paceline.text.output_parser import Reasoning
+from paceline.text.reasoning import reasoning_markers_of
 from paceline.text.tools import style_of
 
 _NS = 1_000_000_000
@@ -124,13 +125,15 @@ _OPTION_RULES = FieldRules(
 )  # fmt: skip
 
 
-def _to_chat(request: OllamaRequest, messages: list[Json], tools: list[Tool] | None, state: ServerState) -> ChatRequest:
+def _to_chat(
+    request: OllamaRequest, messages: list[Json], tools: list[Tool] | None, context: RequestContext
+) -> ChatRequest:
     known = select_supported(request.options or {}, OllamaOptions.__struct_fields__, _OPTION_RULES)
     options = convert(known, OllamaOptions, "options")
-    context = state.client.model.max_tokens
-    if options.num_ctx is not None and options.num_ctx > context:
+    limit = context.model.max_tokens
+    if options.num_ctx is not None and options.num_ctx > limit:
         raise ApiError(
-            f"num_ctx is {options.num_ctx}: the context of this server is {context} tokens; give at most that.",
+            f"num_ctx is {options.num_ctx}: the context of this server is {limit} tokens; give at most that.",
             param="options",
             code="invalid_value",
         )
@@ -240,15 +243,15 @@ class OllamaChatResponse(ChatBuilder):
 
     id_prefix = "ollama-"
 
-    def __init__(self, state: ServerState, request: OllamaChatRequest) -> None:
+    def __init__(self, context: RequestContext, request: OllamaChatRequest) -> None:
         messages = [_chat_message(index, message) for index, message in enumerate(request.messages or ())]
-        self._start(state, _to_chat(request, messages, request.tools, state))
+        self._start(context, _to_chat(request, messages, request.tools, context))
 
-    def _start(self, state: ServerState, chat: ChatRequest) -> None:
+    def _start(self, context: RequestContext, chat: ChatRequest) -> None:
         self._call: FunctionCall | None = None  # being streamed; it is sent when it is complete
         self._reason, self._timings = "load", Timings(0.0, 0.0, 0.0, 0)
         if chat.messages:
-            super().__init__(state, chat)
+            super().__init__(context, chat)
         else:
             self.id, self.request, self.jobs, self.jobs_per_prompt = make_response_id(self.id_prefix), chat, (), 1
 
@@ -317,11 +320,11 @@ class OllamaGenerateResponse(OllamaChatResponse):
 
     prompt_field = "prompt"
 
-    def __init__(self, state: ServerState, request: OllamaGenerateRequest) -> None:
+    def __init__(self, context: RequestContext, request: OllamaGenerateRequest) -> None:
         messages = [{"role": "user", "content": request.prompt}] if request.prompt else []
         if request.system and messages:
             messages.insert(0, {"role": "system", "content": request.system})
-        self._start(state, _to_chat(request, messages, None, state))
+        self._start(context, _to_chat(request, messages, None, context))
 
     def _reply(self, parts: Sequence[OutputPart], **fields: Any) -> OllamaReply:
         thoughts = _text(parts, Reasoning)
@@ -386,14 +389,16 @@ async def show_model(call: Call) -> Response:
     name = body.model or body.name
     if not name:
         raise missing_parameter("model")
-    state.check_model(name.removesuffix(":latest"))
+    state.context.check_model(name.removesuffix(":latest"))
     model, template = state.client.model, "" if state.tokenizer.chat is None else state.tokenizer.chat.source
     info = {
         "general.architecture": model.family,
         "general.parameter_count": model.num_parameters,
         f"{model.family}.context_length": model.max_tokens,
     }
-    capabilities = ["completion", "tools"] if _has_tools(template) else ["completion"]
+    capabilities = ["completion"]
+    capabilities += ["tools"] if _has_tools(template) else []
+    capabilities += ["thinking"] if reasoning_markers_of(template) is not None else []
     return json_response(OllamaModelInfo(_time(state.created), template, _details(state), info, capabilities))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from paceline.server.fields import short
 from paceline.server.queries import DeleteResponse, GetResponse, StoreResponse
 from paceline.server.response_types import FunctionCall, UsageInfo
 from paceline.server.routing import Call, json_response
-from paceline.server.state import ServerState
+from paceline.server.state import RequestContext, ServerState
 from paceline.text.call_syntax import ArgumentsDelta, Content, ToolCallStart
 from paceline.text.output_parser import OutputEvent, Reasoning
 
@@ -99,21 +98,21 @@ class ResponsesResponse(ChatBuilder):
     id_prefix = "resp_"
     prompt_field = "input"
 
-    def __init__(self, state: ServerState, request: ResponsesRequest) -> None:
-        self._state, self._given, self._tenant = state, request, ""
-        self._check_store()
+    def __init__(self, context: RequestContext, request: ResponsesRequest) -> None:
+        self._given, self._tenant = request, ""
+        self._is_stored = self._check_store(context.config.stored_responses > 0)
         self._chat = to_chat(request)
+        request.input = ""  # the chat request has it
         self._output: list[OutputItem] = []
         self._is_open = False  # the last item of the output is being streamed
         self._status, self._num_events = "in_progress", 0
         self._final = b""  # the response object, once it is complete
         if request.previous_response_id is None:
-            self._start([])
+            self._start(context, [])
 
-    def _check_store(self) -> None:
-        """Refuses what needs the store of a server that has none."""
-        given, is_on = self._given, self._state.config.stored_responses > 0
-        self._is_stored = is_on and given.store is not False
+    def _check_store(self, is_on: bool) -> bool:
+        """Whether the response is stored. Refuses what needs the store of a server that has none."""
+        given = self._given
         for name in ("store", "previous_response_id"):
             if getattr(given, name) and not is_on:
                 raise ApiError(
@@ -122,25 +121,26 @@ class ResponsesResponse(ChatBuilder):
                     param=name,
                     code="unsupported_value",
                 )
+        return is_on and given.store is not False
 
-    def _start(self, history: list[Json]) -> None:
+    def _start(self, context: RequestContext, history: list[Json]) -> None:
         instructions = self._given.instructions
         system = [{"role": "system", "content": instructions}] if instructions else []
         self._conversation = [*history, *self._chat.messages]
         self._chat.messages = [*system, *self._conversation]
-        super().__init__(self._state, self._chat)
+        super().__init__(context, self._chat)
 
-    async def prepare(self, tenant: str) -> None:
+    async def prepare(self, state: ServerState, tenant: str) -> None:
         self._tenant = tenant
         previous = self._given.previous_response_id
         if previous is not None:
-            history = (await _stored(self._state, previous, tenant, "previous_response_id")).messages
-            await asyncio.to_thread(self._start, history)
+            history = (await _stored(state, previous, tenant, "previous_response_id")).messages
+            await state.workers.run_in_thread(self._start, state.context, history)
 
-    async def finish(self) -> None:
+    async def finish(self, state: ServerState) -> None:
         if self._is_stored:
-            config, stored = self._state.config, StoredResponse(msgspec.Raw(self._final), self._conversation)
-            await self._state.client.query(
+            config, stored = state.config, StoredResponse(msgspec.Raw(self._final), self._conversation)
+            await state.client.query(
                 StoreResponse(
                     self._tenant,
                     self.id,

@@ -6,6 +6,7 @@ from starlette.responses import Response
 
 from paceline.server.errors import ApiError, missing_parameter
 from paceline.server.limits import DEFAULT_FLUSH_TIMEOUT_S, MAX_FLUSH_TIMEOUT_S, MAX_WEIGHT_VERSION_CHARACTERS
+from paceline.server.prompts import encode_prompt
 from paceline.server.queries import (
     FlushCache,
     FlushWhenIdle,
@@ -29,6 +30,7 @@ from paceline.server.response_types import (
     WeightsState,
 )
 from paceline.server.routing import Call, json_response
+from paceline.server.state import RequestContext
 
 
 async def get_cache(call: Call) -> Response:
@@ -54,7 +56,7 @@ async def change_cache(call: Call) -> Response:
     if body.action == "unpin":
         await client.query(UnpinPrefix(name=body.name))
         return json_response(PrefixUnpinned(body.name))
-    return json_response(PrefixPinned(body.name, await client.query(_pin_query(call, body, body.name))))
+    return json_response(PrefixPinned(body.name, await client.query(_pin_query(body, body.name))))
 
 
 def _flush_query(body: CacheAction) -> FlushCache | FlushWhenIdle:
@@ -70,16 +72,18 @@ def _flush_query(body: CacheAction) -> FlushCache | FlushWhenIdle:
     return FlushWhenIdle(timeout_s=timeout_s) if body.wait else FlushCache()
 
 
-def _pin_query(call: Call, body: CacheAction, name: str) -> PinPrefix:
-    tokenizer = call.state.tokenizer
-    if body.prompt is None:
+def prepare_pin(context: RequestContext, body: CacheAction) -> CacheAction:
+    """Encodes the prefix to pin."""
+    if body.prompt is not None:
+        body.prompt = encode_prompt(body.prompt, context, "prompt")
+    return body
+
+
+def _pin_query(body: CacheAction, name: str) -> PinPrefix:
+    prompt = body.prompt
+    if prompt is None:
         raise missing_parameter("prompt", "give the text or the token ids to pin")
-    prompt = tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
-    if not prompt or not all(0 <= token < tokenizer.vocab_size for token in prompt):
-        raise ApiError(
-            f"prompt is empty or has invalid token ids: give at least one id, 0 to {tokenizer.vocab_size - 1}.",
-            param="prompt",
-        )
+    assert not isinstance(prompt, str), "prepare_pin encodes it"
     if body.expires_in_s is not None and not body.expires_in_s > 0:
         raise ApiError(f"expires_in_s is {body.expires_in_s:g}: give more than 0 seconds.", param="expires_in_s")
     return PinPrefix(

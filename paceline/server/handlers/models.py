@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-
+import msgspec
 from starlette.responses import Response
 
 from paceline.request import InvalidRequest
 from paceline.server.errors import ApiError
-from paceline.server.fields import check_messages
+from paceline.server.limits import MAX_DETOKENIZE_TOKENS, MAX_TOKENIZE_CHARACTERS
+from paceline.server.prompts import checked_messages
 from paceline.server.request_types import DetokenizeRequest, TokenizeRequest
 from paceline.server.response_types import DetokenizeResponse, ModelCard, ModelList, TokenizeResponse
 from paceline.server.routing import Call, json_response
-from paceline.server.state import ServerState
+from paceline.server.state import RequestContext, ServerState
 
 
 def _model_card(state: ServerState) -> ModelCard:
@@ -24,33 +24,41 @@ async def list_models(call: Call) -> Response:
 
 
 async def get_model(call: Call) -> Response:
-    call.state.check_model(call.path_params["name"])
+    call.state.context.check_model(call.path_params["name"])
     return json_response(_model_card(call.state))
 
 
-async def tokenize(call: Call) -> Response:
-    state, body = call.state, call.body
-    assert isinstance(body, TokenizeRequest), "the route's request type"
-    state.check_model(body.model)
+def prepare_tokenize(context: RequestContext, body: TokenizeRequest) -> bytes:
+    """The body of the response."""
+    context.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError("Exactly one of `prompt` and `messages` is required.", param="prompt")
+    tokenizer, add_special = context.tokenizer, body.add_special_tokens
+    text = body.prompt or ""
+    if body.messages is not None:
+        text, add_special = tokenizer.render_chat(checked_messages(body.messages, context)), False
+    if len(text) > MAX_TOKENIZE_CHARACTERS:
+        raise ApiError(
+            f"The text has {len(text)} characters: give at most {MAX_TOKENIZE_CHARACTERS}.",
+            param="prompt" if body.messages is None else "messages",
+            code="invalid_value",
+        )
+    tokens = tokenizer.encode(text, add_special=add_special)
+    return msgspec.json.encode(TokenizeResponse(len(tokens), context.model.max_tokens, tokens))
 
-    def encode() -> list[int]:
-        if body.messages is not None:
-            return state.tokenizer.encode_chat(check_messages(body.messages))
-        return state.tokenizer.encode(body.prompt or "", add_special=body.add_special_tokens)
 
-    tokens = await asyncio.to_thread(encode)
-    return json_response(TokenizeResponse(len(tokens), state.client.model.max_tokens, tokens))
-
-
-async def detokenize(call: Call) -> Response:
-    state, body = call.state, call.body
-    assert isinstance(body, DetokenizeRequest), "the route's request type"
-    state.check_model(body.model)
-    vocab_size = state.tokenizer.vocab_size
+def prepare_detokenize(context: RequestContext, body: DetokenizeRequest) -> bytes:
+    """The body of the response."""
+    context.check_model(body.model)
+    if len(body.tokens) > MAX_DETOKENIZE_TOKENS:
+        raise InvalidRequest(f"tokens has {len(body.tokens)} entries: give at most {MAX_DETOKENIZE_TOKENS}.")
+    vocab_size = context.tokenizer.vocab_size
     invalid = next((token for token in body.tokens if not 0 <= token < vocab_size), None)
     if invalid is not None:
         raise InvalidRequest(f"tokens has {invalid}: token ids are 0 to {vocab_size - 1}.")
-    text = await asyncio.to_thread(state.tokenizer.decode, body.tokens, skip_special=False)
-    return json_response(DetokenizeResponse(text))
+    return msgspec.json.encode(DetokenizeResponse(context.tokenizer.decode(body.tokens, skip_special=False)))
+
+
+async def send_prepared(call: Call) -> Response:
+    """Responds with what `prepare_tokenize` or `prepare_detokenize` made."""
+    return Response(call.body, media_type="application/json")
