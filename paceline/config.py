@@ -538,6 +538,11 @@ def check_key(name: str, key: str) -> None:
     """Raises ConfigError for an API key that everyone has (an empty one) or that no client can send."""
     if not key:
         raise ConfigError(f"{name}: a key is empty, perhaps from an unset variable; give a key, or remove it.")
+    if key.startswith("$"):
+        raise ConfigError(
+            f"{name}: a key begins with $, and variables are not expanded here; write the key itself, or give it as an "
+            "environment variable such as PACELINE_ADMIN_KEY."
+        )
     if not all("!" <= character <= "~" for character in key):
         raise ConfigError(f"{name}: a key has a space or another character that a header cannot carry; use ASCII.")
 
@@ -560,6 +565,11 @@ class ServerConfig:
         1, "number of HTTP processes; each needs a core and streams 20,000 to 50,000 tokens per second", low=1, high=64
     )
     admin_key: str | None = option(None, "API key of the /admin routes; without one they are disabled")
+    public_metrics: bool = option(
+        False,
+        "serve /metrics without a key also where there are API keys: it has the names of tenants and totals of all; "
+        "without this option it then needs the admin key",
+    )
     live_page: bool = option(True, "serve a page at / that shows the engine's state; with API keys, to the admin only")
     shutdown_s: float = option(3.0, "seconds that running requests get to finish after SIGTERM or SIGINT", low=0.0)
     stall_s: float = option(60.0, "seconds without progress after which /health fails", low=0.1)

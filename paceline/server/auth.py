@@ -48,7 +48,7 @@ class ApiKeys:
     def check_admin(self, headers: Mapping[bytes, bytes]) -> None:
         if self._admin is None:
             raise ApiError(
-                "Admin routes are disabled: start the server with `admin_key` to enable them.",
+                "This route needs an admin key, and the server has none: start it with `admin_key`.",
                 status=403,
                 kind="permission_error",
                 code="no_admin_key",

@@ -51,7 +51,7 @@ from paceline.server.response_types import (
 )
 from paceline.server.routing import Access, AnyRoute, Call, GenerationRoute, Route, json_response
 
-PUBLIC, TENANT, ADMIN = Access.PUBLIC, Access.TENANT, Access.ADMIN
+PUBLIC, METRICS, TENANT, ADMIN = Access.PUBLIC, Access.METRICS, Access.TENANT, Access.ADMIN
 
 
 async def get_info(call: Call) -> Response:
@@ -110,7 +110,7 @@ ROUTES: tuple[AnyRoute, ...] = (
     Route("GET", "/ready", PUBLIC, health.get_ready,
           "readiness: 200 when a request sent now would be served, else 503",
           responses=(Readiness,), error_statuses=(503,)),
-    Route("GET", "/metrics", PUBLIC, health.get_metrics, "Prometheus metrics"),
+    Route("GET", "/metrics", METRICS, health.get_metrics, "Prometheus metrics; `public_metrics`: for everyone"),
     Route("GET", "/admin/cache", ADMIN, admin.get_cache, "KV cache capacity and pinned prefixes",
           responses=(CacheState,)),
     Route("POST", "/admin/cache", ADMIN, admin.change_cache, "flushes the prefix cache, pins or unpins a prefix",

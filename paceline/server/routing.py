@@ -31,6 +31,7 @@ class Access(Enum):
     """Who may call a route."""
 
     PUBLIC = "everyone"
+    METRICS = "admin key, with API keys"  # everyone with `public_metrics`, or if the server has no API keys
     TENANT = "API key"  # and admins; everyone if the server has no API keys
     ADMIN = "admin key"
 
@@ -129,7 +130,8 @@ def _decode(
 def _check_access(state: ServerState, access: Access, headers: dict[bytes, bytes]) -> str | None:
     """Raises if the call is not allowed. Returns the tenant whose data is visible, None for all."""
     keys = state.api_keys
-    if access is Access.ADMIN:
+    needs_admin = access is Access.METRICS and keys.is_required and not state.config.public_metrics
+    if access is Access.ADMIN or needs_admin:
         keys.check_admin(headers)
     elif access is Access.TENANT and not keys.is_admin(headers):
         tenant = keys.tenant(headers)

@@ -72,6 +72,7 @@ def test_an_invalid_file_is_reported_with_the_place_and_the_remedy(tmp_path: Pat
     ("arguments", "message"),
     [
         (["--admin-key", ""], "admin_key: a key is empty, perhaps from an unset variable"),
+        (["--admin-key", "${ADMIN}"], "admin_key: a key begins with $, and variables are not expanded here"),
         (["--admin-key", " "], "admin_key: a key has a space"),
         (["--admin-key", "k1", "--config", "FILE"], "admin_key is also a key of a tenant"),
     ],

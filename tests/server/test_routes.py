@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,6 +55,7 @@ def test_every_row_is_served_to_those_who_may_call_it_alone(guarded: Caller, rou
         Access.PUBLIC: {None, "wrong", "key", "root"},
         Access.TENANT: {"key"} if isinstance(route, GenerationRoute) else {"key", "root"},
         Access.ADMIN: {"root"},
+        Access.METRICS: {"root"},
     }[route.access]
     for key in (None, "wrong", "key", "root"):
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -65,6 +67,19 @@ def test_every_row_is_served_to_those_who_may_call_it_alone(guarded: Caller, rou
             assert response.status_code == 401 and "Missing or invalid" in response.text
     for method, path in (("DELETE", "/admin/drain"), ("POST", "/admin/resume")):
         assert guarded.request(method, path, headers={"Authorization": "Bearer root"}).status_code == 200
+
+
+def test_metrics_name_tenants_to_the_admin_alone_unless_they_are_public(engine: Engine) -> None:
+    tenants = [TenantConfig(name="team", keys=("key",))]
+
+    def status(key: str, **options: Any) -> int:
+        caller = Caller(make_app(engine, **options))
+        return caller.request("GET", "/metrics", headers={"Authorization": f"Bearer {key}"}).status_code
+
+    assert [status(key, tenants=tenants, admin_key="root") for key in ("", "key", "root")] == [401, 401, 200]
+    assert [status(key, tenants=tenants) for key in ("", "key")] == [403, 403], "there is no key that could open it"
+    assert status("", tenants=tenants, public_metrics=True) == 200
+    assert status("", admin_key="root") == 200, "without tenants there are no names"
 
 
 def test_an_unknown_route_says_where_routes_are_listed(caller: Caller) -> None:

@@ -45,10 +45,10 @@ def complete(server: ServerProcess, prompt: list[int], max_tokens: int, **more: 
     return httpx.post(f"{server.url}/v1/completions", json=body(prompt, max_tokens, **more), timeout=300)
 
 
-def metric(server: ServerProcess, name: str, **labels: str) -> float:
+def metric(server: ServerProcess, name: str, key: str | None = None, **labels: str) -> float:
     """The sum of a metric over the labels that are not named."""
     found = 0.0
-    for family in text_string_to_metric_families(get(server, "/metrics").text):
+    for family in text_string_to_metric_families(get(server, "/metrics", key).text):
         for sample in family.samples:
             if sample.name == f"paceline_{name}" and labels.items() <= sample.labels.items():
                 found += sample.value
