@@ -172,8 +172,9 @@ class Grammars:
                         slices=_SLICES,
                     )
                 except BaseException as error:  # includes a panic of llguidance; the cause is the tokenizer
+                    why = " ".join(str(error).split())
                     raise InvalidRequest(
-                        f"grammar is given, but llguidance cannot use this model's tokenizer ({error}): leave it out."
+                        f"grammar is given, but llguidance cannot use this model's tokenizer ({why}): leave it out."
                     ) from None
                 self._executor = llguidance.LLExecutor(num_threads=max(1, min(_MAX_THREADS, _num_cores() - 1)))
         return llguidance

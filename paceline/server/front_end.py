@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 from paceline.engine.output import EngineFailed
+from paceline.request import PacelineError
 from paceline.server.app import App
 from paceline.server.auth import ApiKeys
 from paceline.server.body_workers import BodyWorkers
@@ -31,6 +32,7 @@ from paceline.server.process_messages import (
     LineDecoder,
     SetDraining,
     Shutdown,
+    StartupFailed,
     ToFrontEnd,
     read_setup,
     send_to_supervisor,
@@ -137,7 +139,11 @@ def main() -> None:
     setup = read_setup(FrontEndSetup)
     set_up_logs(setup.config.log_level, setup.config.log_format, setup.name)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    tokenizer = load_tokenizer(setup.tokenizer)
+    try:
+        tokenizer = load_tokenizer(setup.tokenizer)
+    except PacelineError as error:
+        send_to_supervisor(StartupFailed(str(error)))
+        sys.exit(1)
     with socket.socket(fileno=setup.socket) as listening_socket:
 
         async def serve() -> None:

@@ -126,7 +126,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 
 
 ToFrontEnd = EngineUp | EngineDown | EngineLoading | Shutdown | SetDraining
-FromFrontEnd = FrontEndListening | SetDraining
+FromFrontEnd = FrontEndListening | StartupFailed | SetDraining
 ToEngine = FrontEndGone
 FromEngine = LoadingProgress | StartupFailed | EngineReady | WeightsReplaced
 

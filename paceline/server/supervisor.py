@@ -260,7 +260,7 @@ class Supervisor:
             self._front_ends.pop(name, None)
             if self._engine is not None:
                 self._engine.send(FrontEndGone(unique_name))
-            if self._shutting_down:
+            if self._shutting_down or self._startup_error is not None:
                 return
             log.error("%s exited unexpectedly: %s", name, describe_status(status))
             if not self._reported_ready:
@@ -282,6 +282,12 @@ class Supervisor:
             case SetDraining():
                 self._draining = message.draining
                 self._send_to_front_ends(message)
+            case StartupFailed():
+                if self._reported_ready:  # another one still serves, and what is wrong may be corrected
+                    log.error("%s cannot start: %s", name, message.message)
+                else:
+                    self._startup_error = message.message
+                    self._finished.set()
 
     def _send_to_front_ends(self, message: ToFrontEnd) -> None:
         for child in self._front_ends.values():

@@ -1,7 +1,8 @@
 """Incremental detokenization: token ids in, text for the client out.
 
 A token is a sequence of bytes and may end in the middle of a character; the detokenizer holds an incomplete character
-back until the rest arrives. So every delta is final: the concatenated deltas are the text of all tokens, and nothing is
+back until the rest arrives. Where the text of a token depends on its place (`positional.py`), it holds back what the
+next token decides. So every delta is final: the concatenated deltas are the text of all tokens, and nothing is
 repeated, lost or corrected later. A token costs its own length and not that of the text before it.
 """
 
@@ -25,14 +26,18 @@ class Detokenizer:
         self._skip = tokenizer.special_ids if skip_special else frozenset()
         self._strip = at_start and tokenizer.strips_leading_space
         self._utf8 = _UTF8("replace")
+        positional = tokenizer.positional
+        self._positional = None if positional is None else positional.stream(at_start=at_start)
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these ids complete; it may be empty."""
+        if self._positional is not None:
+            return self._positional.push(index for index in ids if index not in self._skip)
         data = self._bytes_of(ids, self._skip)
         if self._strip and data:
             data, self._strip = data.removeprefix(b" "), False
         return self._utf8.decode(data)
 
     def flush(self) -> str:
-        """The text held back: U+FFFD if the output ended within a character. Call it last."""
-        return self._utf8.decode(b"", final=True)
+        """The text held back: of an incomplete character U+FFFD. Call it last."""
+        return self._utf8.decode(b"", final=True) if self._positional is None else self._positional.flush()

@@ -33,7 +33,9 @@ def _folder_tokenizer(folder: Path) -> Tokenizer:
         raise ModelError(f"{folder} has no tokenizer.json: save the model's fast tokenizer there, or use a GGUF file.")
     try:
         core = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and a panic is not even that
         raise ModelError(f"{file} cannot be read ({error}): fetch it again.") from None
     core.no_truncation()
     core.no_padding()

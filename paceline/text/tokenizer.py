@@ -1,16 +1,22 @@
 """Text to token ids and back.
 
-The `tokenizers` library encodes. Decoding is done here, and deliberately simple: every token is a fixed sequence of
-bytes (`token_bytes`), and a text is the bytes of its tokens read as UTF-8. That holds for both supported kinds of
-vocabulary, byte-level BPE and SentencePiece with byte fallback, and makes decoding one token at a time exact (see
-`detokenize.py`). A tokenizer whose decoder does anything else is refused at load.
+The `tokenizers` library encodes. Decoding is done here, so that it is exact one token at a time (`detokenize.py`):
+
+- Byte-level BPE and SentencePiece with byte fallback: every token is a fixed sequence of bytes (`token_bytes`), and a
+  text is the bytes of its tokens read as UTF-8. Where the library replaces a whole run of byte tokens that is not
+  UTF-8, only its invalid bytes are replaced here.
+- WordPiece, WordLevel, Unigram and BPE with a suffix: the text of a token depends on its place (`positional.py`).
+
+A tokenizer whose decoder does anything else is refused at load.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum, auto
 from typing import Any
 
 import tokenizers
@@ -18,6 +24,7 @@ import tokenizers
 from paceline.model.spec import ModelError
 from paceline.request import InvalidRequest
 from paceline.text.chat import ChatTemplate
+from paceline.text.positional import PositionalDecoder
 
 _CHARACTERS_PER_TOKEN = 8  # no ordinary text has more; runs of spaces do
 _PIECE_CHARACTERS = 65_536
@@ -77,7 +84,12 @@ class Tokenizer:
         self._core = core
         self._core_without_special: tokenizers.Tokenizer | None = None  # made on first use
         self._bytes = _TokenBytes(self._compute_bytes)
-        self._byte_level, self.strips_leading_space = _decoder_kind(core)
+        kind = _decoder_kind(core)
+        self._byte_level, self.strips_leading_space = kind is _Kind.BYTES, kind is _Kind.PIECES_AFTER_SPACE
+        self.positional: PositionalDecoder | None = None  # None: every token has its own bytes
+        if kind is _Kind.POSITIONAL:
+            decode = " ".join if core.decoder is None else core.decoder.decode
+            self.positional = PositionalDecoder(decode, lambda index: core.id_to_token(index) if index >= 0 else None)
         added = core.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
@@ -113,7 +125,8 @@ class Tokenizer:
         for text in texts:
             _check_text(text)
         prefix = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
-        found = self._core.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _encoding():
+            found = self._core.encode_batch_fast(list(texts), add_special_tokens=False)
         return [prefix + encoding.ids for encoding in found]
 
     def encode_chat(
@@ -132,13 +145,16 @@ class Tokenizer:
         """The text of `ids`. Invalid UTF-8 becomes U+FFFD. `at_start`: the ids begin a text, so the space that
         SentencePiece puts before the first word is dropped."""
         skip = self.special_ids if skip_special else frozenset()
+        if self.positional is not None:
+            stream = self.positional.stream(at_start=at_start)
+            return stream.push(index for index in ids if index not in skip) + stream.flush()
         data = self.bytes_of(ids, skip)
         if at_start and self.strips_leading_space:
             data = data.removeprefix(b" ")
         return data.decode("utf-8", "replace")
 
     def token_bytes(self, index: int) -> bytes:
-        """The bytes of one token. An id beyond the vocabulary has none: models are often padded."""
+        """The bytes of one token between others. An id beyond the vocabulary has none: models are often padded."""
         return self._bytes[index]
 
     def bytes_of(self, ids: Iterable[int], skip: frozenset[int] = frozenset()) -> bytes:
@@ -171,6 +187,9 @@ class Tokenizer:
             )
 
     def _compute_bytes(self, index: int) -> bytes:
+        if self.positional is not None:
+            found = self.positional.text_of(index, is_first=False)
+            return b"" if found is None else (found.text + found.if_followed).encode()
         token = self._core.id_to_token(index) if index >= 0 else None
         if token is None:
             return b""
@@ -185,7 +204,12 @@ class Tokenizer:
         return token.replace("▁", " ").encode("utf-8")
 
     def _text_of(self, index: int | None) -> str:
-        return "" if index is None else self.token_bytes(index).decode("utf-8", "replace")
+        """A special token as chat templates write it."""
+        if index is None:
+            return ""
+        if self.positional is not None:
+            return self._core.id_to_token(index) or ""
+        return self.token_bytes(index).decode("utf-8", "replace")
 
     def _without_special(self) -> tokenizers.Tokenizer:
         """A copy of the tokenizer that encodes special tokens as ordinary text."""
@@ -194,6 +218,15 @@ class Tokenizer:
             core.encode_special_tokens = True
             self._core_without_special = core
         return self._core_without_special
+
+
+@contextmanager
+def _encoding() -> Iterator[None]:
+    """A vocabulary without a token for unknown words cannot encode every text."""
+    try:
+        yield
+    except Exception as error:  # the library raises bare Exception
+        raise InvalidRequest(f"text cannot be encoded by this model's tokenizer ({error}): change it.") from None
 
 
 def _check_text(text: str) -> None:
@@ -207,7 +240,8 @@ def _check_text(text: str) -> None:
 
 def _encoded(core: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
     # `encode` would hold the GIL for as long as it takes.
-    return core.encode_batch_fast([text], add_special_tokens=False)[0]
+    with _encoding():
+        return core.encode_batch_fast([text], add_special_tokens=False)[0]
 
 
 def _check_count(core: tokenizers.Tokenizer, text: str, limit: int) -> None:
@@ -219,16 +253,36 @@ def _check_count(core: tokenizers.Tokenizer, text: str, limit: int) -> None:
             raise TooManyTokens(f"the text has more than {limit} tokens: shorten it.")
 
 
-def _decoder_kind(core: tokenizers.Tokenizer) -> tuple[bool, bool]:
-    """Whether the vocabulary is byte-level, and whether decoding drops a leading space."""
+class _Kind(Enum):
+    """How the text of tokens is put together."""
+
+    BYTES = auto()  # byte-level: characters of the vocabulary are bytes
+    PIECES = auto()  # SentencePiece with byte fallback
+    PIECES_AFTER_SPACE = auto()  # the same, and the space before the first word is dropped
+    POSITIONAL = auto()
+
+
+# Decoders that change each token by its place alone. Strip does too, unless tokens were fused before it.
+_POSITIONAL = frozenset(("WordPiece", "Metaspace", "BPEDecoder", "Replace", "Strip"))
+
+
+def _decoder_kind(core: tokenizers.Tokenizer) -> _Kind:
     # The pickled state of the decoder is its JSON; `core.to_str()` would serialise the whole vocabulary.
-    decoder = json.loads(core.decoder.__getstate__()) if core.decoder else {}
+    decoder = json.loads(core.decoder.__getstate__()) if core.decoder else {"decoders": []}
     steps = decoder.get("decoders", [decoder])
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
-        return True, False
-    if "Metaspace" in kinds:
-        return False, steps[kinds.index("Metaspace")].get("prepend_scheme", "always") != "never"
-    if "ByteFallback" in kinds:
-        return False, any(step.get("type") == "Strip" and step.get("start") for step in steps)
-    raise ModelError(f"tokenizer.json has the decoder {kinds}: supported are byte-level BPE and SentencePiece BPE.")
+        return _Kind.BYTES
+    if "ByteFallback" in kinds and {*kinds} - {"ByteFallback", "Fuse"} <= _POSITIONAL:
+        is_spaced = any(
+            (step["type"] == "Strip" and step.get("start"))
+            or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+            for step in steps
+        )
+        return _Kind.PIECES_AFTER_SPACE if is_spaced else _Kind.PIECES
+    if {*(kinds[:-1] if kinds[-1:] == ["Fuse"] else kinds)} <= _POSITIONAL:
+        return _Kind.POSITIONAL
+    raise ModelError(
+        f"tokenizer.json has the decoder {', '.join(map(str, kinds))}, which is not supported: use a tokenizer with "
+        "the decoder ByteLevel, ByteFallback, Metaspace, WordPiece, BPEDecoder or none."
+    )

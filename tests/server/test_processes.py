@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -11,13 +12,16 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tokenizers import decoders
 
 from paceline.server.process_messages import FromFrontEnd, LineDecoder, ModelSource
 from paceline.server.supervisor import ChildProcess
+from paceline.text.synthetic import synthetic_tokenizer
 from tests.server.process import ServerProcess
 from tests.server.virtual import (
     assert_nothing_is_left,
@@ -252,6 +256,39 @@ def test_a_server_that_cannot_start_reports_why_and_exits(arguments: tuple[str, 
         timeout=600,
     )
     assert run.returncode == 2 and message in run.stderr and "Traceback" not in run.stderr, run.stderr
+
+
+def test_a_tokenizer_that_cannot_be_used_ends_the_start_with_one_message(tmp_path: Path) -> None:
+    """All at once: each start takes seconds."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 300,
+        **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1),
+        **dict.fromkeys(("hidden_size", "intermediate_size", "max_position_embeddings"), 64),
+        "rms_norm_eps": 1e-6,
+    }
+    unsupported, larger = json.loads(synthetic_tokenizer(300).to_json()), synthetic_tokenizer(400).to_json()
+    unsupported["decoder"] = json.loads(decoders.CTC().__getstate__())
+    cases = {
+        "broken": ("{", "tokenizer.json cannot be read"),
+        "unsupported": (json.dumps(unsupported), "has the decoder CTC, which is not supported"),
+        "larger": (larger, "the tokenizer has 400 tokens and the model only 300"),
+    }
+    starts = {}
+    for name, (tokenizer, _) in cases.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "tokenizer.json").write_text(tokenizer)
+        (folder / "model.safetensors").write_bytes(b"")
+        command = [sys.executable, "-m", "paceline.cli", "serve", "--port", "0", "--model", str(folder)]
+        command += ["--workers", "2"] if name == "broken" else []
+        starts[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    outputs = {name: process.communicate(timeout=600)[0] for name, process in starts.items()}
+    for name, output in outputs.items():
+        assert starts[name].returncode == 2 and "Traceback" not in output, output
+        # The message may be wrapped.
+        assert "".join(output.split()).count("".join(cases[name][1].split())) == 1, output
 
 
 def test_killing_a_child_repeatedly_keeps_its_exit_status(caplog: pytest.LogCaptureFixture) -> None:
