@@ -79,6 +79,12 @@ def test_structured_output_is_part_of_a_plain_installation(built: dict[str, Path
     assert "grammar" in metadata.get_all("Provides-Extra"), "pip install 'paceline[grammar]' still works"
 
 
+def test_the_constraints_leave_triton_to_torch() -> None:
+    """A CUDA build of torch needs one exact version of Triton: with another one pinned, pip finds no solution."""
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    assert "torch" in pinned and "triton" not in pinned
+
+
 @pytest.fixture(scope="session", params=KINDS)
 def installed(request: pytest.FixtureRequest, built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of programs of an environment with Paceline, and with this environment's other packages."""
