@@ -22,11 +22,19 @@ from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta, Timings, TokenLogprob, TokenUsage, WeightUpdate
 from paceline.engine.weight_update import update_weights
 from paceline.progress import CallProgress, ProgressLine
-from paceline.request import FinishReason, InvalidRequest, PacelineError, SamplingParams, Tokens, check_pooling, short
+from paceline.request import (
+    DEFAULT_MAX_TOKENS,
+    FinishReason,
+    InvalidRequest,
+    PacelineError,
+    SamplingParams,
+    Tokens,
+    check_pooling,
+    short,
+)
 from paceline.scheduler import Scheduler
 
 Message = Mapping[str, Any]
-DEFAULT_MAX_TOKENS = 256  # of an output whose SamplingParams have none; HTTP has the defaults of OpenAI
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,7 @@ MAX_STOP_IDS = 1024
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 4096  # of all stop strings of a request together
 MAX_GRAMMAR_CHARACTERS = 1 << 18
+DEFAULT_MAX_TOKENS = 256  # of outputs in Python and of `paceline generate`; HTTP has the defaults of OpenAI
 GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "lark", "choice")
 
 

@@ -21,7 +21,7 @@ from paceline.cli.sampling import (
     TopP,
 )
 from paceline.config import EngineConfig
-from paceline.request import Grammar, SamplingParams
+from paceline.request import DEFAULT_MAX_TOKENS, Grammar, SamplingParams
 
 Prompts = Annotated[list[str], typer.Argument(help="One or more prompts, answered in parallel.", show_default=False)]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the raw text, without the chat template.")]
@@ -37,7 +37,7 @@ def generate(
     model: Model = None,
     system: System = None,
     raw: Raw = False,
-    max_tokens: MaxTokens = 256,
+    max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = None,
