@@ -8,12 +8,13 @@ from itertools import chain
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
 from paceline.request import SamplingParams, as_tokens
 from paceline.server.prompts import check_num_prompts, encode_prompts, split_prompts
-from paceline.server.request_types import EmbeddingRequest
+from paceline.server.request_types import EmbeddingRequest, PoolingRequest
 from paceline.server.response import ResponseBuilder, make_response_id, weight_versions
 from paceline.server.response_types import Embedding, EmbeddingList, EmbeddingUsage, UsageInfo
 from paceline.server.state import RequestContext
@@ -21,24 +22,38 @@ from paceline.server.state import RequestContext
 _PARAMS = SamplingParams(temperature=0, max_tokens=1)  # unused: no token is sampled
 
 
-class EmbeddingResponse(ResponseBuilder):
-    request: EmbeddingRequest
-    prompt_field = "input"
-    jobs_per_prompt = 1
+class EmbeddingBuilder(ResponseBuilder):
+    """Jobs that embed prompts."""
 
-    def __init__(self, context: RequestContext, request: EmbeddingRequest) -> None:
+    request: PoolingRequest
+    jobs_per_prompt = 1
+    id_prefix = "embd-"
+
+    def __init__(self, request: PoolingRequest, prompts: Sequence[Sequence[int]]) -> None:
         self.request = request
-        self.id = make_response_id("embd-")
-        prompts = split_prompts(request.input, "input")
-        check_num_prompts(len(prompts), 1, context.config.max_prompts, "input")
+        self.id = make_response_id(self.id_prefix)
         self.jobs: Sequence[Job] = [
             Job(as_tokens(prompt), _PARAMS, id=f"{self.id}-{index}", pooling=request.pooling or "mean")
-            for index, prompt in enumerate(encode_prompts(prompts, context, "input"))
+            for index, prompt in enumerate(prompts)
         ]
+
+
+def vector_of(outputs: Sequence[OutputDelta]) -> npt.NDArray[np.float32]:
+    return np.frombuffer(outputs[-1].vector or b"", np.float32)
+
+
+class EmbeddingResponse(EmbeddingBuilder):
+    request: EmbeddingRequest
+    prompt_field = "input"
+
+    def __init__(self, context: RequestContext, request: EmbeddingRequest) -> None:
+        prompts = split_prompts(request.input, "input")
+        check_num_prompts(len(prompts), 1, context.config.max_prompts, "input")
+        super().__init__(request, encode_prompts(prompts, context, "input"))
         request.input = None  # the jobs have it
 
     def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
-        data = [Embedding(index, self._encode(deltas[-1].vector or b"")) for index, deltas in enumerate(outputs)]
+        data = [Embedding(index, self._encode(vector_of(deltas))) for index, deltas in enumerate(outputs)]
         return msgspec.json.encode(
             EmbeddingList(
                 data,
@@ -48,8 +63,8 @@ class EmbeddingResponse(ResponseBuilder):
             )
         )
 
-    def _encode(self, vector: bytes) -> list[float] | str:
-        values = np.frombuffer(vector, np.float32).astype("<f4")
+    def _encode(self, vector: npt.NDArray[np.float32]) -> list[float] | str:
+        values = vector.astype("<f4")
         if self.request.encoding_format == "base64":
             return base64.b64encode(values.tobytes()).decode()
         floats: list[float] = values.tolist()

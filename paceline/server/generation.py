@@ -203,9 +203,7 @@ def _check_length(response: ResponseBuilder, model: ServedModel) -> None:
     # error to be a status.
     limit = model.max_tokens
     for index, job in enumerate(response.jobs):
-        which = f"{response.prompt_field}[{index // response.jobs_per_prompt}]"
-        if len(response.jobs) == response.jobs_per_prompt:
-            which = "The prompt"
+        which = response.prompt_name(index // response.jobs_per_prompt)
         num_tokens, max_tokens = len(job.prompt), job.params.max_tokens
         if num_tokens + (max_tokens != 0) > limit:
             raise too_long(which, str(num_tokens), limit, response.prompt_field)

@@ -215,14 +215,19 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt_logprobs_start: int | None = None  # with echo and logprobs: the first prompt position with a logprob
 
 
-class EmbeddingRequest(ScheduledRequest, kw_only=True):
-    input: Any  # like the prompt of a completion
-    encoding_format: Literal["float", "base64"] | None = None
+class PoolingRequest(ScheduledRequest, kw_only=True):
+    """Fields common to what is computed from embeddings."""
+
     pooling: Literal["mean", "last"] | None = None  # default: mean
 
     @property
     def stream(self) -> bool:
         return False
+
+
+class EmbeddingRequest(PoolingRequest, kw_only=True):
+    input: Any  # like the prompt of a completion
+    encoding_format: Literal["float", "base64"] | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

@@ -12,7 +12,7 @@ from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta, TokenLogprob, TokenUsage
 from paceline.request import FinishReason, SamplingParams
 from paceline.server.errors import ApiError, aborted, engine_failed, shutting_down, timed_out
-from paceline.server.request_types import EmbeddingRequest, GenerationRequest
+from paceline.server.request_types import GenerationRequest, PoolingRequest
 from paceline.server.response_types import CachedTokens, TokenLogprobs, TopLogprob, UsageInfo
 from paceline.server.state import ServerState
 from paceline.text.tokenizer import Tokenizer
@@ -25,9 +25,13 @@ class ResponseBuilder:
 
     id: str
     prompt_field: str  # the name of the request field with the prompt, for errors
-    request: GenerationRequest | EmbeddingRequest
+    request: GenerationRequest | PoolingRequest
     jobs: Sequence[Job]  # one for each choice of each prompt; those of a prompt are adjacent
     jobs_per_prompt: int
+
+    def prompt_name(self, index: int) -> str:
+        """What an error calls a prompt."""
+        return "The prompt" if len(self.jobs) == self.jobs_per_prompt else f"{self.prompt_field}[{index}]"
 
     async def prepare(self, state: ServerState, tenant: str) -> None:
         """Completes what the constructor could not do without waiting. `jobs` are read after it."""

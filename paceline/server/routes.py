@@ -8,7 +8,7 @@ from __future__ import annotations
 from starlette.responses import Response
 
 from paceline import __version__
-from paceline.server.apis import anthropic, ollama, responses
+from paceline.server.apis import anthropic, ollama, rerank, responses
 from paceline.server.apis.responses_request import ResponsesRequest
 from paceline.server.chat import ChatResponse
 from paceline.server.completions import CompletionResponse
@@ -92,6 +92,10 @@ ROUTES: tuple[AnyRoute, ...] = (
           responses=(ollama.OllamaVersion,)),
     GenerationRoute("/v1/embeddings", EmbeddingResponse, "OpenAI's embeddings: pooled hidden states of the model",
                     EmbeddingRequest, (EmbeddingList,), streams=False),
+    GenerationRoute("/v1/rerank", rerank.RerankResponse, "orders documents by the similarity of embeddings to a query",
+                    rerank.RerankRequest, (rerank.RerankResult,), streams=False),
+    GenerationRoute("/score", rerank.ScoreResponse, "similarity of the embeddings of pairs of texts, in vLLM's form",
+                    rerank.ScoreRequest, (rerank.ScoreList,), streams=False),
     Route("GET", "/v1/models", TENANT, models.list_models, "the served model, as a list", responses=(ModelList,)),
     Route("GET", "/v1/models/{name:path}", TENANT, models.get_model, "the served model", responses=(ModelCard,)),
     Route("POST", "/tokenize", TENANT, models.send_prepared, "text or messages to token ids",

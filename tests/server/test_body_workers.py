@@ -51,6 +51,8 @@ BODIES: dict[str, Any] = {
     CHAT: HELLO,
     COMPLETIONS: {**TEXT, "echo": True, "prompt": [5, 6, 7]},
     "/v1/embeddings": {"model": "tiny", "input": "some text"},
+    "/v1/rerank": {"model": "tiny", "query": "some text", "documents": ["a", "b"]},
+    "/score": {"model": "tiny", "text_1": "some text", "text_2": ["a", "b"]},
     "/v1/responses": {"model": "tiny", "input": "some text", "max_output_tokens": 2},
     "/v1/messages": {**HELLO, "max_tokens": 2},
     "/v1/messages/count_tokens": {"model": "tiny", "messages": HELLO["messages"]},
