@@ -177,8 +177,11 @@ class ChatResponse(ChatBuilder):
 
     def chunks(self, index: int, output: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
         logprobs = self._logprobs([output])
-        events, finish_reason = self.parse(index, [output])
-        deltas = list(self._deltas(index, events))
+        if self._parsers:
+            events, finish_reason = self.parse(index, [output])
+            deltas = list(self._deltas(index, events))
+        else:  # nothing to parse: half the cost, for every token
+            deltas = [Delta(content=output.text)] if output.text else []
         if not deltas and (finish_reason is not None or logprobs is not None):
             deltas = [Delta()]
         for number, delta in enumerate(deltas):
