@@ -99,6 +99,7 @@ class ChatBuilder(ResponseBuilder):
         self.jobs_per_prompt = len(each)
         self._formatter = LogprobFormatter(tokenizer, params)
         self._style = tools.style
+        self._is_plain = not tools.shown and reasoning.markers is None  # all output is content
         self._parsers = [
             OutputParser(
                 reasoning.parser(prompt),
@@ -177,11 +178,11 @@ class ChatResponse(ChatBuilder):
 
     def chunks(self, index: int, output: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
         logprobs = self._logprobs([output])
-        if self._parsers:
+        if self._is_plain:  # half the cost, for every token
+            deltas = [Delta(content=output.text)] if output.text else []
+        else:
             events, finish_reason = self.parse(index, [output])
             deltas = list(self._deltas(index, events))
-        else:  # nothing to parse: half the cost, for every token
-            deltas = [Delta(content=output.text)] if output.text else []
         if not deltas and (finish_reason is not None or logprobs is not None):
             deltas = [Delta()]
         for number, delta in enumerate(deltas):
