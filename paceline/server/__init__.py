@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's API in front, the engine behind one small client interface."""
+"""The HTTP server: OpenAI's and other APIs in front, the engine behind one small client interface."""
