@@ -26,7 +26,9 @@ serve: $(RUNTIME)
 	@$(BIN)/paceline serve $(ARGS)
 
 # The sdist and the wheel, in dist/. `pip install dist/*.whl` works without a clone.
-wheel: $(READY)
+wheel:
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) hatchling
 	rm -rf dist
 	$(BIN)/python -m hatchling build -d dist
 

@@ -138,6 +138,8 @@ def test_generate_constrains_output_to_a_regex_or_a_json_schema(run: Run, tmp_pa
         (("generate", "hi", "--load", "random", "--shape", "huge"), "shape is 'huge', which is not known"),
         (("generate", "hi", "--load", "random", "--model", "x"), "remove the model and give a shape."),
         (("generate", "hi", *RANDOM[:4], "--kv-tokens", "0"), "kv_tokens is 0: must be at least 1."),
+        (("generate", "hi", *RANDOM[:4], "--kv-tokens", "5"), "kv_tokens is 5, less than a page of 16 tokens: give at"),
+        (("generate", "hi", *RANDOM[:4], "--kv-tokens", "9999999999"), "kv_tokens is 9999999999, which takes"),
         (("serve", *RANDOM, "--port", "0", "--page-size", "0"), "page_size is 0: must be at least 1."),
         (("serve", "--port", "70000"), "port is 70000: must be at most 65535."),
         (("serve", "--host", "not an address"), "host is 'not an address'"),
