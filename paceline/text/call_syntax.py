@@ -225,6 +225,7 @@ class XmlCall:
         self._num_values = 0
         self._in_value = self._is_string = False
         self._kinds: frozenset[str] = frozenset()  # of the value, by its schema
+        self._num_searched = 0  # characters of the value in which no end begins
         self._is_closed = False
         self.is_done = self.failed = False
 
@@ -258,7 +259,7 @@ class XmlCall:
         # A line break after the tag is not part of the value: wait for the character after it.
         if match and (match.end() < len(text) or text.endswith("\n") or at_end):
             self._in_value = True
-            self._kinds = _kinds(self._properties.get(match[1]))
+            self._kinds, self._num_searched = kinds_of(self._properties.get(match[1])), 0
             self._is_string = self._kinds <= {"string"}
             start = ("{" if self._num_values == 0 else ", ") + json.dumps(match[1], ensure_ascii=False) + ": "
             self._num_values += 1
@@ -274,7 +275,7 @@ class XmlCall:
         return [ArgumentsDelta("}" if self._num_values else "{}")], 0
 
     def _read_value(self, text: str, at_end: bool) -> tuple[list[ToolCallEvent], int]:
-        begin, ending = find_first(text, _VALUE_ENDS)
+        begin, ending = find_first(text, _VALUE_ENDS, self._num_searched)
         if ending is not None:
             self._in_value = False
             shown = _escaped(text[:begin]) + '"' if self._is_string else _typed(text[:begin], self._kinds)
@@ -283,6 +284,7 @@ class XmlCall:
             self.is_done = True
             return [ArgumentsDelta(_escaped(text) if self._is_string else text)] if text else [], len(text)
         if not self._is_string:
+            self._num_searched = max(0, len(text) - max(map(len, _VALUE_ENDS)))
             return [], 0
         end = len(text) - overlap_of_any(text, _VALUE_ENDS)
         return [ArgumentsDelta(_escaped(text[:end]))] if end else [], end
@@ -317,9 +319,9 @@ def _skipped(text: str, marker: str, at_end: bool) -> int | None:
     return None if not at_end and marker.startswith(stripped) else 0
 
 
-def find_first(text: str, markers: Sequence[str]) -> tuple[int, str | None]:
-    """The first occurrence of one of `markers`, and which."""
-    found = [(index, -len(marker), marker) for marker in markers if (index := text.find(marker)) >= 0]
+def find_first(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str | None]:
+    """The first occurrence of one of `markers` from `start` on, and which."""
+    found = [(index, -len(marker), marker) for marker in markers if (index := text.find(marker, start)) >= 0]
     index, _, marker = min(found, default=(-1, 0, None))
     return index, marker
 
@@ -341,15 +343,18 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _kinds(schema: Any) -> frozenset[str]:
-    """The types that a schema allows; none if it does not say."""
+def kinds_of(schema: Any) -> frozenset[str]:
+    """The types that a schema allows; none if it does not say. A value is written as text if it may be a string or
+    there is no type, else as JSON."""
     if not isinstance(schema, dict):
         return frozenset()
     given = schema.get("type")
     found = {given} if isinstance(given, str) else set(given) if isinstance(given, list) else set()
     for name in ("anyOf", "oneOf"):
         for option in schema.get(name) or ():
-            found |= _kinds(option)
+            found |= kinds_of(option)
+    if not found and "enum" in schema and not any(isinstance(value, str) for value in schema["enum"]):
+        found.add("enum")  # numbers, true, false or null
     return frozenset(found)
 
 

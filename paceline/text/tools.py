@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.request import Grammar, InvalidRequest
-from paceline.text.call_syntax import CLOSE, Tool
+from paceline.text.call_syntax import CLOSE, Tool, kinds_of
 from paceline.text.json_schema import closed, with_options
 from paceline.text.tool_calls import ARGS, CALLS, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, OPEN, PYTHON, QWEN_XML
 
@@ -127,13 +127,14 @@ def _xml_rules(index: int, name: str, schema: Mapping[str, Any]) -> list[str]:
         rule = f"p_{index}_{number}"
         parts.append(rule if key in required else f"{rule}?")
         begin, end = json.dumps(f"<parameter={key}>\n"), "\n</parameter>\n"
-        if isinstance(value, dict) and value.get("type") != "string":
+        kinds = kinds_of(value)
+        if kinds and "string" not in kinds:
             rules += [
                 f"{rule}: {begin} v_{index}_{number} {json.dumps(end)}",
                 f"v_{index}_{number}: %json {json.dumps(with_options(value))}",
             ]
         elif isinstance(value, dict) and "enum" in value:
-            options = " | ".join(json.dumps(str(option)) for option in value["enum"])
+            options = " | ".join(json.dumps("null" if one is None else str(one)) for one in value["enum"])
             rules.append(f"{rule}: {begin} ({options}) {json.dumps(end)}")
         else:
             rules += [

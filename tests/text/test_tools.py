@@ -51,7 +51,9 @@ SCHEMA = {
     "properties": {
         "city": {"type": "string"},
         "days": {"type": "integer"},
-        "unit": {"type": "string", "enum": ["C", "F"]},
+        "unit": {"enum": ["C", "F"]},
+        "size": {"enum": [1, 2]},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     },
     "required": ["city", "days"],
     "additionalProperties": False,
@@ -60,7 +62,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "now"}},
 ]
-VALUE = {"city": 'Sao "Paulo"', "days": 5, "unit": "F"}
+VALUE = {"city": 'Sao "Paulo"', "days": 5, "unit": "F", "size": 2, "note": None}
 XML = """<tool_call>
 <function=get_weather>
 <parameter=city>
@@ -71,6 +73,12 @@ Sao "Paulo"
 </parameter>
 <parameter=unit>
 F
+</parameter>
+<parameter=size>
+2
+</parameter>
+<parameter=note>
+null
 </parameter>
 </function>
 </tool_call>"""
