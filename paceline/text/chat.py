@@ -26,7 +26,7 @@ _WIDE = re.compile(r"\d{4}|\*")  # a field of a thousand characters, or of a com
 
 # Variables that `render` sets itself.
 RESERVED_VARIABLES = frozenset(
-    ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "_step", "_join")
+    ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "_step", "_join")
 )
 MAX_STEPS = 200_000  # loop iterations and macro calls per rendering
 MAX_CHARACTERS = 64_000_000  # of the rendered text and of every intermediate string
@@ -91,8 +91,13 @@ class ChatTemplate:
     @cached_property
     def variables(self) -> frozenset[str]:
         """The variables that the template reads and a caller may set, such as enable_thinking."""
-        names = meta.find_undeclared_variables(self._parse(_environment(self._now)))
-        return frozenset(names) - RESERVED_VARIABLES
+        environment = _environment(self._now)
+        parsed = self._parse(environment)
+        try:
+            names = meta.find_undeclared_variables(parsed)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise _cannot_compile(error) from None
+        return frozenset(names) - RESERVED_VARIABLES - environment.globals.keys()
 
     @cached_property
     def _template(self) -> jinja2.Template:

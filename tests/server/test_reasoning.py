@@ -94,6 +94,8 @@ def test_fields_become_variables_of_the_template(template: str, fields: dict[str
         (SWITCH, {"chat_template_kwargs": {"tools": []}}, "'tools', which the server sets"),
         (SWITCH, {"chat_template_kwargs": {"add_generation_prompt": False}}, "which the server sets"),
         (SWITCH, {"chat_template_kwargs": {"_step": 1}}, "which the server sets"),
+        ("{{ raise_exception('no') }}", {"chat_template_kwargs": {"raise_exception": 1}}, "does not use: omit it."),
+        ("{% for %}", {}, "chat_template cannot be compiled"),
         (SWITCH, {"chat_template_kwargs": {"enable_thinkin": False}}, "did you mean enable_thinking?"),
         (PLAIN, {"chat_template_kwargs": {"enable_thinking": True}}, "does not use: omit it."),
         (SWITCH, {"chat_template_kwargs": 1}, "chat_template_kwargs"),
