@@ -16,6 +16,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from paceline.request import PacelineError, suggest
 
@@ -570,6 +571,11 @@ class ServerConfig:
         "serve /metrics without a key also where there are API keys: it has the names of tenants and totals of all; "
         "without this option it then needs the admin key",
     )
+    cors_origins: str = option(
+        "",
+        "origins of web pages that may call the server from a browser, separated by commas, such as "
+        "https://chat.example; *: all (vLLM: allowed_origins)",
+    )
     live_page: bool = option(True, "serve a page at / that shows the engine's state; with API keys, to the admin only")
     shutdown_s: float = option(3.0, "seconds that running requests get to finish after SIGTERM or SIGINT", low=0.0)
     stall_s: float = option(60.0, "seconds without progress after which /health fails", low=0.1)
@@ -609,6 +615,18 @@ class ServerConfig:
         check_options(self)
         if self.admin_key is not None:
             check_key("admin_key", self.admin_key)
+        for origin in self.allowed_origins:
+            parts = urlsplit(origin)
+            is_origin = parts.scheme in ("http", "https") and origin == f"{parts.scheme}://{parts.netloc}"
+            if origin != "*" and not (is_origin and parts.hostname and "@" not in origin):
+                raise ConfigError(
+                    f"cors_origins has {origin!r}: expected * or origins such as https://chat.example:8443, "
+                    "without a path."
+                )
+
+    @property
+    def allowed_origins(self) -> list[str]:
+        return [origin.strip() for origin in self.cors_origins.split(",") if origin.strip()]
 
 
 def split_options(options: Mapping[str, Any], others: Iterable[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from paceline.request import PacelineError
-from paceline.server.errors import api_error
+from paceline.server.cors import Cors
+from paceline.server.errors import api_error, unknown_route
 from paceline.server.generation import GenerationHandler
-from paceline.server.http import AsgiEvent, ClientDisconnected, Receive, Scope, Send, send_error
+from paceline.server.http import (
+    AsgiEvent,
+    ClientDisconnected,
+    Receive,
+    Scope,
+    Send,
+    drain_before_close,
+    send_error,
+)
 from paceline.server.live_page import LivePage
 from paceline.server.routes import ROUTES
-from paceline.server.routing import GenerationRoute, Route, make_router
+from paceline.server.routing import GenerationRoute, Route, make_router, methods_of
 from paceline.server.state import ServerState
 
 
@@ -23,9 +32,16 @@ class App:
         }
         self._router = make_router(state, [route for route in ROUTES if isinstance(route, Route)])
         self._live_page = LivePage(state) if state.config.live_page else None
+        self._cors = Cors(state.config.allowed_origins) if state.config.allowed_origins else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generating = self._generating.get(scope["path"]) if scope["type"] == "http" else None
+        receive, send = drain_before_close(receive, send)
+        if self._cors is not None:
+            send = self._cors.wrap(scope, send)
+        generating = self._generating.get(scope["path"])
+        if scope["method"] == "OPTIONS":
+            await self._send_options(scope, send)
+            return
         if generating is not None:
             await generating(scope, receive, send)
             return
@@ -44,6 +60,19 @@ class App:
                 await self._router(scope, receive, count)
         except ClientDisconnected:
             self.state.counters.disconnects += 1
+
+    async def _send_options(self, scope: Scope, send: Send) -> None:
+        """The methods of a path. Needs no key: browsers send none with a preflight request."""
+        route, methods = methods_of(scope["path"], ROUTES)
+        self.state.counters.responses[route or "none", 404 if route is None else 204] += 1
+        if route is None:
+            await send_error(send, scope, unknown_route(scope["method"], scope["path"]))
+            return
+        headers = [(b"allow", methods.encode())]
+        if self._cors is not None:
+            headers += self._cors.preflight_headers(scope, methods)
+        await send({"type": "http.response.start", "status": 204, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
 
     async def _serve_live_page(self, page: LivePage, scope: Scope, send: Send) -> None:
         try:

@@ -17,7 +17,7 @@ from msgspec import UNSET, UnsetType
 
 from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
-from paceline.request import Grammar, as_tokens
+from paceline.request import MAX_LOGPROBS, Grammar, as_tokens
 from paceline.server.errors import ApiError
 from paceline.server.fields import short
 from paceline.server.prompts import checked_messages, encode_rendered
@@ -287,7 +287,12 @@ def _invalid_tool_choice(message: str) -> ApiError:
 
 def _num_logprobs(request: ChatRequest) -> int | None:
     if request.logprobs:
-        return request.top_logprobs or 0
+        count = request.top_logprobs or 0
+        if not 0 <= count <= MAX_LOGPROBS:
+            raise ApiError(
+                f"top_logprobs is {count}: give 0 to {MAX_LOGPROBS}.", param="top_logprobs", code="invalid_value"
+            )
+        return count
     for name in ("top_logprobs", "logprob_token_ids"):
         if getattr(request, name):
             raise ApiError(f"{name} is given and logprobs is not true: set logprobs, or omit {name}.", param=name)
@@ -303,6 +308,6 @@ def _max_tokens(request: ChatRequest) -> int | None:
             param="max_completion_tokens",
         )
     value, name = (deprecated, "max_tokens") if current is None else (current, "max_completion_tokens")
-    if value == 0:
-        raise ApiError(f"{name} is 0: give at least 1.", param=name, code="invalid_value")
+    if value is not None and value < 1:
+        raise ApiError(f"{name} is {value}: give at least 1.", param=name, code="invalid_value")
     return value

@@ -143,9 +143,9 @@ class CompletionResponse(ResponseBuilder):
         request = self.request
         if request.max_tokens is None:
             return max(DEFAULT_COMPLETION_TOKENS, request.min_tokens or 0)
-        if request.max_tokens == 0 and not request.echo:
+        if request.max_tokens < (0 if request.echo else 1):
             raise ApiError(
-                "max_tokens is 0 and echo is not true: give at least 1, or set echo to get the prompt's logprobs.",
+                f"max_tokens is {request.max_tokens}: give at least 1, or 0 with echo to get the prompt's logprobs.",
                 param="max_tokens",
                 code="invalid_value",
             )

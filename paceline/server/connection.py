@@ -7,11 +7,13 @@ are at most `max_connections` connections. `http.read_body` limits the body, `Co
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import time
 from collections.abc import Callable
 from email.utils import formatdate
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -29,6 +31,8 @@ BACKLOG = 4096
 _READ_BYTES, _CHUNKED_READ_BYTES = 8192, 1024  # at a time
 _MAX_PARSE_S = 0.001  # of CPU time; a connection whose data takes longer is paused for several times as long
 _PAUSE_FACTOR = 4
+_LINGER_S = 2.0
+_END_OF_HEADERS = re.compile(rb"\r?\n\r?\n")
 
 
 class _UvicornState(ServerState):
@@ -57,23 +61,22 @@ class Connection(H11Protocol):
         super().__init__(config, state, {"connection": self}, loop)
         self._limits, self._counters = limits, counters
         self._header_timer: asyncio.TimerHandle | None = None
+        self._refused = False  # further data is not read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._limit_reads(_READ_BYTES)
         self._counters.connections += 1
         if len(self.connections) > self._limits.max_connections:
-            body = ApiError(
-                f"{self._limits.max_connections} connections are open, the server's max_connections: retry later.",
-                status=503,
-                kind="server_error",
-                code="too_many_connections",
-            ).body()
-            transport.write(
-                b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
-                b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+            self._refuse(
+                ApiError(
+                    f"{self._limits.max_connections} connections are open, the server's max_connections: retry later.",
+                    status=503,
+                    kind="server_error",
+                    code="too_many_connections",
+                    headers={"Retry-After": "1"},
+                )
             )
-            transport.close()
         else:
             self._start_header_timer()
 
@@ -85,6 +88,18 @@ class Connection(H11Protocol):
     def handle_events(self) -> None:
         if self.transport.is_closing():
             return
+        if self.conn.their_state is h11.IDLE and self._is_header_too_long(self.conn.trailing_data[0]):
+            most = self._limits.max_header_bytes
+            self._refuse(
+                ApiError(
+                    f"The request line and headers are longer than {most} bytes: send less, or raise the server's "
+                    "max_header_bytes.",
+                    status=431,
+                    code="headers_too_large",
+                ),
+                linger=True,
+            )
+            return
         before = self.cycle
         super().handle_events()
         if self.cycle is not before:
@@ -94,7 +109,42 @@ class Connection(H11Protocol):
         elif self._header_timer is None and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
             self._start_header_timer()  # the next request on this connection has begun to arrive
 
+    def _is_header_too_long(self, data: bytes) -> bool:
+        most = self._limits.max_header_bytes
+        if len(data) <= most:
+            return False
+        end = _END_OF_HEADERS.search(data)
+        return end is None or end.end() > most
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self._refuse(ApiError(f"{msg} Send HTTP/1.1.", code="invalid_http"), linger=True)
+        elif self.cycle.response_started:
+            self.transport.abort()  # a response is being sent, and nothing else can be
+        else:
+            self._refuse(ApiError(f"{msg} The body is not framed as its headers say.", code="invalid_http"))
+
+    def _refuse(self, error: ApiError, *, linger: bool = False) -> None:
+        """Responds to a request that does not reach the app, and closes the connection. With `linger`, what the client
+        still sends is read for a while: data that nobody reads would reset the connection and lose the response."""
+        self._stop_header_timer()
+        body = error.body()
+        headers = {**error.headers, "content-type": "application/json", "content-length": str(len(body))}
+        lines = "".join(f"{name.lower()}: {value}\r\n" for name, value in headers.items())
+        status = HTTPStatus(error.status)
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\nconnection: close\r\n{lines}\r\n"
+        self.transport.write(head.encode() + body)
+        if linger:
+            self._refused = True
+            self.transport.write_eof()
+            self.loop.call_later(_LINGER_S, self.transport.abort)
+        else:
+            self.transport.close()
+            self._abort_later()
+
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         began = time.thread_time()
         super().data_received(data)
         took = time.thread_time() - began
@@ -119,9 +169,13 @@ class Connection(H11Protocol):
 
     def _on_header_timeout(self) -> None:
         self._counters.slow_clients += 1
-        self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
-        self.transport.close()
-        self._abort_later()
+        self._refuse(
+            ApiError(
+                f"The headers did not arrive within {self._limits.header_s:g} seconds: send them faster.",
+                status=408,
+                code="headers_too_slow",
+            )
+        )
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
@@ -160,7 +214,8 @@ async def listen(
         log_config=None,
         access_log=False,
         timeout_keep_alive=int(max(1, config.keep_alive_s)),
-        h11_max_incomplete_event_size=config.max_header_bytes,
+        # Of trailers and chunk headers too. `_is_header_too_long` refuses headers before h11 does.
+        h11_max_incomplete_event_size=config.max_header_bytes + _READ_BYTES,
     )
     settings.load()
     loop = asyncio.get_running_loop()

@@ -140,11 +140,20 @@ def shutting_down() -> ApiError:
 
 
 def method_not_allowed(method: str, allowed: str) -> ApiError:
+    """`allowed` as in the header Allow."""
     return ApiError(
         f"Method {method} not allowed: use {allowed}.",
         status=405,
         code="method_not_allowed",
         headers={"Allow": allowed},
+    )
+
+
+def unknown_route(method: str, path: str) -> ApiError:
+    return ApiError(
+        f"Unknown route: {method} {clip(path, _MAX_SHOWN_NAME)}. Routes are listed at GET /.",
+        status=404,
+        code="not_found",
     )
 
 

@@ -115,8 +115,13 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             kept["tool_calls"] = _check_tool_calls(path, kept["tool_calls"])
         else:
             kept.pop("tool_calls", None)
-        if kept.get("tool_call_id") is None:
-            kept.pop("tool_call_id", None)
+        for name in ("name", "tool_call_id"):
+            if kept.get(name) is None:
+                kept.pop(name, None)
+            elif not isinstance(kept[name], str):
+                raise ApiError(
+                    f"{path}.{name} is {short(kept[name])}: give a string.", param="messages", code="invalid_type"
+                )
         checked.append(kept)
     return checked
 

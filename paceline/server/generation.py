@@ -53,13 +53,13 @@ class GenerationHandler:
         state, entry = self._state, RequestLog(self._route.path)
         try:
             if scope["method"] != self._route.method:
-                raise method_not_allowed(scope["method"], self._route.method)
+                raise method_not_allowed(scope["method"], f"{self._route.method}, OPTIONS")
             headers = dict(scope["headers"])
             tenant = state.api_keys.tenant(headers)
             entry.tenant = tenant.name
             if state.draining:
                 raise shutting_down()
-            body = await read_body(receive, state.config.max_body_bytes, state.config.body_s)
+            body = await read_body(receive, headers, state.config)
             response = await state.workers.run(
                 build_response, body, self._route.builder, self._route.request, self._route.path, state.context
             )

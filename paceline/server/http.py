@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from paceline.config import ServerConfig
 from paceline.server.apis.dialects import Dialect, dialect_of
 from paceline.server.errors import ApiError
 
@@ -20,6 +22,8 @@ AsgiEvent = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[AsgiEvent]]
 Send = Callable[[AsgiEvent], Awaitable[None]]
 
+_CLOSE = {"Connection": "close"}
+_MAX_DRAIN_BYTES, _MAX_DRAIN_S, _MAX_DRAIN_IDLE_S = 1 << 26, 30.0, 1.0  # of a body that is not used
 _JSON = (b"content-type", b"application/json")
 _UNBUFFERED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
@@ -28,16 +32,19 @@ class ClientDisconnected(Exception):
     """The client closed the connection, so there is no response to send."""
 
 
-async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> bytearray:
+async def read_body(receive: Receive, headers: Mapping[bytes, bytes], config: ServerConfig) -> bytearray:
+    # Before the first `receive`, which tells a client with `Expect: 100-continue` to send the body.
+    if int(headers.get(b"content-length", 0)) > config.max_body_bytes:
+        raise _body_too_large(config.max_body_bytes)
     try:
-        async with asyncio.timeout(timeout_s):
-            return await _read_body(receive, max_bytes)
+        async with asyncio.timeout(config.body_s):
+            return await _read_body(receive, config.max_body_bytes)
     except TimeoutError:
         raise ApiError(
-            f"The request body did not arrive within {timeout_s:g} seconds: send it faster.",
+            f"The request body did not arrive within {config.body_s:g} seconds: send it faster.",
             status=408,
             code="body_too_slow",
-            headers={"Connection": "close"},
+            headers=_CLOSE,
         ) from None
 
 
@@ -49,14 +56,47 @@ async def _read_body(receive: Receive, max_bytes: int) -> bytearray:
             raise ClientDisconnected
         body += event.get("body", b"")
         if len(body) > max_bytes:
-            raise ApiError(
-                f"The request body is longer than {max_bytes} bytes: send less, or raise the server's max_body_bytes.",
-                status=413,
-                code="body_too_large",
-                headers={"Connection": "close"},
-            )
+            raise _body_too_large(max_bytes)
         if not event.get("more_body", False):
             return body
+
+
+def _body_too_large(max_bytes: int) -> ApiError:
+    return ApiError(
+        f"The request body is longer than {max_bytes} bytes: send less, or raise the server's max_body_bytes.",
+        status=413,
+        code="body_too_large",
+        headers=_CLOSE,
+    )
+
+
+def drain_before_close(receive: Receive, send: Send) -> tuple[Receive, Send]:
+    """Reads the rest of the body, up to a limit, before a response with `Connection: close` closes the connection. A
+    client that is still sending would otherwise get a reset connection and no response."""
+    unread, closes = True, False
+
+    async def tracked_receive() -> AsgiEvent:
+        nonlocal unread
+        event = await receive()
+        unread = event["type"] == "http.request" and event.get("more_body", False)
+        return event
+
+    async def draining_send(message: AsgiEvent) -> None:
+        nonlocal closes
+        if message["type"] == "http.response.start":
+            closes = (b"connection", b"close") in message["headers"]
+        elif closes and unread and not message.get("more_body", False):
+            await send({**message, "more_body": True})  # the whole response; only the end is held back
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_MAX_DRAIN_S):
+                    num_bytes = 0
+                    while unread and num_bytes < _MAX_DRAIN_BYTES:
+                        event = await asyncio.wait_for(tracked_receive(), _MAX_DRAIN_IDLE_S)
+                        num_bytes += len(event.get("body", b""))
+            message = {"type": "http.response.body", "body": b""}
+        await send(message)
+
+    return tracked_receive, draining_send
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:

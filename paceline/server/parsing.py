@@ -12,6 +12,10 @@ from paceline.server.errors import ApiError, missing_parameter
 from paceline.server.fields import OPENAI_FIELDS, FieldRules, select_supported, short
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
+# Escapes of surrogates, in pairs or alone. An escaped backslash is none.
+_SURROGATE = re.compile(
+    rb"\\\\|\\u[dD][89aAbB]\w\w\\u[dD][c-fC-F]\w\w|(?P<lone>\\u[dD][89a-fA-F][0-9a-fA-F]{2})", re.ASCII
+)
 # How msgspec words its errors.
 _PATH = r"(?: - at `\$\.?(?P<path>.*?)`)?$"
 _WRONG_TYPE = re.compile(rf"^Expected `(?P<expected>.+?)`, got `.+?`{_PATH}")
@@ -33,7 +37,7 @@ def parse(body: bytes | bytearray, kind: type[_Struct], rules: FieldRules = OPEN
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(f"The body is not valid JSON ({error}): send one JSON object.", code="invalid_json") from None
+        raise _invalid_json(bytes(body), error) from None
     if not isinstance(found, dict):
         raise ApiError(f"The body is {short(found)}: send one JSON object.", code="invalid_json")
     return convert(select_supported(found, kind.__struct_fields__, rules), kind)
@@ -45,6 +49,30 @@ def convert(value: Any, kind: type[_Struct], path: str = "") -> _Struct:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise _to_api_error(str(error), value, path) from None
+
+
+def _invalid_json(body: bytes, error: Exception) -> ApiError:
+    # msgspec calls a lone surrogate truncated input, and counts the position of invalid UTF-8 from elsewhere.
+    lone = next((found for found in _SURROGATE.finditer(body) if found["lone"]), None)
+    if isinstance(error, UnicodeDecodeError):
+        return ApiError(
+            f"The body is not valid UTF-8 (byte {_first_invalid_byte(body)}): send JSON in UTF-8.", code="invalid_json"
+        )
+    if lone is not None and not isinstance(error, RecursionError):
+        return ApiError(
+            f"The body has the lone surrogate {lone[0].decode()} (byte {lone.start()}): send valid Unicode, such as "
+            "\\ud83d\\ude00.",
+            code="invalid_json",
+        )
+    return ApiError(f"The body is not valid JSON ({error}): send one JSON object.", code="invalid_json")
+
+
+def _first_invalid_byte(body: bytes) -> int:
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        return error.start
+    return 0
 
 
 def convert_tagged(value: dict[str, Any], kinds: Mapping[str, type[_Struct]], path: str) -> _Struct:

@@ -17,10 +17,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
+from starlette.routing import compile_path
 
 from paceline.request import PacelineError
 from paceline.server.apis.dialects import dialect_of
-from paceline.server.errors import ApiError, api_error, method_not_allowed
+from paceline.server.errors import ApiError, api_error, method_not_allowed, unknown_route
 from paceline.server.http import read_body
 from paceline.server.parsing import parse
 from paceline.server.response import ResponseBuilder
@@ -80,6 +81,18 @@ class GenerationRoute:
 AnyRoute = Route | GenerationRoute
 
 
+def methods_of(path: str, routes: Iterable[AnyRoute]) -> tuple[str | None, str]:
+    """The route that serves `path`, None if none does, and its methods as in the header Allow."""
+    found: dict[str, list[str]] = {}
+    for route in routes:
+        if compile_path(route.path)[0].match(path):
+            found.setdefault(route.path, []).append(route.method)
+    for route_path, methods in found.items():
+        more = ["HEAD"] if "GET" in methods else []
+        return route_path, ", ".join([*sorted([*methods, *more]), "OPTIONS"])
+    return None, ""
+
+
 def json_response(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
@@ -108,7 +121,7 @@ def _endpoint(state: ServerState, methods: Mapping[str, Route]) -> Callable[[Htt
         tenant = _check_access(state, route.access, dict(request.headers.raw))
         body = None
         if route.request is not None:
-            data = await read_body(request.receive, state.config.max_body_bytes, state.config.body_s)
+            data = await read_body(request.receive, dict(request.headers.raw), state.config)
             context = state.context if route.prepare is not None else None
             body = await state.workers.run(_decode, data, route.request, route.path, route.prepare, context)
         return await route.handler(Call(state, request.path_params, body, tenant))
@@ -148,8 +161,8 @@ async def _on_error(request: HttpRequest, error: Exception) -> Response:
 async def _on_http_exception(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for HTTPException alone"
     if error.status_code == 405:
-        return await _on_error(request, method_not_allowed(request.method, (error.headers or {}).get("Allow", "GET")))
-    message = error.detail
+        allowed = sorted((error.headers or {}).get("Allow", "GET").split(", "))
+        return await _on_error(request, method_not_allowed(request.method, ", ".join([*allowed, "OPTIONS"])))
     if error.status_code == 404:
-        message = f"Unknown route: {request.method} {request.url.path}. Routes are listed at GET /."
-    return await _on_error(request, ApiError(message, status=error.status_code, code="not_found"))
+        return await _on_error(request, unknown_route(request.method, request.url.path))
+    return await _on_error(request, ApiError(error.detail, status=error.status_code))

@@ -52,7 +52,12 @@ USER = {"role": "user", "content": "hi"}
          "a JSON object."),
         (messages({**USER, "colour": "red"}), "messages",
          "Unknown parameter: messages[0].colour. Omit it."),
-        ({"max_tokens": -5}, "max_tokens", "max_tokens is -5: give 0 (compute the prompt alone) or more."),
+        ({"max_tokens": -5}, "max_tokens", "max_tokens is -5: give at least 1."),
+        ({"max_tokens": None, "max_completion_tokens": -5}, "max_completion_tokens",
+         "max_completion_tokens is -5: give at least 1."),
+        ({"max_tokens": None, "max_completion_tokens": 10**6}, "max_completion_tokens",
+         "max_completion_tokens is 1000000 and the prompt has 24 tokens: their sum may be at most 2048; lower "
+         "max_completion_tokens or shorten the prompt."),
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0: give at least 1."),
         ({"max_tokens": 1.5}, "max_tokens", "max_tokens is 1.5: give an integer."),
         ({"max_tokens": "many"}, "max_tokens", "max_tokens is 'many': give an integer."),
@@ -82,7 +87,8 @@ USER = {"role": "user", "content": "hi"}
         ({"logit_bias": {"9999": 1}}, "logit_bias", "logit_bias has token id 9999: the model's ids are 0 to 511."),
         ({"top_logprobs": 2}, "top_logprobs",
          "top_logprobs is given and logprobs is not true: set logprobs, or omit top_logprobs."),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs", "logprobs is 21: give 0 to 20."),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21: give 0 to 20."),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "top_logprobs is -1: give 0 to 20."),
         ({"response_format": {"type": "yaml"}}, "response_format",
          "response_format.type is 'yaml': choose one of text, json_object, json_schema."),
         ({"response_format": {"type": "json_schema"}}, "response_format",
@@ -192,6 +198,34 @@ def test_a_body_that_is_not_a_json_object_is_400(caller: Caller, path: str, body
     response = caller.request("POST", path, content=body)
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (rb'"\ud800"', r"The body has the lone surrogate \ud800 (byte 27): send valid Unicode"),
+        (
+            rb'"a\uDC00b"',
+            r"The body has the lone surrogate \uDC00 (byte 28): send valid Unicode",
+        ),
+        (rb'"\ud83d\ude00\ud83d"', r"The body has the lone surrogate \ud83d (byte 39): send valid Unicode, such as"),
+        (b'"a\xff"', "The body is not valid UTF-8 (byte 28): send JSON in UTF-8."),
+        (rb'"\\ud800"', "The body is not valid JSON (Input data was truncated): send one JSON object."),
+    ],
+)
+def test_text_that_is_not_unicode_says_where(caller: Caller, text: bytes, message: str) -> None:
+    body = b'{"model":"tiny","prompt":' + b" " + text + (b"" if b"\\\\" in text else b"}")
+    response = caller.request("POST", COMPLETIONS, content=body)
+    assert response.status_code == 400 and response.json()["error"]["message"].startswith(message)
+
+
+def test_completions_say_what_max_tokens_may_be(caller: Caller) -> None:
+    for value in (0, -1):
+        error = refused(caller, COMPLETIONS, {**TEXT, "max_tokens": value})
+        assert (
+            error["message"] == f"max_tokens is {value}: give at least 1, or 0 with echo to get the prompt's logprobs."
+        )
+        assert error["param"] == "max_tokens"
 
 
 def test_a_body_too_large_is_413(engine: Engine) -> None:

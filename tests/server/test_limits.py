@@ -303,7 +303,7 @@ def closes(one: socket.socket) -> bytes:
         (b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"model":', b"408"),
         (b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{", b"408"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", b"400"),
-        (b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * 8000, b"400"),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * 8000, b"431"),
     ],
 )
 def test_a_slow_or_invalid_request_is_closed_with_a_status(strict: ServerProcess, sent: bytes, status: bytes) -> None:
