@@ -20,7 +20,7 @@ from paceline.engine.output import OutputDelta
 from paceline.request import MAX_LOGPROBS, Grammar, as_tokens
 from paceline.server.errors import ApiError
 from paceline.server.fields import short
-from paceline.server.prompts import checked_messages, encode_rendered
+from paceline.server.prompts import check_messages, encode_rendered
 from paceline.server.reasoning import ReasoningSetup
 from paceline.server.request_types import ChatRequest
 from paceline.server.response import (
@@ -71,7 +71,7 @@ class ChatBuilder(ResponseBuilder):
         self.request = request
         self.id, self.created = make_response_id(self.id_prefix), unix_time()
         tools, reasoning = _ToolSetup.of(request, tokenizer), ReasoningSetup.of(context, request)
-        messages = checked_messages(request.messages, context)
+        messages = check_messages(request.messages, context)
         variables = {**reasoning.variables, **({"tools": tools.shown} if tools.shown else {})}
         if tokenizer.chat is not None and "tools" not in tokenizer.chat.source:
             messages, variables = describe(messages, tools.shown), reasoning.variables

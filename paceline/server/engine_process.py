@@ -214,7 +214,7 @@ class EngineProcess:
             if count:
                 metrics.num_tokens += count
                 if sink.last_token is not None:
-                    metrics.inter_token.observe((now - sink.last_token) / count)
+                    metrics.inter_token.observe((now - sink.last_token) / count, count)
                 sink.last_token = now
             if output.finish_reason is not None:
                 metrics.add_finished(output)

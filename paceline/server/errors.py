@@ -139,6 +139,16 @@ def shutting_down() -> ApiError:
     )
 
 
+def draining() -> ApiError:
+    return ApiError(
+        "The server is draining and accepts no new requests: retry later or on another server.",
+        status=503,
+        kind="server_error",
+        code="draining",
+        headers={"Retry-After": "1", "Connection": "close"},
+    )
+
+
 def method_not_allowed(method: str, allowed: str) -> ApiError:
     """`allowed` as in the header Allow."""
     return ApiError(

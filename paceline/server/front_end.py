@@ -114,13 +114,14 @@ class _FrontEnd:
                 case EngineLoading():
                     self._client.loading = True
                 case SetDraining():
-                    self._state.draining = message.draining
+                    self._state.set_draining(message.draining)
                 case Shutdown():
                     self._shutdown = asyncio.create_task(self._shut_down(message.timeout_s))
         os._exit(1)  # the supervisor has exited, and the engine exits with it
 
     async def _shut_down(self, timeout_s: float) -> None:
-        self._state.draining = True
+        self._state.shutting_down = True
+        self._state.set_draining(True)
         await self._wait_for_requests(timeout_s)
         self._client.fail_all(shutting_down())
         await self._wait_for_requests(_FINAL_ERRORS_S)

@@ -18,7 +18,7 @@ from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta, TokenUsage
 from paceline.server.apis.dialects import dialect_of
 from paceline.server.engine_client import ServedModel
-from paceline.server.errors import ApiError, api_error, method_not_allowed, shutting_down
+from paceline.server.errors import ApiError, api_error, draining, method_not_allowed, shutting_down
 from paceline.server.http import (
     ClientDisconnected,
     EventStream,
@@ -57,8 +57,10 @@ class GenerationHandler:
             headers = dict(scope["headers"])
             tenant = state.api_keys.tenant(headers)
             entry.tenant = tenant.name
-            if state.draining:
+            if state.shutting_down:
                 raise shutting_down()
+            if state.draining:
+                raise draining()
             body = await read_body(receive, headers, state.config)
             response = await state.workers.run(
                 build_response, body, self._route.builder, self._route.request, self._route.path, state.context
@@ -137,10 +139,10 @@ class GenerationHandler:
         usages: dict[int, TokenUsage] = {}
         async with aclosing(self._state.client.stream(jobs)) as stream:
             async for index, output in stream:
+                entry.add_output(index, output)
                 outputs[index].append(output)
                 if finish_reason_of(output) is not None:
                     usages |= {index: output.usage} if output.usage else {}
-                    entry.add_finished(output)
         usage = total_usage(usages, response.jobs_per_prompt)
         body = await self._state.workers.run_in_thread(response.final_body, outputs, usage)
         await response.finish(self._state)
@@ -155,6 +157,7 @@ class GenerationHandler:
         try:
             async with aclosing(self._state.client.stream(jobs)) as stream:
                 async for index, output in stream:
+                    entry.add_output(index, output)
                     reason = finish_reason_of(output)
                     if not events.started:
                         entry.status = 200
@@ -164,7 +167,6 @@ class GenerationHandler:
                         await events.send_event(chunk)
                     if reason is not None:
                         usages |= {index: output.usage} if output.usage else {}
-                        entry.add_finished(output)
             last_chunks = list(response.last_chunks(total_usage(usages, response.jobs_per_prompt)))
             await response.finish(self._state)  # before the client learns that the response is complete
             entry.status = 200

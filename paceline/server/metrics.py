@@ -49,9 +49,9 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._total += value
+    def observe(self, value: float, count: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._total += value * count
 
     def state(self) -> Distribution:
         return Distribution(tuple(self._bounds), tuple(self._counts), self._total)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.request import InvalidRequest
+from paceline.server import fields
 from paceline.server.errors import ApiError
-from paceline.server.fields import check_messages, short
 from paceline.server.state import RequestContext
 from paceline.text.tokenizer import TooManyTokens
 
@@ -23,7 +23,7 @@ def split_prompts(value: Any, field: str) -> list[Prompt]:
         if all(isinstance(item, str) for item in value) or all(_is_token_ids(item) for item in value):
             return value
     raise ApiError(
-        f"{field} is {short(value)}: give a string, a list of token ids, or a list of either.",
+        f"{field} is {fields.short(value)}: give a string, a list of token ids, or a list of either.",
         param=field,
         code="invalid_type",
     )
@@ -80,11 +80,11 @@ def encode_rendered(text: str, context: RequestContext) -> list[int]:
         raise too_long("messages", f"more than {limit}", limit, "messages") from None
 
 
-def checked_messages(messages: list[dict[str, Any]], context: RequestContext) -> list[dict[str, Any]]:
+def check_messages(messages: list[dict[str, Any]], context: RequestContext) -> list[dict[str, Any]]:
     """The messages as the chat template expects them."""
     if len(messages) > context.model.max_tokens:  # a message has at least one token
         raise too_long("messages", f"at least {len(messages)}", context.model.max_tokens, "messages")
-    return check_messages(messages)
+    return fields.check_messages(messages)
 
 
 def too_long(path: str, count: str, limit: int, field: str) -> ApiError:

@@ -22,7 +22,7 @@ class RequestLog:
         self.end = ""  # the finish reason, or the code of an error
         self._started = time.monotonic()
         self._prompts: list[Tokens] = []
-        self._num_tokens = 0
+        self._num_tokens: dict[int, int] = {}  # of each job, so far
         self._first_token_s: float | None = None
         self._queue_s: float | None = None
 
@@ -30,11 +30,14 @@ class RequestLog:
         self.id = response.id
         self._prompts = [job.prompt for job in response.jobs]
 
-    def add_finished(self, output: OutputDelta) -> None:
-        """Adds the last output of one of the request's jobs."""
-        self.end = output.finish_reason or ""
+    def add_output(self, index: int, output: OutputDelta) -> None:
+        """Adds output of job `index`: a response that is cut off has the tokens until then."""
+        self._num_tokens[index] = self._num_tokens.get(index, 0) + len(output.token_ids)
+        if output.finish_reason is None:
+            return
+        self.end = output.finish_reason
         if output.usage is not None:
-            self._num_tokens += output.usage.completion_tokens
+            self._num_tokens[index] = output.usage.completion_tokens
         if output.timings is not None:
             self._first_token_s, self._queue_s = output.timings.first_token_s, output.timings.admitted_s
 
@@ -47,7 +50,7 @@ class RequestLog:
             "status": self.status,
             "end": str(self.end),
             "prompt_tokens": sum(map(len, self._prompts)),
-            "completion_tokens": self._num_tokens,
+            "completion_tokens": sum(self._num_tokens.values()),
             "queue_ms": _ms(self._queue_s),
             "first_token_ms": _ms(self._first_token_s),
             "total_ms": _ms(time.monotonic() - self._started),

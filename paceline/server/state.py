@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from paceline.server.engine_client import EngineClient, ServedModel
 from paceline.server.errors import unknown_model
 from paceline.server.metrics import ServerCounters
 from paceline.text.tokenizer import Tokenizer
+
+log = logging.getLogger("paceline.server")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +45,16 @@ class ServerState:
     worker: str = "front-end-0"
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # new requests are refused
+    shutting_down: bool = False  # the same, until the process exits
     on_draining: Callable[[bool], None] = lambda _: None  # notifies the other front ends
+
+    def set_draining(self, draining: bool) -> None:
+        if draining != self.draining:
+            self.draining = draining
+            if draining:
+                log.warning("draining: new requests are refused, %d in progress", self.counters.in_progress)
+            else:
+                log.warning("not draining any more: new requests are accepted")
 
     @property
     def context(self) -> RequestContext:

@@ -218,7 +218,7 @@ def test_an_internal_error_is_500_without_details(
     def broken(*_: Any) -> None:
         raise KeyError("secret")
 
-    monkeypatch.setattr("paceline.server.prompts.check_messages", broken)
+    monkeypatch.setattr("paceline.server.chat.check_messages", broken)
     response = caller.post(CHAT, HELLO)
     assert response.status_code == 500
     assert response.json()["error"] == {

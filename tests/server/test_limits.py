@@ -245,11 +245,15 @@ def test_a_flush_that_waits_drops_the_kv_of_running_requests_too(guarded: Server
 
 def test_a_draining_server_refuses_requests_until_it_is_resumed(guarded: ServerProcess) -> None:
     assert admin(guarded, "POST", "/admin/drain").json()["draining"] is True
-    assert ask(guarded, "key-alice").json()["error"]["code"] == "shutting_down"
+    refused = ask(guarded, "key-alice").json()["error"]
+    assert refused["code"] == "draining" and "The server is draining" in refused["message"]
     ready = get(guarded, "/ready")
     assert ready.status_code == 503 and "draining" in ready.json()["why"]
-    assert get(guarded, "/health").status_code == 200, "it is alive"
+    health = get(guarded, "/health")
+    assert health.status_code == 200 and health.json()["status"] == "draining", "it is alive"
+    wait_until(lambda: "draining: new requests are refused" in guarded.output)
     assert admin(guarded, "DELETE", "/admin/drain").json()["draining"] is False
+    assert get(guarded, "/health").json()["status"] == "ok"
     assert ask(guarded, "key-alice").status_code == 200
 
 

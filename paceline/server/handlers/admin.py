@@ -147,6 +147,6 @@ async def stop_drain(call: Call) -> Response:
 
 
 async def _set_draining(call: Call, draining: bool) -> Response:
-    call.state.draining = draining
+    call.state.set_draining(draining)
     call.state.on_draining(draining)
     return await get_drain(call)

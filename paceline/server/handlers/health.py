@@ -20,7 +20,8 @@ _STATS_TIMEOUT_S = 1.0  # /health does not fail because a busy engine has not re
 async def get_health(call: Call) -> Response:
     """Liveness: a server that is loading or draining is alive, an engine without progress is not."""
     client = call.state.client
-    report: dict[str, Any] = {"status": "ok", "model": call.state.model_name, "failure": None}
+    status = "draining" if call.state.draining else "ok"
+    report: dict[str, Any] = {"status": status, "model": call.state.model_name, "failure": None}
     try:
         assert client.model
     except EngineFailed as error:

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from paceline.request import InvalidRequest
 from paceline.server.errors import ApiError
 from paceline.server.limits import MAX_DETOKENIZE_TOKENS, MAX_TOKENIZE_CHARACTERS
-from paceline.server.prompts import checked_messages
+from paceline.server.prompts import check_messages
 from paceline.server.request_types import DetokenizeRequest, TokenizeRequest
 from paceline.server.response_types import DetokenizeResponse, ModelCard, ModelList, TokenizeResponse
 from paceline.server.routing import Call, json_response
@@ -36,7 +36,7 @@ def prepare_tokenize(context: RequestContext, body: TokenizeRequest) -> bytes:
     tokenizer, add_special = context.tokenizer, body.add_special_tokens
     text = body.prompt or ""
     if body.messages is not None:
-        text, add_special = tokenizer.render_chat(checked_messages(body.messages, context)), False
+        text, add_special = tokenizer.render_chat(check_messages(body.messages, context)), False
     if len(text) > MAX_TOKENIZE_CHARACTERS:
         raise ApiError(
             f"The text has {len(text)} characters: give at most {MAX_TOKENIZE_CHARACTERS}.",

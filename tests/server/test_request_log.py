@@ -1,0 +1,93 @@
+"""The log line of a request, and the inter-token latency, count the tokens that were sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline.server.metrics import Histogram
+from tests.server.process import ServerProcess
+from tests.server.virtual import body, complete, metric, virtual, wait_until
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with virtual("--log-level", "info", "--log-format", "json") as server:
+        yield server
+
+
+def line_of(server: ServerProcess, request_id: str) -> dict[str, Any]:
+    """The log line of a response."""
+
+    def find() -> dict[str, Any] | None:
+        lines = (json.loads(line) for line in server.lines if '"message": "request"' in line)
+        return next((line for line in lines if line["id"] == request_id), None)
+
+    wait_until(lambda: find() is not None)
+    found = find()
+    assert found is not None
+    return found
+
+
+def test_a_stream_that_the_client_leaves_logs_the_tokens_sent(server: ServerProcess) -> None:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=body([5], 30_000, stream=True), timeout=120
+    ) as stream:
+        lines = (line for line in stream.iter_lines() if line.startswith("data: "))
+        for _ in range(20):
+            next(lines)
+    line = line_of(server, stream.headers["x-request-id"])
+    assert line["end"] == "client disconnected" and 20 <= line["completion_tokens"] < 30_000
+
+
+def test_an_aborted_stream_logs_its_tokens(server: ServerProcess) -> None:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=body([6], 30_000, stream=True), timeout=120
+    ) as stream:
+        lines = (line for line in stream.iter_lines() if line.startswith("data: "))
+        next(lines)
+        request_id = stream.headers["x-request-id"]
+        assert httpx.delete(f"{server.url}/v1/requests/{request_id}", timeout=120).status_code == 200
+        rest = list(lines)
+    assert '"code":"aborted"' in rest[-1]
+    line = line_of(server, request_id)
+    assert line["end"] == "aborted" and line["completion_tokens"] >= len(rest)
+
+
+def test_inter_token_latency_counts_every_gap_of_streams_alone(server: ServerProcess) -> None:
+    def count() -> float:
+        return metric(server, "inter_token_latency_seconds_count")
+
+    before = count()
+    complete(server, [7], 50)
+    assert count() == before
+    httpx.post(f"{server.url}/v1/completions", json=body([7], 50, stream=True), timeout=120)
+    assert count() == before + 49
+    text = httpx.get(f"{server.url}/metrics", timeout=120).text
+    assert "every gap of streamed requests" in text
+
+
+def test_tokens_that_arrive_together_are_as_many_gaps() -> None:
+    histogram = Histogram((0.1, 1.0))
+    histogram.observe(0.05, 3)
+    histogram.observe(2.0)
+    assert histogram.state().counts == (3, 0, 1) and histogram.state().total == pytest.approx(2.15)
+
+
+def test_a_stream_whose_engine_dies_logs_its_tokens(server: ServerProcess) -> None:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=body([8], 30_000, stream=True), timeout=120
+    ) as stream:
+        lines = (line for line in stream.iter_lines() if line.startswith("data: "))
+        next(lines)
+        os.kill(server.children["engine"][0], signal.SIGKILL)
+        rest = list(lines)
+    assert '"code":"engine_failed"' in rest[-1]
+    line = line_of(server, stream.headers["x-request-id"])
+    assert line["end"] == "engine_failed" and line["completion_tokens"] >= len(rest)
