@@ -27,6 +27,7 @@ from paceline.server.response import (
     LogprobFormatter,
     ResponseBuilder,
     clipped_max_tokens,
+    encoded,
     finish_reason_of,
     make_response_id,
     text_of,
@@ -228,7 +229,7 @@ class ChatResponse(ChatBuilder):
         if not self.request.logprobs:
             return None
         formatter = self._formatter
-        found = [formatter.format(one) for output in outputs for one in formatter.visible_logprobs(output)]
+        found = [encoded(formatter.format(one)) for output in outputs for one in formatter.visible_logprobs(output)]
         return ChatLogprobs(found) if found or outputs[-1].finish_reason is None or len(outputs) > 1 else None
 
     def _chunk(

@@ -21,6 +21,7 @@ from paceline.server.response import (
     LogprobFormatter,
     ResponseBuilder,
     clipped_max_tokens,
+    encoded,
     finish_reason_of,
     finite,
     make_response_id,
@@ -124,7 +125,8 @@ class CompletionResponse(ResponseBuilder):
             found.token_logprobs.append(finite(one.logprob))
             # The token itself is always among the alternatives.
             top = {formatter.token_text(token): finite(logprob) for token, logprob in one.top}
-            found.top_logprobs.append({**top, found.tokens[-1]: found.token_logprobs[-1] or 0.0} if one.top else {})
+            top |= {found.tokens[-1]: finite(one.logprob)} if one.top else {}
+            found.top_logprobs.append(encoded(top))
             found.text_offset.append(offsets.advance(formatter.token_bytes(one.token_id)))
         return found
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar, cast
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from paceline.engine.job import Job
@@ -17,11 +19,16 @@ from paceline.server.response_types import CachedTokens, TokenLogprobs, TopLogpr
 from paceline.server.state import ServerState
 from paceline.text.tokenizer import Tokenizer
 
+T = TypeVar("T")
 _MIN_LOGPROB = -9999.0  # what OpenAI sends for minus infinity, which JSON cannot express
 
 
 class ResponseBuilder:
-    """Builds the response to one request. Its chunks and bodies are JSON, without HTTP or framing."""
+    """Builds the response to one request. Its chunks and bodies are JSON, without HTTP or framing.
+
+    It is picklable, and small apart from its jobs: for a long body it is made in another process. `final_body` is
+    called in a thread.
+    """
 
     id: str
     prompt_field: str  # the name of the request field with the prompt, for errors
@@ -116,6 +123,12 @@ class LogprobFormatter:
         ]
         token = logprob.token_id
         return TokenLogprobs(self.token_text(token), finite(logprob.logprob), list(self.token_bytes(token)), top)
+
+
+def encoded(value: T) -> T:
+    """`value` as JSON, for a place inside a larger value. One call that encodes the logprobs of a whole response would
+    hold the GIL for long, and delay other streams; many short ones do not."""
+    return cast("T", msgspec.Raw(msgspec.json.encode(value)))
 
 
 def finite(logprob: float) -> float:
