@@ -17,12 +17,13 @@ from paceline.text.reasoning import overlap
 
 CLOSE, FUNCTION = "</tool_call>", "<function="
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_NAME = re.compile(r"[\w.-]+")
+_MAX_HEAD = 1024  # characters; patterns are bounded, since they are matched again with every token
+_NAME = re.compile(r"[\w.-]{1,256}")
 # `name[ARGS]{`, and a pattern that all beginnings of it match.
-_NAMED_PREFIX = re.compile(r"\s*([\w.-]+(\[[A-Z_]*(\]([\w.-]+(\[[A-Z]*\]?)?)?)?)?\s*)?")
-_NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\][\w.-]+)?(?:\[ARGS\])?\s*(?=\{)")
-_PARAMETER_PREFIX = re.compile(r"<parameter=[^\s<>]*>?")
-_PARAMETER = re.compile(r"\s*<parameter=([^\s<>]+)>\n?")
+_NAMED_PREFIX = re.compile(r"\s{0,64}([\w.-]{1,256}(\[[A-Z_]{0,9}(\]([\w.-]{1,256}(\[[A-Z]{0,9}\]?)?)?)?)?\s{0,64})?")
+_NAMED = re.compile(r"\s{0,64}([\w.-]{1,256})(?:\[CALL_ID\][\w.-]{1,256})?(?:\[ARGS\])?\s{0,64}(?=\{)")
+_PARAMETER_PREFIX = re.compile(r"<parameter=[^\s<>]{0,256}>?")
+_PARAMETER = re.compile(r"\s*<parameter=([^\s<>]{1,256})>\n?")
 # What ends the value of a parameter; models at times forget its own end.
 _VALUE_ENDS = ("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>")
 _LITERALS = {"True": "true", "False": "false", "None": "null"}  # models at times write Python
@@ -141,7 +142,7 @@ class _JsonCall:
         return [], end
 
     def _read_head(self, text: str, at_end: bool) -> tuple[list[ToolCallEvent], int]:
-        match = _HEAD.match(text)
+        match = _HEAD.match(text, 0, _MAX_HEAD) if self._num_scanned < _MAX_HEAD else None
         if match:
             name = _parsed(match[1])
             self.failed = not self._is_name(name)

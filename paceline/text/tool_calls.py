@@ -27,6 +27,7 @@ from paceline.text.call_syntax import (
 
 HERMES, QWEN_XML, LLAMA, MISTRAL, MISTRAL_ARGS = "hermes", "qwen_xml", "llama", "mistral", "mistral_args"
 OPEN, PYTHON, CALLS, ARGS = "<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"
+_MAX_LINE_BREAKS = 8
 _OPENINGS = {
     HERMES: (OPEN,),
     QWEN_XML: (OPEN, FUNCTION),  # <tool_call> is at times missing
@@ -77,11 +78,11 @@ class ToolCallParser:
             end = len(self._text)
             if not at_end and self._openings:
                 end -= overlap_of_any(self._text, self._openings)
-                end = len(self._text[:end].rstrip("\n"))  # line breaks before a call are dropped
+                end = _before_line_breaks(self._text, end)
             text, self._text = self._text[:end], self._text[end:]
         else:
             self._is_open = True
-            text, after = self._text[:begin].rstrip("\n"), begin + len(opening)
+            text, after = self._text[: _before_line_breaks(self._text, begin)], begin + len(opening)
             if opening == FUNCTION:
                 self._calls = XmlCall(self._tools, "")
             self._dropped, self._text = self._text[len(text) : after], self._text[after:]
@@ -106,6 +107,15 @@ class ToolCallParser:
             self._is_after_call = not self._calls.failed
             self._dropped, self._calls, self._is_open = "", None, False
         return is_ended or size > 0 or bool(found)
+
+
+def _before_line_breaks(text: str, end: int) -> int:
+    """Where the line breaks before `end` begin, which are dropped before a call. Few are held back: a model may write
+    nothing else."""
+    first = max(0, end - _MAX_LINE_BREAKS)
+    while end > first and text[end - 1] == "\n":
+        end -= 1
+    return end
 
 
 def _calls_of(style: str, tools: Mapping[str, Tool], text: str, at_end: bool) -> Calls | None:

@@ -71,6 +71,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
     (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}', "", [("f", '{"a": 1}')]),
     (HERMES, 'x\n<tool_call>\n{"name": "f", "argu', 'x\n<tool_call>\n{"name": "f", "argu', []),
+    (HERMES, "a" + "\n" * 10 + '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "a\n\n", [("f", "{}")]),
     # ... resembles a call
     (HERMES, "no\n\n<tool_call> {bad} </tool_call> end <tool", "no\n\n<tool_call> {bad} </tool_call> end <tool", []),
     (HERMES, "Write <tool_call> and </tool_call> around it.\n", "Write <tool_call> and </tool_call> around it.\n", []),
@@ -203,6 +204,28 @@ def test_arguments_are_streamed_while_they_are_written() -> None:
     parser = ToolCallParser(QWEN_XML, TOOLS)
     parser.push("<tool_call>\n<function=f>\n<parameter=city>\n")
     assert parser.push("Par")[0].arguments == "Par"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("style", "begin", "more"),
+    [
+        (HERMES, "", "\n"),
+        (QWEN_XML, "<tool_call><function=", "abc"),
+        (QWEN_XML, "<tool_call><function=f><parameter=", "abc"),
+        (MISTRAL_ARGS, "[TOOL_CALLS]", "abc"),
+        (MISTRAL_ARGS, "[TOOL_CALLS]abc", " "),
+    ],
+)
+def test_an_endless_name_is_not_held_back(style: str, begin: str, more: str) -> None:
+    """What is held back is matched again with every token, so it is bounded."""
+    text = begin + more * 2000
+    whole = parsed(style, [text])
+    assert parsed(style, [begin, *[more] * 2000]) == whole
+    assert whole[0] == text or whole[1]
+    parser = ToolCallParser(style, TOOLS)
+    for piece in (begin, *[more] * 2000):
+        parser.push(piece)
+    assert len(parser._text) < 1024
 
 
 def test_a_text_that_is_clearly_no_call_is_not_held_back() -> None:
