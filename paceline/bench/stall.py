@@ -176,11 +176,13 @@ async def _measure(url: str, model: str, case: Hostile | None, streams: int, key
 async def _poll_health(host: str, port: int, times: list[float]) -> None:
     while True:
         began = time.monotonic()
-        reader, writer = await asyncio.open_connection(host, port)
-        writer.write(b"GET /health HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n\r\n")
-        await reader.read()
-        writer.close()
-        times.append(time.monotonic() - began)
+        try:
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n\r\n")
+            await reader.read()
+            writer.close()
+        finally:  # also when the measurement ends before the response
+            times.append(time.monotonic() - began)
         await asyncio.sleep(0.05)
 
 

@@ -51,10 +51,11 @@ class ServerState:
     def set_draining(self, draining: bool) -> None:
         if draining != self.draining:
             self.draining = draining
+            level = logging.INFO if self.shutting_down else logging.WARNING  # the operator knows of a shutdown
             if draining:
-                log.warning("draining: new requests are refused, %d in progress", self.counters.in_progress)
+                log.log(level, "draining: new requests are refused, %d in progress", self.counters.in_progress)
             else:
-                log.warning("not draining any more: new requests are accepted")
+                log.log(level, "not draining any more: new requests are accepted")
 
     @property
     def context(self) -> RequestContext:
