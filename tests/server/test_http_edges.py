@@ -38,7 +38,7 @@ PATHS = sorted({route.path.replace("{name:path}", "tiny").replace("{id}", "x") f
 
 
 def methods_of(path: str) -> set[str]:
-    pattern = path.replace("/v1/models/tiny", "/v1/models/{name:path}").replace("/v1/requests/x", "/v1/requests/{id}")
+    pattern = path.replace("/v1/models/tiny", "/v1/models/{name:path}").replace("/x", "/{id}")
     found = {route.method for route in ROUTES if route.path == pattern}
     return found | {"OPTIONS"} | ({"HEAD"} if "GET" in found else set())
 
