@@ -62,7 +62,8 @@ def describe(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] | None
                 f"{OPEN}\n{json.dumps({'name': call['name'], 'arguments': call['arguments']})}\n{CLOSE}"
                 for call in calls
             ]
-            described.append({"role": "assistant", "content": "\n".join([content, *texts] if content else texts)})
+            kept = {name: value for name, value in message.items() if name != "tool_calls"}
+            described.append({**kept, "content": "\n".join([content, *texts] if content else texts)})
         else:
             described.append(dict(message))
     if tools:

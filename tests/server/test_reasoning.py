@@ -160,6 +160,8 @@ def test_messages_have_thinking_blocks() -> None:
     deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
     assert "".join(delta.get("thinking", "") for delta in deltas) == "Two and two."
     assert "".join(delta.get("text", "") for delta in deltas) == "Four."
+    caller.ok("/v1/messages", body, thinking={"type": "enabled", "budget_tokens": 1024})
+    assert not client.prompt.endswith("</think>\n\n")
     caller.ok("/v1/messages", body, thinking={"type": "disabled"})
     assert client.prompt.endswith("<think>\n\n</think>\n\n")
 

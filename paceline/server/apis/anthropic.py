@@ -96,7 +96,8 @@ class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
 
 class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    type: Literal["disabled", "adaptive"]  # adaptive: the model decides, as it does by default
+    type: Literal["enabled", "disabled", "adaptive"]  # enabled and adaptive: the model decides, as it does by default
+    budget_tokens: int | None = None  # a target, not a limit: max_tokens bounds reasoning and answer together
     display: str | None = None
 
 
