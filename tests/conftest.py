@@ -26,11 +26,12 @@ settings.load_profile("paceline")
 # `make test` distributes files over processes. These take longest and start first, so that the processes end together.
 LONGEST = (
     "tests/pages/test_sim_page.py",
+    "tests/server/test_processes.py",
     "tests/oracle/test_axes.py",
     "tests/test_llm.py",
     "tests/engine/cuda/test_executor.py",
     "tests/scheduler/test_state_machine.py",
-    "tests/server/test_processes.py",
+    "tests/server/test_openapi.py",
     "tests/simulator/test_experiments.py",
     "tests/engine/cuda/test_sampling.py",
     "tests/checks/test_checks.py",
@@ -48,8 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than cores: tests with servers and browsers often wait."""
-    return min((os.cpu_count() or 1) + 1, 8)
+    """Two more than cores: tests with servers and browsers often wait."""
+    return min((os.cpu_count() or 1) + 2, 8)
 
 
 @pytest.fixture(scope="session")

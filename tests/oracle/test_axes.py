@@ -14,8 +14,8 @@ from paceline.config import BATCHING, OVERLAP, POLICIES
 from paceline.request import SamplingParams
 
 AXES: dict[str, tuple[Any, ...]] = {
-    "chunk_tokens": (1, 2, 3, 7, 512),
-    "page_size": (1, 3, 16, 64),
+    "chunk_tokens": (1, 3, 512),
+    "page_size": (1, 3, 64),
     "policy": tuple(POLICIES),
     "batching": tuple(BATCHING),
     "overlap": OVERLAP,

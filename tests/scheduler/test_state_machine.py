@@ -227,7 +227,7 @@ def counters_of_run(seed: int) -> Counters:
 
 @pytest.mark.parametrize("block", range(10))
 def test_random_runs_end_with_the_tokens_of_the_reference(block: int) -> None:
-    for seed in range(block * 15, (block + 1) * 15):
+    for seed in range(block * 10, (block + 1) * 10):
         counters_of_run(seed)
 
 

@@ -59,7 +59,7 @@ def test_every_response_conforms_to_the_document(
     headers = {"Authorization": "Bearer root"} if path.startswith("/admin") else None
 
     @given(case=operation.as_strategy(generation_mode=mode))
-    @settings(max_examples=40 if operation.body else 8, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=16 if operation.body else 8, suppress_health_check=list(HealthCheck))
     def check(case: Any) -> None:
         if path == "/admin/trace" and mode is GenerationMode.POSITIVE:
             case.body["seconds"] = 0.01  # a response takes as long
