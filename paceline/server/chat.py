@@ -100,7 +100,6 @@ class ChatBuilder(ResponseBuilder):
         self.jobs_per_prompt = len(each)
         self._formatter = LogprobFormatter(tokenizer, params)
         self._style = tools.style
-        self._is_plain = not tools.shown and reasoning.markers is None  # all output is content
         self._parsers = [
             OutputParser(
                 reasoning.parser(prompt),
@@ -179,7 +178,7 @@ class ChatResponse(ChatBuilder):
 
     def chunks(self, index: int, output: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
         logprobs = self._logprobs([output])
-        if self._is_plain:  # half the cost, for every token
+        if self._parsers[index].is_trivial:  # half the cost, for every token
             deltas = [Delta(content=output.text)] if output.text else []
         else:
             events, finish_reason = self.parse(index, [output])

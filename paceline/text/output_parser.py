@@ -31,6 +31,11 @@ class OutputParser:
         self._text_type = Reasoning if separate_reasoning else Content
 
     @property
+    def is_trivial(self) -> bool:
+        """Whether all text is content."""
+        return self._reasoning is None and self._tools is None
+
+    @property
     def has_reasoning(self) -> bool:
         return self._reasoning is not None and self._reasoning.found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,7 @@ def reasoning_markers_of(template: str) -> ReasoningMarkers | None:
     return next((one for one in MARKERS if one.opening in template or one.closing in template), None)
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningPiece:
+class ReasoningPiece(NamedTuple):  # a tuple: there is one per token
     """A part of the reasoning, or of the answer."""
 
     text: str
@@ -70,6 +70,8 @@ class ReasoningParser:
         self.found = False  # there is reasoning, perhaps empty
 
     def push(self, text: str) -> list[ReasoningPiece]:
+        if not self._text and self._state is _State.ANSWER:
+            return [ReasoningPiece(text, False)] if text else []
         self._text += text
         return self._read(at_end=False)
 
@@ -149,6 +151,8 @@ class ReasoningCounter:
 
 def overlap(text: str, marker: str) -> int:
     """Length of the longest end of `text` that may be the beginning of `marker`."""
+    if marker[0] not in text[1 - len(marker) :]:  # nearly always
+        return 0
     for size in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:size]):
             return size
