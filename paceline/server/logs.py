@@ -1,10 +1,11 @@
-"""Logging to standard error, as text or as one JSON object per line.
+"""Logging to standard error, as text or as one JSON object per line, with the Python stacks if native code crashes.
 
 Fields given as `extra={"fields": {...}}` become members of the object, or follow the text as name=value.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import sys
@@ -42,6 +43,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def set_up_logs(level: str, format: str, process: str) -> None:
+    faulthandler.enable()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter(process) if format == "json" else _TextFormatter(process))
     root = logging.getLogger()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -23,6 +24,8 @@ _INVALID_ENUM = re.compile(rf"^Invalid enum value .*?{_PATH}")
 _MISSING = re.compile(rf"^Object missing required field `(?P<name>\w+)`{_PATH}")
 _UNKNOWN = re.compile(rf"^Object contains unknown field `(?P<name>.+?)`{_PATH}")
 _STEP = re.compile(r"(\w+)|\[(\d+)\]")  # of a path
+_prepare_lock = threading.Lock()
+_prepared_types: set[type[msgspec.Struct]] = set()
 _TYPE_NAMES = {
     "str": "a string",
     "int": "an integer",
@@ -45,10 +48,20 @@ def parse(body: bytes | bytearray, kind: type[_Struct], rules: FieldRules = OPEN
 
 def convert(value: Any, kind: type[_Struct], path: str = "") -> _Struct:
     """`value`, which is at `path` of the request, as a struct."""
+    if kind not in _prepared_types:
+        _prepare_type(kind)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise _to_api_error(str(error), value, path) from None
+
+
+def _prepare_type(kind: type[msgspec.Struct]) -> None:
+    """msgspec 0.22 collects the fields of a struct when it is first used, and crashes if another thread uses it before
+    that is done."""
+    with _prepare_lock:
+        msgspec.json.Decoder(kind)
+        _prepared_types.add(kind)
 
 
 def _invalid_json(body: bytes, error: Exception) -> ApiError:

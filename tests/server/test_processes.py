@@ -107,7 +107,7 @@ def test_killing_a_front_end_does_not_affect_the_others() -> None:
         payload = [body([600 + number] * 8, 3_000) for number in range(24)]
         victim = server.children["front_end"][0]
         engines = server.children["engine"]
-        streams = asyncio.run(stream_all(server, payload, lambda: os.kill(victim, signal.SIGKILL)))
+        streams = asyncio.run(stream_all(server, payload, lambda: os.kill(victim, signal.SIGSEGV)))
         completed = [events(raw)[-1] == b"[DONE]" for raw in streams]
         assert any(completed), "the other front end's streams continued"
         for number, raw in enumerate(streams):
@@ -115,6 +115,8 @@ def test_killing_a_front_end_does_not_affect_the_others() -> None:
                 assert text_of(events(raw)) == expected_text([600 + number] * 8, 3_000)
         assert server.children["engine"] == engines
         wait_until(lambda: len(server.children["front_end"]) == 2 and victim not in server.children["front_end"])
+        assert "Fatal Python error: Segmentation fault" in server.output and "front_end.py" in server.output
+        assert "front-end-0 exited unexpectedly: signal 11, SIGSEGV" in server.output
         assert complete(server, [7, 8, 9], 12).json()["choices"][0]["text"] == expected_text([7, 8, 9], 12)
         wait_until(lambda: metric(server, "num_requests_running") == 0, why=lambda: get(server, "/v1/requests").text)
 

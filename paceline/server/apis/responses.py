@@ -316,12 +316,14 @@ def _text_item(text: Content | Reasoning) -> OutputMessage | OutputReasoning:
 
 # ---------------------------------------------------------------------- stored responses
 
+_stored_decoder = msgspec.json.Decoder(StoredResponse)
+
 
 async def _stored(state: ServerState, response_id: str, tenant: str | None, param: str | None) -> StoredResponse:
     data: bytes | None = await state.client.query(GetResponse(response_id, tenant))
     if data is None:
         raise _not_found(response_id, param)
-    return msgspec.json.decode(data, type=StoredResponse)
+    return _stored_decoder.decode(data)
 
 
 def _not_found(response_id: str, param: str | None) -> ApiError:
