@@ -204,13 +204,17 @@ class Admission:
         request = self.candidate(now)
         return request is not None and request.priority >= level
 
+    @property
+    def could_admit(self) -> bool:
+        """Whether a request waits and there is a slot for it, or one might be made free."""
+        return self.num_waiting > 0 and (self._memory.slots.num_free > 0 or self._retract_for is not None)
+
     def _leaves_room(self, to_compute: int, share: int) -> bool:
         """Whether a prompt with that many tokens to compute may take `share` of them now: short ones always may."""
         return not self._room or to_compute <= self._config.chunk_tokens or self._budget - share >= self._room
 
     def _can_admit(self) -> bool:
-        has_slot = self._memory.slots.num_free > 0 or self._retract_for is not None
-        return self._may_admit and self._budget > 0 and has_slot
+        return self._may_admit and self._budget > 0 and self.could_admit
 
     def _can_try(self) -> bool:
         """Whether to look for another candidate: a bounded number of them is skipped in a step."""

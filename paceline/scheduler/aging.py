@@ -118,9 +118,9 @@ class GivenLimits:
 
     def move(self, number: int, seconds: float) -> None:
         """Adds `seconds` to the limits of all requests with a greater arrival number."""
-        position = bisect_right(self._numbers, number)
-        if position == len(self._numbers) or not seconds:
+        if number >= self.last_number or not seconds:
             return
+        position = bisect_right(self._numbers, number)
         low, moved = self._low, self._moved
         node = position + self._size
         low[node] += seconds

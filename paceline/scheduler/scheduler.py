@@ -42,7 +42,7 @@ MAX_IN_FLIGHT = 2  # passes that are planned and not committed
 MAX_PREFILL_BATCHES = 8  # batching prefill-first: in a row, while requests could decode
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _PassInFlight:
     """A plan that is not committed yet, with what only the scheduler needs to know about it."""
 
@@ -332,7 +332,7 @@ class Scheduler:
                 self._retract(max(candidates, key=lambda request: request.seniority), now, "older requests")
 
     def _plan_prefills(self, may_admit: bool, now: Now) -> None:
-        if not self.running.prefilling and not self.num_waiting:
+        if not self.running.prefilling and not (may_admit and self.admission.could_admit):
             return
         self.admission.plan_chunks(self._prefill_budget(), may_admit and self.num_waiting > 0, now)
 

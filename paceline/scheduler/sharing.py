@@ -34,15 +34,13 @@ def find_sharing(locked_nodes: Iterable[Node], starts: Column, version: int) -> 
         return None
     paths = sorted(map(_path, below), key=lambda path: [one.sibling_order for one in path])
     rows = np.array([row for path in paths for row in below[path[-1]]], np.int32)
-    depths = np.zeros(len(rows) - 1, np.int32)
-    at = 0
+    depths: list[int] = []
     for path, after in zip(paths, [*paths[1:], []], strict=True):
-        end = at + len(below[path[-1]])
-        depths[at : end - 1] = path[-1].depth
-        depths[end - 1 : end] = _common(path, after)  # no entry after the last row
-        at = end
+        depths += [path[-1].depth] * (len(below[path[-1]]) - 1)
+        depths.append(_common(path, after))
+    depths.pop()  # nothing follows the last row
     reach = starts[rows]
-    common = np.minimum(depths, np.minimum(reach[:-1], reach[1:]))
+    common = np.minimum(np.array(depths, np.int32), np.minimum(reach[:-1], reach[1:]))
     return Sharing(version, rows, common) if common.any() else None
 
 
