@@ -43,7 +43,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def set_up_logs(level: str, format: str, process: str) -> None:
-    faulthandler.enable()
+    faulthandler.enable(2)  # stderr of the process, whatever sys.stderr is
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter(process) if format == "json" else _TextFormatter(process))
     root = logging.getLogger()
