@@ -1,38 +1,77 @@
-"""The command line: one file per command. Commands import torch and the server lazily, so that `--help` is fast."""
+"""The command line: one file per command, imported when the command runs, so that `--help` is fast."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from paceline import __version__
-from paceline.cli import bench, environment, sim
-from paceline.cli.chat import chat
-from paceline.cli.doctor import doctor
-from paceline.cli.generate import generate
-from paceline.cli.models import models
-from paceline.cli.pull import pull
-from paceline.cli.serve import serve
-from paceline.request import PacelineError
+
+# The first paragraph of each command's help. A test compares them.
+SUMMARIES = {
+    "serve": "Serve a model over HTTP with an OpenAI-compatible API.",
+    "chat": "Chat with a model in the terminal. With piped input, every line is a message.",
+    "generate": "Answer prompts and exit. One answer is streamed, several are printed when all are complete.",
+    "pull": "Download a model, and print its path.",
+    "models": "List models on this machine, supported families, and shapes for random weights.",
+    "doctor": "Check whether this machine can serve: software, GPU, memory, folders, port, limits, and a model.",
+    "bench": "Run benchmarks and checks on this machine.",
+    "sim": "Simulate workloads, policies and KV cache sizes on a virtual GPU.",
+}
+
+
+class _Commands(Mapping[str, Any]):
+    """The command `name` is in paceline/cli/name.py: its function `name`, or its Typer `app`."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in SUMMARIES:
+            raise KeyError(name)
+        module = import_module(f"paceline.cli.{name}")
+        if hasattr(module, "app"):
+            return typer.main.get_group(module.app)
+        alone = typer.Typer(add_completion=False)
+        alone.command(name)(getattr(module, name))
+        return typer.main.get_command(alone)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(SUMMARIES)
+
+    def __len__(self) -> int:
+        return len(SUMMARIES)
 
 
 class _CommandGroup(TyperGroup):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Commands()  # type: ignore[assignment]
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(SUMMARIES.items()))
+
     def invoke(self, ctx: Any) -> Any:
         """Prints a user error as one line and exits with 2; other exceptions are bugs and keep their traceback."""
         try:
             return super().invoke(ctx)
-        except PacelineError as error:
+        except Exception as error:
+            from paceline.request import PacelineError
+
+            if not isinstance(error, PacelineError):
+                raise
             typer.echo(f"paceline: {error}", err=True)
             raise typer.Exit(2) from None
 
 
-app = typer.Typer(name="paceline", cls=_CommandGroup, no_args_is_help=True, add_completion=False)
-app.add_typer(bench.app, name="bench")
-app.add_typer(sim.app, name="sim")
-for _command in (serve, chat, generate, pull, models, doctor):
-    app.command()(_command)
+# No markup: rich alone would take as long to import as everything else that `paceline --help` needs.
+app = typer.Typer(name="paceline", cls=_CommandGroup, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 
 def _show_version(wanted: bool) -> None:
@@ -48,8 +87,11 @@ def _callback(
     ] = False,
 ) -> None:
     """Paceline, an inference and serving engine for large language models."""
-    for warning in environment.warnings():
-        typer.echo(f"paceline: warning: {warning}", err=True)
+    if any(name.startswith("PACELINE_") for name in os.environ):
+        from paceline.cli.environment import warnings
+
+        for warning in warnings():
+            typer.echo(f"paceline: warning: {warning}", err=True)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from paceline.cli import SUMMARIES
 from paceline.config import (
     BATCHING,
     EVICTION,
@@ -249,7 +250,18 @@ def test_help_needs_no_torch(arguments: list[str]) -> None:
     code = (
         f"import sys\nsys.argv = ['paceline', *{arguments}]\nfrom paceline.cli import main\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
-        "print([name for name in ('torch', 'tokenizers', 'starlette', 'uvicorn') if name in sys.modules])"
+        "print([name for name in ('torch', 'tokenizers', 'starlette', 'uvicorn') if name in sys.modules])\n"
+        "print([name for name in ('numpy', 'msgspec', 'rich') if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert run.stdout.splitlines()[-1] == "[]"
+    heavy, light = run.stdout.splitlines()[-2:]
+    assert heavy == "[]"
+    assert light == "[]" or len(arguments) > 1, "imports that double the time of `paceline --help`"
+
+
+def test_the_list_of_commands_has_their_own_summaries(run: Run) -> None:
+    for name, summary in SUMMARIES.items():
+        shown = " ".join(run(name, "--help").output.replace("│", " ").split())
+        assert summary in shown, name
+        assert f"Usage: paceline {name} " in shown
+    assert "Did you mean 'serve'?" in run("srve").output
