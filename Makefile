@@ -4,6 +4,8 @@ BIN := .venv/bin
 READY := .venv/.ready
 # What serving needs and no more: a first `make serve` downloads no test tools.
 RUNTIME := .venv/.runtime
+# Tests start hundreds of processes: without cached bytecode each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: install serve wheel test test-slow test-flaky lint format bench mutants clean

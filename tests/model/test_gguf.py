@@ -10,7 +10,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-import transformers
 from contiguous_cache import ContiguousCache
 from test_oracle import PROMPT, make_pair
 
@@ -18,6 +17,9 @@ from paceline.model.gguf import dequantise, gguf_spec
 from paceline.model.gguf_file import open_gguf
 from paceline.model.spec import ModelError
 from paceline.model.weights import load_decoder, read_spec
+from tests.lazy import Lazy
+
+transformers = Lazy("transformers")
 
 CAPITAL = [504, 3575, 282, 4649, 314]  # The capital of France is
 CONTINUATION = [7042, 30, 198, 198, 504, 2988, 314, 42]

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from contiguous_cache import ContiguousCache
 
 from paceline.model.decoder import Decoder
 from paceline.model.layout import target_shapes
 from paceline.model.registry import SHAPES, shape, spec_from_config
 from paceline.model.weights import load_decoder
+from tests.lazy import Lazy
+
+transformers = Lazy("transformers")
 
 SIZES: dict[str, Any] = {
     "hidden_size": 48,

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from tiny import NUM_TOKENS, PROMPTS, make_llm, pair, retract_often
-from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from paceline.llm import LLM, RequestOutput
 from paceline.request import InvalidRequest, SamplingParams
+from tests.lazy import Lazy
+
+processors = Lazy("transformers.generation.logits_process")
 
 FAMILY = "qwen2"
 SETTINGS = [
@@ -54,7 +56,7 @@ def expected() -> list[list[int]]:
         for _ in range(NUM_TOKENS):
             logits = logits_after(prompt + output)[-1:]
             penalty = options.get("repetition_penalty", 1.0)
-            logits = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits)[0]
+            logits = processors.RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits)[0]
             counts = torch.bincount(torch.tensor(output, dtype=torch.long), minlength=len(logits))
             logits = (
                 logits

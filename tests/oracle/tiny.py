@@ -9,7 +9,6 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
-import transformers
 
 from paceline.config import EngineConfig
 from paceline.engine.build import assemble
@@ -19,6 +18,9 @@ from paceline.model.decoder import Decoder
 from paceline.model.weights import load_decoder
 from paceline.request import SamplingParams
 from paceline.text.synthetic import synthetic_tokenizer
+from tests.lazy import Lazy
+
+transformers = Lazy("transformers")
 
 VOCAB = 300
 NUM_TOKENS = 10

@@ -7,15 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers.generation.logits_process import (
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
 
 from paceline.request import InvalidRequest, Request, SamplingParams
 from paceline.sampling.adjust import BANNED_LOGIT, adjust_row, logit_adjustments
 from paceline.scheduler.plan import Join
+from tests.lazy import Lazy
+
+processors = Lazy("transformers.generation.logits_process")
 
 VOCAB = 50
 PROMPT, OUTPUT = [3, 4, 3, 9, 40], [7, 7, 3, 11, 7, 49]
@@ -34,7 +32,7 @@ def adjusted(bad_words: tuple[tuple[int, ...], ...] = (), **params: Any) -> np.n
 
 @pytest.mark.parametrize("penalty", [0.7, 1.3, 5.0])
 def test_repetition_penalty_equals_transformers(penalty: float) -> None:
-    expected = RepetitionPenaltyLogitsProcessor(penalty)(HISTORY, LOGITS.clone())[0]
+    expected = processors.RepetitionPenaltyLogitsProcessor(penalty)(HISTORY, LOGITS.clone())[0]
     np.testing.assert_allclose(adjusted(repetition_penalty=penalty), expected, atol=1e-5)
 
 
@@ -46,10 +44,10 @@ def test_frequency_and_presence_penalties_count_only_the_output() -> None:
 
 def test_bias_is_added_and_all_adjustments_apply_in_order() -> None:
     bias = {7: 3.5, 9: -20.0, 12: 100.0}
-    processor = SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])
+    processor = processors.SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])
     np.testing.assert_allclose(adjusted(logit_bias=bias), processor(HISTORY, LOGITS.clone())[0], atol=1e-5)
     counts = torch.bincount(torch.tensor(OUTPUT), minlength=VOCAB)
-    expected = RepetitionPenaltyLogitsProcessor(1.4)(HISTORY, LOGITS.clone())[0]
+    expected = processors.RepetitionPenaltyLogitsProcessor(1.4)(HISTORY, LOGITS.clone())[0]
     expected = processor(HISTORY, (expected - 0.5 * counts - 0.25 * (counts > 0))[None])[0]
     found = adjusted(repetition_penalty=1.4, frequency_penalty=0.5, presence_penalty=0.25, logit_bias=bias)
     np.testing.assert_allclose(found, expected, atol=1e-4)
@@ -66,7 +64,7 @@ def test_bad_words_equal_transformers() -> None:
         (99, *PROMPT, *OUTPUT, 15),
     )
     known = [list(word) for word in words if all(token < VOCAB for token in word)]
-    expected = NoBadWordsLogitsProcessor(known, eos_token_id=0)(HISTORY, LOGITS.clone())[0]
+    expected = processors.NoBadWordsLogitsProcessor(known, eos_token_id=0)(HISTORY, LOGITS.clone())[0]
     found = adjusted(bad_words=words)
     assert (found == np.float32(BANNED_LOGIT)).tolist() == expected.isneginf().tolist()
     assert np.flatnonzero(found == np.float32(BANNED_LOGIT)).tolist() == [5, 6, 8, 13, 14]

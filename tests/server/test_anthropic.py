@@ -6,16 +6,17 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import anthropic
 import pytest
-from anthropic import AsyncAnthropic
 
 from paceline.config import TenantConfig
 from paceline.engine.engine import Engine
 from paceline.engine.output import EngineFailed
 from paceline.request import FinishReason, Refused
+from tests.lazy import Lazy
 from tests.server.scripted_client import CALL, ScriptedCaller, run_package
 from tests.server.serving import Caller, make_app
+
+anthropic = Lazy("anthropic")
 
 PATH = "/v1/messages"
 HELLO: Any = {"model": "tiny", "max_tokens": 6, "messages": [{"role": "user", "content": "Hello there"}]}
@@ -37,8 +38,8 @@ def scripted(engine: Engine) -> ScriptedCaller:
     return ScriptedCaller(engine)
 
 
-def run(caller: Caller, use: Callable[[AsyncAnthropic], Awaitable[Any]], key: str = "none") -> Any:
-    return run_package(caller, use, AsyncAnthropic, base_url="http://tiny", api_key=key)
+def run(caller: Caller, use: Callable[[Any], Awaitable[Any]], key: str = "none") -> Any:
+    return run_package(caller, use, anthropic.AsyncAnthropic, base_url="http://tiny", api_key=key)
 
 
 def create(caller: Caller, **fields: Any) -> Any:
@@ -48,7 +49,7 @@ def create(caller: Caller, **fields: Any) -> Any:
 def stream(caller: Caller, **fields: Any) -> tuple[Any, list[Any]]:
     """The message that the client accumulates, and the events."""
 
-    async def use(client: AsyncAnthropic) -> tuple[Any, list[Any]]:
+    async def use(client: Any) -> tuple[Any, list[Any]]:
         async with client.messages.stream(**{**HELLO, **fields}) as opened:
             events = [event async for event in opened]
             return await opened.get_final_message(), events

@@ -167,10 +167,10 @@ def test_a_port_in_use_is_a_one_line_error_with_exit_code_2(server: ServerProces
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_ends_open_streams_with_an_error_and_exits(number: int) -> None:
-    with serving("--load", "random", "--shape", "smollm2-135m", "--served-name", "r", "--shutdown-s", "0.5") as server:
+    with serving("--executor", "virtual", "--served-name", "r", "--shutdown-s", "0.5") as server:
         host, port = server.url.removeprefix("http://").split(":")
         idle = socket.create_connection((host, int(port)))  # a connection without a request
-        body = {"model": "r", "prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True}
+        body = {"model": "r", "prompt": "x", "max_tokens": 30_000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             assert next(lines).startswith("data: ")

@@ -7,10 +7,12 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from paceline.request import InvalidRequest
 from paceline.text.chat import ChatTemplate, ChatTemplateError, check_messages
+from tests.lazy import Lazy
+
+template_utils = Lazy("transformers.utils.chat_template_utils")
 
 MESSAGES = [
     {"role": "system", "content": 'Be <brief> & "kind".'},
@@ -45,7 +47,9 @@ TEMPLATES = {
 @pytest.mark.parametrize("prompt", [True, False])
 def test_renders_as_transformers_does(name: str, prompt: bool) -> None:
     options: dict[str, Any] = {"tools": TOOLS, "add_generation_prompt": prompt}
-    expected, _ = render_jinja_template([MESSAGES], chat_template=TEMPLATES[name], bos_token="<s>", **options)
+    expected, _ = template_utils.render_jinja_template(
+        [MESSAGES], chat_template=TEMPLATES[name], bos_token="<s>", **options
+    )
     assert ChatTemplate(TEMPLATES[name], bos_token="<s>").render(MESSAGES, **options) == expected[0]
     assert expected[0]
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import regex
 import tokenizers
-import transformers
 from corpus import strings
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,6 +27,9 @@ from paceline.request import InvalidRequest
 from paceline.text.load import load_tokenizer
 from paceline.text.synthetic import synthetic_tokenizer
 from paceline.text.tokenizer import Tokenizer, byte_level_alphabet
+from tests.lazy import Lazy
+
+transformers = Lazy("transformers")
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 TO_CHARACTER = {byte: character for character, byte in byte_level_alphabet().items()}
