@@ -219,6 +219,11 @@ class SchedulerConfig:
     tenant_weights: Mapping[str, float] = option(
         {}, "policy fair: weight of each tenant; 1 if not given; a server sets it from the weight of its tenants"
     )
+    background_tenants: tuple[str, ...] = option(
+        (),
+        "tenants whose requests are admitted only while no request of another tenant waits, under any policy",
+        hidden="a server sets it from background of its tenants",
+    )
     prefix_wait: bool = option(
         True, "in-batch prefix caching: wait for a prefix that is being computed instead of computing it twice"
     )
@@ -524,6 +529,9 @@ class TenantConfig:
     max_requests: int | None = option(None, "maximum number of concurrent requests, running or waiting", low=1)
     tokens_per_minute: int | None = option(None, "maximum number of prompt and output tokens per minute", low=1)
     max_priority: int = option(0, "highest priority that a request of the tenant may set", low=0)
+    background: bool = option(
+        False, "admit requests of the tenant only while no request of another tenant waits, under any policy"
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -390,6 +390,7 @@ class Request:
     output: array[int] = field(default_factory=lambda: array("i"))
     max_tokens: int = 0  # params.max_tokens, or what context and memory allow
     stop_ids: frozenset[int] = frozenset()
+    background: bool = False  # of a background tenant: admitted only while no other tenant's request waits
     number: int = 0  # arrival number; breaks ties and is kept across retractions
     predicted_s: float = 0.0  # device time that it is expected to take (service_time.py)
     served_s: float = 0.0  # device time of its prefill since it was admitted

@@ -163,7 +163,8 @@ MUTANTS = [
     Mutant(
         "prompt tokens are not given to higher priorities first",
         "scheduler/admission.py",
-        "        if not self._by_priority:\n            self._plan_level(None, now)",
+        "        if not (self._by_priority or background_runs or self.num_waiting > num_foreground):\n"
+        "            self._plan_level(None, now)",
         "        if True:\n            self._plan_level(None, now)",
     ),
     Mutant(
@@ -499,7 +500,7 @@ MUTANTS = [
     Mutant(
         "a request can raise the queue timeout of the scheduler",
         "scheduler/scheduler.py",
-        "        timeout_s = min(request.queue_timeout_s, self.config.queue_timeout_s)",
+        "        timeout_s = min(request.queue_timeout_s, limit_s)",
         "        timeout_s = request.queue_timeout_s",
         ("tests/scheduler/test_scheduler.py",),
     ),
@@ -558,6 +559,34 @@ MUTANTS = [
         "            return _FIRST_TOKENS, _FIRST_TOKENS",
         "            return 1e9, 1e9",
         ("tests/scheduler/test_step_time.py", "tests/simulator/test_experiments.py"),
+    ),
+    Mutant(
+        "background requests are admitted when foreground requests are only skipped",
+        "scheduler/background.py",
+        "        return self.foreground.next(now)",
+        "        return self.foreground.next(now) or self.background.next(now)",
+        ("tests/scheduler/test_background.py",),
+    ),
+    Mutant(
+        "a retracted background request is tried before waiting foreground requests",
+        "scheduler/admission.py",
+        "            if request.background and self._memory.tree.num_foreground:\n                break",
+        "            if False:\n                break",
+        ("tests/scheduler/test_background.py",),
+    ),
+    Mutant(
+        "longest prefix match finds background requests below a hidden tenant",
+        "scheduler/policies.py",
+        " or tree.is_below_hidden(node):",
+        ":",
+        ("tests/scheduler/test_background.py",),
+    ),
+    Mutant(
+        "background requests are retracted like others",
+        "scheduler/retraction.py",
+        "        return (not request.background, request.priority,",
+        "        return (False, request.priority,",
+        ("tests/scheduler/test_background.py",),
     ),
 ]
 

@@ -2,7 +2,8 @@
 
 Partly computed prompts continue first, then waiting requests are admitted in the policy's order while tokens, slots and
 memory last. Prompts of more than one chunk leave room for short ones and share what these do not use. Under policy
-`priority` this is done for one priority after the other, so that a lower one gets only what the higher ones leave. A
+`priority` this is done for one priority after the other, so that a lower one gets only what the higher ones leave; and
+background tenants get what the others leave. A
 request that does not fit is skipped for this step and may be overtaken a bounded number of times (`max_overtakes`);
 then freed memory is reserved for it, as it is for a retracted request at once. Others are admitted beside a reservation
 only if they do not put it off (`_pages_beside`); under `priority` a higher priority goes first.
@@ -14,6 +15,7 @@ import math
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,6 +47,13 @@ class Chunk:
     is_last: bool
 
 
+class Rank(NamedTuple):
+    """Requests of a higher rank are planned before others, and may retract them."""
+
+    is_foreground: bool
+    priority: int  # 0 for all unless the policy is priority
+
+
 @dataclass(frozen=True, slots=True)
 class WaitReason:
     """Why a candidate is not admitted in this step, as the end of the sentence 'it waits for …'."""
@@ -67,9 +76,9 @@ class Admission:
         lengths: OutputLengths,
         service_time: ServiceTime,
         journal: Journal,
-        retract_for: Callable[[Request, Now], None] | None,
+        retract_for: Callable[[Request, Now], None],
     ) -> None:
-        """`retract_for` may retract running requests of lower priority to make space for a waiting one."""
+        """`retract_for` may retract running requests of a lower rank to make space for a waiting one."""
         self._config = config
         self._memory = memory
         self._running = running
@@ -79,6 +88,7 @@ class Admission:
         self._journal = journal
         self._retract_for = retract_for
         self._by_priority = config.policy == "priority"
+        self._retracts_by_priority = self._by_priority and not math.isinf(config.retract_gap)
         self._prefix_wait_tokens = memory.pages_for(config.prefix_wait_tokens) * config.page_size
         self.retracted: list[Request] = []  # waiting again, most senior first: tried before all others
         self.num_waiting = 0
@@ -93,6 +103,7 @@ class Admission:
         self.token_cost = 0.0  # what a token without context takes of a budget that follows from a latency target
         self._room = 0  # of these, tokens that long prompts leave to short ones
         self._may_admit = False
+        self._may_retract = False  # running requests, for a waiting one
         self._deferred: list[Request] = []  # long prompts that would have taken that room
         self._joins: list[Join] = []
         self._skipped: list[Request] = []
@@ -105,11 +116,13 @@ class Admission:
 
     def enqueue(self, request: Request) -> None:
         """A new or retracted request begins to wait."""
+        if self.reserved is not None and self.reserved.background and not request.background:
+            self.reserved = None
         self.num_waiting += 1
         self.num_waiting_tokens += request.num_tokens
         num_known = self._memory.tree.enqueue(request, token_key(request), self._memory.num_cacheable_pages(request))
         if request.was_admitted and not self._by_priority:
-            insort(self.retracted, request, key=lambda waiting: waiting.seniority)
+            insort(self.retracted, request, key=lambda waiting: (waiting.background, waiting.seniority))
         else:
             self._service_time.predict(request, request.num_tokens - num_known, self._expected_growth(request))
             request.queued = True
@@ -159,25 +172,33 @@ class Admission:
     def plan_chunks(self, budget: int, may_admit: bool, now: Now) -> None:
         """Plans up to `budget` prompt tokens: first of partly computed prompts, then of waiting requests."""
         self._may_admit = may_admit
+        num_foreground, background_runs = self._memory.tree.num_foreground, self._background_runs()
+        self._may_retract = self._retracts_by_priority or (num_foreground > 0 and background_runs)
         # While every slot decodes there may be no token left. A retraction frees at least one.
-        self._budget = budget if self._retract_for is None else max(budget, 1)
-        if not self._by_priority:
+        self._budget = max(budget, 1) if self._may_retract else budget
+        if not (self._by_priority or background_runs or self.num_waiting > num_foreground):
             self._plan_level(None, now)
             return
-        # A level is done before a lower one gets a token. So no request of a lower priority has a chunk in this pass
+        # A level is done before a lower one gets a token. So no request of a lower rank has a chunk in this pass
         # while a waiting one is tried, and each may be retracted for it.
-        level: int | None = None
+        level: Rank | None = None
         while self._budget > 0 and (level := self._next_level(level, now)) is not None:
             self._plan_level(level, now)
 
-    def _next_level(self, above: int | None, now: Now) -> int | None:
-        """The highest priority, lower than `above`, of partly computed prompts and waiting requests."""
-        waiting = self.candidate(now) if self._can_try() else None
-        priorities = [one.priority for one in self._running.prefilling if above is None or one.priority < above]
-        return max([*priorities, *([] if waiting is None else [waiting.priority])], default=None)
+    def _background_runs(self) -> bool:
+        return bool(self._config.background_tenants) and any(one.background for one in self._running.requests)
 
-    def _plan_level(self, level: int | None, now: Now) -> None:
-        """Plans chunks of the requests with this priority, or of all."""
+    def _rank(self, request: Request) -> Rank:
+        return Rank(not request.background, request.priority if self._by_priority else 0)
+
+    def _next_level(self, above: Rank | None, now: Now) -> Rank | None:
+        """The highest rank, lower than `above`, of partly computed prompts and waiting requests."""
+        waiting = self.candidate(now) if self._can_try() else None
+        ranks = [rank for rank in map(self._rank, self._running.prefilling) if above is None or rank < above]
+        return max([*ranks, *([] if waiting is None else [self._rank(waiting)])], default=None)
+
+    def _plan_level(self, level: Rank | None, now: Now) -> None:
+        """Plans chunks of the requests with this rank, or of all."""
         # One prompt never takes the whole pass while others wait, and long ones leave room for a chunk of short ones,
         # of a small pass three quarters, so that a short prompt behind them is not delayed.
         others_wait = self._may_admit and self._waits_at(level, now)
@@ -194,20 +215,20 @@ class Admission:
                 self._plan_chunk(request, self._config.chunk_tokens, now)
         self._admit_deferred(now)
 
-    def _prefilling_at(self, level: int | None) -> list[Request]:
+    def _prefilling_at(self, level: Rank | None) -> list[Request]:
         prefilling = self._running.prefilling
-        return prefilling if level is None else [request for request in prefilling if request.priority == level]
+        return prefilling if level is None else [request for request in prefilling if self._rank(request) == level]
 
-    def _waits_at(self, level: int | None, now: Now) -> bool:
+    def _waits_at(self, level: Rank | None, now: Now) -> bool:
         if level is None:
             return self._memory.tree.root.num_waiting > 0
         request = self.candidate(now)
-        return request is not None and request.priority >= level
+        return request is not None and self._rank(request) >= level
 
     @property
     def could_admit(self) -> bool:
         """Whether a request waits and there is a slot for it, or one might be made free."""
-        return self.num_waiting > 0 and (self._memory.slots.num_free > 0 or self._retract_for is not None)
+        return self.num_waiting > 0 and (self._memory.slots.num_free > 0 or self._may_retract)
 
     def _leaves_room(self, to_compute: int, share: int) -> bool:
         """Whether a prompt with that many tokens to compute may take `share` of them now: short ones always may."""
@@ -220,11 +241,11 @@ class Admission:
         """Whether to look for another candidate: a bounded number of them is skipped in a step."""
         return self._can_admit() and len(self._skipped) <= 4 * self._config.look_ahead + 16
 
-    def _admit_waiting(self, level: int | None, share: int, now: Now) -> None:
-        """Admits waiting requests of this priority, or of any, while tokens, slots and memory last."""
+    def _admit_waiting(self, level: Rank | None, share: int, now: Now) -> None:
+        """Admits waiting requests of this rank, or of any, while tokens, slots and memory last."""
         while self._can_try():
             request = self.candidate(now)
-            if request is None or (level is not None and request.priority < level):
+            if request is None or (level is not None and self._rank(request) < level):
                 break
             self._may_admit = self._admit_or_skip(request, share, now)
 
@@ -276,11 +297,15 @@ class Admission:
         if self.holds_new:
             started = [one for one in self._memory.tree.waiting_nodes if one.was_admitted and not one.skipped]
             by_priority = self._by_priority
-            return min(started, key=lambda one: (by_priority and -one.priority, one.seniority), default=None)
+            return min(
+                started, key=lambda one: (one.background, by_priority and -one.priority, one.seniority), default=None
+            )
         if self.reserved is not None and not self.reserved.skipped:
             first = self._policy.next(now) if self._by_priority else None
             return first if first is not None and self._outranks_reserved(first) else self.reserved
         for request in self.retracted:
+            if request.background and self._memory.tree.num_foreground:
+                break  # foreground requests come first in the list
             if not request.skipped:
                 return request
         return self._policy.next(now)
@@ -348,7 +373,7 @@ class Admission:
             missing = memory.full_pages(request) - self._pages_beside(self.reserved)
             if missing > 0:
                 return WaitReason("memory", num_missing_pages=missing)
-        if self._retract_for is not None:
+        if self._may_retract:
             self._retract_for(request, now)
             hit, to_compute = self._match(request, now)  # the KV of a retracted request is cached
             if not memory.slots.num_free:

@@ -27,6 +27,9 @@ def waiting_for(request: Request, config: SchedulerConfig, memory: Memory, admis
         return WaitingFor(
             "the batch to finish", "the batch to finish: batching is static, all of its requests must end"
         )
+    if request.background and memory.tree.num_foreground:
+        others = "requests of other tenants"
+        return WaitingFor(others, f"{others}: as a background request it is admitted only while none of them waits")
     if not num_free:
         slots = f"one of {config.max_running} slots (max_running), all in use: a running request must finish first"
         return WaitingFor("a free slot", slots)

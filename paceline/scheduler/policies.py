@@ -233,7 +233,7 @@ class LongestPrefixPolicy(BasePolicy):
         tree = self._tree
         while tree.frontier:
             node = tree.frontier[0][2]
-            if node.computed_step == now.step:
+            if node.computed_step == now.step or tree.is_below_hidden(node):
                 self._skipped.append(heappop(tree.frontier))
             elif not node.is_alive or not node.resident or node.num_waiting <= node.num_waiting_resident:
                 heappop(tree.frontier)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 
 from paceline.config import SchedulerConfig
 from paceline.request import Request
 from paceline.scheduler.aging import with_aging
+from paceline.scheduler.background import BackgroundPolicy
 from paceline.scheduler.fair import FairPolicy
 from paceline.scheduler.policies import (
     DepthFirstPolicy,
@@ -22,6 +25,19 @@ _TOKEN_S = 1e-5  # device time of a prompt token, before any was measured
 
 
 def make_policy(tree: PrefixTree, config: SchedulerConfig) -> Policy:
+    if not config.background_tenants:
+        return _make_policy(tree, config)
+    without_aging = replace(config, max_wait=math.inf)
+    return BackgroundPolicy(
+        tree,
+        _make_policy(tree, config),
+        _make_policy(tree, without_aging),
+        config.background_tenants,
+        walks_tree=config.policy in ("dfs", "lpm"),
+    )
+
+
+def _make_policy(tree: PrefixTree, config: SchedulerConfig) -> Policy:
     """Aging applies where requests could otherwise be overtaken forever: not under `fcfs` and `hrrn`, which age by
     themselves, and not under `priority`, where overtaking is what the caller asked for."""
     shuffle = random.Random(config.order_seed)

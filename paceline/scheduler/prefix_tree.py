@@ -60,6 +60,7 @@ class PrefixTree:
         self.leaves = EvictableLeaves(eviction)
         self.needed_evicted_step = -1_000_000  # when a prefix that waiting requests need was last evicted
         self.host: SpillTarget | None = None
+        self.num_foreground = 0  # waiting requests that are not of background tenants
         self._hidden: list[Node] = []
         self.root = self._new(None, None, b"", 0)
         self.root.resident = True
@@ -94,7 +95,10 @@ class PrefixTree:
 
     def is_hidden(self, request: Request) -> bool:
         """Whether a waiting request is hidden in this step, with others that wait for the same prefix."""
-        node: Node | None = self.waiting_nodes[request]
+        return self.is_below_hidden(self.waiting_nodes[request])
+
+    @staticmethod
+    def is_below_hidden(node: Node | None) -> bool:
         while node is not None and not node.hidden:
             node = node.parent
         return node is not None
@@ -176,6 +180,7 @@ class PrefixTree:
                 known = child.depth
             node = child
         self.waiting_nodes[request] = node
+        self.num_foreground += not request.background
         request.skipped = False
         node.num_waiting_here += 1
         heappush(node.waiters, (request.number, request))
@@ -185,6 +190,7 @@ class PrefixTree:
     def dequeue(self, request: Request) -> None:
         """Removes a request, and the ghosts that no other request waits for."""
         node = self.waiting_nodes.pop(request)
+        self.num_foreground -= not request.background
         if not request.skipped:
             self._add_waiting(node, -1)
         request.skipped = False

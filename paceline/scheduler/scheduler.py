@@ -72,6 +72,7 @@ class Scheduler:
         self.config = config
         self.journal = Journal(config.journal_events)
         self.step_time = StepTimeFit()
+        self._background = frozenset(config.background_tenants)
         self._service_time = ServiceTime(config.max_running, config.output_weight)
         self.mixed_batches = MixedBatchTimes(config.chunk_context)
         self._lengths = OutputLengths()
@@ -97,7 +98,6 @@ class Scheduler:
         self.memory = Memory(self.config, self.journal)
         self.running = RunningSet(self.memory, shared_reads=self.config.shared_reads)
         self.policy = make_policy(self.memory.tree, self.config)
-        retracts = self.config.policy == "priority" and not math.isinf(self.config.retract_gap)
         self.admission = Admission(
             self.config,
             self.memory,
@@ -106,7 +106,7 @@ class Scheduler:
             self._lengths,
             self._service_time,
             self.journal,
-            self._retract_for_priority if retracts else None,
+            self._retract_for,
         )
         self._queue_limits = QueueLimits(self.config, self.admission)
 
@@ -169,6 +169,7 @@ class Scheduler:
             raise InvalidRequest(f"request id {request.id!r} is in use by an unfinished request: choose another id.")
         if request.phase is not Phase.WAITING or request.number:
             raise InvalidRequest(f"request {request.id!r} was added before: create a new Request.")
+        request.background = request.tenant in self._background
         try:
             request.max_tokens = validate(request, self.config, self.memory)
             leaving = self._queue_limits.make_room(request)
@@ -188,7 +189,9 @@ class Scheduler:
         self._stop_ids.update(request.stop_ids)
         if request.deadline is not None:
             self._add_deadline(request.deadline, FinishReason.DEADLINE, request)
-        timeout_s = min(request.queue_timeout_s, self.config.queue_timeout_s)
+        # A background request waits, and waits again, for as long as others keep coming: only its own limits end it.
+        limit_s = math.inf if request.background else self.config.queue_timeout_s
+        timeout_s = min(request.queue_timeout_s, limit_s)
         self._add_deadline(now + timeout_s, FinishReason.QUEUE_TIMEOUT, request)
         self.counters.added += 1
         self.journal.write(Now(self.step, now), EventKind.ADD, request.id, len(request.prompt), request.max_tokens)
@@ -414,7 +417,8 @@ class Scheduler:
     def _limit_running_time(self, request_id: str) -> None:
         request = self.requests.get(request_id)  # None: it has ended since it was admitted
         if request is not None and request.first_admitted is not None and not request.retractions:
-            timeout_s = min(request.running_timeout_s, self.config.running_timeout_s)
+            limit_s = math.inf if request.background else self.config.running_timeout_s
+            timeout_s = min(request.running_timeout_s, limit_s)
             self._add_deadline(request.first_admitted + timeout_s, FinishReason.RUNNING_TIMEOUT, request)
 
     def _finish_prefills(self) -> list[Request]:
@@ -441,16 +445,19 @@ class Scheduler:
         self._retract(self.requests[request_id], Now(self.step, now), beneficiary)
 
     def _retract_one(self, now: Now, beneficiary: str) -> bool:
-        victim = choose_victim(self.running.requests, self.memory)
+        running = self.running.requests
+        for_foreground = not all(one.background for one in running)
+        victim = choose_victim(running, self.memory, for_foreground=for_foreground)
         if victim is None:
             return False
-        self._retract(victim, now, beneficiary)
+        self._retract(victim, now, beneficiary, for_foreground=for_foreground)
         return True
 
-    def _retract(self, request: Request, now: Now, beneficiary: str) -> None:
+    def _retract(self, request: Request, now: Now, beneficiary: str, *, for_foreground: bool = False) -> None:
         """Moves a running request back to the queue because memory is short. Its KV stays in the tree until the pages
         are needed."""
-        request.retractions += 1
+        if not (for_foreground and request.background):
+            request.retractions += 1
         self._lengths.on_retraction()
         self.counters.retractions += 1
         request.num_in_flight = sum(request in one.sampled for one in self._in_flight)
@@ -467,19 +474,28 @@ class Scheduler:
         self.journal.write(now, EventKind.RETRACT, request.id, beneficiary, num_pages)
         self.admission.enqueue_retracted(request)
 
-    def _retract_for_priority(self, request: Request, now: Now) -> None:
-        """Retracts running requests of much lower priority than a waiting one, if that lets it run. Prompts, too: none
-        of them has a chunk in the pass being planned yet."""
-        admission, highest = self.admission, request.priority - self.config.retract_gap
-        below = [one for one in self.running.requests if one.priority <= highest and not is_protected(one)]
+    def _retract_for(self, request: Request, now: Now) -> None:
+        """Retracts running requests of background tenants for a waiting one of another tenant, or those of much lower
+        priority, if that lets it run. Prompts, too: none of them has a chunk in the pass being planned yet."""
+        admission, is_foreground = self.admission, not request.background
+        gap = self.config.retract_gap if self.config.policy == "priority" else math.inf
+        highest = request.priority - gap
+
+        def gives_way(one: Request) -> bool:
+            if one.background != request.background:
+                return one.background
+            return one.priority <= highest and not is_protected(one)
+
+        below = list(filter(gives_way, self.running.requests))
         if not below or not admission.would_fit_without(request, below, now):
             return
         while below and not admission.would_fit_without(request, [], now):
-            victim = choose_victim(below, self.memory)
+            victim = choose_victim(below, self.memory, for_foreground=is_foreground)
             assert victim is not None, "protected requests are not among the candidates"
             assert victim not in admission.chunks, f"request {victim.id} is retracted with a chunk in this pass"
             below.remove(victim)
-            self._retract(victim, now, f"request {request.id} of priority {request.priority}")
+            beneficiary = f"request {request.id} of priority {request.priority}"
+            self._retract(victim, now, beneficiary, for_foreground=is_foreground)
 
     # ------------------------------------------------------------------ commit
 

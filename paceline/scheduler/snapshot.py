@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from paceline.request import Phase, Request
+from paceline.scheduler.background import fair_tenants
 from paceline.scheduler.explain import waiting_for
-from paceline.scheduler.fair import FairPolicy
 from paceline.scheduler.node import Node
 from paceline.scheduler.policies import KeyPolicy
 from paceline.scheduler.scheduler import Scheduler
@@ -288,9 +288,7 @@ def _node_state(node: Node, num_users: int) -> str:
 
 def _tenants(scheduler: Scheduler, waiting: list[Request], running: list[Request]) -> list[dict[str, Any]]:
     waits, runs = Counter(one.tenant for one in waiting), Counter(one.tenant for one in running)
-    policy = scheduler.policy
-    tenants = policy.tenants if isinstance(policy, FairPolicy) else {}
-    service = {name: tenant.service for name, tenant in tenants.items()}
+    service = {name: tenant.service for name, tenant in fair_tenants(scheduler.policy).items()}
     names = sorted({*waits, *runs, *service}, key=lambda name: (-service.get(name, 0.0), name))
     weights = scheduler.config.tenant_weights
     return [

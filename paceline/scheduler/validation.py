@@ -48,26 +48,26 @@ class QueueLimits:
     def __init__(self, config: SchedulerConfig, admission: Admission) -> None:
         self._config = config
         self._admission = admission
-        # Heap by priority, the youngest of equals first; an entry is stale once its request was admitted or has ended.
-        self._lowest: list[tuple[int, int, Request]] = []
+        # Heap by rank, the youngest of equals first; an entry is stale once its request was admitted or has ended.
+        self._lowest: list[tuple[tuple[bool, int], int, Request]] = []
 
     def add(self, request: Request) -> None:
         """A new request waits."""
         if self._config.full_queue == "yield":
-            heappush(self._lowest, (request.priority, -request.number, request))
+            heappush(self._lowest, (_rank(request), -request.number, request))
             if len(self._lowest) > 64 + 2 * self._admission.num_waiting:  # mostly stale
                 self._lowest = [entry for entry in self._lowest if _has_not_begun(entry[2])]
                 heapify(self._lowest)
 
     def make_room(self, request: Request) -> list[Request]:
-        """The waiting requests, all of lower priority, that must leave for `request`. Raises Refused if there are not
+        """The waiting requests, all of lower rank, that must leave for `request`. Raises Refused if there are not
         enough of them."""
         config, admission = self._config, self._admission
         requests_left = config.max_waiting - admission.num_waiting - 1
         tokens_left = config.max_waiting_tokens - admission.num_waiting_tokens - len(request.prompt)
         leaving: list[Request] = []
         while requests_left < 0 or tokens_left < 0:
-            lowest = self._pop_below(request.priority)
+            lowest = self._pop_below(_rank(request))
             if lowest is None:
                 for one in leaving:
                     self.add(one)
@@ -80,11 +80,16 @@ class QueueLimits:
             tokens_left += lowest.num_tokens
         return leaving
 
-    def _pop_below(self, priority: int) -> Request | None:
+    def _pop_below(self, rank: tuple[bool, int]) -> Request | None:
         heap = self._lowest
         while heap and not _has_not_begun(heap[0][2]):
             heappop(heap)
-        return heappop(heap)[2] if heap and heap[0][0] < priority else None
+        return heappop(heap)[2] if heap and heap[0][0] < rank else None
+
+
+def _rank(request: Request) -> tuple[bool, int]:
+    """By priority, and below all others if it is a background request."""
+    return not request.background, request.priority
 
 
 def _has_not_begun(request: Request) -> bool:

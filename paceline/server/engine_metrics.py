@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from paceline.engine.engine import Engine
 from paceline.engine.output import OutputDelta
 from paceline.scheduler import Scheduler
-from paceline.scheduler.fair import FairPolicy
+from paceline.scheduler.background import fair_tenants
 from paceline.server.metrics import TOKENS, Histogram, MetricFamily, counter, gauge
 
 
@@ -46,9 +46,7 @@ class EngineMetrics:
         counters, memory, config = scheduler.counters, scheduler.memory, scheduler.config
         used = 1 - memory.num_available_pages / config.num_pages
         busy = min(1.0, counters.device_s / engine.work_s) if engine.work_s else 1.0
-        service: dict[str, float] = {}
-        if isinstance(scheduler.policy, FairPolicy):
-            service = {name: tenant.service * tenant.weight for name, tenant in scheduler.policy.tenants.items()}
+        service = {name: tenant.service * tenant.weight for name, tenant in fair_tenants(scheduler.policy).items()}
 
         def histogram(name: str, help: str, value: Histogram) -> MetricFamily:
             return MetricFamily(name, "histogram", help, [({}, value.state())])

@@ -1,0 +1,249 @@
+"""Background tenants: admitted only while no other tenant's request waits, and retracted first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.config import POLICIES, SchedulerConfig
+from paceline.request import FinishReason, Phase, Refused, Request
+from paceline.scheduler import EventKind, Plan, Scheduler
+from paceline.scheduler.background import fair_tenants
+from paceline.scheduler.invariants import check
+from paceline.scheduler.retraction import MAX_RETRACTIONS, choose_victim
+from paceline.testing import Harness
+from tests.helpers import EOS, admissions, events, harness, prompt, request
+from tests.scheduler.test_state_machine import Run, random_run
+
+BACKGROUND = ("batch", "batch2")
+
+
+def with_background(**options: Any) -> Harness:
+    return harness(**{"background_tenants": BACKGROUND, "num_pages": 256, "vocab": 4096} | options)
+
+
+def background(tokens: Any, max_tokens: int = 4, *, tenant: str = "batch", **fields: Any) -> Request:
+    return request(tokens, max_tokens, tenant=tenant, **fields)
+
+
+@pytest.mark.parametrize("max_wait", [0.0, 0.001, float("inf")])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_background_requests_wait_for_all_others_under_every_policy(policy: str, max_wait: float) -> None:
+    subject = with_background(policy=policy, max_wait=max_wait, max_running=1)
+    shared = list(range(8))
+    subject.add(*(background(prompt(shared, n), id=f"background-{n}", priority=5) for n in range(4)))
+    subject.add(*(request(prompt(shared, n), id=f"foreground-{n}") for n in range(4)))
+    subject.add(background(prompt(shared), id="background-4"))
+    subject.run()
+    classes = [name.split("-")[0] for name in admissions(subject.scheduler)]
+    assert classes == ["foreground"] * 4 + ["background"] * 5
+    subject.assert_reference()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_cached_prefix_does_not_help_a_background_request_past_others(policy: str) -> None:
+    subject = with_background(policy=policy, max_wait=float("inf"), max_running=1)
+    shared = list(range(16))
+    subject.add(background(prompt(shared, 20), id="background-0"))
+    subject.run()
+    count = 60  # more than are skipped in a step
+    subject.add(*(background(prompt(shared, 20 + n), id=f"background-{n}") for n in range(1, count)))
+    subject.add(*(request(prompt(n), id=f"foreground-{n}") for n in (3, 4)))
+    subject.run()
+    classes = [name.split("-")[0] for name in admissions(subject.scheduler)]
+    assert classes == ["background", "foreground", "foreground"] + ["background"] * (count - 1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_foreground_request_that_does_not_fit_still_waits(policy: str) -> None:
+    subject = with_background(policy=policy, num_pages=16, page_size=4)
+    subject.add(request(prompt(range(30)), 20, id="running"))
+    subject.step()
+    subject.add(request(prompt(range(100, 130)), 10, id="large"), background([7], 2, id="small"))
+    subject.run()
+    assert admissions(subject.scheduler) == ["running", "large", "small"]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_background_request_gives_its_slot_to_a_waiting_foreground_request(policy: str, overlap: bool) -> None:
+    subject = with_background(policy=policy, max_running=2, overlap=overlap)
+    subject.add(*(background([n, n + 1], 30, id=f"background-{n}") for n in range(2)))
+    for _ in range(4):
+        subject.step()
+    subject.add(request([9], 3, id="foreground"))
+    subject.step()
+    assert subject.scheduler.requests["foreground"].phase is not Phase.WAITING
+    assert len(events(subject.scheduler, EventKind.RETRACT)) == 1
+    check(subject.scheduler)
+    subject.run()
+    assert next(iter(subject.reasons)) == "foreground"
+    subject.assert_reference()
+
+
+def test_a_background_request_gives_its_memory_to_a_waiting_foreground_request() -> None:
+    subject = with_background(num_pages=16, page_size=4)
+    subject.add(*(background(prompt(range(20 * n, 20 * n + 10)), 20, id=f"background-{n}") for n in range(2)))
+    for _ in range(3):
+        subject.step()
+    assert subject.scheduler.num_running == 2
+    subject.add(request(prompt(range(100, 130)), 10, id="foreground"))
+    subject.step()
+    assert subject.scheduler.requests["foreground"].phase is not Phase.WAITING
+    subject.run()
+    subject.assert_reference()
+
+
+def test_a_background_prompt_gets_the_tokens_that_others_leave() -> None:
+    subject = with_background(max_batch_tokens=16, chunk_tokens=16, page_size=1)
+    subject.add(background(prompt(range(100)), id="background"))
+    subject.step()
+    subject.add(request(prompt(range(200, 240)), id="foreground"))
+    subject.step()
+    planned = subject.scheduler.memory.slots.computed
+    slots = {name: one.slot for name, one in subject.scheduler.requests.items()}
+    assert planned[slots["foreground"]] == 16
+    assert planned[slots["background"]] == 16  # of the first step: the second had none left
+    subject.run()
+    subject.assert_reference()
+
+
+def test_background_requests_are_retracted_first_when_memory_is_short() -> None:
+    subject = with_background(num_pages=14, page_size=2, max_running=6)
+    claims = {"eos_token_ids": (EOS,), "expected_tokens": 1}
+    subject.add(background(prompt(1, 2, 3), 14, id="background", priority=9, **claims))
+    subject.step()  # the most senior, and of the highest priority
+    subject.add(*(request(prompt(n, n + 1, n + 2), 14, id=f"foreground-{n}", **claims) for n in (10, 20)))
+    subject.run()
+    retracted = [event.request_id for event in events(subject.scheduler, EventKind.RETRACT)]
+    assert retracted and retracted[0] == "background"
+    subject.assert_reference()
+
+
+def test_retractions_for_others_do_not_protect_a_background_request() -> None:
+    subject = with_background(max_running=1)
+    subject.add(background([1], 40, id="background"))
+    for number in range(MAX_RETRACTIONS + 3):
+        subject.step()
+        subject.step()
+        subject.add(request([number + 2], 1, id=f"foreground-{number}"))
+        subject.step()
+        assert subject.scheduler.requests["background"].phase is Phase.WAITING
+    assert subject.scheduler.requests["background"].retractions == 0
+    subject.run()
+    subject.assert_reference()
+
+
+def test_protection_from_other_background_requests_does_not_hold_against_foreground_requests() -> None:
+    subject = with_background()
+    subject.add(background([1], 40, id="background"), request([2], 40, id="foreground"))
+    subject.step()
+    subject.step()
+    protected = subject.scheduler.requests["background"]
+    protected.retractions = MAX_RETRACTIONS
+    running, memory = subject.scheduler.running.requests, subject.scheduler.memory
+    assert choose_victim([protected], memory) is None
+    assert choose_victim(running, memory, for_foreground=True) is protected
+
+
+def test_background_tenants_share_what_is_left_by_weight() -> None:
+    subject = with_background(max_running=1, fair_quantum=1, tenant_weights={"batch2": 3.0})
+    for number in range(40):
+        for tenant in BACKGROUND:
+            subject.add(background([number], 4, tenant=tenant, id=f"{tenant}/{number}"))
+    subject.run()
+    first = admissions(subject.scheduler)[:40]
+    assert sum(name.startswith("batch2/") for name in first) == pytest.approx(30, abs=1)
+    assert set(fair_tenants(subject.scheduler.policy)) == set(BACKGROUND)
+
+
+def test_memory_is_not_kept_for_a_background_request_once_another_waits() -> None:
+    subject = with_background(num_pages=16, page_size=4, max_overtakes=0)
+    subject.add(background(prompt(range(30)), 20, id="running"))
+    subject.step()
+    subject.add(background(prompt(range(100, 140)), 4, id="large"))
+    subject.step()
+    assert subject.scheduler.admission.reserved is subject.scheduler.requests["large"]
+    subject.add(request(prompt(range(200, 230)), 10, id="foreground"))
+    assert subject.scheduler.admission.reserved is None
+    subject.step()
+    assert subject.scheduler.requests["foreground"].phase is not Phase.WAITING
+    subject.run()
+    subject.assert_reference()
+
+
+def test_the_servers_time_limits_do_not_end_background_requests() -> None:
+    subject = with_background(max_running=1, queue_timeout_s=0.01, running_timeout_s=0.01)
+    subject.add(background([1], id="patient"), background([2], id="own limit", queue_timeout_s=0.01))
+    subject.clock.advance(1.0)
+    subject.step()
+    subject.clock.advance(1.0)
+    subject.run()
+    assert subject.reasons == {"patient": FinishReason.LENGTH, "own limit": FinishReason.QUEUE_TIMEOUT}
+
+
+def test_background_requests_leave_a_full_queue_first() -> None:
+    subject = with_background(max_waiting=2, full_queue="yield")
+    subject.add(background([1], id="background", priority=5), request([2], id="foreground"))
+    subject.add(request([3], id="new"))
+    assert subject.scheduler.requests.keys() == {"foreground", "new"}
+    with pytest.raises(Refused, match="2 requests are waiting"):
+        subject.add(background([4], priority=9))
+
+
+def test_a_waiting_background_request_is_explained() -> None:
+    subject = with_background(max_running=1)
+    subject.add(request([1], 20), request([2]), background([3], id="background"))
+    subject.step()
+    assert "waits for requests of other tenants: as a background request" in subject.scheduler.explain("background")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_background_requests_every_decision_is_the_same(policy: str) -> None:
+    def journal(names: tuple[str, ...]) -> list[Any]:
+        options = {"num_pages": 40, "page_size": 2, "max_running": 4, "policy": policy, "background_tenants": names}
+        subject = harness(**options)
+        for number in range(30):
+            tokens = prompt([number % 3] * 6, number)
+            subject.add(request(tokens, 6, id=str(number), tenant="ab"[number % 2], priority=number % 4))
+            subject.step()
+        subject.run()
+        return list(subject.scheduler.journal.events)
+
+    assert journal(()) == journal(BACKGROUND)
+
+
+class CheckedScheduler(Scheduler):
+    """Checks after every plan that no background request was admitted while another tenant's request waited."""
+
+    num_checked = 0
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self.classes: dict[str, bool] = {}
+
+    def add(self, request: Request, now: float) -> None:
+        super().add(request, now)
+        self.classes[request.id] = request.background
+
+    def plan(self, now: float) -> Plan | None:
+        step, before = self.step, self.counters.admitted
+        plan = super().plan(now)
+        if self.counters.admitted > before:
+            last = [event for event in self.journal.events if event.step == step]
+            admitted = [e.request_id for e in last if e.kind is EventKind.ADMIT and self.classes[e.request_id]]
+            late = {e.request_id for e in last if e.kind is EventKind.RETRACT}
+            waiting = {one.id for one in self.memory.tree.waiting_nodes if not one.background} - late
+            assert not (admitted and waiting), f"{admitted} were admitted while {waiting} waited"
+            CheckedScheduler.num_checked += bool(admitted)
+        return plan
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_step_admits_a_background_request_while_another_waits(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.scheduler.test_state_machine.Scheduler", CheckedScheduler)
+    CheckedScheduler.num_checked = 0
+    runs: list[Run] = [random_run(seed, background_tenants=("b", "c"), policy=policy) for seed in range(500, 506)]
+    assert all(run.harness.reasons for run in runs)
+    assert CheckedScheduler.num_checked > 20, "background requests were admitted"
