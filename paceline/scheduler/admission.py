@@ -173,7 +173,7 @@ class Admission:
         """Plans up to `budget` prompt tokens: first of partly computed prompts, then of waiting requests."""
         self._may_admit = may_admit
         num_foreground, background_runs = self._memory.tree.num_foreground, self._background_runs()
-        self._may_retract = self._retracts_by_priority or (num_foreground > 0 and background_runs)
+        self._may_retract = self._find_may_retract(background_runs)
         # While every slot decodes there may be no token left. A retraction frees at least one.
         self._budget = max(budget, 1) if self._may_retract else budget
         if not (self._by_priority or background_runs or self.num_waiting > num_foreground):
@@ -184,6 +184,9 @@ class Admission:
         level: Rank | None = None
         while self._budget > 0 and (level := self._next_level(level, now)) is not None:
             self._plan_level(level, now)
+
+    def _find_may_retract(self, background_runs: bool) -> bool:
+        return self._retracts_by_priority or (self._memory.tree.num_foreground > 0 and background_runs)
 
     def _background_runs(self) -> bool:
         return bool(self._config.background_tenants) and any(one.background for one in self._running.requests)

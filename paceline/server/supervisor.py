@@ -160,9 +160,10 @@ class Supervisor:
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._run_engine()), *front_ends]
         finished = asyncio.create_task(self._finished.wait())
         try:
-            await asyncio.wait([*tasks, finished], return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                if task.done():
+            pending = {*tasks, finished}
+            while not finished.done():  # in a shutdown the front ends end one after the other
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
                     task.result()
         finally:
             for front_end in self._front_ends.values():

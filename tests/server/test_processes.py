@@ -310,3 +310,12 @@ def test_killing_a_child_repeatedly_keeps_its_exit_status(caplog: pytest.LogCapt
 
     assert asyncio.run(many()) == [-signal.SIGKILL] * 20
     assert "Unknown child process" not in caplog.text
+
+
+def test_every_front_end_finishes_its_requests_in_a_shutdown() -> None:
+    """Not only until the first of them, which may have none, has exited."""
+    with virtual("--workers", "2") as server, ThreadPoolExecutor(1) as pool:
+        request = pool.submit(complete, server, [7, 8, 9], 200)
+        wait_until(lambda: bool(get(server, "/v1/requests").json()["data"]) or request.done())
+        server.signal(signal.SIGTERM)
+        assert request.result().status_code == 200
