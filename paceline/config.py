@@ -519,6 +519,9 @@ class OfflineConfig:
         return [int(one) for one in self.batches.split(",")]
 
 
+BATCH_SUFFIX = ":batch"  # of the background tenant that the batches of a tenant run as
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantConfig:
     """One tenant of a shared server: a `[[tenants]]` table of the configuration file."""
@@ -537,6 +540,8 @@ class TenantConfig:
         check_options(self)
         if not self.name:
             raise ConfigError("name of a tenant is missing: every [[tenants]] table needs one.")
+        if self.name.endswith(BATCH_SUFFIX) and self.keys:
+            raise ConfigError(f"name of a tenant is {self.name!r}, but {BATCH_SUFFIX} marks batches: choose another.")
         for key in self.keys:
             check_key(f"keys of tenant {self.name!r}", key)
         if len(set(self.keys)) < len(self.keys):
@@ -594,6 +599,12 @@ class ServerConfig:
         "request can override it",
     )
 
+    batch_folder: str | None = option(
+        None,
+        "folder for the files of /v1/files and the state of /v1/batches; without it these routes are disabled; several "
+        "servers may share one",
+    )
+
     # Limits
     max_body_bytes: int = option(16_777_216, "maximum size of a request body in bytes", low=1024)
     max_header_bytes: int = option(32_768, "maximum size of the request line and headers in bytes", low=1024)
@@ -606,6 +617,19 @@ class ServerConfig:
     )
     stored_response_bytes: int = option(
         67_108_864, "maximum memory in bytes of the stored responses of a tenant", low=0
+    )
+    batch_file_bytes: int = option(209_715_200, "maximum size of a file of /v1/files in bytes", low=1024)
+    batch_tenant_files: int = option(
+        1000, "maximum number of files of /v1/files that are kept for each tenant; more are refused", low=1
+    )
+    batch_tenant_bytes: int = option(
+        10_737_418_240,
+        "maximum size in bytes of all files of a tenant, outputs included: more are refused, and a batch fails the "
+        "requests that it has not run",
+        low=1024,
+    )
+    batch_expiry_days: float = option(
+        30.0, "days after which files, and batches that have finished, are deleted", low=0.0
     )
     header_s: float = option(10.0, "timeout in seconds for receiving the headers of a request", low=0.01)
     body_s: float = option(60.0, "timeout in seconds for receiving the body of a request", low=0.01)

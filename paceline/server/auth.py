@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from paceline.config import ConfigError, TenantConfig
+from paceline.config import BATCH_SUFFIX, ConfigError, TenantConfig
 from paceline.server.errors import ApiError
 
 DEFAULT_TENANT = TenantConfig(name="default")
+
+
+def batch_tenants(tenants: Sequence[TenantConfig]) -> list[TenantConfig]:
+    """One background tenant for the batches of each tenant, with its weight and without its limits."""
+    return [
+        TenantConfig(name=batch_tenant(tenant.name), weight=tenant.weight, background=True)
+        for tenant in (DEFAULT_TENANT, *tenants)
+    ]
+
+
+def batch_tenant(owner: str) -> str:
+    """The tenant that the batches of `owner` run as."""
+    return f"{owner}{BATCH_SUFFIX}"
+
+
+def owner_of(tenant: str) -> str:
+    return tenant.removesuffix(BATCH_SUFFIX)
 
 
 class ApiKeys:
@@ -41,6 +58,11 @@ class ApiKeys:
                 "Missing or invalid API key: send a valid one as `Authorization: Bearer KEY` or `x-api-key: KEY`."
             )
         return found
+
+    def tenant_named(self, name: str) -> TenantConfig | None:
+        if name == DEFAULT_TENANT.name:
+            return DEFAULT_TENANT
+        return next((tenant for _, tenant in self._tenants if tenant.name == name), None)
 
     def is_admin(self, headers: Mapping[bytes, bytes]) -> bool:
         return self._admin is not None and hmac.compare_digest(self._admin, _digest(_api_key(headers)))

@@ -17,6 +17,7 @@ from paceline.engine.trace_recorder import record_trace
 from paceline.engine.weight_update import update_weights
 from paceline.request import FinishReason, Request
 from paceline.scheduler import Scheduler
+from paceline.server.auth import owner_of
 from paceline.server.engine_client import ServedModel
 from paceline.server.engine_metrics import EngineMetrics
 from paceline.server.queries import (
@@ -181,7 +182,7 @@ def _select(scheduler: Scheduler, tenant: str | None, response_id: str | None) -
     return [
         request
         for request in scheduler.requests.values()
-        if (tenant is None or request.tenant == tenant)
+        if (tenant is None or owner_of(request.tenant) == tenant)
         and (response_id is None or response_id in (request.id, response_id_of(request.id)))
     ]
 

@@ -18,6 +18,8 @@ from paceline.engine.output import EngineFailed
 from paceline.request import PacelineError
 from paceline.server.app import App
 from paceline.server.auth import ApiKeys
+from paceline.server.batches.runner import BatchRunner
+from paceline.server.batches.store import BatchStore
 from paceline.server.body_workers import BodyWorkers
 from paceline.server.connection import listen
 from paceline.server.errors import shutting_down
@@ -52,7 +54,7 @@ _SWITCH_INTERVAL_S = 0.0002
 
 
 class _FrontEnd:
-    def __init__(self, setup: FrontEndSetup, tokenizer: Tokenizer) -> None:
+    def __init__(self, setup: FrontEndSetup, tokenizer: Tokenizer, store: BatchStore | None) -> None:
         self._setup = setup
         self._client = RemoteClient(setup.name, setup.address, tokenizer)
         self._counters = ServerCounters()
@@ -63,20 +65,25 @@ class _FrontEnd:
             config=setup.config,
             model_name=setup.model,
             api_keys=ApiKeys(setup.tenants, setup.config.admin_key),
+            batches=store,
             counters=self._counters,
             worker=setup.name,
             on_draining=lambda draining: send_to_supervisor(SetDraining(draining)),
         )
+        self._app = App(self._state)
+        self._batches = None if store is None else BatchRunner(self._state, store, self._app)
         self._shutdown_done = asyncio.Event()
         self._shutdown: asyncio.Task[None] | None = None  # a reference: the event loop holds none
 
     async def serve(self, listening_socket: socket.socket) -> None:
-        server = await listen(App(self._state), self._setup.config, listening_socket, self._counters)
+        server = await listen(self._app, self._setup.config, listening_socket, self._counters)
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._read_messages())]
         gc.collect()
         gc.freeze()
         gc.disable()  # `_collect_garbage` does it
         tasks += [asyncio.create_task(self._collect_garbage()), asyncio.create_task(self._shutdown_done.wait())]
+        if self._batches is not None:
+            tasks.append(asyncio.create_task(self._run_batches(self._batches)))
         send_to_supervisor(FrontEndListening())
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -84,6 +91,10 @@ class _FrontEnd:
         server.close()
         self._state.workers.close()
         await self._client.close()
+
+    async def _run_batches(self, runner: BatchRunner) -> None:
+        await runner.run()
+        await self._shutdown_done.wait()  # it was stopped first: clients may still have requests in progress
 
     async def _collect_garbage(self) -> None:
         """Collects when no request is in progress, and once a minute if one always is.
@@ -122,6 +133,8 @@ class _FrontEnd:
     async def _shut_down(self, timeout_s: float) -> None:
         self._state.shutting_down = True
         self._state.set_draining(True)
+        if self._batches is not None:
+            await self._batches.stop()
         await self._wait_for_requests(timeout_s)
         self._client.fail_all(shutting_down())
         await self._wait_for_requests(_FINAL_ERRORS_S)
@@ -142,13 +155,14 @@ def main() -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         tokenizer = load_tokenizer(setup.tokenizer)
+        store = None if setup.config.batch_folder is None else BatchStore(setup.config)
     except PacelineError as error:
         send_to_supervisor(StartupFailed(str(error)))
         sys.exit(1)
     with socket.socket(fileno=setup.socket) as listening_socket:
 
         async def serve() -> None:
-            await _FrontEnd(setup, tokenizer).serve(listening_socket)
+            await _FrontEnd(setup, tokenizer, store).serve(listening_socket)
 
         asyncio.run(serve())
 

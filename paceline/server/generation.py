@@ -17,6 +17,7 @@ from paceline.config import TenantConfig
 from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta, TokenUsage
 from paceline.server.apis.dialects import dialect_of
+from paceline.server.auth import batch_tenant
 from paceline.server.engine_client import ServedModel
 from paceline.server.errors import ApiError, api_error, draining, method_not_allowed, shutting_down
 from paceline.server.http import (
@@ -55,8 +56,10 @@ class GenerationHandler:
             if scope["method"] != self._route.method:
                 raise method_not_allowed(scope["method"], f"{self._route.method}, OPTIONS")
             headers = dict(scope["headers"])
-            tenant = state.api_keys.tenant(headers)
-            entry.tenant = tenant.name
+            # A request of a batch has the tenant of the batch, not a key.
+            owner: TenantConfig | None = scope.get("batch_tenant")
+            tenant = state.api_keys.tenant(headers) if owner is None else owner
+            entry.tenant = tenant.name if owner is None else batch_tenant(owner.name)
             if state.shutting_down:
                 raise shutting_down()
             if state.draining:
@@ -68,7 +71,7 @@ class GenerationHandler:
             await response.prepare(state, tenant.name)
             _check_length(response, state.context.model)
             entry.set_response(response)
-            jobs = self._jobs(response, tenant, headers)
+            jobs = self._jobs(response, tenant, entry.tenant, headers)
             state.counters.in_progress += 1
             try:
                 respond = self._stream if response.request.stream else self._respond
@@ -93,7 +96,9 @@ class GenerationHandler:
 
     # ------------------------------------------------------------------ request to jobs
 
-    def _jobs(self, response: ResponseBuilder, tenant: TenantConfig, headers: dict[bytes, bytes]) -> Sequence[Job]:
+    def _jobs(
+        self, response: ResponseBuilder, tenant: TenantConfig, scheduled_as: str, headers: dict[bytes, bytes]
+    ) -> Sequence[Job]:
         """The response's jobs with the tenant, priority, deadline and cache salt of the request."""
         request = response.request
         priority, salt = request.priority or 0, request.cache_salt or ""
@@ -118,7 +123,7 @@ class GenerationHandler:
         return [
             replace(
                 job,
-                tenant=tenant.name,
+                tenant=scheduled_as,
                 priority=priority,
                 timeout_s=timeout_s,
                 queue_timeout_s=queue_timeout_s,

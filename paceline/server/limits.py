@@ -16,4 +16,24 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions alone
 LONG_BODY_BYTES = 131_072  # a longer body is handled in another process: see body_workers.py
 MAX_LONG_BODIES = 16  # of one front end at a time; more get 503
 MAX_TOKENIZE_CHARACTERS = 1_048_576
+
+# Files and batches
+BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+COMPLETION_WINDOW_S = 86_400
+MAX_BATCH_LINES = 50_000  # of a file, as at OpenAI
+MAX_BATCH_LINE_BYTES = 1_048_576
+MAX_BATCH_ERRORS = 100  # of one input file that are reported
+MAX_BATCH_LINES_IN_FLIGHT = 512  # of all batches: twice as many as max_running of a GPU
+MAX_BATCH_BYTES_IN_FLIGHT = 67_108_864  # of one batch
+MAX_LONG_BATCH_LINES = 8  # in flight, of more than LONG_BODY_BYTES: the rest of MAX_LONG_BODIES is for clients
+MAX_BATCH_ATTEMPTS = 3  # for a line whose engine died
+MAX_UNFINISHED_BATCHES, MAX_BATCHES = 100, 1000  # of one tenant; the oldest finished ones are removed
+MAX_LISTED_FILES, MAX_LISTED_BATCHES = 10_000, 100
+MAX_CUSTOM_ID_CHARACTERS = 512
+MAX_METADATA_PAIRS, MAX_METADATA_KEY_CHARACTERS, MAX_METADATA_CHARACTERS = 16, 64, 512
+MAX_UPLOADS = 4  # of one front end at a time; more get 503
+MAX_UPLOAD_S = 600.0
+MAX_FORM_PARTS, MAX_FIELD_BYTES, MAX_FILENAME_CHARACTERS = 8, 1024, 255
+MIN_FILE_EXPIRY_S = 3600
+
 MAX_DETOKENIZE_TOKENS = 1_048_576

@@ -66,6 +66,9 @@ class ServerCounters:
         self.slow_clients = 0
         self.connections = 0  # open now
         self.in_progress = 0  # generation requests
+        self.uploads = 0  # in progress
+        self.batches_running = 0
+        self.batch_requests: Counter[str] = Counter()  # completed and failed
 
     def families(self, worker: str) -> list[MetricFamily]:
         label = {"worker": worker}
@@ -89,6 +92,13 @@ class ServerCounters:
             ),
             gauge("http_connections", "Open connections.", self.connections, label),
             gauge("http_requests_in_progress", "Generation requests in progress.", self.in_progress, label),
+            gauge("batches_running", "Batches that this front end runs.", self.batches_running, label),
+            MetricFamily(
+                "batch_requests",
+                "counter",
+                "Requests of batches, by result: completed or failed.",
+                [({**label, "result": result}, count) for result, count in sorted(self.batch_requests.items())],
+            ),
         ]
 
 

@@ -88,7 +88,9 @@ _BOUNDS: dict[str, Json] = {
 
 
 def make_document(routes: Sequence[AnyRoute], model: str, *, has_keys: bool) -> Json:
+    forms = [route.form for route in routes if isinstance(route, Route) and route.form is not None]
     structs = [kind for route in routes for kind in (route.request, *route.responses) if kind not in (None, dict)]
+    structs += forms
     _, schemas = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     schemas |= {f"{dialect.name}Error": dialect.error_schema for dialect in DIALECTS}
     for route in routes:
@@ -154,8 +156,11 @@ def _content(schema: Json) -> Json:
 
 def _operation(route: AnyRoute) -> Json:
     bodies = [{"type": "object"} if kind is dict else _ref(kind.__name__) for kind in route.responses]
-    if not bodies:
-        content: Json = {"text/plain": {"schema": {"type": "string"}}}
+    content: Json
+    if isinstance(route, Route) and route.binary:
+        content = {"application/octet-stream": {"schema": {"type": "string", "contentMediaType": "application/jsonl"}}}
+    elif not bodies:
+        content = {"text/plain": {"schema": {"type": "string"}}}
     else:
         content = _content(bodies[0] if len(bodies) == 1 else {"anyOf": bodies})
     dialect = dialect_of(route.path)
@@ -166,6 +171,15 @@ def _operation(route: AnyRoute) -> Json:
             responses[str(error_status)] = {"description": "Not available", "content": content}
         names = [part[1:-1].removesuffix(":path") for part in route.path.split("/") if part.startswith("{")]
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names]
+        if route.query is not None:
+            schema = msgspec.json.schema(route.query)["$defs"][route.query.__name__]
+            operation["parameters"] += [
+                {"name": name, "in": "query", "required": False, "schema": one}
+                for name, one in schema["properties"].items()
+            ]
+        if route.form is not None:
+            form = {"multipart/form-data": {"schema": _ref(route.form.__name__)}}
+            operation["requestBody"] = {"required": True, "content": form}
     elif route.streams:
         event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
         content[dialect.stream_type] = {"schema": event}

@@ -20,6 +20,7 @@ _SURROGATE = re.compile(
 # How msgspec words its errors.
 _PATH = r"(?: - at `\$\.?(?P<path>.*?)`)?$"
 _WRONG_TYPE = re.compile(rf"^Expected `(?P<expected>.+?)`, got `.+?`{_PATH}")
+_OUT_OF_RANGE = re.compile(rf"^Expected `(?:int|float)` (?P<expected>[<>]=? \S+){_PATH}")
 _INVALID_ENUM = re.compile(rf"^Invalid enum value .*?{_PATH}")
 _MISSING = re.compile(rf"^Object missing required field `(?P<name>\w+)`{_PATH}")
 _UNKNOWN = re.compile(rf"^Object contains unknown field `(?P<name>.+?)`{_PATH}")
@@ -46,12 +47,12 @@ def parse(body: bytes | bytearray, kind: type[_Struct], rules: FieldRules = OPEN
     return convert(select_supported(found, kind.__struct_fields__, rules), kind)
 
 
-def convert(value: Any, kind: type[_Struct], path: str = "") -> _Struct:
-    """`value`, which is at `path` of the request, as a struct."""
+def convert(value: Any, kind: type[_Struct], path: str = "", *, strict: bool = True) -> _Struct:
+    """`value`, which is at `path` of the request, as a struct. Unless `strict`, strings may stand for numbers."""
     if kind not in _prepared_types:
         _prepare_type(kind)
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:
         raise _to_api_error(str(error), value, path) from None
 
@@ -102,7 +103,7 @@ def convert_tagged(value: dict[str, Any], kinds: Mapping[str, type[_Struct]], pa
 
 def _to_api_error(message: str, value: Any, outer: str) -> ApiError:
     """Rewords msgspec's message: the field, its value, what is expected."""
-    known = (_WRONG_TYPE, _INVALID_ENUM, _MISSING, _UNKNOWN)
+    known = (_WRONG_TYPE, _OUT_OF_RANGE, _INVALID_ENUM, _MISSING, _UNKNOWN)
     found = next((match for pattern in known if (match := pattern.match(message))), None)
     if found is None:
         return ApiError(f"Invalid request: {message}.")
@@ -118,6 +119,8 @@ def _to_api_error(message: str, value: Any, outer: str) -> ApiError:
         return ApiError(
             f"{path}{given}: /openapi.json lists the allowed values.", param=_field_of(path), code="invalid_value"
         )
+    if found.re is _OUT_OF_RANGE:
+        return ApiError(f"{path}{given}: give {found['expected']}.", param=_field_of(path), code="invalid_value")
     words = found["expected"].split(" | ")
     expected = " or ".join(_TYPE_NAMES.get(word, word) for word in words if word != "null") or "null"
     return ApiError(f"{path}{given}: give {expected}.", param=_field_of(path) or None, code="invalid_type")

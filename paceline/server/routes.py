@@ -13,6 +13,18 @@ from starlette.responses import Response
 from paceline import __version__
 from paceline.server.apis import anthropic, ollama, rerank, responses
 from paceline.server.apis.responses_request import ResponsesRequest
+from paceline.server.batches import handlers as batches
+from paceline.server.batches.objects import (
+    BatchList,
+    BatchObject,
+    BatchQuery,
+    BatchRequest,
+    FileDeleted,
+    FileForm,
+    FileList,
+    FileObject,
+    FileQuery,
+)
 from paceline.server.chat import ChatResponse
 from paceline.server.completions import CompletionResponse
 from paceline.server.embeddings import EmbeddingResponse
@@ -112,6 +124,23 @@ ROUTES: tuple[AnyRoute, ...] = (
           request=TokenizeRequest, responses=(TokenizeResponse,), prepare=models.prepare_tokenize),
     Route("POST", "/detokenize", TENANT, models.send_prepared, "token ids to text",
           request=DetokenizeRequest, responses=(DetokenizeResponse,), prepare=models.prepare_detokenize),
+    Route("POST", "/v1/files", TENANT, batches.upload_file, "OpenAI's files: uploads the requests of a batch",
+          form=FileForm, responses=(FileObject,)),
+    Route("GET", "/v1/files", TENANT, batches.list_files, "uploaded files and outputs; a tenant sees its own",
+          query=FileQuery, responses=(FileList,)),
+    Route("GET", "/v1/files/{id}", TENANT, batches.get_file, "name, size and expiry of a file",
+          responses=(FileObject,)),
+    Route("GET", "/v1/files/{id}/content", TENANT, batches.get_content, "the content of a file", binary=True),
+    Route("DELETE", "/v1/files/{id}", TENANT, batches.delete_file, "deletes a file", responses=(FileDeleted,)),
+    Route("POST", "/v1/batches", TENANT, batches.create_batch,
+          "OpenAI's batches: runs the requests of a file while no others wait",
+          request=BatchRequest, responses=(BatchObject,)),
+    Route("GET", "/v1/batches", TENANT, batches.list_batches, "batches, the newest first; a tenant sees its own",
+          query=BatchQuery, responses=(BatchList,)),
+    Route("GET", "/v1/batches/{id}", TENANT, batches.get_batch, "status, counts and output files of a batch",
+          responses=(BatchObject,)),
+    Route("POST", "/v1/batches/{id}/cancel", TENANT, batches.cancel_batch, "cancels a batch; its results so far stay",
+          responses=(BatchObject,)),
     Route("GET", "/v1/requests", TENANT, requests.list_requests,
           "requests in progress: state, tokens, why they wait; a tenant sees its own", responses=(RequestList,)),
     Route("GET", "/v1/requests/{id}", TENANT, requests.get_request,

@@ -22,8 +22,8 @@ from starlette.routing import compile_path
 from paceline.request import PacelineError
 from paceline.server.apis.dialects import dialect_of
 from paceline.server.errors import ApiError, api_error, method_not_allowed, unknown_route
-from paceline.server.http import read_body
-from paceline.server.parsing import parse
+from paceline.server.http import ClientDisconnected, read_body
+from paceline.server.parsing import convert, parse
 from paceline.server.response import ResponseBuilder
 from paceline.server.state import RequestContext, ServerState
 
@@ -44,7 +44,9 @@ class Call:
     state: ServerState
     path_params: Mapping[str, str]
     body: Any  # decoded into the route's request type, or what `prepare` made of it; None if the route has none
+    query: Any  # the query parameters, decoded into the route's query type; None if it has none
     tenant: str | None  # the tenant whose data is visible; None: all tenants' (admins, or no API keys)
+    http: HttpRequest  # for a body that the handler reads itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,9 @@ class Route:
     # Runs off the event loop and makes `Call.body` from the decoded body: tokenizing, for example. Long bodies are
     # decoded in another process, so what it returns is picklable and short.
     prepare: Callable[[RequestContext, Any], Any] | None = None
+    query: type[msgspec.Struct] | None = None  # the query parameters; others are refused then
+    form: type[msgspec.Struct] | None = None  # the parts of a multipart body, which the handler reads itself
+    binary: bool = False  # the response body is neither JSON nor text
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,8 @@ def _endpoint(state: ServerState, methods: Mapping[str, Route]) -> Callable[[Htt
             data = await read_body(request.receive, dict(request.headers.raw), state.config)
             context = state.context if route.prepare is not None else None
             body = await state.workers.run(_decode, data, route.request, route.path, route.prepare, context)
-        return await route.handler(Call(state, request.path_params, body, tenant))
+        query = None if route.query is None else convert(dict(request.query_params), route.query, strict=False)
+        return await route.handler(Call(state, request.path_params, body, query, tenant, request))
 
     return endpoint
 
@@ -153,6 +159,8 @@ def _check_access(state: ServerState, access: Access, headers: dict[bytes, bytes
 
 
 async def _on_error(request: HttpRequest, error: Exception) -> Response:
+    if isinstance(error, ClientDisconnected):
+        raise error  # the app counts it
     known = api_error(error)
     body = dialect_of(request.url.path).render(known)
     return Response(body, known.status, known.headers, media_type="application/json")

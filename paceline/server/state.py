@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from paceline.config import ServerConfig
 from paceline.server.auth import ApiKeys
+from paceline.server.batches.store import BatchStore
 from paceline.server.body_workers import BodyWorkers
 from paceline.server.engine_client import EngineClient, ServedModel
 from paceline.server.errors import unknown_model
@@ -41,6 +42,7 @@ class ServerState:
     config: ServerConfig
     model_name: str
     api_keys: ApiKeys
+    batches: BatchStore | None = None  # files and batches; None: the routes are disabled
     counters: ServerCounters = field(default_factory=ServerCounters)
     worker: str = "front-end-0"
     created: int = field(default_factory=lambda: int(time.time()))

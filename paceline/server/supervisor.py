@@ -27,6 +27,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from paceline.config import ConfigError, ServerConfig, TenantConfig
+from paceline.server.auth import batch_tenants
 from paceline.server.engine_client import ServedModel
 from paceline.server.process_messages import (
     EngineDown,
@@ -180,6 +181,13 @@ class Supervisor:
 
     # ------------------------------------------------------------------ engine
 
+    @property
+    def _engine_tenants(self) -> tuple[TenantConfig, ...]:
+        tenants = [replace(tenant, keys=()) for tenant in self._setup.tenants]
+        if self._setup.config.batch_folder is not None:
+            tenants += batch_tenants(tenants)
+        return tuple(tenants)
+
     async def _run_engine(self) -> None:
         delay, generation = _MIN_RESTART_DELAY_S, 0
         config = self._setup.config
@@ -193,7 +201,7 @@ class Supervisor:
                 address=address,
                 source=self._setup.source,
                 stall_s=config.stall_s,
-                tenants=tuple(replace(tenant, keys=()) for tenant in self._setup.tenants),
+                tenants=self._engine_tenants,
                 log_level=config.log_level,
                 log_format=config.log_format,
                 weights=self._weights,

@@ -15,6 +15,7 @@ from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine
 from paceline.server.app import App
 from paceline.server.auth import ApiKeys
+from paceline.server.batches.store import BatchStore
 from paceline.server.body_workers import BodyWorkers
 from paceline.server.local_client import LocalClient
 from paceline.server.state import ServerState
@@ -45,6 +46,7 @@ def make_app(
             config=settings,
             model_name=name,
             api_keys=ApiKeys(tenants, settings.admin_key),
+            batches=None if settings.batch_folder is None else BatchStore(settings),
         )
     )
 

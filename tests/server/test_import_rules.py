@@ -45,8 +45,9 @@ def test_the_server_has_no_import_cycle() -> None:
         for path in (PACKAGE / "server").glob("*.py")
     }
     graph |= {
-        f"paceline.server.handlers.{path.stem}": {name for name in imports(path) if name.startswith("paceline.server.")}
-        for path in (PACKAGE / "server" / "handlers").glob("*.py")
+        f"paceline.server.{folder}.{path.stem}": {name for name in imports(path) if name.startswith("paceline.server.")}
+        for folder in ("handlers", "batches")
+        for path in (PACKAGE / "server" / folder).glob("*.py")
     }
     graph["paceline.server.handlers"] = {name for name in graph if name.startswith("paceline.server.handlers.")}
     done: set[str] = set()

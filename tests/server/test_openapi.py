@@ -33,8 +33,9 @@ CHECKS = [
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with virtual("--context-tokens", "256", "--admin-key", "root") as server:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = str(tmp_path_factory.mktemp("batches"))
+    with virtual("--context-tokens", "256", "--admin-key", "root", "--batch-folder", folder) as server:
         yield server
         assert_nothing_is_left(server)
 
