@@ -219,10 +219,10 @@ class SchedulerConfig:
     tenant_weights: Mapping[str, float] = option(
         {}, "policy fair: weight of each tenant; 1 if not given; a server sets it from the weight of its tenants"
     )
-    background_tenants: tuple[str, ...] = option(
-        (),
-        "tenants whose requests are admitted only while no request of another tenant waits, under any policy",
-        hidden="a server sets it from background of its tenants",
+    background_tenants: str = option(
+        "",
+        "names of tenants, separated by commas, whose requests are admitted only while no request of another tenant "
+        "waits, under any policy; a server adds its tenants with background and those of batches",
     )
     prefix_wait: bool = option(
         True, "in-batch prefix caching: wait for a prefix that is being computed instead of computing it twice"
@@ -301,6 +301,10 @@ class SchedulerConfig:
         for tenant, weight in self.tenant_weights.items():
             if not (isinstance(weight, int | float) and weight > 0 and math.isfinite(weight)):
                 raise ConfigError(f"tenant_weights[{tenant!r}] is {weight!r}: must be a number above 0.")
+
+    @property
+    def background_names(self) -> frozenset[str]:
+        return frozenset(name.strip() for name in self.background_tenants.split(",") if name.strip())
 
     @property
     def max_request_tokens(self) -> int:
@@ -540,6 +544,8 @@ class TenantConfig:
         check_options(self)
         if not self.name:
             raise ConfigError("name of a tenant is missing: every [[tenants]] table needs one.")
+        if "," in self.name:
+            raise ConfigError(f"name of a tenant is {self.name!r}: commas separate names in options; choose another.")
         if self.name.endswith(BATCH_SUFFIX) and self.keys:
             raise ConfigError(f"name of a tenant is {self.name!r}, but {BATCH_SUFFIX} marks batches: choose another.")
         for key in self.keys:

@@ -32,7 +32,7 @@ def make_policy(tree: PrefixTree, config: SchedulerConfig) -> Policy:
         tree,
         _make_policy(tree, config),
         _make_policy(tree, without_aging),
-        config.background_tenants,
+        config.background_names,
         walks_tree=config.policy in ("dfs", "lpm"),
     )
 

@@ -72,7 +72,7 @@ class Scheduler:
         self.config = config
         self.journal = Journal(config.journal_events)
         self.step_time = StepTimeFit()
-        self._background = frozenset(config.background_tenants)
+        self._background = config.background_names
         self._service_time = ServiceTime(config.max_running, config.output_weight)
         self.mixed_batches = MixedBatchTimes(config.chunk_context)
         self._lengths = OutputLengths()

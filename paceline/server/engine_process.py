@@ -245,7 +245,10 @@ def build(setup: EngineSetup, progress: Callable[[int, int], None], hooks: Engin
     weights = {tenant.name: tenant.weight for tenant in setup.tenants}
     if weights:
         scheduler_options["tenant_weights"] = {**weights, **scheduler_options.get("tenant_weights", {})}
-    scheduler_options["background_tenants"] = tuple(tenant.name for tenant in setup.tenants if tenant.background)
+    background = [tenant.name for tenant in setup.tenants if tenant.background]
+    if background:
+        given = scheduler_options.get("background_tenants", "")
+        scheduler_options["background_tenants"] = ",".join([given, *background])
     if engine_options.get("executor") == "virtual":
         from paceline.engine.virtual.build import build_virtual
 

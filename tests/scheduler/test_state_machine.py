@@ -62,7 +62,7 @@ def options(draw: Any) -> dict[str, Any]:
         "tenant_weights": draw([{}, {"a": 4.0}]),
         "max_waiting": draw([100_000, 100_000, 3]),
         "full_queue": draw(list(FULL_QUEUE)),
-        "background_tenants": draw([(), ("b",), ("b", "c")]),
+        "background_tenants": draw(["", "b", "b,c"]),
     }
 
 

@@ -15,7 +15,7 @@ import psutil
 from openai import OpenAI
 
 from tests.server.batching import jsonl, line
-from tests.server.process import ServerProcess
+from tests.server.process import ServerProcess, serving
 from tests.server.virtual import body, complete, expected_text, get, metric, virtual, wait_until
 
 NUM_LINES, NUM_TOKENS = 160, 200
@@ -93,3 +93,23 @@ def test_a_graceful_shutdown_leaves_the_batch_to_the_next_start(tmp_path: Path) 
         assert server.process.returncode == 0 and num_results(tmp_path) < NUM_LINES
     with batch_server(tmp_path) as (server, client):
         check_results(client, batch.id)
+
+
+def test_a_model_with_tenants_in_the_background_and_batches(tmp_path: Path) -> None:
+    """The engine of a model, as opposed to the virtual one, gets the background tenants too."""
+    config = tmp_path / "paceline.toml"
+    config.write_text(
+        f'[server]\nbatch_folder = "{tmp_path}/batches"\nserved_name = "tiny"\n[engine]\nkv_tokens = 8192\n'
+        '[[tenants]]\nname = "alice"\nkeys = ["alice"]\n[[tenants]]\nname = "bob"\nkeys = ["bob"]\nbackground = true\n'
+    )
+    with serving("--load", "random", "--shape", "tiny-qwen3", "--config", str(config)) as server:
+        for key in ("alice", "bob"):
+            with OpenAI(base_url=f"{server.url}/v1", api_key=key, timeout=120) as client:
+                data = jsonl(line(str(number)) for number in range(5))
+                file = client.files.create(file=("requests.jsonl", data), purpose="batch")
+                batch = client.batches.create(
+                    input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+                )
+                assert client.completions.create(model="tiny", prompt="a", max_tokens=3).choices
+                wait_until(lambda found=client, one=batch: found.batches.retrieve(one.id).status == "completed")
+                assert client.batches.retrieve(batch.id).request_counts.completed == 5  # type: ignore[union-attr]

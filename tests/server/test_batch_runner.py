@@ -348,6 +348,8 @@ def test_a_folder_that_cannot_be_written_is_named_at_the_start(tmp_path: Path) -
 def test_a_tenant_may_not_have_the_name_of_the_batches_of_another() -> None:
     with pytest.raises(ConfigError, match="'alice:batch', but :batch marks batches"):
         TenantConfig(name="alice:batch", keys=("a",))
+    with pytest.raises(ConfigError, match="'a,b': commas separate names"):
+        TenantConfig(name="a,b")
 
 
 def test_expired_files_and_old_batches_are_removed(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
