@@ -588,6 +588,34 @@ MUTANTS = [
         "        return (False, request.priority,",
         ("tests/scheduler/test_background.py",),
     ),
+    Mutant(
+        "completed lines of an interrupted batch run again",
+        "server/batches/running_batch.py",
+        "            yield [line for line in group if line.custom_id not in self._done.custom_ids]",
+        "            yield group",
+        ("tests/server/test_batch_runner.py",),
+    ),
+    Mutant(
+        "a result that a crash has cut stays",
+        "server/batches/lines.py",
+        "                file.truncate(num_bytes)",
+        "                pass",
+        ("tests/server/test_batch_runner.py",),
+    ),
+    Mutant(
+        "two processes run the batches of a folder",
+        "server/batches/runner.py",
+        "        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "        pass",
+        ("tests/server/test_batch_runner.py",),
+    ),
+    Mutant(
+        "a tenant reads the files of another",
+        "server/batches/store.py",
+        "        if found is None or tenant not in (None, found.tenant) or found.file.expires_at",
+        "        if found is None or found.file.expires_at",
+        ("tests/server/test_batches.py",),
+    ),
 ]
 
 

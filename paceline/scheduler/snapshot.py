@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from paceline.request import Phase, Request
-from paceline.scheduler.background import fair_tenants
+from paceline.scheduler.background import BackgroundPolicy, fair_tenants
 from paceline.scheduler.explain import waiting_for
 from paceline.scheduler.node import Node
 from paceline.scheduler.policies import KeyPolicy
@@ -108,8 +108,13 @@ def _first_waiting(scheduler: Scheduler, waiting: list[Request], max_requests: i
     admitted before all others in any case."""
     admission, policy = scheduler.admission, scheduler.policy
     before = [*([] if admission.reserved is None else [admission.reserved]), *admission.retracted]
-    order, after = ("admission", policy.first(max_requests)) if isinstance(policy, KeyPolicy) else ("arrival", waiting)
-    return order, list(dict.fromkeys([*before, *after]))[:max_requests]
+    parts = (policy.foreground, policy.background) if isinstance(policy, BackgroundPolicy) else (policy,)
+    keyed = [part for part in parts if isinstance(part, KeyPolicy)]
+    order, after = "arrival", waiting
+    if len(keyed) == len(parts):
+        order, after = "admission", [request for part in keyed for request in part.first(max_requests)]
+    found = sorted(dict.fromkeys([*before, *after]), key=lambda request: request.background)
+    return order, found[:max_requests]
 
 
 def _waiting(scheduler: Scheduler, request: Request, place: int, now: float) -> dict[str, Any]:

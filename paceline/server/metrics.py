@@ -66,7 +66,7 @@ class ServerCounters:
         self.slow_clients = 0
         self.connections = 0  # open now
         self.in_progress = 0  # generation requests
-        self.uploads = 0  # in progress
+        self.uploads: Counter[str] = Counter()  # in progress, by tenant
         self.batches_running = 0
         self.batch_requests: Counter[str] = Counter()  # completed and failed
 

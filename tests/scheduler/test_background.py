@@ -12,6 +12,7 @@ from paceline.scheduler import EventKind, Plan, Scheduler
 from paceline.scheduler.background import fair_tenants
 from paceline.scheduler.invariants import check
 from paceline.scheduler.retraction import MAX_RETRACTIONS, choose_victim
+from paceline.scheduler.snapshot import snapshot
 from paceline.testing import Harness
 from tests.helpers import EOS, admissions, events, harness, prompt, request
 from tests.scheduler.test_state_machine import Run, random_run
@@ -197,6 +198,16 @@ def test_a_waiting_background_request_is_explained() -> None:
     subject.add(request([1], 20), request([2]), background([3], id="background"))
     subject.step()
     assert "waits for requests of other tenants: as a background request" in subject.scheduler.explain("background")
+
+
+@pytest.mark.parametrize(("policy", "order"), [("fcfs", "admission"), ("fair", "arrival")])
+def test_the_pages_show_background_requests_behind_the_others(policy: str, order: str) -> None:
+    subject = with_background(policy=policy, max_running=1)
+    subject.add(request([1], 20))
+    subject.step()
+    subject.add(background([2], id="c"), request([3], id="a"), background([4], id="d"), request([5], id="b"))
+    found = snapshot(subject.scheduler, subject.clock())
+    assert found["order"] == order and [one["id"] for one in found["waiting"]] == ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

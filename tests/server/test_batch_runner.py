@@ -23,6 +23,7 @@ from paceline.server.batches.multipart import MultipartParser
 from paceline.server.batches.objects import FINISHED
 from paceline.server.batches.runner import BatchRunner
 from paceline.server.batches.store import BatchStore
+from paceline.server.limits import MAX_UPLOADS
 from tests.server.batching import ScriptedApp, all_results, line, results, run_batches, start, wait_for
 from tests.server.serving import make_app
 
@@ -255,7 +256,7 @@ def test_a_client_that_disconnects_leaves_no_upload(app: App, tmp_path: Path, ca
     scope = {"type": "http", "method": "POST", "path": "/v1/files", "headers": headers, "query_string": b""}
     events[0]["body"] = b'--B\r\nContent-Disposition: form-data; name="file"\r\n\r\n' + b"x" * 300_000
     asyncio.run(app(scope, receive, send))  # type: ignore[arg-type]
-    assert app.state.counters.disconnects == 1 and app.state.counters.uploads == 0 and not caplog.records
+    assert app.state.counters.disconnects == 1 and app.state.counters.uploads.total() == 0 and not caplog.records
     assert not list((tmp_path / "batches" / "uploads").iterdir())
 
 
@@ -393,6 +394,19 @@ def test_a_tenant_has_a_bounded_number_of_batches(app: App, monkeypatch: pytest.
         assert [one.id for one in (await client.batches.list()).data] == [one.id for one in batches[:2:-1]]
 
     run_batches(app, use, call=scripted)
+
+
+def test_a_tenant_has_a_bounded_number_of_uploads_in_progress(engine: Engine, tmp_path: Path) -> None:
+    tenants = [TenantConfig(name=name, keys=(name,)) for name in ("alice", "bob")]
+    app = make_app(engine, tenants=tenants, batch_folder=str(tmp_path))
+    app.state.counters.uploads["alice"] = MAX_UPLOADS
+
+    async def upload(client: AsyncOpenAI) -> None:
+        await client.files.create(file=b"{}", purpose="batch")
+
+    with pytest.raises(openai.InternalServerError, match="4 uploads are in progress"):
+        run_batches(app, upload, key="alice")
+    run_batches(app, upload, key="bob")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])

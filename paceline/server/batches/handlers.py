@@ -78,8 +78,8 @@ def _page(items: Sequence[Item], query: FileQuery | BatchQuery, *, ascending: bo
 
 
 async def upload_file(call: Call) -> Response:
-    store, counters = _store(call), call.state.counters
-    if counters.uploads >= MAX_UPLOADS:
+    store, uploads, tenant = _store(call), call.state.counters.uploads, call.tenant or DEFAULT_TENANT.name
+    if uploads[tenant] >= MAX_UPLOADS:
         raise ApiError(
             f"{MAX_UPLOADS} uploads are in progress: retry later.",
             status=503,
@@ -88,12 +88,11 @@ async def upload_file(call: Call) -> Response:
             headers={"Retry-After": "5", "Connection": "close"},
         )
     path = store.new_upload()
-    counters.uploads += 1
+    uploads[tenant] += 1
     try:
         form = await receive_upload(call.http.receive, call.http.headers, path, call.state.config)
         expires_after_s = _check_form(form)
         assert form.filename is not None, "checked"
-        tenant = call.tenant or DEFAULT_TENANT.name
         return json_response(await _on_disk(store.add_file, path, form.filename, tenant, expires_after_s))
     except OSError as error:
         raise ApiError(
@@ -104,7 +103,7 @@ async def upload_file(call: Call) -> Response:
             headers={"Connection": "close"},
         ) from error
     finally:
-        counters.uploads -= 1
+        uploads[tenant] -= 1
         with contextlib.suppress(OSError):  # it was kept under another name, or could not be written at all
             await asyncio.to_thread(path.unlink)
 
