@@ -153,6 +153,7 @@ class Admission:
     def begin_step(self) -> None:
         self.chunks = {}
         self._forecast = self._num_pages_beside = None
+        self._may_retract = self._find_may_retract(self._background_runs())
 
     def end_step(self) -> None:
         """The pass is planned: skipped and hidden requests are candidates again."""
