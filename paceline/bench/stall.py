@@ -92,6 +92,7 @@ CASES = (
     Hostile("/detokenize, 1 MB", "/detokenize",
             lambda model: b'{"model":"%s","tokens":%s}' % (model.encode(), _list(b"700", _MB))),
     Hostile("1 MB in chunks of one byte", _COMPLETIONS, _text(_MB), chunk_bytes=1),
+    Hostile("16 times 100 KB in chunks of 16 bytes", _COMPLETIONS, _text(100_000), chunk_bytes=16, count=16),
     Hostile("16 times 15 MB of text at once", _COMPLETIONS, _text(15 * _MB), count=16),
 )  # fmt: skip
 

@@ -26,21 +26,30 @@ from paceline.server.errors import ApiError
 from paceline.server.metrics import ServerCounters
 
 BACKLOG = 4096
-# A body in chunks of one byte takes h11 2 µs per byte. It is read in small pieces, with pauses, so that it does not
-# occupy the event loop; asyncio alone would read 256 KB at a time.
+# A chunk takes h11 10 µs, however small it is. Chunked bodies are read in small pieces, with pauses, so that they do
+# not occupy the event loop; asyncio alone would read 256 KB at a time.
 _READ_BYTES, _CHUNKED_READ_BYTES = 8192, 1024  # at a time
-_MAX_PARSE_S = 0.001  # of CPU time; a connection whose data takes longer is paused for several times as long
-_PAUSE_FACTOR = 4
+_MAX_PARSE_S, _MAX_CHUNKED_PARSE_S = 0.001, 0.0002  # of CPU time; a connection whose read takes longer is paused
+_PAUSE_FACTOR = 4  # pauses between such reads, of all connections together, are that many times as long
+_MAX_SMALL_CHUNKS, _MIN_CHUNK_BYTES = 4096, 16  # a body of more chunks with fewer bytes on average is refused
 _LINGER_S = 2.0
 _END_OF_HEADERS = re.compile(rb"\r?\n\r?\n")
 
 
 class _UvicornState(ServerState):
-    """Computes the Date header when a response needs it; uvicorn's own server would refresh it every second."""
+    """What the connections of a front end share. Computes the Date header when a response needs it; uvicorn's own
+    server would refresh it every second."""
 
     def __init__(self) -> None:
         super().__init__()
         self._date = (0, b"")
+        self._next_parse = 0.0
+
+    def pause_s(self, parse_s: float, now: float) -> float:
+        """How long to pause a connection whose data took `parse_s` to parse. Paused connections resume one after the
+        other, so together they use a fifth of the event loop's time, however many there are."""
+        self._next_parse = max(self._next_parse, now) + _PAUSE_FACTOR * parse_s
+        return self._next_parse - now
 
     @property
     def default_headers(self) -> list[tuple[bytes, bytes]]:
@@ -54,18 +63,40 @@ class _UvicornState(ServerState):
         pass
 
 
+class _ChunkCounter(h11.Connection):
+    """Refuses bodies of very many very small chunks."""
+
+    has_small_chunks = False  # an error of the request that was refused
+    _num_chunks = _num_bytes = 0  # of the body
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_end  # not its start: the bytes of a whole chunk are counted by then
+            self._num_bytes += len(event.data)
+            if self._num_chunks > _MAX_SMALL_CHUNKS and self._num_bytes < _MIN_CHUNK_BYTES * self._num_chunks:
+                self.has_small_chunks = True
+                raise h11.RemoteProtocolError("small chunks")
+        elif isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
+        return event
+
+
 class Connection(H11Protocol):
     def __init__(
-        self, config: uvicorn.Config, state: ServerState, limits: ServerConfig, counters: ServerCounters, loop: Any
+        self, config: uvicorn.Config, state: _UvicornState, limits: ServerConfig, counters: ServerCounters, loop: Any
     ) -> None:
         super().__init__(config, state, {"connection": self}, loop)
-        self._limits, self._counters = limits, counters
+        assert config.h11_max_incomplete_event_size is not None, "set by listen()"
+        self.conn: _ChunkCounter = _ChunkCounter(h11.SERVER, config.h11_max_incomplete_event_size)
+        self._state, self._limits, self._counters = state, limits, counters
         self._header_timer: asyncio.TimerHandle | None = None
+        self._is_chunked = False  # the body of the last request
         self._refused = False  # further data is not read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._limit_reads(_READ_BYTES)
+        self._limit_reads(is_chunked_body=False)
         self._counters.connections += 1
         if len(self.connections) > self._limits.max_connections:
             self._refuse(
@@ -104,10 +135,10 @@ class Connection(H11Protocol):
         super().handle_events()
         if self.cycle is not before:
             self._stop_header_timer()
-            is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
-            self._limit_reads(_CHUNKED_READ_BYTES if is_chunked else _READ_BYTES)
+            self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         elif self._header_timer is None and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
             self._start_header_timer()  # the next request on this connection has begun to arrive
+        self._limit_reads(is_chunked_body=self._is_chunked and self.conn.their_state is h11.SEND_BODY)
 
     def _is_header_too_long(self, data: bytes) -> bool:
         most = self._limits.max_header_bytes
@@ -117,7 +148,16 @@ class Connection(H11Protocol):
         return end is None or end.end() > most
 
     def send_400_response(self, msg: str) -> None:
-        if self.cycle is None or self.cycle.response_complete:
+        if self.conn.has_small_chunks and (self.cycle.response_complete or not self.cycle.response_started):
+            self._refuse(
+                ApiError(
+                    f"The body has more than {_MAX_SMALL_CHUNKS} chunks, of less than {_MIN_CHUNK_BYTES} bytes on "
+                    "average: send larger chunks, or a Content-Length.",
+                    code="chunks_too_small",
+                ),
+                linger=True,
+            )
+        elif self.cycle is None or self.cycle.response_complete:
             self._refuse(ApiError(f"{msg} Send HTTP/1.1.", code="invalid_http"), linger=True)
         elif self.cycle.response_started:
             self.transport.abort()  # a response is being sent, and nothing else can be
@@ -145,19 +185,21 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        began = time.thread_time()
+        began, max_parse_s = time.thread_time(), self._max_parse_s
         super().data_received(data)
         took = time.thread_time() - began
-        if took > _MAX_PARSE_S:
+        if took > max_parse_s:
             self.transport.pause_reading()
-            self.loop.call_later(_PAUSE_FACTOR * took, self._resume_reading)
+            self.loop.call_later(self._state.pause_s(took, time.monotonic()), self._resume_reading)
 
     def _resume_reading(self) -> None:
         if not self.flow.read_paused and not self.transport.is_closing():
             self.transport.resume_reading()
 
-    def _limit_reads(self, num_bytes: int) -> None:
+    def _limit_reads(self, *, is_chunked_body: bool) -> None:
+        num_bytes = _CHUNKED_READ_BYTES if is_chunked_body else _READ_BYTES
         self.transport.max_size = num_bytes  # type: ignore[attr-defined]
+        self._max_parse_s = _MAX_CHUNKED_PARSE_S if is_chunked_body else _MAX_PARSE_S
 
     def _start_header_timer(self) -> None:
         self._header_timer = self.loop.call_later(self._limits.header_s, self._on_header_timeout)

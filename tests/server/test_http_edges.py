@@ -14,6 +14,7 @@ import pytest
 
 from paceline.config import ConfigError, ServerConfig, TenantConfig
 from paceline.engine.engine import Engine
+from paceline.server.connection import _UvicornState
 from paceline.server.routes import ROUTES
 from tests.server.process import ServerProcess
 from tests.server.serving import COMPLETIONS, TEXT, Caller, make_app
@@ -176,6 +177,57 @@ def test_a_chunked_body_beyond_the_limit_is_413_although_the_client_goes_on(serv
     head = b"POST %s HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" % path.encode()
     found = exchange(server, head, chunk * 60, b"0\r\n\r\n")
     assert found.startswith(b"HTTP/1.1 413 ") and b"body_too_large" in found
+
+
+def chunked(data: bytes, size: int) -> bytes:
+    pieces = [data[index : index + size] for index in range(0, len(data), size)]
+    return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "chunk_bytes", "is_refused"),
+    [(5000, 1, True), (4096, 1, False), (5000, 15, True), (5000, 16, False)],
+)
+@pytest.mark.parametrize("route", ["POST /v1/completions", "POST /tokenize"])
+def test_a_body_of_many_small_chunks_is_refused(
+    server: ServerProcess, route: str, num_chunks: int, chunk_bytes: int, is_refused: bool
+) -> None:
+    data = json.dumps(body([5], 1) if "completions" in route else {"prompt": "x"}).encode()
+    head = b"%s HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n" % route.encode()
+    found = exchange(server, head, chunked(data.ljust(num_chunks * chunk_bytes), chunk_bytes))
+    if is_refused:
+        assert found.startswith(b"HTTP/1.1 400 ")
+        error = json.loads(found.split(b"\r\n\r\n", 1)[1])["error"]
+        assert error["code"] == "chunks_too_small" and "send larger chunks, or a Content-Length." in error["message"]
+    else:
+        assert found.startswith(b"HTTP/1.1 200 "), found
+
+
+def test_small_chunks_after_the_response_close_the_connection(server: ServerProcess) -> None:
+    head = b"GET /health HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with connect(server) as one:
+        one.sendall(head)
+        found = one.recv(65536)
+        assert found.startswith(b"HTTP/1.1 200 ")
+        one.sendall(b"1\r\nx\r\n" * 5000)  # the end of the body never comes
+        while data := one.recv(65536):
+            found += data
+    assert b"HTTP/1.1 400 " in found and b"chunks_too_small" in found
+
+
+def test_small_chunks_are_counted_per_request(server: ServerProcess) -> None:
+    data = json.dumps(body([5], 1)).encode().ljust(3000)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%sTransfer-Encoding: chunked\r\n\r\n"
+    request = chunked(data, 1)
+    found = exchange(server, head % b"" + request, head % b"Connection: close\r\n" + request)
+    assert found.count(b"HTTP/1.1 200 ") == 2
+
+
+def test_connections_whose_data_takes_long_to_parse_share_one_part_of_the_time() -> None:
+    state = _UvicornState()
+    ends = [10 + state.pause_s(0.002, 10.0) for _ in range(100)]
+    assert ends == pytest.approx([10 + 0.008 * (index + 1) for index in range(100)])
+    assert state.pause_s(0.002, 20.0) == pytest.approx(0.008)
 
 
 def test_ordinary_clients_see_the_413(server: ServerProcess, tmp_path: Any) -> None:
