@@ -1,8 +1,8 @@
 """Runs what depends on a request body off the event loop: JSON, checks, chat template, tokenizing.
 
 A body of any size and content must not delay the streams of other clients. Short bodies are handled in threads. Long
-ones are handled in another process, one at a time: decoding 16 MB of JSON alone holds the GIL for up to two seconds.
-The process starts with the first long body and is started again if it dies.
+ones are handled in another process, one at a time, the tenants in turn: decoding 16 MB of JSON alone holds the GIL for
+up to two seconds. The process starts with the first long body and is started again if it dies.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import signal
 import struct
 import subprocess
 import sys
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import IO, Any, TypeVar, cast
 
 from paceline.server.errors import ApiError, api_error
-from paceline.server.limits import LONG_BODY_BYTES, MAX_LONG_BODIES
+from paceline.server.limits import LONG_BODY_BYTES, MAX_LONG_BODIES, MAX_TENANT_LONG_BODIES
 from paceline.text.load import load_tokenizer
 from paceline.text.tokenizer import Tokenizer
 
@@ -40,29 +41,44 @@ class BodyWorkers:
         self._tokenizer, self._source = tokenizer, source
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "paceline-body")
         self._long = ThreadPoolExecutor(1, "paceline-long-body")
-        self._num_long = 0
+        self._num_long: Counter[str | None] = Counter()  # by tenant
+        self._turns = _Turns()
         self._process: subprocess.Popen[bytes] | None = None  # started, used and replaced by the thread of `_long`
 
-    async def run(self, function: Callable[..., T], body: bytes | bytearray, *args: Any) -> T:
+    async def run(
+        self, function: Callable[..., T], body: bytes | bytearray, *args: Any, tenant: str | None = None
+    ) -> T:
         """Returns `function(body, *args)`. Function, arguments and result must be picklable; the tokenizer is passed
-        by name."""
+        by name. `tenant` is whose body it is; None: the admin's, or that of a server without tenants."""
         loop = asyncio.get_running_loop()
         if len(body) <= LONG_BODY_BYTES:
             return await loop.run_in_executor(self._threads, partial(function, body, *args))
-        if self._num_long >= MAX_LONG_BODIES:
-            raise ApiError(
-                f"{MAX_LONG_BODIES} request bodies of more than {LONG_BODY_BYTES} bytes are being read: retry later.",
-                status=503,
-                kind="server_error",
-                code="too_many_long_bodies",
-                headers={"Retry-After": "1"},
-            )
-        self._num_long += 1
+        self._check_num_long(tenant)
+        self._num_long[tenant] += 1
         try:
-            found = await loop.run_in_executor(self._long, self._run_in_process, function, body, args)
+            await self._turns.wait_turn(tenant)
+            try:
+                found = await loop.run_in_executor(self._long, self._run_in_process, function, body, args)
+            finally:
+                self._turns.end_turn()
         finally:
-            self._num_long -= 1
+            self._num_long[tenant] -= 1
         return cast("T", found)
+
+    def _check_num_long(self, tenant: str | None) -> None:
+        if self._num_long.total() >= MAX_LONG_BODIES:
+            most, whose = MAX_LONG_BODIES, ""
+        elif self._num_long[tenant] >= MAX_TENANT_LONG_BODIES:
+            most, whose = MAX_TENANT_LONG_BODIES, "" if tenant is None else f" of tenant {tenant}"
+        else:
+            return
+        raise ApiError(
+            f"{most} request bodies{whose} of more than {LONG_BODY_BYTES} bytes are being read: retry later.",
+            status=503,
+            kind="server_error",
+            code="too_many_long_bodies",
+            headers={"Retry-After": "1"},
+        )
 
     async def run_in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Returns `function(*args)`; for Python code that may take long."""
@@ -70,6 +86,7 @@ class BodyWorkers:
 
     def close(self) -> None:
         """Bodies in work fail."""
+        self._turns.cancel_waiting()
         process = self._process
         if process is not None:
             process.kill()  # so the thread that waits for its reply ends now
@@ -100,6 +117,45 @@ class BodyWorkers:
         if isinstance(result, ApiError):
             raise result
         return result
+
+
+class _Turns:
+    """One turn at a time, of the tenants that wait in round-robin order: a tenant with many long bodies delays those of
+    another by one."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str | None, deque[asyncio.Future[None]]] = {}  # in the order of the tenants' next turns
+        self._is_taken = False
+
+    async def wait_turn(self, tenant: str | None) -> None:
+        if not self._is_taken:
+            self._is_taken = True
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.end_turn()  # it was given to a task that was cancelled at the same time
+            raise
+
+    def end_turn(self) -> None:
+        while self._waiting:
+            tenant = next(iter(self._waiting))
+            turns = self._waiting.pop(tenant)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[tenant] = turns  # behind the others
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._is_taken = False
+
+    def cancel_waiting(self) -> None:
+        for turn in (turn for turns in self._waiting.values() for turn in turns):
+            turn.cancel()
+        self._waiting.clear()
 
 
 def _start(source: str | int) -> subprocess.Popen[bytes]:

@@ -65,9 +65,9 @@ class GenerationHandler:
             if state.draining:
                 raise draining()
             body = await read_body(receive, headers, state.config)
-            response = await state.workers.run(
-                build_response, body, self._route.builder, self._route.request, self._route.path, state.context
-            )
+            route = self._route
+            arguments = (route.builder, route.request, route.path, state.context)
+            response = await state.workers.run(build_response, body, *arguments, tenant=tenant.name)
             await response.prepare(state, tenant.name)
             _check_length(response, state.context.model)
             entry.set_response(response)

@@ -14,7 +14,7 @@ MAX_WEIGHT_VERSION_CHARACTERS = 256
 DEFAULT_FLUSH_TIMEOUT_S, MAX_FLUSH_TIMEOUT_S = 60.0, 3600.0  # new requests wait for that long at most
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions alone
 LONG_BODY_BYTES = 131_072  # a longer body is handled in another process: see body_workers.py
-MAX_LONG_BODIES = 16  # of one front end at a time; more get 503
+MAX_LONG_BODIES, MAX_TENANT_LONG_BODIES = 64, 16  # of one front end at a time, of one tenant; more get 503
 MAX_TOKENIZE_CHARACTERS = 1_048_576
 
 # Files and batches

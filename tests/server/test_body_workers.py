@@ -7,12 +7,14 @@ import json
 import operator
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 
+from paceline.config import TenantConfig
 from paceline.engine.engine import Engine
 from paceline.server import body_workers
 from paceline.server.body_workers import BodyWorkers
@@ -21,6 +23,7 @@ from paceline.server.limits import (
     LONG_BODY_BYTES,
     MAX_DETOKENIZE_TOKENS,
     MAX_LONG_BODIES,
+    MAX_TENANT_LONG_BODIES,
     MAX_TOKENIZE_CHARACTERS,
 )
 from paceline.server.routes import ROUTES
@@ -203,33 +206,100 @@ def test_errors_of_a_long_body_quote_little_of_it(caller: Caller) -> None:
         assert len(response.content) < 1500 and response.json()["error"]["message"].endswith("."), response.text
 
 
-def test_more_long_bodies_than_the_limit_get_503_and_short_ones_are_served(
-    caller: Caller, monkeypatch: pytest.MonkeyPatch
+class HeldProcess:
+    """Stands in for the process of the long bodies: handles one when it is released."""
+
+    def __init__(self, workers: BodyWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.handled: list[bytes] = []
+        self._turns = threading.Semaphore(0)
+        monkeypatch.setattr(workers, "_run_in_process", self._handle)
+
+    def _handle(self, function: Any, body: bytes, args: tuple[Any, ...]) -> Any:
+        self._turns.acquire()
+        self.handled.append(bytes(body[:1]))
+        raise ApiError("held")
+
+    def release(self, count: int) -> None:
+        self._turns.release(count)
+
+
+LONG_TEXT = json.dumps({**TEXT, "metadata": {"padding": "x" * LONG}}).encode()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def test_a_tenant_with_many_long_bodies_gets_503_and_the_others_are_served(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    caller = Caller(make_app(engine, tenants=[TenantConfig(name=name, keys=(name,)) for name in ("one", "two")]))
     workers = caller.app.state.workers
-    long = json.dumps({**TEXT, "metadata": {"padding": "x" * LONG}}).encode()
+    process = HeldProcess(workers, monkeypatch)
 
     async def use(client: httpx.AsyncClient) -> None:
-        release = asyncio.Event()
-        loop = asyncio.get_running_loop()
+        def post(tenant: str, path: str = COMPLETIONS, content: bytes = LONG_TEXT) -> asyncio.Task[httpx.Response]:
+            return asyncio.create_task(
+                client.post(path, content=content, headers={"Authorization": f"Bearer {tenant}"})
+            )
 
-        def held(*args: Any) -> Any:
-            asyncio.run_coroutine_threadsafe(release.wait(), loop).result()
-            raise ApiError("held")
-
-        monkeypatch.setattr(workers, "_run_in_process", held)
-        waiting = [asyncio.create_task(client.post(COMPLETIONS, content=long)) for _ in range(MAX_LONG_BODIES)]
-        while workers._num_long < MAX_LONG_BODIES:
-            await asyncio.sleep(0.01)
-        refused = await client.post(COMPLETIONS, content=long)
-        assert refused.status_code == 503 and refused.json()["error"]["code"] == "too_many_long_bodies"
-        assert refused.headers["retry-after"] == "1"
-        assert (await client.post(COMPLETIONS, json=TEXT)).status_code == 200
-        release.set()
+        waiting = [post("one") for _ in range(MAX_TENANT_LONG_BODIES)]
+        await until(lambda: workers._num_long["one"] == MAX_TENANT_LONG_BODIES)
+        for path in (COMPLETIONS, "/tokenize"):
+            refused = await post("one", path)
+            assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["code"] == "too_many_long_bodies"
+            assert refused.json()["error"]["message"].startswith("16 request bodies of tenant one of more than 131072")
+        assert (await post("one", content=json.dumps(TEXT).encode())).status_code == 200
+        waiting.append(post("two"))
+        await until(lambda: workers._num_long["two"] == 1)
+        process.release(len(waiting))
         assert {(await response).status_code for response in waiting} == {400}
-        assert workers._num_long == 0
+        assert workers._num_long.total() == 0
 
     caller.run(use)
+    workers.close()
+
+
+def test_long_bodies_of_all_tenants_together_are_limited(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = caller.app.state.workers
+    process = HeldProcess(workers, monkeypatch)
+
+    async def use(client: httpx.AsyncClient) -> None:
+        tasks = [
+            asyncio.create_task(workers.run(operator.neg, b"x" * LONG, tenant=str(index % 8)))
+            for index in range(MAX_LONG_BODIES)
+        ]
+        await until(lambda: workers._num_long.total() == MAX_LONG_BODIES)
+        refused = await client.post(COMPLETIONS, content=LONG_TEXT)
+        assert refused.status_code == 503 and refused.json()["error"]["message"].startswith("64 request bodies of more")
+        process.release(len(tasks))
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    caller.run(use)
+
+
+def test_tenants_take_turns_with_long_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = BodyWorkers(synthetic_tokenizer(300), 300)
+    process = HeldProcess(workers, monkeypatch)
+
+    async def use() -> None:
+        tasks = []
+        for tenant in "aaaabbc":
+            tasks.append(asyncio.create_task(workers.run(operator.neg, tenant.encode() * LONG, tenant=tenant)))
+            await asyncio.sleep(0)  # it takes its place in the queue
+        tasks[1].cancel()  # while it waits
+        process.release(len(tasks))
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert workers._num_long.total() == 0
+        last = asyncio.create_task(workers.run(operator.neg, b"z" * LONG, tenant="z"))
+        process.release(1)
+        await asyncio.gather(last, return_exceptions=True)
+
+    asyncio.run(use())
+    workers.close()
+    assert b"".join(process.handled) == b"abcabaz"
 
 
 def test_a_dead_process_fails_its_request_and_is_replaced(caller: Caller) -> None:
