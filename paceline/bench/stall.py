@@ -91,6 +91,9 @@ CASES = (
     Hostile("/tokenize, 1 MB", "/tokenize", _text(_MB)),
     Hostile("/detokenize, 1 MB", "/detokenize",
             lambda model: b'{"model":"%s","tokens":%s}' % (model.encode(), _list(b"700", _MB))),
+    # An error on the virtual GPU, which computes no logits.
+    Hostile("20 logprobs of 4,000 prompt tokens", _COMPLETIONS, lambda model: _completion(
+        model, _list(b"7", 8000), b',"echo":true,"logprobs":20,"max_tokens":1,"stream":true')),
     Hostile("1 MB in chunks of one byte", _COMPLETIONS, _text(_MB), chunk_bytes=1),
     Hostile("16 times 100 KB in chunks of 16 bytes", _COMPLETIONS, _text(100_000), chunk_bytes=16, count=16),
     Hostile("16 times 15 MB of text at once", _COMPLETIONS, _text(15 * _MB), count=16),

@@ -70,7 +70,8 @@ class OutputDelta:
     error: str | None = None  # with reason error: what happened
     vector: bytes | None = None  # of an embedding: float32, native byte order
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each token id, if requested
-    # With the first delta: from the prompt's second token on, or from `prompt_logprobs_start`
+    # With the first delta: from the prompt's second token on, or from `prompt_logprobs_start`. Front ends receive those
+    # of a long prompt in several deltas.
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     clipped_max_tokens: int | None = None  # with the final delta: max_tokens, if it was lowered to what fits
     matched_stop: str | None = None  # with the final delta: the stop string that ended the text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -71,14 +71,35 @@ class CompletionResponse(ResponseBuilder):
             _Echo(
                 prompt if isinstance(prompt, str) else context.tokenizer.decode(ids, skip_special=False),
                 ids[: max(params.prompt_logprobs_start, 1)],
+                has_logprobs=params.prompt_logprobs is None,
             )
             for prompt, ids in zip(prompts, encoded, strict=True)
         ]
         self._offsets: dict[int, _Offsets] = {}
 
-    def chunks(self, index: int, output: OutputDelta, finish_reason: str | None) -> Iterable[bytes]:
-        if output.text or finish_reason is not None or output.logprobs or index not in self._offsets:
-            choice = self._choice(index, index, [output], is_first=index not in self._offsets)
+    def is_slow(self, index: int, output: OutputDelta) -> bool:
+        return bool(self.request.echo) and (bool(output.prompt_logprobs) or index not in self._offsets)
+
+    def chunks(self, index: int, output: OutputDelta, finish_reason: str | None) -> Iterator[bytes]:
+        echo = self._echoes[index // self.jobs_per_prompt]
+        is_first_job = index % self.jobs_per_prompt == 0
+        if not is_first_job and not echo.has_logprobs:
+            echo.held.append((index, output, finish_reason))
+            return
+        yield from self._chunk(echo, index, output, finish_reason)
+        # Prompt logprobs come before or with the first token.
+        if is_first_job and not echo.has_logprobs and (output.token_ids or finish_reason is not None):
+            echo.has_logprobs = True
+            for one in echo.held:
+                yield from self._chunk(echo, *one)
+            echo.held = []
+
+    def _chunk(self, echo: _Echo, index: int, output: OutputDelta, finish_reason: str | None) -> Iterator[bytes]:
+        is_first = index not in self._offsets
+        echo.logprobs += output.prompt_logprobs
+        if output.text or finish_reason is not None or output.logprobs or output.prompt_logprobs or is_first:
+            prompt_logprobs = echo.logprobs if is_first else output.prompt_logprobs
+            choice = self._choice(index, [output], prompt_logprobs, echo if is_first else None)
             if choice.text or choice.logprobs or finish_reason is not None:
                 versions = UNSET if finish_reason is None else weight_versions([output])
                 yield self._encode([choice], None if self.request.include_usage else UNSET, versions)
@@ -88,38 +109,41 @@ class CompletionResponse(ResponseBuilder):
 
     def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
         choices: list[TextChoice] = []
-        for first in range(0, len(outputs), self.jobs_per_prompt):
+        for first, echo in zip(range(0, len(outputs), self.jobs_per_prompt), self._echoes, strict=True):
+            # Only the first choice of a prompt computes the prompt's logprobs.
+            echo.logprobs = [one for output in outputs[first] for one in output.prompt_logprobs]
             jobs = list(range(first, first + self.jobs_per_prompt))
             if self._num_choices < self.jobs_per_prompt:
                 jobs.sort(key=lambda job: -mean_logprob(outputs[job]))
-            choices += [
-                self._choice(len(choices) + number, job, outputs[job], is_first=True)
-                for number, job in enumerate(jobs[: self._num_choices])
-            ]
+            for job in jobs[: self._num_choices]:
+                choice = self._choice(job, outputs[job], echo.logprobs, echo)
+                choice.index = len(choices)
+                choices.append(choice)
         return self._encode(choices, usage, weight_versions(chain.from_iterable(outputs)))
 
-    def _choice(self, index: int, job: int, outputs: Sequence[OutputDelta], *, is_first: bool) -> TextChoice:
-        echo = self._echoes[job // self.jobs_per_prompt] if self.request.echo and is_first else None
+    def _choice(
+        self, job: int, outputs: Sequence[OutputDelta], prompt_logprobs: Sequence[TokenLogprob], echo: _Echo | None
+    ) -> TextChoice:
+        """Further output of a job, after the prompt if `echo` is given."""
+        echo = echo if self.request.echo else None
         text = (echo.text if echo else "") + text_of(outputs)
-        reason, logprobs = finish_reason_of(outputs[-1]), self._logprobs(job, outputs, echo)
-        return TextChoice(index, text, reason, logprobs, clipped_max_tokens(outputs[-1]))
+        reason, logprobs = finish_reason_of(outputs[-1]), self._logprobs(job, outputs, prompt_logprobs, echo)
+        return TextChoice(job, text, reason, logprobs, clipped_max_tokens(outputs[-1]))
 
-    def _logprobs(self, job: int, outputs: Sequence[OutputDelta], echo: _Echo | None) -> TextLogprobs | None:
+    def _logprobs(
+        self, job: int, outputs: Sequence[OutputDelta], prompt_logprobs: Sequence[TokenLogprob], echo: _Echo | None
+    ) -> TextLogprobs | None:
         offsets = self._offsets.setdefault(job, _Offsets())
         if self.request.logprobs is None:
             return None
         formatter = self._formatter
         found = TextLogprobs([], [], [], [])
-        logprobs: list[TokenLogprob] = [one for output in outputs for one in formatter.visible_logprobs(output)]
-        if echo is not None:
-            for token in echo.unscored:
-                found.tokens.append(formatter.token_text(token))
-                found.token_logprobs.append(None)
-                found.top_logprobs.append(None)
-                found.text_offset.append(offsets.advance(formatter.token_bytes(token)))
-            # Only the first choice of a prompt computes the prompt's logprobs.
-            echo.logprobs = echo.logprobs or [one for output in outputs for one in output.prompt_logprobs]
-            logprobs = [*echo.logprobs, *logprobs]
+        logprobs = [*prompt_logprobs, *(one for output in outputs for one in formatter.visible_logprobs(output))]
+        for token in () if echo is None else echo.unscored:
+            found.tokens.append(formatter.token_text(token))
+            found.token_logprobs.append(None)
+            found.top_logprobs.append(None)
+            found.text_offset.append(offsets.advance(formatter.token_bytes(token)))
         for one in logprobs:
             found.tokens.append(formatter.token_text(one.token_id))
             found.token_logprobs.append(finite(one.logprob))
@@ -170,7 +194,11 @@ class _Echo:
 
     text: str
     unscored: Sequence[int]  # tokens without logprobs: the first, which has no context, and those before the start
+    has_logprobs: bool  # all of them, or none were requested
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    # Streamed output of other choices than the first, which alone computes the logprobs, until it has them: index,
+    # output, finish reason.
+    held: list[tuple[int, OutputDelta, str | None]] = field(default_factory=list)
 
 
 class _Offsets:

@@ -14,9 +14,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ from paceline.server.rate_limiter import RateLimiter
 
 log = logging.getLogger("paceline.engine")
 _PROGRESS_INTERVAL_S = 0.1  # between two progress messages
+_PROMPT_LOGPROBS = 256  # in one message; with 20 alternatives each, decoding takes a millisecond
 _CLOSE_TIMEOUT_S = 2.0
 _FAILURE_EXIT_DELAY_S = 0.2  # for the last messages to leave the process
 _FAILURE_EXIT_STATUS = 70  # EX_SOFTWARE
@@ -209,7 +210,10 @@ class EngineProcess:
         now, metrics = time.monotonic(), self.queries.metrics
         batches: dict[str, list[tuple[int, OutputDelta]]] = {}
         for sink, output in outputs:
-            batches.setdefault(sink.front_end, []).append((sink.number, output))
+            *pieces, last = _in_pieces(output)
+            for piece in pieces:
+                self.send(sink.front_end, OutputBatch([(sink.number, piece)]))
+            batches.setdefault(sink.front_end, []).append((sink.number, last))
             count = len(output.token_ids)
             if count:
                 metrics.num_tokens += count
@@ -275,6 +279,16 @@ def reload_weights(engine: Engine, weights: WeightsReplaced) -> None:
     except PacelineError as error:
         log.error("cannot load version %s of the weights again from %s: %s", weights.version, weights.path, error)
         raise SystemExit(1) from None
+
+
+def _in_pieces(output: OutputDelta) -> Iterator[OutputDelta]:
+    """`output`, after deltas with the first of its prompt logprobs if it has many. A message is decoded at once, so
+    those of a whole prompt would delay the front end's streams."""
+    logprobs = output.prompt_logprobs
+    end = max(len(logprobs) - 1, 0) // _PROMPT_LOGPROBS * _PROMPT_LOGPROBS
+    for first in range(0, end, _PROMPT_LOGPROBS):
+        yield OutputDelta("", (), prompt_logprobs=logprobs[first : first + _PROMPT_LOGPROBS])
+    yield replace(output, prompt_logprobs=logprobs[end:]) if end else output
 
 
 def generate_one_token(engine: Engine) -> None:

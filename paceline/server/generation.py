@@ -168,7 +168,10 @@ class GenerationHandler:
                         entry.status = 200
                         for chunk in response.first_chunks():
                             await events.send_event(chunk)
-                    for chunk in response.chunks(index, output, reason):
+                    chunks = response.chunks(index, output, reason)
+                    if response.is_slow(index, output):
+                        chunks = await self._state.workers.run_in_thread(list, chunks)
+                    for chunk in chunks:
                         await events.send_event(chunk)
                     if reason is not None:
                         usages |= {index: output.usage} if output.usage else {}

@@ -51,6 +51,10 @@ class ResponseBuilder:
         """Chunks, possibly none, for new output of job `index`."""
         raise AssertionError("this response is not streamed")
 
+    def is_slow(self, index: int, output: OutputDelta) -> bool:
+        """Whether `chunks` takes long for this output; it is then called in a thread."""
+        return False
+
     def last_chunks(self, usage: UsageInfo) -> Iterable[bytes]:
         """Chunks after the last output of all jobs."""
         return ()

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -16,7 +17,9 @@ import pytest
 
 from paceline.config import TenantConfig
 from paceline.engine.engine import Engine
-from paceline.server import body_workers
+from paceline.engine.output import OutputDelta, TokenLogprob
+from paceline.request import FinishReason
+from paceline.server import body_workers, engine_process
 from paceline.server.body_workers import BodyWorkers
 from paceline.server.errors import ApiError
 from paceline.server.limits import (
@@ -26,6 +29,7 @@ from paceline.server.limits import (
     MAX_TENANT_LONG_BODIES,
     MAX_TOKENIZE_CHARACTERS,
 )
+from paceline.server.response import LogprobFormatter
 from paceline.server.routes import ROUTES
 from paceline.text import tokenizer as tokenizer_module
 from paceline.text.chat import ChatTemplate
@@ -102,6 +106,36 @@ def test_every_route_encodes_decodes_and_renders_off_the_event_loop(
             may_be_refused = path.startswith(("/admin", "/v1/batches")) and response.status_code < 500
             assert response.status_code == 200 or may_be_refused, response.text
     assert {"encode", "decode", "render"} <= set(called)
+
+
+def test_prompt_logprobs_are_formatted_off_the_event_loop(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, num_tokens = LogprobFormatter.token_text, 0
+
+    def watched(formatter: LogprobFormatter, token: int) -> str:
+        nonlocal num_tokens
+        num_tokens += 1
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        return original(formatter, token)
+
+    monkeypatch.setattr(LogprobFormatter, "token_text", watched)
+    body = {**TEXT, "prompt": [5, 6, 7], "echo": True, "logprobs": 2, "max_tokens": 0, "n": 2}
+    for stream in (False, True):
+        assert caller.post(COMPLETIONS, {**body, "stream": stream}).status_code == 200
+    assert num_tokens >= 2 * 2 * 3
+
+
+def test_prompt_logprobs_reach_the_front_end_in_small_messages() -> None:
+    def prompt_logprobs(count: int) -> tuple[TokenLogprob, ...]:
+        return tuple(TokenLogprob(index, -1.0) for index in range(count))
+
+    for count, sizes in ((0, [0]), (256, [256]), (257, [256, 1]), (1000, [256, 256, 256, 232])):
+        last = OutputDelta("", (9,), FinishReason.LENGTH, prompt_logprobs=prompt_logprobs(count))
+        *pieces, end = engine_process._in_pieces(last)
+        assert [len(one.prompt_logprobs) for one in (*pieces, end)] == sizes
+        assert sum((one.prompt_logprobs for one in (*pieces, end)), ()) == last.prompt_logprobs
+        assert replace(end, prompt_logprobs=last.prompt_logprobs) == last
+        assert {(one.text, one.token_ids, one.finish_reason) for one in pieces} <= {("", (), None)}
 
 
 class _CountingCore:

@@ -209,6 +209,27 @@ def test_echoed_prompt_logprobs_can_start_behind_a_cached_prefix(client: OpenAI)
     assert [value for one in chunks if one for value in one.token_logprobs or ()] == second.token_logprobs
 
 
+def test_prompt_logprobs_of_a_long_prompt_are_streamed_in_pieces(client: OpenAI) -> None:
+    prompt = [5 + index % 200 for index in range(600)]
+    payload: Any = {"model": MODEL, "prompt": prompt, "seed": 1, "echo": True, "logprobs": 2, "max_tokens": 2, "n": 2}
+    whole = client.completions.create(**payload).choices
+    chunks = [chunk.choices[0] for chunk in client.completions.create(**payload, stream=True)]
+    for choice in whole:
+        assert choice.logprobs and choice.logprobs.token_logprobs and len(choice.logprobs.token_logprobs) > 600
+        own = [one for one in chunks if one.index == choice.index]
+        assert "".join(one.text for one in own) == choice.text
+        for name in ("tokens", "text_offset"):
+            found = [value for one in own if one.logprobs for value in getattr(one.logprobs, name)]
+            assert found == getattr(choice.logprobs, name)
+    assert [len(one.logprobs.tokens or ()) for one in chunks if one.index == 0 and one.logprobs][:2] == [257, 256]
+
+
+def test_every_choice_of_best_of_echoes_the_prompt_logprobs(client: OpenAI) -> None:
+    payload: Any = {"model": MODEL, "prompt": "once upon", "seed": 5, "max_tokens": 4, "echo": True, "logprobs": 0}
+    for choice in client.completions.create(**payload, n=4, best_of=5).choices:
+        assert choice.logprobs and "".join(choice.logprobs.tokens or ()) == choice.text
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
