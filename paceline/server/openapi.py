@@ -87,7 +87,7 @@ _BOUNDS: dict[str, Json] = {
 }
 
 
-def make_document(routes: Sequence[AnyRoute], model: str, *, has_keys: bool) -> Json:
+def make_document(routes: Sequence[AnyRoute], model: str, *, has_keys: bool, public_metrics: bool = False) -> Json:
     forms = [route.form for route in routes if isinstance(route, Route) and route.form is not None]
     structs = [kind for route in routes for kind in (route.request, *route.responses) if kind not in (None, dict)]
     structs += forms
@@ -102,9 +102,14 @@ def make_document(routes: Sequence[AnyRoute], model: str, *, has_keys: bool) -> 
             for name, allowed in rules.unsupported.items():
                 schemas[route.request.__name__]["properties"].setdefault(name, {"enum": [None, *allowed]})
     paths: dict[str, Json] = {}
+    key: list[Json] = [{"key": []}]
     for route in routes:
         path = route.path.replace(":path", "")
-        paths.setdefault(path, {})[route.method.lower()] = _operation(route)
+        operation = paths.setdefault(path, {})[route.method.lower()] = _operation(route)
+        if route.access is Access.PUBLIC or (route.access is Access.METRICS and public_metrics):
+            operation["security"] = []
+        elif route.access is Access.ADMIN:
+            operation["security"] = key
     return {
         "openapi": "3.1.0",
         "info": {"title": "Paceline", "version": __version__, "description": "OpenAI's interface with extensions."},
@@ -113,7 +118,7 @@ def make_document(routes: Sequence[AnyRoute], model: str, *, has_keys: bool) -> 
             "schemas": schemas,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
-        "security": [{"key": []}] if has_keys else [],
+        "security": key if has_keys else [],
     }
 
 
@@ -197,6 +202,4 @@ def _operation(route: AnyRoute) -> Json:
         responses[status] = {"description": "Error", "content": _content(_ref(f"{dialect.name}Error"))}
     if route.request is not None:
         operation["requestBody"] = {"required": True, "content": _content(_ref(route.request.__name__))}
-    if route.access is Access.PUBLIC:
-        operation["security"] = []
     return operation

@@ -75,14 +75,15 @@ async def get_info(call: Call) -> Response:
 
 
 async def get_openapi(call: Call) -> Response:
-    body = _document(call.state.model_name, call.state.api_keys.is_required)
+    state = call.state
+    body = _document(state.model_name, state.api_keys.is_required, state.config.public_metrics)
     return Response(body, media_type="application/json")
 
 
 @lru_cache(maxsize=8)
-def _document(model: str, has_keys: bool) -> bytes:
+def _document(model: str, has_keys: bool, public_metrics: bool) -> bytes:
     """Made once: it takes 20 ms, in which no stream would get a token."""
-    return msgspec.json.encode(make_document(ROUTES, model, has_keys=has_keys))
+    return msgspec.json.encode(make_document(ROUTES, model, has_keys=has_keys, public_metrics=public_metrics))
 
 
 # fmt: off
