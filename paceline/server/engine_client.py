@@ -6,13 +6,16 @@ is another process, and `LocalClient`, its reference implementation in this proc
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
 from paceline.server.queries import EngineQuery
+
+OnAborted = Callable[[int, OutputDelta], None]
+ABORT_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +46,12 @@ class EngineClient(Protocol):
     def loading(self) -> bool:
         """Whether there is no engine because it is still loading."""
 
-    def stream(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+    def stream(
+        self, jobs: Sequence[Job], on_aborted: OnAborted | None = None
+    ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         """Yields the output of all jobs as it arrives, each delta with its job's index. Raises if a job is refused.
-        Leaving the iteration early, for any reason, aborts the jobs that have not finished."""
+        Leaving the iteration early, for any reason, aborts the jobs that have not finished. `on_aborted` is called with
+        what else they have produced, before the iteration is left; `ABORT_TIMEOUT_S` limits the wait for it."""
 
     async def query(self, query: EngineQuery) -> Any:
         """Returns a value of the type in `QUERY_RESULTS`."""

@@ -142,7 +142,8 @@ class GenerationHandler:
     ) -> None:
         outputs: list[list[OutputDelta]] = [[] for _ in jobs]
         usages: dict[int, TokenUsage] = {}
-        async with aclosing(self._state.client.stream(jobs)) as stream:
+        # The output of a job that is not streamed is one delta at its end, or when it is aborted.
+        async with aclosing(self._state.client.stream(jobs, entry.add_output)) as stream:
             async for index, output in stream:
                 entry.add_output(index, output)
                 outputs[index].append(output)

@@ -11,7 +11,7 @@ from typing import Any, cast
 from paceline.engine.engine import Engine
 from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
-from paceline.server.engine_client import ServedModel
+from paceline.server.engine_client import ABORT_TIMEOUT_S, OnAborted, ServedModel
 from paceline.server.engine_queries import EngineQueries, served_model
 from paceline.server.queries import EngineQuery
 
@@ -24,7 +24,9 @@ class LocalClient:
         self._queries = EngineQueries(engine, stall_s)
         self.model: ServedModel = served_model(engine, name)
 
-    async def stream(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+    async def stream(
+        self, jobs: Sequence[Job], on_aborted: OnAborted | None = None
+    ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         queue: asyncio.Queue[tuple[int, OutputDelta | Exception]] = asyncio.Queue()
         tasks = [asyncio.create_task(self._run(index, job, queue)) for index, job in enumerate(jobs)]
         try:
@@ -36,6 +38,15 @@ class LocalClient:
                 num_unfinished -= item.finish_reason is not None
                 yield index, item
         finally:
+            running = [task for task in tasks if not task.done()]
+            if running and on_aborted is not None:
+                for job in jobs:
+                    self._engine.abort(job.id)
+                await asyncio.wait(running, timeout=ABORT_TIMEOUT_S)
+                while not queue.empty():
+                    index, item = queue.get_nowait()
+                    if isinstance(item, OutputDelta):
+                        on_aborted(index, item)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # their errors are in the queue

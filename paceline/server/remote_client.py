@@ -9,6 +9,7 @@ Text is decoded here and stop strings are found here. The engine is told so, and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from paceline.codec import encode
 from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.request import FinishReason, PacelineError
-from paceline.server.engine_client import ServedModel
+from paceline.server.engine_client import ABORT_TIMEOUT_S, OnAborted, ServedModel
 from paceline.server.messages import (
     ErrorReply,
     FinishRequest,
@@ -77,6 +78,16 @@ class _JobOutput:
             output = replace(output, finish_reason=FinishReason.STOP, usage=usage, error=None, matched_stop=matched)
         self.queue.put_nowait((self.index, output))
         return True
+
+
+async def _wait_aborted(
+    queue: asyncio.Queue[tuple[int, OutputDelta] | Exception], num_unfinished: int, on_aborted: OnAborted
+) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(ABORT_TIMEOUT_S):
+            while num_unfinished and not isinstance(item := await queue.get(), Exception):
+                on_aborted(*item)
+                num_unfinished -= item[1].finish_reason is not None
 
 
 class RemoteClient:
@@ -136,10 +147,12 @@ class RemoteClient:
 
     # ------------------------------------------------------------------ requests
 
-    async def stream(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+    async def stream(
+        self, jobs: Sequence[Job], on_aborted: OnAborted | None = None
+    ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         queue: asyncio.Queue[tuple[int, OutputDelta] | Exception] = asyncio.Queue()
         assert self.model, "raises if there is no engine"
-        numbers = []
+        numbers: list[int] = []
         try:
             for index, job in enumerate(jobs):
                 number = next(self._numbers)
@@ -155,10 +168,15 @@ class RemoteClient:
                 num_unfinished -= item[1].finish_reason is not None
                 yield item
         finally:
-            for number in numbers:
-                unfinished = self._jobs.pop(number, None)
-                if unfinished is not None:
-                    self.send(FinishRequest(unfinished.job.id, FinishReason.ABORT))
+            unfinished = [number for number in numbers if number in self._jobs]
+            for number in unfinished:
+                self.send(FinishRequest(self._jobs[number].job.id, FinishReason.ABORT))
+            try:
+                if unfinished and on_aborted is not None:
+                    await _wait_aborted(queue, len(unfinished), on_aborted)
+            finally:
+                for number in unfinished:
+                    self._jobs.pop(number, None)
 
     async def query(self, query: EngineQuery) -> Any:
         assert self.model, "raises if there is no engine"

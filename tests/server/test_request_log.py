@@ -13,7 +13,7 @@ import pytest
 
 from paceline.server.metrics import Histogram
 from tests.server.process import ServerProcess
-from tests.server.virtual import body, complete, metric, virtual, wait_until
+from tests.server.virtual import body, complete, connect, get, metric, virtual, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,19 @@ def test_a_stream_that_the_client_leaves_logs_the_tokens_sent(server: ServerProc
             next(lines)
     line = line_of(server, stream.headers["x-request-id"])
     assert line["end"] == "client disconnected" and 20 <= line["completion_tokens"] < 30_000
+
+
+def test_a_response_without_streaming_that_the_client_leaves_logs_the_tokens_generated(server: ServerProcess) -> None:
+    def running() -> list[dict[str, Any]]:
+        return get(server, "/v1/requests").json()["data"]
+
+    with connect(server) as one:
+        data = json.dumps(body([9], 30_000, n=2)).encode()
+        one.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data))
+        wait_until(lambda: sum(request["output_tokens"] >= 20 for request in running()) == 2)
+        request_id = running()[0]["id"].rsplit("-", 1)[0]
+    line = line_of(server, request_id)
+    assert line["end"] == "client disconnected" and 40 <= line["completion_tokens"] < 60_000
 
 
 def test_an_aborted_stream_logs_its_tokens(server: ServerProcess) -> None:
