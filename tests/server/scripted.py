@@ -1,26 +1,30 @@
-"""A server whose model writes a given text: for what becomes of the text of an output."""
+"""A server whose model writes a given text: for formats that a random model never produces."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
+import httpx2
 from tokenizers import AddedToken
 
-from paceline.config import ServerConfig
+from paceline.config import ServerConfig, TenantConfig
+from paceline.engine.engine import Engine
 from paceline.engine.job import Job
-from paceline.engine.output import OutputDelta, TokenUsage
+from paceline.engine.output import OutputDelta, Timings, TokenUsage
 from paceline.request import FinishReason
 from paceline.server.app import App
 from paceline.server.auth import ApiKeys
 from paceline.server.body_workers import BodyWorkers
-from paceline.server.engine_client import ServedModel
+from paceline.server.engine_client import EngineClient, OnAborted, ServedModel
 from paceline.server.state import ServerState
 from paceline.text.stop import TextStream
 from paceline.text.synthetic import synthetic_tokenizer
 from paceline.text.tokenizer import Tokenizer
-from tests.server.serving import Caller
+from tests.server.serving import Caller, make_app
 
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
 MODEL = ServedModel("tiny", "qwen3", 1, "float32", "cpu", 600, 4096, 4096, 8, 8192, 0, 1)
 
 
@@ -31,13 +35,21 @@ def tokenizer_with(template: str, special: Sequence[str] = ()) -> Tokenizer:
 
 
 class ScriptedClient:
-    """Answers every job with `text`, token by token if it is streamed."""
+    """Answers every job with `text`, then finishes or raises. Keeps the jobs it was given.
+
+    The text comes in pieces of `size` characters, or else token by token if the job is streamed.
+    """
 
     loading = False
     model = MODEL
+    size: int | None = None
+    reason = FinishReason.STOP
+    error: Exception | None = None
+    cached_tokens = 4
 
-    def __init__(self, tokenizer: Tokenizer, text: str) -> None:
-        self.tokenizer, self.text = tokenizer, text
+    def __init__(self, tokenizer: Tokenizer, text: str = "", engine: EngineClient | None = None) -> None:
+        """`engine` answers queries."""
+        self.tokenizer, self.text, self.engine = tokenizer, text, engine
         self.jobs: list[Job] = []
 
     @property
@@ -45,27 +57,50 @@ class ScriptedClient:
         """The last prompt."""
         return self.tokenizer.decode(self.jobs[-1].prompt.tolist(), skip_special=False)
 
-    async def stream(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+    async def stream(
+        self, jobs: Sequence[Job], on_aborted: OnAborted | None = None
+    ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         self.jobs += jobs
-        ids = self.tokenizer.encode(self.text, add_special=False)
         for index, job in enumerate(jobs):
-            text = TextStream.of(self.tokenizer, job.params)
-            usage = TokenUsage(len(job.prompt), 0, len(ids) + 1)
-            if job.stream:
-                for token in ids:
-                    yield index, OutputDelta(text.push((token,)), (token,))
-                yield index, OutputDelta(text.close(), (2,), FinishReason.STOP, usage)
-            else:
-                yield index, OutputDelta(text.push(ids) + text.close(), (*ids, 2), FinishReason.STOP, usage)
+            num_tokens = 0
+            for text, ids in self._pieces(job):
+                num_tokens += len(ids)
+                yield index, OutputDelta(text, ids)
+            if self.error is not None:
+                raise self.error
+            usage = TokenUsage(len(job.prompt), self.cached_tokens, num_tokens)
+            yield index, OutputDelta("", (), self.reason, usage, Timings(0.25, 0.75, 1.75, 0))
+
+    def _pieces(self, job: Job) -> Iterator[tuple[str, tuple[int, ...]]]:
+        if self.size is not None:
+            for start in range(0, len(self.text), self.size):
+                yield self.text[start : start + self.size], (7,)
+            return
+        text, ids = TextStream.of(self.tokenizer, job.params), self.tokenizer.encode(self.text, add_special=False)
+        for piece in [(token,) for token in ids] if job.stream else [tuple(ids)]:
+            yield text.push(piece), piece
+        yield text.close(), (2,)
 
     async def query(self, query: Any) -> Any:
-        raise NotImplementedError
+        assert self.engine is not None, "a client without an engine"
+        return await self.engine.query(query)
 
     async def close(self) -> None:
         pass
 
 
+class ScriptedCaller(Caller):
+    """An app with the tokenizer of `engine`, which answers queries. Its output comes in pieces of five characters."""
+
+    def __init__(self, engine: Engine, tenants: Sequence[TenantConfig] = (), **config: object) -> None:
+        super().__init__(make_app(engine, tenants=tenants, **config))
+        state = self.app.state
+        self.client = state.client = ScriptedClient(state.tokenizer, engine=state.client)
+        self.client.size = 5
+
+
 def scripted(template: str, text: str, special: Sequence[str] = (), **config: Any) -> tuple[Caller, ScriptedClient]:
+    """An app with a chat template and special tokens."""
     tokenizer = tokenizer_with(template, special)
     client = ScriptedClient(tokenizer, text)
     state = ServerState(
@@ -93,3 +128,17 @@ def joined(events: list[Any]) -> dict[str, Any]:
                 message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
             message["finish_reason"] = choice["finish_reason"]
     return message
+
+
+def run_package(caller: Caller, use: Callable[[Any], Awaitable[Any]], package: type, **options: Any) -> Any:
+    """Calls the app with the asynchronous client of Anthropic's or OpenAI's package."""
+
+    async def main() -> Any:
+        transport = httpx2.ASGITransport(caller.app, raise_app_exceptions=False)
+        async with (
+            httpx2.AsyncClient(transport=transport, timeout=300) as http,
+            package(**options, max_retries=0, http_client=http) as client,
+        ):
+            return await use(client)
+
+    return asyncio.run(main())

@@ -13,7 +13,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.output import EngineFailed
 from paceline.request import FinishReason, Refused
 from tests.lazy import Lazy
-from tests.server.scripted_client import CALL, ScriptedCaller, run_package
+from tests.server.scripted import CALL, ScriptedCaller, run_package
 from tests.server.serving import Caller, make_app
 
 anthropic = Lazy("anthropic")
@@ -178,7 +178,7 @@ def test_a_coding_agents_request_is_served(scripted: ScriptedCaller) -> None:
         extra_headers={"anthropic-beta": "claude-code-20250219"},
     )
     assert reply.content[0].text == "Done."
-    prompt = scripted.prompt()
+    prompt = scripted.client.prompt
     wanted = ["You fix code.\nBe brief.", "tool_8", "Fix it.\nSoon.", "Looking.", '"path": "a.py"', "1 + 1",
               "Error: no file", "Go on."]  # fmt: skip
     positions = [prompt.index(text) for text in wanted]

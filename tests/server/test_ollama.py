@@ -16,7 +16,7 @@ from paceline.config import TenantConfig
 from paceline.engine.engine import Engine
 from paceline.engine.output import EngineFailed
 from paceline.request import FinishReason
-from tests.server.scripted_client import CALL, ScriptedCaller
+from tests.server.scripted import CALL, ScriptedCaller
 from tests.server.serving import Caller, make_app
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
@@ -96,7 +96,7 @@ def test_generate_answers_a_prompt_through_the_template(caller: Caller) -> None:
 
 def test_the_system_prompt_of_generate_is_used(scripted: ScriptedCaller) -> None:
     run(scripted, lambda client: client.generate(model="tiny", prompt="Hello", system="Be brief."))
-    assert scripted.prompt().index("Be brief.") < scripted.prompt().index("Hello")
+    assert scripted.client.prompt.index("Be brief.") < scripted.client.prompt.index("Hello")
 
 
 def test_a_request_without_a_prompt_loads_the_model(caller: Caller) -> None:
@@ -117,11 +117,11 @@ def test_calls_are_sent_whole_and_results_are_accepted(scripted: ScriptedCaller,
         assert [call.function.arguments for call in calls] == [{"city": "Rome", "days": 2}] * 2
         assert calls[0].function.name == "get_weather"
     assert "".join(part.message.content or "" for part in parts) == reply.message.content == "Let me see."
-    assert "The weather of a city." in scripted.prompt()
+    assert "The weather of a city." in scripted.client.prompt
     scripted.client.text = "Sunny."
     result = {"role": "tool", "content": "21 degrees", "tool_name": "get_weather"}
     chat(scripted, messages=[*MESSAGES, reply.message, result])
-    assert scripted.prompt().index("Rome") < scripted.prompt().index("21 degrees")
+    assert scripted.client.prompt.index("Rome") < scripted.client.prompt.index("21 degrees")
 
 
 def test_a_call_cut_off_by_the_limit_is_kept(scripted: ScriptedCaller) -> None:

@@ -16,7 +16,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.output import EngineFailed
 from paceline.request import FinishReason
 from paceline.server.response_store import ResponseStore
-from tests.server.scripted_client import CALL, ScriptedCaller, run_package
+from tests.server.scripted import CALL, ScriptedCaller, run_package
 from tests.server.serving import Caller, make_app
 from tests.server.virtual import virtual
 
@@ -89,7 +89,7 @@ def test_instructions_and_items_are_the_messages_of_a_chat(scripted: ScriptedCal
         {"type": "function_call_output", "call_id": "call_1", "output": "sunny"},
     ]  # fmt: skip
     assert create(scripted, instructions="You help.", input=items).output_text == "Done."
-    prompt = scripted.prompt()
+    prompt = scripted.client.prompt
     positions = [prompt.index(text) for text in ("You help.", "Be brief.", "Weather?", "Let me see.", "Rome", "sunny")]
     assert positions == sorted(positions) and prompt.count("<|im_start|>assistant") == 2
 
@@ -146,7 +146,7 @@ def test_a_response_continues_the_previous_one(scripted: ScriptedCaller) -> None
     second = create(scripted, input="And the weather?", previous_response_id=first.id, tools=[WEATHER])
     output: Any = {"type": "function_call_output", "call_id": second.output[0].call_id, "output": "sunny"}
     create(scripted, input=[output], previous_response_id=second.id)
-    prompt = scripted.prompt()
+    prompt = scripted.client.prompt
     positions = [prompt.index(text) for text in ("My colour?", "Blue.", "And the weather?", "Rome", "sunny")]
     assert positions == sorted(positions) and "Be kind." not in prompt  # instructions are not carried over
     assert second.previous_response_id == first.id
@@ -169,7 +169,7 @@ def test_a_call_cut_off_by_the_limit_is_stored(scripted: ScriptedCaller) -> None
     first = create(scripted, tools=[WEATHER])
     assert first.status == "incomplete" and first.output[0].status == "incomplete"
     create(scripted, previous_response_id=first.id)
-    assert "invalid_json" in scripted.prompt()
+    assert "invalid_json" in scripted.client.prompt
 
 
 def test_stored_responses_are_retrieved_and_deleted(caller: Caller) -> None:
