@@ -33,13 +33,18 @@ from paceline.request import (
     short,
 )
 from paceline.scheduler import Scheduler
+from paceline.text.reasoning import ReasoningMarkers, reasoning_markers_of
 
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One completion of a prompt. `logprobs` has one entry per output token, if requested."""
+    """One completion of a prompt. `logprobs` has one entry per output token, if requested.
+
+    `chat` separates the reasoning of a thinking model from `text`, the answer; `token_ids` and `logprobs` are those of
+    both.
+    """
 
     text: str
     token_ids: list[int]
@@ -47,6 +52,7 @@ class Choice:
     timings: Timings
     logprobs: list[TokenLogprob] | None = None
     clipped_max_tokens: int | None = None  # max_tokens, if it was lowered to what fits (`clip_max_tokens`)
+    reasoning_content: str = ""
 
     @property
     def mean_logprob(self) -> float:
@@ -73,6 +79,10 @@ class RequestOutput:
     @property
     def text(self) -> str:
         return self.choices[0].text
+
+    @property
+    def reasoning_content(self) -> str:
+        return self.choices[0].reasoning_content
 
     @property
     def token_ids(self) -> list[int]:
@@ -181,21 +191,35 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = True,
+        separate_reasoning: bool = True,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Generates the next assistant message of one conversation or of many; returns one output per conversation.
 
-        `template_options` are passed to the chat template of the model.
+        The reasoning of a thinking model is in `reasoning_content`, and a grammar applies to the answer alone; with
+        `separate_reasoning=False` it stays in `text`. `template_options` are passed to the chat template of the model,
+        such as `enable_thinking=False`.
         """
+        tokenizer = self.engine.tokenizer
         listed = _as_list("messages", messages, "a list of messages, or a list of such lists")
         many = bool(listed) and isinstance(listed[0], Sequence) and not isinstance(listed[0], str | bytes)
-        prompts = []
+        texts, prompts = [], []
         for index, one in enumerate(listed if many else [listed]):
             try:
-                prompts.append(self.engine.tokenizer.encode_chat(one, **template_options))
+                texts.append(tokenizer.render_chat(one, **template_options))
+                prompts.append(tokenizer.encode(texts[-1], add_special=False))
             except InvalidRequest as error:
                 raise InvalidRequest(f"conversation {index}: {error}" if many else str(error)) from None
-        return self.generate(prompts, params, progress)
+        markers = reasoning_markers_of(tokenizer.chat.source) if separate_reasoning and tokenizer.chat else None
+        if markers is None:
+            return self.generate(prompts, params, progress)
+        each = _each_params(len(prompts), params)
+        outputs = self.generate(
+            prompts,
+            [markers.sampling_params(one, text, tokenizer) for one, text in zip(each, texts, strict=True)],
+            progress,
+        )
+        return [_separated(output, markers, text) for output, text in zip(outputs, texts, strict=True)]
 
     def update_weights(self, path: str | Path, *, mode: str = "wait", version: str | None = None) -> WeightUpdate:
         """Replaces the weights by those of a folder or .gguf file of the same shape, and drops the prefix cache.
@@ -367,6 +391,14 @@ class _OutputCollector:
 
     def refuse(self, error: PacelineError) -> None:
         self.waiter.one_refused(error)
+
+
+def _separated(output: RequestOutput, markers: ReasoningMarkers, prompt: str) -> RequestOutput:
+    choices = []
+    for choice in output.choices:
+        reasoning, answer = markers.split(prompt, choice.text)
+        choices.append(replace(choice, text=answer, reasoning_content=reasoning))
+    return replace(output, choices=choices)
 
 
 def _last(sink: _OutputCollector) -> OutputDelta:

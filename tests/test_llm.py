@@ -8,7 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,11 +17,15 @@ import torch
 
 from paceline import LLM, RequestOutput, SamplingParams, progress
 from paceline.config import ConfigError
+from paceline.engine.engine import Engine
+from paceline.engine.output import Timings
+from paceline.llm import Choice
 from paceline.model.fetch import fetch_default
 from paceline.model.gguf import gguf_spec, gguf_tensors
 from paceline.model.gguf_file import open_gguf
-from paceline.request import FinishReason, InvalidRequest, Refused
+from paceline.request import FinishReason, Grammar, InvalidRequest, Refused
 from paceline.scheduler import EventKind
+from tests.server.scripted import tokenizer_with
 
 KNOWN = [7042, 30, 198, 198, 504, 2988, 314, 42]  # the greedy continuation of "The capital of France is"
 GREEDY_8 = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -252,3 +257,35 @@ def test_the_longest_requests_are_added_first_and_outputs_keep_their_order(llm: 
     assert [len(output.token_ids) for output in outputs] == [1, 5, 3, 5]
     added = [event for event in llm.engine.scheduler.journal.events if event.kind is EventKind.ADD]
     assert [event.detail[1] for event in added] == [5, 5, 3, 1]
+
+
+@pytest.mark.parametrize("special", [(), ("<think>", "</think>")])
+def test_chat_separates_reasoning_from_the_answer(special: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if thinking %}<think>{% endif %}"
+    tokenizer = tokenizer_with(template + "{# </think> #}", special)
+    llm = LLM.from_engine(cast("Engine", SimpleNamespace(tokenizer=tokenizer)))
+    texts, given = ["<think>Two and two.</think>\n\nFour.", "No marker.", "<think>Cut off"], []
+
+    def generate(prompts: Any, params: Any, progress: bool) -> list[RequestOutput]:
+        given.extend(params if isinstance(params, list) else [params])
+        timings = Timings(0.0, 0.0, 0.0, 0)
+        choices = [Choice(text, [5], FinishReason.STOP, timings) for text in texts]
+        return [RequestOutput(prompt, choices, 0) for prompt in prompts]
+
+    monkeypatch.setattr(llm, "generate", generate)
+    message, regex = {"role": "user", "content": "2 + 2?"}, SamplingParams(grammar=Grammar.regex("[0-9]"))
+    (output,) = llm.chat([message], regex)
+    assert [(choice.reasoning_content, choice.text) for choice in output.choices] == [
+        ("Two and two.", "Four."),
+        ("", "No marker."),
+        ("Cut off", ""),
+    ]
+    assert (output.reasoning_content, output.text) == ("Two and two.", "Four.")
+    assert given[-1].skip_special_tokens == (not special), "the parser needs the markers"
+    assert given[-1].grammar == Grammar("regex", "[0-9]", ("<think>", "</think>"))
+    opened = llm.chat([[message], [message]], [regex, SamplingParams()], thinking=True)  # by the prompt
+    assert [one.choices[1].reasoning_content for one in opened] == ["No marker."] * 2
+    assert given[-2].grammar == Grammar("regex", "[0-9]", ("", "</think>")) and given[-1].grammar is None
+    (whole,) = llm.chat([message], regex, separate_reasoning=False)
+    assert [choice.text for choice in whole.choices] == texts and whole.reasoning_content == ""
+    assert given[-1] is regex

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from paceline.cli.options import Load, Model, Shape, takes
-from paceline.cli.sampling import MaxTokens, MinP, RepetitionPenalty, Seed, System, Temperature, TopK, TopP
+from paceline.cli.sampling import (
+    MaxTokens,
+    MinP,
+    RepetitionPenalty,
+    Seed,
+    SeparateReasoning,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+)
 from paceline.config import EngineConfig
 from paceline.request import PacelineError, SamplingParams
+from paceline.text.reasoning import ReasoningParser, ReasoningPiece, reasoning_markers_of
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
@@ -32,6 +44,7 @@ def chat(
     seed: Seed = None,
     load: Load = "weights",
     shape: Shape = None,
+    separate_reasoning: SeparateReasoning = True,
 ) -> None:
     """Chat with a model in the terminal. With piped input, every line is a message."""
     params = SamplingParams(
@@ -52,14 +65,18 @@ def chat(
 
         typer.echo(f"{loaded.name}, context of {loaded.context_tokens:,} tokens. {_HELP}\n")
     try:
-        _Conversation(loaded.engine, params, system).run(interactive)
+        _Conversation(loaded.engine, params, system, separate_reasoning=separate_reasoning).run(interactive)
     finally:
         loaded.engine.close()
 
 
 class _Conversation:
-    def __init__(self, engine: Engine, params: SamplingParams, system: str | None) -> None:
+    def __init__(
+        self, engine: Engine, params: SamplingParams, system: str | None, *, separate_reasoning: bool = True
+    ) -> None:
         self._engine, self._params = engine, params
+        chat = engine.tokenizer.chat
+        self._markers = reasoning_markers_of(chat.source) if separate_reasoning and chat is not None else None
         self._before = [{"role": "system", "content": system}] if system is not None else []
         self._messages: list[dict[str, str]] = []
 
@@ -86,13 +103,17 @@ class _Conversation:
         from paceline.cli.streaming import stream
 
         messages = [*self._messages, {"role": "user", "content": message}]
-        texts: list[str] = []
+        output = _Output()
         try:
-            prompt = self._engine.tokenizer.encode_chat([*self._before, *messages])
-            with stream(self._engine, prompt, self._params) as deltas:
+            tokenizer = self._engine.tokenizer
+            prompt, params = tokenizer.render_chat([*self._before, *messages]), self._params
+            if self._markers is not None:
+                output.parser = self._markers.parser(prompt)
+                params = self._markers.sampling_params(params, prompt, tokenizer)
+            with stream(self._engine, tokenizer.encode(prompt, add_special=False), params) as deltas:
                 for delta in deltas:
-                    texts.append(delta.text)
-                    typer.echo(delta.text, nl=False)
+                    output.push(delta.text)
+            output.close()
             typer.echo("\n")
         except KeyboardInterrupt:
             typer.echo(" (stopped)\n")
@@ -101,4 +122,38 @@ class _Conversation:
             if self._engine.failure is not None:
                 raise
             return
-        self._messages = [*messages, {"role": "assistant", "content": "".join(texts)}]
+        self._messages = [*messages, output.message]
+
+
+class _Output:
+    """Prints an output: the reasoning dimmed, and only to a terminal; a pipe receives the answer."""
+
+    def __init__(self) -> None:
+        self.parser: ReasoningParser | None = None
+        self._answer, self._reasoning = "", ""
+        self._shows_reasoning = sys.stdout.isatty()
+
+    @property
+    def message(self) -> dict[str, str]:
+        """The message for the chat template; it decides whether the reasoning is shown to the model again."""
+        found = {"role": "assistant", "content": self._answer}
+        return {**found, "reasoning_content": self._reasoning} if self._reasoning else found
+
+    def push(self, text: str) -> None:
+        self._print([ReasoningPiece(text, is_reasoning=False)] if self.parser is None else self.parser.push(text))
+
+    def close(self) -> None:
+        if self.parser is not None:
+            self._print(self.parser.close())
+
+    def _print(self, pieces: Sequence[ReasoningPiece]) -> None:
+        for piece in pieces:
+            if not piece.is_reasoning:
+                if self._shows_reasoning and self._reasoning and not self._answer:
+                    typer.echo("\n")
+                self._answer += piece.text
+                typer.echo(piece.text, nl=False)
+            else:
+                self._reasoning += piece.text
+                if self._shows_reasoning:
+                    typer.secho(piece.text, dim=True, nl=False)

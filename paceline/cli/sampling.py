@@ -44,3 +44,6 @@ Stop = Annotated[
     list[str] | None, typer.Option(help="Stop string, not part of the output; may be repeated.", rich_help_panel=_PANEL)
 ]
 System = Annotated[str | None, typer.Option(help="System message.")]
+SeparateReasoning = Annotated[
+    bool, typer.Option(help="Separate the reasoning of a thinking model from the answer, and show it dimmed.")
+]

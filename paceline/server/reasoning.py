@@ -40,16 +40,10 @@ class ReasoningSetup:
 
     def parser(self, prompt: str) -> ReasoningParser | None:
         """A parser of an output that continues `prompt`."""
-        if self.markers is None:
-            return None
-        is_opened = self.markers.opened_by(prompt)
-        return ReasoningParser(self.markers, is_opened=is_opened, keep_markers=not self.is_separate)
+        return None if self.markers is None else self.markers.parser(prompt, keep_markers=not self.is_separate)
 
     def before_grammar(self, prompt: str) -> tuple[str, str] | None:
-        """The markers of reasoning that a grammar must allow before the text that it constrains."""
-        if self.markers is None or not self.is_separate or self.markers.closed_by(prompt):
-            return None
-        return "" if self.markers.opened_by(prompt) else self.markers.opening, self.markers.closing
+        return None if self.markers is None or not self.is_separate else self.markers.before_grammar(prompt)
 
 
 def _effort_variables(request: ChatRequest, known: frozenset[str], markers: ReasoningMarkers | None) -> dict[str, Any]:

@@ -8,9 +8,14 @@ back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from paceline.request import SamplingParams
+
+if TYPE_CHECKING:
+    from paceline.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,34 @@ class ReasoningMarkers:
     def closed_by(self, prompt: str) -> bool:
         """Whether the prompt already has an empty reasoning: thinking is turned off."""
         return prompt.rstrip().endswith(self.closing)
+
+    def parser(self, prompt: str, *, keep_markers: bool = False) -> ReasoningParser:
+        """A parser of an output that continues `prompt`."""
+        return ReasoningParser(self, is_opened=self.opened_by(prompt), keep_markers=keep_markers)
+
+    def before_grammar(self, prompt: str) -> tuple[str, str] | None:
+        """The markers of reasoning that a grammar must allow before the text that it constrains."""
+        if self.closed_by(prompt):
+            return None
+        return "" if self.opened_by(prompt) else self.opening, self.closing
+
+    def sampling_params(self, params: SamplingParams, prompt: str, tokenizer: Tokenizer) -> SamplingParams:
+        """`params` for an output that continues `prompt` and is parsed: markers are part of its text, and a grammar
+        constrains the answer alone."""
+        if any(tokenizer.token_id(marker) in tokenizer.special_ids for marker in (self.opening, self.closing)):
+            params = replace(params, skip_special_tokens=False)
+        if params.grammar is not None:
+            params = replace(params, grammar=replace(params.grammar, reasoning=self.before_grammar(prompt)))
+        return params
+
+    def split(self, prompt: str, text: str) -> tuple[str, str]:
+        """The reasoning and the answer of an output that continues `prompt`."""
+        parser = self.parser(prompt)
+        pieces = parser.push(text) + parser.close()
+        return (
+            "".join(piece.text for piece in pieces if piece.is_reasoning),
+            "".join(piece.text for piece in pieces if not piece.is_reasoning),
+        )
 
 
 MARKERS = (

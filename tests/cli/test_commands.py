@@ -7,13 +7,16 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from paceline.cli import SUMMARIES
+from paceline.cli.chat import _Conversation
 from paceline.config import (
     BATCHING,
     EVICTION,
@@ -24,8 +27,12 @@ from paceline.config import (
     ServerConfig,
     public_options,
 )
+from paceline.engine.engine import Engine
+from paceline.engine.output import OutputDelta
 from paceline.model.fetch import DEFAULT_MODEL
+from paceline.request import SamplingParams
 from tests.cli.conftest import RANDOM
+from tests.server.scripted import tokenizer_with
 
 Run = Callable[..., Any]
 
@@ -71,6 +78,32 @@ def test_chat_answers_every_line_of_a_pipe(run: Run) -> None:
     assert first == third, "/reset starts a new conversation"
     alone = run(*asked, said="and you?\n").stdout
     assert second != alone.split("\n\n")[0], "the history is part of the prompt"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_chat_shows_reasoning_dimmed_in_a_terminal_and_keeps_it_out_of_a_pipe(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}[{{ m.reasoning_content }}]{% endfor %}<think>"
+    tokenizer, prompts = tokenizer_with(template), []
+
+    @contextmanager
+    def stream(engine: Any, prompt: list[int], params: Any) -> Iterator[Iterator[OutputDelta]]:
+        prompts.append(tokenizer.decode(prompt))
+        yield (OutputDelta(text, ()) for text in ("Two and", " two.</thi", "nk>\n\nFour", "."))
+
+    monkeypatch.setattr("paceline.cli.streaming.stream", stream)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    engine = cast("Engine", SimpleNamespace(tokenizer=tokenizer, failure=None))
+    conversation = _Conversation(engine, SamplingParams(), None)
+    conversation._answer("2 + 2?")
+    shown = capsys.readouterr().out
+    assert shown == ("\x1b[2mTwo and\x1b[0m\x1b[2m two.\x1b[0m\n\nFour.\n\n" if is_terminal else "Four.\n\n")
+    conversation._answer("Sure?")
+    assert "assistant:Four.[Two and two.]user:Sure?" in prompts[1]
+    capsys.readouterr()
+    _Conversation(engine, SamplingParams(), None, separate_reasoning=False)._answer("2 + 2?")
+    assert capsys.readouterr().out == "Two and two.</think>\n\nFour.\n\n"
 
 
 def test_chat_continues_after_a_message_that_does_not_fit(run: Run) -> None:
