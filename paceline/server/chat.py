@@ -80,7 +80,8 @@ class ChatBuilder(ResponseBuilder):
         overrides: dict[str, Any] = {"logprobs": _num_logprobs(request)}
         grammar = request.grammar()
         if tools.grammar is not None:
-            if grammar is not None:
+            # `response_format` is for the text of a message, and a forced call has none.
+            if grammar is not None and request.response_format is None:
                 raise ApiError(
                     "tool_choice forces a call and another constraint is given: give one of them.",
                     param="tool_choice",

@@ -223,8 +223,8 @@ def _check_length(response: ResponseBuilder, model: ServedModel) -> None:
             if getattr(response.request, "max_completion_tokens", None) is not None:
                 name = "max_completion_tokens"
             raise ApiError(
-                f"{name} is {max_tokens} and {which[0].lower()}{which[1:]} has {num_tokens} tokens: their sum may be "
-                f"at most {limit}; lower {name} or shorten the prompt.",
+                f"{name} is {max_tokens} and {which[0].lower()}{which[1:]} has {num_tokens} tokens: this model's "
+                f"maximum context length is {limit} tokens, for both together; lower {name} or shorten the prompt.",
                 param=name,
                 code="context_length_exceeded",
             )

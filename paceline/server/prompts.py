@@ -89,7 +89,8 @@ def check_messages(messages: list[dict[str, Any]], context: RequestContext) -> l
 
 def too_long(path: str, count: str, limit: int, field: str) -> ApiError:
     return ApiError(
-        f"{path} has {count} tokens: prompt and output may have at most {limit} together; shorten the prompt.",
+        f"{path} has {count} tokens: this model's maximum context length is {limit} tokens, for prompt and output "
+        "together; shorten the prompt.",
         param=field,
         code="context_length_exceeded",
     )

@@ -17,6 +17,12 @@ _SWITCHES = ("enable_thinking", "thinking")  # Qwen3, GLM and SmolLM3; DeepSeek 
 _EFFORT = "reasoning_effort"  # gpt-oss, Seed-OSS
 
 
+def template_variables(context: RequestContext) -> frozenset[str]:
+    """The variables that the chat template reads."""
+    chat = context.tokenizer.chat
+    return frozenset() if chat is None else chat.variables
+
+
 @dataclass(frozen=True, slots=True)
 class ReasoningSetup:
     """`markers` is None for a model without reasoning."""
@@ -28,8 +34,7 @@ class ReasoningSetup:
     @classmethod
     def of(cls, context: RequestContext, request: ChatRequest) -> ReasoningSetup:
         chat, separate = context.tokenizer.chat, request.separate_reasoning
-        markers = None if chat is None else reasoning_markers_of(chat.source)
-        known = frozenset() if chat is None else chat.variables
+        markers, known = None if chat is None else reasoning_markers_of(chat.source), template_variables(context)
         variables = _effort_variables(request, known, markers) | _template_variables(request, known, markers)
         return cls(variables, markers, context.config.separate_reasoning if separate is None else separate)
 

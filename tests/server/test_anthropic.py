@@ -174,8 +174,11 @@ def test_a_coding_agents_request_is_served(scripted: ScriptedCaller) -> None:
         tools=tools,
         system=[{"type": "text", "text": "You fix code."}, {"type": "text", "text": "Be brief.", **cache}],
         metadata={"user_id": "u-1"},
-        thinking={"type": "disabled"},
+        thinking={"type": "adaptive", "display": "omitted"},
+        output_config={"effort": "high"},
         extra_headers={"anthropic-beta": "claude-code-20250219"},
+        extra_query={"beta": "true"},
+        extra_body={"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
     )
     assert reply.content[0].text == "Done."
     prompt = scripted.client.prompt
@@ -218,7 +221,8 @@ def test_a_json_schema_constrains_the_output(caller: Caller) -> None:
         ({"extra_body": {"mcp_servers": [{}]}}, "mcp_servers is [{}], which is not supported: omit it."),
         ({"thinking": {"type": "enabled", "budget_tokens": "many"}}, "thinking.budget_tokens is 'many': give"),
         ({"max_tokens": 0}, "max_tokens is 0: give at least 1."),
-        ({"max_tokens": 100_000}, "their sum may be at most"),
+        ({"max_tokens": 100_000}, "input length and `max_tokens` exceed context limit: max_tokens is 100000 and the "),
+        ({"messages": [{"role": "user", "content": "a " * 5000}]}, "prompt is too long: "),
     ],
     ids=lambda value: None if isinstance(value, str) else str(value)[:50],
 )  # fmt: skip

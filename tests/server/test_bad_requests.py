@@ -56,8 +56,8 @@ USER = {"role": "user", "content": "hi"}
         ({"max_tokens": None, "max_completion_tokens": -5}, "max_completion_tokens",
          "max_completion_tokens is -5: give at least 1."),
         ({"max_tokens": None, "max_completion_tokens": 10**6}, "max_completion_tokens",
-         "max_completion_tokens is 1000000 and the prompt has 24 tokens: their sum may be at most 2048; lower "
-         "max_completion_tokens or shorten the prompt."),
+         "max_completion_tokens is 1000000 and the prompt has 24 tokens: this model's maximum context length is 2048 "
+         "tokens, for both together; lower max_completion_tokens or shorten the prompt."),
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0: give at least 1."),
         ({"max_tokens": 1.5}, "max_tokens", "max_tokens is 1.5: give an integer."),
         ({"max_tokens": "many"}, "max_tokens", "max_tokens is 'many': give an integer."),
@@ -155,13 +155,13 @@ def test_an_invalid_prompt_names_the_param(caller: Caller, prompt: Any, message:
         (
             {"max_tokens": 10**9, "prompt": [5] * 7},
             "max_tokens",
-            "max_tokens is 1000000000 and the prompt has 7 tokens: their sum may be at most 2048; lower max_tokens or "
-            "shorten the prompt.",
+            "max_tokens is 1000000000 and the prompt has 7 tokens: this model's maximum context length is 2048 tokens, "
+            "for both together; lower max_tokens or shorten the prompt.",
         ),
-        ({"prompt": [5] * 2048, "max_tokens": 1}, "prompt", "The prompt has 2048 tokens: prompt and output may"),
-        ({"prompt": [5] * 3000}, "prompt", "prompt has 3000 tokens: prompt and output may have at most 2048 together"),
-        ({"prompt": ["a", "b " * 3000]}, "prompt", "prompt[1] has 6000 tokens: prompt and output may have at most"),
-        ({"prompt": ["a", "b " * 40_000]}, "prompt", "prompt[1] has more than 2048 tokens: prompt and output may"),
+        ({"prompt": [5] * 2048, "max_tokens": 1}, "prompt", "The prompt has 2048 tokens: this model's maximum"),
+        ({"prompt": [5] * 3000}, "prompt", "prompt has 3000 tokens: this model's maximum context length is 2048"),
+        ({"prompt": ["a", "b " * 3000]}, "prompt", "prompt[1] has 6000 tokens: this model's maximum context"),
+        ({"prompt": ["a", "b " * 40_000]}, "prompt", "prompt[1] has more than 2048 tokens: this model's"),
     ],
 )
 def test_a_request_beyond_the_context_is_400_also_when_streaming(

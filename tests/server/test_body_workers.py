@@ -187,7 +187,7 @@ def test_a_long_text_with_few_tokens_is_encoded(monkeypatch: pytest.MonkeyPatch)
 def test_a_prompt_beyond_the_context_is_400_on_every_route(caller: Caller, path: str, body: Any, param: str) -> None:
     error = refused(caller, path, body)
     assert (error["code"], error["param"]) == ("context_length_exceeded", param)
-    assert "prompt and output may have at most 2048 together; shorten the prompt." in error["message"]
+    assert "tokens: this model's maximum context length is 2048 tokens, for prompt and output " in error["message"]
 
 
 def test_a_pin_beyond_the_context_is_400(caller: Caller) -> None:

@@ -172,7 +172,10 @@ def test_the_model_is_listed_and_described(caller: Caller) -> None:
         ({"options": {"temprature": 1}}, "Unknown parameter: temprature. Did you mean temperature?"),
         ({"options": {"top_k": "a"}}, "options.top_k is 'a': give an integer."),
         ({"options": {"num_predict": 0}}, "num_predict is 0: give at least 1."),
-        ({"options": {"num_predict": 9000}}, "num_predict is 9000 and the prompt has 24 tokens: their sum may be"),
+        (
+            {"options": {"num_predict": 9000}},
+            "num_predict is 9000 and the prompt has 24 tokens: this model's maximum context length",
+        ),
         ({"options": {"repeat_penalty": -1}}, "repeat_penalty is -1.0: "),
         ({"format": "xml"}, "format is 'xml': give json or a JSON schema."),
         ({"think": True}, "think is 'medium', and the model's chat template has no variable for it: omit it."),

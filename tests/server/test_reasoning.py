@@ -197,6 +197,18 @@ def test_responses_have_reasoning_items() -> None:
     assert alone.status_code == 400 and "a reasoning item without the message" in alone.text
 
 
+def test_anthropics_effort_is_used_where_the_template_has_a_variable_for_it() -> None:
+    body = {"model": "tiny", "max_tokens": 9, "messages": [USER], "output_config": {"effort": "max"}}
+    caller, client = scripted(EFFORT, OUTPUT)
+    caller.ok("/v1/messages", body)
+    assert client.prompt.endswith("assistant\nxhigh")
+    caller, client = scripted(SWITCH, OUTPUT)
+    caller.ok("/v1/messages", body)
+    assert client.prompt.endswith("assistant\n")
+    error = caller.post("/v1/messages", {**body, "output_config": {"effort": "most"}}).json()["error"]
+    assert error["message"].startswith("output_config.effort is 'most'")
+
+
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 def test_ollama_has_thinking(path: str) -> None:
     caller, client = scripted(SWITCH, OUTPUT)

@@ -79,6 +79,27 @@ def test_a_forced_call_may_have_reasoning_before_it() -> None:
     assert isinstance(grammar, Grammar) and grammar.kind == "lark" and grammar.reasoning == ("<think>", "</think>")
 
 
+def test_a_forced_call_ignores_the_format_of_text_and_refuses_other_constraints() -> None:
+    """Instructor sends both: a forced call has no text that `response_format` could apply to."""
+    caller, client = scripted(TURNS + "<tool_call>{% endif %}", FAMILIES["qwen"][1])
+    body: dict[str, Any] = {**BODY, "tool_choice": "required"}
+    format = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    (choice,) = caller.ok(CHAT, {**body, "response_format": format})["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    grammar = client.jobs[-1].params.grammar
+    assert grammar is not None and grammar.kind == "lark", "that of the call"
+    tool = {"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {}}}
+    text = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}}
+    choose = {"type": "function", "name": "get_weather"}
+    reply = caller.ok(
+        "/v1/responses",
+        {"model": "tiny", "input": "Hi", "tools": [tool], "tool_choice": choose, "text": text, "store": False},
+    )
+    assert [item["type"] for item in reply["output"]] == ["function_call"]
+    error = caller.post(CHAT, {**body, "guided_regex": "a"}).json()["error"]
+    assert error["message"] == "tool_choice forces a call and another constraint is given: give one of them."
+
+
 def strict_requests(schema: dict[str, Any]) -> list[dict[str, Any]]:
     tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}

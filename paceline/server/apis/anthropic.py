@@ -14,11 +14,13 @@ from paceline.server.chat import ChatBuilder, OutputPart, arguments_of
 from paceline.server.errors import ApiError
 from paceline.server.fields import short
 from paceline.server.parsing import convert, convert_tagged
+from paceline.server.reasoning import template_variables
 from paceline.server.request_types import (
     ChatRequest,
     Function,
     FunctionName,
     JsonSchema,
+    ReasoningEffort,
     ResponseFormat,
     ScheduledRequest,
     Tool,
@@ -103,6 +105,7 @@ class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     format: Json | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # where the chat template has a variable
 
 
 class CountTokensRequest(ScheduledRequest, kw_only=True):
@@ -125,7 +128,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     top_k: int | None = None
 
 
-def _to_chat(request: CountTokensRequest) -> ChatRequest:
+def _to_chat(request: CountTokensRequest, *, has_effort: bool) -> ChatRequest:
     choice = request.tool_choice or AnthropicToolChoice(type="auto")
     chat = ChatRequest(
         messages=list(_messages(request)),
@@ -133,7 +136,7 @@ def _to_chat(request: CountTokensRequest) -> ChatRequest:
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=not choice.disable_parallel_tool_use,
         response_format=_response_format(request.output_config),
-        reasoning_effort="none" if request.thinking and request.thinking.type == "disabled" else None,
+        reasoning_effort=_effort(request, has_effort),
         **request.scheduling(),
     )
     if isinstance(request, MessagesRequest):
@@ -236,6 +239,13 @@ def _tool_choice(choice: AnthropicToolChoice) -> str | ToolChoice:
     return "required" if choice.type == "any" else choice.type
 
 
+def _effort(request: CountTokensRequest, has_effort: bool) -> ReasoningEffort | None:
+    if request.thinking is not None and request.thinking.type == "disabled":
+        return "none"
+    effort = None if request.output_config is None or not has_effort else request.output_config.effort
+    return "xhigh" if effort == "max" else effort
+
+
 def _response_format(config: OutputConfig | None) -> ResponseFormat | None:
     if config is None or config.format is None:
         return None
@@ -293,7 +303,7 @@ class MessagesResponse(ChatBuilder):
     id_prefix = "msg_"
 
     def __init__(self, context: RequestContext, request: CountTokensRequest) -> None:
-        super().__init__(context, _to_chat(request))
+        super().__init__(context, _to_chat(request, has_effort="reasoning_effort" in template_variables(context)))
         self._block: AnthropicContent | None = None  # the one being streamed
         self._num_blocks = 0
         self._stop: Json = {}  # why it stopped, once it did

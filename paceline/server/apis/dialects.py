@@ -101,8 +101,12 @@ _ANTHROPIC_KINDS = {
 
 
 def _anthropic_error(error: ApiError) -> bytes:
-    kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error")
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
+    kind, message = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error"), error.message
+    if error.code == "context_length_exceeded":
+        # Anthropic's errors have no code: agents that shorten a conversation look for these words.
+        too_much = "input length and `max_tokens` exceed context limit"
+        message = f"{too_much if error.param == 'max_tokens' else 'prompt is too long'}: {message}"
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
 
 
 _ANTHROPIC_ERROR: Json = {
