@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -38,6 +39,13 @@ class EmbeddingBuilder(ResponseBuilder):
         ]
 
 
+def encode_input(given: Any, context: RequestContext) -> list[list[int]]:
+    """The token ids of the field `input`: one or several texts or lists of token ids."""
+    prompts = split_prompts(given, "input")
+    check_num_prompts(len(prompts), 1, context.config.max_prompts, "input")
+    return encode_prompts(prompts, context, "input")
+
+
 def vector_of(outputs: Sequence[OutputDelta]) -> npt.NDArray[np.float32]:
     return np.frombuffer(outputs[-1].vector or b"", np.float32)
 
@@ -47,9 +55,7 @@ class EmbeddingResponse(EmbeddingBuilder):
     prompt_field = "input"
 
     def __init__(self, context: RequestContext, request: EmbeddingRequest) -> None:
-        prompts = split_prompts(request.input, "input")
-        check_num_prompts(len(prompts), 1, context.config.max_prompts, "input")
-        super().__init__(request, encode_prompts(prompts, context, "input"))
+        super().__init__(request, encode_input(request.input, context))
         request.input = None  # the jobs have it
 
     def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:

@@ -11,7 +11,7 @@ import msgspec
 from starlette.responses import Response
 
 from paceline import __version__
-from paceline.server.apis import anthropic, ollama, rerank, responses
+from paceline.server.apis import anthropic, ollama, ollama_embed, rerank, responses
 from paceline.server.apis.responses_request import ResponsesRequest
 from paceline.server.batches import handlers as batches
 from paceline.server.batches.objects import (
@@ -109,6 +109,8 @@ ROUTES: tuple[AnyRoute, ...] = (
                     ollama.OllamaGenerateRequest, (ollama.OllamaGenerateReply,)),
     Route("GET", "/api/tags", TENANT, ollama.list_tags, "the served model, as Ollama lists it",
           responses=(ollama.OllamaModelList,)),
+    GenerationRoute("/api/embed", ollama_embed.OllamaEmbedResponse, "Ollama's embeddings",
+                    ollama_embed.OllamaEmbedRequest, (ollama_embed.OllamaEmbedding,), streams=False),
     Route("POST", "/api/show", TENANT, ollama.show_model, "the served model, as Ollama describes it",
           request=ollama.ShowRequest, responses=(ollama.OllamaModelInfo,)),
     Route("GET", "/api/version", PUBLIC, ollama.get_version, "version of the server, for Ollama's clients",

@@ -65,6 +65,7 @@ BODIES: dict[str, Any] = {
     "/v1/messages/count_tokens": {"model": "tiny", "messages": HELLO["messages"]},
     "/api/chat": {"model": "tiny", "messages": HELLO["messages"], "options": {"num_predict": 2}},
     "/api/generate": {"model": "tiny", "prompt": "some text", "options": {"num_predict": 2}},
+    "/api/embed": {"model": "tiny", "input": "some text"},
     "/api/show": {"model": "tiny"},
     "/tokenize": {"messages": HELLO["messages"]},
     "/detokenize": {"tokens": [5, 6, 7]},

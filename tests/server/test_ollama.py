@@ -133,6 +133,26 @@ def test_a_call_cut_off_by_the_limit_is_kept(scripted: ScriptedCaller) -> None:
         assert calls[0].function.arguments == {"invalid_json": '{"city": "R'}
 
 
+def test_embeddings_are_those_of_openais_route(caller: Caller) -> None:
+    texts = ["some text", "another"]
+    body = {"model": "tiny", "input": texts, "encoding_format": "float"}
+    wanted = [one["embedding"] for one in caller.ok("/v1/embeddings", body)["data"]]
+    for model in ("tiny", "tiny:latest"):
+        found = run(caller, lambda client, model=model: client.embed(model, texts, options={"num_gpu": 1}))
+        assert [list(one) for one in found.embeddings] == wanted and found.model == "tiny"
+        assert found.prompt_eval_count and found.total_duration
+    assert list(run(caller, lambda client: client.embed("tiny", texts[0])).embeddings[0]) == wanted[0]
+    for fields, message in (
+        ({"input": "a " * 5000}, "this model's maximum context length is 2048 tokens"),
+        ({"input": []}, "input"),
+        ({"options": {"num_ctx": 10**6}}, "num_ctx is 1000000"),
+        ({"input": "a " * 5000, "truncate": True}, "this model's maximum context length is 2048 tokens"),
+        ({"dimensions": 8}, "dimensions"),
+    ):
+        response = caller.post("/api/embed", {"model": "tiny", "input": "a", **fields})
+        assert response.status_code == 400 and message in response.json()["error"], response.text
+
+
 def test_options_are_sampling_parameters(scripted: ScriptedCaller) -> None:
     options = {"num_predict": 9, "temperature": 0.5, "top_k": 7, "top_p": 0.4, "min_p": 0.1, "seed": 3, "stop": ["x"],
                "repeat_penalty": 1.1, "num_ctx": 1024, "num_gpu": 1, "mirostat": 0}  # fmt: skip

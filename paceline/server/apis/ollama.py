@@ -64,6 +64,14 @@ class OllamaInputMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
     tool_call_id: str | None = None
 
 
+def untagged(model: str) -> str:
+    return model.removesuffix(":latest")  # a tag that Ollama adds
+
+
+def nanoseconds(seconds: float) -> int:
+    return int(seconds * _NS)
+
+
 class OllamaRequest(ScheduledRequest, kw_only=True):
     stream: bool | None = None  # default: true
     options: Json | None = None
@@ -71,7 +79,7 @@ class OllamaRequest(ScheduledRequest, kw_only=True):
     think: bool | Literal["low", "medium", "high"] | None = None
 
     def __post_init__(self) -> None:
-        self.model = self.model.removesuffix(":latest")  # a tag that Ollama adds
+        self.model = untagged(self.model)
 
 
 class OllamaChatRequest(OllamaRequest, kw_only=True):
@@ -125,10 +133,8 @@ _OPTION_RULES = FieldRules(
 )  # fmt: skip
 
 
-def _to_chat(
-    request: OllamaRequest, messages: list[Json], tools: list[Tool] | None, context: RequestContext
-) -> ChatRequest:
-    known = select_supported(request.options or {}, OllamaOptions.__struct_fields__, _OPTION_RULES)
+def check_options(given: Json | None, context: RequestContext) -> OllamaOptions:
+    known = select_supported(given or {}, OllamaOptions.__struct_fields__, _OPTION_RULES)
     options = convert(known, OllamaOptions, "options")
     limit = context.model.max_tokens
     if options.num_ctx is not None and options.num_ctx > limit:
@@ -137,6 +143,13 @@ def _to_chat(
             param="options",
             code="invalid_value",
         )
+    return options
+
+
+def _to_chat(
+    request: OllamaRequest, messages: list[Json], tools: list[Tool] | None, context: RequestContext
+) -> ChatRequest:
+    options = check_options(request.options, context)
     return ChatRequest(
         messages=messages,
         tools=tools,
@@ -302,7 +315,7 @@ class OllamaChatResponse(ChatBuilder):
     def _statistics(self, usage: UsageInfo) -> Json:
         times = self._timings
         admitted, first, finished = (
-            int((time or 0.0) * _NS) for time in (times.admitted_s, times.first_token_s, times.finished_s)
+            nanoseconds(time or 0.0) for time in (times.admitted_s, times.first_token_s, times.finished_s)
         )
         return {
             "done_reason": self._reason,
@@ -389,7 +402,7 @@ async def show_model(call: Call) -> Response:
     name = body.model or body.name
     if not name:
         raise missing_parameter("model")
-    state.context.check_model(name.removesuffix(":latest"))
+    state.context.check_model(untagged(name))
     model, template = state.client.model, "" if state.tokenizer.chat is None else state.tokenizer.chat.source
     info = {
         "general.architecture": model.family,
