@@ -26,6 +26,20 @@ _PARAMETER_PREFIX = re.compile(r"<parameter=[^\s<>]{0,256}>?")
 _PARAMETER = re.compile(r"\s*<parameter=([^\s<>]{1,256})>\n?")
 # What ends the value of a parameter; models at times forget its own end.
 _VALUE_ENDS = ("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>")
+KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+
+
+def _beginnings(text: str) -> str:
+    """A pattern of every beginning of `text`, the empty one included."""
+    return f"(?:{'|'.join(re.escape(text[:size]) for size in range(len(text), -1, -1))})"
+
+
+_GLM_NAME = re.compile(r"\s{0,64}([\w.-]{1,256})\s{0,64}")
+_GLM_PARAMETER = re.compile(rf"\s*{KEY}([^<>]{{1,256}}){KEY_END}\s{{0,64}}{VALUE}")
+_GLM_PREFIX = re.compile(
+    rf"{_beginnings(KEY)}|{KEY}[^<>]{{1,256}}{_beginnings(KEY_END)}|"
+    rf"{KEY}[^<>]{{1,256}}{KEY_END}\s{{0,64}}{_beginnings(VALUE)}"
+)
 _LITERALS = {"True": "true", "False": "false", "None": "null"}  # models at times write Python
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
@@ -219,7 +233,11 @@ class JsonCalls:
 class XmlCall:
     """`<function=name><parameter=key>value</parameter></function>`: values are text, typed by the tool's schema."""
 
-    def __init__(self, tools: Mapping[str, Tool], opening: str) -> None:
+    _parameter = _PARAMETER
+    _value_ends: Sequence[str] = _VALUE_ENDS
+    _value_end, _closing = "</parameter>", "</function>"
+
+    def __init__(self, tools: Mapping[str, Tool], opening: str = "") -> None:
         self._tools, self._opening = tools, opening
         self._properties: Mapping[str, Any] = {}
         self._began = False
@@ -246,17 +264,24 @@ class XmlCall:
         end = text.find(">")
         name = text[: end if end >= 0 else len(text)]
         if end >= 0 and _NAME.fullmatch(name):
-            parameters = self._tools.get(name, {}).get("parameters") or {}
-            found = parameters.get("properties")
-            self._began, self._properties = True, found if isinstance(found, dict) else {}
-            return [ToolCallStart(name)], end + 1
+            return [self._start(name)], end + 1
         self.failed = at_end or end >= 0 or bool(name and not _NAME.fullmatch(name))
         return [], 0
+
+    def _start(self, name: str) -> ToolCallStart:
+        parameters = self._tools.get(name, {}).get("parameters") or {}
+        found = parameters.get("properties")
+        self._began, self._properties = True, found if isinstance(found, dict) else {}
+        return ToolCallStart(name)
+
+    def _may_be_parameter(self, text: str) -> bool:
+        """Whether `text` is the beginning of a parameter's tag, or all of it."""
+        return "<parameter=".startswith(text) or bool(_PARAMETER_PREFIX.fullmatch(text))
 
     def _read_tag(self, text: str, at_end: bool) -> tuple[list[ToolCallEvent], int]:
         stripped = text.lstrip()
         blanks = len(text) - len(stripped)
-        match = _PARAMETER.match(text)
+        match = self._parameter.match(text)
         # A line break after the tag is not part of the value: wait for the character after it.
         if match and (match.end() < len(text) or text.endswith("\n") or at_end):
             self._in_value = True
@@ -265,30 +290,50 @@ class XmlCall:
             start = ("{" if self._num_values == 0 else ", ") + json.dumps(match[1], ensure_ascii=False) + ": "
             self._num_values += 1
             return [ArgumentsDelta(start + ('"' if self._is_string else ""))], match.end()
-        closing = "</function>"
-        if stripped.startswith(closing):
-            self._is_closed = True
-            return [ArgumentsDelta("}" if self._num_values else "{}")], blanks + len(closing)
-        if closing.startswith(stripped) or "<parameter=".startswith(stripped) or _PARAMETER_PREFIX.fullmatch(stripped):
+        if stripped.startswith(self._closing):
+            self._is_closed, self.is_done = True, self._closing == CLOSE
+            return [ArgumentsDelta("}" if self._num_values else "{}")], blanks + len(self._closing)
+        if self._closing.startswith(stripped) or self._may_be_parameter(stripped):
             self.is_done = at_end  # cut off: the arguments stay incomplete
             return [], len(text) if at_end else 0
         self._is_closed = True  # the tag is missing
         return [ArgumentsDelta("}" if self._num_values else "{}")], 0
 
     def _read_value(self, text: str, at_end: bool) -> tuple[list[ToolCallEvent], int]:
-        begin, ending = find_first(text, _VALUE_ENDS, self._num_searched)
+        begin, ending = find_first(text, self._value_ends, self._num_searched)
         if ending is not None:
             self._in_value = False
             shown = _escaped(text[:begin]) + '"' if self._is_string else _typed(text[:begin], self._kinds)
-            return [ArgumentsDelta(shown)], begin + (len(ending) if ending.endswith("parameter>") else 0)
+            return [ArgumentsDelta(shown)], begin + (len(ending) if ending.endswith(self._value_end) else 0)
         if at_end:
             self.is_done = True
             return [ArgumentsDelta(_escaped(text) if self._is_string else text)] if text else [], len(text)
         if not self._is_string:
-            self._num_searched = max(0, len(text) - max(map(len, _VALUE_ENDS)))
+            self._num_searched = max(0, len(text) - max(map(len, self._value_ends)))
             return [], 0
-        end = len(text) - overlap_of_any(text, _VALUE_ENDS)
+        end = len(text) - overlap_of_any(text, self._value_ends)
         return [ArgumentsDelta(_escaped(text[:end]))] if end else [], end
+
+
+class GlmCall(XmlCall):
+    """`name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`, with line breaks in between or without."""
+
+    _parameter = _GLM_PARAMETER
+    _value_ends = (VALUE_END, f"\n{KEY}", f"\n{CLOSE}")
+    _value_end, _closing = VALUE_END, CLOSE
+
+    def _begin(self, text: str, at_end: bool) -> tuple[list[ToolCallEvent], int]:
+        match = _GLM_NAME.match(text)
+        rest = text[match.end() :] if match else text.lstrip()
+        # Without arguments, any word within the tags would be a call.
+        if match and (rest.startswith(KEY) or (rest.startswith(CLOSE) and match[1] in self._tools)):
+            return [self._start(match[1])], match.end()
+        is_begun = not rest or (bool(match) and (KEY.startswith(rest) or (CLOSE.startswith(rest) and rest != CLOSE)))
+        self.failed = at_end or not is_begun
+        return [], 0
+
+    def _may_be_parameter(self, text: str) -> bool:
+        return bool(_GLM_PREFIX.fullmatch(text))
 
 
 class NamedCall:

@@ -14,6 +14,7 @@ from paceline.text.call_syntax import (
     FUNCTION,
     Calls,
     Content,
+    GlmCall,
     JsonCalls,
     NamedCall,
     NoCall,
@@ -25,12 +26,14 @@ from paceline.text.call_syntax import (
     overlap_of_any,
 )
 
-HERMES, QWEN_XML, LLAMA, MISTRAL, MISTRAL_ARGS = "hermes", "qwen_xml", "llama", "mistral", "mistral_args"
+HERMES, QWEN_XML, GLM, LLAMA = "hermes", "qwen_xml", "glm", "llama"
+MISTRAL, MISTRAL_ARGS = "mistral", "mistral_args"
 OPEN, PYTHON, CALLS, ARGS = "<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"
 _MAX_LINE_BREAKS = 8
 _OPENINGS = {
     HERMES: (OPEN,),
     QWEN_XML: (OPEN, FUNCTION),  # <tool_call> is at times missing
+    GLM: (OPEN,),
     LLAMA: (),
     MISTRAL: (CALLS,),
     MISTRAL_ARGS: (CALLS,),
@@ -41,8 +44,8 @@ class ToolCallParser:
     """The text of one output in, content and tool calls out."""
 
     def __init__(self, style: str, tools: Sequence[Tool] = ()) -> None:
-        """`tools` are those that the model may call: with them, Llama's calls are told from other JSON and Qwen's
-        arguments get their types."""
+        """`tools` are those that the model may call: with them, Llama's calls are told from other JSON, and the
+        arguments of Qwen and GLM get their types."""
         self._style, self._tools = style, {tool["function"]["name"]: tool["function"] for tool in tools}
         self._openings = _OPENINGS[style]
         self._text = ""  # pushed and not parsed yet
@@ -84,7 +87,7 @@ class ToolCallParser:
             self._is_open = True
             text, after = self._text[: _before_line_breaks(self._text, begin)], begin + len(opening)
             if opening == FUNCTION:
-                self._calls = XmlCall(self._tools, "")
+                self._calls = XmlCall(self._tools)
             self._dropped, self._text = self._text[len(text) : after], self._text[after:]
         if text:
             events.append(Content(text))
@@ -124,6 +127,8 @@ def _calls_of(style: str, tools: Mapping[str, Tool], text: str, at_end: bool) ->
         return JsonCalls(PYTHON, ";", "", frozenset(tools))
     if not text:
         return NoCall() if at_end else None
+    if style == GLM:
+        return GlmCall(tools)
     if style in (HERMES, QWEN_XML):
         if text[0] == "{":
             return JsonCalls("", "", CLOSE)

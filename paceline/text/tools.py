@@ -4,6 +4,7 @@
 |---|---|
 | Hermes, Qwen | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` |
 | Qwen3-Coder | `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>` |
+| GLM-4.5 | `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`, in lines |
 | Llama 3 | nothing but `{"name": ..., "parameters": {...}}` |
 | Mistral | `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, newer ones `[TOOL_CALLS]name[ARGS]{...}` |
 
@@ -19,9 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.request import Grammar, InvalidRequest
-from paceline.text.call_syntax import CLOSE, Tool, kinds_of
+from paceline.text.call_syntax import CLOSE, KEY, KEY_END, VALUE, VALUE_END, Tool, kinds_of
 from paceline.text.json_schema import closed, with_options
-from paceline.text.tool_calls import ARGS, CALLS, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, OPEN, PYTHON, QWEN_XML
+from paceline.text.tool_calls import ARGS, CALLS, GLM, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, OPEN, PYTHON, QWEN_XML
 
 _INTRODUCTION = """# Tools
 
@@ -40,7 +41,9 @@ def style_of(template: str) -> str:
     """The style of a chat template. Raises InvalidRequest if it supports tools in an unknown style."""
     if "tools" not in template:
         return HERMES
-    if OPEN in template and "<arg_key>" not in template:  # GLM writes other things within <tool_call>
+    if OPEN in template:
+        if KEY in template:
+            return GLM
         return QWEN_XML if "<function=" in template else HERMES
     if CALLS in template:
         return MISTRAL_ARGS if ARGS in template else MISTRAL
@@ -77,7 +80,11 @@ def describe(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] | None
 
 def markers(style: str) -> tuple[str, ...]:
     """Texts that the parser of a style needs to see, even if they are special tokens."""
-    return {HERMES: (OPEN, CLOSE), QWEN_XML: (OPEN, CLOSE), LLAMA: ()}.get(style, (CALLS, ARGS, "[CALL_ID]"))
+    if style in (MISTRAL, MISTRAL_ARGS):
+        return CALLS, ARGS, "[CALL_ID]"
+    if style == GLM:
+        return OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END
+    return () if style == LLAMA else (OPEN, CLOSE)
 
 
 def make_call_id(style: str) -> str:
@@ -99,6 +106,9 @@ def call_grammar(
         if style == QWEN_XML:
             rules += _xml_rules(index, function["name"], schema)
             continue
+        if style == GLM:
+            rules += _glm_rules(index, function["name"], schema, literal)
+            continue
         if style == MISTRAL_ARGS:
             body = f"{json.dumps(function['name'])} {literal(ARGS)} args_{index}"
         else:
@@ -113,6 +123,9 @@ def call_grammar(
         start = [f'start: {literal(CALLS)} "[" body{more} "]"']
     elif style == MISTRAL_ARGS:
         start = [f"start: call{'+' if several else ''}", f"call: {literal(CALLS)} body"]
+    elif style == GLM:
+        more = ' ("\\n" call)*' if several else ""
+        start = [f"start: call{more}", f"call: {literal(OPEN)} body {literal(CLOSE)}"]
     else:
         more = ' ("\\n" call)*' if several else ""
         start = [f"start: call{more}", f'call: {literal(OPEN)} "\\n" body "\\n" {literal(CLOSE)}']
@@ -121,26 +134,51 @@ def call_grammar(
 
 
 def _xml_rules(index: int, name: str, schema: Mapping[str, Any]) -> list[str]:
-    """A call of Qwen3-Coder: parameters in the order of the schema, strings as they are and other values as JSON."""
+    """A call of Qwen3-Coder."""
+    parts, rules = _parameters(index, schema, lambda key: json.dumps(f"<parameter={key}>\n"), "", "\n</parameter>\n")
+    head = json.dumps(f"<function={name}>\n")
+    return [f'body_{index}: {" ".join([head, *parts])} "</function>"', *rules]
+
+
+def _glm_rules(index: int, name: str, schema: Mapping[str, Any], literal: Callable[[str], str]) -> list[str]:
+    """A call of GLM."""
+
+    def begin(key: str) -> str:
+        return f'{literal(KEY)} {json.dumps(key)} {literal(KEY_END)} "\\n" {literal(VALUE)}'
+
+    end = literal(VALUE_END)
+    is_text = end.startswith('"')  # not a token of its own
+    token, text = ("", f"{VALUE_END}\n") if is_text else (end, "\n")
+    parts, rules = _parameters(index, schema, begin, token, text)
+    head = json.dumps(f"{name}\n")
+    return [f"body_{index}: {' '.join([head, *parts])}", *rules]
+
+
+def _parameters(
+    index: int, schema: Mapping[str, Any], begin: Callable[[str], str], end_token: str, end: str
+) -> tuple[list[str], list[str]]:
+    """The rules of the parameters in the order of the schema, and their names: strings as they are and other values as
+    JSON. A value ends with a token, if there is one, and the text `end`."""
     rules, parts = [], []
     required = schema.get("required") or ()
+    ending = f"{end_token} {json.dumps(end)}"
     for number, (key, value) in enumerate((schema.get("properties") or {}).items()):
-        rule = f"p_{index}_{number}"
+        rule, value_rule = f"p_{index}_{number}", f"v_{index}_{number}"
         parts.append(rule if key in required else f"{rule}?")
-        begin, end = json.dumps(f"<parameter={key}>\n"), "\n</parameter>\n"
         kinds = kinds_of(value)
         if kinds and "string" not in kinds:
             rules += [
-                f"{rule}: {begin} v_{index}_{number} {json.dumps(end)}",
-                f"v_{index}_{number}: %json {json.dumps(with_options(value))}",
+                f"{rule}: {begin(key)} {value_rule} {ending}",
+                f"{value_rule}: %json {json.dumps(with_options(value))}",
             ]
         elif isinstance(value, dict) and "enum" in value:
             options = " | ".join(json.dumps("null" if one is None else str(one)) for one in value["enum"])
-            rules.append(f"{rule}: {begin} ({options}) {json.dumps(end)}")
+            rules.append(f"{rule}: {begin(key)} ({options}) {ending}")
+        elif end_token:
+            rules += [f"{rule}: {begin(key)} {value_rule} {ending}", f"{value_rule}: /(.|\\n)*/"]
         else:
             rules += [
-                f"{rule}: {begin} v_{index}_{number}",
-                f"v_{index}_{number}[suffix={json.dumps(end)}]: /(.|\\n)*/",
+                f"{rule}: {begin(key)} {value_rule}",
+                f"{value_rule}[suffix={json.dumps(end)}]: /(.|\\n)*/",
             ]
-    head = json.dumps(f"<function={name}>\n")
-    return [f'body_{index}: {" ".join([head, *parts])} "</function>"', *rules]
+    return parts, rules

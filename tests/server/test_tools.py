@@ -32,6 +32,12 @@ FAMILIES: dict[str, tuple[str, str, tuple[str, ...]]] = {  # template, output, s
         ("<tool_call>", "</tool_call>"),
     ),
     "qwen3-coder": ("<tool_call><function=", XML, ()),
+    "glm": (
+        "<tool_call><arg_key>",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>São Paulo</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+        ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
     "llama": ("<|python_tag|>", f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}', ("<|python_tag|>",)),
     "mistral": (
         "[TOOL_CALLS]",

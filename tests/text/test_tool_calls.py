@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.text.call_syntax import Content, ToolCallStart
-from paceline.text.tool_calls import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_XML, ToolCallParser
+from paceline.text.tool_calls import GLM, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_XML, ToolCallParser
 
 ARGUMENTS = '{"a": "}\\"{<", "b": [1, {"c": 2}]}'
 TOOLS = [
@@ -43,7 +43,13 @@ def xml(*parameters: tuple[str, str], name: str = "get_weather") -> str:
     return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
 
 
+def arg_keys(*parameters: tuple[str, str]) -> str:
+    inner = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in parameters)
+    return f"<tool_call>get_weather\n{inner}</tool_call>"
+
+
 CITY = xml(("city", "Paris"), ("days", "3"))
+ARG_CITY = arg_keys(("city", "Paris"), ("days", "3"))
 
 # style, output, content, calls
 CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
@@ -105,6 +111,22 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (QWEN_XML, "<tool_call>\n<function=get_we", "<tool_call>\n<function=get_we", []),
     (QWEN_XML, "Call <function=name here> or\n<tool_call>\n<func>.",
      "Call <function=name here> or\n<tool_call>\n<func>.", []),
+    # GLM
+    (GLM, f"I'll look.\n{ARG_CITY}", "I'll look.", [("get_weather", WEATHER)]),
+    (GLM, ARG_CITY.replace("\n", "") + ARG_CITY, "", [("get_weather", WEATHER)] * 2),
+    (GLM, "<tool_call>g\n</tool_call>\n<tool_call>g</tool_call> ok", "ok", [("g", "{}")] * 2),
+    (GLM, arg_keys(("city", 'if a < b:\n\treturn "x\\n"  # </arg>'), ("days", "x"), ("exact", "true")), "",
+     [("get_weather", json.dumps({"city": 'if a < b:\n\treturn "x\\n"  # </arg>', "days": "x", "exact": True}))]),
+    (GLM, arg_keys(("city", ""), ("tags", '["a", {"b": 1}]'), ("unknown", "ü 5")), "",
+     [("get_weather", '{"city": "", "tags": ["a", {"b": 1}], "unknown": "ü 5"}')]),
+    # ... malformed or cut off
+    (GLM, ARG_CITY.replace("</arg_value>", ""), "", [("get_weather", WEATHER)]),
+    (GLM, ARG_CITY.replace("</tool_call>", "Hm."), "Hm.", [("get_weather", WEATHER)]),
+    (GLM, ARG_CITY[: ARG_CITY.index("is")], "", [("get_weather", '{"city": "Par')]),
+    (GLM, ARG_CITY[: ARG_CITY.index("days") + 7], "", [("get_weather", '{"city": "Paris"')]),
+    (GLM, "<tool_call>get_we", "<tool_call>get_we", []),
+    (GLM, "Write <tool_call> and </tool_call> or\n<tool_call>a b</tool_call>",
+     "Write <tool_call> and </tool_call> or\n<tool_call>a b</tool_call>", []),
     # Llama 3
     (LLAMA, f'{{"name": "f", "parameters": {ARGUMENTS}}}', "", [("f", ARGUMENTS)]),
     (LLAMA, '\n\n{"name": "get_weather", "parameters": {"city": "Paris"}}', "", [("get_weather", '{"city": "Paris"}')]),
@@ -175,6 +197,7 @@ def test_calls_are_parsed_at_every_split(style: str, text: str, content: str, ca
 
 
 PIECES = [
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     "<tool_call>", "</tool_call>", "<function=f>", "<parameter=city>", "</parameter>", "</function>", "[TOOL_CALLS]",
     "[ARGS]", "[", "]", '{"name": "f", ', '"arguments": ', '"parameters": ', "{", "}", '"', "\\", ",", ";", "\n", " ",
     "x", "<", "<|python_tag|>", '{"name": "f", "arguments": {}}',
@@ -182,7 +205,7 @@ PIECES = [
 
 
 @given(
-    style=st.sampled_from([HERMES, QWEN_XML, LLAMA, MISTRAL, MISTRAL_ARGS]),
+    style=st.sampled_from([HERMES, QWEN_XML, GLM, LLAMA, MISTRAL, MISTRAL_ARGS]),
     parts=st.lists(st.sampled_from(PIECES), max_size=14),
     cuts=st.lists(st.integers(0, 200), max_size=6),
 )
@@ -212,6 +235,10 @@ def test_arguments_are_streamed_while_they_are_written() -> None:
         (HERMES, "", "\n"),
         (QWEN_XML, "<tool_call><function=", "abc"),
         (QWEN_XML, "<tool_call><function=f><parameter=", "abc"),
+        (GLM, "<tool_call>", "abc"),
+        (GLM, "<tool_call>f", " "),
+        (GLM, "<tool_call>f\n<arg_key>", "abc"),
+        (GLM, "<tool_call>f\n<arg_key>a</arg_key>", " "),
         (MISTRAL_ARGS, "[TOOL_CALLS]", "abc"),
         (MISTRAL_ARGS, "[TOOL_CALLS]abc", " "),
     ],

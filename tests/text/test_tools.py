@@ -14,7 +14,7 @@ from paceline.sampling.grammar import Grammars
 from paceline.text.chat import ChatTemplate
 from paceline.text.synthetic import CHATML, synthetic_tokenizer
 from paceline.text.tokenizer import Tokenizer
-from paceline.text.tool_calls import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_XML
+from paceline.text.tool_calls import GLM, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_XML
 from paceline.text.tools import call_grammar, describe, make_call_id, markers, style_of
 
 
@@ -25,10 +25,9 @@ def test_style_is_recognised_from_the_template() -> None:
     assert style_of("{% if tools %}<tool_call>\n<function=example>{% endif %}") == QWEN_XML
     assert style_of('{% if tools %}[TOOL_CALLS][{"name", "parameters"}]{% endif %}') == MISTRAL
     assert style_of("{% if tools %}[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}{% endif %}") == MISTRAL_ARGS
-    glm = "{% if tools %}<tool_call>{{ name }}<arg_key>k</arg_key>{% endif %}"
-    for unknown in (glm, "{% if tools %}<|tool_calls_begin|>{% endif %}"):
-        with pytest.raises(InvalidRequest, match="an unknown style"):
-            style_of(unknown)
+    assert style_of("{% if tools %}<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>{% endif %}") == GLM
+    with pytest.raises(InvalidRequest, match="an unknown style"):
+        style_of("{% if tools %}<|tool_calls_begin|>{% endif %}")
 
 
 def test_tools_are_described_to_a_template_without_support_for_them() -> None:
@@ -82,12 +81,25 @@ null
 </parameter>
 </function>
 </tool_call>"""
+ARG_KEYS = """<tool_call>get_weather
+<arg_key>city</arg_key>
+<arg_value>Sao "Paulo"</arg_value>
+<arg_key>days</arg_key>
+<arg_value>5</arg_value>
+<arg_key>unit</arg_key>
+<arg_value>F</arg_value>
+<arg_key>size</arg_key>
+<arg_value>2</arg_value>
+<arg_key>note</arg_key>
+<arg_value>null</arg_value>
+</tool_call>"""
 FORCED = {
     HERMES: '<tool_call>\n{"name": "get_weather", "arguments": %s}\n</tool_call>',
     LLAMA: '{"name": "get_weather", "parameters": %s}',
     MISTRAL: '[TOOL_CALLS][{"name": "get_weather", "arguments": %s}]',
     MISTRAL_ARGS: "[TOOL_CALLS]get_weather[ARGS]%s",
     QWEN_XML: XML,
+    GLM: ARG_KEYS,
 }
 NO_ARGUMENTS = {
     HERMES: '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
@@ -95,6 +107,7 @@ NO_ARGUMENTS = {
     MISTRAL: '[TOOL_CALLS][{"name": "now", "arguments": {}}]',
     MISTRAL_ARGS: "[TOOL_CALLS]now[ARGS]{}",
     QWEN_XML: "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    GLM: "<tool_call>now\n</tool_call>",
 }
 
 
@@ -112,24 +125,25 @@ def test_grammar_of_a_forced_call_accepts_what_the_parser_reads(style: str, spec
         matcher = grammars.compile(grammar).result().deep_copy()
         return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
-    whole = FORCED[style] if style == QWEN_XML else FORCED[style] % json.dumps(VALUE)
+    whole = FORCED[style] if style in (QWEN_XML, GLM) else FORCED[style] % json.dumps(VALUE)
     assert accepts(whole) and accepts(NO_ARGUMENTS[style])
     content, calls = parsed(style, [whole], TOOLS)
     assert content == "" and [(name, json.loads(text)) for name, text in calls] == [("get_weather", VALUE)]
     assert parsed(style, [NO_ARGUMENTS[style]], TOOLS) == ("", [("now", "{}")])
     for wrong in (whole.replace("5", '"5"'), whole.replace("F", "K"), whole.replace("get_weather", "get"), whole[:-1]):
         assert not accepts(wrong), wrong
-    assert not accepts(NO_ARGUMENTS[style].replace("{}", '{"a": 1}').replace("now>", "now>\n<parameter=a>"))
+    more = NO_ARGUMENTS[style].replace("{}", '{"a": 1}').replace("now>", "now>\n<parameter=a>")
+    assert not accepts(more.replace("now\n", "now\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"))
     grammars.close()
 
 
-@pytest.mark.parametrize("style", [HERMES, QWEN_XML, MISTRAL, MISTRAL_ARGS])
+@pytest.mark.parametrize("style", [HERMES, QWEN_XML, GLM, MISTRAL, MISTRAL_ARGS])
 def test_grammar_allows_several_calls(style: str) -> None:
     tokenizer: Any = synthetic_tokenizer(600)
     grammars = Grammars(tokenizer, 600)
     one = NO_ARGUMENTS[style]
     both = f"{one[:-1]}, {one[len('[TOOL_CALLS][') :]}" if style == MISTRAL else one + one
-    both = one + "\n" + one if style in (HERMES, QWEN_XML) else both
+    both = one + "\n" + one if style in (HERMES, QWEN_XML, GLM) else both
     for several in (True, False):
         matcher = grammars.compile(call_grammar(TOOLS, style, several=several)).result().deep_copy()
         ids = tokenizer.encode(both, add_special=False)
