@@ -102,14 +102,11 @@ def make_document(routes: Sequence[AnyRoute], model: str, *, has_keys: bool, pub
             for name, allowed in rules.unsupported.items():
                 schemas[route.request.__name__]["properties"].setdefault(name, {"enum": [None, *allowed]})
     paths: dict[str, Json] = {}
-    key: list[Json] = [{"key": []}]
     for route in routes:
         path = route.path.replace(":path", "")
         operation = paths.setdefault(path, {})[route.method.lower()] = _operation(route)
         if route.access is Access.PUBLIC or (route.access is Access.METRICS and public_metrics):
             operation["security"] = []
-        elif route.access is Access.ADMIN:
-            operation["security"] = key
     return {
         "openapi": "3.1.0",
         "info": {"title": "Paceline", "version": __version__, "description": "OpenAI's interface with extensions."},
@@ -118,7 +115,7 @@ def make_document(routes: Sequence[AnyRoute], model: str, *, has_keys: bool, pub
             "schemas": schemas,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
-        "security": key if has_keys else [],
+        "security": [{"key": []}] if has_keys else [],
     }
 
 
