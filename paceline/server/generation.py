@@ -31,9 +31,9 @@ from paceline.server.http import (
     send_error,
     send_json,
 )
-from paceline.server.limits import MAX_CACHE_SALT_CHARACTERS, MAX_DEADLINE_MS, MAX_PRIORITY
+from paceline.server.limits import MAX_DEADLINE_MS, MAX_PRIORITY
 from paceline.server.parsing import parse
-from paceline.server.prompts import too_long
+from paceline.server.prompts import check_cache_salt, too_long
 from paceline.server.request_log import RequestLog
 from paceline.server.request_types import GenerationRequest, ScheduledRequest
 from paceline.server.response import ResponseBuilder, finish_reason_of, total_usage
@@ -111,12 +111,7 @@ class GenerationHandler:
             )
         if abs(priority) > MAX_PRIORITY:
             raise ApiError(f"priority is {priority}: give -{MAX_PRIORITY} to {MAX_PRIORITY}.", param="priority")
-        if len(salt) > MAX_CACHE_SALT_CHARACTERS:
-            raise ApiError(
-                f"cache_salt has {len(salt)} characters: give at most {MAX_CACHE_SALT_CHARACTERS}.",
-                param="cache_salt",
-                code="invalid_value",
-            )
+        check_cache_salt(salt)
         timeout_s = _timeout_s(request, headers)
         queue_timeout_s = _seconds("queue_timeout_ms", request.queue_timeout_ms)
         running_timeout_s = _seconds("running_timeout_ms", request.running_timeout_ms)

@@ -7,6 +7,7 @@ from typing import Any
 from paceline.request import InvalidRequest
 from paceline.server import fields
 from paceline.server.errors import ApiError
+from paceline.server.limits import MAX_CACHE_SALT_CHARACTERS
 from paceline.server.state import RequestContext
 from paceline.text.tokenizer import TooManyTokens
 
@@ -94,3 +95,12 @@ def too_long(path: str, count: str, limit: int, field: str) -> ApiError:
         param=field,
         code="context_length_exceeded",
     )
+
+
+def check_cache_salt(salt: str) -> None:
+    if len(salt) > MAX_CACHE_SALT_CHARACTERS:
+        raise ApiError(
+            f"cache_salt has {len(salt)} characters: give at most {MAX_CACHE_SALT_CHARACTERS}.",
+            param="cache_salt",
+            code="invalid_value",
+        )

@@ -175,3 +175,10 @@ def test_a_restarted_engine_loads_the_replaced_weights_again(folder: Path) -> No
         wrong = httpx.post(f"{url}/admin/weights", json={"path": "/nowhere"}, headers=KEY, timeout=60)
         assert wrong.status_code == 400 and "neither a folder" in json.loads(wrong.text)["error"]["message"]
         assert not httpx.post(f"{url}/admin/resume", headers=KEY, timeout=60).json()["paused"]
+
+
+@pytest.mark.parametrize("action", ["pin", "unpin", "flush"])
+def test_a_long_cache_salt_is_refused_for_every_action(caller: Caller, action: str) -> None:
+    response = admin(caller, "POST", "/admin/cache", action=action, name="x", prompt="a", cache_salt="s" * 257)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"] == "cache_salt has 257 characters: give at most 256."

@@ -6,7 +6,7 @@ from starlette.responses import Response
 
 from paceline.server.errors import ApiError, missing_parameter
 from paceline.server.limits import DEFAULT_FLUSH_TIMEOUT_S, MAX_FLUSH_TIMEOUT_S, MAX_WEIGHT_VERSION_CHARACTERS
-from paceline.server.prompts import encode_prompt
+from paceline.server.prompts import check_cache_salt, encode_prompt
 from paceline.server.queries import (
     FlushCache,
     FlushWhenIdle,
@@ -49,6 +49,7 @@ async def get_cache(call: Call) -> Response:
 async def change_cache(call: Call) -> Response:
     client, body = call.state.client, call.body
     assert isinstance(body, CacheAction), "the route's request type"
+    check_cache_salt(body.cache_salt)
     if body.action == "flush":
         return json_response(CacheFlushed(await client.query(_flush_query(body))))
     if body.name is None:
