@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,3 +62,11 @@ def test_the_server_has_no_import_cycle() -> None:
 
     for name in graph:
         visit(name, ())
+
+
+def test_decoders_are_made_at_import_where_threads_use_them() -> None:
+    """msgspec crashes if two threads use a type for the first time at once (tests/server/test_parsing.py)."""
+    one_thread = {"process_messages.py", "remote_client.py"}
+    for path in modules():
+        if path.name not in one_thread:
+            assert not re.search(r"\.decode\([^\n]*\btype=", path.read_text()), f"{path.name}: make a Decoder at import"

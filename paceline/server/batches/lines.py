@@ -62,6 +62,7 @@ class _CustomId(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(InputLine)
+_streams_decoder, _custom_id_decoder = msgspec.json.Decoder(_Streams), msgspec.json.Decoder(_CustomId)
 
 
 def responded(custom_id: str, status: int, request_id: str, body: bytes) -> ResultLine:
@@ -141,7 +142,7 @@ def _check(line: bytes, endpoint: str, seen: set[str]) -> BatchError | None:
         return BatchError("invalid_url", message, None, "url")
     if not bytes(found.body).lstrip().startswith(b"{"):
         return BatchError("invalid_body", "body is not an object.", None, "body")
-    if msgspec.json.decode(found.body, type=_Streams).stream:
+    if _streams_decoder.decode(found.body).stream:
         return BatchError(
             "stream_not_supported", "stream is true: a batch has no streams; omit it.", None, "body.stream"
         )
@@ -180,5 +181,5 @@ def _read_results(path: Path, custom_ids: set[str]) -> int:
                 break
             num_bytes += len(line)
             count += 1
-            custom_ids.add(msgspec.json.decode(line, type=_CustomId).custom_id)
+            custom_ids.add(_custom_id_decoder.decode(line).custom_id)
     return count

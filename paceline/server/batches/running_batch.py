@@ -55,8 +55,11 @@ class _ErrorBody(msgspec.Struct):
     error: _ErrorCode
 
 
+_error_decoder = msgspec.json.Decoder(_ErrorBody)
+
+
 def _error_code(body: bytes) -> str:
-    return msgspec.json.decode(body, type=_ErrorBody).error.code or ""
+    return _error_decoder.decode(body).error.code or ""
 
 
 class RunningBatch:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -36,6 +36,10 @@ _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}[oe]?")
 _DAY_S = 86_400
 _ABANDONED_S = 86_400  # after which an upload or a content without a record is deleted
 T = TypeVar("T", StoredFile, StoredBatch)
+# Made here: msgspec must not see a type for the first time in two threads at once.
+_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (StoredFile, StoredBatch)
+}
 
 
 def make_id(prefix: str) -> str:
@@ -225,12 +229,13 @@ class BatchStore:
         if not _ID.fullmatch(record_id):
             return None
         try:
-            return msgspec.json.decode(self._record(kind, record_id).read_bytes(), type=type_)
+            found: T = _DECODERS[type_].decode(self._record(kind, record_id).read_bytes())
         except FileNotFoundError:
             return None
         except msgspec.DecodeError as error:
             log.error("%s is damaged and ignored: %s", self._record(kind, record_id), error)
             return None
+        return found
 
     def _all(self, kind: str, type_: type[T]) -> list[T]:
         names = sorted(path.stem for path in (self.root / kind).glob("*.json"))
