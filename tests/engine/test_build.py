@@ -27,7 +27,7 @@ RANDOM: dict[str, Any] = {"load": "random", "shape": "tiny-llama", "threads": 1}
     ("options", "message"),
     [
         ({**RANDOM, "max_runing": 3}, "unknown option 'max_runing': did you mean max_running or max_waiting?"),
-        ({**RANDOM, "zzz": 3}, "unknown option 'zzz': options are: batching,"),
+        ({**RANDOM, "zzz": 3}, "unknown option 'zzz': options are: background_tenants, batching,"),
         ({"load": "random", "shap": "tiny-llama"}, "unknown option 'shap': did you mean shape"),
         ({**RANDOM, "max_model_len": 64}, "unknown option 'max_model_len': here it is called context_tokens"),
         (

@@ -84,7 +84,7 @@ def test_the_page_shows_the_engines_figures(page: Page, url: str, engine: Engine
 
 
 def test_the_page_shows_why_a_thousand_requests_wait(page: Page, url: str, engine: Engine) -> None:
-    sinks = send(engine, 400, tokens=200)
+    sinks = send(engine, 1000, tokens=200)
     page.goto(url)
     expect(page.locator("[data-figure='num_running']")).to_have_text("8")
     waiting = page.locator("[data-figure='num_waiting']")
@@ -333,11 +333,11 @@ def test_the_chart_of_requests_has_the_numbers_of_the_lists() -> None:
 
 
 def test_the_page_costs_the_engine_little(engine: Engine) -> None:
-    """With hundreds of waiting requests the size of the state is bounded."""
+    """With a thousand waiting requests the size of the state is bounded."""
     live = engine.call(lambda scheduler: EngineMonitor(scheduler, engine.clock)).result()
     sinks = send(engine, 1000, tokens=200)
     state = engine.call(lambda _: live.state()).result()
-    assert state["snapshot"]["num_waiting"] > 300
+    assert state["snapshot"]["num_waiting"] > 900
     assert len(state["snapshot"]["waiting"]) == 100
     assert len(state["snapshot"]["tree"]["nodes"]) <= 150
     engine.call(lambda scheduler: [scheduler.abort(name, 0.0) for name in list(scheduler.requests)]).result()
