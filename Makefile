@@ -8,7 +8,7 @@ RUNTIME := .venv/.runtime
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install serve wheel test test-slow test-flaky lint format bench mutants clean
+.PHONY: install serve wheel test test-pages test-slow test-flaky lint format bench mutants clean
 
 install: $(READY)
 
@@ -35,8 +35,13 @@ wheel:
 	$(BIN)/python -m hatchling build -d dist
 
 # One file after the other in each of several processes. Options: make test ARGS="tests/server -n 0"
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) --ignore tests/pages $(ARGS)
+
+# The pages in a browser, which is downloaded if there is none.
+test-pages: $(READY)
+	$(PYTEST) tests/pages $(ARGS)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout 3600
@@ -45,7 +50,7 @@ test-slow: $(READY)
 # in time. RUNS=1 for a first look.
 RUNS ?= 10
 test-flaky: $(READY)
-	$(BIN)/python -m tests.under_load $(RUNS) tests/server tests/engine tests/pages
+	$(BIN)/python -m tests.under_load $(RUNS) tests/server tests/engine tests/pages -n auto --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -61,10 +61,10 @@ def test_an_embedding_is_a_unit_vector_that_depends_on_the_text_alone(llm: LLM) 
         llm.embed("a", "max")
 
 
-def test_every_overlap_mode_gives_the_same_tokens() -> None:
-    for overlap in ("off", "sync"):
-        with LLM(fetch_default(), threads=1, kv_tokens=2048, overlap=overlap) as llm:
-            assert llm.generate("The capital of France is", GREEDY_8)[0].token_ids == KNOWN
+def test_another_overlap_mode_gives_the_same_tokens() -> None:
+    """`sync` here; tiny models cover all modes."""
+    with LLM(fetch_default(), threads=1, kv_tokens=2048, overlap="sync") as llm:
+        assert llm.generate("The capital of France is", GREEDY_8)[0].token_ids == KNOWN
 
 
 def test_chat_applies_the_template_and_stops_at_eos(llm: LLM) -> None:

@@ -48,9 +48,15 @@ def expected() -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("overlap", ["off", "on", "sync"])
 @pytest.mark.parametrize(
-    "host", [{"num_host_pages": 200}, {"num_host_pages": 20}, {"num_host_pages": 200, "max_swap_pages": 2}, {}]
+    ("overlap", "host"),
+    [
+        ("off", {"num_host_pages": 200}),
+        ("on", {"num_host_pages": 20}),
+        ("on", {"num_host_pages": 200, "max_swap_pages": 2}),
+        ("on", {}),
+        ("sync", {"num_host_pages": 20}),
+    ],
 )
 def test_tokens_are_those_of_ample_memory(expected: list[list[int]], overlap: str, host: dict[str, Any]) -> None:
     found, counters = answers(num_pages=16, overlap=overlap, **host)

@@ -150,12 +150,11 @@ def expected() -> Iterator[tuple[list[Any], dict[str, np.ndarray]]]:
     engine.close()
 
 
-@pytest.mark.parametrize("overlap", ["off", "on"])
 def test_another_process_executes_a_run_from_the_bytes_alone(
-    overlap: str, expected: tuple[list[Any], dict[str, np.ndarray]]
+    expected: tuple[list[Any], dict[str, np.ndarray]],
 ) -> None:
     executor = ProcessExecutor()
-    engine = engine_on(executor, overlap)
+    engine = engine_on(executor, overlap="on")
     try:
         assert outputs_of(engine) == expected[0]
         for pooling, vector in expected[1].items():

@@ -32,7 +32,7 @@ from tests.engine.cuda.interpreted import (
 pytestmark = [*INTERPRETED, IN_BOUNDS]
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen2", "tiny-smollm3"])
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen2"])
 def test_prefill_graphs_give_the_same_tokens(name: str, prefill_graphs: dict[str, Any]) -> None:
     """Chunked prefill, mixed batches, cache hits with few tokens left: every batch that samples runs as a graph."""
     wanted = expected(name, PROMPTS, GREEDY)
