@@ -30,7 +30,10 @@ WEATHER: Any = {
         "additionalProperties": False,
     },
 }
-CLOCK: Any = {"name": "get_time", "input_schema": {"type": "object", "properties": {}}}
+CLOCK: Any = {
+    "name": "get_time",
+    "input_schema": {"type": "object", "properties": {}, "additionalProperties": False},  # else it may never end
+}
 
 
 @pytest.fixture
