@@ -3,8 +3,9 @@
 Partly computed prompts continue first, then waiting requests are admitted in the policy's order while tokens, slots and
 memory last. Prompts of more than one chunk leave room for short ones and share what these do not use. Under policy
 `priority` this is done for one priority after the other, so that a lower one gets only what the higher ones leave; and
-background tenants get what the others leave. A
-request that does not fit is skipped for this step and may be overtaken a bounded number of times (`max_overtakes`);
+background tenants get what the others leave.
+
+A request that does not fit is skipped for this step and may be overtaken a bounded number of times (`max_overtakes`);
 then freed memory is reserved for it, as it is for a retracted request at once. Others are admitted beside a reservation
 only if they do not put it off (`_pages_beside`); under `priority` a higher priority goes first.
 """
@@ -187,6 +188,7 @@ class Admission:
             self._plan_level(level, now)
 
     def _find_may_retract(self, background_runs: bool) -> bool:
+        """Whether running requests may be retracted for a waiting one of a higher rank."""
         return self._retracts_by_priority or (self._memory.tree.num_foreground > 0 and background_runs)
 
     def _background_runs(self) -> bool:
