@@ -91,6 +91,29 @@ def test_tokens_become_one_flat_int32_array() -> None:
     assert (tokens.dtype, tokens.tolist()) == (np.int32, [3, 4])
 
 
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [], [0], [2**31 - 1, 0], [2**31], [1, 2**40], [1, 2**64], [-1], [5, -(2**31)], [-(2**31) - 1],
+        [1, -(2**32) + 5], [True], [True, 2], [2, True], [1.0], [1, 2.0], [1, 2.5], [1, "a"], ["1"], [1, None],
+        [1, [2]], [[1, 2]], [np.int64(5), 6], [5, np.int64(6)], [1, np.int64(2**40)], [1, np.array([2])],
+        [1, np.bool_(True)], [1, np.float32(2)],
+    ],
+)  # fmt: skip
+def test_a_packed_list_is_checked_as_numpy_checks_it(ids: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    def outcome() -> object:
+        try:
+            tokens = as_tokens(ids)
+        except InvalidRequest as error:
+            return str(error)
+        assert tokens.dtype == np.int32 and tokens.flags.writeable
+        return tokens.tolist()
+
+    packed = outcome()
+    monkeypatch.setattr("paceline.request._packed", lambda given: given)
+    assert packed == outcome()
+
+
 def test_sampling_parameters_round_trip_through_msgpack() -> None:
     given = SamplingParams(
         temperature=0.5,
