@@ -245,6 +245,7 @@ class LLM:
 
     def _encode(self, prompts: Prompt | Sequence[Prompt]) -> tuple[Any, list[Tokens]]:
         """The prompts as a list, and their token ids."""
+        self.engine.expect_requests()
         listed: Any = [prompts] if isinstance(prompts, str) else _as_list("prompts", prompts, _PROMPT)
         if len(listed) and isinstance(listed[0], Integral) and not isinstance(listed[0], bool):
             listed = [prompts]

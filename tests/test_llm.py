@@ -157,6 +157,16 @@ def test_a_wrong_argument_is_named_and_nothing_runs(virtual: LLM, call: Any, mes
     assert virtual.engine.scheduler.counters.added == before
 
 
+def test_the_engine_expects_requests_before_they_are_prepared(virtual: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    encode = virtual.engine.encode
+    monkeypatch.setattr(virtual.engine, "expect_requests", lambda: events.append("expect"))
+    monkeypatch.setattr(virtual.engine, "encode", lambda prompt: (events.append("encode"), encode(prompt))[1])
+    virtual.generate(["a", "b"], GREEDY_8)
+    virtual.embed("a")
+    assert events == ["expect", "encode", "encode", "expect", "encode"]
+
+
 def test_params_are_shared_or_one_per_prompt(llm: LLM) -> None:
     each = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (1, 3)]
     assert [len(output.token_ids) for output in llm.generate(["a", "b"], each)] == [1, 3]

@@ -162,6 +162,7 @@ class Engine:
         self._promised: list[float] = []  # times at which refused requests were asked to retry
         self._pauses = PauseControl(scheduler, clock)
         self._maintenance: Iterator[None] | None = None  # what is left to do while idle
+        self._expects_until = -math.inf  # before which no maintenance begins: a caller prepares requests
         self._collected = clock()
         self._numbers = itertools.count()
         # Only on the engine's thread: accepted requests, and those whose grammar is still being compiled.
@@ -190,6 +191,11 @@ class Engine:
         tokens = as_tokens(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         self._check_prompt(tokens)
         return tokens
+
+    def expect_requests(self) -> None:
+        """Postpones maintenance for a second. Called before many requests are prepared: both need the interpreter lock,
+        and the requests would wait."""
+        self._expects_until = self.clock() + _IDLE_S
 
     def submit(self, job: Job, sink: Sink) -> str:
         """Queues a request and returns its id.
@@ -463,13 +469,13 @@ class Engine:
         self._progress = Progress(self._progress.num_passes, True, self.clock())
 
     def _idle(self) -> None:
-        """Sleeps until there is work. After a second it runs maintenance, one unit at a time."""
+        """Sleeps until there is work. After a second, if none is expected, it runs maintenance, one unit at a time."""
         if self._progress.has_work:
             self._progress = dataclasses.replace(self._progress, has_work=False)
         patience = _IDLE_S
         while not self._has_mail(None if self._maintenance is None else patience):
-            patience = 0.0
-            if self._maintenance is not None and next(self._maintenance, "done") == "done":
+            patience = max(0.0, self._expects_until - self.clock())
+            if not patience and self._maintenance is not None and next(self._maintenance, "done") == "done":
                 self._maintenance = None
         self._progress = Progress(self._progress.num_passes, True, self.clock())
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterable
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -423,6 +424,32 @@ def test_maintenance_runs_in_units_and_a_new_request_waits_for_one_at_most(
     wait_until(lambda: events.count("run_background_work") == 3)
     time.sleep(0.4)
     assert events == ["answer", "run_background_work", "answer", "run_background_work", "run_background_work"]
+
+
+def test_maintenance_is_postponed_while_requests_are_expected(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[bool] = []
+    timeouts: list[float | None] = []
+    has_mail = engine._has_mail
+
+    def spy_has_mail(timeout: float | None) -> bool:
+        timeouts.append(timeout)
+        return has_mail(timeout)
+
+    def first_unit(_: float) -> list[str]:
+        begun.append(True)
+        return []
+
+    monkeypatch.setattr(engine.scheduler, "check_idle", first_unit)
+    monkeypatch.setattr(engine, "_has_mail", spy_has_mail)
+    monkeypatch.setattr("paceline.engine.engine._IDLE_S", 3600.0)
+    engine.expect_requests()
+    monkeypatch.setattr("paceline.engine.engine._IDLE_S", 0.01)
+    engine.submit(Job(engine.encode("hello"), greedy(2)), SimpleNamespace(put=lambda _: None, refuse=lambda _: None))
+    wait_until(lambda: any(timeout is not None and timeout > 60 for timeout in timeouts))  # 0.01 s have passed
+    assert not begun
+    engine._expects_until = 0.0
+    engine.call(lambda _: None).result()
+    wait_until(lambda: begun)
 
 
 def test_an_idle_engine_uses_no_cpu(engine: Engine) -> None:
