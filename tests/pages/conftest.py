@@ -10,8 +10,9 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect, sy
 
 from tests.pages.browser import NoBrowser, find_browser
 
-# A simulation runs in the process of the test: on a busy machine it takes longer than the default of 5 s.
-expect.set_options(timeout=30_000)
+# A simulation runs in the process of the test: on a busy machine it takes longer than the defaults of 5 and 30 s.
+TIMEOUT_MS = 120_000
+expect.set_options(timeout=TIMEOUT_MS)
 
 
 @pytest.fixture(scope="package")  # no longer scope: Playwright keeps an event loop running, which breaks other tests
@@ -32,6 +33,7 @@ def browser() -> Iterator[Browser]:
 def page(browser: Browser) -> Iterator[Page]:
     """A page on which a script error or a request to another host fails the test."""
     opened = browser.new_page(viewport={"width": 1440, "height": 1000})
+    opened.set_default_timeout(TIMEOUT_MS)
     wrong: list[str] = []
 
     def only_here(route: Route) -> None:

@@ -22,6 +22,7 @@ from paceline.server.batches import results as results_module
 from paceline.server.batches.multipart import MultipartParser
 from paceline.server.batches.objects import FINISHED
 from paceline.server.batches.runner import BatchRunner
+from paceline.server.batches.running_batch import RunningBatch
 from paceline.server.batches.store import BatchStore
 from paceline.server.limits import MAX_UPLOADS
 from tests.server.batching import ScriptedApp, all_results, line, results, run_batches, start, wait_for
@@ -103,8 +104,15 @@ def test_a_batch_that_was_being_finalized_is_completed_after_a_restart(app: App)
     assert not again.bodies
 
 
-def test_a_cancelled_batch_keeps_its_results_and_names_the_rest(app: App) -> None:
+def test_a_cancelled_batch_keeps_its_results_and_names_the_rest(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted = ScriptedApp(holds=lambda body: body["number"] >= 5)
+    start_lines, started = RunningBatch._start_lines, []
+
+    async def starting(self: RunningBatch, tenant: TenantConfig) -> None:
+        started.append(self.batch.id)
+        await start_lines(self, tenant)
+
+    monkeypatch.setattr(RunningBatch, "_start_lines", starting)
 
     async def use(client: AsyncOpenAI) -> None:
         waiting = await start(client, numbered(600))
@@ -112,6 +120,7 @@ def test_a_cancelled_batch_keeps_its_results_and_names_the_rest(app: App) -> Non
         await until(lambda: scripted.in_flight == 512)
         assert (await client.batches.cancel(queued.id)).status == "cancelling"
         queued = await wait_for(client, queued.id, "cancelled")  # at once, though another batch runs
+        assert started == [waiting.id], "a batch that is cancelled before it began runs no line"
         assert [one["error"]["code"] for one in await all_results(client, queued)] == ["batch_cancelled"] * 2
         with pytest.raises(openai.ConflictError, match="cancel it first"):
             await client.files.delete(waiting.input_file_id)

@@ -169,27 +169,33 @@ class RunningBatch:
 
     async def _run_lines(self, tenant: TenantConfig) -> str:
         """Runs the lines without a result. Returns the status that the batch ends with."""
-        running = asyncio.create_task(self._start_lines(tenant))
-        cancelling = asyncio.create_task(self.cancelled.wait())
         if self.batch.status == "cancelling":
             self.cancelled.set()
-        try:
-            left_s = max(0.0, self.batch.expires_at - time.time())
-            await asyncio.wait({running, cancelling}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                running.result()
-                return "completed"
-        finally:
-            for task in (running, cancelling):
-                task.cancel()
-            await asyncio.gather(running, cancelling, return_exceptions=True)
-            await self._writer.close()
+        left_s = self.batch.expires_at - time.time()
+        if left_s > 0 and not self.cancelled.is_set() and await self._run_for(left_s, tenant):
+            return "completed"
         status = "cancelled" if self.cancelled.is_set() else "expired"
         # A line that was interrupted while its result was written may have one.
         self._done = await asyncio.to_thread(read_results, *self._paths)
         async for group in self._lines_left():
             await asyncio.gather(*(self._keep(not_run(line.custom_id, *_UNFINISHED[status])) for line in group))
         return status
+
+    async def _run_for(self, seconds: float, tenant: TenantConfig) -> bool:
+        """Runs lines until the time is over or the batch is cancelled. Returns whether all have run."""
+        running = asyncio.create_task(self._start_lines(tenant))
+        cancelling = asyncio.create_task(self.cancelled.wait())
+        try:
+            await asyncio.wait({running, cancelling}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
+                return True
+        finally:
+            for task in (running, cancelling):
+                task.cancel()
+            await asyncio.gather(running, cancelling, return_exceptions=True)
+            await self._writer.close()
+        return False
 
     async def _lines_left(self) -> AsyncIterator[list[InputLine]]:
         """The lines without a result, in groups."""
