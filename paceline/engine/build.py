@@ -37,6 +37,7 @@ from paceline.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from paceline.engine.cuda.executor import CudaExecutor
     from paceline.engine.recording import Recorder
+    from paceline.kernels.variants import KernelVariant
 
 Progress = Callable[[int, int], None]  # bytes loaded, bytes in total
 
@@ -242,6 +243,17 @@ def _scheduler_config(spec: ModelSpec, given: Mapping[str, Any], device: str) ->
             "leave it out."
         )
     return config
+
+
+def model_kernels(
+    model: str | Path | None, shape: str | None, config: EngineConfig, scheduler_options: Mapping[str, Any]
+) -> list[KernelVariant]:
+    """Every kernel variant that the engine of a model, or of a named shape, can launch on a GPU. Needs no GPU."""
+    from paceline.engine.cuda.variants import kernel_variants
+
+    spec = named_shape(shape) if shape is not None else read_spec(find_model(model or DEFAULT_MODEL))
+    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    return kernel_variants(spec, dtype, _scheduler_config(spec, scheduler_options, "cuda"))
 
 
 def _num_bytes(dtype: str) -> int:

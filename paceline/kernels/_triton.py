@@ -96,7 +96,7 @@ class Kernel:
     """
 
     def __init__(self, function: Any) -> None:
-        self._function = function
+        self.function = function
         self._signatures: dict[tuple[type, ...], _Signature | None] = {}
         self._driver = triton.runtime.driver
         self._knobs = triton.knobs.runtime
@@ -110,15 +110,15 @@ class Kernel:
             self._signatures[types] = signature_of(args)
         signature = self._signatures[types]
         if signature is None or self._knobs.launch_enter_hook.calls or self._knobs.launch_exit_hook.calls:
-            self._function[grid](*args, **constants)
+            self.function[grid](*args, **constants)
             return
         driver = self._driver.active
         device = driver.get_current_device()
         key, pointers = signature.key(device, args, constants)
         kernel = signature.compiled.get(key)
         if kernel is None:
-            num_constants = len(self._function.params) - len(args)
-            kernel = _compiled_kernel(self._function[grid](*args, **constants), num_constants)
+            num_constants = len(self.function.params) - len(args)
+            kernel = _compiled_kernel(self.function[grid](*args, **constants), num_constants)
             if kernel is None:
                 self._signatures[types] = None
             else:
@@ -164,6 +164,9 @@ def launched(function: Any) -> Any:
     return Kernel(function) if isinstance(function, triton.JITFunction) else function  # else: the interpreter
 
 
+# Arguments that follow from the number of layers or pages, or from the context. Kernels gain nothing by knowing that
+# one is a multiple of 16, and which variants are needed would be known only when the size of the KV cache is.
+UNSPECIALIZED = ["pool_stride", "table_stride", "words_stride", "max_length", "num_pages", "num_parts"]
 LOG2_E = 1.4426950408889634  # attention computes its softmax in base 2
 
 

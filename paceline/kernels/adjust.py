@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.kernels._triton import cdiv, launched, tl, triton
+from paceline.kernels._triton import UNSPECIALIZED, cdiv, launched, tl, triton
 from paceline.kernels.layouts import (
     ADJUST_HEADER_WORDS,
     MAX_BIASES,
@@ -70,15 +70,15 @@ def write_runs_reference(packed: npt.NDArray[np.int32], state: AdjustState) -> N
 
 
 @launched
-@triton.jit
-def _write_runs_kernel(packed, words, stride, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _write_runs_kernel(packed, words, words_stride, BLOCK: tl.constexpr):
     runs = tl.load(packed)
     part = packed + 1
     source = part + runs * _RUN_COLUMNS
     lane = tl.arange(0, BLOCK)
     for run in range(tl.program_id(0), runs, tl.num_programs(0)):
         slot = tl.load(part + runs * _SLOT + run).to(tl.int64)
-        target = words + slot * stride + tl.load(part + runs * _FIRST + run)
+        target = words + slot * words_stride + tl.load(part + runs * _FIRST + run)
         offset = tl.load(part + runs * _OFFSET + run)
         count = tl.load(part + runs * _COUNT + run)
         for i in range(0, count, BLOCK):
@@ -134,7 +134,7 @@ def adjust_logits_reference(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _adjust_kernel(
     logits,
     index,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.kernels._triton import LOG2_E, launched, next_power_of_2, tl, triton
+from paceline.kernels._triton import LOG2_E, UNSPECIALIZED, launched, next_power_of_2, tl, triton
 from paceline.kernels.decode_units import DecodeUnits
 from paceline.kernels.layouts import ROW_WORDS, UNIT_WORDS, RowWord, UnitWord, constants
 from paceline.kernels.rms_norm import row_factor
@@ -210,7 +210,7 @@ def _update_softmax(scores, v, top, totals, acc, LAZY: tl.constexpr):
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _decode_attention_kernel(
     qkv,
     k_cache,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.kernels._triton import LOG2_E, launched, next_power_of_2, tl, triton
+from paceline.kernels._triton import LOG2_E, UNSPECIALIZED, launched, next_power_of_2, tl, triton
 from paceline.kernels.layouts import (
     EXTEND_UNIT_WORDS,
     SHARED_TILE_WORDS,
@@ -124,7 +124,7 @@ def _output_offsets(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _extend_attention_kernel(
     q,
     k_cache,
@@ -265,7 +265,7 @@ def _extend_merge_kernel(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _extend_shared_kernel(
     q,
     k_cache,

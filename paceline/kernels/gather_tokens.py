@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.kernels._triton import launched, next_power_of_2, tl, triton
+from paceline.kernels._triton import UNSPECIALIZED, launched, next_power_of_2, tl, triton
 from paceline.kernels.slot_state import SlotState
 
 
@@ -35,7 +35,7 @@ def gather_tokens_reference(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _gather_tokens_kernel(
     token_pool,
     num_computed,

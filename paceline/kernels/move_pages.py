@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.kernels._triton import cdiv, launched, tl, triton
+from paceline.kernels._triton import UNSPECIALIZED, cdiv, launched, tl, triton
 
 
 def collect_pages_reference(kv: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
@@ -22,13 +22,13 @@ def place_pages_reference(kv: torch.Tensor, pages: torch.Tensor, buffer: torch.T
 
 
 @launched
-@triton.jit
-def _move_pages_kernel(kv, buffer, pages, part_size, page_size, num_parts, OUT: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _move_pages_kernel(kv, buffer, pages, num_pages, num_parts, page_size, OUT: tl.constexpr, BLOCK: tl.constexpr):
     index, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = column < page_size
     page = tl.load(pages + index).to(tl.int64)
-    scattered = kv + part * part_size + page * page_size + column
+    scattered = kv + (part * num_pages + page) * page_size + column
     whole = buffer + (index * num_parts + part) * page_size + column
     if OUT:
         tl.store(whole, tl.load(scattered, mask=inside), mask=inside)
@@ -50,5 +50,5 @@ def _move(kv: torch.Tensor, pages: torch.Tensor, buffer: torch.Tensor, *, out: b
     parts, num_pages, size = kv.shape
     block = 2048
     _move_pages_kernel[(len(pages), parts, cdiv(size, block))](
-        kv, buffer, pages, num_pages * size, size, parts, OUT=out, BLOCK=block, num_warps=4
+        kv, buffer, pages, num_pages, parts, size, OUT=out, BLOCK=block, num_warps=4
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.kernels._triton import launched, next_power_of_2, tl, triton
+from paceline.kernels._triton import UNSPECIALIZED, launched, next_power_of_2, tl, triton
 from paceline.kernels.rms_norm import row_factor, row_factor_reference
 
 
@@ -87,7 +87,7 @@ def norm_and_rotate(mine, other, weight, other_weight, cos, sin, eps, factor, D:
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _rope_kv_kernel(
     qkv,
     q_out,

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.kernels._triton import cdiv, launched, tl, triton
+from paceline.kernels._triton import UNSPECIALIZED, cdiv, launched, tl, triton
 from paceline.kernels.layouts import SAMPLING_WORDS, SamplingWord
 from paceline.kernels.noise import gumbel, gumbel_reference, noise_keys
 from paceline.kernels.slot_state import SlotState
@@ -120,7 +120,7 @@ def _kth_largest(keys, k):
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _sample_kernel(
     logits,
     index,
@@ -240,7 +240,7 @@ def _sample_kernel(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _collect_kernel(
     logits,
     index,
@@ -389,7 +389,7 @@ def _kth_key(line, inverse, highest, k, vocab, BLOCK: tl.constexpr):
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _filter_kernel(
     logits,
     index,
@@ -600,7 +600,7 @@ def sample(
         workspace.bound,
         *common,
         WORDS=SAMPLING_WORDS,
-        APPROX=logits.is_cuda,  # the interpreter has no inline assembly
+        APPROX=not logits.is_cpu,  # the interpreter has no inline assembly
         FILTERS=filters,
         SPLITS=splits,
         GROUPS=groups,
@@ -624,7 +624,7 @@ def sample(
             workspace.bound,
             *common,
             WORDS=SAMPLING_WORDS,
-            APPROX=logits.is_cuda,
+            APPROX=not logits.is_cpu,
             SPLITS=splits,
             GROUPS=groups,
             PER_SPLIT=per_split,
@@ -644,7 +644,7 @@ def sample(
             *common,
             splits,
             WORDS=SAMPLING_WORDS,
-            APPROX=logits.is_cuda,
+            APPROX=not logits.is_cpu,
             MAX_SPLITS=workspace.part_top.shape[1],
             BLOCK=8 * block,
             num_warps=16,

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.kernels._triton import launched, tl, triton
+from paceline.kernels._triton import UNSPECIALIZED, launched, tl, triton
 from paceline.kernels.decode_units import DecodeUnits
 from paceline.kernels.layouts import (
     DIFF_HEADER_WORDS,
@@ -114,7 +114,7 @@ def apply_diff_reference(diff: npt.NDArray[np.int32], state: SlotState, units: D
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _apply_diff_kernel(
     diff,
     token_pool,

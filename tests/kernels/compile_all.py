@@ -52,7 +52,7 @@ def compile_only() -> dict[str, dict[Constants, Any]]:
         found.setdefault(self.fn.__name__, {})[constants] = compiled
 
     def launching(self: Kernel, grid: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        self._function[grid](*args, **constants)
+        self.function[grid](*args, **constants)
 
     kind.run = running
     Kernel._launch = launching  # type: ignore[method-assign]
@@ -124,7 +124,7 @@ def main() -> None:
         move(device.kv.flatten(2), ints[0, :4], torch.zeros(4, len(device.kv), device.kv[0, 0].numel()).bfloat16())
     pool_states(torch.zeros(4, 64, dtype=torch.bfloat16), ints[:, :2].contiguous(), torch.zeros(4, 64))
     modules = [vars(module) for name, module in sys.modules.items() if name.startswith("paceline.kernels.")]
-    kernels = {one._function.fn.__name__ for each in modules for one in each.values() if isinstance(one, Kernel)}
+    kernels = {one.function.fn.__name__ for each in modules for one in each.values() if isinstance(one, Kernel)}
     assert kernels, "kernels run in the interpreter: unset TRITON_INTERPRET"
     missing = kernels - found.keys()
     print(f"compiled: {', '.join(sorted(found))}; not launched: {', '.join(sorted(missing)) or 'none'}")

@@ -109,7 +109,7 @@ class CudaAttention:
         self._model, self._streams, self._state = model, streams, state
         self._chunks, self._tuning = choices.chunks, choices.tuning
         # The interpreter runs programs one after the other, and idle ones cost as much as others.
-        self._num_programs = None if device.type == "cuda" else 2
+        self._num_programs = 2 if device.type == "cpu" else None
         # One tensor for keys and values of all layers, so that one kernel can copy all blocks of a page.
         shape = (2 * spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_dim)
         self.kv = torch.zeros(shape, dtype=model.dtype, device=device)

@@ -160,11 +160,11 @@ class CudaExecutor(Executor):
         self.stats = ExecutorStats()
         self._streams = streams
         # In the interpreter, which runs one program after the other, idle programs cost as much as others.
-        self._diff_programs, self._run_programs = (64, 128) if device.type == "cuda" else (2, 2)
+        self._diff_programs, self._run_programs = (2, 2) if device.type == "cpu" else (64, 128)
         # One more than a row can have, since the last sampled token is stored and never fed.
         max_length = max_row_tokens + 1
         self.state = SlotState.empty(max_running, max_length, page_size, max_running, device)
-        self.graphs = CudaGraphs(streams, max_running, self._run, self._run_empty)
+        self.graphs = CudaGraphs(streams, max_running, self._run, self.run_empty)
         capacity = max_units(self.graphs.sizes, max_length, attention.chunks)
         self.attention = CudaAttention(
             model,
@@ -177,13 +177,13 @@ class CudaExecutor(Executor):
         )
         self.kv = self.attention.kv
         self.swap = CudaSwap(streams, self.kv, num_host_pages, max_swap_pages) if num_host_pages else None
-        self._sampling = CudaSampling(streams, self.state, max_running, max_length, spec.vocab_size, _DEPTH)
+        self.sampling = CudaSampling(streams, self.state, max_running, max_length, spec.vocab_size, _DEPTH)
         self._slots, self._positions = (
             torch.zeros(model.max_tokens, dtype=torch.int32, device=device) for _ in range(2)
         )
-        self._decode = DecodeRunner(model, self.attention, self._sampling, self.state, self._slots, self._positions)
+        self.decode = DecodeRunner(model, self.attention, self.sampling, self.state, self._slots, self._positions)
         sizes = [size for size in prefill_sizes if size <= model.max_tokens]
-        self._prefill = PrefillRunner(
+        self.prefill = PrefillRunner(
             model, self.attention, self.state, self._slots, self._positions, max_running, sizes
         )
         rule = None
@@ -209,6 +209,11 @@ class CudaExecutor(Executor):
         streams.synchronize()  # buffers were filled on the default stream: finish before the engine stream begins
 
     @property
+    def token_buffers(self) -> tuple[Tensor, Tensor]:
+        """Slots and positions of the tokens of a pass."""
+        return self._slots, self._positions
+
+    @property
     def num_buffer_tokens(self) -> int:
         return len(self._slots)
 
@@ -229,7 +234,7 @@ class CudaExecutor(Executor):
     def run_background_work(self) -> bool:
         """Captures one prefill graph, so that no request waits for it later; returns whether one was missing."""
         with self._streams.use(self._streams.engine):
-            return self.graphs.capture_next(GraphKey(prefill=bucket) for bucket in self._prefill.buckets)
+            return self.graphs.capture_next(GraphKey(prefill=bucket) for bucket in self.prefill.buckets)
 
     def reset_stats(self) -> None:
         self.stats = ExecutorStats()
@@ -298,7 +303,7 @@ class CudaExecutor(Executor):
                 index = buffers.span(packed.sampled)[: packed.num_sampled]
                 graph, logits, prompt_logprobs = self._run_prefill(plan, buffers, packed, index)
                 if packed.num_sampled:
-                    self._sampling.step.add_(1)
+                    self.sampling.step.add_(1)
         pending = CudaPending(self, buffers, self._last_end, packed, bucket, prompt_logprobs)
         self._pending[ring_index], self._last_end = pending, buffers.ended
         if delayed:
@@ -332,11 +337,11 @@ class CudaExecutor(Executor):
             rows = 0
             if packed.num_decodes:
                 rows = self.graphs.bucket(packed.num_decodes, GraphKey(shared_block_m=packed.shared_block_m))
-            hidden = self._prefill.run(packed, buffers.span, rows, None if all_states else index)
+            hidden = self.prefill.run(packed, buffers.span, rows, None if all_states else index)
         if num_pooled:
             pool_states(hidden, buffers.span(packed.pool_ranges), buffers.pooled[:num_pooled])
         slots = [int(plan.slots[request.row]) for request in requests]
-        prompt_logprobs = self._sampling.prompt_logprobs(requests, slots, model, hidden)
+        prompt_logprobs = self.sampling.prompt_logprobs(requests, slots, model, hidden)
         if not packed.num_sampled:
             return graph, None, prompt_logprobs
         return graph, model.logits(model.select(hidden, index) if all_states else hidden), prompt_logprobs
@@ -349,7 +354,7 @@ class CudaExecutor(Executor):
         key = GraphKey(shared_block_m=packed.shared_block_m, prefill=bucket, all_states=all_states)
         graph = self.graphs.prefill_graph(key)  # before the diff is applied, as above
         self._apply(buffers, packed)
-        self._prefill.load_inputs(packed, buffers.span)
+        self.prefill.load_inputs(packed, buffers.span)
         if graph is not None:
             graph.replay()
         else:
@@ -368,7 +373,7 @@ class CudaExecutor(Executor):
         sampling_graph: Graph | None = None,
     ) -> None:
         """Ends a pass: samples, unless its graph has done so, and copies the results to the host."""
-        streams, sampling = self._streams, self._sampling
+        streams, sampling = self._streams, self.sampling
         if masks is not None:
             sampling.masks.send(masks)
         self._num_steps += bool(packed.num_sampled)
@@ -407,7 +412,7 @@ class CudaExecutor(Executor):
         previous, last = (self._pending[(self._count - back) % _DEPTH] for back in (2, 1))
         assert pending is last, "masks can only be given to the pass that was launched last"
         assert previous is None or previous.is_over, "the previous pass may still read its masks"
-        return self._sampling.masks.host_bits(num_rows, num_words)
+        return self.sampling.masks.host_bits(num_rows, num_words)
 
     def close(self) -> None:
         self._streams.synchronize()
@@ -424,31 +429,31 @@ class CudaExecutor(Executor):
     def _apply(self, buffers: PassBuffers, packed: PackedBatch) -> None:
         apply_diff(buffers.diff, self.state, self.attention.shared_units, num_programs=self._diff_programs)
         if packed.adjust_runs.count:
-            write_runs(buffers.span(packed.adjust_runs), self._sampling.adjust, self._run_programs)
+            write_runs(buffers.span(packed.adjust_runs), self.sampling.adjust, self._run_programs)
 
     # ------------------------------------------------------------------ what a graph contains
 
     def _run(self, rows: int, key: GraphKey) -> None:
         if key.prefill is not None:
-            hidden = self._prefill.run_bucket(rows, key.shared_block_m, key.prefill, all_states=key.all_states)
+            hidden = self.prefill.run_bucket(rows, key.shared_block_m, key.prefill, all_states=key.all_states)
             if not key.all_states:
                 self.model.logits(hidden)
         else:
-            self._decode.run(rows, key)
+            self.decode.run(rows, key)
 
-    def _run_empty(self, rows: int, key: GraphKey) -> None:
+    def run_empty(self, rows: int, key: GraphKey) -> None:
         """Runs a pass without live rows: compiles its kernels and changes no state."""
         # The shared units of the last pass are still in the buffers: they would be computed, and counted as arrived,
         # without the other units of their rows.
         units = self.attention.units.values()
-        counts = [self.state.num_rows, self._sampling.masks.num_masks, *(one.num_shared for one in units)]
+        counts = [self.state.num_rows, self.sampling.masks.num_masks, *(one.num_shared for one in units)]
         before = [count.clone() for count in counts]
         for count in counts:
             count.zero_()
         if key.prefill is not None:
-            self._prefill.load_padding(key.prefill)
+            self.prefill.load_padding(key.prefill)
         self._run(rows, key)
         if key.stage is not GraphStage.TOKENS and key.prefill is None:
-            self._sampling.step.sub_(1)
+            self.sampling.step.sub_(1)
         for count, value in zip(counts, before, strict=True):
             count.copy_(value)

@@ -218,7 +218,7 @@ class CudaModel:
     def uses_pdl(self, num_tokens: int) -> bool:
         """Whether a decode batch uses programmatic dependent launch (PDL): 4 to 6% faster where GEMMs are fused
         (docs/log/gemms.md)."""
-        return self.fused_tuning(self.layers[0].qkv, num_tokens) is not None and self.device.type == "cuda"
+        return self.fused_tuning(self.layers[0].qkv, num_tokens) is not None and self.device.type != "cpu"
 
     def select(self, hidden: Tensor, index: Tensor) -> Tensor:
         """Rows of `hidden` by `index` [N] int32."""

@@ -25,7 +25,7 @@ SpanOf = Callable[[UploadSpan], Tensor]  # a part of the upload on the device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _PrefillInputs:
+class PrefillInputs:
     """The columns of a prefill batch, on the device."""
 
     token_rows: Tensor
@@ -59,7 +59,7 @@ class PrefillRunner:
     def run(self, packed: PackedBatch, span: SpanOf, decode_rows: int, output_tokens: Tensor | None) -> Tensor:
         """Hidden states of the batch's tokens, kernel by kernel: of `output_tokens`, or of all. decode_rows: a bucket
         that holds its decodes; the kernels of a bucket are compiled already."""
-        inputs = _PrefillInputs(
+        inputs = PrefillInputs(
             span(packed.token_rows),
             span(packed.query_starts),
             span(packed.extend_units).view(-1, EXTEND_UNIT_WORDS),
@@ -69,7 +69,7 @@ class PrefillRunner:
         )
         tiles = span(packed.shared_tiles).view(-1, SHARED_TILE_WORDS)
         shared = (tiles, span(packed.tile_rows), span(packed.tile_tokens)) if len(tiles) else None
-        return self._run(
+        return self.run_inputs(
             packed.num_tokens,
             decode_rows,
             packed.shared_block_m,
@@ -84,10 +84,10 @@ class PrefillRunner:
     def run_bucket(self, rows: int, shared_block_m: int, bucket: PrefillBucket, *, all_states: bool) -> Tensor:
         """Hidden states for the inputs in the graphs' buffer: of the tokens that are sampled from, or of all."""
         num_splits = self._attention.max_splits if bucket.merges else 0
-        inputs = self._bucket_inputs(bucket)
+        inputs = self.bucket_inputs(bucket)
         if all_states:
             inputs = replace(inputs, output_tokens=None)
-        return self._run(bucket.tokens, rows, shared_block_m, inputs, num_splits, None, single_launch=False)
+        return self.run_inputs(bucket.tokens, rows, shared_block_m, inputs, num_splits, None, single_launch=False)
 
     def load_inputs(self, packed: PackedBatch, span: SpanOf) -> None:
         """Copies the inputs of a padded batch into the buffer that graphs read."""
@@ -97,26 +97,26 @@ class PrefillRunner:
 
     def load_padding(self, bucket: PrefillBucket) -> None:
         """Fills the buffer that graphs read with a batch of padding only."""
-        inputs = self._bucket_inputs(bucket)
+        inputs = self.bucket_inputs(bucket)
         self._graph_inputs.zero_()
         for column in (inputs.token_rows, inputs.units, inputs.merges):
             column.fill_(-1)
 
-    def _bucket_inputs(self, bucket: PrefillBucket) -> _PrefillInputs:
+    def bucket_inputs(self, bucket: PrefillBucket) -> PrefillInputs:
         spans, _ = lay_out(bucket.counts(self._max_rows))
         columns = [self._graph_inputs[span.first : span.first + span.count] for span in spans]
         token_rows, query_starts, units, merges, sampled, prefill_range = columns
         units, merges = units.view(-1, EXTEND_UNIT_WORDS), merges.view(-1, EXTEND_UNIT_WORDS)
-        return _PrefillInputs(token_rows, query_starts, units, merges, sampled, prefill_range)
+        return PrefillInputs(token_rows, query_starts, units, merges, sampled, prefill_range)
 
     # ------------------------------------------------------------------ both
 
-    def _run(
+    def run_inputs(
         self,
         num_tokens: int,
         decode_rows: int,
         shared_block_m: int,
-        inputs: _PrefillInputs,
+        inputs: PrefillInputs,
         num_splits: int,
         shared: tuple[Tensor, Tensor, Tensor] | None,
         *,

@@ -83,7 +83,7 @@ def test_capturing_a_prefill_graph_changes_no_state(prefill_graphs: dict[str, An
 
     def capturing(size: int, key: GraphKey) -> None:
         state = device.state
-        watched = [device.kv, state.token_pool, state.num_computed, state.num_rows, device._sampling.step]
+        watched = [device.kv, state.token_pool, state.num_computed, state.num_rows, device.sampling.step]
         before = [tensor.clone() for tensor in watched]
         capture(size, key)
         if key.prefill is not None:

@@ -1,0 +1,51 @@
+"""`paceline compile`: compiles a model's GPU kernels ahead of time, without a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.cli.options import Model, takes
+from paceline.config import ConfigError, EngineConfig, SchedulerConfig, split_options
+
+Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for the compiled kernels.", show_default=False)]
+ShapeName = Annotated[
+    str | None, typer.Option("--shape", help="Name of a model architecture instead of a model; see `paceline models`.")
+]
+Arch = Annotated[str, typer.Option(help="GPU architecture: sm_90 is Hopper (H100, H200).")]
+Jobs = Annotated[int, typer.Option(help="Compilations at the same time (default: one per core).", min=0)]
+
+
+@takes(EngineConfig, SchedulerConfig)
+def compile(
+    options: dict[str, Any],
+    output: Output,
+    model: Model = None,
+    shape: ShapeName = None,
+    arch: Arch = "sm_90",
+    jobs: Jobs = 0,
+) -> None:
+    """Compile the GPU kernels of a model ahead of time, on a machine with or without a GPU."""
+    found = re.fullmatch(r"sm_(\d{2,3})a?", arch)
+    if found is None:
+        raise ConfigError(f"arch is {arch!r}: give an architecture such as sm_90.")
+    if shape is not None and model is not None:
+        raise ConfigError(f"model is {model!r} and shape is {shape!r}: give one of them.")
+    os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing; before Triton is imported
+    from paceline.engine.build import model_kernels
+    from paceline.engine.cuda.precompile import precompile
+
+    engine_options, scheduler_options = split_options(options, ("model", "shape", "output", "arch", "jobs"))
+    variants = model_kernels(model, shape, EngineConfig(**engine_options), scheduler_options)
+    total = len(variants)
+
+    def show(done: int, missing: int) -> None:
+        typer.echo(f"\rCompiled {done} of {missing} kernels", nl=done == missing, err=True)
+
+    count = precompile(variants, output, int(found[1]), jobs=jobs or os.cpu_count() or 1, progress=show)
+    size = sum(path.stat().st_size for path in output.iterdir()) / 1e6
+    typer.echo(f"{output}: {total} kernels for {arch}, {total - count} of them there before; {size:.1f} MB")

@@ -1,0 +1,109 @@
+"""Every kernel variant that an executor can ever launch, found without a GPU.
+
+A decoder on the meta device has shapes and no data. An executor built for it runs everything that requests can ask for,
+with kernels that are recorded instead of launched: torch computes shapes only, so all of it takes a second or two. What
+a variant depends on follows from model, data type, scheduler options and code; a test compares the list with what
+random requests launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from paceline.config import EngineConfig, SchedulerConfig
+from paceline.engine.cuda.build import build_cuda
+from paceline.engine.cuda.executor import CudaExecutor
+from paceline.engine.cuda.graphs import SHORT_CONTEXT_ROWS, GraphKey, GraphStage
+from paceline.engine.cuda.inputs import prefill_buckets
+from paceline.engine.cuda.sharing import BLOCK_SIZES
+from paceline.engine.cuda.streams import HostStreams
+from paceline.engine.cuda.swap import CudaSwap
+from paceline.kernels.adjust import write_runs
+from paceline.kernels.layouts import SHARED_TILE_WORDS
+from paceline.kernels.pool_states import pool_states
+from paceline.kernels.slot_state import apply_diff
+from paceline.kernels.variants import KernelVariant, recorded_launches
+from paceline.model.decoder import Decoder
+from paceline.model.layout import target_shapes
+from paceline.model.spec import ModelSpec
+
+
+def kernel_variants(spec: ModelSpec, dtype: str, scheduler: SchedulerConfig) -> list[KernelVariant]:
+    """What a model with these options can launch on one GPU, in order."""
+    with recorded_launches() as found, torch.inference_mode():
+        launch_all(_dry_executor(_one_of_each_layer(spec), dtype, scheduler))
+    return sorted(found, key=repr)
+
+
+def _one_of_each_layer(spec: ModelSpec) -> ModelSpec:
+    """The same model with one layer of each kind: layers of a kind launch the same kernels."""
+    kinds = list(dict.fromkeys(zip(spec.windows, spec.layer_ropes, strict=True)))
+    windows, ropes = zip(*kinds, strict=True)
+    return replace(spec, num_layers=len(kinds), windows=windows, layer_ropes=ropes)
+
+
+def _dry_executor(spec: ModelSpec, dtype: str, scheduler: SchedulerConfig) -> CudaExecutor:
+    shapes = target_shapes(spec)
+    weights = {name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, shape in shapes.items()}
+    decoder = Decoder(spec, weights, max_positions=scheduler.context_tokens)
+    return build_cuda(decoder, EngineConfig(), scheduler, None)[0]
+
+
+def launch_all(executor: CudaExecutor) -> None:
+    """Launches every kernel in every variant. For an executor on the meta device."""
+    attention, sizes = executor.attention, executor.graphs.sizes
+    blocks = (0, *BLOCK_SIZES) if attention.shared_units is not None else (0,)
+    for rows in sizes:
+        for short in (False, True) if rows > SHORT_CONTEXT_ROWS else (False,):
+            for block in blocks:
+                executor.run_empty(rows, GraphKey(short_contexts=short, shared_block_m=block))
+    for rows in range(1, sizes[-1] + 1):
+        _sample(executor, rows)
+    _prefill(executor, blocks)
+    _apply(executor)
+    CudaSwap(HostStreams(), executor.kv, num_host_pages=1, max_pages=1).warm_up()
+
+
+def _sample(executor: CudaExecutor, rows: int) -> None:
+    """Sampling of so many rows with all its options: of a decode batch, and of some tokens of a prefill batch."""
+    keys = GraphKey(stage=GraphStage.TOKENS), GraphKey(stage=GraphStage.TOKENS, filters=True, adjusts=True)
+    for key in (*keys, keys[-1]._replace(logprobs=True)):
+        executor.decode.run(rows, key)
+        index = torch.zeros(rows, dtype=torch.int32, device=executor.model.device)
+        executor.sampling.sample(
+            executor.model.last_logits(rows),
+            *executor.token_buffers,
+            index,
+            adjusts=key.adjusts,
+            filters=key.filters,
+            logprobs=key.logprobs,
+            masked=True,
+        )
+
+
+def _prefill(executor: CudaExecutor, blocks: tuple[int, ...]) -> None:
+    """Prefill and mixed batches: as graphs and kernel by kernel, with and without split keys and shared tiles."""
+    attention, prefill, sizes = executor.attention, executor.prefill, executor.graphs.sizes
+    tokens = max(bucket.tokens for bucket in prefill.buckets)
+    device = executor.model.device
+    shared = None
+    if attention.can_share_prefill:
+        tiles = torch.zeros(4, SHARED_TILE_WORDS, dtype=torch.int32, device=device)
+        shared = (tiles, tiles.flatten(), torch.zeros(4 * attention.tokens_per_tile, dtype=torch.int32, device=device))
+    for bucket in prefill_buckets(tokens, attention.tokens_per_tile):
+        num_splits = attention.max_splits if bucket.merges else 0
+        inputs = prefill.bucket_inputs(bucket)
+        for block in blocks:
+            prefill.run_bucket(sizes[-1], block, bucket, all_states=False)
+            for rows in (0, *sizes):
+                prefill.run_inputs(tokens, rows, block, inputs, num_splits, shared, single_launch=True)
+    hidden = executor.model.last_states(tokens)
+    pool_states(hidden, torch.zeros(2, 2, dtype=torch.int32, device=device), torch.zeros_like(hidden[:2]).float())
+
+
+def _apply(executor: CudaExecutor) -> None:
+    words = torch.zeros(64, dtype=torch.int32, device=executor.model.device)
+    apply_diff(words, executor.state, executor.attention.shared_units)
+    write_runs(words, executor.sampling.adjust)

@@ -1,0 +1,109 @@
+"""Loads and launches compiled kernels through the CUDA driver API, with ctypes: nothing is built on the GPU host."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from functools import cache
+from typing import Any
+
+from paceline.kernels.binaries import KernelBinary
+from paceline.kernels.variants import KernelVariant
+
+_SHARED_WITHOUT_CONSENT = 48 << 10  # bytes of shared memory that a kernel may use unless it asks for more
+_MAX_DYNAMIC_SHARED, _PREFERRED_CARVEOUT = 8, 9  # CUfunction_attribute
+_PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_NUM_SCRATCH = 2  # Triton's kernels end with pointers to global and profiler scratch memory, here null
+
+
+class DriverError(RuntimeError):
+    pass
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid_x", ctypes.c_uint),
+        ("grid_y", ctypes.c_uint),
+        ("grid_z", ctypes.c_uint),
+        ("block_x", ctypes.c_uint),
+        ("block_y", ctypes.c_uint),
+        ("block_z", ctypes.c_uint),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+@cache
+def _libcuda() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+class LoadedKernel:
+    """A kernel on the current device. Its numbers are fixed; each launch gives the addresses of its tensors."""
+
+    def __init__(
+        self, variant: KernelVariant, binary: KernelBinary, numbers: tuple[float, ...], library: Any = None
+    ) -> None:
+        self._library = _libcuda() if library is None else library
+        self._binary = binary
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuModuleLoadData", ctypes.byref(module), binary.cubin)
+        self._call("cuModuleGetFunction", ctypes.byref(function), module, binary.symbol.encode())
+        if binary.shared_bytes > _SHARED_WITHOUT_CONSENT:
+            self._call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, binary.shared_bytes)
+        self._function, self._launch = function, self._library.cuLaunchKernelEx
+        # Every argument has a cell of eight bytes; little endian, so that a narrower one is at its beginning.
+        kept = [_bits(value) for value, kind in zip(numbers, _numbers(variant), strict=True) if kind != 1]
+        num_tensors = len(variant.args) - len(numbers)
+        self._num_tensors = num_tensors
+        self._cells = (ctypes.c_uint64 * (num_tensors + len(kept) + _NUM_SCRATCH))(*[0] * num_tensors, *kept)
+        first = ctypes.addressof(self._cells)
+        self._params = (ctypes.c_void_p * len(self._cells))(*range(first, first + 8 * len(self._cells), 8))
+        self._attribute = _Attribute(_PDL)
+        self._attribute.value[0] = 1
+        self._config = _Config(block_x=32 * binary.num_warps, block_y=1, block_z=1, shared_bytes=binary.shared_bytes)
+        if binary.launch_pdl:
+            self._config.attributes, self._config.num_attributes = ctypes.pointer(self._attribute), 1
+        self._config_address = ctypes.byref(self._config)
+
+    def launch(self, grid: tuple[int, ...], stream: int, pointers: list[int]) -> None:
+        """`pointers`: the addresses of all tensors, in order."""
+        config = self._config
+        config.grid_x, config.grid_y, config.grid_z = (*grid, 1, 1)[:3]
+        if not config.grid_x * config.grid_y * config.grid_z:
+            return
+        config.stream = stream
+        self._cells[: self._num_tensors] = pointers
+        status = self._launch(self._config_address, self._function, self._params, None)
+        if status:
+            self._fail("cuLaunchKernelEx", status)
+
+    def _call(self, name: str, *args: Any) -> None:
+        status = getattr(self._library, name)(*args)
+        if status:
+            self._fail(name, status)
+
+    def _fail(self, name: str, status: int) -> None:
+        text = ctypes.c_char_p()
+        self._library.cuGetErrorString(status, ctypes.byref(text))
+        raise DriverError(f"{name} of {self._binary.symbol} failed: {(text.value or b'unknown error').decode()}")
+
+
+def _numbers(variant: KernelVariant) -> list[float]:
+    return [arg for arg in variant.args if not isinstance(arg, str)]
+
+
+def _bits(value: float) -> int:
+    if isinstance(value, float):
+        return int.from_bytes(struct.pack("<f", value), "little")
+    return value & 0xFFFF_FFFF_FFFF_FFFF

@@ -1,0 +1,99 @@
+"""Compares the list of kernel variants with what random requests launch: `python -m tests.kernels.random_launches`.
+
+Runs without the interpreter and without a GPU: launches are recorded and nothing is computed, so outputs mean nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from paceline.config import EngineConfig, SchedulerConfig
+from paceline.engine.cuda.build import build_cuda
+from paceline.engine.cuda.variants import kernel_variants
+from paceline.engine.engine import Engine
+from paceline.kernels.variants import KernelVariant, recorded_launches
+from paceline.llm import LLM
+from paceline.model.registry import shape
+from paceline.model.weights import random_decoder
+from paceline.request import SamplingParams
+from paceline.scheduler import Scheduler
+from paceline.text.synthetic import synthetic_tokenizer
+
+OPTIONS: list[dict[str, Any]] = [
+    {"context_tokens": 2048, "num_pages": 512, "max_running": 8, "chunk_tokens": 64},
+    # Neither divisible by 16, and a KV cache that is smaller than the context, with host memory behind it
+    {"context_tokens": 1999, "num_pages": 90, "max_running": 37, "num_host_pages": 64, "max_swap_pages": 8},
+    {"context_tokens": 1024, "num_pages": 300, "max_running": 1, "max_batch_tokens": 512, "page_size": 32},
+    {"context_tokens": 4096, "num_pages": 2000, "max_running": 130, "max_batch_tokens": 4096, "shared_reads": False},
+]
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {},
+    {"top_k": 20, "top_p": 0.9, "min_p": 0.05},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "logit_bias": {3: 2.0}},
+    {"logprobs": 5},
+    {"logprobs": 0, "top_p": 0.5, "presence_penalty": 1.0, "prompt_logprobs": 3},
+    {"logprob_token_ids": (4, 5), "min_tokens": 1},
+]
+
+
+def random_requests(llm: LLM, rng: random.Random, most: int) -> None:
+    common = [rng.randrange(3, 500) for _ in range(most)]
+    for _ in range(6):
+        count = rng.choice([1, 2, 5, 30])
+        prompts = [
+            [
+                *common[: rng.choice([0, 16, 300, most // 2])],
+                *(rng.randrange(3, 500) for _ in range(rng.randint(1, 70))),
+            ]
+            for _ in range(count)
+        ]
+        wanted = [
+            SamplingParams(max_tokens=rng.randint(1, 5), ignore_eos=True, **rng.choice(PARAMS)) for _ in range(count)
+        ]
+        llm.generate([prompt[: most - 8] for prompt in prompts], wanted)
+        llm.embed([prompt[: most - 8] for prompt in prompts[:3]], pooling=rng.choice(["mean", "last"]))
+
+
+def unlisted(name: str, options: dict[str, Any], seed: int) -> list[KernelVariant]:
+    """Variants that random requests need and that are not in the list."""
+    spec = shape(name)
+    scheduler = SchedulerConfig(**options)
+    listed = {_on_any_device(variant) for variant in kernel_variants(spec, "float32", scheduler)}
+    decoder = random_decoder(spec, dtype="float32", device="cpu", max_positions=scheduler.context_tokens)
+    device, config = build_cuda(decoder, EngineConfig(), scheduler, None)
+    tokenizer = synthetic_tokenizer(spec.vocab_size)
+    with (
+        recorded_launches() as launched,
+        LLM.from_engine(Engine(Scheduler(config), device, tokenizer, vocab_size=spec.vocab_size)) as llm,
+    ):
+        random_requests(llm, random.Random(seed), min(config.context_tokens, config.num_pages * config.page_size // 2))
+    assert len({variant.name for variant in launched}) > 15, "too few kernels were launched"
+    return sorted({_on_any_device(variant) for variant in launched} - listed, key=repr)
+
+
+def _on_any_device(variant: KernelVariant) -> KernelVariant:
+    """Without the constants that differ on a CPU."""
+    constants = {name: value for name, value in variant.constants if name not in ("APPROX", "PDL", "launch_pdl")}
+    return replace(variant, constants=tuple(constants.items()))
+
+
+def main() -> None:
+    found = [
+        f"{name} {options}: {variant}"
+        for name in sys.argv[1:]
+        for seed, options in enumerate(OPTIONS)
+        for variant in unlisted(name, options, seed)
+    ]
+    print("\n".join(found) or "all listed")
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
