@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import attrgetter, or_
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -48,17 +48,31 @@ except ImportError:
 
 Key = tuple[Any, ...]
 _ADDRESS, _DTYPE = torch.Tensor.data_ptr, attrgetter("dtype")
-_SUPPORTED_TRITON = "3.6."  # versions whose compiled launcher has the signature that `_CompiledKernel` uses
+_SUPPORTED_TRITON = "3.6."  # versions whose compiled launcher has the signature that `_TritonKernel` uses
+
+
+class Launchable(Protocol):
+    """A compiled kernel on the current device, for numbers that do not change between launches."""
+
+    def launch(self, grid: tuple[int, ...], stream: int, pointers: list[int]) -> None:
+        """`pointers`: the addresses of all tensors, in order."""
+
+
+# A Triton function, its arguments and its constants -> the kernel that was compiled for them before, or None
+Loader = Callable[[Any, tuple[Any, ...], dict[str, Any]], Launchable | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _CompiledKernel:
-    """A compiled kernel, and all launcher arguments that do not change between launches."""
+class _TritonKernel:
+    """A kernel that Triton has compiled, and all arguments of its launcher that do not change between launches."""
 
-    launch: Callable[..., None]
-    function: int
-    fixed: tuple[Any, ...]  # between the function and the arguments
-    constants: tuple[None, ...]  # compiled in: the launcher counts them and does not read them
+    launcher: Callable[..., None]
+    before: tuple[Any, ...]  # from the function to the arguments
+    after: tuple[Any, ...]  # numbers; and constants, which the launcher counts and does not read
+
+    def launch(self, grid: tuple[int, ...], stream: int, pointers: list[int]) -> None:
+        x, y, z = (*grid, 1, 1)[:3]
+        self.launcher(x, y, z, stream, *self.before, *pointers, *self.after)
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +80,7 @@ class _Signature:
     """Launches whose arguments have the same Python types: some tensors, then numbers."""
 
     num_tensors: int
-    compiled: dict[Key, _CompiledKernel] = field(default_factory=dict)
+    compiled: dict[Key, Launchable] = field(default_factory=dict)
 
     def key(self, device: int, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Key, list[int]]:
         """What the binary depends on, and the addresses of the tensors.
@@ -88,17 +102,18 @@ class Kernel:
     """A Triton kernel with the usual launch syntax: kernel[grid](tensors ..., numbers ..., CONSTANTS=...).
 
     A prefill batch launches some two hundred kernels. For each, Triton binds all arguments and computes a cache key,
-    which takes the host longer than the launch. Here only the first launch with a given key goes through Triton; later
-    ones call the compiled launcher directly. Unusual launches (other argument types, profiler hooks, scratch memory)
-    always go through Triton.
+    which takes the host longer than the launch. Here only the first launch with a given key goes through Triton, if it
+    was not compiled ahead of time (`load`); later ones call the compiled launcher directly. Unusual launches (other
+    argument types, profiler hooks, scratch memory) always go through Triton.
 
     All tensors must be on the current device: only the first launch checks this.
     """
 
+    load: ClassVar[Loader | None] = None  # finds kernels that were compiled ahead of time
+
     def __init__(self, function: Any) -> None:
         self.function = function
         self._signatures: dict[tuple[type, ...], _Signature | None] = {}
-        self._driver = triton.runtime.driver
         self._knobs = triton.knobs.runtime
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -112,21 +127,31 @@ class Kernel:
         if signature is None or self._knobs.launch_enter_hook.calls or self._knobs.launch_exit_hook.calls:
             self.function[grid](*args, **constants)
             return
-        driver = self._driver.active
-        device = driver.get_current_device()
+        device = current_device()
         key, pointers = signature.key(device, args, constants)
         kernel = signature.compiled.get(key)
+        if kernel is None and Kernel.load is not None:
+            kernel = Kernel.load(self.function, args, constants)
+            if kernel is not None:
+                signature.compiled[key] = kernel
         if kernel is None:
-            num_constants = len(self.function.params) - len(args)
-            kernel = _compiled_kernel(self.function[grid](*args, **constants), num_constants)
+            compiled, num_constants = self.function[grid](*args, **constants), len(self.function.params) - len(args)
+            kernel = _triton_kernel(compiled, args[signature.num_tensors :], num_constants)
             if kernel is None:
                 self._signatures[types] = None
             else:
                 signature.compiled[key] = kernel
             return
-        x, y, z = (*grid, 1, 1)[:3]
-        stream, numbers = driver.get_current_stream(device), args[signature.num_tensors :]
-        kernel.launch(x, y, z, stream, kernel.function, *kernel.fixed, *pointers, *numbers, *kernel.constants)
+        kernel.launch(grid, current_stream(device), pointers)
+
+
+def current_device() -> int:
+    return torch.cuda.current_device()
+
+
+def current_stream(device: int) -> int:
+    stream: int = torch._C._cuda_getCurrentRawStream(device)
+    return stream
 
 
 def signature_of(args: tuple[Any, ...]) -> _Signature | None:
@@ -138,13 +163,14 @@ def signature_of(args: tuple[Any, ...]) -> _Signature | None:
     return _Signature(count)
 
 
-def _compiled_kernel(compiled: Any, num_constants: int) -> _CompiledKernel | None:
+def _triton_kernel(compiled: Any, numbers: tuple[float, ...], num_constants: int) -> _TritonKernel | None:
     """None if this kernel needs scratch memory, which Triton allocates at launch."""
     launcher = compiled.run
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
     # None: global scratch, profiler scratch; and after the kernel's metadata: launch metadata, enter hook, exit hook.
-    fixed = (
+    before = (
+        compiled.function,
         launcher.launch_cooperative_grid,
         launcher.launch_pdl,
         None,
@@ -154,7 +180,7 @@ def _compiled_kernel(compiled: Any, num_constants: int) -> _CompiledKernel | Non
         None,
         None,
     )
-    return _CompiledKernel(launcher.launch, compiled.function, fixed, (None,) * num_constants)
+    return _TritonKernel(launcher.launch, before, (*numbers, *(None,) * num_constants))
 
 
 def launched(function: Any) -> Any:

@@ -42,9 +42,7 @@ class _CompileOnlyDriver:
     """Tells Triton what to compile for, where there is no such device."""
 
     def __init__(self, arch: int) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self._target = GPUTarget("cuda", arch, 32)
+        self._target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", arch, 32)
 
     def get_current_device(self) -> int:
         return 0

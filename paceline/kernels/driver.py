@@ -7,11 +7,12 @@ import struct
 from functools import cache
 from typing import Any
 
-from paceline.kernels.binaries import KernelBinary
-from paceline.kernels.variants import KernelVariant
+from paceline.kernels._triton import Kernel, Launchable
+from paceline.kernels.binaries import KernelBinary, KernelStore
+from paceline.kernels.variants import KernelVariant, variant_of
 
 _SHARED_WITHOUT_CONSENT = 48 << 10  # bytes of shared memory that a kernel may use unless it asks for more
-_MAX_DYNAMIC_SHARED, _PREFERRED_CARVEOUT = 8, 9  # CUfunction_attribute
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _NUM_SCRATCH = 2  # Triton's kernels end with pointers to global and profiler scratch memory, here null
 
@@ -43,25 +44,58 @@ class _Config(ctypes.Structure):
     )
 
 
+def use_binaries(store: KernelStore) -> None:
+    """From now on kernels are taken from `store`; those that it lacks are compiled by Triton when they are launched."""
+    functions: dict[KernelVariant, DriverFunction] = {}
+
+    def load(function: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Launchable | None:
+        variant = variant_of(function, args, constants)
+        if variant not in functions:
+            binary = store.read(variant)
+            if binary is None:
+                return None
+            functions[variant] = DriverFunction(binary)
+        numbers = tuple(arg for arg in args if isinstance(arg, int | float))
+        return DriverKernel(functions[variant], variant, numbers)
+
+    Kernel.load = load
+
+
 @cache
 def _libcuda() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
-class LoadedKernel:
-    """A kernel on the current device. Its numbers are fixed; each launch gives the addresses of its tensors."""
+class DriverFunction:
+    """A compiled kernel, loaded into the current context."""
 
-    def __init__(
-        self, variant: KernelVariant, binary: KernelBinary, numbers: tuple[float, ...], library: Any = None
-    ) -> None:
+    def __init__(self, binary: KernelBinary, library: Any = None) -> None:
+        self.binary = binary
         self._library = _libcuda() if library is None else library
-        self._binary = binary
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self._call("cuModuleLoadData", ctypes.byref(module), binary.cubin)
-        self._call("cuModuleGetFunction", ctypes.byref(function), module, binary.symbol.encode())
+        self._module, self.handle = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuModuleLoadData", ctypes.byref(self._module), binary.cubin)
+        self._call("cuModuleGetFunction", ctypes.byref(self.handle), self._module, binary.symbol.encode())
         if binary.shared_bytes > _SHARED_WITHOUT_CONSENT:
-            self._call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, binary.shared_bytes)
-        self._function, self._launch = function, self._library.cuLaunchKernelEx
+            self._call("cuFuncSetAttribute", self.handle, _MAX_DYNAMIC_SHARED, binary.shared_bytes)
+        self.launch = self._library.cuLaunchKernelEx
+
+    def fail(self, name: str, status: int) -> None:
+        text = ctypes.c_char_p()
+        self._library.cuGetErrorString(status, ctypes.byref(text))
+        raise DriverError(f"{name} of {self.binary.symbol} failed: {(text.value or b'unknown error').decode()}")
+
+    def _call(self, name: str, *args: Any) -> None:
+        status = getattr(self._library, name)(*args)
+        if status:
+            self.fail(name, status)
+
+
+class DriverKernel:
+    """A function and its numbers, which are fixed; each launch gives the addresses of its tensors."""
+
+    def __init__(self, function: DriverFunction, variant: KernelVariant, numbers: tuple[float, ...]) -> None:
+        binary = function.binary
+        self._function, self._handle, self._launch = function, function.handle, function.launch
         # Every argument has a cell of eight bytes; little endian, so that a narrower one is at its beginning.
         kept = [_bits(value) for value, kind in zip(numbers, _numbers(variant), strict=True) if kind != 1]
         num_tensors = len(variant.args) - len(numbers)
@@ -83,20 +117,10 @@ class LoadedKernel:
         if not config.grid_x * config.grid_y * config.grid_z:
             return
         config.stream = stream
-        self._cells[: self._num_tensors] = pointers
-        status = self._launch(self._config_address, self._function, self._params, None)
+        self._cells[: self._num_tensors] = pointers  # type: ignore[assignment]
+        status = self._launch(self._config_address, self._handle, self._params, None)
         if status:
-            self._fail("cuLaunchKernelEx", status)
-
-    def _call(self, name: str, *args: Any) -> None:
-        status = getattr(self._library, name)(*args)
-        if status:
-            self._fail(name, status)
-
-    def _fail(self, name: str, status: int) -> None:
-        text = ctypes.c_char_p()
-        self._library.cuGetErrorString(status, ctypes.byref(text))
-        raise DriverError(f"{name} of {self._binary.symbol} failed: {(text.value or b'unknown error').decode()}")
+            self._function.fail("cuLaunchKernelEx", status)
 
 
 def _numbers(variant: KernelVariant) -> list[float]:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.kernels import _triton
 from paceline.kernels._triton import HAS_TRITON, Kernel, triton
 
 if not HAS_TRITON:
@@ -100,6 +101,8 @@ class Bench:
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr(triton.runtime.driver, "_active", fake)
+    monkeypatch.setattr(_triton, "current_device", fake.get_current_device)
+    monkeypatch.setattr(_triton, "current_stream", fake.get_current_stream)
     return fake
 
 
@@ -162,12 +165,21 @@ def test_unusual_launches_always_go_through_triton(monkeypatch: pytest.MonkeyPat
     for args in ((x, None, 5, 0.5), (x, 5, x, 0.5), (x, x, True, 0.5)):
         assert [launch(bench, *args) for _ in range(2)] == [1, 1]
     assert launch(bench, x, x, 5, 0.5) == 1
-    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
-    assert launch(bench, x, x, 5, 0.5) == 1, "a profiler has a hook"
-    monkeypatch.undo()
-    monkeypatch.setattr(triton.runtime.driver, "_active", FakeDriver())
+    with monkeypatch.context() as hooked:
+        hooked.setattr(triton.knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
+        assert launch(bench, x, x, 5, 0.5) == 1, "a profiler has a hook"
     assert launch(bench, x, x, 5, 0.5) == 0
     hungry = Bench(scratch=64)
     allocator = SimpleNamespace(get=lambda: lambda size, align, stream: x)
     monkeypatch.setattr("triton.runtime._allocation._allocator", allocator)
     assert [launch(hungry, x, x, 5, 0.5) for _ in range(2)] == [1, 1], "Triton allocates scratch memory"
+
+
+def test_a_kernel_that_was_compiled_ahead_is_launched_and_triton_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    kernel = SimpleNamespace(launch=lambda *args: seen.append(args))
+    monkeypatch.setattr(Kernel, "load", lambda function, args, constants: kernel if args[2] == 5 else None)
+    bench, x = Bench(), torch.zeros(64)
+    assert [launch(bench, x, x, 5, 0.5) for _ in range(2)] == [0, 0]
+    assert seen == [((1,), STREAM, [x.data_ptr()] * 2)] * 2
+    assert launch(bench, x, x, 6, 0.5) == 1, "one that was not is compiled by Triton"
