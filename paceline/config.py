@@ -404,6 +404,9 @@ class EngineConfig:
         high=0.95,
     )
 
+    kernel_folder: str | None = option(
+        None, "device cuda: folder of compiled kernels, written by `paceline compile`; what it lacks is compiled at start"
+    )
     record: str | None = option(
         None,
         "file to record every request (token hashes, no text) and every forward pass to, for `paceline sim`",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,16 +37,16 @@ def compile(
     if shape is not None and model is not None:
         raise ConfigError(f"model is {model!r} and shape is {shape!r}: give one of them.")
     os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing; before Triton is imported
-    from paceline.engine.build import model_kernels
+    from paceline.engine.build import kernel_options
     from paceline.engine.cuda.precompile import precompile
 
     engine_options, scheduler_options = split_options(options, ("model", "shape", "output", "arch", "jobs"))
-    variants = model_kernels(model, shape, EngineConfig(**engine_options), scheduler_options)
-    total = len(variants)
+    what = kernel_options(model, shape, EngineConfig(**engine_options), scheduler_options)
 
     def show(done: int, missing: int) -> None:
         typer.echo(f"\rCompiled {done} of {missing} kernels", nl=done == missing, err=True)
 
-    count = precompile(variants, output, int(found[1]), jobs=jobs or os.cpu_count() or 1, progress=show)
+    progress = show if sys.stderr.isatty() else None
+    total, count = precompile(*what, output, int(found[1]), jobs=jobs or None, progress=progress)
     size = sum(path.stat().st_size for path in output.iterdir()) / 1e6
     typer.echo(f"{output}: {total} kernels for {arch}, {total - count} of them there before; {size:.1f} MB")

@@ -37,7 +37,6 @@ from paceline.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from paceline.engine.cuda.executor import CudaExecutor
     from paceline.engine.recording import Recorder
-    from paceline.kernels.variants import KernelVariant
 
 Progress = Callable[[int, int], None]  # bytes loaded, bytes in total
 
@@ -98,6 +97,7 @@ def build_engine(
     config.num_kv_pages(scheduler_config, scheduler_options)
     context = scheduler_config.context_tokens
     check_model_fits(spec, _num_bytes(dtype), free=torch.cuda.mem_get_info()[0] if device == "cuda" else None)
+    finish_kernels = _prepare_kernels(spec, dtype, scheduler_config, config) if device == "cuda" else None
     with _one_thread():
         if path is None:
             tokenizer = synthetic_tokenizer(spec.vocab_size)
@@ -111,7 +111,18 @@ def build_engine(
         # torch has good 16-bit GEMMs for weights as stored; float32 weights are rearranged.
         fast = CpuModel(decoder) if dtype == "float32" and device == "cpu" else decoder
         del decoder
+    if finish_kernels is not None:
+        finish_kernels()
     return assemble(fast, tokenizer, config, scheduler_options, trace=trace, hooks=hooks, detokenize=detokenize)
+
+
+def _prepare_kernels(
+    spec: ModelSpec, dtype: str, scheduler: SchedulerConfig, config: EngineConfig
+) -> Callable[[], None]:
+    """Compiles kernels while the weights are loaded. Call the result before the first launch."""
+    from paceline.engine.cuda.precompile import KernelPreparation  # not at the top: the CPU needs no Triton
+
+    return KernelPreparation(spec, dtype, scheduler, config.kernel_folder).finish
 
 
 @contextmanager
@@ -245,15 +256,13 @@ def _scheduler_config(spec: ModelSpec, given: Mapping[str, Any], device: str) ->
     return config
 
 
-def model_kernels(
+def kernel_options(
     model: str | Path | None, shape: str | None, config: EngineConfig, scheduler_options: Mapping[str, Any]
-) -> list[KernelVariant]:
-    """Every kernel variant that the engine of a model, or of a named shape, can launch on a GPU. Needs no GPU."""
-    from paceline.engine.cuda.variants import kernel_variants
-
+) -> tuple[ModelSpec, str, SchedulerConfig]:
+    """What the kernels of a model, or of a named shape, depend on: see `kernel_variants`. Needs no GPU."""
     spec = named_shape(shape) if shape is not None else read_spec(find_model(model or DEFAULT_MODEL))
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
-    return kernel_variants(spec, dtype, _scheduler_config(spec, scheduler_options, "cuda"))
+    return spec, dtype, _scheduler_config(spec, scheduler_options, "cuda")
 
 
 def _num_bytes(dtype: str) -> int:

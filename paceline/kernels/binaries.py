@@ -14,7 +14,7 @@ import importlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -88,30 +88,29 @@ def function_of(variant: KernelVariant) -> Any:
 
 
 class KernelStore:
-    """Binaries in a folder. Several processes may read and write it at once."""
+    """Binaries in a folder, and in others that are only read. Several processes may use them at once."""
 
-    def __init__(self, folder: Path, arch: int) -> None:
-        self._folder, self._arch = folder, arch
+    def __init__(self, folder: Path, arch: int, also: Sequence[Path] = ()) -> None:
+        self._folder, self._also, self._arch = folder, also, arch
         self._sources: dict[tuple[str, str], str] = {}
 
-    def path(self, variant: KernelVariant) -> Path:
-        return self._folder / f"{self._digest(variant)}.cubin"
-
     def missing(self, variants: Iterable[KernelVariant]) -> list[KernelVariant]:
-        return [variant for variant in variants if not self.path(variant).exists()]
+        return [variant for variant in variants if self._find(variant) is None]
 
     def read(self, variant: KernelVariant) -> KernelBinary | None:
         """None if there is no binary of this variant."""
-        path = self.path(variant)
-        try:
-            cubin, fields = path.read_bytes(), json.loads(path.with_suffix(".json").read_bytes())
-        except FileNotFoundError:
+        path = self._find(variant)
+        if path is None:
             return None
-        return KernelBinary(cubin, **fields)
+        return KernelBinary(path.read_bytes(), **json.loads(path.with_suffix(".json").read_bytes()))
+
+    def _find(self, variant: KernelVariant) -> Path | None:
+        name = f"{self._digest(variant)}.cubin"
+        return next((path for folder in (*self._also, self._folder) if (path := folder / name).exists()), None)
 
     def write(self, variant: KernelVariant, binary: KernelBinary) -> None:
         fields = asdict(binary)
-        path, cubin = self.path(variant), fields.pop("cubin")
+        path, cubin = self._folder / f"{self._digest(variant)}.cubin", fields.pop("cubin")
         self._folder.mkdir(parents=True, exist_ok=True)
         # The cubin last: once it is there, so is the rest.
         for target, data in ((path.with_suffix(".json"), json.dumps(fields).encode()), (path, cubin)):

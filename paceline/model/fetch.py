@@ -39,8 +39,13 @@ _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+(?:/(?P<file>[\w./-]+\.gguf))?$")
 
 def models_dir() -> Path:
     """The folder of fetched models: $PACELINE_HOME/models, or in the user's cache."""
+    return cache_folder() / "models"
+
+
+def cache_folder() -> Path:
+    """The folder of everything that Paceline keeps: $PACELINE_HOME, or in the user's cache."""
     home = os.environ.get("PACELINE_HOME")
-    return (Path(home) if home else Path.home() / ".cache" / "paceline") / "models"
+    return Path(home) if home else Path.home() / ".cache" / "paceline"
 
 
 class NotDownloaded(ModelError):

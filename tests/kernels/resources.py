@@ -15,7 +15,8 @@ from itertools import groupby
 from triton import knobs
 
 from paceline.config import EngineConfig
-from paceline.engine.build import model_kernels
+from paceline.engine.build import kernel_options
+from paceline.engine.cuda.variants import kernel_variants
 from paceline.kernels.binaries import KernelBinary, compile_for, compile_variant
 
 _SHARED_BYTES, _REGISTERS, _WARPS = 227 * 1024, 65536, 64  # per multiprocessor
@@ -36,7 +37,7 @@ def resources(binary: KernelBinary) -> str:
 
 def main(shape: str, *names: str) -> None:
     """Of all kernels, or of those that are named."""
-    variants = model_kernels(None, shape, EngineConfig(), {})
+    variants = kernel_variants(*kernel_options(None, shape, EngineConfig(), {}))
     compile_for(90)
     print("registers spilled shared KB warps at once")
     for kernel, group in groupby(variants, key=lambda variant: variant.name):

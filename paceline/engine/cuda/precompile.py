@@ -1,16 +1,37 @@
-"""Compiles the kernels of a model ahead of time, on any machine, in as many processes as there are cores."""
+"""Compiles the kernels of a model ahead of time, on any machine, in as many processes as there are cores.
+
+    this process        loads weights ───────────────────────────┐
+    first process       lists the variants ─▶ compiles ─▶ …      ├─▶ launches
+    other processes                         ─▶ compile ─▶ …  ────┘
+
+Binaries, and the list of what a model needs, are kept in a folder. If all are there, no process is started.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from dataclasses import astuple
 from pathlib import Path
 
+import torch
+
+import paceline
+from paceline.config import SchedulerConfig
+from paceline.engine.cuda.variants import kernel_variants
 from paceline.kernels.binaries import CannotPrecompile, KernelStore, compile_for, compile_variant
+from paceline.kernels.driver import use_binaries
 from paceline.kernels.variants import KernelVariant
+from paceline.model.fetch import cache_folder
+from paceline.model.spec import ModelSpec
+
+log = logging.getLogger("paceline.engine")
 
 # Kernels with many registers take longest: they are compiled first, so that the processes end together.
 _SLOW = ("_decode_attention_kernel", "_extend_attention_kernel", "_extend_shared_kernel", "_collect_kernel")
@@ -19,23 +40,68 @@ Progress = Callable[[int, int], None]  # variants done, variants in total
 
 
 def precompile(
-    variants: Iterable[KernelVariant], folder: Path, arch: int, *, jobs: int, progress: Progress | None = None
-) -> int:
-    """Compiles what is missing in a folder. Returns how many variants that were."""
-    missing = sorted(KernelStore(folder, arch).missing(variants), key=lambda variant: variant.name not in _SLOW)
-    if not missing:
-        return 0
+    spec: ModelSpec,
+    dtype: str,
+    scheduler: SchedulerConfig,
+    folder: Path,
+    arch: int,
+    *,
+    also: Sequence[Path] = (),
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[int, int]:
+    """Compiles into a folder what it and those of `also` lack for a model, in `jobs` processes (default: one per core).
+    Returns how many variants the model has, and how many were compiled."""
+    store, name = KernelStore(folder, arch, also), f"{_list_name(spec, dtype, scheduler)}.list"
+    variants = next(filter(None, (_read_list(one / name) for one in (*also, folder))), None)
+    if variants is not None and not store.missing(variants):
+        return len(variants), 0
     context = multiprocessing.get_context("spawn")  # a fork would inherit this process's threads and CUDA context
     with (
         tempfile.TemporaryDirectory(prefix="paceline-triton-") as scratch,
-        ProcessPoolExecutor(min(jobs, len(missing)), context, _begin, (arch, scratch)) as pool,
+        ProcessPoolExecutor(jobs or os.cpu_count() or 1, context, _begin, (arch, scratch)) as pool,
     ):
+        if variants is None:
+            variants = pool.submit(kernel_variants, spec, dtype, scheduler).result()
+        missing = sorted(store.missing(variants), key=lambda variant: variant.name not in _SLOW)
         tasks = [pool.submit(_compile, variant, folder, arch) for variant in missing]
         for done, task in enumerate(as_completed(tasks), 1):
             task.result()
             if progress is not None:
                 progress(done, len(tasks))
-    return len(missing)
+    _write_list(folder / name, variants)
+    return len(variants), len(missing)
+
+
+class KernelPreparation:
+    """Compiles what is missing while the weights are loaded."""
+
+    def __init__(self, spec: ModelSpec, dtype: str, scheduler: SchedulerConfig, prepared: str | None) -> None:
+        """`prepared`: a folder written by `paceline compile`."""
+        major, minor = torch.cuda.get_device_capability()
+        self._arch, self._prepared = 10 * major + minor, [] if prepared is None else [Path(prepared)]
+        self._folder = cache_folder() / "kernels"
+        pool = ThreadPoolExecutor(1, "paceline-compile")
+        self._task = pool.submit(
+            precompile, spec, dtype, scheduler, self._folder, self._arch, also=self._prepared
+        )
+        pool.shutdown(wait=False)
+
+    def finish(self) -> None:
+        """Waits, and uses the binaries from now on. If compiling ahead fails, kernels are compiled as they are used."""
+        try:
+            count, num_compiled = self._task.result()
+        except (OSError, RuntimeError) as error:
+            log.warning("kernels could not be compiled ahead, the first requests wait for them: %s", error)
+        else:
+            log.info("%d of %d kernels were compiled", num_compiled, count)
+            if self._prepared and num_compiled == count:
+                log.warning(
+                    "kernel_folder %s has no kernel of this model for sm_%d and this version: see `paceline compile`",
+                    self._prepared[0],
+                    self._arch,
+                )
+        use_binaries(KernelStore(self._folder, self._arch, self._prepared))
 
 
 def _begin(arch: int, scratch: str) -> None:
@@ -49,3 +115,33 @@ def _compile(variant: KernelVariant, folder: Path, arch: int) -> None:
         KernelStore(folder, arch).write(variant, compile_variant(variant))
     except CannotPrecompile:
         return  # Triton compiles it when it is launched
+
+
+# ---------------------------------------------------------------------- the list of variants
+
+
+def _list_name(spec: ModelSpec, dtype: str, scheduler: SchedulerConfig) -> str:
+    """Changes with everything that the list depends on: model, options and the code that launches kernels."""
+    digest = hashlib.sha256(repr((spec, dtype, scheduler)).encode())
+    package = Path(paceline.__file__).parent
+    for path in sorted([*(package / "kernels").glob("*.py"), *(package / "engine" / "cuda").glob("*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _write_list(path: Path, variants: Iterable[KernelVariant]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps([astuple(variant) for variant in variants]))
+    temporary.replace(path)
+
+
+def _read_list(path: Path) -> list[KernelVariant] | None:
+    try:
+        found = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):  # ValueError: a damaged file is written again
+        return None
+    return [
+        KernelVariant(module, name, tuple(args), tuple((key, value) for key, value in constants))
+        for module, name, args, constants in found
+    ]
