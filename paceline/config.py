@@ -405,7 +405,8 @@ class EngineConfig:
     )
 
     kernel_folder: str | None = option(
-        None, "device cuda: folder of compiled kernels, written by `paceline compile`; what it lacks is compiled at start"
+        None,
+        "device cuda: folder of compiled kernels, written by `paceline compile`; what it lacks is compiled at start",
     )
     record: str | None = option(
         None,

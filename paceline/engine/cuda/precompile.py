@@ -82,9 +82,7 @@ class KernelPreparation:
         self._arch, self._prepared = 10 * major + minor, [] if prepared is None else [Path(prepared)]
         self._folder = cache_folder() / "kernels"
         pool = ThreadPoolExecutor(1, "paceline-compile")
-        self._task = pool.submit(
-            precompile, spec, dtype, scheduler, self._folder, self._arch, also=self._prepared
-        )
+        self._task = pool.submit(precompile, spec, dtype, scheduler, self._folder, self._arch, also=self._prepared)
         pool.shutdown(wait=False)
 
     def finish(self) -> None:
