@@ -468,6 +468,7 @@ class EngineConfig:
 OFFLINE_PARTS: Mapping[str, str] = {
     "nano": "256 prompts of 100 to 1,024 tokens, outputs of 100 to 1,024 tokens",
     "gsp": "1,024 prompts in 64 groups with a shared prefix (SGLang: generated-shared-prefix)",
+    "zipf": "1,024 prompts with 64 prefixes of 256 to 4,096 tokens, the n-th chosen with a probability of 1/n",
     "prompts": "32 prompts of 256 to 24,000 tokens, 32 output tokens each",
     "chats": "64 conversations of 6 turns that do not fit into the KV cache: what host_kv_tokens is worth",
     "sweep": "time per output token at several batch sizes",

@@ -32,6 +32,7 @@ from paceline.bench.workloads import (
     structured,
     sweep,
     with_logprobs,
+    zipf,
 )
 from paceline.checks.harness import TimedSink, greedy, wait_for
 from paceline.config import ConfigError
@@ -50,6 +51,10 @@ def run_nano(runner: BenchRunner) -> None:
 
 def run_gsp(runner: BenchRunner) -> None:
     _throughput(runner, "gsp", gsp_offline())
+
+
+def run_zipf(runner: BenchRunner) -> None:
+    _throughput(runner, "zipf", zipf())
 
 
 def run_prompts(runner: BenchRunner) -> None:
@@ -350,6 +355,7 @@ def _gap_share(events: Any) -> float:
 PARTS: dict[str, Callable[[BenchRunner], None]] = {
     "nano": run_nano,
     "gsp": run_gsp,
+    "zipf": run_zipf,
     "prompts": run_prompts,
     "chats": run_chats,
     "sweep": run_sweep,

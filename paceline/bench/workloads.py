@@ -188,6 +188,19 @@ def gsp_offline() -> OfflineWorkload:
     return OfflineWorkload([request.prompt.tolist() for request in requests], [params] * len(requests))
 
 
+def zipf(num_requests: int = 1024, num_prefixes: int = 64) -> OfflineWorkload:
+    """Popular and rare prefixes: of 256 to 4,096 tokens, chosen with a probability of 1/rank, each followed by 32 to
+    512 tokens of the request's own; 64 to 384 output tokens."""
+    rng, tokens = random.Random(5), np.random.default_rng(5)
+    prefixes = [tokens.integers(0, 10_000, rng.randint(256, 4096)) for _ in range(num_prefixes)]
+    chosen = rng.choices(prefixes, [1 / rank for rank in range(1, num_prefixes + 1)], k=num_requests)
+    prompts = [[*prefix.tolist(), *tokens.integers(0, 10_000, rng.randint(32, 512)).tolist()] for prefix in chosen]
+    params = [
+        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=rng.randint(64, 384)) for _ in range(num_requests)
+    ]
+    return OfflineWorkload(prompts, params)
+
+
 def num_part_tokens(part: str, config: OfflineConfig) -> int:
     """About how many prompt and output tokens a part of `paceline bench offline` computes at full scale."""
     runs = config.repeats * len(config.overlap_modes)
@@ -197,6 +210,8 @@ def num_part_tokens(part: str, config: OfflineConfig) -> int:
             return runs * nano().num_tokens
         case "gsp":
             return runs * gsp_offline().num_tokens // 4  # most of it is found in the prefix cache
+        case "zipf":
+            return runs * zipf().num_tokens // 4
         case "prompts":
             return runs * long_prompts().num_tokens
         case "chats":

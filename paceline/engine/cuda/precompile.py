@@ -12,11 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import astuple
 from pathlib import Path
 
@@ -24,8 +23,9 @@ import torch
 
 import paceline
 from paceline.config import SchedulerConfig
+from paceline.engine.cuda.compile_workers import compile_workers
 from paceline.engine.cuda.variants import kernel_variants
-from paceline.kernels.binaries import CannotPrecompile, KernelStore, compile_for, compile_variant
+from paceline.kernels.binaries import CannotPrecompile, KernelStore, compile_variant
 from paceline.kernels.driver import use_binaries
 from paceline.kernels.variants import KernelVariant
 from paceline.model.fetch import cache_folder
@@ -56,15 +56,14 @@ def precompile(
     variants = next(filter(None, (_read_list(one / name) for one in (*also, folder))), None)
     if variants is not None and not store.missing(variants):
         return len(variants), 0
-    context = multiprocessing.get_context("spawn")  # a fork would inherit this process's threads and CUDA context
     with (
-        tempfile.TemporaryDirectory(prefix="paceline-triton-") as scratch,
-        ProcessPoolExecutor(jobs or os.cpu_count() or 1, context, _begin, (arch, scratch)) as pool,
+        tempfile.TemporaryDirectory(prefix="paceline-triton-") as scratch,  # Triton's own cache: the folder is ours
+        compile_workers(jobs or os.cpu_count() or 1, arch, scratch) as workers,
     ):
         if variants is None:
-            variants = pool.submit(kernel_variants, spec, dtype, scheduler).result()
+            variants = workers.submit(kernel_variants, spec, dtype, scheduler).result()
         missing = sorted(store.missing(variants), key=lambda variant: variant.name not in _SLOW)
-        tasks = [pool.submit(_compile, variant, folder, arch) for variant in missing]
+        tasks = [workers.submit(_compile, variant, folder, arch) for variant in missing]
         for done, task in enumerate(as_completed(tasks), 1):
             task.result()
             if progress is not None:
@@ -100,12 +99,6 @@ class KernelPreparation:
                     self._arch,
                 )
         use_binaries(KernelStore(self._folder, self._arch, self._prepared))
-
-
-def _begin(arch: int, scratch: str) -> None:
-    """In a process of the pool. Triton's own cache is not used: the folder is ours."""
-    os.environ["TRITON_CACHE_DIR"] = scratch
-    compile_for(arch)
 
 
 def _compile(variant: KernelVariant, folder: Path, arch: int) -> None:
