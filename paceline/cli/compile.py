@@ -47,6 +47,7 @@ def compile(
         typer.echo(f"\rCompiled {done} of {missing} kernels", nl=done == missing, err=True)
 
     progress = show if sys.stderr.isatty() else None
-    total, count = precompile(*what, output, int(found[1]), jobs=jobs or None, progress=progress)
+    variants, count = precompile(*what, output, int(found[1]), jobs=jobs or None, progress=progress)
+    total = len(variants)
     size = sum(path.stat().st_size for path in output.iterdir()) / 1e6
     typer.echo(f"{output}: {total} kernels for {arch}, {total - count} of them there before; {size:.1f} MB")

@@ -36,6 +36,7 @@ from paceline.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from paceline.engine.cuda.executor import CudaExecutor
+    from paceline.engine.cuda.precompile import KernelPreparation
     from paceline.engine.recording import Recorder
 
 Progress = Callable[[int, int], None]  # bytes loaded, bytes in total
@@ -97,7 +98,7 @@ def build_engine(
     config.num_kv_pages(scheduler_config, scheduler_options)
     context = scheduler_config.context_tokens
     check_model_fits(spec, _num_bytes(dtype), free=torch.cuda.mem_get_info()[0] if device == "cuda" else None)
-    finish_kernels = _prepare_kernels(spec, dtype, scheduler_config, config) if device == "cuda" else None
+    kernels = _prepare_kernels(spec, dtype, scheduler_config, config) if device == "cuda" else None
     with _one_thread():
         if path is None:
             tokenizer = synthetic_tokenizer(spec.vocab_size)
@@ -111,18 +112,17 @@ def build_engine(
         # torch has good 16-bit GEMMs for weights as stored; float32 weights are rearranged.
         fast = CpuModel(decoder) if dtype == "float32" and device == "cpu" else decoder
         del decoder
-    if finish_kernels is not None:
-        finish_kernels()
-    return assemble(fast, tokenizer, config, scheduler_options, trace=trace, hooks=hooks, detokenize=detokenize)
+    return assemble(
+        fast, tokenizer, config, scheduler_options, trace=trace, hooks=hooks, detokenize=detokenize, kernels=kernels
+    )
 
 
 def _prepare_kernels(
     spec: ModelSpec, dtype: str, scheduler: SchedulerConfig, config: EngineConfig
-) -> Callable[[], None]:
-    """Compiles kernels while the weights are loaded. Call the result before the first launch."""
+) -> KernelPreparation:
     from paceline.engine.cuda.precompile import KernelPreparation  # not at the top: the CPU needs no Triton
 
-    return KernelPreparation(spec, dtype, scheduler, config.kernel_folder).finish
+    return KernelPreparation(spec, dtype, scheduler, config.kernel_folder)
 
 
 @contextmanager
@@ -146,8 +146,9 @@ def assemble(
     trace: Trace | None = None,
     hooks: EngineHooks | None = None,
     detokenize: bool = True,
+    kernels: KernelPreparation | None = None,
 ) -> Engine:
-    """Builds an engine around a loaded decoder, which it takes over."""
+    """Builds an engine around a loaded decoder, which it takes over. kernels: being compiled."""
     device = "cuda" if isinstance(decoder, Decoder) and decoder.device.type == "cuda" else "cpu"
     spec, dtype = decoder.spec, decoder.dtype
     scheduler_config = _scheduler_config(spec, scheduler_options, device)
@@ -165,6 +166,9 @@ def assemble(
 
         assert isinstance(decoder, Decoder), "CUDA takes over a Decoder"
         executor, scheduler_config = build_cuda(decoder, config, scheduler_config, given)
+        executor.load_libraries()
+        if kernels is not None:
+            kernels.finish()
         executor.warm_up()
         device_name, buckets = torch.cuda.get_device_name(), list(executor.graphs.sizes)
     else:

@@ -1,7 +1,8 @@
 """Compiled kernels in a folder: compiled on any machine, found by what they were compiled from.
 
-A binary is named by a hash of its variant, the source of the kernel and of everything that it calls, the architecture
-and the version of Triton. A folder may hold binaries of many models; a changed kernel is never found by mistake.
+A file is a line of JSON and the cubin. It is named by a hash of its variant, the source of all kernels, the
+architecture and the version of Triton: a folder may hold binaries of many models and versions, and a changed kernel is
+never found by mistake.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -16,8 +17,10 @@ import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -91,38 +94,46 @@ class KernelStore:
     """Binaries in a folder, and in others that are only read. Several processes may use them at once."""
 
     def __init__(self, folder: Path, arch: int, also: Sequence[Path] = ()) -> None:
-        self._folder, self._also, self._arch = folder, also, arch
-        self._sources: dict[tuple[str, str], str] = {}
+        self._folder, self._also = folder, also
+        self._target = f"{source_digest()} {triton.__version__} {arch}"
 
     def missing(self, variants: Iterable[KernelVariant]) -> list[KernelVariant]:
-        return [variant for variant in variants if self._find(variant) is None]
+        return [variant for variant in variants if self.read(variant) is None]
 
     def read(self, variant: KernelVariant) -> KernelBinary | None:
-        """None if there is no binary of this variant."""
-        path = self._find(variant)
-        if path is None:
-            return None
-        return KernelBinary(path.read_bytes(), **json.loads(path.with_suffix(".json").read_bytes()))
-
-    def _find(self, variant: KernelVariant) -> Path | None:
-        name = f"{self._digest(variant)}.cubin"
-        return next((path for folder in (*self._also, self._folder) if (path := folder / name).exists()), None)
+        """None if no folder has a binary of this variant that is whole."""
+        name = self._name(variant)
+        return next(filter(None, (_read(folder / name) for folder in (*self._also, self._folder))), None)
 
     def write(self, variant: KernelVariant, binary: KernelBinary) -> None:
         fields = asdict(binary)
-        path, cubin = self._folder / f"{self._digest(variant)}.cubin", fields.pop("cubin")
+        cubin = fields.pop("cubin")
+        header = json.dumps({**fields, "crc": crc32(cubin)}).encode()
         self._folder.mkdir(parents=True, exist_ok=True)
-        # The cubin last: once it is there, so is the rest.
-        for target, data in ((path.with_suffix(".json"), json.dumps(fields).encode()), (path, cubin)):
-            descriptor, temporary = tempfile.mkstemp(dir=self._folder)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-            os.chmod(temporary, 0o644)  # other users may read a shared folder
-            os.replace(temporary, target)
+        descriptor, temporary = tempfile.mkstemp(dir=self._folder)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(header + b"\n" + cubin)
+        os.chmod(temporary, 0o644)  # other users may read a shared folder
+        os.replace(temporary, self._folder / self._name(variant))
 
-    def _digest(self, variant: KernelVariant) -> str:
-        kernel = variant.module, variant.name
-        if kernel not in self._sources:
-            self._sources[kernel] = function_of(variant).cache_key
-        parts = repr(variant), self._sources[kernel], triton.__version__, str(self._arch)
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+    def _name(self, variant: KernelVariant) -> str:
+        return hashlib.sha256(f"{variant!r} {self._target}".encode()).hexdigest()[:32] + ".kernel"
+
+
+def _read(path: Path) -> KernelBinary | None:
+    """None if the file does not exist or is damaged."""
+    try:
+        header, _, cubin = path.read_bytes().partition(b"\n")
+        fields = json.loads(header)
+        return KernelBinary(cubin, **fields) if fields.pop("crc") == crc32(cubin) else None
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+@cache
+def source_digest() -> str:
+    """Changes with the source of any kernel. Triton's own digest of one depends on which others were hashed before."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

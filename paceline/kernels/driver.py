@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -44,9 +45,10 @@ class _Config(ctypes.Structure):
     )
 
 
-def use_binaries(store: KernelStore) -> None:
-    """From now on kernels are taken from `store`; those that it lacks are compiled by Triton when they are launched."""
-    functions: dict[KernelVariant, DriverFunction] = {}
+def use_binaries(store: KernelStore, variants: Iterable[KernelVariant]) -> None:
+    """Loads these kernels from `store`. From now on launches find them there, and others that it has; those that it
+    lacks are compiled by Triton when they are launched."""
+    functions = {variant: DriverFunction(binary) for variant in variants if (binary := store.read(variant)) is not None}
 
     def load(function: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Launchable | None:
         variant = variant_of(function, args, constants)

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from paceline.engine.build import build_engine
-from paceline.engine.cuda import graphs as cuda_graphs
 from paceline.engine.cuda import inputs as cuda_inputs
+from paceline.engine.cuda.graphs import CudaGraphs, GraphKey
+from paceline.engine.cuda.streams import Graph
 from paceline.engine.engine import Engine
 from tests.kernels.bounds import checked_bounds
 
@@ -27,9 +28,21 @@ def in_bounds() -> Iterator[None]:
 
 
 @pytest.fixture
-def prefill_graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def graphs_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pass that can run as a CUDA graph does so, from the first one on."""
+    find = CudaGraphs.find
+
+    def capturing(self: CudaGraphs, size: int, key: GraphKey) -> Graph | None:
+        if (size, key) not in self._graphs:
+            self.capture(size, key)
+        return find(self, size, key)
+
+    monkeypatch.setattr(CudaGraphs, "find", capturing)
+
+
+@pytest.fixture
+def prefill_graphs(monkeypatch: pytest.MonkeyPatch, graphs_at_first_use: None) -> dict[str, Any]:
     """Options for prefill batches that are captured at first use, with little padding: each unit costs a program."""
-    monkeypatch.setattr(cuda_graphs, "CAPTURE_AFTER", 1)
     monkeypatch.setattr(cuda_inputs, "_EXTRA_TILES", 3)
     monkeypatch.setattr(cuda_inputs, "_SPLIT_CAPACITIES", ((0, 0), (9, 4)))
     return {"prefill_sizes": (8, 16, 32)}

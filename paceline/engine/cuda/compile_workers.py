@@ -1,7 +1,8 @@
 """Processes that compile kernels: each runs one function at a time, as it is told through a pipe.
 
 `multiprocessing` would import the caller's main module again in every process, which starts a second engine in a script
-that has no `if __name__ == "__main__"`. These processes import this package alone. They end when their pipe is closed.
+that has no `if __name__ == "__main__"`. Here one process imports this package alone and forks the others. All of them
+end when their pipes are closed.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -23,81 +24,108 @@ class WorkerDied(RuntimeError):
     """A process ended while it worked."""
 
 
-class CompileWorkers:
-    """`num` processes in which Triton compiles for an architecture such as 90, and keeps its cache in `scratch`."""
+class _Pipes(NamedTuple):
+    """The caller's ends of the pipes of a process."""
 
-    def __init__(self, num: int, arch: int, scratch: str) -> None:
-        paths = os.pathsep.join(path for path in sys.path if path)
-        drop = "TRITON_INTERPRET"  # its interpreter compiles nothing
-        environment = {name: value for name, value in os.environ.items() if name != drop}
-        environment |= {"PYTHONPATH": paths, "TRITON_CACHE_DIR": scratch, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-P", "-m", __name__, str(arch)]
-        self._processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-            for _ in range(num)
-        ]
-        self._free: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
-        for process in self._processes:
-            self._free.put(process)
-        self._threads = ThreadPoolExecutor(num, "paceline-compile")
+    requests: IO[bytes]
+    results: IO[bytes]
+
+
+class CompileWorkers:
+    """Processes in which Triton compiles for an architecture such as 90, and keeps its cache in `scratch`."""
+
+    def __init__(self, count: int, arch: int, scratch: str) -> None:
+        pipes = [(*os.pipe(), *os.pipe()) for _ in range(count)]
+        theirs = [(read, write) for read, _, _, write in pipes]
+        self._all = [_Pipes(os.fdopen(write, "wb"), os.fdopen(read, "rb")) for _, write, read, _ in pipes]
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "TRITON_CACHE_DIR": scratch,
+            "OMP_NUM_THREADS": "1",
+        }
+        ends = [end for pair in theirs for end in pair]
+        command = [sys.executable, "-P", "-m", __name__, str(arch), *map(str, ends)]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=ends)
+        for end in ends:
+            os.close(end)
+        self._free: SimpleQueue[_Pipes] = SimpleQueue()
+        for one in self._all:
+            self._free.put(one)
+        self._threads = ThreadPoolExecutor(count, "paceline-compile")
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """Calls a function of this package in a free process."""
         return self._threads.submit(self._call, function, args)
 
     def _call(self, function: Callable[..., T], args: tuple[Any, ...]) -> T:
-        process = self._free.get()
-        assert process.stdin is not None and process.stdout is not None, "both are pipes"
+        pipes = self._free.get()
         try:
-            pickle.dump((function, args), process.stdin)
-            process.stdin.flush()
-            result, error = pickle.load(process.stdout)
+            pickle.dump((function, args), pipes.requests)
+            pipes.requests.flush()
+            result, error = pickle.load(pipes.results)
         except (EOFError, OSError) as broken:
-            raise WorkerDied(f"a process that compiles kernels ended with status {process.poll()}") from broken
+            raise WorkerDied("a process that compiles kernels ended unexpectedly") from broken
         finally:
-            self._free.put(process)
+            self._free.put(pipes)
         if error is not None:
             raise error
         return result  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Gives up what has not begun, and ends the processes."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for process in self._processes:
-            process.kill()
-        self._threads.shutdown()
-        for process in self._processes:
-            with process:  # closes the pipes and waits
-                pass
+        """Ends the processes. What they do not know yet is not done; what they are doing is finished and ignored."""
+        self._threads.shutdown(cancel_futures=True)
+        for pipes in self._all:
+            pipes.requests.close()
+            pipes.results.close()
+        self._process.wait()
 
 
 @contextmanager
-def compile_workers(num: int, arch: int, scratch: str) -> Iterator[CompileWorkers]:
-    workers = CompileWorkers(num, arch, scratch)
+def compile_workers(count: int, arch: int, scratch: str) -> Iterator[CompileWorkers]:
+    workers = CompileWorkers(count, arch, scratch)
     try:
         yield workers
     finally:
         workers.close()
 
 
-def _serve(arch: int) -> None:
-    requests, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a compiler prints must not be mistaken for a result
+def _serve(arch: int, ends: Sequence[int]) -> None:
+    """In the first process: forks one for every other pair of pipes."""
+    os.dup2(2, 1)  # what a compiler prints is not for the caller's standard output
+    # Imported once, before the others are forked.
+    from paceline.engine.cuda import variants  # noqa: F401
     from paceline.kernels.binaries import compile_for
 
     compile_for(arch)
-    while True:
-        try:
-            function, args = pickle.load(requests)
-        except EOFError:
-            return
-        try:
-            answer = function(*args), None
-        except Exception as error:  # the caller raises it
-            answer = None, error
-        pickle.dump(answer, results)
-        results.flush()
+    mine = list(zip(ends[::2], ends[1::2], strict=True))
+    while len(mine) > 1:
+        last = mine.pop()
+        if os.fork() == 0:
+            for end in (end for pair in mine for end in pair):
+                os.close(end)  # a caller notices that a process has ended when nobody has the pipe open
+            mine = [last]
+        else:
+            for end in last:
+                os.close(end)
+    _work(*mine[0])
+
+
+def _work(requests_end: int, results_end: int) -> None:
+    with os.fdopen(requests_end, "rb") as requests, os.fdopen(results_end, "wb") as results:
+        while True:
+            try:
+                function, args = pickle.load(requests)
+            except EOFError:
+                return
+            answer: tuple[Any, Exception | None]
+            try:
+                answer = function(*args), None
+            except Exception as error:  # the caller raises it
+                answer = None, error
+            pickle.dump(answer, results)
+            results.flush()
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+    _serve(int(sys.argv[1]), list(map(int, sys.argv[2:])))

@@ -14,8 +14,9 @@ pass computes follows from its plan alone.
 
 A decode batch is one small kernel that applies the upload, and one CUDA graph (decode.py). A prefill batch with many
 tokens is launched kernel by kernel (prefill.py), which takes the host a few milliseconds, hidden behind the previous
-pass. With few tokens they would not be hidden: such a batch runs as a graph too, up to the logits, once it has occurred
-a few times. Its inputs are copied from the upload to where the graph reads them.
+pass. With few tokens they would not be hidden: such a batch runs as a graph too, up to the logits. Its inputs are
+copied from the upload to where the graph reads them. Where a graph does not exist yet, the same kernels are launched
+one by one: no pass waits for a capture (graphs.py).
 
 Noise is keyed by seed, position and token, as on the CPU, but with another hash (kernels/noise.py): a seed gives the
 same tokens in every run on the same kind of device, but not across kinds.
@@ -24,8 +25,9 @@ same tokens in every run on the same kind of device, but not across kinds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -34,14 +36,14 @@ from torch import Tensor
 from paceline.engine.cuda.attention import AttentionChoices, CudaAttention, max_units
 from paceline.engine.cuda.buffers import PassBuffers
 from paceline.engine.cuda.decode import DecodeRunner
-from paceline.engine.cuda.graphs import CudaGraphs, GraphKey, GraphStage, forward_key
-from paceline.engine.cuda.inputs import PREFILL_SIZES, PackedBatch, PlanPacker, PrefillBucket
+from paceline.engine.cuda.graphs import CudaGraphs, GraphKey, GraphStage, forward_key, forward_keys
+from paceline.engine.cuda.inputs import PREFILL_SIZES, PackedBatch, PlanPacker
 from paceline.engine.cuda.model import CudaModel
 from paceline.engine.cuda.prefill import PrefillRunner
 from paceline.engine.cuda.sampling import CudaSampling, PromptLogprobs, logprob_columns
-from paceline.engine.cuda.sharing import ShareRule
+from paceline.engine.cuda.sharing import BLOCK_SIZES, ShareRule
 from paceline.engine.cuda.stats import ExecutorStats
-from paceline.engine.cuda.streams import CudaEvent, Graph, Streams
+from paceline.engine.cuda.streams import CudaEvent, Streams
 from paceline.engine.cuda.swap import CudaSwap
 from paceline.engine.executor import Capabilities, Executor, Result
 from paceline.engine.pooling import PooledStates
@@ -53,18 +55,19 @@ from paceline.sampling.types import Bits, Masks
 from paceline.scheduler.plan import NO_TOKENS, Plan, Swap
 
 _DEPTH = 4  # passes that have buffers; at most two are in flight
+_CAPTURE_SECONDS = 0.5  # for capturing graphs at start, 5 to 10 ms each; the others are captured in idle time
 
 
 class CudaPending:
     """A launched forward pass."""
 
     __slots__ = (
-        "_bucket",
         "_buffers",
         "_executor",
         "_packed",
         "_previous_end",
         "_result",
+        "bucket",
         "delayed",
         "prompt_logprobs",
     )
@@ -79,7 +82,7 @@ class CudaPending:
         prompt_logprobs: list[PromptLogprobs],
     ) -> None:
         self._executor, self._buffers, self._previous_end = executor, buffers, previous_end
-        self._packed, self._bucket = packed, bucket
+        self._packed, self.bucket = packed, bucket
         self._result: Result | None = None
         self.prompt_logprobs = prompt_logprobs  # kept until their copies have ended
         self.delayed: Callable[[Masks], None] | None = None
@@ -104,7 +107,7 @@ class CudaPending:
             buffers.copied.synchronize()
             device_s = buffers.began.elapsed_time(buffers.ended) / 1e3
             stats.wait_s += time.perf_counter() - began
-            stats.add_pass(self._bucket, device_s)
+            stats.add_pass(self.bucket, device_s)
             idle_s = self._previous_end.elapsed_time(buffers.began) / 1e3 if self._previous_end is not None else 0.0
             stats.idle_s += idle_s
             has_fetched = self._packed.fetch_pages.count
@@ -164,7 +167,7 @@ class CudaExecutor(Executor):
         # One more than a row can have, since the last sampled token is stored and never fed.
         max_length = max_row_tokens + 1
         self.state = SlotState.empty(max_running, max_length, page_size, max_running, device)
-        self.graphs = CudaGraphs(streams, max_running, self._run, self.run_empty)
+        self.graphs = CudaGraphs(streams, max_running, self.run_pass)
         capacity = max_units(self.graphs.sizes, max_length, attention.chunks)
         self.attention = CudaAttention(
             model,
@@ -218,12 +221,41 @@ class CudaExecutor(Executor):
         return len(self._slots)
 
     @torch.inference_mode()
+    def load_libraries(self) -> None:
+        """Loads the kernels of libraries, which they do at first use and which may take a second on a new machine.
+        Needs no kernel of ours, so those may be compiled meanwhile."""
+        with self._streams.use(self._streams.engine):
+            self.model.load_gemm_kernels(self.graphs.sizes, [bucket.tokens for bucket in self.prefill.buckets])
+            self.sampling.load_kernels(self.model)
+
+    @torch.inference_mode()
     def warm_up(self) -> None:
-        """Captures every decode graph and compiles the kernels that copy pages, so that no request waits for it."""
+        """Captures the graphs that are most likely to be used, as many as the time allows."""
+        deadline = time.perf_counter() + _CAPTURE_SECONDS
         with self._streams.use(self._streams.engine):
             if self.swap is not None:
                 self.swap.warm_up()
-            self.graphs.capture_all()
+            for graph in self._likely_graphs():
+                self.graphs.capture(*graph)
+                if time.perf_counter() > deadline:
+                    break
+
+    def _likely_graphs(self) -> Iterator[tuple[int, GraphKey]]:
+        """Graphs that are captured before they are needed, the most likely first; of decode batches the largest first,
+        so that smaller ones reuse its memory."""
+        sizes = self.graphs.sizes[::-1]
+        plain = [(size, key) for size in sizes for key in forward_keys(size)]
+        yield from plain
+        for bucket in self.prefill.buckets:
+            yield sizes[0], GraphKey(prefill=bucket)
+        if self.attention.shared_units is not None:
+            for key in (GraphKey(shared_block_m=block) for block in BLOCK_SIZES):
+                yield from dict.fromkeys((self.graphs.bucket(size, key), key) for size in sizes)
+        yield from ((size, key._replace(filters=True)) for size, key in plain)
+        yield from ((size, key._replace(logprobs=True)) for size, key in plain)
+        yield from ((size, key._replace(adjusts=True)) for size, key in plain)
+        yield from ((size, key._replace(stage=GraphStage.LOGITS)) for size, key in plain)
+        yield from ((size, GraphKey(stage=GraphStage.TOKENS)) for size in sizes)
 
     def load_weights(self, decoder: Decoder) -> None:
         self._streams.synchronize()
@@ -232,9 +264,9 @@ class CudaExecutor(Executor):
 
     @torch.inference_mode()
     def run_background_work(self) -> bool:
-        """Captures one prefill graph, so that no request waits for it later; returns whether one was missing."""
+        """Captures one CUDA graph that is likely to be used; returns whether one was missing."""
         with self._streams.use(self._streams.engine):
-            return self.graphs.capture_next(GraphKey(prefill=bucket) for bucket in self.prefill.buckets)
+            return self.graphs.capture_next(self._likely_graphs())
 
     def reset_stats(self) -> None:
         self.stats = ExecutorStats()
@@ -276,7 +308,7 @@ class CudaExecutor(Executor):
         self._prepared = None
         ring_index = self._count % _DEPTH
         self._count += 1
-        logits = index = sampling_graph = graph = None
+        logits = index = after = None
         prompt_logprobs: list[PromptLogprobs] = []
         with streams.use(streams.engine):
             buffers.uploaded.wait(streams.engine)
@@ -284,56 +316,64 @@ class CudaExecutor(Executor):
                 self._swap_pages(plan.swap, buffers, packed)  # before `began`: it may wait for the host link
             buffers.began.record(streams.engine)
             if packed.is_decode:
-                # Before the diff is applied: a graph that is captured now must not see the new rows.
-                key = forward_key(packed.num_rows, packed.num_unshared_tokens, packed.shared_block_m)
-                after = GraphKey(packed.has_filters, adjusts=packed.adjusts, logprobs=packed.logprobs is not None)
-                key = (
-                    key._replace(stage=GraphStage.LOGITS)
-                    if delayed
-                    else after._replace(short_contexts=key.short_contexts, shared_block_m=key.shared_block_m)
-                )
-                bucket = self.graphs.bucket(packed.num_rows, key)
-                graph = self.graphs.graph(bucket, key)
-                if delayed:
-                    sampling_graph = self.graphs.graph(bucket, after._replace(stage=GraphStage.TOKENS))
                 self._apply(buffers, packed)
-                graph.replay()
+                key = forward_key(packed.num_rows, packed.num_unshared_tokens, packed.shared_block_m)
+                bucket = self.graphs.bucket(packed.num_rows, key)
+                filters, adjusts, logprobs = packed.has_filters, packed.adjusts, packed.logprobs is not None
+                if delayed:
+                    after = GraphKey(filters, adjusts=adjusts, logprobs=logprobs, stage=GraphStage.TOKENS)
+                    key = key._replace(stage=GraphStage.LOGITS)
+                else:
+                    key = key._replace(filters=filters, adjusts=adjusts, logprobs=logprobs)
+                by_graph = self._replay(bucket, key)
             else:
                 bucket = 0
                 index = buffers.span(packed.sampled)[: packed.num_sampled]
-                graph, logits, prompt_logprobs = self._run_prefill(plan, buffers, packed, index)
+                by_graph, logits, prompt_logprobs = self._run_prefill(plan, buffers, packed, index)
                 if packed.num_sampled:
                     self.sampling.step.add_(1)
         pending = CudaPending(self, buffers, self._last_end, packed, bucket, prompt_logprobs)
         self._pending[ring_index], self._last_end = pending, buffers.ended
+        finish = partial(self._finish, pending, buffers, packed, logits, index, after)
         if delayed:
-            pending.delayed = lambda masks: self._finish(pending, buffers, packed, logits, index, masks, sampling_graph)
+            pending.delayed = finish
         else:
-            self._finish(pending, buffers, packed, logits, index)
+            finish(None)
         stats.passes += 1
-        stats.graphs += graph is not None
+        stats.graphs += by_graph
         if packed.is_decode:
             stats.decode_context_tokens += plan.num_context_tokens
             stats.saved_tokens += packed.num_saved_tokens
         stats.launch_s += time.perf_counter() - began
         return pending
 
+    def _replay(self, rows: int, key: GraphKey) -> bool:
+        """Runs a pass, or a stage of it, as a graph if there is one, else kernel by kernel; returns which."""
+        graph = self.graphs.find(rows, key)
+        if graph is None:
+            self.run_pass(rows, key)
+        else:
+            graph.replay()
+        return graph is not None
+
     def _run_prefill(
         self, plan: Plan, buffers: PassBuffers, packed: PackedBatch, index: Tensor
-    ) -> tuple[Graph | None, Tensor | None, list[PromptLogprobs]]:
-        """Runs a prefill or mixed batch. Returns its graph, if it has one, the logits of the tokens `index`, and the
+    ) -> tuple[bool, Tensor | None, list[PromptLogprobs]]:
+        """Runs a prefill or mixed batch. Returns whether it ran as a graph, the logits of the tokens `index`, and the
         logprobs of prompts; hidden states of prompts that are embedded are summed into `buffers.pooled`."""
         model, num_pooled = self.model, len(packed.pooled_rows)
         requests = self._packer.logprobs.of_prompts(plan)
         all_states = bool(requests) or num_pooled > 0
-        graph = None
+        by_graph = False
+        self._apply(buffers, packed)
         if packed.bucket is not None and (packed.num_sampled or all_states):
-            graph = self._run_padded(buffers, packed, packed.bucket, all_states)
+            self.prefill.load_inputs(packed, buffers.span)
+            key = GraphKey(shared_block_m=packed.shared_block_m, prefill=packed.bucket, all_states=all_states)
+            by_graph = self._replay(self.graphs.sizes[-1], key)
             if not all_states:
-                return graph, model.last_logits(packed.num_sampled), []
+                return by_graph, model.last_logits(packed.num_sampled), []
             hidden = model.last_states(packed.num_tokens)
         else:
-            self._apply(buffers, packed)
             rows = 0
             if packed.num_decodes:
                 rows = self.graphs.bucket(packed.num_decodes, GraphKey(shared_block_m=packed.shared_block_m))
@@ -343,23 +383,8 @@ class CudaExecutor(Executor):
         slots = [int(plan.slots[request.row]) for request in requests]
         prompt_logprobs = self.sampling.prompt_logprobs(requests, slots, model, hidden)
         if not packed.num_sampled:
-            return graph, None, prompt_logprobs
-        return graph, model.logits(model.select(hidden, index) if all_states else hidden), prompt_logprobs
-
-    def _run_padded(
-        self, buffers: PassBuffers, packed: PackedBatch, bucket: PrefillBucket, all_states: bool
-    ) -> Graph | None:
-        """Runs a padded prefill or mixed batch up to its logits, or up to all hidden states; as a graph if there is
-        one, which is returned."""
-        key = GraphKey(shared_block_m=packed.shared_block_m, prefill=bucket, all_states=all_states)
-        graph = self.graphs.prefill_graph(key)  # before the diff is applied, as above
-        self._apply(buffers, packed)
-        self.prefill.load_inputs(packed, buffers.span)
-        if graph is not None:
-            graph.replay()
-        else:
-            self._run(self.graphs.sizes[-1], key)  # the same kernels as in the graph, for the same bits
-        return graph
+            return by_graph, None, prompt_logprobs
+        return by_graph, model.logits(model.select(hidden, index) if all_states else hidden), prompt_logprobs
 
     @torch.inference_mode()
     def _finish(
@@ -369,19 +394,20 @@ class CudaExecutor(Executor):
         packed: PackedBatch,
         logits: Tensor | None,
         index: Tensor | None,
-        masks: Masks | None = None,
-        sampling_graph: Graph | None = None,
+        after: GraphKey | None,
+        masks: Masks | None,
     ) -> None:
-        """Ends a pass: samples, unless its graph has done so, and copies the results to the host."""
+        """Ends a pass: samples, unless its graph has done so, and copies the results to the host. after: the stage of a
+        decode batch that follows its logits."""
         streams, sampling = self._streams, self.sampling
         if masks is not None:
             sampling.masks.send(masks)
         self._num_steps += bool(packed.num_sampled)
         at, count = self._num_steps % _DEPTH, packed.num_sampled
         with streams.use(streams.engine):
-            if sampling_graph is not None:
+            if after is not None:
                 sampling.masks.arrived.wait(streams.engine)
-                sampling_graph.replay()
+                self._replay(pending.bucket, after)
             elif logits is not None:
                 if masks is not None:
                     sampling.masks.arrived.wait(streams.engine)
@@ -407,6 +433,7 @@ class CudaExecutor(Executor):
             for one in pending.prompt_logprobs:
                 one.copy()
             buffers.copied.record(streams.results)
+        self.graphs.capture_missed()  # now: the device has this pass to do meanwhile
 
     def mask_buffer(self, pending: CudaPending, num_rows: int, num_words: int) -> Bits:
         previous, last = (self._pending[(self._count - back) % _DEPTH] for back in (2, 1))
@@ -433,27 +460,11 @@ class CudaExecutor(Executor):
 
     # ------------------------------------------------------------------ what a graph contains
 
-    def _run(self, rows: int, key: GraphKey) -> None:
+    def run_pass(self, rows: int, key: GraphKey) -> None:
+        """Launches the kernels of a pass of so many rows, or of the stage of it that the key names."""
         if key.prefill is not None:
             hidden = self.prefill.run_bucket(rows, key.shared_block_m, key.prefill, all_states=key.all_states)
             if not key.all_states:
                 self.model.logits(hidden)
         else:
             self.decode.run(rows, key)
-
-    def run_empty(self, rows: int, key: GraphKey) -> None:
-        """Runs a pass without live rows: compiles its kernels and changes no state."""
-        # The shared units of the last pass are still in the buffers: they would be computed, and counted as arrived,
-        # without the other units of their rows.
-        units = self.attention.units.values()
-        counts = [self.state.num_rows, self.sampling.masks.num_masks, *(one.num_shared for one in units)]
-        before = [count.clone() for count in counts]
-        for count in counts:
-            count.zero_()
-        if key.prefill is not None:
-            self.prefill.load_padding(key.prefill)
-        self._run(rows, key)
-        if key.stage is not GraphStage.TOKENS and key.prefill is None:
-            self.sampling.step.sub_(1)
-        for count, value in zip(counts, before, strict=True):
-            count.copy_(value)

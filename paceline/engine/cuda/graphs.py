@@ -5,14 +5,16 @@ one after them, where the host computes grammar masks in between. Small prefill 
 `PrefillBucket`, up to the logits: with so few tokens, launching kernel by kernel takes longer than computing. Batches
 with prompts that are embedded, or whose logprobs are requested, have another that ends with all hidden states.
 
-A graph is captured from the same function that runs without graphs, after that has run once without live rows, which
-compiles its kernels and changes no state. Rows beyond the real ones are padding: attention and sampling skip them, and
-the GEMMs compute zeros, so a bucket costs little more than the batch in it.
+A graph is captured from the same function that runs without graphs; capturing executes nothing. A pass without a graph
+is launched kernel by kernel, which takes the host a few milliseconds and gives the same bits. Likely graphs are
+captured at start and in idle time, others once they were missed a few times. Rows beyond the real ones are padding:
+attention and sampling skip them, and the GEMMs compute zeros, so a bucket costs little more than the batch in it.
 """
 
 from __future__ import annotations
 
 import bisect
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from enum import Enum
@@ -25,7 +27,7 @@ SHORT_CONTEXT_ROWS = 96  # batches with more rows have a graph of their own for 
 _SHORT_CONTEXT_TOKENS = 512  # per row on average; measured well above and below (docs/log/decode-attention.md)
 
 MAX_GRAPHS = 192  # of some 4 MB each; keys and buckets could make more than a thousand
-CAPTURE_AFTER = 3  # times that a prefill bucket is launched kernel by kernel before it is worth capturing
+CAPTURE_AFTER = 3  # times that a pass is launched kernel by kernel before its graph is worth capturing
 
 
 class GraphStage(Enum):
@@ -49,8 +51,10 @@ class GraphKey(NamedTuple):
 
 def forward_key(num_rows: int, num_unshared_tokens: int, shared_block_m: int) -> GraphKey:
     """The part of a decode batch's key that concerns the forward pass."""
+    if shared_block_m:
+        return GraphKey(shared_block_m=shared_block_m)
     short = num_rows > SHORT_CONTEXT_ROWS and num_unshared_tokens < _SHORT_CONTEXT_TOKENS * num_rows
-    return GraphKey(short_contexts=short, shared_block_m=shared_block_m)
+    return GraphKey(short_contexts=short)
 
 
 def buckets(max_rows: int) -> list[int]:
@@ -61,57 +65,60 @@ def buckets(max_rows: int) -> list[int]:
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
+def forward_keys(rows: int) -> list[GraphKey]:
+    """The keys of a decode batch of so many rows that shares nothing."""
+    return [GraphKey(short_contexts=short) for short in ((True, False) if rows > SHORT_CONTEXT_ROWS else (False,))]
+
+
+Sized = tuple[int, GraphKey]  # a graph: its number of rows and its key
+
+
 class CudaGraphs:
     """Captured graphs by number of rows and key, least recently used first."""
 
-    def __init__(
-        self,
-        streams: Streams,
-        max_rows: int,
-        run: Callable[[int, GraphKey], None],
-        run_empty: Callable[[int, GraphKey], None],
-    ) -> None:
-        """`run(rows, key)` is a forward pass of so many rows; `run_empty` is the same without live rows."""
+    def __init__(self, streams: Streams, max_rows: int, run: Callable[[int, GraphKey], None]) -> None:
+        """`run(rows, key)` is a forward pass of so many rows."""
         self.sizes = buckets(max_rows)
-        self._streams, self._run, self._run_empty = streams, run, run_empty
-        self._graphs: dict[tuple[int, GraphKey], Graph] = {}
-        self._uses: Counter[GraphKey] = Counter()  # of prefill buckets, which can also run without a graph
+        self.capture_s = 0.0  # host time so far
+        self._streams, self._run = streams, run
+        self._graphs: dict[Sized, Graph] = {}
+        self._misses: Counter[Sized] = Counter()  # of graphs that do not exist
 
     def bucket(self, num_rows: int, key: GraphKey) -> int:
-        """The smallest bucket that holds so many rows. Where rows share KV reads, every second bucket is left out:
-        those graphs are captured at first use."""
+        """The smallest bucket that holds so many rows. Where rows share KV reads, every second bucket is left out."""
         at = bisect.bisect_left(self.sizes, num_rows)
         return self.sizes[-1 - (len(self.sizes) - 1 - at) // 2 * 2] if key.shared_block_m else self.sizes[at]
 
-    def graph(self, size: int, key: GraphKey) -> Graph:
-        """The graph of a bucket, captured now if it does not exist. The least recently used graph is dropped if there
-        are too many."""
+    def find(self, size: int, key: GraphKey) -> Graph | None:
+        """The graph of a bucket; None if it was not captured yet."""
         graph = self._graphs.pop((size, key), None)
         if graph is None:
-            self._run_empty(size, key)
-            graph = self._streams.capture(lambda: self._run(size, key))
+            self._misses[size, key] += 1
+            return None
         self._graphs[size, key] = graph
-        if len(self._graphs) > MAX_GRAPHS:
-            del self._graphs[next(iter(self._graphs))]
         return graph
 
-    def prefill_graph(self, key: GraphKey) -> Graph | None:
-        """The graph of a prefill bucket, for any number of rows; None while it is not worth capturing."""
-        self._uses[key] += 1
-        is_captured = (self.sizes[-1], key) in self._graphs
-        return self.graph(self.sizes[-1], key) if is_captured or self._uses[key] >= CAPTURE_AFTER else None
+    def capture(self, size: int, key: GraphKey) -> None:
+        """Captures a graph. The least recently used one is dropped if there are too many."""
+        began = time.perf_counter()
+        self._graphs[size, key] = self._streams.capture(lambda: self._run(size, key))
+        self._misses.pop((size, key), None)
+        if len(self._graphs) > MAX_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        self.capture_s += time.perf_counter() - began
 
-    def capture_next(self, keys: Iterable[GraphKey]) -> bool:
-        """Captures the first of these prefill graphs that is missing; returns whether one was. Does nothing before a
-        prefill bucket has run: until then there are kernels to compile, which would block the engine for too long."""
-        missing = next((key for key in keys if (self.sizes[-1], key) not in self._graphs), None)
-        if missing is None or not self._uses:
+    def capture_missed(self) -> None:
+        """Captures the graph that was missed most often, if that was often enough."""
+        for graph, count in self._misses.most_common(1):
+            if count >= CAPTURE_AFTER:
+                self.capture(*graph)
+
+    def capture_next(self, likely: Iterable[Sized]) -> bool:
+        """Captures one graph that was missed or is likely to be used; returns False if there is none."""
+        if len(self._graphs) >= MAX_GRAPHS:
             return False
-        self.graph(self.sizes[-1], missing)
-        return True
-
-    def capture_all(self) -> None:
-        """Captures all buckets without filters, the largest first, so that smaller ones reuse its memory."""
-        for size in reversed(self.sizes):
-            for short_contexts in (True, False) if size > SHORT_CONTEXT_ROWS else (False,):
-                self.graph(size, GraphKey(short_contexts=short_contexts))
+        missing = (graph for graph in (*self._misses, *likely) if graph not in self._graphs)
+        graph = next(missing, None)
+        if graph is not None:
+            self.capture(*graph)
+        return graph is not None

@@ -14,8 +14,9 @@ when they read the GEMM's output (`defer_norm`), where they can, so that a layer
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ _MAX_FUSED_ROWS = 128
 # alone, at any number of rows (docs/log/gemms.md).
 _LARGE_WEIGHT = 1 << 23
 _MAX_SPLIT_K = 4
+_UNPADDED_STEP = 512  # rows: GEMMs of larger prefill batches are loaded at multiples
 _UNSUPPORTED_FIELDS = ("activation", "norm_placement", "attention_scale", "score_cap", "logit_cap")  # of ModelSpec
 
 
@@ -235,6 +237,27 @@ class CudaModel:
     def last_logits(self, rows: int) -> Tensor:
         """The logits of the last pass, which had so many rows."""
         return self._logits[:rows]
+
+    def load_gemm_kernels(self, decode_sizes: Sequence[int], prefill_sizes: Sequence[int]) -> None:
+        """Runs the GEMMs of a layer and of the head for all numbers of rows that are padded to, and some of those that
+        are not: cuBLAS chooses another kernel for another number of rows, and loads it at first use."""
+        sizes = {*prefill_sizes, *range(_UNPADDED_STEP, self.max_tokens + 1, _UNPADDED_STEP), self.max_tokens}
+        for rows in sorted({*decode_sizes, *sizes}):
+            forward, layer = ForwardPass(self, rows, fused=False, defer_norm=True, pdl=False), self.layers[0]
+            for weights, run in (
+                (layer.qkv, partial(forward.cublas_norm_linear, layer.qkv, forward.qkv, defer_norm=True)),
+                (layer.out, partial(forward.add_linear, layer.out, forward.attended)),
+                (
+                    layer.mlp.gate_up,
+                    partial(forward.cublas_norm_linear, layer.mlp.gate_up, forward.gate_up, defer_norm=True),
+                ),
+                (layer.mlp.down, partial(forward.add_linear, layer.mlp.down, forward.act)),
+            ):
+                if rows in sizes or self.fused_tuning(weights, rows) is None:
+                    run()
+        for rows in decode_sizes:
+            self.logits(self._normed[:rows])
+        self._x.zero_()
 
     def fused_tuning(self, weights: LinearWeights, rows: int) -> LinearTuning | None:
         """The fused kernel for a GEMM of so many rows; None for cuBLAS."""

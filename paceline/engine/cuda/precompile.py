@@ -1,6 +1,6 @@
 """Compiles the kernels of a model ahead of time, on any machine, in as many processes as there are cores.
 
-    this process        loads weights ───────────────────────────┐
+    this process        loads weights and libraries ─────────────┐
     first process       lists the variants ─▶ compiles ─▶ …      ├─▶ launches
     other processes                         ─▶ compile ─▶ …  ────┘
 
@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import astuple
@@ -21,11 +22,10 @@ from pathlib import Path
 
 import torch
 
-import paceline
 from paceline.config import SchedulerConfig
 from paceline.engine.cuda.compile_workers import compile_workers
-from paceline.engine.cuda.variants import kernel_variants
-from paceline.kernels.binaries import CannotPrecompile, KernelStore, compile_variant
+from paceline.engine.cuda.variants import VARIANT_OPTIONS, kernel_variants
+from paceline.kernels.binaries import CannotPrecompile, KernelStore, compile_variant, source_digest
 from paceline.kernels.driver import use_binaries
 from paceline.kernels.variants import KernelVariant
 from paceline.model.fetch import cache_folder
@@ -49,13 +49,13 @@ def precompile(
     also: Sequence[Path] = (),
     jobs: int | None = None,
     progress: Progress | None = None,
-) -> tuple[int, int]:
+) -> tuple[list[KernelVariant], int]:
     """Compiles into a folder what it and those of `also` lack for a model, in `jobs` processes (default: one per core).
-    Returns how many variants the model has, and how many were compiled."""
+    Returns all variants of the model, and how many were compiled."""
     store, name = KernelStore(folder, arch, also), f"{_list_name(spec, dtype, scheduler)}.list"
     variants = next(filter(None, (_read_list(one / name) for one in (*also, folder))), None)
     if variants is not None and not store.missing(variants):
-        return len(variants), 0
+        return variants, 0
     with (
         tempfile.TemporaryDirectory(prefix="paceline-triton-") as scratch,  # Triton's own cache: the folder is ours
         compile_workers(jobs or os.cpu_count() or 1, arch, scratch) as workers,
@@ -69,36 +69,40 @@ def precompile(
             if progress is not None:
                 progress(done, len(tasks))
     _write_list(folder / name, variants)
-    return len(variants), len(missing)
+    return variants, len(missing)
 
 
 class KernelPreparation:
-    """Compiles what is missing while the weights are loaded."""
+    """Compiles what is missing while weights and libraries are loaded."""
 
     def __init__(self, spec: ModelSpec, dtype: str, scheduler: SchedulerConfig, prepared: str | None) -> None:
         """`prepared`: a folder written by `paceline compile`."""
         major, minor = torch.cuda.get_device_capability()
         self._arch, self._prepared = 10 * major + minor, [] if prepared is None else [Path(prepared)]
         self._folder = cache_folder() / "kernels"
+        self._began = time.perf_counter()
         pool = ThreadPoolExecutor(1, "paceline-compile")
         self._task = pool.submit(precompile, spec, dtype, scheduler, self._folder, self._arch, also=self._prepared)
         pool.shutdown(wait=False)
 
     def finish(self) -> None:
-        """Waits, and uses the binaries from now on. If compiling ahead fails, kernels are compiled as they are used."""
+        """Waits, and loads the binaries into the GPU. If compiling failed, kernels are compiled as they are used."""
+        variants: list[KernelVariant] = []
         try:
-            count, num_compiled = self._task.result()
+            variants, num_compiled = self._task.result()
         except (OSError, RuntimeError) as error:
             log.warning("kernels could not be compiled ahead, the first requests wait for them: %s", error)
         else:
-            log.info("%d of %d kernels were compiled", num_compiled, count)
-            if self._prepared and num_compiled == count:
+            if num_compiled:
+                seconds = time.perf_counter() - self._began
+                log.info("compiled %d of %d kernels in %.1f s", num_compiled, len(variants), seconds)
+            if self._prepared and num_compiled == len(variants):
                 log.warning(
                     "kernel_folder %s has no kernel of this model for sm_%d and this version: see `paceline compile`",
                     self._prepared[0],
                     self._arch,
                 )
-        use_binaries(KernelStore(self._folder, self._arch, self._prepared))
+        use_binaries(KernelStore(self._folder, self._arch, self._prepared), variants)
 
 
 def _compile(variant: KernelVariant, folder: Path, arch: int) -> None:
@@ -113,9 +117,9 @@ def _compile(variant: KernelVariant, folder: Path, arch: int) -> None:
 
 def _list_name(spec: ModelSpec, dtype: str, scheduler: SchedulerConfig) -> str:
     """Changes with everything that the list depends on: model, options and the code that launches kernels."""
-    digest = hashlib.sha256(repr((spec, dtype, scheduler)).encode())
-    package = Path(paceline.__file__).parent
-    for path in sorted([*(package / "kernels").glob("*.py"), *(package / "engine" / "cuda").glob("*.py")]):
+    options = [getattr(scheduler, name) for name in VARIANT_OPTIONS]
+    digest = hashlib.sha256(repr((spec, dtype, options, source_digest())).encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:32]
 

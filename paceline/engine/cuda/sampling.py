@@ -31,6 +31,7 @@ from paceline.kernels.layouts import LOGPROB_WORDS, LogprobWord
 from paceline.kernels.logprobs import LogprobWorkspace, chosen_logprobs, top_logprobs
 from paceline.kernels.sampling import SampleWorkspace, sample
 from paceline.kernels.slot_state import SlotState
+from paceline.request import MAX_LOGPROBS
 from paceline.sampling.logprobs import MAX_LOGIT_ROWS, LogprobRequest, LogprobWidth, split
 from paceline.sampling.types import Bits, LogprobRun, Logprobs, Masks
 
@@ -129,6 +130,16 @@ class CudaSampling:
         self.results = torch.zeros(depth, max_running, dtype=torch.int32, device=device)
         self.logprobs = torch.zeros(depth, max_running, LOGPROB_WORDS, dtype=torch.int32, device=device)
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def load_kernels(self, model: CudaModel) -> None:
+        """Runs what sampling needs of torch once: torch, too, loads its kernels at first use."""
+        hidden = model.last_states(1)
+        for num_top in (0, 1, MAX_LOGPROBS):
+            request = LogprobRequest(row=0, index=0, count=1, first=0, num_top=num_top)
+            for one in self.prompt_logprobs([request], [0], model, hidden):
+                one.copy()
+        model.logits(model.select(hidden, torch.zeros(1, dtype=torch.int32, device=hidden.device))).clone()
+        self.step.add_(0)
 
     def sample(
         self,

@@ -52,7 +52,7 @@ class Streams(Protocol):
         """int32 in pinned host memory, so that copies are asynchronous."""
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Captures `work`. It must have run before, so that no kernel is compiled during the capture."""
+        """Captures what `work` launches, without executing it. Work of earlier passes may be running."""
 
     def free_memory(self) -> int: ...
 
@@ -85,13 +85,12 @@ class CudaStreams:
 
     def capture(self, work: Callable[[], None]) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        # All graphs run on one stream, one after the other, so they share a memory pool. Thread-local: calls of other
-        # threads must not make the capture fail.
+        # All graphs run on one stream, one after the other, so they share a memory pool. Relaxed: kernels may be loaded
+        # during the capture, and calls of other threads must not make it fail.
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self.engine):
-            self.engine.synchronize()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:
                 work()
             finally:

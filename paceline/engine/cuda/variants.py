@@ -8,6 +8,8 @@ random requests launch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -29,17 +31,32 @@ from paceline.model.decoder import Decoder
 from paceline.model.layout import target_shapes
 from paceline.model.spec import ModelSpec
 
+# The scheduler options that the list depends on. It depends on no others, such as the size of the KV cache.
+VARIANT_OPTIONS = ("max_running", "max_batch_tokens", "page_size")
+
 
 def kernel_variants(spec: ModelSpec, dtype: str, scheduler: SchedulerConfig) -> list[KernelVariant]:
     """What a model with these options can launch on one GPU, in order."""
-    with recorded_launches() as found, torch.inference_mode():
-        launch_all(_dry_executor(_one_of_each_layer(spec), dtype, scheduler))
+    with recorded_launches() as found, torch.inference_mode(), _without_gemms():
+        launch_all(_dry_executor(_two_of_each_layer(spec), dtype, scheduler))
     return sorted(found, key=repr)
 
 
-def _one_of_each_layer(spec: ModelSpec) -> ModelSpec:
-    """The same model with one layer of each kind: layers of a kind launch the same kernels."""
-    kinds = list(dict.fromkeys(zip(spec.windows, spec.layer_ropes, strict=True)))
+@contextmanager
+def _without_gemms() -> Iterator[None]:
+    """Leaves out GEMMs. On the meta device torch would import its compiler for `addmm`, which takes seconds."""
+    before = torch.mm, torch.addmm
+    torch.mm = torch.addmm = lambda *_, out: out  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.mm, torch.addmm = before
+
+
+def _two_of_each_layer(spec: ModelSpec) -> ModelSpec:
+    """The same model with fewer layers. Layers of a kind launch the same kernels, except that the first one reads the
+    embeddings."""
+    kinds = 2 * list(dict.fromkeys(zip(spec.windows, spec.layer_ropes, strict=True)))
     windows, ropes = zip(*kinds, strict=True)
     return replace(spec, num_layers=len(kinds), windows=windows, layer_ropes=ropes)
 
@@ -58,7 +75,7 @@ def launch_all(executor: CudaExecutor) -> None:
     for rows in sizes:
         for short in (False, True) if rows > SHORT_CONTEXT_ROWS else (False,):
             for block in blocks:
-                executor.run_empty(rows, GraphKey(short_contexts=short, shared_block_m=block))
+                executor.run_pass(rows, GraphKey(short_contexts=short, shared_block_m=block))
     for rows in range(1, sizes[-1] + 1):
         _sample(executor, rows)
     _prefill(executor, blocks)

@@ -121,15 +121,15 @@ def record_packed(device: CudaExecutor) -> list[PackedBatch]:
 
 
 def record_graphs(device: CudaExecutor) -> list[GraphKey]:
-    """A list that receives the key of every graph that is used."""
+    """A list that receives the key of every graph that is looked for."""
     found: list[GraphKey] = []
-    graph = device.graphs.graph
+    find = device.graphs.find
 
-    def choosing(size: int, key: GraphKey) -> Graph:
+    def choosing(size: int, key: GraphKey) -> Graph | None:
         found.append(key)
-        return graph(size, key)
+        return find(size, key)
 
-    device.graphs.graph = choosing  # type: ignore[method-assign]
+    device.graphs.find = choosing  # type: ignore[method-assign]
     return found
 
 

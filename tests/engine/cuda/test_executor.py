@@ -62,6 +62,7 @@ def test_an_upload_waits_for_nothing_on_the_device(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen2", "tiny-smollm3"])
+@pytest.mark.usefixtures("graphs_at_first_use")
 def test_kernels_give_the_same_tokens_as_the_cpu(name: str) -> None:
     """Chunked prefill, mixed batches, decode graphs, cache hits; biases, sliding windows, layers without RoPE."""
     wanted = expected(name, PROMPTS, GREEDY)
@@ -75,11 +76,36 @@ def test_kernels_give_the_same_tokens_as_the_cpu(name: str) -> None:
 
 def test_the_least_recently_used_graph_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
-    captured: list[int] = []
-    graphs = CudaGraphs(HostStreams(), 8, lambda size, key: None, lambda size, key: captured.append(size))
+    graphs, missing = CudaGraphs(HostStreams(), 8, lambda size, key: None), []
     for size in (1, 2, 1, 4, 1, 2):
-        graphs.graph(size, GraphKey())
-    assert captured == [1, 2, 4, 2] and [size for size, _ in graphs._graphs] == [1, 2]
+        if graphs.find(size, GraphKey()) is None:
+            missing.append(size)
+            graphs.capture(size, GraphKey())
+    assert missing == [1, 2, 4, 2] and [size for size, _ in graphs._graphs] == [1, 2]
+
+
+def test_a_pass_without_a_graph_is_launched_and_captured_after_it_was_missed_a_few_times() -> None:
+    params = replace(GREEDY, max_tokens=cuda_graphs.CAPTURE_AFTER + 3)
+    llm, device = on_kernels("tiny-qwen3")
+    events: list[str] = []
+    run_pass, capture = device.run_pass, device.graphs.capture
+
+    def launching(rows: int, key: GraphKey) -> None:
+        if key.prefill is None:
+            events.append("launch")
+        run_pass(rows, key)
+
+    def capturing(size: int, key: GraphKey) -> None:
+        events.append("capture")
+        capture(size, key)
+
+    device.run_pass, device.graphs.capture = launching, capturing  # type: ignore[method-assign]
+    device.run_background_work = lambda: False  # type: ignore[method-assign]
+    with llm:
+        found = llm.generate(PROMPTS[:1], params)[0].token_ids
+    assert found == expected("tiny-qwen3", PROMPTS[:1], params)[0]
+    assert events == ["launch"] * cuda_graphs.CAPTURE_AFTER + ["capture"]
+    assert device.stats.graphs == 2, "the last decodes ran as a graph"
 
 
 def test_shared_reads_change_no_token() -> None:
@@ -196,30 +222,6 @@ def test_one_faulty_pass_fails_no_later_request(on_cpu: bool) -> None:
     assert [output.token_ids for output in outputs] == expected("tiny-qwen3", later, params)
     found = [one.logprob for output in outputs for one in output.prompt_logprobs or () if one is not None]
     assert len(found) == len(later) and np.isfinite(found).all()
-
-
-def test_capturing_a_graph_between_passes_with_shared_units_changes_no_state() -> None:
-    """The one row with a filter ends early, so that another graph is captured while there are shared units."""
-    shared = RNG.integers(3, 512, 40).tolist()
-    prompts = [[*shared, 7], [*shared, 9, 9], [*shared, 5]]
-    params = [replace(GREEDY, max_tokens=6), SamplingParams(max_tokens=3, seed=2, top_k=1, ignore_eos=True)]
-    llm, device = on_kernels("tiny-qwen3")
-    capture, found = device.graphs._run_empty, []
-
-    def capturing(size: int, key: Any) -> None:
-        units = device.attention.units[0]
-        num_shared = int(units.num_shared)
-        capture(size, key)
-        assert int(units.num_shared) == num_shared
-        assert not device.attention.workspace.arrived.any()
-        found.append(num_shared)
-
-    device.graphs._run_empty = capturing
-    with llm:
-        llm.generate(shared, replace(GREEDY, max_tokens=1))
-        outputs = llm.generate(prompts, [params[0], params[1], params[0]])
-    assert any(found)
-    assert outputs[2].token_ids == expected("tiny-qwen3", prompts[2:], params[0])[0]
 
 
 def test_serial_loop_small_chunks_and_pages_change_no_token() -> None:
