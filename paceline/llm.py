@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy.typing as npt
 
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine, Prompt
+from paceline.engine.garbage import no_garbage_collection
 from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta, Timings, TokenLogprob, TokenUsage, WeightUpdate
 from paceline.engine.weight_update import update_weights
@@ -101,19 +101,6 @@ class RequestOutput:
         return self.choices[0].logprobs
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Disables garbage collection: with many prompts in memory, a full collection stops the engine for many passes.
-    The engine itself collects the youngest generation once a minute."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 class LLM:
     """A loaded model with its engine. Use it as a context manager, or call `close`.
 
@@ -141,7 +128,7 @@ class LLM:
     def tokenizer(self) -> Any:
         return self.engine.tokenizer
 
-    @_no_garbage_collection()
+    @no_garbage_collection()
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -167,7 +154,7 @@ class LLM:
             for given, prompt, one, ones in zip(listed, encoded, each, variants, strict=True)
         ]
 
-    @_no_garbage_collection()
+    @no_garbage_collection()
     def embed(
         self, prompts: Prompt | Sequence[Prompt], pooling: str = "mean", progress: bool = True
     ) -> list[npt.NDArray[np.float32]]:

@@ -148,7 +148,7 @@ def assemble(
     detokenize: bool = True,
     kernels: KernelPreparation | None = None,
 ) -> Engine:
-    """Builds an engine around a loaded decoder, which it takes over. kernels: being compiled."""
+    """Builds an engine around a loaded decoder, which it takes over. kernels: if they are being compiled already."""
     device = "cuda" if isinstance(decoder, Decoder) and decoder.device.type == "cuda" else "cpu"
     spec, dtype = decoder.spec, decoder.dtype
     scheduler_config = _scheduler_config(spec, scheduler_options, device)
@@ -167,8 +167,7 @@ def assemble(
         assert isinstance(decoder, Decoder), "CUDA takes over a Decoder"
         executor, scheduler_config = build_cuda(decoder, config, scheduler_config, given)
         executor.load_libraries()
-        if kernels is not None:
-            kernels.finish()
+        (kernels or _prepare_kernels(spec, str(dtype).removeprefix("torch."), scheduler_config, config)).finish()
         executor.warm_up()
         device_name, buckets = torch.cuda.get_device_name(), list(executor.graphs.sizes)
     else:

@@ -7,6 +7,7 @@ these and never probe for methods.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -42,6 +43,7 @@ class Result(NamedTuple):
     logprobs: Logprobs | None = None  # of the sampled tokens, if a row asks for them
     prompt_logprobs: tuple[LogprobRun, ...] = ()
     fetch_s: float | None = None  # time to copy the fetched pages from host memory, where it is measured
+    slow_launch: str | None = None  # why launching the pass took long, if it did
     pooled: tuple[PooledStates, ...] = ()  # hidden states of prompts that are embedded
 
 
@@ -67,6 +69,11 @@ class Executor(ABC):
     """Executes plans on one device. Not thread-safe: the engine's thread is the only caller."""
 
     capabilities = Capabilities()
+
+    @property
+    def slow_launches(self) -> Mapping[str, int]:
+        """Launches that took so long that running requests waited for them, by cause, where they are counted."""
+        return {}
 
     @abstractmethod
     def launch(self, plan: Plan) -> Pending:

@@ -45,6 +45,7 @@ class Pass:
     idle_s: float
     launched: float
     waited: float
+    slow_launch: str | None = None
 
     @property
     def name(self) -> str:
@@ -89,6 +90,7 @@ class Timeline:
                 idle_s=(result.idle_s or 0.0) if self.passes else 0.0,
                 launched=waited if launched is None else launched,
                 waited=waited,
+                slow_launch=result.slow_launch,
             )
         )
 
@@ -129,10 +131,12 @@ def trace_events(timelines: Sequence[Timeline], zero: float | None = None) -> It
         for what, step, began, ended in timeline.spans:
             yield span_event(1, HOST_LANES.index(what), f"{what} {step}", began, ended, {"step": step}, zero)
         for one, (began, ended) in zip(timeline.passes, timeline.device_spans(), strict=True):
-            args = {
+            args: dict[str, Any] = {
                 "step": one.step, "rows": one.num_decodes + one.num_prompts, "tokens": one.num_tokens,
                 "context_tokens": one.context_tokens, "idle_before_us": round(one.idle_s * 1e6, 1),
             }  # fmt: skip
+            if one.slow_launch is not None:
+                args["slow_launch"] = one.slow_launch
             yield span_event(2, 0, one.name, began, ended, args, zero)
 
 

@@ -10,6 +10,7 @@ The CPU build of torch comes without Triton. Kernel files evaluate `tl.constexpr
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import reduce
@@ -110,6 +111,7 @@ class Kernel:
     """
 
     load: ClassVar[Loader | None] = None  # finds kernels that were compiled ahead of time
+    compile_s: ClassVar[float] = 0.0  # host time of first launches that went through Triton
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -135,7 +137,9 @@ class Kernel:
             if kernel is not None:
                 signature.compiled[key] = kernel
         if kernel is None:
+            began = time.perf_counter()
             compiled, num_constants = self.function[grid](*args, **constants), len(self.function.params) - len(args)
+            Kernel.compile_s += time.perf_counter() - began
             kernel = _triton_kernel(compiled, args[signature.num_tensors :], num_constants)
             if kernel is None:
                 self._signatures[types] = None

@@ -91,6 +91,8 @@ class EngineMetrics:
             counter("weight_updates", "Times the weights were replaced.", engine.weights.num_updates),
             counter("scheduler_state_repairs", "Times the idle check found inconsistent scheduler state and reset it.",
                     counters.repairs),
+            MetricFamily("slow_launches", "counter", "Forward passes whose launch took over 50 ms, by cause.",
+                   [({"cause": cause}, count) for cause, count in engine.executor.slow_launches.items()]),
             MetricFamily("request_success", "counter", "Finished requests, by finish reason.",
                    [({"finished_reason": reason.value}, count) for reason, count in counters.finished.items()]),
             MetricFamily("requests_refused", "counter", "Requests refused because of a limit, by tenant.",

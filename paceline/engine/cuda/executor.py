@@ -25,7 +25,7 @@ same tokens in every run on the same kind of device, but not across kinds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -38,6 +38,7 @@ from paceline.engine.cuda.buffers import PassBuffers
 from paceline.engine.cuda.decode import DecodeRunner
 from paceline.engine.cuda.graphs import CudaGraphs, GraphKey, GraphStage, forward_key, forward_keys
 from paceline.engine.cuda.inputs import PREFILL_SIZES, PackedBatch, PlanPacker
+from paceline.engine.cuda.launch_watch import LaunchWatch
 from paceline.engine.cuda.model import CudaModel
 from paceline.engine.cuda.prefill import PrefillRunner
 from paceline.engine.cuda.sampling import CudaSampling, PromptLogprobs, logprob_columns
@@ -46,6 +47,7 @@ from paceline.engine.cuda.stats import ExecutorStats
 from paceline.engine.cuda.streams import CudaEvent, Streams
 from paceline.engine.cuda.swap import CudaSwap
 from paceline.engine.executor import Capabilities, Executor, Result
+from paceline.engine.garbage import no_garbage_collection
 from paceline.engine.pooling import PooledStates
 from paceline.kernels.adjust import write_runs
 from paceline.kernels.pool_states import pool_states
@@ -70,6 +72,7 @@ class CudaPending:
         "bucket",
         "delayed",
         "prompt_logprobs",
+        "slow_launch",
     )
 
     def __init__(
@@ -86,6 +89,7 @@ class CudaPending:
         self._result: Result | None = None
         self.prompt_logprobs = prompt_logprobs  # kept until their copies have ended
         self.delayed: Callable[[Masks], None] | None = None
+        self.slow_launch: str | None = None
 
     def mask_buffer(self, num_rows: int, num_words: int) -> Bits:
         return self._executor.mask_buffer(self, num_rows, num_words)
@@ -126,6 +130,7 @@ class CudaPending:
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
                 fetch_s=fetch_s,
+                slow_launch=self.slow_launch,
                 pooled=self._pooled_states(),
             )
         return self._result
@@ -209,6 +214,7 @@ class CudaExecutor(Executor):
         self._count = 0  # of launched passes
         self._prepared: tuple[Plan, PassBuffers, PackedBatch] | None = None  # for the next launch
         self._last_end: CudaEvent | None = None
+        self.watch = LaunchWatch(lambda: self.graphs.capture_s, streams.reserved_memory)
         streams.synchronize()  # buffers were filled on the default stream: finish before the engine stream begins
 
     @property
@@ -232,7 +238,7 @@ class CudaExecutor(Executor):
     def warm_up(self) -> None:
         """Captures the graphs that are most likely to be used, as many as the time allows."""
         deadline = time.perf_counter() + _CAPTURE_SECONDS
-        with self._streams.use(self._streams.engine):
+        with self._streams.use(self._streams.engine), no_garbage_collection():
             if self.swap is not None:
                 self.swap.warm_up()
             for graph in self._likely_graphs():
@@ -301,7 +307,7 @@ class CudaExecutor(Executor):
 
     @torch.inference_mode()
     def _start(self, plan: Plan, *, delayed: bool) -> CudaPending:
-        began = time.perf_counter()
+        spent = self.watch.begin()
         streams, stats = self._streams, self.stats
         prepared, buffers, packed = self._prepared or (plan, *self._send(plan))
         assert prepared.step == plan.step, "another plan was prepared than is launched"
@@ -344,7 +350,8 @@ class CudaExecutor(Executor):
         if packed.is_decode:
             stats.decode_context_tokens += plan.num_context_tokens
             stats.saved_tokens += packed.num_saved_tokens
-        stats.launch_s += time.perf_counter() - began
+        stats.launch_s += time.perf_counter() - spent.now
+        pending.slow_launch = self.watch.end(spent, f"a pass of {packed.num_rows} rows and {packed.num_tokens} tokens")
         return pending
 
     def _replay(self, rows: int, key: GraphKey) -> bool:
@@ -441,8 +448,13 @@ class CudaExecutor(Executor):
         assert previous is None or previous.is_over, "the previous pass may still read its masks"
         return self.sampling.masks.host_bits(num_rows, num_words)
 
+    @property
+    def slow_launches(self) -> Mapping[str, int]:
+        return self.watch.slow
+
     def close(self) -> None:
         self._streams.synchronize()
+        self.watch.close()
 
     def _swap_pages(self, swap: Swap, buffers: PassBuffers, packed: PackedBatch) -> None:
         assert self.swap is not None, "a plan moves pages to host memory, and the executor has none"

@@ -58,10 +58,11 @@ def precompile(
         return variants, 0
     with (
         tempfile.TemporaryDirectory(prefix="paceline-triton-") as scratch,  # Triton's own cache: the folder is ours
-        compile_workers(jobs or os.cpu_count() or 1, arch, scratch) as workers,
+        compile_workers(jobs or len(os.sched_getaffinity(0)), arch, scratch) as workers,
     ):
         if variants is None:
             variants = workers.submit(kernel_variants, spec, dtype, scheduler).result()
+            log.debug("listed %d kernels", len(variants))
         missing = sorted(store.missing(variants), key=lambda variant: variant.name not in _SLOW)
         tasks = [workers.submit(_compile, variant, folder, arch) for variant in missing]
         for done, task in enumerate(as_completed(tasks), 1):

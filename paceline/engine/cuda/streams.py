@@ -56,6 +56,9 @@ class Streams(Protocol):
 
     def free_memory(self) -> int: ...
 
+    def reserved_memory(self) -> int:
+        """Bytes of device memory that this process has allocated."""
+
     def synchronize(self) -> None: ...
 
 
@@ -100,6 +103,9 @@ class CudaStreams:
     def free_memory(self) -> int:
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def reserved_memory(self) -> int:
+        return torch.cuda.memory_reserved(self.device)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -146,6 +152,9 @@ class HostStreams:
         from paceline.engine.kv_sizing import free_memory
 
         return free_memory()
+
+    def reserved_memory(self) -> int:
+        return 0
 
     def synchronize(self) -> None: ...
 
