@@ -2,7 +2,7 @@
 
     SHAPE=qwen3-0.6b TOKENS=1000000 python benchmarks/executor_variants.py [first letters of a variant ...]
 
-Runs `nano`, `sweep` and `gsp` with one engine per variant, all with the same random weights, and prints seconds,
+Runs `nano`, `sweep`, `gsp` and `zipf` with one engine per variant, all with the same random weights. Prints seconds,
 milliseconds per pass and the time of each kernel in a decode batch. A kernel measured alone may rank differently.
 """
 
@@ -27,7 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from paceline.bench.metrics import Roofline, RunMetrics, measure_roofline, run_metrics
-from paceline.bench.workloads import OfflineWorkload, gsp_offline, nano, sweep
+from paceline.bench.workloads import OfflineWorkload, gsp_offline, nano, sweep, zipf
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cuda.attention import AttentionChoices
 from paceline.engine.cuda.build import build_cuda
@@ -76,6 +76,11 @@ GSP: dict[str, dict[str, Any]] = {
     "gsp shared 64 keys 4 warps 3 stages": {"attention": shared_tuning(num_stages=3)},
     "gsp shared 64 keys 8 warps": {"attention": shared_tuning(num_warps=8, max_registers=128)},
 }
+ZIPF: dict[str, dict[str, Any]] = {
+    "zipf as shipped": {},
+    "zipf segments of 16": {"share_rule": partial(ShareRule, align=16)},
+    "zipf S 512": {"share_rule": partial(ShareRule, chunks=(512, 256))},
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "attention": {},
     "kernels alone": {"timelines": (256, 100, 1)},
@@ -86,6 +91,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "64 keys": {"attention": AttentionChoices(tuning=tall)},
     "fused up to 64 rows": {"tuning": lambda m, n, g: decode_tuning(m, n, g) if m <= 64 else None},
     **GSP,
+    **ZIPF,
 }
 
 
@@ -100,13 +106,14 @@ def run(name: str, step_tokens: int = 8192, timelines: Sequence[int] = (), **cho
     )
     decoder = random_decoder(spec, dtype="bfloat16", device="cuda", max_positions=spec.context_tokens)
     device, config = build_cuda(decoder, EngineConfig(), config, None, **choices)
-    if name not in GSP and name not in ("kernels alone", "attention"):
+    if name not in GSP | ZIPF and name not in ("kernels alone", "attention"):
         device.warm_up()
     tokenizer = synthetic_tokenizer(spec.vocab_size)
     with LLM.from_engine(Engine(Scheduler(config), device, tokenizer, vocab_size=spec.vocab_size)) as llm:
-        if name in GSP:
-            timeline(llm, name, groups())
-            found = timed(llm, gsp_offline())
+        if name in GSP | ZIPF:
+            if name in GSP:
+                timeline(llm, name, groups())
+            found = timed(llm, gsp_offline() if name in GSP else zipf())
             print(f"{name:28} {found.seconds:.3f} s; {found}; {found.against(roofline())}")
             return
 

@@ -120,7 +120,7 @@ class Rows:
         self.state.num_rows.fill_(batch)
         for row in range(batch):
             self.state.sampling[row] = torch.from_numpy(sampling_words(0.6, 0, 1.0, 0.0, row)).cuda()
-        self.capacity = what.chunks.capacity(batch, per_slot * PAGE)
+        self.capacity = what.chunks.capacity(batch, per_slot * PAGE) + (batch if what.prefix else 0)
         self.units = DecodeUnits.empty(batch, self.capacity, self.capacity, "cuda")
         self.workspace = DecodeWorkspace.empty(batch, self.capacity, Q_HEADS, KV_HEADS, HEAD, "cuda")
         self.keep: tuple[object, ...] = ()
@@ -129,23 +129,24 @@ class Rows:
             self._share(what, rows_per_unit, share)
 
     def _share(self, what: Scene, rows_per_unit: int, share: bool) -> None:
-        batch, chunks = len(what.lengths), what.prefix // what.chunks.max_tokens
+        batch, size = len(what.lengths), what.chunks.max_tokens
+        segments = [(begin, min(begin + size, what.prefix)) for begin in range(0, what.prefix, size)]
         units: list[tuple[int, ...]] = []
         query_rows: list[int] = []
         for first in range(0, batch, what.group):
             self.state.page_table[first : first + what.group, : what.prefix // PAGE] = self.state.page_table[
                 first, : what.prefix // PAGE
             ]
-            for chunk in range(chunks):
+            for index, segment in enumerate(segments):
                 for begin in range(first, first + what.group, rows_per_unit):
                     members = list(range(begin, min(begin + rows_per_unit, first + what.group)))
-                    units.append((begin, chunk, len(query_rows), len(members)))
+                    units.append((begin, len(query_rows), len(members), *segment, index))
                     query_rows += members
         if share:
             self.units.shared_units[: len(units)] = ints(np.array(units))
             self.units.num_shared.fill_(len(units))
-            self.units.shared_chunk.fill_(what.chunks.max_tokens)
-            self.units.shared_chunks.fill_(chunks)
+            self.units.shared_chunk.fill_(size)
+            self.units.shared_rows.copy_(ints([(what.prefix, len(segments))] * batch))
             self.units.query_rows[: len(query_rows)] = ints(query_rows)
 
     def split(self, chunks: Chunks, step: torch.Tensor | None = None) -> None:

@@ -1,20 +1,23 @@
 """Splits the KV of a decode batch into work units, on the device, once per forward pass and not per layer.
 
-A row's KV is split at multiples of a chunk. A work unit is one chunk of one row, or a whole chunk that several rows
-share. The host names only the shared units, which change when rows join or leave; everything else follows from the
-lengths, which change at every step. Each row has one partial result per chunk, shared or not, so sharing adds no
-merging.
+A work unit is a segment of KV that several rows share, or a chunk of one row. The host names only the shared units,
+which change when rows join or leave: where each begins and ends, and of each row how many positions they cover. The
+rest of a row is split every `chunk` positions; it follows from the lengths, which change at every step. Each unit gives
+each of its rows one partial result; those of shared units come first.
 
-        chunk 0   chunk 1   chunk 2              units
-row 0   [ shared by 0, 1 ]  [ tail              (0,0..1) (1,0..1)  row 0: 2
-row 1   [ shared by 0, 1 ]  [   own   ][ tail                      row 1: 2, 3
-row 2   [  own   ][ tail                                           row 2: 0, 1
+        0         320       832                 partial results
+row 0   [ shared by 0, 1 ][ tail                0: 0..320  1: 320..
+row 1   [ shared by 0, 1 ][   own   ][ tail     0: 0..320  1: 320..832  2: 832..
+row 2   [   own   ][ tail                       0: 0..512  1: 512..                   (chunk: 512)
 
 The order is: shared units, whole chunks, tails by falling length. Programs take units in this order, and the last ones
 should be short: otherwise one multiprocessor is busy while all others wait.
 
 The token being decoded is not in the cache yet. The row's last unit, its tail, adds it from the QKV projection, and a
-tail may hold nothing else. Hence a shared chunk must end at or before the position being decoded.
+tail may hold nothing else. Hence a shared unit must end at or before the position being decoded.
+
+Layers with a sliding window share nothing. Their chunks begin at multiples of the chunk size, where the window begins
+anywhere.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -22,16 +25,20 @@ tail may hold nothing else. Hence a shared chunk must end at or before the posit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
 from paceline.kernels.layouts import (
     ROW_WORDS,
+    SHARED_ROW_WORDS,
     SHARED_UNIT_WORDS,
     UNIT_WORDS,
     RowWord,
+    SharedRowWord,
     SharedUnitWord,
     UnitWord,
     constants,
@@ -51,9 +58,10 @@ from paceline.kernels.layouts import (
     _UNIT_FIRST_PARTIAL,
 ) = constants(UnitWord)
 _ROW_POSITION, _ROW_NUM_CHUNKS, _ROW_FIRST_PARTIAL, _ROW_SLOT = constants(RowWord)
-_SHARED_ROW, _SHARED_CHUNK, _SHARED_FIRST_QUERY, _SHARED_NUM_QUERIES = constants(SharedUnitWord)
+_SHARED_ROW, _SHARED_FIRST_QUERY, _, _, _, _SHARED_INDEX = constants(SharedUnitWord)
+_SHARED_TOKENS, _SHARED_SEGMENTS = constants(SharedRowWord)
 _UNIT_WORDS, _ROW_WORDS = tl.constexpr(UNIT_WORDS), tl.constexpr(ROW_WORDS)
-_SHARED_UNIT_WORDS = tl.constexpr(SHARED_UNIT_WORDS)
+_SHARED_UNIT_WORDS, _SHARED_ROW_WORDS = tl.constexpr(SHARED_UNIT_WORDS), tl.constexpr(SHARED_ROW_WORDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,7 @@ class Chunks:
     """How the chunk size is chosen: the largest power of two in min..max that still gives `target_units` units.
 
     With min == max the result of a row does not depend on the other rows of the batch. Where rows share KV, the host
-    chooses the size.
+    chooses the size, and checks that all units fit.
     """
 
     min_tokens: int = 64
@@ -83,7 +91,7 @@ class DecodeUnits:
     shared_units: torch.Tensor  # [max_shared, SHARED_UNIT_WORDS] int32
     num_shared: torch.Tensor  # [1] int32
     shared_chunk: torch.Tensor  # [1] int32: positions of a chunk where rows share KV
-    shared_chunks: torch.Tensor  # [R] int32: how many leading chunks of a row are covered by shared units
+    shared_rows: torch.Tensor  # [R, SHARED_ROW_WORDS] int32: how much of each row is in shared units
     query_rows: torch.Tensor  # [max_queries] int32: the rows of the shared units, one after the other
 
     @classmethod
@@ -100,7 +108,7 @@ class DecodeUnits:
             shared_units=zeros(max(max_shared, 1), SHARED_UNIT_WORDS),
             num_shared=zeros(1),
             shared_chunk=zeros(1),
-            shared_chunks=zeros(rows),
+            shared_rows=zeros(rows, SHARED_ROW_WORDS),
             query_rows=zeros(max(max_shared, 1)),
         )
 
@@ -110,13 +118,13 @@ def decode_units_reference(
     num_computed: list[int],
     chunks: Chunks,
     window: int = 0,
-    shared_units: list[tuple[int, int, int, int]] | None = None,
-    shared_chunks: list[int] | None = None,
+    shared_units: Sequence[Sequence[int]] = (),
+    shared_rows: Sequence[Sequence[int]] = (),
     shared_chunk: int = 0,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """(units, rows) as the kernel writes them."""
-    shared = shared_units or []
-    covered = shared_chunks or [0] * len(row_slots)
+    """(units, rows) as the kernel writes them. shared_units and shared_rows: words of `SharedUnitWord` and of
+    `SharedRowWord`."""
+    covered = shared_rows or [(0, 0)] * len(row_slots)
     positions = [num_computed[slot] for slot in row_slots]
     firsts = [max(position + 1 - window, 0) if window else 0 for position in positions]
 
@@ -124,23 +132,24 @@ def decode_units_reference(
         return [p // size - f // size + 1 for p, f in zip(positions, firsts, strict=True)]
 
     size = shared_chunk or chunks.max_tokens
-    if not shared:
+    if not shared_units:
         while size > chunks.min_tokens and sum(counts(size)) < chunks.target_units:
             size //= 2
     # The columns of `UnitWord`; those of the row are added at the end.
-    units = [[row, row_slots[row], first, count, c * size, (c + 1) * size, c, 0] for row, c, first, count in shared]
+    units = [[row, row_slots[row], *words, 0] for row, *words in shared_units]
     rows: list[list[int]] = []
     partial = 0
     whole: list[list[int]] = []
     tails: list[list[int]] = []
-    for row, (slot, position, first, count) in enumerate(zip(row_slots, positions, firsts, counts(size), strict=True)):
-        rows.append([position, count, partial, slot])
-        partial += count
-        for index in range(covered[row], count):
-            chunk = first // size + index
-            begin, end = max(chunk * size, first), min((chunk + 1) * size, position)
-            is_tail = index == count - 1
-            (tails if is_tail else whole).append([row, slot, 0, 1, begin, end, index, int(is_tail)])
+    for row, (slot, position, first) in enumerate(zip(row_slots, positions, firsts, strict=True)):
+        num_tokens, num_segments = covered[row]
+        borders = [*range(first // size * size if window else num_tokens, position + 1, size), position]
+        rows.append([position, num_segments + len(borders) - 1, partial, slot])
+        partial += num_segments + len(borders) - 1
+        for index, (begin, end) in enumerate(pairwise(borders), num_segments):
+            is_tail = index == num_segments + len(borders) - 2
+            unit = [row, slot, 0, 1, max(begin, first), end, index, int(is_tail)]
+            (tails if is_tail else whole).append(unit)
     units += whole + sorted(tails, key=lambda unit: (unit[UnitWord.BEGIN] - unit[UnitWord.END], unit[UnitWord.ROW]))
     return [[*unit, *rows[unit[UnitWord.ROW]][: RowWord.SLOT]] for unit in units], rows
 
@@ -154,7 +163,7 @@ def _decode_units_kernel(
     shared_units,
     num_shared,
     shared_chunk,
-    shared_chunks,
+    shared_rows,
     units,
     num_units,
     rows,
@@ -171,8 +180,8 @@ def _decode_units_kernel(
 ):
     num_live = tl.load(num_rows)
     shared_count = tl.load(num_shared)
-    slot, position, first, covered = _rows_from(
-        row_slots, num_computed, shared_chunks, num_live, shared_count, 0, WINDOW, BLOCK_R
+    slot, position, first, covered, segments = _rows_from(
+        row_slots, num_computed, shared_rows, num_live, shared_count, 0, WINDOW, BLOCK_R
     )
     live = tl.arange(0, BLOCK_R) < num_live
     size = MIN_TOKENS
@@ -181,50 +190,47 @@ def _decode_units_kernel(
         total = tl.sum(tl.where(live, position // larger - first // larger + 1, 0), axis=0)
         size = tl.where(total >= target_units, larger, size)
     size = tl.where(shared_count > 0, tl.load(shared_chunk), size)
-    count = tl.where(live, position // size - first // size + 1, 0)
-    num_whole = shared_count + tl.sum(tl.where(live, count - covered - 1, 0), axis=0)
+    _, whole, _ = _own_chunks(position, first, covered, size, WINDOW)
+    num_whole = shared_count + tl.sum(tl.where(live, whole, 0), axis=0)
 
     # The units of this program's rows. Their places depend on all other rows, so those are read once more.
     begin = tl.program_id(0) * OWN
-    own_slot, own_position, own_first, own_covered = _rows_from(
-        row_slots, num_computed, shared_chunks, num_live, shared_count, begin, WINDOW, OWN
+    own_slot, own_position, own_first, own_covered, own_segments = _rows_from(
+        row_slots, num_computed, shared_rows, num_live, shared_count, begin, WINDOW, OWN
     )
     row = begin + tl.arange(0, OWN)
     mine = row < num_live
-    own_count = own_position // size - own_first // size + 1
-    own_whole = tl.where(mine, own_count - own_covered - 1, 0)
-    own_tail = own_position - tl.maximum(own_position // size * size, own_first)
+    own_begin, own_whole, own_tail = _own_chunks(own_position, own_first, own_covered, size, WINDOW)
     unit = tl.zeros([OWN], tl.int32) + shared_count
     partial = tl.zeros([OWN], tl.int32)
     rank = tl.zeros([OWN], tl.int32) + num_whole
     for start in range(0, BLOCK_R, BLOCK_C):
         other = start + tl.arange(0, BLOCK_C)
         alive = (other < num_live)[None, :]
-        _, its, its_first, its_covered = _rows_from(
-            row_slots, num_computed, shared_chunks, num_live, shared_count, start, WINDOW, BLOCK_C
+        _, its, its_first, its_covered, its_segments = _rows_from(
+            row_slots, num_computed, shared_rows, num_live, shared_count, start, WINDOW, BLOCK_C
         )
-        its_count = its // size - its_first // size + 1
-        longer = (its - tl.maximum(its // size * size, its_first))[None, :] - own_tail[:, None]
+        _, its_whole, its_tail = _own_chunks(its, its_first, its_covered, size, WINDOW)
+        longer = its_tail[None, :] - own_tail[:, None]
         above = other[None, :] < row[:, None]
-        partial += tl.sum(tl.where(above & alive, its_count[None, :], 0), axis=1)
-        unit += tl.sum(tl.where(above & alive, (its_count - its_covered - 1)[None, :], 0), axis=1)
+        partial += tl.sum(tl.where(above & alive, (its_segments + its_whole + 1)[None, :], 0), axis=1)
+        unit += tl.sum(tl.where(above & alive, its_whole[None, :], 0), axis=1)
         rank += tl.sum((alive & ((longer > 0) | ((longer == 0) & above))).to(tl.int32), axis=1)
     for i in range(0, tl.max(own_whole, axis=0) + 1):
         is_tail = i == own_whole
-        index = own_covered + i
-        chunk = own_first // size + index
+        chunk = own_begin + i * size
         here = mine & (i <= own_whole)
         record = units + tl.where(is_tail, rank, unit + i) * _UNIT_WORDS
         tl.store(record + _UNIT_ROW, row, mask=here)
         tl.store(record + _UNIT_SLOT, own_slot, mask=here)
         tl.store(record + _UNIT_FIRST_QUERY, row * 0, mask=here)
         tl.store(record + _UNIT_NUM_QUERIES, row * 0 + 1, mask=here)
-        tl.store(record + _UNIT_BEGIN, tl.maximum(chunk * size, own_first), mask=here)
-        tl.store(record + _UNIT_END, tl.minimum((chunk + 1) * size, own_position), mask=here)
-        tl.store(record + _UNIT_INDEX, index, mask=here)
+        tl.store(record + _UNIT_BEGIN, tl.maximum(chunk, own_first), mask=here)
+        tl.store(record + _UNIT_END, tl.minimum(chunk + size, own_position), mask=here)
+        tl.store(record + _UNIT_INDEX, own_segments + i, mask=here)
         tl.store(record + _UNIT_IS_TAIL, is_tail.to(tl.int32), mask=here)
         tl.store(record + _UNIT_POSITION, own_position, mask=here)
-        tl.store(record + _UNIT_NUM_CHUNKS, own_count, mask=here)
+        tl.store(record + _UNIT_NUM_CHUNKS, own_segments + own_whole + 1, mask=here)
         tl.store(record + _UNIT_FIRST_PARTIAL, partial, mask=here)
 
     if tl.program_id(0) == 0:
@@ -232,6 +238,7 @@ def _decode_units_kernel(
         tl.store(num_units, num_whole + num_live)
         if COUNT_STEP:
             tl.store(step, tl.load(step) + 1)
+        count = tl.where(live, segments + whole + 1, 0)
         info = rows + tl.arange(0, BLOCK_R) * _ROW_WORDS
         tl.store(info + _ROW_POSITION, position, mask=live)
         tl.store(info + _ROW_NUM_CHUNKS, count, mask=live)
@@ -243,21 +250,18 @@ def _decode_units_kernel(
             inside = u < shared_count
             source = shared_units + u * _SHARED_UNIT_WORDS
             sharer = tl.load(source + _SHARED_ROW, mask=inside, other=0)
-            chunk = tl.load(source + _SHARED_CHUNK, mask=inside, other=0)
             record = units + u * _UNIT_WORDS
             tl.store(record + _UNIT_ROW, sharer, mask=inside)
             tl.store(record + _UNIT_SLOT, tl.load(row_slots + sharer, mask=inside, other=0), mask=inside)
-            tl.store(
-                record + _UNIT_FIRST_QUERY, tl.load(source + _SHARED_FIRST_QUERY, mask=inside, other=0), mask=inside
-            )
-            tl.store(
-                record + _UNIT_NUM_QUERIES, tl.load(source + _SHARED_NUM_QUERIES, mask=inside, other=0), mask=inside
-            )
-            tl.store(record + _UNIT_BEGIN, chunk * size, mask=inside)
-            tl.store(record + _UNIT_END, (chunk + 1) * size, mask=inside)
-            tl.store(record + _UNIT_INDEX, chunk, mask=inside)
+            # First query to index, which are in the same order in both records.
+            for word in tl.static_range(_SHARED_INDEX - _SHARED_FIRST_QUERY + 1):
+                tl.store(
+                    record + _UNIT_FIRST_QUERY + word,
+                    tl.load(source + _SHARED_FIRST_QUERY + word, mask=inside, other=0),
+                    mask=inside,
+                )
             tl.store(record + _UNIT_IS_TAIL, u * 0, mask=inside)
-            # Position, number of chunks and first partial, which are in the same order in both records.
+            # Position, number of chunks and first partial: likewise.
             for word in tl.static_range(3):
                 tl.store(
                     record + _UNIT_POSITION + word,
@@ -268,16 +272,26 @@ def _decode_units_kernel(
 
 @triton.jit
 def _rows_from(
-    row_slots, num_computed, shared_chunks, num_live, shared_count, begin, WINDOW: tl.constexpr, COUNT: tl.constexpr
+    row_slots, num_computed, shared_rows, num_live, shared_count, begin, WINDOW: tl.constexpr, COUNT: tl.constexpr
 ):
-    """Slot, position, first visible position and number of chunks in shared units of COUNT rows."""
+    """Of COUNT rows: slot, position, first visible position, positions in shared units, and the number of these."""
     row = begin + tl.arange(0, COUNT)
     live = row < num_live
     slot = tl.load(row_slots + row, mask=live, other=0)
-    covered = tl.load(shared_chunks + row, mask=live & (shared_count > 0), other=0)
+    shares = live & (shared_count > 0)
+    covered = tl.load(shared_rows + row * _SHARED_ROW_WORDS + _SHARED_TOKENS, mask=shares, other=0)
+    segments = tl.load(shared_rows + row * _SHARED_ROW_WORDS + _SHARED_SEGMENTS, mask=shares, other=0)
     position = tl.load(num_computed + slot, mask=live, other=0)
     first = tl.maximum(position + 1 - WINDOW, 0) if WINDOW else position * 0
-    return slot, position, first, covered
+    return slot, position, first, covered, segments
+
+
+@triton.jit
+def _own_chunks(position, first, covered, size, WINDOW: tl.constexpr):
+    """Where the chunks of rows begin, how many come before the tail, and the cached positions of the tail."""
+    begin = first // size * size if WINDOW else covered
+    whole = (position - begin) // size
+    return begin, whole, position - tl.maximum(begin + whole * size, first)
 
 
 def decode_units(
@@ -306,7 +320,7 @@ def decode_units(
         buffers.shared_units,
         buffers.num_shared,
         buffers.shared_chunk,
-        buffers.shared_chunks,
+        buffers.shared_rows,
         buffers.units,
         buffers.num_units,
         buffers.rows,

@@ -29,8 +29,8 @@ class DiffHeader(IntEnum):
     NUM_ROWS = 5  # 0: the rows did not change
     SHARING = 6  # 1 + the number of shared work units; 0: what is shared did not change
     NUM_QUERIES = 7
-    NUM_COVERED = 8
-    SHARED_CHUNK = 9  # positions of a shared chunk
+    NUM_SHARED_ROWS = 8
+    SHARED_CHUNK = 9  # positions of a chunk of a row's own, where rows share
 
 
 DIFF_HEADER_WORDS = 16
@@ -148,15 +148,28 @@ ROW_WORDS = 4
 
 
 class SharedUnitWord(IntEnum):
-    """A work unit that several decode rows share, as the host names it."""
+    """A work unit that several decode rows share, as the host names it. All words but the first are also in `UnitWord`,
+    in the same order."""
 
     ROW = 0  # one of its rows: the pages are read from this row's page table
-    CHUNK = 1
-    FIRST_QUERY = 2
-    NUM_QUERIES = 3
+    FIRST_QUERY = 1
+    NUM_QUERIES = 2
+    BEGIN = 3
+    END = 4
+    INDEX = 5
 
 
-SHARED_UNIT_WORDS = 4
+SHARED_UNIT_WORDS = 6
+
+
+class SharedRowWord(IntEnum):
+    """What the shared units compute of a decode row, as the host names it."""
+
+    NUM_TOKENS = 0  # leading positions that are in shared units
+    NUM_SEGMENTS = 1  # shared units that these positions are in, and partial results
+
+
+SHARED_ROW_WORDS = 2
 
 
 class ExtendUnitWord(IntEnum):

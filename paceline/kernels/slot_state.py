@@ -10,7 +10,7 @@ tokens are in the results. A diff (`pack_diff` in engine/cuda/packing.py) is int
     runs                 slot[], first[], offset[], count[]    token_pool[slot, first:first+count] = tokens[offset:...]
     tokens               token[]
     rows                 slot[]                                row_slots[:num_rows] = slots
-    shared               unit[4 each], row[], count[]          work units that several rows share (decode_units.py)
+    shared               unit[6 each], row[], row[2 each]      work units that several rows share (decode_units.py)
 
 A diff must not write the same word twice: programs apply it in any order. Rows and shared units that a diff does not
 contain stay as they are.
@@ -33,6 +33,7 @@ from paceline.kernels.layouts import (
     DIFF_HEADER_WORDS,
     RUN_COLUMNS,
     SAMPLING_WORDS,
+    SHARED_ROW_WORDS,
     SHARED_UNIT_WORDS,
     DiffHeader,
     RunColumn,
@@ -48,12 +49,12 @@ from paceline.kernels.layouts import (
     _NUM_ROWS,
     _SHARING,
     _NUM_QUERIES,
-    _NUM_COVERED,
+    _NUM_SHARED_ROWS,
     _SHARED_CHUNK,
 ) = constants(DiffHeader)
 _RUN_SLOT, _RUN_FIRST, _RUN_OFFSET, _RUN_COUNT = constants(RunColumn)
 _HEADER_WORDS, _RUN_COLUMNS = tl.constexpr(DIFF_HEADER_WORDS), tl.constexpr(RUN_COLUMNS)
-_SHARED_UNIT_WORDS = tl.constexpr(SHARED_UNIT_WORDS)
+_SHARED_UNIT_WORDS, _SHARED_ROW_WORDS = tl.constexpr(SHARED_UNIT_WORDS), tl.constexpr(SHARED_ROW_WORDS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,13 +105,14 @@ def apply_diff_reference(diff: npt.NDArray[np.int32], state: SlotState, units: D
     if header[DiffHeader.SHARING]:
         assert units is not None, "the diff has shared units, and no buffers for them were given"
         num_shared = header[DiffHeader.SHARING] - 1
-        sizes = [SHARED_UNIT_WORDS * num_shared, header[DiffHeader.NUM_QUERIES], header[DiffHeader.NUM_COVERED]]
-        unit, query_rows, counts = rest[: sum(sizes)].split(sizes)
+        row_words = SHARED_ROW_WORDS * header[DiffHeader.NUM_SHARED_ROWS]
+        sizes = [SHARED_UNIT_WORDS * num_shared, header[DiffHeader.NUM_QUERIES], row_words]
+        unit, query_rows, shared_rows = rest[: sum(sizes)].split(sizes)
         units.num_shared.fill_(num_shared)
         units.shared_chunk.fill_(header[DiffHeader.SHARED_CHUNK])
         units.shared_units[:num_shared] = unit.view(-1, SHARED_UNIT_WORDS).int()
         units.query_rows[: len(query_rows)] = query_rows.int()
-        units.shared_chunks[: len(counts)] = counts.int()
+        units.shared_rows[: header[DiffHeader.NUM_SHARED_ROWS]] = shared_rows.view(-1, SHARED_ROW_WORDS).int()
 
 
 @launched
@@ -127,7 +129,7 @@ def _apply_diff_kernel(
     num_shared,
     shared_chunk,
     query_rows,
-    shared_chunks,
+    shared_rows,
     pool_stride,
     table_stride,
     WORDS: tl.constexpr,
@@ -185,7 +187,7 @@ def _apply_diff_kernel(
         part += rows
         words = (sharing - 1) * _SHARED_UNIT_WORDS
         queries = tl.load(diff + _NUM_QUERIES)
-        covered = tl.load(diff + _NUM_COVERED)
+        row_words = tl.load(diff + _NUM_SHARED_ROWS) * _SHARED_ROW_WORDS
         if program == 0:
             tl.store(num_shared, sharing - 1)
             tl.store(shared_chunk, tl.load(diff + _SHARED_CHUNK))
@@ -197,9 +199,9 @@ def _apply_diff_kernel(
             mine = i + lane < queries
             tl.store(query_rows + i + lane, tl.load(part + i + lane, mask=mine), mask=mine)
         part += queries
-        for i in range(first, covered, stride):
-            mine = i + lane < covered
-            tl.store(shared_chunks + i + lane, tl.load(part + i + lane, mask=mine), mask=mine)
+        for i in range(first, row_words, stride):
+            mine = i + lane < row_words
+            tl.store(shared_rows + i + lane, tl.load(part + i + lane, mask=mine), mask=mine)
 
 
 def apply_diff(diff: torch.Tensor, state: SlotState, units: DecodeUnits | None = None, num_programs: int = 64) -> None:
@@ -217,7 +219,7 @@ def apply_diff(diff: torch.Tensor, state: SlotState, units: DecodeUnits | None =
         diff if units is None else units.num_shared,
         diff if units is None else units.shared_chunk,
         diff if units is None else units.query_rows,
-        diff if units is None else units.shared_chunks,
+        diff if units is None else units.shared_rows,
         state.token_pool.stride(0),
         state.page_table.stride(0),
         WORDS=SAMPLING_WORDS,

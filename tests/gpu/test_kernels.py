@@ -50,7 +50,7 @@ from paceline.request import Request, SamplingParams
 from paceline.sampling.adjust import logit_adjustments, token_counts
 from paceline.scheduler.plan import Join
 from tests.kernels.cases import poison_unwritten, poisoned, random_cache, relative_error
-from tests.kernels.trees import random_sharing
+from tests.kernels.trees import Sharing, random_sharing
 
 BF16 = torch.bfloat16
 EPS = 1e-6
@@ -95,13 +95,12 @@ def test_decode_attention_at_size(
 
 @pytest.mark.parametrize("block_m", [16, 32, 64])
 @pytest.mark.parametrize("seed", range(2))
-def test_decode_attention_with_shared_chunks(seed: int, block_m: int) -> None:
+def test_decode_attention_with_shared_segments(seed: int, block_m: int) -> None:
     rng = random.Random(seed)
     group = rng.choice([1, 2, 5])
-    sharing = random_sharing(rng, rows=96, max_length=2600, chunk=512, rows_per_unit=block_m // group)
-    shared = (sharing.units, sharing.covered, sharing.query_rows)
+    sharing = random_sharing(rng, 96, max_length=2600, chunk=512, align=64, rows_per_unit=block_m // group)
     tunings = decode_attention_tuning(96, group, block_m)
-    check_decode(sharing.lengths, 16, 4 * group, 4, 128, 0, False, tunings, sharing.shared_pages(16), shared)
+    check_decode(sharing.lengths, 16, 4 * group, 4, 128, 0, False, tunings, sharing)
 
 
 def check_decode(
@@ -113,22 +112,17 @@ def check_decode(
     window: int,
     pdl: bool,
     tunings: tuple[DecodeTuning, DecodeTuning],
-    shared_pages: list[tuple[int, int, int]] | None = None,
-    shared: tuple[list[tuple[int, int, int, int]], list[int], list[int]] | None = None,
+    shared: Sharing | None = None,
 ) -> None:
     rows, longest = len(lengths), max(lengths) + 64
+    shared_pages = None if shared is None else shared.shared_pages(page_size)
     cache = random_cache(rows, longest, page_size, kv_heads, head_dim, BF16, "cuda", shared_pages)
     poison_unwritten(cache, lengths)
     chunks = Chunks(512, 512, 1) if shared else Chunks()
-    capacity = chunks.capacity(rows, longest)
+    capacity = chunks.capacity(rows, longest) + (0 if shared is None else sum(count for _, count in shared.rows))
     buffers = DecodeUnits.empty(rows, capacity, capacity, "cuda")
     if shared is not None:
-        units, covered, query_rows = shared
-        buffers.shared_units[: len(units)] = ints(units)
-        buffers.num_shared.fill_(len(units))
-        buffers.shared_chunk.fill_(chunks.max_tokens)
-        buffers.shared_chunks.copy_(ints(covered))
-        buffers.query_rows[: len(query_rows)] = ints(query_rows)
+        shared.write(buffers)
     workspace = DecodeWorkspace.empty(rows, capacity, q_heads, kv_heads, head_dim, "cuda")
     table = rope_table(longest, head_dim, 1e6, "cuda")
     norms = (torch.rand(head_dim, device="cuda").to(BF16) + 0.5, torch.rand(head_dim, device="cuda").to(BF16) + 0.5)

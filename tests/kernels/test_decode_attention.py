@@ -1,4 +1,3 @@
-import itertools
 import random
 
 import pytest
@@ -16,10 +15,10 @@ from paceline.kernels.decode_attention import (
     tiles_fit,
 )
 from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_units, decode_units_reference
+from paceline.kernels.layouts import RowWord, UnitWord
 from paceline.kernels.rope_kv import rope_table
-from tests.kernels import trees
 from tests.kernels.cases import poison_unwritten, poisoned, random_cache, relative_error
-from tests.kernels.trees import random_sharing
+from tests.kernels.trees import Sharing, random_sharing
 
 MAX_LENGTH = 96
 
@@ -41,6 +40,27 @@ def test_units_are_computed_from_lengths_on_the_device(window: int, target_units
     assert buffers.num_units.item() == len(units)
     assert buffers.units[: len(units), : len(units[0])].tolist() == units
     assert buffers.rows[:5].tolist() == rows
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_own_units_begin_where_shared_ones_end(seed: int) -> None:
+    """At any multiple of the alignment, after any number of segments, and with rows that have nothing of their own."""
+    sharing = random_sharing(random.Random(seed), 9, MAX_LENGTH, chunk=32, align=8, rows_per_unit=4)
+    buffers = DecodeUnits.empty(16, 200, 200, "cpu")
+    sharing.write(buffers)
+    row_slots, chunks = list(range(9)), Chunks(8, 32, 1)
+    decode_units(buffers, ints([*row_slots, *[0] * 7]), ints([9]), ints(sharing.lengths), chunks)
+    units, rows = decode_units_reference(row_slots, sharing.lengths, chunks, 0, sharing.units, sharing.rows, 32)
+    assert buffers.num_units.item() == len(units)
+    assert buffers.units[: len(units), : len(units[0])].tolist() == units
+    assert buffers.rows[:9].tolist() == rows
+    for row, length in enumerate(sharing.lengths):
+        mine = (unit for unit in units[len(sharing.units) :] if unit[UnitWord.ROW] == row)
+        own = sorted(unit[UnitWord.BEGIN : UnitWord.INDEX + 1] for unit in mine)
+        covered, segments = sharing.rows[row]
+        assert [begin for begin, _, _ in own] == list(range(covered, length + 1, 32))
+        assert [end for _, end, _ in own] == [*range(covered + 32, length + 1, 32), length]
+        assert [index for _, _, index in own] == list(range(segments, rows[row][RowWord.NUM_CHUNKS]))
 
 
 @pytest.mark.parametrize("num_rows", [100, 256, 300])
@@ -95,14 +115,15 @@ def test_deferred_norm_is_applied_by_attention(with_norm: bool) -> None:
     check(16, 6, 2, 64, [90, 0, 33], [2, 0, 1], Chunks(16, 64, 6), with_norm=with_norm, defer_norm=True)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_shared_chunks_give_the_same_result_as_own_ones(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_shared_segments_give_the_same_result_as_own_chunks(seed: int) -> None:
+    """Segments that end within a tile of keys too: then a tile is two pages."""
     rng = random.Random(seed)
     q_heads, kv_heads = rng.choice([(2, 2), (4, 2), (6, 2), (8, 1)])
     group = q_heads // kv_heads
     page_size = rng.choice([1, 16])
     chunks = Chunks(min_tokens=32, max_tokens=32, target_units=1)
-    sharing = random_sharing(rng, rows=6, max_length=MAX_LENGTH, chunk=32, rows_per_unit=16 // group)
+    sharing = random_sharing(rng, rows=6, max_length=MAX_LENGTH, chunk=32, align=16, rows_per_unit=16 // group)
     outs = [
         check(
             page_size,
@@ -113,8 +134,9 @@ def test_shared_chunks_give_the_same_result_as_own_ones(seed: int) -> None:
             list(range(6)),
             chunks,
             shared_pages=sharing.shared_pages(page_size),
-            shared=(sharing.units, sharing.covered, sharing.query_rows) if share else None,
+            shared=sharing if share else None,
             parts=parts,
+            block_n=(16, 32)[seed % 2],
             seed=seed,
         )
         for share in (False, True)
@@ -125,16 +147,15 @@ def test_shared_chunks_give_the_same_result_as_own_ones(seed: int) -> None:
         )
     ]
     assert sharing.units, "this case shares nothing and tests nothing"
-    assert relative_error(outs[1], outs[0]) < 1e-5
-    assert all(torch.equal(outs[0], out) for out in outs[2:]), "the bits depend on which unit merges a row"
+    assert all(relative_error(out, outs[0]) < 1e-5 for out in outs[1:])
+    assert all(torch.equal(outs[2], out) for out in outs[3:]), "the bits depend on which unit merges a row"
 
 
 def test_more_rows_than_a_graph_has_share_one_prefix() -> None:
     """A prefix of one page of 64 tokens, tails of up to two more, and wide heads."""
     rows = 272
-    units, covered, query_rows = trees.shared_units([1] * (rows - 1), rows_per_unit=16)
+    sharing = Sharing([64] * (rows - 1), chunk=64, align=64, rows_per_unit=16)
     lengths = [64 + row % 3 for row in range(rows)]
-    pages = [(row + 1, row, 1) for row in range(rows - 1)]
     check(
         64,
         1,
@@ -143,8 +164,8 @@ def test_more_rows_than_a_graph_has_share_one_prefix() -> None:
         lengths,
         list(range(rows)),
         Chunks(64, 64, 1),
-        shared_pages=pages,
-        shared=(units, covered, query_rows),
+        shared_pages=sharing.shared_pages(64),
+        shared=sharing,
         parts=(SHARED_UNITS, OWN_UNITS),
     )
 
@@ -160,8 +181,9 @@ def check(
     window: int = 0,
     with_norm: bool = True,
     shared_pages: list[tuple[int, int, int]] | None = None,
-    shared: tuple[list[tuple[int, int, int, int]], list[int], list[int]] | None = None,
+    shared: Sharing | None = None,
     parts: tuple[int, ...] = (NONE_SHARED,),
+    block_n: int = 16,
     defer_norm: bool = False,
     seed: int = 0,
 ) -> torch.Tensor:
@@ -173,14 +195,9 @@ def check(
     table = rope_table(MAX_LENGTH, head_dim, 1e4)
     norms = (torch.rand(head_dim) + 0.5, torch.rand(head_dim) + 0.5) if with_norm else (None, None)
     capacity = chunks.capacity(rows + 1, MAX_LENGTH) + 100
-    buffers = DecodeUnits.empty(rows + 1, capacity, 64 if shared is None else max(64, len(shared[2])), "cpu")
+    buffers = DecodeUnits.empty(rows + 1, capacity, 64 if shared is None else max(64, len(shared.query_rows)), "cpu")
     if shared is not None:
-        units, covered, query_rows = shared
-        buffers.shared_units[: len(units)] = torch.tensor(units, dtype=torch.int32)
-        buffers.num_shared.fill_(len(units))
-        buffers.shared_chunk.fill_(chunks.max_tokens)
-        buffers.shared_chunks[:rows] = ints(covered)
-        buffers.query_rows[: len(query_rows)] = ints(query_rows)
+        shared.write(buffers)
     workspace = DecodeWorkspace.empty(rows + 1, capacity, q_heads, kv_heads, head_dim, "cpu")
     out = torch.empty(0)
     for _ in range(2):
@@ -215,7 +232,7 @@ def check(
                 workspace,
                 out,
                 window,
-                DecodeTuning(num_programs=3, block_n=16),
+                DecodeTuning(num_programs=3, block_n=block_n),
                 part=part,
                 stream=stream,
             )
@@ -226,14 +243,3 @@ def check(
         assert close if defer_norm else torch.equal(cache.v.nan_to_num(), v.nan_to_num())
         assert not workspace.arrived.any()
     return out[:rows]
-
-
-def test_random_sharing_covers_every_shared_chunk_once() -> None:
-    for seed in range(50):
-        sharing = random_sharing(random.Random(seed), rows=6, max_length=200, chunk=32, rows_per_unit=3)
-        seen = [
-            (sharing.query_rows[first + i], chunk) for _, chunk, first, count in sharing.units for i in range(count)
-        ]
-        assert len(seen) == len(set(seen))
-        expected = itertools.chain.from_iterable(((row, c) for c in range(n)) for row, n in enumerate(sharing.covered))
-        assert set(seen) == set(expected)

@@ -55,9 +55,8 @@ def test_a_packed_diff_changes_what_it_contains_and_nothing_else() -> None:
 
 def test_a_diff_contains_the_shared_units() -> None:
     rng = np.random.default_rng(1)
-    shared = SharedUnits(
-        128, rng.integers(0, 9, (700, 4)).astype(np.int32), rng.integers(0, 9, 3).astype(np.int32), column(5, 0, 2)
-    )
+    units, query_rows, rows = (rng.integers(0, 9, shape).astype(np.int32) for shape in ((700, 6), 3, (3, 2)))
+    shared = SharedUnits(128, units, query_rows, rows)
     for given in (shared, NOTHING_SHARED):
         diff = pack_diff(page_slots=column(1), page_indices=column(2), page_ids=column(3), shared=given)
         state, found, expected = random_state(), *(DecodeUnits.empty(4, 900, 900, "cpu") for _ in range(2))
@@ -65,7 +64,7 @@ def test_a_diff_contains_the_shared_units() -> None:
         apply_diff_reference(diff, copied(state), expected)
         apply_diff(torch.from_numpy(diff), state, found, num_programs=2)
         assert state.page_table[1, 2] == 3
-        for name in ("num_shared", "shared_chunk", "shared_units", "query_rows", "shared_chunks"):
+        for name in ("num_shared", "shared_chunk", "shared_units", "query_rows", "shared_rows"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
     assert found.num_shared.item() == 0
 

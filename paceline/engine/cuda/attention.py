@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.engine.cuda.model import AttentionKernels, CudaModel
-from paceline.engine.cuda.sharing import SHARED_CHUNKS
+from paceline.engine.cuda.sharing import SHARED_ALIGN, SHARED_CHUNKS
 from paceline.engine.cuda.streams import Streams
 from paceline.engine.cuda.tiles import SplitRule
 from paceline.kernels._triton import cdiv
@@ -64,7 +64,8 @@ def decode_chunks(rows: int) -> Chunks:
 
 
 def max_units(sizes: Sequence[int], max_length: int, chunks: ChunkChoice) -> int:
-    """Most work units that a decode batch of any bucket can have. Where rows share, the host checks that they fit."""
+    """Most work units that a decode batch of any bucket can have. Where rows share, the host checks that they fit
+    (`SharedUnits.max_partials`)."""
     shared = sizes[-1] * (cdiv(max_length, SHARED_CHUNKS[-1]) + 1)
     return max(min(shared, _MAX_SHARED_UNITS), *(chunks(size).capacity(size, max_length) for size in sizes))
 
@@ -170,8 +171,9 @@ class CudaAttention:
             step = None  # incremented once per pass
         stream = model.input(rows) if defer_norm else None
         own, shared = self._tuning(rows, self._group, shared_block_m, short_contexts)
-        assert all(tiles_fit(chunks.min_tokens, self._page_size, one) for one in (own, shared)), (
-            f"tiles of {own} and {shared} do not fit pages of {self._page_size} in {chunks}"
+        aligned = (chunks.min_tokens, SHARED_ALIGN)
+        assert all(tiles_fit(size, self._page_size, one) for size in aligned for one in (own, shared)), (
+            f"tiles of {own} and {shared} do not fit pages of {self._page_size} in {chunks} or shared segments"
         )
         if self._num_programs is not None:
             own, shared = (replace(one, num_programs=self._num_programs) for one in (own, shared))

@@ -196,7 +196,7 @@ class PlanPacker:
         filtered = bool(self._filtered[slots].any())
         unshared_tokens, saved_tokens = int(plan.starts[:num_decodes].sum()), 0
         if self._shared is not None:
-            unshared_tokens -= int(self._shared.covered.sum()) * self._shared.chunk
+            unshared_tokens -= self._shared.num_shared_tokens
             saved_tokens = self._shared.num_saved_tokens
         return PackedBatch(
             parts,

@@ -87,10 +87,10 @@ def pack_diff(
         header[DiffHeader.SHARING : DiffHeader.SHARED_CHUNK + 1] = (
             1 + len(shared.units),
             len(shared.query_rows),
-            len(shared.covered),
+            len(shared.rows),
             shared.chunk,
         )
-        sharing = (shared.units.reshape(-1), shared.query_rows, shared.covered)
+        sharing = (shared.units.reshape(-1), shared.query_rows, shared.rows.reshape(-1))
     return np.concatenate(
         [
             header,

@@ -90,7 +90,7 @@ def on_kernels(name: str, **options: Any) -> tuple[LLM, CudaExecutor]:
         None,
         tuning=small_tiles,
         attention=AttentionChoices(chunks=lambda rows: Chunks(16, 64, 4), split_rule=split_rule),
-        share_rule=partial(ShareRule, chunks=(32, 16), min_pair_tokens=16),
+        share_rule=partial(ShareRule, chunks=(32, 16), align=4, min_pair_tokens=16),
         prefill_sizes=sizes,
     )
     tokenizer = synthetic_tokenizer(device.model.spec.vocab_size)

@@ -108,8 +108,10 @@ def test_a_pass_without_a_graph_is_launched_and_captured_after_it_was_missed_a_f
     assert device.stats.graphs == 2, "the last decodes ran as a graph"
 
 
-def test_shared_reads_change_no_token() -> None:
-    """Rows with two shared prefixes of 33 and 40 tokens, one row with half of a prefix, in units of up to 16 tokens."""
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen2"])
+def test_shared_reads_change_no_token(name: str) -> None:
+    """Rows with two shared prefixes of 33 and 40 tokens, one row with half of a prefix, in units of up to 16 tokens.
+    Qwen2 has a layer with a sliding window, which shares nothing, and one without."""
     rng = np.random.default_rng(7)
     long, other = rng.integers(3, 512, 40).tolist(), rng.integers(3, 512, 33).tolist()
     prompts = [[*long, 7], [*other, 4, 5], [*long, 9, 9], [*long[:20], 5], [*other, 6], [*long, *range(20, 30)]]
@@ -117,15 +119,40 @@ def test_shared_reads_change_no_token() -> None:
     options = {"num_pages": 96, "max_running": 6, "max_batch_tokens": 64, "max_prefill_tokens": 64}
     found = []
     for shared in (True, False):
-        llm, device = on_kernels("tiny-qwen3", shared_reads=shared, **options)
+        llm, device = on_kernels(name, shared_reads=shared, **options)
         packed = record_packed(device)
         with llm:
             llm.generate([long, other], replace(GREEDY, max_tokens=1))
             found.append([output.token_ids for output in llm.generate(prompts, params)])
         assert (device.stats.saved_tokens > 0) == shared
-        assert any(one.shared_tiles.count for one in packed) == shared
+        assert any(one.shared_tiles.count for one in packed) == (shared and name == "tiny-qwen3")
         assert any(key.shared_block_m for _, key in device.graphs._graphs) == shared
-    assert found[0] == found[1] == [expected("tiny-qwen3", [p], q)[0] for p, q in zip(prompts, params, strict=True)]
+    assert found[0] == found[1] == [expected(name, [p], q)[0] for p, q in zip(prompts, params, strict=True)]
+
+
+def test_rows_that_diverge_at_several_depths_read_each_part_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefixes of 24, 44 and 64 tokens within each other. One row ends its prompt with the deepest, and decodes the
+    position right behind the shared units."""
+    long = np.random.default_rng(8).integers(3, 512, 64).tolist()
+    prompts = [[*long[:24], 5], [*long[:44], 6], [*long[:44], 7, 7], [*long, 8], [*long, 9, 9], long]
+    params = replace(GREEDY, max_tokens=3)
+    choose, seen = ShareRule.choose, set()
+
+    def choosing(rule: ShareRule, plan: Plan, num_decodes: int) -> Any:
+        shared, block_m = choose(rule, plan, num_decodes)
+        if shared is not None:
+            starts = plan.starts[:num_decodes].tolist()
+            seen.update((*words, start) for words, start in zip(shared.rows.tolist(), starts, strict=True))
+        return shared, block_m
+
+    monkeypatch.setattr(ShareRule, "choose", choosing)
+    llm, _ = on_kernels("tiny-qwen3", num_pages=128, max_running=6, max_batch_tokens=64, max_prefill_tokens=64)
+    with llm:
+        llm.generate(long, replace(GREEDY, max_tokens=1))
+        found = [output.token_ids for output in llm.generate(prompts, params)]
+    assert found == [expected("tiny-qwen3", [prompt], params)[0] for prompt in prompts]
+    assert {24, 44} <= {tokens for tokens, _, _ in seen} and max(segments for _, segments, _ in seen) >= 3, seen
+    assert any(0 < tokens == start for tokens, _, start in seen), seen
 
 
 def test_without_shared_prefixes_shared_reads_add_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,16 +355,17 @@ def test_the_later_of_two_writes_to_one_page_entry_wins() -> None:
 
 
 def test_two_rows_share_only_prefixes_too_long_for_the_l2_cache() -> None:
-    rule = ShareRule(group=2, max_units=64, chunks=(16,), min_saving=0, min_pair_tokens=64)
+    rule = ShareRule(group=2, max_units=64, chunks=(16,), align=16, min_saving=0, min_pair_tokens=64)
     for count, common, is_shared in ((2, 48, False), (2, 64, True), (3, 48, True)):
         sharing = Sharing(1, np.arange(count, dtype=np.int32), np.full(count - 1, common, np.int32))
         plan = plan_of([0, 1, 2], [90] * 3, [1] * 3, num_decodes=3, sharing=sharing)
         assert (rule.choose(plan, 3)[0] is not None) == is_shared
 
 
-def test_a_prompt_of_one_token_among_decodes_does_not_inherit_shared_chunks() -> None:
-    """It runs as a decode row, so the device must know that none of its chunks are in shared units."""
-    packer = PlanPacker(4, 100, 8, ShareRule(group=2, max_units=64, chunks=(16,), min_saving=0, min_pair_tokens=16))
+def test_a_prompt_of_one_token_among_decodes_does_not_inherit_shared_segments() -> None:
+    """It runs as a decode row, so the device must know that none of its positions are in shared units."""
+    rule = ShareRule(group=2, max_units=64, chunks=(16,), align=8, min_saving=0, min_pair_tokens=16)
+    packer = PlanPacker(4, 100, 8, rule)
     state, units = SlotState.empty(4, 64, 2, 4, "cpu"), DecodeUnits.empty(4, 64, 64, "cpu")
     for starts, num_decodes, shared in (([40, 40, 40], 3, [0, 1, 2]), ([41, 41, 5], 2, [0, 1])):
         rows = np.array(shared, np.int32)
@@ -346,4 +374,6 @@ def test_a_prompt_of_one_token_among_decodes_does_not_inherit_shared_chunks() ->
         packed = packer.pack(plan)
         assert packed.is_decode
         apply_diff_reference(packed.parts[0], state, units)
-        assert units.shared_chunks[:3].tolist() == [2 if row in shared else 0 for row in range(3)]
+        assert units.shared_rows[:3].tolist() == [[32, 2] if row in shared else [0, 0] for row in range(3)]
+        assert packed.num_unshared_tokens == sum(starts) - 32 * len(shared)
+        assert packed.num_saved_tokens == 32 * (len(shared) - 1)
