@@ -157,18 +157,22 @@ class CudaAttention:
         *,
         defer_norm: bool,
         single_launch: bool = False,
+        beside_engine: bool = False,
     ) -> AttentionKernels:
         """Computes the work units of the first `num_rows` rows, of at most `rows`; returns attention over them.
         defer_norm: it applies the RMSNorm factor to its qkv.
 
         Where rows share, shared units and units of one row are two launches side by side, since their tiles differ in
-        size. With `single_launch` they are one, which is slower on the device and faster to launch.
+        size. With `single_launch` they are one, which is slower on the device and faster to launch. With
+        `beside_engine` all launches are on other streams than the engine's: the caller launches more on that one, and
+        then waits for the stream `side`.
         """
         model, state, spec, streams = self._model, self._state, self._model.spec, self._streams
         chunks, pdl = self._chunks(rows), not shared_block_m and model.uses_pdl(rows)
         for window, units in self.units.items():
             decode_units(units, state.row_slots[:rows], num_rows, state.num_computed, chunks, window, step)
             step = None  # incremented once per pass
+        base = streams.side if beside_engine else streams.engine
         stream = model.input(rows) if defer_norm else None
         own, shared = self._tuning(rows, self._group, shared_block_m, short_contexts)
         aligned = (chunks.min_tokens, SHARED_ALIGN)
@@ -206,13 +210,18 @@ class CudaAttention:
             if single_launch:
                 launch(index, qkv, out, shared, ALL_UNITS)
                 return
-            streams.follow(streams.side, streams.engine)
-            with streams.use(streams.side):
+            streams.follow(streams.shared, base)
+            with streams.use(streams.shared):
                 launch(index, qkv, out, shared, SHARED_UNITS)
             launch(index, qkv, out, own, OWN_UNITS)
-            streams.follow(streams.engine, streams.side)
+            streams.follow(base, streams.shared)
 
-        return attend
+        def attend_beside(index: int, qkv: Tensor, out: Tensor) -> None:
+            streams.follow(base, streams.engine)
+            with streams.use(base):
+                attend(index, qkv, out)
+
+        return attend_beside if beside_engine else attend
 
     def mixed(
         self,
@@ -226,8 +235,9 @@ class CudaAttention:
     ) -> AttentionKernels:
         """Attention of a prefill or mixed batch: of up to `decode_rows` decodes, which come first, and of prefill rows.
 
-        skip_last: no output of the last layer is needed, only its keys and values. single_launch: as in `decode`, and
-        decode and prefill rows run one after the other.
+        Decodes are bound by memory and prefill by computation. In a graph, where another stream costs no launch time,
+        they run side by side. skip_last: no output of the last layer is needed, only its keys and values.
+        single_launch: as in `decode`, and decode and prefill rows run one after the other.
         """
         model, state, spec, streams = self._model, self._state, self._model.spec, self._streams
         slots, positions, query_starts = tiles.slots, tiles.positions, tiles.query_starts
@@ -236,26 +246,24 @@ class CudaAttention:
         if decode_rows:
             num_decodes = prefill_range[:1]
             decode = self.decode(
-                decode_rows, num_decodes, shared_block_m, defer_norm=defer_norm, single_launch=single_launch
+                decode_rows,
+                num_decodes,
+                shared_block_m,
+                defer_norm=defer_norm,
+                single_launch=single_launch,
+                beside_engine=not single_launch,
             )
         # Views are made once and not in every layer: the host has little time for such a batch.
         q = self._q[:num_tokens]
         decode_qkv, decode_out = model.attention_buffers(decode_rows)
         heads = model.attention_buffers(num_tokens)[1].view(-1, spec.num_heads, spec.head_dim)
-        # Decodes are bound by memory and prefill by computation. In a graph, where another stream costs no launch time,
-        # they run side by side; where decodes share KV reads, the side stream is in use for that.
-        side_by_side = not single_launch and not shared_block_m
         splits = ExtendSplits(tiles.merges, tiles.num_splits, self._extend_workspace) if tiles.num_splits else None
         stream = model.input(num_tokens) if defer_norm else None
         last, tuning = len(model.layers) - 1, self._extend_tuning
 
         def attend(index: int, qkv: Tensor, out: Tensor) -> None:
             layer, cache = model.layers[index], self.caches[index]
-            if side_by_side and decode is not None:
-                streams.follow(streams.side, streams.engine)
-                with streams.use(streams.side):
-                    decode(index, decode_qkv, decode_out)
-            elif decode is not None:
+            if decode is not None:
                 decode(index, decode_qkv, decode_out)
             rope_kv(
                 qkv,
@@ -302,7 +310,7 @@ class CudaAttention:
                     heads,
                     tuning=tuning,
                 )
-            if side_by_side:
+            if decode is not None and not single_launch:
                 streams.follow(streams.engine, streams.side)
 
         return attend

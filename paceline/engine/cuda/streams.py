@@ -37,7 +37,8 @@ class Streams(Protocol):
     engine: Any  # runs forward passes and applies every change of device state
     copy: Any  # copies uploads to staging buffers
     results: Any  # copies results to the host; on this stream an upload would wait for the pass before it
-    side: Any  # for kernels that run concurrently with the engine stream's
+    side: Any  # decode attention, concurrently with prefill attention on the engine stream
+    shared: Any  # decode attention of shared units, concurrently with that of single rows
     spill: Any  # copies KV pages to host memory
     fetch: Any  # copies KV pages from host memory
 
@@ -69,6 +70,7 @@ class CudaStreams:
         self.copy: Any = _cuda.Stream(device)
         self.results: Any = _cuda.Stream(device)
         self.side: Any = _cuda.Stream(device)
+        self.shared: Any = _cuda.Stream(device)
         self.spill: Any = _cuda.Stream(device)
         self.fetch: Any = _cuda.Stream(device)
         self._pool: Any = None
@@ -132,7 +134,7 @@ class _HostGraph:
 
 
 class HostStreams:
-    engine = copy = results = side = spill = fetch = None
+    engine = copy = results = side = shared = spill = fetch = None
 
     def follow(self, later: Any, earlier: Any) -> None: ...
 

@@ -52,7 +52,7 @@ pytestmark = [*INTERPRETED, IN_BOUNDS]
 def test_an_upload_waits_for_nothing_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the results stream it would wait for the previous pass, and the next one would begin late."""
     waited: list[str] = []
-    for name in ("engine", "copy", "results", "side"):
+    for name in ("engine", "copy", "results", "side", "shared"):
         monkeypatch.setattr(HostStreams, name, name)
     monkeypatch.setattr(_HostEvent, "wait", lambda self, stream: waited.append(stream))
     llm, _ = on_kernels("tiny-qwen3")

@@ -3,6 +3,9 @@ tokens of the CPU executor."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,10 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.engine.cuda import attention as cuda_attention
 from paceline.engine.cuda import graphs as cuda_graphs
 from paceline.engine.cuda import inputs as cuda_inputs
 from paceline.engine.cuda.model import ForwardPass, LinearWeights
+from paceline.engine.cuda.streams import HostStreams
 from paceline.engine.cuda.tiles import SplitRule
+from paceline.kernels.decode_attention import NONE_SHARED, OWN_UNITS, SHARED_UNITS
 from paceline.kernels.layouts import EXTEND_UNIT_WORDS
 from tests.engine.cuda.interpreted import (
     GREEDY,
@@ -151,3 +157,57 @@ def test_split_keys_in_prefill_graphs_change_no_token(prefill_graphs: dict[str, 
             assert [one.token_ids for one in llm.generate(prompts, params)] == expected("tiny-qwen2", prompts, params)
     assert any(one.num_splits and one.bucket for one in packed)
     assert any(key.prefill and key.prefill.merges for key in prefill_keys(device))
+
+
+class RecordingStreams(HostStreams):
+    """Streams that record which launches have certainly ended before each launch."""
+
+    engine, side, shared = "engine", "side", "shared"  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.now = self.engine
+        self.before: dict[Any, set[str]] = defaultdict(set)  # by stream
+        self.launches: dict[str, set[str]] = {}  # name -> names of the launches before it
+
+    def follow(self, later: Any, earlier: Any) -> None:
+        self.before[later] |= self.before[earlier]
+
+    @contextmanager
+    def use(self, stream: Any) -> Iterator[None]:
+        outer, self.now = self.now, stream
+        yield
+        self.now = outer
+
+    def launch(self, name: str) -> None:
+        self.launches[name] = set(self.before[self.now])
+        self.before[self.now].add(name)
+
+
+@pytest.mark.parametrize("shared_block_m", [0, 16])
+def test_units_of_one_row_shared_units_and_prefill_run_side_by_side_in_a_graph(
+    shared_block_m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a layer nothing waits for the others; the next layer waits for all of them."""
+    llm, device = on_kernels("tiny-qwen3", prefill_sizes=(16,))
+    streams = RecordingStreams()
+    parts = {NONE_SHARED: "own", OWN_UNITS: "own", SHARED_UNITS: "shared"}
+    layers: list[torch.Tensor] = [cache[0] for cache in device.attention.caches]
+
+    def layer_of(cache: torch.Tensor) -> int:
+        return [one.data_ptr() for one in layers].index(cache.data_ptr())
+
+    def decoding(qkv: Any, cache: torch.Tensor, *args: Any, part: int, **options: Any) -> None:
+        streams.launch(f"{parts[part]} {layer_of(cache)}")
+
+    monkeypatch.setattr(cuda_attention, "decode_attention", decoding)
+    monkeypatch.setattr(
+        cuda_attention, "extend_attention", lambda q, cache, *_, **__: streams.launch(f"prefill {layer_of(cache)}")
+    )
+    monkeypatch.setattr(device.attention, "_streams", streams)
+    with llm:
+        device.run_empty(4, GraphKey(prefill=device.prefill.buckets[0], shared_block_m=shared_block_m))
+    kinds = {"own", "shared", "prefill"} if shared_block_m else {"own", "prefill"}
+    first, second = ({f"{kind} {layer}" for kind in kinds} for layer in (0, 1))
+    assert [streams.launches[name] for name in first] == [set()] * len(kinds)
+    assert [streams.launches[name] for name in second] == [first] * len(kinds)
+    assert streams.before["engine"] == first | second
