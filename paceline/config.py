@@ -479,6 +479,7 @@ OFFLINE_PARTS: Mapping[str, str] = {
     "prefill-overload": "inter-token latency of 250 streams while 360 prompts a minute of 3,000 to 6,000 tokens arrive",
     "small-behind-large": "TTFT of 11 prompts of 256 tokens that arrive right after 18 of 2,560",
     "startup": "time from the start of a process to its first token",
+    "cold": "a new process without compiled kernels: time until it is ready, and what first uses cost",
     "profile": "GPU time by kernel",
     "check": "greedy tokens within tolerance of float32, and equal in all overlap modes",
     "logits": "logits compared with transformers, same weights",
@@ -490,7 +491,9 @@ OFFLINE_PARTS: Mapping[str, str] = {
     "weights": "weights replaced in a running engine, compared with an engine that loaded them; and how long it takes",
     "sanitizer": "a short run under compute-sanitizer, if installed",
     "tiny": "that short run without compute-sanitizer",
-    "first-token": "one token, and the age of the process (used by startup)",
+    "first-token": "one token, and the age of the process (used by startup and cold)",
+    "first-uses": "the first runs of nano, gsp and zipf, of every feature, and a mix of all (used by cold)",
+    "first-fetch": "the first fetches from host memory (used by cold)",
 }  # what `paceline bench offline` runs; from `check` on, a part prints PASS or FAIL
 
 
@@ -513,6 +516,7 @@ class OfflineConfig:
     trace: str | None = option(None, "file to write a timeline of all runs (host and device) to, for Perfetto")
     running: int = option(240, "part long: number of running requests while the long prompts arrive", low=1)
     soak_seconds: float = option(300.0, "part soak: duration in seconds", low=0.1)
+    mix_seconds: float = option(60.0, "part cold: duration of the mix of all features in seconds", low=0.1)
 
     def __post_init__(self) -> None:
         check_options(self)

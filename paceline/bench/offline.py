@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from paceline import checks
-from paceline.bench.parts import PARTS, run_startup
+from paceline.bench.parts import PARTS
 from paceline.bench.runner import BenchRunner, device_name
+from paceline.bench.startup import CHILD_PARTS, run_cold, run_startup
 from paceline.checks import CheckResult
 from paceline.config import (
     OFFLINE_PARTS,
@@ -103,9 +104,10 @@ def _actions(
     """Every part by name. `command` starts another process with the same model and options."""
     config = runner.config
     return {
-        **{name: partial(part, runner) for name, part in PARTS.items()},
+        **{name: partial(part, runner) for name, part in {**PARTS, **CHILD_PARTS}.items()},
         **{name: partial(check, setup) for name, check in checks.CHECKS.items()},
-        "startup": lambda: run_startup(runner, [*command, "first-token"]),
+        "startup": lambda: run_startup(runner, command),
+        "cold": lambda: run_cold(runner, command),
         "long": lambda: checks.check_inter_token_latency(setup, config.running),
         "soak": lambda: checks.check_soak(setup, config.soak_seconds),
         "sanitizer": lambda: checks.run_sanitizer([*command, "tiny"]),

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -280,42 +277,6 @@ def _percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
     return {name: round(float(value), 1) for name, value in found.items()}
 
 
-def run_startup(runner: BenchRunner, command: Sequence[str]) -> None:
-    """The second of two processes that generate one token: disk cache and compiled kernels are warm then."""
-    runner.close()
-    root = str(Path(__file__).parents[2])
-    paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    seconds = []
-    for _ in range(2):
-        began = time.perf_counter()
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
-        ) as child:
-            assert child.stdout is not None, "stdout is a pipe"
-            lines = []
-            for line in child.stdout:
-                lines.append(line)
-                if line.startswith("process "):
-                    print(line, end="")  # how the time was spent
-                if line.startswith("FIRST TOKEN"):
-                    seconds.append(time.perf_counter() - began)
-        assert child.returncode == 0, f"the process ended with {child.returncode}: {''.join(lines)}"
-    runner.startup_s = seconds[-1]
-    print(f"startup: first {seconds[0]:.2f} s, second {seconds[1]:.2f} s from process start to first token")
-    runner.print_result({
-        "workload": "startup", "shape": runner.name, "seconds": round(seconds[1], 3),
-        "tokens_per_s": round(1 / seconds[1], 3), "gpu_idle_share": None, "host_us_per_step": None,
-        "hit_rate": None, "startup_s": round(seconds[1], 3), "first_start_s": round(seconds[0], 3),
-    })  # fmt: skip
-    runner.table.append(f"startup    {seconds[1]:8.2f} s (first start: {seconds[0]:.2f} s)")
-
-
-def run_first_token(runner: BenchRunner) -> None:
-    llm = runner.load()
-    print("FIRST TOKEN", flush=True)
-    llm.close()
-
-
 def run_profile(runner: BenchRunner) -> None:
     """GPU time of decode batches by kernel, with 256 rows and with 16."""
     from torch.profiler import ProfilerActivity, profile
@@ -366,5 +327,4 @@ PARTS: dict[str, Callable[[BenchRunner], None]] = {
     "prefill-overload": run_prefill_overload,
     "small-behind-large": run_small_behind_large,
     "profile": run_profile,
-    "first-token": run_first_token,
-}  # `startup` needs a command line in addition
+}

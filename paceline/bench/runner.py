@@ -90,6 +90,12 @@ class BenchRunner:
             self._llm.generate(work.prompts, [replace(each, max_tokens=4) for each in work.params])
         return self._llm
 
+    def load_cold(self) -> LLM:
+        """The model as it is when it is ready, before its first token: `llm` is this one from now on."""
+        self._llm = self.make()
+        self.startup_s = process_age_s()
+        return self._llm
+
     def load(self) -> LLM:
         """Loads the model and generates one token."""
         age, began = process_age_s(), time.perf_counter()

@@ -17,6 +17,7 @@ import torch
 from paceline.engine.cuda import attention as cuda_attention
 from paceline.engine.cuda import graphs as cuda_graphs
 from paceline.engine.cuda import inputs as cuda_inputs
+from paceline.engine.cuda.graphs import GraphKey
 from paceline.engine.cuda.model import ForwardPass, LinearWeights
 from paceline.engine.cuda.streams import HostStreams
 from paceline.engine.cuda.tiles import SplitRule
@@ -205,7 +206,7 @@ def test_units_of_one_row_shared_units_and_prefill_run_side_by_side_in_a_graph(
     )
     monkeypatch.setattr(device.attention, "_streams", streams)
     with llm:
-        device.run_empty(4, GraphKey(prefill=device.prefill.buckets[0], shared_block_m=shared_block_m))
+        device.run_pass(4, GraphKey(prefill=device.prefill.buckets[0], shared_block_m=shared_block_m))
     kinds = {"own", "shared", "prefill"} if shared_block_m else {"own", "prefill"}
     first, second = ({f"{kind} {layer}" for kind in kinds} for layer in (0, 1))
     assert [streams.launches[name] for name in first] == [set()] * len(kinds)
