@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,8 @@ from paceline.model.fetch import DEFAULT_MODEL, find_model
 from paceline.model.registry import shape as named_shape
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import load_decoder, random_decoder, read_spec
-from paceline.request import short
+from paceline.request import InvalidRequest, short
+from paceline.sampling.grammar import Grammars
 from paceline.scheduler import Scheduler
 from paceline.text.load import load_tokenizer
 from paceline.text.synthetic import synthetic_tokenizer
@@ -160,15 +162,20 @@ def assemble(
     host = _host_options(config, scheduler_options, page_size, spec, dtype.itemsize, device)
     scheduler_options = {**scheduler_options, **host}
     scheduler_config = _scheduler_config(spec, scheduler_options, device)
+    grammars = Grammars(tokenizer, spec.vocab_size)
     executor: CudaExecutor | CpuExecutor
     if device == "cuda":
         from paceline.engine.cuda.build import build_cuda  # not at the top: the CPU needs no Triton
 
         assert isinstance(decoder, Decoder), "CUDA takes over a Decoder"
+        kernels = kernels or _prepare_kernels(spec, str(dtype).removeprefix("torch."), scheduler_config, config)
+        setting_up = Thread(target=_set_up, args=(grammars,), name="paceline-grammar")
+        setting_up.start()  # beside the libraries, which take as long to load
         executor, scheduler_config = build_cuda(decoder, config, scheduler_config, given)
         executor.load_libraries()
-        (kernels or _prepare_kernels(spec, str(dtype).removeprefix("torch."), scheduler_config, config)).finish()
+        kernels.finish()
         executor.warm_up()
+        setting_up.join()
         device_name, buckets = torch.cuda.get_device_name(), list(executor.graphs.sizes)
     else:
         executor = build_cpu(decoder, config, scheduler_config)
@@ -193,8 +200,14 @@ def assemble(
         detokenize=detokenize,
         trace=trace,
         hooks=hooks,
+        grammars=grammars,
         recorder=None if config.record is None else _recorder(config, scheduler, device_name, buckets, spec),
     )
+
+
+def _set_up(grammars: Grammars) -> None:
+    with suppress(InvalidRequest):  # a request with a grammar will get this error
+        grammars.set_up()
 
 
 def _host_options(

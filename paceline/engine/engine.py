@@ -131,9 +131,10 @@ class Engine:
         trace: Trace | None = None,
         hooks: EngineHooks | None = None,
         recorder: Recorder | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """`detokenize=False`: deltas have token ids and no text, and stop strings are not looked for; for an engine
-        whose text is produced by another process."""
+        whose text is produced by another process. `grammars`: those that have been set up for this tokenizer."""
         self.scheduler = scheduler
         self.executor = executor
         self.tokenizer = tokenizer
@@ -144,7 +145,7 @@ class Engine:
         self.spec = spec  # None: the executor runs no model
         self.info = info or ModelInfo()
         self.weights = WeightVersions()
-        self.grammars = Grammars(tokenizer, vocab_size)
+        self.grammars = grammars or Grammars(tokenizer, vocab_size)
         self.loop = Loop(
             scheduler,
             executor if recorder is None else recorder.watch(executor),

@@ -14,6 +14,7 @@ from paceline.kernels.variants import KernelVariant, variant_of
 
 _SHARED_WITHOUT_CONSENT = 48 << 10  # bytes of shared memory that a kernel may use unless it asks for more
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PREFER_SHARED = 1  # CU_FUNC_CACHE_PREFER_SHARED: as much as possible, so that more programs fit a multiprocessor
 _PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _NUM_SCRATCH = 2  # Triton's kernels end with pointers to global and profiler scratch memory, here null
 
@@ -79,6 +80,7 @@ class DriverFunction:
         self._call("cuModuleGetFunction", ctypes.byref(self.handle), self._module, binary.symbol.encode())
         if binary.shared_bytes > _SHARED_WITHOUT_CONSENT:
             self._call("cuFuncSetAttribute", self.handle, _MAX_DYNAMIC_SHARED, binary.shared_bytes)
+            self._call("cuFuncSetCacheConfig", self.handle, _PREFER_SHARED)
         self.launch = self._library.cuLaunchKernelEx
 
     def fail(self, name: str, status: int) -> None:

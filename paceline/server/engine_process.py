@@ -357,12 +357,12 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     gc.disable()
-    send_to_supervisor(EngineReady(served_model(process.engine, setup.name)))
     if process.engine.executor.capabilities.logits:
         try:
-            process.engine.grammars.set_up()
+            process.engine.grammars.set_up()  # before requests can come: it holds the GIL
         except InvalidRequest as error:
             log.info("requests with a grammar are refused: %s", error)
+    send_to_supervisor(EngineReady(served_model(process.engine, setup.name)))
     decoder: LineDecoder[ToEngine] = LineDecoder(ToEngine)
     for line in sys.stdin.buffer:
         process.disconnect(decoder.decode(line).name)

@@ -31,9 +31,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         "tiny-qwen2",
         {"context_tokens": 1999, "num_pages": 90, "max_running": 37, "num_host_pages": 64, "max_swap_pages": 8},
     ),
+    ("wide", {"context_tokens": 600, "num_pages": 200, "max_running": 20}),
     ("tiny-smollm3", {"context_tokens": 1024, "num_pages": 300, "max_running": 1, "page_size": 32}),
     ("tiny-qwen3", {"context_tokens": 4096, "num_pages": 2000, "max_running": 130, "shared_reads": False}),
 ]
+# Large enough for the fused GEMM.
+SPECS = {"wide": replace(shape("tiny-qwen3"), hidden_size=256, ffn_size=512)}
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0},
     {},
@@ -63,10 +66,17 @@ def random_requests(llm: LLM, rng: random.Random, most: int) -> None:
         llm.embed([prompt[: most - 8] for prompt in prompts[:3]], pooling=rng.choice(["mean", "last"]))
 
 
+def kernels_of(name: str) -> set[str]:
+    """The names of the kernels that a shape with default options uses."""
+    return {variant.name for variant in kernel_variants(shape(name), "bfloat16", SchedulerConfig(num_pages=64))}
+
+
 def unlisted(name: str, options: dict[str, Any], seed: int) -> list[KernelVariant]:
     """Variants that random requests need and that are not in the list."""
-    spec = shape(name)
+    spec = SPECS[name] if name in SPECS else shape(name)
     scheduler = SchedulerConfig(**options)
+    other = replace(scheduler, num_pages=2 * scheduler.num_pages + 1, policy="lpm", max_wait=3.0)
+    assert kernel_variants(spec, "float32", scheduler) == kernel_variants(spec, "float32", other), "see VARIANT_OPTIONS"
     listed = {_on_any_device(variant) for variant in kernel_variants(spec, "float32", scheduler)}
     decoder = random_decoder(spec, dtype="float32", device="cpu", max_positions=scheduler.context_tokens)
     device, config = build_cuda(decoder, EngineConfig(), scheduler, None)

@@ -7,8 +7,9 @@ with prompts that are embedded, or whose logprobs are requested, have another th
 
 A graph is captured from the same function that runs without graphs; capturing executes nothing. A pass without a graph
 is launched kernel by kernel, which takes the host a few milliseconds and gives the same bits. Likely graphs are
-captured at start and in idle time, others once they were missed a few times. Rows beyond the real ones are padding:
-attention and sampling skip them, and the GEMMs compute zeros, so a bucket costs little more than the batch in it.
+captured at start and in idle time, others while the first pass that missed them runs. Rows beyond the real ones are
+padding: attention and sampling skip them, and the GEMMs compute zeros, so a bucket costs little more than the batch in
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ SHORT_CONTEXT_ROWS = 96  # batches with more rows have a graph of their own for 
 _SHORT_CONTEXT_TOKENS = 512  # per row on average; measured well above and below (docs/log/decode-attention.md)
 
 MAX_GRAPHS = 192  # of some 4 MB each; keys and buckets could make more than a thousand
-CAPTURE_AFTER = 3  # times that a pass is launched kernel by kernel before its graph is worth capturing
+# Times that a pass is launched kernel by kernel before its graph is captured; and before another is dropped for it.
+CAPTURE_AFTER, REPLACE_AFTER = 1, 16
 
 
 class GraphStage(Enum):
@@ -109,8 +111,9 @@ class CudaGraphs:
 
     def capture_missed(self) -> None:
         """Captures the graph that was missed most often, if that was often enough."""
+        needed = CAPTURE_AFTER if len(self._graphs) < MAX_GRAPHS else REPLACE_AFTER
         for graph, count in self._misses.most_common(1):
-            if count >= CAPTURE_AFTER:
+            if count >= needed:
                 self.capture(*graph)
 
     def capture_next(self, likely: Iterable[Sized]) -> bool:

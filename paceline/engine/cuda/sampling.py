@@ -133,9 +133,11 @@ class CudaSampling:
 
     def load_kernels(self, model: CudaModel) -> None:
         """Runs what sampling needs of torch once: torch, too, loads its kernels at first use."""
-        hidden = model.last_states(1)
+        # As many rows as are computed at once, so that torch has allocated what they need.
+        count = min(MAX_LOGIT_ROWS, self.results.shape[1], model.max_tokens, self._state.token_pool.shape[1])
+        hidden = model.last_states(count)
         for num_top in (0, 1, MAX_LOGPROBS):
-            request = LogprobRequest(row=0, index=0, count=1, first=0, num_top=num_top)
+            request = LogprobRequest(row=0, index=0, count=count, first=0, num_top=num_top)
             for one in self.prompt_logprobs([request], [0], model, hidden):
                 one.copy()
         model.logits(model.select(hidden, torch.zeros(1, dtype=torch.int32, device=hidden.device))).clone()

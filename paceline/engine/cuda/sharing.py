@@ -28,7 +28,8 @@ from paceline.scheduler.plan import Plan
 
 Words = npt.NDArray[np.int32]
 
-SHARED_CHUNKS = (2048, 1024, 512, 256)  # most positions of a work unit where rows share, the longest first
+SHARED_CHUNKS = (1024, 512, 256)  # most positions of a work unit where rows share, the longest first
+LONG_SHARED_CHUNK = 2048  # where contexts are so long that there would be too many units
 SHARED_ALIGN = 64  # positions: the largest tile of keys, so that tiles begin with a page or are within one
 BLOCK_SIZES = (16, 32, 64)  # query heads of a shared unit (BLOCK_M of the kernel)
 _NO_ROWS: Words = np.empty(0, np.int32)
@@ -178,14 +179,20 @@ class ShareRule:
         if block_m < 2 * self.group or (heads == 2 * self.group and int(common.max()) < self.min_pair_tokens):
             return None, 0
         runs, run_of_row = shared_runs(common, least)
+
+        def fitting(chunk: int) -> SharedUnits | None:
+            units = shared_units(rows, runs, run_of_row, num_decodes, chunk, block_m // self.group, self.align)
+            return units if units.max_partials(plan.max_lengths[:num_decodes]) <= self.max_units else None
+
         found = None
         for chunk in self.chunks:  # the longest that gives enough units
-            shared = shared_units(rows, runs, run_of_row, num_decodes, chunk, block_m // self.group, self.align)
-            if shared.max_partials(plan.max_lengths[:num_decodes]) > self.max_units:
+            if (shared := fitting(chunk)) is None:
                 break
             found = shared
             if len(shared.units) >= self.target_units:
                 break
+        if found is None:
+            found = fitting(LONG_SHARED_CHUNK)
         return (found, block_m) if found is not None else (None, 0)
 
 

@@ -74,7 +74,7 @@ def test_background_work_captures_prefill_graphs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(device, "run_background_work", lambda: False)
     with llm:
         wanted = llm.generate([PROMPTS[3], PROMPTS[1]], once)
-        assert not prefill_keys(device)
+        assert [key.prefill.tokens for key in prefill_keys(device) if key.prefill] == [16], "the one that was missed"
         while llm.engine.call(lambda _: run_background_work()).result():
             pass
         assert sorted(key.prefill.tokens for key in prefill_keys(device) if key.prefill) == [8, 16]

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.engine.cuda.sharing import SHARED_ALIGN, SharedUnits, ShareRule, shared_runs, shared_units
+from paceline.engine.cuda.sharing import (
+    LONG_SHARED_CHUNK,
+    SHARED_ALIGN,
+    SharedUnits,
+    ShareRule,
+    shared_runs,
+    shared_units,
+)
 from paceline.kernels.layouts import SharedRowWord, SharedUnitWord
 from paceline.scheduler.plan import Plan, Sharing
 from tests.kernels import trees
@@ -101,7 +108,7 @@ def test_rows_share_up_to_the_alignment_before_they_diverge(common: int, covered
 def test_nested_runs_continue_where_the_run_around_them_ends() -> None:
     plan = decode_plan([640, 1000, 1000, 640, 640, 1500], own=10)
     found, block_m = ShareRule(group=2, max_units=1 << 14, target_units=1).choose(plan, 7)
-    assert found is not None and block_m == 16 and found.chunk == 2048
+    assert found is not None and block_m == 16 and found.chunk == 1024
     assert segments_of_rows(found) == {
         **{row: [(0, 0, 640)] for row in (0, 4)},
         **{row: [(0, 0, 640), (1, 640, 960)] for row in (1, 2, 3)},
@@ -112,12 +119,14 @@ def test_nested_runs_continue_where_the_run_around_them_ends() -> None:
 def test_the_chunk_is_the_longest_that_gives_enough_units() -> None:
     """16 groups of 16 rows below 2,048 tokens use 1,024, which was the fastest; where they diverge does not matter."""
     rule = ShareRule(group=2, max_units=1 << 14)
-    for tokens, chunk, num_units in ((2048, 1024, 32), (2047, 1024, 32), (1500, 1024, 32), (4000, 2048, 32)):
+    for tokens, chunk, num_units in ((2048, 1024, 32), (2047, 1024, 32), (1500, 1024, 32), (4000, 1024, 64)):
         found, block_m = rule.choose(decode_plan(([tokens] * 15 + [0]) * 15 + [tokens] * 15), 256)
         assert found is not None and (found.chunk, len(found.units), block_m) == (chunk, num_units, 32)
         assert set(found.rows[:, SharedRowWord.NUM_TOKENS].tolist()) == {tokens // SHARED_ALIGN * SHARED_ALIGN}
     found, _ = rule.choose(decode_plan([2048] * 15), 16)
     assert found is not None and (found.chunk, len(found.units)) == (256, 8), "one group: the shortest chunk"
+    found, _ = ShareRule(group=2, max_units=70).choose(decode_plan([4000] * 15), 16)
+    assert found is not None and found.chunk == LONG_SHARED_CHUNK, "a shorter one needs too many partial results"
 
 
 def test_rows_that_diverge_one_by_one_have_few_partial_results() -> None:

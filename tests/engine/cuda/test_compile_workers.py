@@ -1,0 +1,55 @@
+"""Processes that compile kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.engine.cuda.compile_workers import CompileWorkers, WorkerDied, compile_workers
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompileWorkers]:
+    with compile_workers(3, 90, str(tmp_path_factory.mktemp("triton"))) as found:
+        yield found
+
+
+def test_functions_run_in_other_processes(workers: CompileWorkers) -> None:
+    pids = {task.result() for task in [workers.submit(os.getpid) for _ in range(12)]}
+    assert os.getpid() not in pids and 1 <= len(pids) <= 3
+
+
+def test_an_error_of_a_function_is_raised_by_the_caller(workers: CompileWorkers) -> None:
+    with pytest.raises(ZeroDivisionError):
+        workers.submit(divmod, 1, 0).result()
+    assert workers.submit(divmod, 7, 2).result() == (3, 1), "the process goes on"
+
+
+def test_a_process_that_ends_is_noticed(tmp_path: Path) -> None:
+    with compile_workers(2, 90, str(tmp_path)) as workers, pytest.raises(WorkerDied):
+        workers.submit(os._exit, 3).result()
+
+
+def test_the_callers_script_is_not_run_again(tmp_path: Path) -> None:
+    """A script that has no `if __name__ == "__main__"`."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from paceline.engine.cuda.compile_workers import compile_workers\n"
+        f"with compile_workers(2, 90, {str(tmp_path)!r}) as workers:\n"
+        "    print(workers.submit(divmod, 7, 2).result())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.stdout == "(3, 1)\n"
