@@ -35,7 +35,7 @@ LONGEST = (
     "tests/simulator/test_experiments.py",
     "tests/engine/cuda/test_sampling.py",
     "tests/checks/test_checks.py",
-    "tests/kernels/test_compile.py",
+    "tests/kernels/test_variants.py",
     "tests/server/test_end_to_end.py",
     "tests/sampling/test_grammar.py",
     "tests/bench/test_offline.py",
