@@ -12,6 +12,7 @@ import pytest
 
 from paceline.bench import offline, runner
 from paceline.bench.parts import PARTS
+from paceline.bench.startup import CHILD_PARTS
 from paceline.bench.workloads import gsp_offline, long_prompts, nano
 from paceline.checks import CheckResult
 from paceline.config import OFFLINE_PARTS, ConfigError, OfflineConfig
@@ -106,6 +107,16 @@ def test_startup_measures_a_new_process(capsys: pytest.CaptureFixture[str]) -> N
     assert found.keys() >= KEYS and found["workload"] == "startup" and 0 < found["seconds"] == found["startup_s"]
 
 
+def test_cold_compares_first_and_later_uses_in_a_new_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert offline.main(("cold", *TINY[:-1], "--scale=0.004", "--mix-seconds=0.1")) == 0
+    printed = capsys.readouterr().out
+    (found,) = results(printed)
+    assert found["workload"] == "cold" and found["prepared_ready_s"] > 0 and found["mix_requests"] > 0
+    assert found["uses"].keys() >= {"nano", "gsp", "zipf", "penalties", "prompt logprobs", "embeddings"}
+    assert all(use["first_s"] > 0 and use["later_s"] > 0 for use in found["uses"].values())
+    assert "ready after" in printed and "mix of all features" in printed
+
+
 def test_it_runs_without_the_packages_of_command_line_and_server() -> None:
     code = (
         "import sys\n"
@@ -139,7 +150,7 @@ def test_a_failed_check_is_printed_and_sets_the_exit_status(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("fly",), "part is 'fly': choose from nano, gsp, prompts"),
+        (("fly",), "part is 'fly': choose from nano, gsp, zipf, prompts"),
         (("nano", "--batches=1,x"), "batches is '1,x': expected positive integers"),
         (("nano", "--scale=2"), "scale is 2.0: must be at most 1.0."),
         (("nano", "--shape=huge"), "shape is 'huge', which is not known"),
@@ -155,7 +166,7 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: tu
 
 
 def test_every_part_exists() -> None:
-    assert {*PARTS, *offline.checks.CHECKS, "startup", "sanitizer"} == set(OFFLINE_PARTS)
+    assert {*PARTS, *CHILD_PARTS, *offline.checks.CHECKS, "startup", "cold", "sanitizer"} == set(OFFLINE_PARTS)
     with pytest.raises(ConfigError, match="overlap is 'maybe'"):
         OfflineConfig(overlap="maybe")
 
