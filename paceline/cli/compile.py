@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ ShapeName = Annotated[
     str | None, typer.Option("--shape", help="Name of a model architecture instead of a model; see `paceline models`.")
 ]
 Arch = Annotated[str, typer.Option(help="GPU architecture: sm_90 is Hopper (H100, H200).")]
+_LEAST_ARCH = 80  # the first one with bfloat16
 Jobs = Annotated[int, typer.Option(help="Compilations at the same time (default: one per core).", min=0)]
 
 
@@ -32,8 +34,8 @@ def compile(
 ) -> None:
     """Compile the GPU kernels of a model ahead of time, on a machine with or without a GPU."""
     found = re.fullmatch(r"sm_(\d{2,3})a?", arch)
-    if found is None:
-        raise ConfigError(f"arch is {arch!r}: give an architecture such as sm_90.")
+    if found is None or int(found[1]) < _LEAST_ARCH:
+        raise ConfigError(f"arch is {arch!r}: give an architecture such as sm_90, sm_{_LEAST_ARCH} or newer.")
     if shape is not None and model is not None:
         raise ConfigError(f"model is {model!r} and shape is {shape!r}: give one of them.")
     os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing; before Triton is imported
@@ -42,6 +44,12 @@ def compile(
 
     engine_options, scheduler_options = split_options(options, ("model", "shape", "output", "arch", "jobs"))
     what = kernel_options(model, shape, EngineConfig(**engine_options), scheduler_options)
+
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=output).close()
+    except OSError as error:
+        raise ConfigError(f"output is {str(output)!r}, which cannot be written: {error.strerror}.") from None
 
     def show(done: int, missing: int) -> None:
         typer.echo(f"\rCompiled {done} of {missing} kernels", nl=done == missing, err=True)

@@ -188,6 +188,13 @@ def test_generate_constrains_output_to_a_regex_or_a_json_schema(run: Run, tmp_pa
         (("bench", "offline", "--against", "transformers", "--device", "cuda"), "--against runs on the CPU."),
         (("bench", "offline", "fly"), "part is 'fly': choose from nano"),
         (("bench", "offline", "nano", "--batches", "0"), "batches is '0': expected positive integers"),
+        (
+            ("compile", "--shape", "tiny-qwen3", "--arch", "h200", "-o", "x"),
+            "arch is 'h200': give an architecture such as",
+        ),
+        (("compile", "--shape", "tiny-qwen3", "--arch", "sm_70", "-o", "x"), "sm_80 or newer"),
+        (("compile", "--shape", "tiny-qwen3", "-o", "/proc/x"), "output is '/proc/x', which cannot be written: "),
+        (("compile", "--shape", "tiny-qwen3", "--model", "x", "-o", "x"), "give one of them"),
     ],
 )
 def test_an_invalid_value_is_one_line_and_exit_code_2(run: Run, arguments: tuple[str, ...], message: str) -> None:

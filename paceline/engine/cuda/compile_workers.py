@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -92,6 +93,7 @@ def compile_workers(count: int, arch: int, scratch: str) -> Iterator[CompileWork
 
 def _serve(arch: int, ends: Sequence[int]) -> None:
     """In the first process: forks one for every other pair of pipes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the caller, and that ends the pipes
     os.dup2(2, 1)  # what a compiler prints is not for the caller's standard output
     # Imported once, before the others are forked.
     from paceline.engine.cuda import variants  # noqa: F401

@@ -36,6 +36,8 @@ log = logging.getLogger("paceline.engine")
 # Kernels with many registers take longest: they are compiled first, so that the processes end together.
 _SLOW = ("_decode_attention_kernel", "_extend_attention_kernel", "_extend_shared_kernel", "_collect_kernel")
 
+_MAX_JOBS = 32  # a process needs some 300 MB, and more save no time
+
 Progress = Callable[[int, int], None]  # variants done, variants in total
 
 
@@ -58,7 +60,7 @@ def precompile(
         return variants, 0
     with (
         tempfile.TemporaryDirectory(prefix="paceline-triton-") as scratch,  # Triton's own cache: the folder is ours
-        compile_workers(jobs or len(os.sched_getaffinity(0)), arch, scratch) as workers,
+        compile_workers(jobs or min(len(os.sched_getaffinity(0)), _MAX_JOBS), arch, scratch) as workers,
     ):
         if variants is None:
             variants = workers.submit(kernel_variants, spec, dtype, scheduler).result()
@@ -80,7 +82,7 @@ class KernelPreparation:
         """`prepared`: a folder written by `paceline compile`."""
         major, minor = torch.cuda.get_device_capability()
         self._arch, self._prepared = 10 * major + minor, [] if prepared is None else [Path(prepared)]
-        self._folder = cache_folder() / "kernels"
+        self._folder = _writable(cache_folder() / "kernels")
         self._began = time.perf_counter()
         pool = ThreadPoolExecutor(1, "paceline-compile")
         self._task = pool.submit(precompile, spec, dtype, scheduler, self._folder, self._arch, also=self._prepared)
@@ -104,6 +106,17 @@ class KernelPreparation:
                     self._arch,
                 )
         use_binaries(KernelStore(self._folder, self._arch, self._prepared), variants)
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, or a new one for this process alone if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        log.warning("%s cannot be written (%s): kernels are not kept; set PACELINE_HOME", folder, error.strerror)
+        return Path(tempfile.mkdtemp(prefix="paceline-kernels-"))
+    return folder
 
 
 def _compile(variant: KernelVariant, folder: Path, arch: int) -> None:
