@@ -305,3 +305,13 @@ def test_the_list_of_commands_has_their_own_summaries(run: Run) -> None:
         assert summary in shown, name
         assert f"Usage: paceline {name} " in shown
     assert "Did you mean 'serve'?" in run("srve").output
+
+
+def test_compiling_without_triton_says_what_is_missing() -> None:
+    code = "import sys; sys.modules['triton'] = None; from paceline.cli import main; main()"
+    command = [sys.executable, "-c", code, "compile", "--shape", "tiny-qwen3", "-o", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "paceline: triton is not installed, which compiles kernels: pip install triton.\n",
+    )
