@@ -275,7 +275,11 @@ def _scheduler_config(spec: ModelSpec, given: Mapping[str, Any], device: str) ->
 def kernel_options(
     model: str | Path | None, shape: str | None, config: EngineConfig, scheduler_options: Mapping[str, Any]
 ) -> tuple[ModelSpec, str, SchedulerConfig]:
-    """What the kernels of a model, or of a named shape, depend on: see `kernel_variants`. Needs no GPU."""
+    """What the kernels of a model, or of a named shape, depend on: see `kernel_variants`. Needs Triton and no GPU."""
+    from paceline.kernels._triton import HAS_TRITON  # not at the top: the CPU needs no Triton
+
+    if not HAS_TRITON:
+        raise ConfigError("triton is not installed, which compiles kernels: pip install triton.")
     spec = named_shape(shape) if shape is not None else read_spec(find_model(model or DEFAULT_MODEL))
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     return spec, dtype, _scheduler_config(spec, scheduler_options, "cuda")

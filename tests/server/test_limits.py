@@ -371,7 +371,7 @@ def test_a_flood_of_two_thousand_connections_is_served() -> None:
 
         return sum(await asyncio.gather(*(one(number) for number in range(2000))))
 
-    with virtual() as server:
+    with virtual("--header-s=600") as server:  # this process connects all of them before it sends the first headers
         assert asyncio.run(main()) == 2000
         assert_nothing_is_left(server)
 
