@@ -91,7 +91,8 @@ class ScriptedExecutor(Executor):
     """Executes plans on the toy model, in launch order.
 
     `lazy` runs each pass as late as possible, in `wait`: a plan that is modified after `launch` then computes something
-    else. `draft` adds up to that many tokens beyond the first to a decode row. The KV of `bad_tokens` is NaN.
+    else. Of the drafts that a plan allows, a number that depends on the position is accepted. The KV of `bad_tokens` is
+    NaN.
     """
 
     num_pages: int
@@ -99,7 +100,6 @@ class ScriptedExecutor(Executor):
     clock: VirtualClock = field(default_factory=VirtualClock)
     vocab: int = 64
     lazy: bool = False
-    draft: int = 0
     num_host_pages: int = 0
     step_time: StepTime = _FLAT_TIME
     bad_tokens: frozenset[int] = frozenset()
@@ -112,6 +112,7 @@ class ScriptedExecutor(Executor):
     _tokens: dict[int, list[int]] = field(default_factory=dict)
     _seeds: dict[int, int] = field(default_factory=dict)
     _ids: dict[int, str] = field(default_factory=dict)
+    _positions: dict[int, int] = field(default_factory=dict)  # of the next token to feed, by slot
     _queue: list[ScriptedPending] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -137,7 +138,6 @@ class ScriptedExecutor(Executor):
         return cls(
             config.num_pages,
             config.page_size,
-            draft=config.draft_tokens,
             num_host_pages=config.num_host_pages,
             **options,  # type: ignore[arg-type]
         )
@@ -169,6 +169,14 @@ class ScriptedExecutor(Executor):
         sampled: list[list[int]] = []
         for row in range(plan.num_rows):
             slot, start, length = int(plan.slots[row]), int(plan.starts[row]), int(plan.lengths[row])
+            max_drafts = 0
+            if plan.drafts is not None and row < plan.num_decodes:
+                position, max_length = self._positions[slot], int(plan.max_lengths[row])
+                assert position <= start, f"slot {slot} is at {position}, after the last possible position {start}"
+                if position == max_length - 1:  # it has all its tokens
+                    sampled.append([])
+                    continue
+                start, max_drafts = position, min(int(plan.drafts[row]), max_length - 2 - position)
             is_faulty = row in faulty_rows
             if is_faulty:
                 self.faulty_ids.add(self._ids[slot])
@@ -176,11 +184,12 @@ class ScriptedExecutor(Executor):
             if plan.samples[row]:
                 tokens = [_sample(total, self.vocab)]
                 self._put(slot, start + length, tokens[0])
-                if self.draft and row < plan.num_decodes:
-                    tokens += self._draft(int(plan.max_lengths[row]), slot, start + length)
+                tokens += self._draft(max_drafts, slot, start + length)
                 sampled.append(tokens)
+                length += len(tokens) - 1
+            self._positions[slot] = start + length
         flat = np.array([token for tokens in sampled for token in tokens], np.int32)
-        counts = np.array([len(tokens) for tokens in sampled], np.int32) if self.draft else None
+        counts = None if plan.drafts is None else np.array([len(tokens) for tokens in sampled], np.int32)
         return Result(flat, self.step_time.of(plan), counts)
 
     def _move(self, swap: Swap) -> None:
@@ -191,10 +200,10 @@ class ScriptedExecutor(Executor):
         self._host[swap.spill_hosts] = pages[swap.spill_pages]
         pages[swap.fetch_pages] = self._host[swap.fetch_hosts]
 
-    def _draft(self, max_length: int, slot: int, position: int) -> list[int]:
-        max_drafts = max_length - 1 - position
+    def _draft(self, max_drafts: int, slot: int, position: int) -> list[int]:
+        """The tokens of accepted drafts."""
         tokens: list[int] = []
-        for _ in range(min(position % (self.draft + 1), max_drafts)):
+        for _ in range(position % (max_drafts + 1)):
             total = self._feed(slot, position, 1)
             position += 1
             tokens.append(_sample(total, self.vocab))

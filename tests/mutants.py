@@ -109,8 +109,8 @@ MUTANTS = [
     Mutant(
         "the token in flight of a retracted request is lost",
         "scheduler/scheduler.py",
-        "        request.num_in_flight -= 1\n        request.output.append(token)\n",
-        "        request.num_in_flight -= 1\n",
+        "        self.admission.dequeue(request)\n        request.output.append(token)\n",
+        "        self.admission.dequeue(request)\n",
     ),
     Mutant(
         "a retracted request is readmitted before its token in flight is committed",
@@ -293,8 +293,8 @@ MUTANTS = [
     Mutant(
         "a plan's arrays change after it is launched",
         "scheduler/scheduler.py",
-        "        starts = slots.computed[rows]\n        slots.computed[rows] = starts + 1\n",
-        "        starts = slots.computed[rows]\n        slots.computed[rows] = starts + 1\n"
+        "        slots.computed[rows] = starts + 1\n",
+        "        slots.computed[rows] = starts + 1\n"
         "        if self._in_flight:\n            self._in_flight[-1].plan.starts[:] = 0\n",
     ),
     Mutant(
@@ -335,6 +335,48 @@ MUTANTS = [
         "            raise error\n",
         "            pass\n",
         ["tests/sampling/test_mask_worker.py"],
+    ),
+    Mutant(
+        "drafts that a pass in flight may accept need no pages",
+        "scheduler/scheduler.py",
+        "np.minimum(reach + slots.ahead[rows] + draft,",
+        "np.minimum(reach + draft,",
+    ),
+    Mutant(
+        "drafts count as in flight for ever",
+        "scheduler/scheduler.py",
+        "            slots.ahead[slot] -= num_drafts\n",
+        "",
+    ),
+    Mutant(
+        "a new request inherits the drafts of its slot",
+        "scheduler/slots.py",
+        "self.capacity[slot] = self.ahead[slot] = 0",
+        "self.capacity[slot] = 0",
+    ),
+    Mutant(
+        "a request that ends by drafts is planned again",
+        "scheduler/scheduler.py",
+        "            if 0 < remaining <= more:\n",
+        "            if False:\n",
+    ),
+    Mutant(
+        "accepted drafts are not counted as computed",
+        "scheduler/scheduler.py",
+        "            slots.computed[slot] += more\n",
+        "",
+    ),
+    Mutant(
+        "accepted drafts are free of charge",
+        "scheduler/scheduler.py",
+        "            self.policy.charge(request.tenant, more * self.config.output_weight)\n",
+        "",
+    ),
+    Mutant(
+        "a retracted request waits for every token of its drafts",
+        "scheduler/scheduler.py",
+        "                    request.num_in_flight -= 1\n",
+        "                    request.num_in_flight -= 2\n",
     ),
     Mutant(
         "a frequency penalty counts the prompt",

@@ -481,7 +481,7 @@ class Admission:
         slots, size = self._memory.slots, self._memory.page_size
         rows = np.array([request.slot for request in running])
         exclusive_pages = np.array([request.exclusive_pages for request in running])
-        own = np.maximum(slots.computed[rows], slots.prompt_tokens[rows])
+        own = np.maximum(slots.computed[rows] + slots.ahead[rows], slots.prompt_tokens[rows])
         own = own + (exclusive_pages - slots.num_prefix_pages[rows]) * size
         max_remaining = slots.remaining[rows].astype(np.int64)
         generated = slots.max_outputs[rows] - max_remaining

@@ -83,7 +83,8 @@ def _rows(state: SchedulerState) -> list[str]:
         num_prefix_pages = node.depth // memory.page_size
         if not np.array_equal(memory.slots.row(slot)[:num_prefix_pages], memory.tree.path_pages(node)):
             faults.append(f"the row of request {request.id} does not read the pages of its locked prefix")
-        if memory.pages_for(int(memory.slots.computed[slot])) > memory.slots.num_pages[slot]:
+        ahead = min(memory.slots.computed[slot] + memory.slots.ahead[slot], memory.slots.max_lengths[slot] - 1)
+        if memory.pages_for(int(max(memory.slots.computed[slot], ahead))) > memory.slots.num_pages[slot]:
             faults.append(f"the row of request {request.id} is shorter than what it has computed")
         if _path_key(node) != request.key[: node.depth * TOKEN_BYTES]:
             faults.append(f"request {request.id} has locked the prefix of another prompt")

@@ -75,6 +75,11 @@ class Plan:
     Row i feeds the tokens at positions starts[i] .. starts[i] + lengths[i] of its slot. Tokens that a pass in flight
     will sample are read from the slot's token row on the device. Rows for which `samples` is true yield one token each,
     in row order, stored at position starts[i] + lengths[i].
+
+    With `drafts` (speculative decoding), decode row i may feed up to drafts[i] more tokens, guesses of the executor. It
+    yields one token, and one more for each guess that was right. While earlier passes are in flight its position is
+    known to the executor alone: starts[i] is the highest that is possible. A row that has all of its max_lengths[i]
+    tokens yields none.
     """
 
     step: int  # unique and ascending: identifies the plan
@@ -92,6 +97,7 @@ class Plan:
     num_context_tokens: int  # KV positions read, summed over rows
     sharing: Sharing | None = None
     swap: Swap | None = None
+    drafts: Column | None = None  # by decode row
 
     @property
     def num_rows(self) -> int:

@@ -9,6 +9,7 @@ of what is known (`request.output`).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -49,7 +50,7 @@ class _PassInFlight:
     plan: Plan
     requests: tuple[Request, ...]  # of the plan's rows
     sampled: tuple[Request, ...]  # of its sampling rows: they get the tokens
-    ending: tuple[Request, ...]  # requests known to end by length with this pass
+    ending: list[Request]  # requests known to end by length with this pass
     departures: int  # the scheduler's `_departures` when it was planned
     read: tuple[Node, ...]  # the ends of the prefixes that its sampling prefill rows read: their tokens prove them
     void: set[Request] = field(default_factory=set)  # its results for these are not valid: they read dropped KV
@@ -255,8 +256,6 @@ class Scheduler:
     def plan(self, now: float) -> Plan | None:
         """The next forward pass, or None: there is nothing to do, or the pass in flight must be committed first."""
         assert len(self._in_flight) < MAX_IN_FLIGHT, "commit the older pass before planning another"
-        if self._in_flight and self.config.draft_tokens:
-            return None  # the length of its rows is known only when it is committed
         return self._plan(Now(self.step, now))
 
     def _plan(self, now: Now) -> Plan | None:
@@ -322,7 +321,7 @@ class Scheduler:
             rows = self.running.decode_slots
             reach = slots.computed[rows]
             if draft:
-                reach = np.minimum(reach + draft, slots.max_lengths[rows] - 1)
+                reach = np.minimum(reach + slots.ahead[rows] + draft, slots.max_lengths[rows] - 1)
             full = rows[reach >= slots.capacity[rows]]
             if not len(full):
                 return
@@ -359,8 +358,14 @@ class Scheduler:
         requests = sampled = tuple(self.running.decoding) if decode else ()
         read: tuple[Node, ...] = ()
         num_decodes = len(requests)
-        starts = slots.computed[rows]
+        starts, drafts, num_drafts = slots.computed[rows], None, 0
         slots.computed[rows] = starts + 1
+        if self.config.draft_tokens:
+            # The last token of a row is not fed. Where the row is now, so many drafts may be too many: see `Plan`.
+            starts = np.minimum(starts + slots.ahead[rows], slots.max_lengths[rows] - 1)
+            drafts = np.minimum(self.config.draft_tokens, slots.max_lengths[rows] - 1 - slots.computed[rows])
+            slots.ahead[rows] += drafts
+            num_drafts = int(drafts.sum())
         remaining = slots.remaining[rows] - 1
         slots.remaining[rows] = remaining
         ending = [requests[row] for row in np.flatnonzero(remaining == 0).tolist()] if not remaining.all() else []
@@ -406,12 +411,13 @@ class Scheduler:
             page_slots=page_slots,
             page_indices=page_indices,
             page_ids=page_ids,
-            num_tokens=num_decodes + sum(chunk.length for chunk in chunks),
+            num_tokens=num_decodes + num_drafts + sum(chunk.length for chunk in chunks),
             num_context_tokens=num_context,
             sharing=sharing,
             swap=None if self.memory.host is None else self.memory.host.take_swap(),
+            drafts=drafts,
         )
-        self._in_flight.append(_PassInFlight(plan, requests, sampled, tuple(ending), self._departures, read))
+        self._in_flight.append(_PassInFlight(plan, requests, sampled, ending, self._departures, read))
         return plan
 
     def _limit_running_time(self, request_id: str) -> None:
@@ -522,13 +528,14 @@ class Scheduler:
             self.mixed_batches.observe(plan, device_s)
         sampled = one.sampled
         if one.read:
-            firsts = tokens if counts is None else tokens[np.cumsum(counts) - counts]
-            for node, token in zip(one.read, firsts[plan.num_decodes :].tolist(), strict=True):
+            # Prefill rows come last and yield one token each.
+            for node, token in zip(one.read, tokens[len(tokens) - len(one.read) :].tolist(), strict=True):
                 if token >= 0:
                     self.memory.tree.prove(node, plan.step)
         if counts is not None:
             assert len(counts) == len(sampled), f"{len(counts)} counts for {len(sampled)} sampling rows"
-            sampled, tokens = self._advance_by(sampled, tokens, counts)
+            self._advance_by(one, counts)
+            sampled = tuple(itertools.chain.from_iterable(map(itertools.repeat, sampled, counts.tolist())))
         assert len(tokens) == len(sampled), f"{len(tokens)} tokens for {len(sampled)} sampling rows"
         values: list[int] = tokens.tolist()
         discarded: set[int] = set()
@@ -542,6 +549,9 @@ class Scheduler:
                     if self._stops(request, token):
                         self._finish(request, FinishReason.STOP, at)
         else:
+            for request in one.sampled:
+                if request.phase is Phase.WAITING and request not in one.void:  # it was retracted meanwhile
+                    request.num_in_flight -= 1
             discarded, failed = self._append_each(sampled, values, counts is not None, one.void, at)
         first = plan.num_decodes if counts is None else 0
         for row, request in enumerate(sampled[first:], first):
@@ -638,30 +648,33 @@ class Scheduler:
     def _keep_late_token(self, request: Request, token: int) -> None:
         """Keeps a token that was in flight when its request was retracted; it is prefilled with the rest."""
         self.admission.dequeue(request)
-        request.num_in_flight -= 1
         request.output.append(token)
         self.admission.enqueue(request)
 
-    def _advance_by(
-        self, sampled: tuple[Request, ...], tokens: Column, counts: npt.NDArray[np.int32]
-    ) -> tuple[tuple[Request, ...], Column]:
-        """Several tokens per row: the pass has computed the KV of all but the last token of each row."""
-        max_tokens = 1 + self.config.draft_tokens
-        assert ((counts >= 1) & (counts <= max_tokens)).all(), f"a row yields 1 to {max_tokens} tokens"
-        repeated: list[Request] = []
-        kept: list[int] = []
-        offset = 0
-        for request, count in zip(sampled, counts.tolist(), strict=True):
-            taken = count
-            if request.slot is not None:
-                slots, slot = self.memory.slots, request.slot
-                taken = min(count, int(slots.remaining[slot]) + 1)
-                slots.computed[slot] += taken - 1
-                slots.remaining[slot] -= taken - 1
-            repeated += [request] * taken
-            kept += range(offset, offset + taken)
-            offset += count
-        return tuple(repeated), tokens[np.array(kept, dtype=np.int64)]
+    def _advance_by(self, one: _PassInFlight, counts: npt.NDArray[np.int32]) -> None:
+        """Settles how far the rows of a pass with drafts got: planning has counted one token for each of them."""
+        plan, slots = one.plan, self.memory.slots
+        drafts = np.zeros(len(counts), np.int32)
+        if plan.drafts is not None:
+            drafts[: plan.num_decodes] = plan.drafts
+        assert ((counts >= 0) & (counts <= 1 + drafts)).all(), "a row yields at most one token and its drafts"
+        for request, count, num_drafts in zip(one.sampled, counts.tolist(), drafts.tolist(), strict=True):
+            more = max(0, count - 1)
+            self.counters.decoded_tokens += more
+            self.policy.charge(request.tenant, more * self.config.output_weight)
+            if request.slot is None or request in one.void:
+                continue
+            slot = request.slot
+            slots.ahead[slot] -= num_drafts
+            slots.computed[slot] += more
+            remaining = int(slots.remaining[slot])
+            slots.remaining[slot] = remaining - more
+            if 0 < remaining <= more:
+                # It ends with the next pass, which is in flight, if not with this one.
+                self.running.stop_decoding(request)
+                for later in self._in_flight:
+                    if request in later.sampled:
+                        later.ending.append(request)
 
     def _updates(self, sampled: Sequence[Request], tokens: Column, discarded: set[int]) -> Updates:
         if discarded:

@@ -18,9 +18,12 @@ class Slots:
     def __init__(self, max_running: int, max_row_pages: int, page_size: int) -> None:
         self._page_size = page_size
         self.requests: list[Request | None] = [None] * max_running
-        self.computed: Column = np.zeros(max_running, np.int32)  # positions with KV once all planned passes have run
+        # Positions that have KV once all planned passes have run, if no draft is accepted.
+        self.computed: Column = np.zeros(max_running, np.int32)
+        # By how many positions a row may be further than that: drafts of passes in flight that may be accepted.
+        self.ahead: Column = np.zeros(max_running, np.int32)
         self.capacity: Column = np.zeros(max_running, np.int32)  # positions that its pages can hold
-        self.remaining: Column = np.zeros(max_running, np.int32)  # tokens that no planned pass samples yet
+        self.remaining: Column = np.zeros(max_running, np.int32)  # tokens that no planned pass samples yet, at most
         self.max_outputs: Column = np.zeros(max_running, np.int32)
         self.expected: Column = np.zeros(max_running, np.int32)  # the caller's estimate of the output; 0: none
         self.num_prefix_pages: Column = np.zeros(max_running, np.int32)  # pages at the row's beginning in the tree
@@ -41,7 +44,7 @@ class Slots:
         slot = self._free.pop()
         assert self.requests[slot] is None, f"slot {slot} was handed out while it was taken"
         self.requests[slot] = request
-        self.num_pages[slot] = self.capacity[slot] = 0
+        self.num_pages[slot] = self.capacity[slot] = self.ahead[slot] = 0
         request.slot = slot
         return slot
 

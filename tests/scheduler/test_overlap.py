@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.request import FinishReason
+from paceline.scheduler.invariants import find_faults
 from tests.helpers import EOS, harness, prompt, request, scheduler
 
 
@@ -96,21 +97,62 @@ def test_commits_come_in_order_and_once() -> None:
         fresh.commit(first, np.array([1], np.int32), 0.0)
 
 
-def test_plan_returns_none_until_a_drafting_pass_is_committed() -> None:
+def test_a_pass_is_planned_while_drafts_are_in_flight() -> None:
+    """With upper bounds; how far the rows got is settled at commit."""
     core = scheduler(draft_tokens=2)
-    core.add(request(max_tokens=9), 0.0)
-    plan = core.plan(0.0)
-    assert plan is not None
-    assert core.plan(0.0) is None, "the length of a drafting row is known only at its commit"
-    core.commit(plan, np.array([5], np.int32), 0.0)
-    assert core.plan(0.0) is not None
+    core.add(request(prompt(1, 2, 3), max_tokens=9), 0.0)
+    first, second = core.plan(0.0), core.plan(0.0)
+    assert first is not None and first.drafts is not None and not len(first.drafts), "prefill rows have no drafts"
+    assert second is not None and second.drafts is not None
+    assert (second.starts.tolist(), second.drafts.tolist(), second.num_tokens) == ([3], [2], 3)
+    core.commit(first, np.array([5], np.int32), 0.0, counts=np.array([1], np.int32))
+    third = core.plan(0.0)
+    assert third is not None and third.drafts is not None
+    assert (third.starts.tolist(), third.drafts.tolist()) == ([6], [2]), "if both drafts are accepted"
+    updates = core.commit(second, np.array([6, 7], np.int32), 0.0, counts=np.array([2], np.int32))
+    assert updates.tokens.tolist() == [6, 7]
+    fourth = core.plan(0.0)
+    assert fourth is not None and fourth.starts.tolist() == [8], "third began at 5, and is in flight"
+
+
+def test_a_row_that_reaches_its_end_by_drafts_ends_with_the_pass_in_flight() -> None:
+    core = scheduler(draft_tokens=3)
+    core.add(request(prompt(1, 2, 3), max_tokens=4), 0.0)
+    first, second = core.plan(0.0), core.plan(0.0)
+    assert first is not None and second is not None and second.drafts is not None and second.drafts.tolist() == [2]
+    core.commit(first, np.array([5], np.int32), 0.0, counts=np.array([1], np.int32))
+    third = core.plan(0.0)
+    assert third is not None
+    core.commit(second, np.array([6, 7], np.int32), 0.0, counts=np.array([2], np.int32))
+    assert core.plan(0.0) is None, "the third pass yields the last token"
+    updates = core.commit(third, np.array([8], np.int32), 0.0, counts=np.array([1], np.int32))
+    assert [one.reason for one in updates.finished] == [FinishReason.LENGTH] and not core.has_work
+
+
+def test_a_row_that_has_all_its_tokens_yields_none() -> None:
+    core = scheduler(draft_tokens=3)
+    core.add(request(prompt(1, 2, 3), max_tokens=3), 0.0)
+    first, second = core.plan(0.0), core.plan(0.0)
+    assert first is not None and second is not None
+    core.commit(first, np.array([5], np.int32), 0.0, counts=np.array([1], np.int32))
+    third = core.plan(0.0)
+    updates = core.commit(second, np.array([6, 7], np.int32), 0.0, counts=np.array([2], np.int32))
+    assert [one.reason for one in updates.finished] == [FinishReason.LENGTH] and third is not None
+    assert not len(core.commit(third, np.array([], np.int32), 0.0, counts=np.array([0], np.int32)).tokens)
+    assert not core.has_work and not find_faults(core)
 
 
 @pytest.mark.parametrize("draft", [1, 3, 5])
 @pytest.mark.parametrize("page_size", [1, 2, 16])
-def test_several_tokens_per_row_are_the_same_tokens(draft: int, page_size: int) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_several_tokens_per_row_are_the_same_tokens(draft: int, page_size: int, overlap: bool) -> None:
     subject = harness(
-        draft_tokens=draft, page_size=page_size, num_pages=400 // page_size, vocab=16, max_batch_tokens=256
+        overlap=overlap,
+        draft_tokens=draft,
+        page_size=page_size,
+        num_pages=400 // page_size,
+        vocab=16,
+        max_batch_tokens=256,
     )
     subject.add(*(request(prompt(n, n), 5 + n, eos_token_ids=(EOS,)) for n in range(12)))
     steps = subject.run()

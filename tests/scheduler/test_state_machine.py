@@ -37,12 +37,13 @@ def options(draw: Any) -> dict[str, Any]:
     """A configuration, mostly with little memory."""
     page_size = draw([1, 2, 3, 4, 7, 16, 64])
     smallest = -(-40 // page_size)
+    draft_tokens, max_running = draw([0, 0, 0, 1, 3]), draw([1, 2, 4, 8])
     return {
         "page_size": page_size,
         "num_pages": smallest + draw([0, 0, 1, 2, smallest, 4 * smallest]),
         "context_tokens": 64,
-        "max_running": draw([1, 2, 4, 8]),
-        "max_batch_tokens": draw([16, 32, 64]),
+        "max_running": max_running,
+        "max_batch_tokens": max(max_running * (1 + draft_tokens), draw([16, 32, 64])),
         "max_prefill_tokens": draw([4, 16, 64]),
         "chunk_tokens": draw([1, 3, 8, 64]),
         "policy": draw(list(POLICIES)),
@@ -57,7 +58,7 @@ def options(draw: Any) -> dict[str, Any]:
         "max_overtakes": draw([0, 3, 64]),
         "retract_gap": draw([1, float("inf")]),
         "fair_quantum": draw([1, 64, 8192]),
-        "draft_tokens": draw([0, 0, 0, 1]),
+        "draft_tokens": draft_tokens,
         "itl_target": draw([math.inf, math.inf, 0.002]),
         "tenant_weights": draw([{}, {"a": 4.0}]),
         "max_waiting": draw([100_000, 100_000, 3]),
