@@ -188,7 +188,7 @@ class SchedulerConfig:
         "draft tokens per row that a forward pass verifies (speculative decoding)",
         low=0,
         high=64,
-        hidden="no executor drafts tokens yet",
+        hidden="set speculate instead",
     )
     itl_target: float = option(
         0.125,
@@ -357,6 +357,10 @@ def _check(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> Non
 
 OVERLAP = ("on", "off", "sync")
 EXECUTORS = ("torch", "virtual")
+SPECULATE: Mapping[str, str] = {
+    "off": "one token per row and forward pass",
+    "ngram": "what followed the last tokens of a request when they occurred before in it (prompt lookup)",
+}
 VIRTUAL_TOKENS = ("prompt", "clock")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
@@ -374,6 +378,12 @@ class EngineConfig:
         choices=EXECUTORS,
     )
     device: str = option("auto", "device to run the model on; auto: a GPU if there is one", choices=DEVICES)
+    speculate: str = option(
+        "off",
+        "speculative decoding, device cpu: draft tokens that are verified in the same forward pass, with the same "
+        "output (vLLM: speculative_config; SGLang: speculative_algorithm)",
+        choices=SPECULATE,
+    )
     dtype: str = option(
         "auto", "data type of weights and KV cache; auto: float32 on a CPU, bfloat16 on a GPU", choices=DTYPE_NAMES
     )

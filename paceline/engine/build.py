@@ -53,6 +53,7 @@ _CPU_DEFAULTS: dict[str, Any] = {
 }
 _GPU_DEFAULTS: dict[str, Any] = {name: getattr(SchedulerConfig(), name) for name in ("max_running", "max_batch_tokens")}
 _LOAD = ("weights", "random")
+_DRAFT_TOKENS = 7  # of a row, at most: more tokens of one stream make a forward pass longer on two cores
 
 
 def build_engine(
@@ -80,8 +81,14 @@ def build_engine(
     if config.executor == "virtual":
         if model is not None or shape is not None or load != "weights":
             raise ConfigError("executor is 'virtual', which runs no model: remove model, load and shape.")
+        if config.speculate != "off":
+            raise ConfigError(f"speculate is {config.speculate!r}, and executor 'virtual' drafts nothing: remove it.")
         return build_virtual(config, scheduler_options, trace=trace, hooks=hooks, detokenize=detokenize)
     device = choose_device(config)
+    if config.speculate != "off":
+        if device == "cuda":
+            raise ConfigError(f"speculate is {config.speculate!r}, which device cuda does not support yet: remove it.")
+        scheduler_options = {"draft_tokens": _DRAFT_TOKENS, **scheduler_options}
     dtype = ("bfloat16" if device == "cuda" else "float32") if config.dtype == "auto" else config.dtype
     path: Path | None = None
     if load == "random":
@@ -259,10 +266,11 @@ def _scheduler_config(spec: ModelSpec, given: Mapping[str, Any], device: str) ->
     model = {"context_tokens": spec.context_tokens, "chunk_context": spec.double_cost_context}
     options = {"num_pages": MAX_PAGES, **defaults, **model, **given}  # not given: known once the model is loaded
     # A decode batch of all running requests must fit into a step: the option that was not given is adjusted.
+    row_tokens = 1 + options.get("draft_tokens", 0)
     if "max_batch_tokens" not in given and isinstance(options["max_running"], int):
-        options["max_batch_tokens"] = max(options["max_batch_tokens"], options["max_running"])
+        options["max_batch_tokens"] = max(options["max_batch_tokens"], row_tokens * options["max_running"])
     elif "max_running" not in given and isinstance(options["max_batch_tokens"], int):
-        options["max_running"] = max(1, min(options["max_running"], options["max_batch_tokens"]))
+        options["max_running"] = max(1, min(options["max_running"], options["max_batch_tokens"] // row_tokens))
     config = SchedulerConfig(**options)
     if config.context_tokens > spec.context_tokens:
         raise ConfigError(

@@ -661,6 +661,7 @@ class Scheduler:
         for request, count, num_drafts in zip(one.sampled, counts.tolist(), drafts.tolist(), strict=True):
             more = max(0, count - 1)
             self.counters.decoded_tokens += more
+            self.counters.accepted_tokens += more
             self.policy.charge(request.tenant, more * self.config.output_weight)
             if request.slot is None or request in one.void:
                 continue

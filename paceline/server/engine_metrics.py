@@ -81,6 +81,8 @@ class EngineMetrics:
             counter("evicted_pages", "Cached pages evicted from the device.", counters.evicted_pages),
             counter("retractions", "Running requests preempted to free memory.", counters.retractions),
             counter("steps", "Forward passes.", counters.steps),
+            counter("accepted_draft_tokens", "Tokens drafted and accepted by speculative decoding.",
+                    counters.accepted_tokens),
             counter("discarded_tokens", "Tokens computed for requests that had already finished, or lost KV with NaN.",
                     counters.discarded_tokens),
             counter("nan_dropped_pages", "Cached pages dropped because they may contain NaN.",

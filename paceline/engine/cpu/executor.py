@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paceline.engine.attention import AttentionBackend
 from paceline.engine.cpu.attention import CpuAttention
+from paceline.engine.cpu.drafts import NgramDrafts, Verification, verification
 from paceline.engine.cpu.inputs import Index, Inputs, SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.cpu.model import CpuModel
@@ -30,7 +31,7 @@ from paceline.model.spec import ModelSpec
 from paceline.sampling.logprobs import LogprobRequest, LogprobTable, output_logprobs, prompt_runs
 from paceline.sampling.sampler import Sampler
 from paceline.sampling.types import Bits, LogprobRun, Masks
-from paceline.scheduler.plan import NO_TOKENS, Plan
+from paceline.scheduler.plan import NO_TOKENS, Column, Plan
 
 
 class ExecutorFailed(RuntimeError):
@@ -83,6 +84,7 @@ class CpuModelRunner:
         self.sampler = Sampler(spec.vocab_size, max_running)
         self._logprobs = LogprobTable(max_running, spec.vocab_size)
         self._pooling: dict[int, str] = {}  # slot -> kind, for prompts that are embedded
+        self._drafts = NgramDrafts(max_running)
 
     def load_weights(self, decoder: Decoder) -> None:
         self.decoder = CpuModel(decoder) if isinstance(self.decoder, CpuModel) else decoder
@@ -94,30 +96,60 @@ class CpuModelRunner:
         for join in plan.joins:
             self.sampler.join(join)
             self._logprobs.join(join)
+            self._drafts.join(join)
             self._pooling.pop(join.slot, None)
             if join.pooling is not None:
                 self._pooling[join.slot] = join.pooling
         self.tables.apply(plan)
-        inputs = self.tables.inputs(plan)
+        checked = None
+        if plan.drafts is not None:
+            # The host computes the masks of a row for its next token only.
+            checked = verification(plan, self.tables, None if masks is not None else self._drafts)
+            plan = checked.plan
+        inputs = self.tables.inputs(plan, 0 if checked is None else plan.num_decodes)
         attend = self.attention.begin(inputs)
         hidden = self.decoder.forward(torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), attend)
         runs = self._prompt_logprobs(plan, hidden)
         pooled = tuple(self._pool(plan, inputs.offsets, hidden)) if self._pooling else ()
+        if checked is not None and checked.num_dropped:
+            runs = tuple(run._replace(row=run.row + checked.num_dropped) for run in runs)
+            pooled = tuple(states._replace(row=states.row + checked.num_dropped) for states in pooled)
+        self.tables.positions[plan.slots] = inputs.starts + inputs.lengths
         if not len(inputs.sampled):
-            return Result(NO_TOKENS, prompt_logprobs=runs, pooled=pooled)
+            counts = None if checked is None else np.zeros(checked.num_rows, np.int32)
+            return Result(NO_TOKENS, counts=counts, prompt_logprobs=runs, pooled=pooled)
         if len(inputs.sampled) < len(hidden):
             hidden = hidden[torch.from_numpy(inputs.sampled)]
         logits = self.logits(hidden)
         width = self._logprobs.of_output(plan)
         logprobs_of = None if width is None else output_logprobs(self._logprobs, width, inputs.sampled_slots, logits)
-        allowed = None if masks is None else _unpacked(masks(), *logits.shape)
+        allowed = None
+        if masks is not None:
+            given = masks() if checked is None else checked.masks(masks())
+            allowed = _unpacked(given, *logits.shape)
         tokens = self.sampler.sample(
             logits, inputs.sampled_slots, inputs.sampled_positions, self.tables.tokens, allowed
         )
         valid = np.maximum(tokens, 0)  # a row with NO_TOKEN continues with a valid id until the host has seen it
         self.tables.store(inputs, valid)
-        logprobs = None if logprobs_of is None else logprobs_of(valid)
-        return Result(tokens.astype(np.int32), logprobs=logprobs, prompt_logprobs=runs, pooled=pooled)
+        logprobs, counts = None if logprobs_of is None else logprobs_of(valid), None
+        if checked is not None:
+            kept, counts = self._accept(checked, inputs, tokens)
+            tokens, logprobs = tokens[kept], None if logprobs is None else logprobs.of_rows(kept.tolist())
+        return Result(tokens.astype(np.int32), counts=counts, logprobs=logprobs, prompt_logprobs=runs, pooled=pooled)
+
+    def _accept(self, checked: Verification, inputs: Inputs, tokens: Index) -> tuple[Index, Column]:
+        """The indices of the tokens that count, and how many each sampling row has. Rows continue after them."""
+        plan, nums = checked.plan, checked.num_drafts
+        is_draft = np.ones(int(plan.lengths[: plan.num_decodes].sum()), np.bool_)
+        is_draft[inputs.offsets[: plan.num_decodes]] = False
+        kept, counts = checked.accept(tokens, inputs.tokens[: len(is_draft)][is_draft])
+        for row, num in enumerate(nums.tolist()):
+            slot, count = int(plan.slots[row]), int(counts[checked.sampling_rows[row]])
+            position = int(inputs.starts[row]) + count
+            self.tables.positions[slot] = position
+            self._drafts.settle(slot, position, num, count - 1)
+        return kept, counts
 
     def _prompt_logprobs(self, plan: Plan, hidden: Tensor) -> tuple[LogprobRun, ...]:
         def tokens_of(ask: LogprobRequest) -> Tensor:

@@ -27,7 +27,7 @@ class Inputs:
     lengths: Index  # [rows]
     offsets: Index  # [rows]: the first token of each row
     page_rows: npt.NDArray[np.int32]  # [rows, pages of the longest row]
-    sampled: Index  # [sampling rows]: the last token of each
+    sampled: Index  # tokens whose logits are sampled from: the last of each sampling row, or all of a verified one
     sampled_slots: Index
     sampled_positions: Index  # position of the new token
     shares: bool = True  # whether rows may begin with the same pages
@@ -40,6 +40,7 @@ class SlotTables:
         # the last sampled token is stored and never computed.
         self.tokens = np.zeros((max_running, max_row_tokens + 1), np.int32)
         self.pages = np.zeros((max_running, -(-max_row_tokens // page_size)), np.int32)
+        self.positions = np.zeros(max_running, np.int64)  # of the next token to feed
 
     def apply(self, plan: Plan) -> None:
         """Applies joins, then page table changes, which is the order of the plan."""
@@ -48,7 +49,8 @@ class SlotTables:
         if len(plan.page_slots):
             self.pages[plan.page_slots, plan.page_indices] = plan.page_ids
 
-    def inputs(self, plan: Plan) -> Inputs:
+    def inputs(self, plan: Plan, num_verified: int = 0) -> Inputs:
+        """Of a plan with exact positions. The first `num_verified` rows sample after each of their tokens."""
         slots, starts, lengths = (column.astype(np.int64) for column in (plan.slots, plan.starts, plan.lengths))
         size = self.page_size
         if plan.num_tokens == len(slots):  # one token per row: a decode batch
@@ -60,6 +62,12 @@ class SlotTables:
         ends = starts + lengths
         num_pages = (int(ends.max()) + size - 1) // size
         samples = plan.samples
+        if num_verified:
+            samples = samples.copy()
+            samples[:num_verified] = False
+        sampled = (offsets + lengths - 1)[samples]
+        if num_verified:
+            sampled = np.concatenate([np.arange(lengths[:num_verified].sum()), sampled])
         return Inputs(
             tokens=self.tokens[token_slots, positions].astype(np.int64),
             positions=positions,
@@ -68,9 +76,9 @@ class SlotTables:
             lengths=lengths,
             offsets=offsets,
             page_rows=self.pages[slots, :num_pages],
-            sampled=(offsets + lengths - 1)[samples],
-            sampled_slots=slots[samples],
-            sampled_positions=ends[samples],
+            sampled=sampled,
+            sampled_slots=token_slots[sampled],
+            sampled_positions=positions[sampled] + 1,
             shares=plan.sharing is not None,
         )
 

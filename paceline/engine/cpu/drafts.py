@@ -1,0 +1,143 @@
+"""Speculative decoding on the CPU: drafts from the row's own tokens, verified in one forward pass.
+
+A decode row with d drafts feeds 1 + d tokens. The logits of each give the token that plain decoding would sample there
+if all drafts before it are right, since filters, penalties and noise depend on the position and on the tokens before it
+alone. A draft is accepted exactly if it equals that token, so the output is that of plain decoding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.engine.cpu.inputs import Index, SlotTables
+from paceline.sampling.types import Masks
+from paceline.scheduler.plan import Column, Join, Plan
+
+_LONGEST, _SHORTEST = 4, 2  # tokens that must have occurred before
+_FIRST_DEPTH = 3  # drafts of a new request
+_FIRST_PAUSE, _LONGEST_PAUSE = 2, 32  # tokens after which a row whose drafts were wrong tries again
+
+
+class NgramDrafts:
+    """Proposes what followed the last tokens of a row when they occurred before in it (prompt lookup).
+
+    A row proposes more after its drafts were right and fewer after they were wrong. If none was, it pauses, each time
+    twice as long.
+    """
+
+    def __init__(self, max_running: int) -> None:
+        self._depth = np.zeros(max_running, np.int32)
+        self._pause = np.zeros(max_running, np.int32)  # the next one, in tokens
+        self._resume = np.zeros(max_running, np.int64)  # the position from which on a paused row tries again
+
+    def join(self, join: Join) -> None:
+        slot = join.slot
+        self._depth[slot], self._pause[slot], self._resume[slot] = _FIRST_DEPTH, _FIRST_PAUSE, 0
+
+    def propose(self, slot: int, tokens: npt.NDArray[np.int32], limit: int) -> Column:
+        """Up to `limit` tokens that may follow `tokens`."""
+        depth = min(int(self._depth[slot]), limit)
+        if depth <= 0 or len(tokens) < self._resume[slot]:
+            return tokens[:0]
+        for size in range(_LONGEST, _SHORTEST - 1, -1):
+            end = _last_occurrence(tokens, size)
+            if end:
+                return np.resize(tokens[end:], depth)  # once it has reached the end of the row, it begins again
+        return tokens[:0]
+
+    def settle(self, slot: int, position: int, num_drafts: int, num_accepted: int) -> None:
+        """Of so many drafts, so many were accepted."""
+        if not num_drafts:
+            return
+        if not num_accepted:
+            self._depth[slot], self._resume[slot] = 1, position + self._pause[slot]
+            self._pause[slot] = min(2 * self._pause[slot], _LONGEST_PAUSE)
+            return
+        self._pause[slot] = _FIRST_PAUSE
+        self._depth[slot] = 2 * num_drafts if num_accepted == num_drafts else num_accepted
+
+
+def _last_occurrence(tokens: npt.NDArray[np.int32], size: int) -> int:
+    """Where the last earlier occurrence of the last `size` tokens ends; 0: there is none."""
+    count = len(tokens) - size  # possible beginnings, without the last tokens themselves
+    if count <= 0:
+        return 0
+    same = tokens[:count] == tokens[count]
+    for offset in range(1, size):
+        same &= tokens[offset : count + offset] == tokens[count + offset]
+    found = np.flatnonzero(same)
+    return int(found[-1]) + size if len(found) else 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verification:
+    """A plan with drafts as it is executed: `plan` has exact positions, and its decode rows feed their drafts."""
+
+    plan: Plan
+    num_drafts: Index  # by decode row of `plan`
+    num_dropped: int  # decode rows of the original plan that have all their tokens; they are not in `plan`
+    sampling_rows: Index  # of the original plan, by sampling row of `plan`
+    num_rows: int  # sampling rows of the original plan
+
+    def masks(self, masks: Masks) -> Masks:
+        """Masks for the sampling rows of `plan`, which has no drafts."""
+        places = np.full(self.num_rows, -1)
+        places[self.sampling_rows] = np.arange(len(self.sampling_rows))
+        rows = places[masks.rows]
+        return Masks(rows[rows >= 0], masks.bits[rows >= 0])
+
+    def accept(self, tokens: Index, drafts: Index) -> tuple[Index, Column]:
+        """The tokens that count, as indices into the sampled `tokens`, and how many each original sampling row has.
+        `drafts` are the tokens that were fed behind each decode row's first, one after the other."""
+        counts = np.zeros(self.num_rows, np.int32)
+        chosen: list[npt.NDArray[Any]] = []
+        at = used = 0
+        for row, num in enumerate(self.num_drafts.tolist()):
+            wrong = np.flatnonzero(tokens[at : at + num] != drafts[used : used + num])
+            count = 1 + (int(wrong[0]) if len(wrong) else num)
+            chosen.append(np.arange(at, at + count))
+            counts[self.sampling_rows[row]] = count
+            at, used = at + 1 + num, used + num
+        chosen.append(np.arange(at, len(tokens)))  # prefill rows: one token each
+        counts[self.sampling_rows[len(self.num_drafts) :]] = 1
+        return np.concatenate(chosen), counts
+
+
+def verification(plan: Plan, tables: SlotTables, drafts: NgramDrafts | None) -> Verification:
+    """The plan as it is executed now that all passes before it have been: proposes drafts, unless `drafts` is None, and
+    stores them behind the tokens of their rows."""
+    assert plan.drafts is not None, "a plan without drafts is executed as it is"
+    count = plan.num_decodes
+    positions = tables.positions[plan.slots[:count]]
+    room = plan.max_lengths[:count] - 2 - positions  # drafts behind which another token fits
+    decodes = np.flatnonzero(room >= 0)
+    nums = np.zeros(len(decodes), np.int64)
+    if drafts is not None:
+        for index, row in enumerate(decodes.tolist()):
+            slot, position = int(plan.slots[row]), int(positions[row])
+            limit = min(int(plan.drafts[row]), int(room[row]))
+            found = drafts.propose(slot, tables.tokens[slot, : position + 1], limit)
+            tables.tokens[slot, position + 1 : position + 1 + len(found)] = found
+            nums[index] = len(found)
+    rows = np.concatenate([decodes, np.arange(count, plan.num_rows)])
+    starts, lengths = plan.starts[rows], plan.lengths[rows]
+    starts[: len(decodes)] = positions[decodes]
+    lengths[: len(decodes)] += nums
+    exact = replace(
+        plan,
+        slots=plan.slots[rows],
+        starts=starts,
+        lengths=lengths,
+        max_lengths=plan.max_lengths[rows],
+        samples=plan.samples[rows],
+        num_decodes=len(decodes),
+        num_tokens=int(lengths.sum()),
+        drafts=None,
+    )
+    num_rows = int(np.count_nonzero(plan.samples))
+    sampling = np.concatenate([decodes, np.arange(count, num_rows)])  # decode rows come first, and all of them sample
+    return Verification(exact, nums, count - len(decodes), sampling, num_rows)

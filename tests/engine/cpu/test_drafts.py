@@ -1,0 +1,161 @@
+"""Speculative decoding on the CPU: the same tokens as without it, in fewer passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.config import ConfigError
+from paceline.engine.cpu.drafts import NgramDrafts, _last_occurrence
+from paceline.llm import LLM, RequestOutput
+from paceline.request import Grammar, SamplingParams
+from paceline.scheduler.plan import Join
+
+SHAPES = ["tiny-llama", "tiny-mistral", "tiny-smollm", "tiny-smollm3", "tiny-qwen2", "tiny-qwen3"]
+RNG = np.random.default_rng(5)
+TEXT = RNG.integers(3, 400, 12).tolist()
+# Repeated text: the beginnings of some prompts are in others, and a random model soon repeats itself when greedy.
+PROMPTS = [TEXT * 4, TEXT * 2 + [7, 8], [5] * 30, RNG.integers(3, 400, 20).tolist(), TEXT * 3 + TEXT[:5]]
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+
+def run(params: SamplingParams | list[SamplingParams], shape: str = "tiny-qwen3", **options: Any) -> tuple[LLM, Any]:
+    llm = LLM(load="random", shape=shape, threads=1, **{"kv_tokens": 4096, **options})
+    return llm, llm.generate(PROMPTS, params, progress=False)
+
+
+def facts(outputs: list[RequestOutput]) -> list[Any]:
+    """What a client gets: tokens, reasons, and logprobs up to rounding."""
+
+    def rounded(logprobs: Any) -> Any:
+        return None if logprobs is None else [None if one is None else round(one.logprob, 3) for one in logprobs]
+
+    return [
+        (choice.token_ids, choice.finish_reason, rounded(choice.logprobs), rounded(output.prompt_logprobs))
+        for output in outputs
+        for choice in output.choices
+    ]
+
+
+def compare(
+    params: SamplingParams | list[SamplingParams], shape: str = "tiny-qwen3", **options: Any
+) -> tuple[int, int]:
+    """Passes without and with drafts; the outputs are equal."""
+    found = []
+    for speculate in ("off", "ngram"):
+        llm, outputs = run(params, shape, speculate=speculate, **options)
+        with llm:
+            found.append((facts(outputs), llm.engine.scheduler.counters.steps))
+    (plain, plain_steps), (drafted, steps) = found
+    assert drafted == plain
+    return plain_steps, steps
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_greedy_tokens_are_those_of_plain_decoding(shape: str, overlap: str) -> None:
+    before, after = compare(GREEDY, shape, overlap=overlap)
+    assert after <= before
+
+
+def test_text_that_repeats_itself_takes_fewer_passes() -> None:
+    """A bias makes the model repeat one token."""
+    before, after = compare(replace(GREEDY, logit_bias={7: 100.0}))
+    assert before == 31 and after < 12, "up to 8 tokens per pass"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.7, "seed": 3},
+        {"temperature": 0.9, "seed": 4, "top_p": 0.8, "top_k": 20, "min_p": 0.01},
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+        {"logit_bias": {7: 4.0, 9: -3.0}},
+        {"logprobs": 3, "prompt_logprobs": 2},
+        {"ignore_eos": False, "min_tokens": 5, "stop_token_ids": (11, 13, 17)},
+        {"n": 3, "temperature": 0.8, "seed": 9},
+        {"max_tokens": 1},
+        {"max_tokens": 2},
+    ],
+    ids=str,
+)
+def test_every_parameter_gives_the_tokens_of_plain_decoding(changes: dict[str, Any]) -> None:
+    compare(replace(GREEDY, **changes))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunk_tokens": 8, "max_batch_tokens": 64},
+        {"max_running": 2, "max_batch_tokens": 32},
+        {"kv_tokens": 160, "context_tokens": 120},  # retractions
+        {"kv_tokens": 160, "host_kv_tokens": 640, "context_tokens": 120},
+        {"page_size": 1},
+        {"prefix_cache": False},
+        {"batching": "prefill-first"},
+        {"batching": "static"},
+    ],
+    ids=str,
+)
+def test_every_option_of_the_scheduler_gives_the_tokens_of_plain_decoding(options: dict[str, Any]) -> None:
+    params = [replace(GREEDY, max_tokens=count) for count in (30, 3, 21, 30, 11)]
+    compare(params, **options)
+
+
+def test_rows_with_a_grammar_are_decoded_beside_rows_with_drafts() -> None:
+    grammar = Grammar.regex("[ab]{4,20}")
+    params = [replace(GREEDY, ignore_eos=False, grammar=grammar) if row % 2 else GREEDY for row in range(len(PROMPTS))]
+    compare(params)
+
+
+def test_embeddings_beside_drafts_are_unchanged() -> None:
+    found = []
+    for speculate in ("off", "ngram"):
+        with LLM(load="random", shape="tiny-qwen3", threads=1, kv_tokens=4096, speculate=speculate) as llm:
+            found.append(np.array(llm.embed(PROMPTS)))
+    assert np.allclose(*found, atol=1e-5)
+
+
+def test_speculation_needs_a_model_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match="speculate is 'ngram', and executor 'virtual' drafts nothing: remove it"):
+        LLM(executor="virtual", speculate="ngram")
+    with pytest.raises(ConfigError, match="draft_tokens is 3, which is not supported: set speculate instead"):
+        LLM(load="random", shape="tiny-qwen3", draft_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "end"),
+    [
+        ([1, 2, 3, 1, 2], 2, 2),
+        ([1, 2, 9, 1, 2, 8, 1, 2], 2, 5),  # the last one
+        ([4, 4, 4, 4], 2, 3),  # overlaps the end
+        ([1, 2, 3, 4], 2, 0),
+        ([1, 2], 2, 0),
+        ([1], 2, 0),
+    ],
+)
+def test_the_last_earlier_occurrence_is_found(tokens: list[int], size: int, end: int) -> None:
+    assert _last_occurrence(np.array(tokens, np.int32), size) == end
+
+
+def test_depth_follows_acceptance() -> None:
+    drafts, row = NgramDrafts(1), np.tile(np.arange(10, dtype=np.int32), 8)
+    drafts.join(Join(0, "a", row, len(row), GREEDY))
+
+    def propose() -> int:
+        return len(drafts.propose(0, row, 7))
+
+    assert propose() == 3
+    drafts.settle(0, len(row), 3, 3)
+    assert propose() == 6
+    drafts.settle(0, len(row), 6, 2)
+    assert propose() == 2
+    drafts.settle(0, len(row), 2, 0)
+    assert propose() == 0, "it pauses"
+    row = np.tile(np.arange(10, dtype=np.int32), 10)
+    assert propose() == 1
+    drafts.join(Join(0, "b", row, len(row), GREEDY))
+    assert propose() == 3, "a new request"
