@@ -87,5 +87,5 @@ def test_infinity_and_none_are_valid_where_documented() -> None:
 def test_a_hidden_option_is_refused_from_users_and_accepted_from_code() -> None:
     assert SchedulerConfig(draft_tokens=2).draft_tokens == 2
     assert "draft_tokens" not in [item.name for item in public_options(SchedulerConfig)]
-    with pytest.raises(ConfigError, match="draft_tokens is 2, which is not supported: no executor drafts tokens yet"):
+    with pytest.raises(ConfigError, match="draft_tokens is 2, which is not supported: set speculate instead"):
         split_options({"draft_tokens": 2})

@@ -38,7 +38,7 @@ RANDOM: dict[str, Any] = {"load": "random", "shape": "tiny-llama", "threads": 1}
         ({"model": b"x"}, "model is b'x': give a folder, a .gguf file or a Hugging Face id."),
         ({"model": ""}, "model is '': give a folder, a .gguf file or a Hugging Face id."),
         ({**RANDOM, "seed": "a"}, "seed is 'a': expected an integer."),
-        ({**RANDOM, "draft_tokens": 2}, "draft_tokens is 2, which is not supported: no executor drafts tokens yet."),
+        ({**RANDOM, "draft_tokens": 2}, "draft_tokens is 2, which is not supported: set speculate instead."),
         ({**RANDOM, "overlap": "yes"}, "overlap is 'yes': choose one of on, off, sync."),
         ({**RANDOM, "dtype": "int4"}, "dtype is 'int4': choose one of auto, float32, bfloat16, float16."),
         ({**RANDOM, "threads": 0}, "threads is 0: must be at least 1."),
