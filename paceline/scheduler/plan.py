@@ -105,7 +105,8 @@ class Plan:
 
     @property
     def num_prefill_tokens(self) -> int:
-        return self.num_tokens - self.num_decodes
+        num_drafts = 0 if self.drafts is None else int(self.drafts.sum())
+        return self.num_tokens - self.num_decodes - num_drafts
 
     @property
     def sharing_version(self) -> int:
