@@ -562,6 +562,7 @@ class Engine:
         self._hooks.after_step()
 
     def _fail(self, error: BaseException) -> None:
+        log.error("the engine failed; all requests end with an error", exc_info=error)
         with self._wake:
             self._failure = error
             inbox, self._inbox = self._inbox, []

@@ -331,7 +331,7 @@ def test_a_detokenization_error_ends_only_its_request(engine: Engine, monkeypatc
             assert pieces[-1].error == "ValueError('a broken text')"
 
 
-def test_a_failed_pass_ends_every_request_with_an_error(engine: Engine) -> None:
+def test_a_failed_pass_ends_every_request_with_an_error(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     device = engine.executor.runner  # type: ignore[attr-defined]
     run, passes = device.run, []
 
@@ -352,6 +352,8 @@ def test_a_failed_pass_ends_every_request_with_an_error(engine: Engine) -> None:
     assert len(passes) == 5  # the pass behind it was not run on memory that cannot be trusted
     with pytest.raises(EngineFailed, match="the device is on fire"):
         asyncio.run(collect(engine, "three", LONG))
+    (record,) = [one for one in caplog.records if one.name == "paceline.engine" and one.levelname == "ERROR"]
+    assert record.exc_info is not None and record.message == "the engine failed; all requests end with an error"
 
 
 def test_close_aborts_running_requests_and_refuses_new_ones(engine: Engine) -> None:
