@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.request import FinishReason
+from paceline.scheduler.background import fair_tenants
 from paceline.scheduler.invariants import find_faults
 from tests.helpers import EOS, harness, prompt, request, scheduler
 
@@ -173,3 +174,17 @@ def test_plans_do_not_change_after_they_are_launched() -> None:
     for plan, copy in zip(subject.executor.plans, copies, strict=True):
         for name, values in zip(("slots", "starts", "lengths", "samples", "page_ids"), copy, strict=True):
             assert np.array_equal(getattr(plan, name), values), name
+
+
+def test_accepted_drafts_are_charged_to_the_tenant() -> None:
+    def service(num_tokens: int) -> float:
+        core = scheduler(draft_tokens=3, output_weight=2.0)
+        core.add(request(prompt(1, 2, 3), max_tokens=9), 0.0)
+        first, second = core.plan(0.0), core.plan(0.0)
+        assert first is not None and second is not None
+        core.commit(first, np.array([5], np.int32), 0.0, counts=np.array([1], np.int32))
+        core.commit(second, np.arange(num_tokens, dtype=np.int32), 0.0, counts=np.array([num_tokens], np.int32))
+        (tenant,) = fair_tenants(core.policy).values()
+        return tenant.service
+
+    assert service(4) - service(1) == 3 * 2.0
