@@ -9,10 +9,12 @@ Binaries, and the list of what a model needs, are kept in a folder. If all are t
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import logging
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -115,7 +117,9 @@ def _writable(folder: Path) -> Path:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         log.warning("%s cannot be written (%s): kernels are not kept; set PACELINE_HOME", folder, error.strerror)
-        return Path(tempfile.mkdtemp(prefix="paceline-kernels-"))
+        own = tempfile.mkdtemp(prefix="paceline-kernels-")
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        return Path(own)
     return folder
 
 
