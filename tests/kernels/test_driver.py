@@ -21,7 +21,6 @@ class FakeLibrary:
     def __init__(self, num_args: int, status: int = 0) -> None:
         self.loaded: list[bytes] = []
         self.attributes: list[tuple[int, int]] = []
-        self.cache_configs: list[int] = []
         self.launches: list[dict[str, Any]] = []
         self._num_args, self._status = num_args, status
         kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -39,10 +38,6 @@ class FakeLibrary:
 
     def cuFuncSetAttribute(self, function: Any, name: int, value: int) -> int:
         self.attributes.append((name, value))
-        return 0
-
-    def cuFuncSetCacheConfig(self, function: Any, config: int) -> int:
-        self.cache_configs.append(config)
         return 0
 
     def cuGetErrorString(self, status: int, text: Any) -> int:
@@ -100,7 +95,7 @@ def test_programmatic_dependent_launch_and_large_shared_memory_are_asked_for() -
     library = FakeLibrary(num_args=7)
     kernel(library, shared=100_000, pdl=True).launch((1,), 0, [16, 32])
     assert library.launches[0]["attributes"] == [(6, 1)]
-    assert library.attributes == [(8, 100_000)] and library.cache_configs == [1]
+    assert library.attributes == [(8, 100_000), (9, 100)]
 
 
 def test_an_empty_grid_is_not_launched() -> None:

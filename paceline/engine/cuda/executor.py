@@ -57,7 +57,7 @@ from paceline.sampling.types import Bits, Masks
 from paceline.scheduler.plan import NO_TOKENS, Plan, Swap
 
 _DEPTH = 4  # passes that have buffers; at most two are in flight
-_CAPTURE_SECONDS = 0.3  # for capturing graphs at start, 5 to 10 ms each; the others are captured in idle time
+_CAPTURE_SECONDS = 0.15  # for capturing graphs at start, 5 to 10 ms each; the others are captured in idle time
 
 
 class CudaPending:
