@@ -380,7 +380,7 @@ class EngineConfig:
     device: str = option("auto", "device to run the model on; auto: a GPU if there is one", choices=DEVICES)
     speculate: str = option(
         "off",
-        "speculative decoding, device cpu: draft tokens that are verified in the same forward pass, with the same "
+        "speculative decoding: draft tokens that are verified in the same forward pass, with the same "
         "output (vLLM: speculative_config; SGLang: speculative_algorithm)",
         choices=SPECULATE,
     )

@@ -85,10 +85,7 @@ def build_engine(
             raise ConfigError(f"speculate is {config.speculate!r}, and executor 'virtual' drafts nothing: remove it.")
         return build_virtual(config, scheduler_options, trace=trace, hooks=hooks, detokenize=detokenize)
     device = choose_device(config)
-    if config.speculate != "off":
-        if device == "cuda":
-            raise ConfigError(f"speculate is {config.speculate!r}, which device cuda does not support yet: remove it.")
-        scheduler_options = {"draft_tokens": _DRAFT_TOKENS, **scheduler_options}
+    scheduler_options = _with_drafts(config, scheduler_options)
     dtype = ("bfloat16" if device == "cuda" else "float32") if config.dtype == "auto" else config.dtype
     path: Path | None = None
     if load == "random":
@@ -290,7 +287,11 @@ def kernel_options(
         raise ConfigError("triton is not installed, which compiles kernels: pip install triton.")
     spec = named_shape(shape) if shape is not None else read_spec(find_model(model or DEFAULT_MODEL))
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
-    return spec, dtype, _scheduler_config(spec, scheduler_options, "cuda")
+    return spec, dtype, _scheduler_config(spec, _with_drafts(config, scheduler_options), "cuda")
+
+
+def _with_drafts(config: EngineConfig, scheduler_options: Mapping[str, Any]) -> dict[str, Any]:
+    return {**({} if config.speculate == "off" else {"draft_tokens": _DRAFT_TOKENS}), **scheduler_options}
 
 
 def _num_bytes(dtype: str) -> int:

@@ -12,6 +12,10 @@ A row of several chunks leaves one float32 partial result per chunk. The program
 per row and head) merges them, always in the order of the chunks: a second launch per layer would cost more than the
 merge. A unit of several rows merges all rows of which it is the last at once: one row after the other took longer than
 sharing saved.
+
+With drafts (speculative decoding) a row has several new tokens. A unit computes all of them, so the row's keys and
+values are read once: their query heads fill a tile that would otherwise be padded. The tail takes all new keys from the
+QKV projection, with a causal mask.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -83,13 +87,16 @@ def _merge_row(
     first_partial,
     num_chunks,
     kv_head,
+    token,
+    NEW: tl.constexpr,
     Q: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Merges the partial results of one row and KV head into out[row], BLOCK chunks at a time, ascending."""
+    """Merges the partial results of one KV head and one of NEW new tokens of a row into out[row], BLOCK chunks at a
+    time, ascending."""
     column = tl.arange(0, COLUMNS)
     inside_column = column < G * D
     head = kv_head * G + column // D
@@ -99,7 +106,7 @@ def _merge_row(
     value = tl.zeros([COLUMNS], tl.float32)
     for start in range(0, num_chunks, BLOCK):
         inside = (start + block < num_chunks)[:, None] & inside_column[None, :]
-        place = ((first_partial + start + block).to(tl.int64) * Q)[:, None] + head[None, :]
+        place = (((first_partial + start + block).to(tl.int64) * NEW + token) * Q)[:, None] + head[None, :]
         # .cg bypasses the L1 cache: other multiprocessors wrote this in the same launch. The weight of a head is loaded
         # once per element, which is cheaper than moving it between threads.
         weight = tl.load(lse + place, mask=inside, other=-float("inf"), cache_modifier=".cg")
@@ -225,6 +232,8 @@ def _decode_attention_kernel(
     num_shared,
     rows,
     query_rows,
+    query_starts,
+    num_fed,
     partials,
     lse,
     arrived,
@@ -233,6 +242,7 @@ def _decode_attention_kernel(
     table_stride,
     eps,
     scale,
+    NEW: tl.constexpr,
     Q: tl.constexpr,
     K: tl.constexpr,
     G: tl.constexpr,
@@ -244,6 +254,7 @@ def _decode_attention_kernel(
     PAGED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_NEW: tl.constexpr,
     COLUMNS: tl.constexpr,
     MERGE: tl.constexpr,
     MERGE_COLUMNS: tl.constexpr,
@@ -252,6 +263,7 @@ def _decode_attention_kernel(
     PART: tl.constexpr,
 ):
     # PART: which units this launch takes (ALL_UNITS, SHARED_UNITS, OWN_UNITS, NONE_SHARED below).
+    # NEW: most new tokens of a row, which are num_fed of it. More than one only where no row shares.
     d = tl.arange(0, D)
     m = tl.arange(0, BLOCK_M)
     num_work = tl.load(num_units) * K
@@ -281,6 +293,14 @@ def _decode_attention_kernel(
         position = row_position + tl.zeros([BLOCK_M], tl.int32)
         first_partial = own_partial + tl.zeros([BLOCK_M], tl.int32)
         inside = m < G
+        first_token = row
+        fed = 1
+        if NEW > 1:
+            first_token = tl.load(query_starts + row)
+            fed = tl.load(num_fed + row)
+            inside = m // G < fed
+            tile_rows = first_token + m // G
+            position = row_position + m // G
         if PART < 2:
             inside = m // G < num_queries
             if num_queries > 1:
@@ -294,9 +314,17 @@ def _decode_attention_kernel(
         mine, other = load_pairs(qkv, (tile_rows * qkv_stride + head * D)[:, None], inside[:, None], D)
         own_cos, own_sin = load_cos_sin(cos_sin + row_position * D, True, D)
         cos, sin = own_cos, own_sin
-        if PART < 2:
+        if PART < 2 or NEW > 1:
             cos, sin = load_cos_sin(cos_sin + (position * D)[:, None], inside[:, None], D)
-        if PART != 1:
+        if NEW > 1:
+            new = tl.arange(0, BLOCK_NEW)
+            is_new = (new < fed) & is_tail
+            source = (first_token + new) * qkv_stride + (Q + kv_head) * D
+            new_mine, new_other = load_pairs(qkv, source[:, None], is_new[:, None], D)
+            new_v = tl.load(qkv + source[:, None] + K * D + d[None, :], mask=is_new[:, None], other=0.0)
+            own_cos, own_sin = load_cos_sin(cos_sin + ((row_position + new) * D)[:, None], is_new[:, None], D)
+            new_page = tl.load(table + (row_position + new) // P, mask=is_new, other=0).to(tl.int64)
+        elif PART != 1:
             # The tail's new token. Every unit issues the load and only the tail uses it: a branch would wait for memory
             # once more. `end` is the position being decoded: the cache holds begin..end, this token makes it end + 1.
             source = qkv + row * qkv_stride + (Q + kv_head) * D
@@ -316,7 +344,24 @@ def _decode_attention_kernel(
         totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         acc = tl.zeros([BLOCK_M, D], tl.float32)
         top = tl.full([BLOCK_M], -1.0e30, tl.float32)
-        if PART != 1:
+        if NEW > 1:
+            new_k = norm_and_rotate(
+                new_mine, new_other, k_weight, k_other_weight, own_cos, own_sin, eps, factor, D, HAS_NORM
+            ).to(k_cache.dtype.element_ty)
+            new_v = new_v.to(v_cache.dtype.element_ty)
+            new_place = ((new_page * P + (row_position + new) % P) * K + kv_head) * D
+            tl.store(k_cache + new_place[:, None] + d[None, :], new_k, mask=is_new[:, None])
+            tl.store(v_cache + new_place[:, None] + d[None, :], new_v, mask=is_new[:, None])
+            before = m[:, None] // G - new[None, :]
+            visible = (before >= 0) & is_new[None, :]
+            if WINDOW:
+                visible = visible & (before < WINDOW)
+            new_scores = tl.where(visible, tl.dot(q, tl.trans(new_k)) * scale, -float("inf"))
+            top = tl.maximum(top, tl.max(new_scores, axis=1))
+            new_weight = tl.exp2(new_scores - top[:, None])
+            totals += tl.where((tl.arange(0, BLOCK_N) == 0)[None, :], tl.sum(new_weight, axis=1)[:, None], 0.0)
+            acc = tl.dot(new_weight.to(new_v.dtype), new_v, acc)
+        elif PART != 1:
             new_k = norm_and_rotate(
                 new_mine, new_other, k_weight, k_other_weight, own_cos, own_sin, eps, factor, D, HAS_NORM
             )
@@ -357,19 +402,35 @@ def _decode_attention_kernel(
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
         total = tl.sum(totals, axis=1)
+        if NEW > 1:
+            # A later token may see nothing of a chunk that its window has left behind.
+            total = tl.where(total > 0.0, total, 1.0)
         acc = acc / total[:, None]
         if num_chunks == 1:
             target = out + (tile_rows * Q + head)[:, None] * D + d[None, :]
             tl.store(target, acc.to(out.dtype.element_ty), mask=inside[:, None])
         else:
-            partial = (first_partial + index).to(tl.int64) * Q + head
+            partial = (first_partial + index).to(tl.int64)
+            if NEW > 1:
+                partial = partial * NEW + m // G
+            partial = partial * Q + head
             tl.store(partials + partial[:, None] * D + d[None, :], acc, mask=inside[:, None])
             tl.store(lse + partial, top + tl.log2(total), mask=inside)
             tl.debug_barrier()  # every thread's partial result before the one atomic that counts it
             if PART == 3:
                 count = arrived + row * K + kv_head
                 if tl.atomic_add(count, 1, sem="acq_rel") == num_chunks - 1:
-                    _merge_row(partials, lse, out, row, own_partial, num_chunks, kv_head, Q, G, D, COLUMNS, MERGE)
+                    if NEW > 1:
+                        for token in range(0, fed):
+                            target = first_token + token
+                            _merge_row(
+                                partials, lse, out, target, own_partial, num_chunks, kv_head, token, NEW, Q, G, D,
+                                COLUMNS, MERGE,
+                            )  # fmt: skip
+                    else:
+                        _merge_row(
+                            partials, lse, out, row, own_partial, num_chunks, kv_head, 0, 1, Q, G, D, COLUMNS, MERGE
+                        )
                     tl.store(count, 0)
             else:
                 # In a batch where some rows share, either kind of unit may merge a row: both use the same code, so that
@@ -418,6 +479,15 @@ class DecodeWorkspace:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NewTokens:
+    """The new tokens of rows that have drafts: row r has num_fed[r], from query_starts[r] on, and at most `most`."""
+
+    query_starts: torch.Tensor  # [R + 1] int32
+    num_fed: torch.Tensor  # [R] int32
+    most: int
+
+
 # The units that one launch takes: all, only the shared ones, only the others; or all, where no unit is shared.
 ALL_UNITS, SHARED_UNITS, OWN_UNITS, NONE_SHARED = 0, 1, 2, 3
 
@@ -459,6 +529,14 @@ def decode_attention_tuning(
     return own, own
 
 
+def draft_attention_tuning(group: int, most: int) -> DecodeTuning:
+    """The tuning for units of one row with up to `most` new tokens."""
+    heads = next_power_of_2(group * most)
+    if heads <= 16:
+        return DecodeTuning(block_m=heads, max_registers=168)
+    return DecodeTuning(block_m=heads, block_n=64, num_stages=2, max_registers=255 if heads == 64 else 168)
+
+
 def tiles_fit(chunk: int, page_size: int, tuning: DecodeTuning) -> bool:
     """Whether every tile of a chunk is within one page, or begins with one, where the kernel relies on it."""
     smaller, larger = sorted((page_size, tuning.block_n))
@@ -482,6 +560,7 @@ def decode_attention(
     pdl: bool = False,
     part: int = ALL_UNITS,
     stream: torch.Tensor | None = None,
+    new_tokens: NewTokens | None = None,
 ) -> None:
     """out [R, Q D] = attention of the new tokens in qkv [R, (Q + 2K) D]; writes their keys and values to the caches.
 
@@ -489,13 +568,17 @@ def decode_attention(
     [D] together or not at all. `units` was filled by `decode_units` with the same window in this pass, in chunks that
     `tiles_fit`. Rows from num_rows on are not written. `part`: the units this launch takes; a second launch may take
     the others at the same time or in any order. With `stream` [R, H], qkv was computed from the hidden states before
-    RMSNorm, and the norm's factor is applied here; shared units need a qkv of normed hidden states.
+    RMSNorm, and the norm's factor is applied here; shared units need a qkv of normed hidden states. With `new_tokens`
+    rows have several new tokens, which are rows of qkv and out; `workspace` then has that many times the partial
+    results.
     """
     page_size, kv_heads, head_dim = k_cache.shape[1:]
     q_heads = out.shape[1] // head_dim
     group = q_heads // kv_heads
     columns = next_power_of_2(group * head_dim)
-    assert group <= tuning.block_m, f"{group} query heads per KV head do not fit a tile of {tuning.block_m}"
+    new = 1 if new_tokens is None else new_tokens.most
+    assert group * new <= tuning.block_m, f"{group * new} query heads per KV head do not fit tiles of {tuning.block_m}"
+    assert new == 1 or (part == NONE_SHARED and stream is None), "rows with several new tokens share nothing"
     _decode_attention_kernel[(tuning.num_programs,)](
         qkv,
         k_cache,
@@ -510,6 +593,8 @@ def decode_attention(
         units.num_shared,
         units.rows,
         units.query_rows,
+        units.num_units if new_tokens is None else new_tokens.query_starts,
+        units.num_units if new_tokens is None else new_tokens.num_fed,
         workspace.partials,
         workspace.lse,
         workspace.arrived,
@@ -518,6 +603,7 @@ def decode_attention(
         page_table.stride(0),
         eps,
         head_dim**-0.5 * LOG2_E,
+        NEW=new,
         Q=q_heads,
         K=kv_heads,
         G=group,
@@ -529,6 +615,7 @@ def decode_attention(
         PAGED=not window and page_size % tuning.block_n == 0,
         BLOCK_M=tuning.block_m,
         BLOCK_N=tuning.block_n,
+        BLOCK_NEW=16,
         COLUMNS=columns,
         MERGE=max(1024 // columns, 2),
         MERGE_COLUMNS=head_dim if tuning.block_m <= 32 else head_dim // 2,

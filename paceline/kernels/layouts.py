@@ -45,9 +45,10 @@ class SamplingWord(IntEnum):
     MIN_P = 3  # 0: off
     SEED_LOW = 4
     SEED_HIGH = 5
-    LOGPROBS = 6  # 0: none requested; else 1 + the number of alternatives
-    NUM_LOGPROB_IDS = 7
-    LOGPROB_IDS = 8  # the first of MAX_LOGPROBS
+    MAX_LENGTH = 6  # prompt and output at full length
+    LOGPROBS = 7  # 0: none requested; else 1 + the number of alternatives
+    NUM_LOGPROB_IDS = 8
+    LOGPROB_IDS = 9  # the first of MAX_LOGPROBS
 
 
 SAMPLING_WORDS = SamplingWord.LOGPROB_IDS + MAX_LOGPROBS
@@ -63,6 +64,17 @@ class LogprobWord(IntEnum):
 
 
 LOGPROB_WORDS = 1 + 3 * MAX_LOGPROBS
+
+
+class DraftWord(IntEnum):
+    """What a row of a pass with drafts (drafts.py) tells the host."""
+
+    NUM_FED = 0  # its next token and its drafts
+    COUNT = 1  # tokens that it got
+    TOKENS = 2  # the first of them
+
+
+DRAFT_WORDS = 10
 
 
 class AdjustHeader(IntEnum):

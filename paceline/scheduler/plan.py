@@ -139,3 +139,4 @@ class Updates:
 
 
 NO_TOKENS: Column = np.empty(0, np.int32)
+DRAFT_DEPTHS = (2, 4, 7)  # drafts of a row that a pass may have, besides none

@@ -16,6 +16,7 @@ from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cuda.build import build_cuda
 from paceline.engine.cuda.variants import kernel_variants
 from paceline.engine.engine import Engine
+from paceline.kernels.layouts import DraftWord
 from paceline.kernels.variants import KernelVariant, recorded_launches
 from paceline.llm import LLM
 from paceline.model.registry import shape
@@ -25,13 +26,13 @@ from paceline.scheduler import Scheduler
 from paceline.text.synthetic import synthetic_tokenizer
 
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("tiny-qwen3", {"context_tokens": 2048, "num_pages": 512, "max_running": 8, "chunk_tokens": 64}),
+    ("tiny-qwen3", {"context_tokens": 2048, "num_pages": 512, "max_running": 8, "chunk_tokens": 64, "draft_tokens": 7}),
     # Nothing is a multiple of 16, and the KV cache is smaller than the context, with host memory behind it.
     (
         "tiny-qwen2",
         {"context_tokens": 1999, "num_pages": 90, "max_running": 37, "num_host_pages": 64, "max_swap_pages": 8},
     ),
-    ("wide", {"context_tokens": 600, "num_pages": 200, "max_running": 20}),
+    ("wide", {"context_tokens": 600, "num_pages": 200, "max_running": 20, "draft_tokens": 4}),
     ("tiny-smollm3", {"context_tokens": 1024, "num_pages": 300, "max_running": 1, "page_size": 32}),
     ("tiny-qwen3", {"context_tokens": 4096, "num_pages": 2000, "max_running": 130, "shared_reads": False}),
 ]
@@ -69,7 +70,9 @@ def random_requests(llm: LLM, rng: random.Random, most: int) -> None:
 def kernels_of(name: str) -> set[str]:
     """The names of the kernels that a shape with default options uses."""
     spec = SPECS[name] if name in SPECS else shape(name)
-    return {variant.name for variant in kernel_variants(spec, "bfloat16", SchedulerConfig(num_pages=64))}
+    return {
+        variant.name for variant in kernel_variants(spec, "bfloat16", SchedulerConfig(num_pages=64, draft_tokens=7))
+    }
 
 
 def unlisted(name: str, options: dict[str, Any], seed: int) -> list[KernelVariant]:
@@ -81,6 +84,8 @@ def unlisted(name: str, options: dict[str, Any], seed: int) -> list[KernelVarian
     listed = {_on_any_device(variant) for variant in kernel_variants(spec, "float32", scheduler)}
     decoder = random_decoder(spec, dtype="float32", device="cpu", max_positions=scheduler.context_tokens)
     device, config = build_cuda(decoder, EngineConfig(), scheduler, None)
+    if device.drafts is not None:
+        device.drafts.results[:, :, : DraftWord.TOKENS] = 1  # nothing is computed: each row gets one token
     tokenizer = synthetic_tokenizer(spec.vocab_size)
     with (
         recorded_launches() as launched,

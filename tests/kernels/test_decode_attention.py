@@ -1,8 +1,10 @@
+import itertools
 import random
 
 import pytest
 import torch
 
+from paceline.kernels._triton import next_power_of_2
 from paceline.kernels.decode_attention import (
     ALL_UNITS,
     NONE_SHARED,
@@ -10,6 +12,7 @@ from paceline.kernels.decode_attention import (
     SHARED_UNITS,
     DecodeTuning,
     DecodeWorkspace,
+    NewTokens,
     decode_attention,
     decode_attention_reference,
     tiles_fit,
@@ -115,6 +118,21 @@ def test_deferred_norm_is_applied_by_attention(with_norm: bool) -> None:
     check(16, 6, 2, 64, [90, 0, 33], [2, 0, 1], Chunks(16, 64, 6), with_norm=with_norm, defer_norm=True)
 
 
+@pytest.mark.parametrize(
+    ("page_size", "q_heads", "kv_heads", "window", "with_norm"),
+    [(16, 4, 2, 0, True), (1, 2, 2, 0, False), (3, 5, 1, 0, True), (16, 4, 2, 20, True), (16, 4, 2, 3, False)],
+)
+def test_rows_with_several_new_tokens_see_those_before(
+    page_size: int, q_heads: int, kv_heads: int, window: int, with_norm: bool
+) -> None:
+    """Rows of one and of several chunks, at the end of a page and of a chunk, with a window that is shorter than the
+    new tokens too."""
+    lengths, row_slots = [0, 31, 32, 88], [3, 1, 0, 2]
+    chunks = Chunks(min_tokens=16, max_tokens=32, target_units=1)
+    for num_fed in ([8, 1, 3, 8], [5, 2, 5, 1]):
+        check(page_size, q_heads, kv_heads, 64, lengths, row_slots, chunks, window, with_norm, num_fed=num_fed)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_shared_segments_give_the_same_result_as_own_chunks(seed: int) -> None:
     """Segments that end within a tile of keys too: then a tile is two pages."""
@@ -186,19 +204,30 @@ def check(
     block_n: int = 16,
     defer_norm: bool = False,
     seed: int = 0,
+    num_fed: list[int] | None = None,
 ) -> torch.Tensor:
-    """Runs the kernel twice (counts must return to zero) with one padding row, and compares with the reference."""
+    """Runs the kernel twice (counts must return to zero) with one padding row, and compares with the reference.
+    num_fed: new tokens of each row."""
     torch.manual_seed(seed)
-    rows = len(row_slots)
+    num_rows, most, block_m, new_tokens = len(row_slots), 1, 16, None
+    slots, positions = row_slots, [lengths[slot] for slot in row_slots]
+    if num_fed is not None:
+        most = max(num_fed)
+        block_m = next_power_of_2(q_heads // kv_heads * most)
+        new_tokens = NewTokens(ints([0, *itertools.accumulate(num_fed)]), ints(num_fed), most)
+        slots = [slot for slot, count in zip(row_slots, num_fed, strict=True) for _ in range(count)]
+        positions = [lengths[slot] + j for slot, count in zip(row_slots, num_fed, strict=True) for j in range(count)]
+    rows = len(slots)
     cache = random_cache(len(lengths), MAX_LENGTH, page_size, kv_heads, head_dim, torch.float32, "cpu", shared_pages)
     poison_unwritten(cache, lengths)
     table = rope_table(MAX_LENGTH, head_dim, 1e4)
     norms = (torch.rand(head_dim) + 0.5, torch.rand(head_dim) + 0.5) if with_norm else (None, None)
-    capacity = chunks.capacity(rows + 1, MAX_LENGTH) + 100
-    buffers = DecodeUnits.empty(rows + 1, capacity, 64 if shared is None else max(64, len(shared.query_rows)), "cpu")
+    capacity = chunks.capacity(num_rows + 1, MAX_LENGTH) + 100
+    max_shared = 64 if shared is None else max(64, len(shared.query_rows))
+    buffers = DecodeUnits.empty(num_rows + 1, capacity, max_shared, "cpu")
     if shared is not None:
         shared.write(buffers)
-    workspace = DecodeWorkspace.empty(rows + 1, capacity, q_heads, kv_heads, head_dim, "cpu")
+    workspace = DecodeWorkspace.empty(num_rows + 1, capacity * most, q_heads, kv_heads, head_dim, "cpu")
     out = torch.empty(0)
     for _ in range(2):
         qkv = torch.randn(rows + 1, (q_heads + 2 * kv_heads) * head_dim)
@@ -209,8 +238,8 @@ def check(
             k,
             v,
             cache.page_table,
-            ints(row_slots),
-            ints([lengths[slot] for slot in row_slots]),
+            ints(slots),
+            ints(positions),
             table,
             *norms,
             1e-6,
@@ -218,7 +247,7 @@ def check(
             None if stream is None else stream[:rows],
         )
         out = poisoned(rows + 1, q_heads * head_dim, dtype=torch.float32)
-        decode_units(buffers, ints([*row_slots, 0]), ints([rows]), ints(lengths), chunks, window)
+        decode_units(buffers, ints([*row_slots, 0]), ints([num_rows]), ints(lengths), chunks, window)
         for part in parts:
             decode_attention(
                 qkv,
@@ -232,9 +261,10 @@ def check(
                 workspace,
                 out,
                 window,
-                DecodeTuning(num_programs=3, block_n=block_n),
+                DecodeTuning(num_programs=3, block_n=block_n, block_m=block_m),
                 part=part,
                 stream=stream,
+                new_tokens=new_tokens,
             )
         assert relative_error(out[:rows], expected) < 1e-5
         assert torch.isnan(out[rows:]).all(), "a padding row was written"

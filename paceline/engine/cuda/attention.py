@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,8 +25,10 @@ from paceline.kernels.decode_attention import (
     SHARED_UNITS,
     DecodeTuning,
     DecodeWorkspace,
+    NewTokens,
     decode_attention,
     decode_attention_tuning,
+    draft_attention_tuning,
     tiles_fit,
 )
 from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_units
@@ -63,11 +65,13 @@ def decode_chunks(rows: int) -> Chunks:
     return Chunks() if rows <= 32 or 64 < rows < 128 else Chunks(max_tokens=2048)
 
 
-def max_units(sizes: Sequence[int], max_length: int, chunks: ChunkChoice) -> int:
-    """Most work units that a decode batch of any bucket can have. Where rows share, the host checks that they fit
-    (`SharedUnits.max_partials`)."""
+def max_units(sizes: Sequence[int], max_length: int, chunks: ChunkChoice, drafts: Iterable[tuple[int, int]]) -> int:
+    """Most partial results, and work units, that a decode batch of any bucket can have; drafts: the numbers of rows and
+    drafts of passes with drafts. Where rows share, the host checks that they fit (`SharedUnits.max_partials`)."""
     shared = sizes[-1] * (cdiv(max_length, SHARED_CHUNKS[-1]) + 1)
-    return max(min(shared, _MAX_SHARED_UNITS), *(chunks(size).capacity(size, max_length) for size in sizes))
+    batches = [*((size, 0) for size in sizes), *drafts]
+    own = max((1 + num_drafts) * chunks(rows).capacity(rows, max_length) for rows, num_drafts in batches)
+    return max(min(shared, _MAX_SHARED_UNITS), own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +108,9 @@ class CudaAttention:
         page_size: int,
         capacity: int,
         choices: AttentionChoices,
+        max_drafts: int = 0,
     ) -> None:
-        """capacity: most work units, and partial results, of a decode batch (`max_units`)."""
+        """capacity: most work units, and partial results, of a decode batch (`max_units`). max_drafts: of a row."""
         spec, device, max_rows = model.spec, model.device, len(state.row_slots)
         self._model, self._streams, self._state = model, streams, state
         self._chunks, self._tuning = choices.chunks, choices.tuning
@@ -120,6 +125,12 @@ class CudaAttention:
         self.units = {
             layer.window: DecodeUnits.empty(max_rows, capacity, 0 if layer.window else capacity, device)
             for layer in model.layers
+        }
+        # With drafts no row shares, whatever the units of plain decoding are.
+        self._draft_units = {
+            window: units if window else DecodeUnits.empty(max_rows, capacity, 0, device)
+            for window, units in self.units.items()
+            if max_drafts
         }
         self.workspace = DecodeWorkspace.empty(
             max_rows, capacity, spec.num_heads, spec.num_kv_heads, spec.head_dim, device
@@ -158,6 +169,7 @@ class CudaAttention:
         defer_norm: bool,
         single_launch: bool = False,
         beside_engine: bool = False,
+        new_tokens: NewTokens | None = None,
     ) -> AttentionKernels:
         """Computes the work units of the first `num_rows` rows, of at most `rows`; returns attention over them.
         defer_norm: it applies the RMSNorm factor to its qkv.
@@ -165,16 +177,20 @@ class CudaAttention:
         Where rows share, shared units and units of one row are two launches side by side, since their tiles differ in
         size. With `single_launch` they are one, which is slower on the device and faster to launch. With
         `beside_engine` all launches are on other streams than the engine's: the caller launches more on that one, and
-        then waits for the stream `side`.
+        then waits for the stream `side`. With `new_tokens` rows have drafts, and share nothing.
         """
+        most = 1 if new_tokens is None else new_tokens.most
         model, state, spec, streams = self._model, self._state, self._model.spec, self._streams
-        chunks, pdl = self._chunks(rows), not shared_block_m and model.uses_pdl(rows)
-        for window, units in self.units.items():
+        chunks, pdl = self._chunks(rows), not shared_block_m and model.uses_pdl(rows * most)
+        all_units = self.units if new_tokens is None else self._draft_units
+        for window, units in all_units.items():
             decode_units(units, state.row_slots[:rows], num_rows, state.num_computed, chunks, window, step)
             step = None  # incremented once per pass
         base = streams.side if beside_engine else streams.engine
         stream = model.input(rows) if defer_norm else None
         own, shared = self._tuning(rows, self._group, shared_block_m, short_contexts)
+        if new_tokens is not None:
+            own = draft_attention_tuning(self._group, most)
         aligned = (chunks.min_tokens, SHARED_ALIGN)
         assert all(tiles_fit(size, self._page_size, one) for size in aligned for one in (own, shared)), (
             f"tiles of {own} and {shared} do not fit pages of {self._page_size} in {chunks} or shared segments"
@@ -193,7 +209,7 @@ class CudaAttention:
                 layer.q_norm,
                 layer.k_norm,
                 spec.rms_eps,
-                self.units[layer.window],
+                all_units[layer.window],
                 self.workspace,
                 out,
                 window=layer.window,
@@ -201,6 +217,7 @@ class CudaAttention:
                 pdl=pdl,
                 part=part,
                 stream=stream,
+                new_tokens=new_tokens,
             )
 
         def attend(index: int, qkv: Tensor, out: Tensor) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from paceline.engine.cuda.inputs import PackedBatch, UploadSpan
 from paceline.engine.cuda.streams import Streams
-from paceline.kernels.layouts import LOGPROB_WORDS
+from paceline.kernels.layouts import DRAFT_WORDS, LOGPROB_WORDS
 
 _INITIAL_WORDS = 1 << 18  # of an upload buffer; it grows when a pass needs more
 
@@ -15,13 +15,17 @@ _INITIAL_WORDS = 1 << 18  # of an upload buffer; it grows when a pass needs more
 class PassBuffers:
     """The buffers and events of one forward pass at a time. They are reused once its results have been read."""
 
-    def __init__(self, streams: Streams, max_rows: int, hidden_size: int, device: torch.device) -> None:
+    def __init__(
+        self, streams: Streams, max_running: int, max_rows: int, hidden_size: int, device: torch.device
+    ) -> None:
+        """max_rows: most tokens that a pass samples, which are more than its rows if they have drafts."""
         self._streams, self._device = streams, device
         self.uploaded, self.began, self.ended, self.copied = (streams.event() for _ in range(4))
         self.fetch_began, self.fetched = (streams.event() for _ in range(2))
         self.results = streams.pinned(max_rows)
         self.logprobs = streams.pinned(max_rows * LOGPROB_WORDS).view(max_rows, LOGPROB_WORDS)
-        self.pooled = torch.empty(max_rows, hidden_size, device=device)  # hidden states of prompts that are embedded
+        self.drafts = streams.pinned(max_running * DRAFT_WORDS).view(max_running, DRAFT_WORDS)
+        self.pooled = torch.empty(max_running, hidden_size, device=device)  # hidden states of prompts that are embedded
         self.host_pooled = streams.pinned(self.pooled.numel()).view(torch.float32).view(self.pooled.shape)
         self._grow(_INITIAL_WORDS)
 

@@ -11,7 +11,7 @@ import torch
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.engine.cuda.attention import AttentionChoices, max_units
 from paceline.engine.cuda.executor import CudaExecutor
-from paceline.engine.cuda.graphs import buckets
+from paceline.engine.cuda.graphs import buckets, draft_sizes
 from paceline.engine.cuda.inputs import PREFILL_SIZES
 from paceline.engine.cuda.model import CudaModel, GemmTuning
 from paceline.engine.cuda.sampling import mask_words
@@ -28,6 +28,7 @@ from paceline.model.spec import ModelSpec
 
 _KV_FRACTION = 0.9  # the rest is left to the CUDA context's modules, graphs and cuBLAS
 _LINK_RATE = 53e9  # bytes per second from host memory, measured on the host of an H200 (PCIe 5, 16 lanes)
+_DRAFT_ROWS = 64  # tokens that can be sampled from in a pass with drafts, even where fewer requests can run
 _PREFILL_RATE = 700e12  # FLOP/s of prefill batches: 14B on an H200; 0.6B reaches 770e12
 
 
@@ -61,7 +62,10 @@ def build_cuda(
     """The executor, and the scheduler's options with the number of pages, which follows from the free memory and the
     scheduler options in `given`; None: the number in `scheduler` is used. The decoder must not be used afterwards."""
     streams = streams_of(decoder.device)
-    model = CudaModel(decoder, max_tokens=scheduler.max_batch_tokens, max_rows=scheduler.max_running, tuning=tuning)
+    max_rows = scheduler.max_running
+    if scheduler.draft_tokens:
+        max_rows = min(max(max_rows, _DRAFT_ROWS), max_rows * (1 + scheduler.draft_tokens))
+    model = CudaModel(decoder, max_tokens=scheduler.max_batch_tokens, max_rows=max_rows, tuning=tuning)
     page_size, context = scheduler.page_size, scheduler.context_tokens
     if given is not None:
         free = streams.free_memory() - _workspace_bytes(model, scheduler, attention)
@@ -88,6 +92,7 @@ def build_cuda(
         attention=attention,
         share_rule=share_rule,
         prefill_sizes=prefill_sizes,
+        max_drafts=scheduler.draft_tokens,
     )
     return executor, scheduler
 
@@ -96,7 +101,10 @@ def _workspace_bytes(model: CudaModel, scheduler: SchedulerConfig, attention: At
     """Device memory besides weights, activations and the KV cache: partial results, token and page tables, queries,
     adjustments, masks and swap buffers."""
     rows, context, spec = scheduler.max_running, scheduler.context_tokens, model.spec
-    partials = max_units(buckets(rows), context + 1, attention.chunks) * (spec.q_size + spec.num_heads + 32)
+    with_drafts = draft_sizes(buckets(rows), model.max_rows, scheduler.draft_tokens)
+    partials = max_units(buckets(rows), context + 1, attention.chunks, with_drafts) * (
+        spec.q_size + spec.num_heads + 32
+    )
     max_partials = attention.split_rule(spec.num_kv_heads, 0).max_partials
     partials += max_partials * ExtendTuning().block_m * (spec.head_dim + 1)
     tables = rows * context * 2

@@ -1,4 +1,5 @@
-"""Decode batches on a GPU: one token per row, from gathering the tokens to sampling. CUDA graphs capture this."""
+"""Decode batches on a GPU: one token per row, or a few with drafts, from gathering the tokens to sampling. CUDA graphs
+capture this."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from paceline.engine.cuda.attention import CudaAttention
 from paceline.engine.cuda.graphs import GraphKey, GraphStage
 from paceline.engine.cuda.model import CudaModel
 from paceline.engine.cuda.sampling import CudaSampling
+from paceline.kernels.decode_attention import NewTokens
+from paceline.kernels.drafts import DraftBuffers, accept_drafts, propose_drafts
 from paceline.kernels.gather_tokens import gather_tokens
 from paceline.kernels.slot_state import SlotState
 
@@ -21,13 +24,19 @@ class DecodeRunner:
         state: SlotState,
         slots: Tensor,
         positions: Tensor,
+        drafts: DraftBuffers | None = None,
     ) -> None:
         """slots and positions receive those of the rows, for sampling."""
         self._model, self._attention, self._sampling, self._state = model, attention, sampling, state
         self._slots, self._positions = slots, positions
+        self._drafts = drafts
+        self.coin = 0  # benchmarks: the probability that a draft is accepted, times 256; 0: if it is right
 
     def run(self, rows: int, key: GraphKey) -> None:
         """A pass of so many rows, or the stage of it that the key names."""
+        if key.drafts:
+            self._verify(rows, key)
+            return
         model, state = self._model, self._state
         slots, positions = self._slots[:rows], self._positions[:rows]
         if key.stage is GraphStage.TOKENS:
@@ -56,3 +65,42 @@ class DecodeRunner:
                 logprobs=key.logprobs,
                 masked=key.stage is GraphStage.TOKENS,
             )
+
+    def _verify(self, rows: int, key: GraphKey) -> None:
+        """A pass of so many rows with drafts: proposes them, and keeps those that are right."""
+        model, state, sampling, drafts = self._model, self._state, self._sampling, self._drafts
+        assert drafts is not None, "the executor was built without drafts"
+        most = 1 + key.drafts
+        num_tokens = rows * most
+        slots, positions = self._slots[:num_tokens], self._positions[:num_tokens]
+        propose_drafts(state, sampling.adjust, drafts, rows, key.drafts, always=self.coin > 0)
+        attend = self._attention.decode(
+            rows,
+            state.num_rows,
+            0,
+            step=sampling.step,
+            defer_norm=False,
+            new_tokens=NewTokens(drafts.query_starts, drafts.num_fed, most),
+        )
+        gather_tokens(
+            state,
+            model.embedding,
+            model.input(num_tokens),
+            slots,
+            positions,
+            drafts.token_rows[:num_tokens],
+            drafts.query_starts,
+            squares=model.squares(num_tokens),
+        )
+        logits = model.logits(model.forward(num_tokens, attend, fused=True, pdl=model.uses_pdl(num_tokens)))
+        sampling.sample(
+            logits,
+            slots,
+            positions,
+            None,
+            adjusts=key.adjusts,
+            filters=key.filters,
+            logprobs=key.logprobs,
+            drafts=drafts,
+        )
+        accept_drafts(state, drafts, sampling.results, sampling.step, rows, key.drafts, coin=self.coin)

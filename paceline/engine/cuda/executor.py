@@ -36,7 +36,7 @@ from torch import Tensor
 from paceline.engine.cuda.attention import AttentionChoices, CudaAttention, max_units
 from paceline.engine.cuda.buffers import PassBuffers
 from paceline.engine.cuda.decode import DecodeRunner
-from paceline.engine.cuda.graphs import CudaGraphs, GraphKey, GraphStage, forward_key, forward_keys
+from paceline.engine.cuda.graphs import CudaGraphs, GraphKey, GraphStage, draft_sizes, forward_key, forward_keys
 from paceline.engine.cuda.inputs import PREFILL_SIZES, PackedBatch, PlanPacker
 from paceline.engine.cuda.launch_watch import LaunchWatch
 from paceline.engine.cuda.model import CudaModel
@@ -50,6 +50,8 @@ from paceline.engine.executor import Capabilities, Executor, Result
 from paceline.engine.garbage import no_garbage_collection
 from paceline.engine.pooling import PooledStates
 from paceline.kernels.adjust import write_runs
+from paceline.kernels.drafts import DraftBuffers
+from paceline.kernels.layouts import DraftWord
 from paceline.kernels.pool_states import pool_states
 from paceline.kernels.slot_state import SlotState, apply_diff
 from paceline.model.decoder import Decoder
@@ -71,6 +73,8 @@ class CudaPending:
         "_result",
         "bucket",
         "delayed",
+        "has_counts",
+        "num_drafts",
         "prompt_logprobs",
         "slow_launch",
     )
@@ -90,6 +94,8 @@ class CudaPending:
         self.prompt_logprobs = prompt_logprobs  # kept until their copies have ended
         self.delayed: Callable[[Masks], None] | None = None
         self.slow_launch: str | None = None
+        self.num_drafts = 0  # of each row, at most
+        self.has_counts = False  # the scheduler expects how many tokens each row got
 
     def mask_buffer(self, num_rows: int, num_words: int) -> Bits:
         return self._executor.mask_buffer(self, num_rows, num_words)
@@ -118,14 +124,25 @@ class CudaPending:
             fetch_s = buffers.fetch_began.elapsed_time(buffers.fetched) / 1e3 if has_fetched else None
             stats.fetch_s += fetch_s or 0.0
             # Copies: a later pass will reuse the buffers.
-            count, width = self._packed.num_sampled, self._packed.logprobs
-            tokens = buffers.results[:count].numpy().copy() if count else NO_TOKENS
-            logprobs = None if width is None else logprob_columns(buffers.logprobs[:count].numpy().copy(), width)
+            count, width, counts = self._packed.num_sampled, self._packed.logprobs, None
+            if self.num_drafts:
+                rows = buffers.drafts[:count].numpy()
+                counts, num_fed = rows[:, DraftWord.COUNT].copy(), rows[:, DraftWord.NUM_FED]
+                is_kept = np.arange(1 + self.num_drafts) < counts[:, None]
+                tokens = rows[:, DraftWord.TOKENS : DraftWord.TOKENS + 1 + self.num_drafts][is_kept]
+                # Logprobs are those of all fed tokens, one row after the other.
+                kept = ((np.cumsum(num_fed) - num_fed)[:, None] + np.arange(1 + self.num_drafts))[is_kept]
+            else:
+                tokens = buffers.results[:count].numpy().copy() if count else NO_TOKENS
+                kept = np.arange(count)
+                counts = np.ones(count, np.int32) if self.has_counts else None
+            logprobs = None if width is None else logprob_columns(buffers.logprobs.numpy()[kept], width)
             prompt_logprobs = tuple(one.result() for one in self.prompt_logprobs)
             self.prompt_logprobs = []
             self._result = Result(
                 tokens,
                 device_s,
+                counts,
                 idle_s=idle_s,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
@@ -162,6 +179,7 @@ class CudaExecutor(Executor):
         attention: AttentionChoices = AttentionChoices(),  # noqa: B008  (frozen)
         share_rule: Callable[[int, int], ShareRule] = ShareRule,
         prefill_sizes: Sequence[int] = PREFILL_SIZES,
+        max_drafts: int = 0,
     ) -> None:
         spec, device = model.spec, model.device
         self.model = model
@@ -173,7 +191,8 @@ class CudaExecutor(Executor):
         max_length = max_row_tokens + 1
         self.state = SlotState.empty(max_running, max_length, page_size, max_running, device)
         self.graphs = CudaGraphs(streams, max_running, self.run_pass)
-        capacity = max_units(self.graphs.sizes, max_length, attention.chunks)
+        self.draft_sizes = draft_sizes(self.graphs.sizes, model.max_rows, max_drafts)
+        capacity = max_units(self.graphs.sizes, max_length, attention.chunks, self.draft_sizes)
         self.attention = CudaAttention(
             model,
             streams,
@@ -182,14 +201,20 @@ class CudaExecutor(Executor):
             page_size=page_size,
             capacity=capacity,
             choices=attention,
+            max_drafts=max_drafts,
         )
         self.kv = self.attention.kv
         self.swap = CudaSwap(streams, self.kv, num_host_pages, max_swap_pages) if num_host_pages else None
-        self.sampling = CudaSampling(streams, self.state, max_running, max_length, spec.vocab_size, _DEPTH)
+        self.sampling = CudaSampling(streams, self.state, model.max_rows, spec.vocab_size, _DEPTH)
+        self.drafts = None
+        if max_drafts:
+            self.drafts = DraftBuffers.empty(max_running, model.max_rows, _DEPTH, max_length, max_running, device)
         self._slots, self._positions = (
             torch.zeros(model.max_tokens, dtype=torch.int32, device=device) for _ in range(2)
         )
-        self.decode = DecodeRunner(model, self.attention, self.sampling, self.state, self._slots, self._positions)
+        self.decode = DecodeRunner(
+            model, self.attention, self.sampling, self.state, self._slots, self._positions, self.drafts
+        )
         sizes = [size for size in prefill_sizes if size <= model.max_tokens]
         self.prefill = PrefillRunner(
             model, self.attention, self.state, self._slots, self._positions, max_running, sizes
@@ -209,7 +234,9 @@ class CudaExecutor(Executor):
         )
         self._num_steps = 0  # the value of the device's step counter once everything launched has run
 
-        self._ring = [PassBuffers(streams, max_running, spec.hidden_size, device) for _ in range(_DEPTH)]
+        self._ring = [
+            PassBuffers(streams, max_running, model.max_rows, spec.hidden_size, device) for _ in range(_DEPTH)
+        ]
         self._pending: list[CudaPending | None] = [None] * _DEPTH  # by index of the ring
         self._count = 0  # of launched passes
         self._prepared: tuple[Plan, PassBuffers, PackedBatch] | None = None  # for the next launch
@@ -257,6 +284,7 @@ class CudaExecutor(Executor):
         if self.attention.shared_units is not None:
             for key in (GraphKey(shared_block_m=block) for block in BLOCK_SIZES):
                 yield from dict.fromkeys((self.graphs.bucket(size, key), key) for size in sizes)
+        yield from ((size, GraphKey(drafts=drafts)) for size, drafts in self.draft_sizes)
         yield from ((size, key._replace(filters=True)) for size, key in plain)
         yield from ((size, key._replace(logprobs=True)) for size, key in plain)
         yield from ((size, key._replace(adjusts=True)) for size, key in plain)
@@ -315,6 +343,7 @@ class CudaExecutor(Executor):
         ring_index = self._count % _DEPTH
         self._count += 1
         logits = index = after = None
+        num_drafts = 0
         prompt_logprobs: list[PromptLogprobs] = []
         with streams.use(streams.engine):
             buffers.uploaded.wait(streams.engine)
@@ -324,6 +353,9 @@ class CudaExecutor(Executor):
             if packed.is_decode:
                 self._apply(buffers, packed)
                 key = forward_key(packed.num_rows, packed.num_unshared_tokens, packed.shared_block_m)
+                num_drafts = 0 if delayed else self._num_drafts(plan)
+                if num_drafts:
+                    key = GraphKey(drafts=num_drafts)
                 bucket = self.graphs.bucket(packed.num_rows, key)
                 filters, adjusts, logprobs = packed.has_filters, packed.adjusts, packed.logprobs is not None
                 if delayed:
@@ -339,6 +371,7 @@ class CudaExecutor(Executor):
                 if packed.num_sampled:
                     self.sampling.step.add_(1)
         pending = CudaPending(self, buffers, self._last_end, packed, bucket, prompt_logprobs)
+        pending.num_drafts, pending.has_counts = num_drafts, plan.drafts is not None
         self._pending[ring_index], self._last_end = pending, buffers.ended
         finish = partial(self._finish, pending, buffers, packed, logits, index, after)
         if delayed:
@@ -353,6 +386,13 @@ class CudaExecutor(Executor):
         stats.launch_s += time.perf_counter() - spent.now
         pending.slow_launch = self.watch.end(spent, f"a pass of {packed.num_rows} rows and {packed.num_tokens} tokens")
         return pending
+
+    def _num_drafts(self, plan: Plan) -> int:
+        """How many drafts the rows of a decode batch may have. None if it has other rows, or too many."""
+        if plan.drafts is None or plan.num_decodes < plan.num_rows:
+            return 0
+        bucket, most = self.graphs.bucket(plan.num_rows, GraphKey()), plan.drafts.max()
+        return max((depth for rows, depth in self.draft_sizes if rows == bucket and depth <= most), default=0)
 
     def _replay(self, rows: int, key: GraphKey) -> bool:
         """Runs a pass, or a stage of it, as a graph if there is one, else kernel by kernel; returns which."""
@@ -431,7 +471,11 @@ class CudaExecutor(Executor):
             buffers.ended.record(streams.engine)
         with streams.use(streams.results):
             buffers.ended.wait(streams.results)
-            if count:
+            if pending.num_drafts:
+                assert self.drafts is not None, "a pass had drafts"
+                buffers.drafts[:count].copy_(self.drafts.results[at, :count], non_blocking=True)
+                count *= 1 + pending.num_drafts
+            elif count:
                 buffers.results[:count].copy_(sampling.results[at, :count], non_blocking=True)
             if packed.logprobs is not None:
                 buffers.logprobs[:count].copy_(sampling.logprobs[at, :count], non_blocking=True)

@@ -17,12 +17,13 @@ from __future__ import annotations
 import bisect
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
 from paceline.engine.cuda.inputs import PrefillBucket
 from paceline.engine.cuda.streams import Graph, Streams
+from paceline.scheduler.plan import DRAFT_DEPTHS
 
 SHORT_CONTEXT_ROWS = 96  # batches with more rows have a graph of their own for short contexts
 _SHORT_CONTEXT_TOKENS = 512  # per row on average; measured well above and below (docs/log/decode-attention.md)
@@ -48,6 +49,7 @@ class GraphKey(NamedTuple):
     stage: GraphStage = GraphStage.ALL
     logprobs: bool = False  # some row requests logprobs
     prefill: PrefillBucket | None = None  # a prefill or mixed batch; its graph ends with the logits
+    drafts: int = 0  # of each row of a decode batch, at most (speculative decoding)
     all_states: bool = False  # the graph of a prefill batch ends with the hidden states of all tokens instead
 
 
@@ -65,6 +67,12 @@ def buckets(max_rows: int) -> list[int]:
     sizes = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128]
     sizes += range(160, max_rows + 32, 32)
     return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+def draft_sizes(sizes: Sequence[int], max_rows: int, max_drafts: int) -> list[tuple[int, int]]:
+    """The numbers of rows and drafts of passes with drafts, which sample at most `max_rows` tokens."""
+    depths = [depth for depth in DRAFT_DEPTHS if depth <= max_drafts]
+    return [(rows, depth) for rows in sizes for depth in depths if rows * (1 + depth) <= max_rows]
 
 
 def forward_keys(rows: int) -> list[GraphKey]:

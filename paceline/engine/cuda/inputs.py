@@ -40,6 +40,7 @@ ALIGN = 32  # words: parts begin at multiples, so that Triton's pointer speciali
 PREFILL_SIZES = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)  # tokens of prefill buckets
 _EXTRA_TILES = 32  # more than a bucket's tokens fill: each prompt may end within a tile
 _SPLIT_CAPACITIES = ((0, 0), (32, 16), (128, 64))  # splits of keys, and tiles they belong to
+_UNKNOWN = -1  # position: drafts may have been accepted
 _NUM_PREFILL_COLUMNS = 9  # token_rows to tile_tokens of `PackedBatch`
 
 
@@ -159,7 +160,8 @@ class PlanPacker:
         slots, samples, lengths = plan.slots, plan.samples, plan.lengths
         num_sampled = int(np.count_nonzero(samples))
         # A prompt of which all but the last token is cached runs as a decode, if all other rows are decodes.
-        is_decode = plan.num_tokens == plan.num_rows == num_sampled
+        num_tokens = int(lengths.sum())  # without drafts: the device adds them
+        is_decode = num_tokens == plan.num_rows == num_sampled
         num_decodes = plan.num_rows if is_decode else plan.num_decodes
         diff, adjust = self._diff(plan, num_decodes), self._adjust(plan)
         num_splits, bucket = 0, None
@@ -178,10 +180,10 @@ class PlanPacker:
                 units.units.reshape(-1),
                 units.merges.reshape(-1),
                 (query_starts[1:] - 1)[samples],
-                np.array([plan.num_decodes, plan.num_tokens], np.int32),
+                np.array([plan.num_decodes, num_tokens], np.int32),
                 *((shared.tiles.reshape(-1), shared.rows, shared.tokens.reshape(-1)) if shared else ()),
             )
-            bucket = None if shared else self._bucket(plan.num_tokens, len(units.units), len(units.merges))
+            bucket = None if shared else self._bucket(num_tokens, len(units.units), len(units.merges))
             if bucket is not None:
                 counts = bucket.counts(len(self._computed))
                 columns = tuple(
@@ -193,6 +195,8 @@ class PlanPacker:
         (_, *spans), num_words = lay_out(map(len, parts))
         # Sampling advances its row on the device; other rows stay where the diff has set them.
         self._computed[slots] = plan.starts + np.where(samples, lengths, 0)
+        if plan.drafts is not None:
+            self._computed[slots[: plan.num_decodes]] = _UNKNOWN
         filtered = bool(self._filtered[slots].any())
         unshared_tokens, saved_tokens = int(plan.starts[:num_decodes].sum()), 0
         if self._shared is not None:
@@ -210,7 +214,7 @@ class PlanPacker:
             saved_tokens,
             num_decodes,
             len(slots),
-            plan.num_tokens,
+            num_tokens,
             num_sampled,
             num_splits,
             bucket,
@@ -256,8 +260,10 @@ class PlanPacker:
 
     def _diff(self, plan: Plan, num_decodes: int) -> Column:
         joins = plan.joins
-        words = np.stack([self._join(join) for join in joins]) if joins else None
+        words = np.stack([self._join(join, plan) for join in joins]) if joins else None
         stale = self._computed[plan.slots] != plan.starts
+        if plan.drafts is not None:
+            stale[: plan.num_decodes] = False  # where a row is that decodes, only the device knows
         rows = plan.slots
         if np.array_equal(rows, self._rows):
             rows = NO_WORDS
@@ -274,7 +280,7 @@ class PlanPacker:
             shared=(self._shared or NOTHING_SHARED) if self._update_sharing(plan, num_decodes) else None,
         )
 
-    def _join(self, join: Join) -> Column:
+    def _join(self, join: Join, plan: Plan) -> Column:
         """Updates the host's tables for a slot's new request. Returns the slot's sampling words for the device."""
         slot, params = join.slot, join.params
         top_k = params.top_k if params.top_k is not None and params.top_k < self._vocab_size else 0
@@ -283,7 +289,14 @@ class PlanPacker:
         self.logprobs.join(join)
         temperature = 0.0 if params.is_greedy else params.temperature
         return sampling_words(
-            temperature, top_k, params.top_p, params.min_p, params.seed or 0, params.logprobs, params.logprob_token_ids
+            temperature,
+            top_k,
+            params.top_p,
+            params.min_p,
+            params.seed or 0,
+            params.logprobs,
+            params.logprob_token_ids,
+            int(plan.max_lengths[plan.slots == slot][0]),
         )
 
     def _adjust(self, plan: Plan) -> Column:

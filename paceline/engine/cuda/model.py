@@ -111,7 +111,7 @@ class CudaModel:
         check_supported(spec)
         self.spec, self.device, self.dtype = spec, decoder.device, decoder.dtype
         self.embedding, self.head, self.norm = decoder.embedding, decoder.head, decoder.norm
-        self.max_tokens = max_tokens
+        self.max_tokens, self.max_rows = max_tokens, max_rows
         self._tuning = tuning
         self._ones = torch.ones_like(decoder.norm)
         identity_rope = torch.zeros_like(decoder.rope_tables[0])  # for layers without RoPE: cos 1, sin 0

@@ -39,8 +39,10 @@ def sampling_words(
     seed: int,
     logprobs: int | None = None,
     logprob_ids: Sequence[int] = (),
+    max_length: int = 0,
 ) -> Column:
-    """The sampling parameters of one slot. 0 turns temperature, top_k or min_p off; 1.0 turns top_p off."""
+    """The sampling parameters of one slot. 0 turns temperature, top_k or min_p off; 1.0 turns top_p off. max_length: of
+    prompt and output."""
     assert (logprobs or 0) <= MAX_LOGPROBS and len(logprob_ids) <= MAX_LOGPROBS, (
         f"{logprobs} alternatives and {len(logprob_ids)} ids do not fit"
     )
@@ -50,6 +52,7 @@ def sampling_words(
     words[SamplingWord.TEMPERATURE], words[SamplingWord.TOP_P], words[SamplingWord.MIN_P] = floats
     words[SamplingWord.TOP_K] = top_k
     words[SamplingWord.SEED_LOW], words[SamplingWord.SEED_HIGH] = halves
+    words[SamplingWord.MAX_LENGTH] = max_length
     words[SamplingWord.LOGPROBS] = 0 if logprobs is None else 1 + logprobs
     words[SamplingWord.NUM_LOGPROB_IDS] = len(logprob_ids)
     words[SamplingWord.LOGPROB_IDS : SamplingWord.LOGPROB_IDS + len(logprob_ids)] = logprob_ids

@@ -27,6 +27,7 @@ from paceline.engine.cuda.model import CudaModel
 from paceline.engine.cuda.streams import CudaEvent, Streams
 from paceline.kernels._triton import cdiv
 from paceline.kernels.adjust import AdjustState, adjust_logits, mask_logits
+from paceline.kernels.drafts import DraftBuffers
 from paceline.kernels.layouts import LOGPROB_WORDS, LogprobWord
 from paceline.kernels.logprobs import LogprobWorkspace, chosen_logprobs, top_logprobs
 from paceline.kernels.sampling import SampleWorkspace, sample
@@ -118,17 +119,15 @@ class CudaSampling:
     """Samples the rows of a pass. Results and logprobs are rings of `depth` steps, so that passes in flight do not
     overwrite each other's."""
 
-    def __init__(
-        self, streams: Streams, state: SlotState, max_running: int, max_length: int, vocab_size: int, depth: int
-    ) -> None:
-        device = state.token_pool.device
+    def __init__(self, streams: Streams, state: SlotState, max_rows: int, vocab_size: int, depth: int) -> None:
+        (max_running, max_length), device = state.token_pool.shape, state.token_pool.device
         self._streams, self._state = streams, state
         self.masks = MaskBuffer(streams, max_running, vocab_size, device)
-        self._workspace = SampleWorkspace.empty(max_running, device)
+        self._workspace = SampleWorkspace.empty(max_rows, device)
         self.adjust = AdjustState.empty(max_running, max_length, device)
-        self._logprob_workspace = LogprobWorkspace.empty(max_running, device)
-        self.results = torch.zeros(depth, max_running, dtype=torch.int32, device=device)
-        self.logprobs = torch.zeros(depth, max_running, LOGPROB_WORDS, dtype=torch.int32, device=device)
+        self._logprob_workspace = LogprobWorkspace.empty(max_rows, device)
+        self.results = torch.zeros(depth, max_rows, dtype=torch.int32, device=device)
+        self.logprobs = torch.zeros(depth, max_rows, LOGPROB_WORDS, dtype=torch.int32, device=device)
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
 
     def load_kernels(self, model: CudaModel) -> None:
@@ -154,24 +153,26 @@ class CudaSampling:
         filters: bool,
         logprobs: bool,
         masked: bool = False,
+        drafts: DraftBuffers | None = None,
     ) -> None:
         """Writes the next token of every row into the token pool and the results of this step, and its logprobs.
-        Changes the logits."""
+        Changes the logits. drafts: rows have several tokens, whose next ones are written into the results only."""
         state, step, workspace = self._state, self.step, self._logprob_workspace
+        num_rows = state.num_rows if drafts is None else drafts.num_tokens
         unadjusted = logits
         if logprobs:
-            top_logprobs(logits, slots, state.num_rows, state.sampling, self.logprobs, step, workspace, index)
+            top_logprobs(logits, slots, num_rows, state.sampling, self.logprobs, step, workspace, index)
             unadjusted = logits.clone() if adjusts else logits
         if adjusts:
-            adjust_logits(logits, slots, positions, state.num_rows, state.token_pool, self.adjust, index)
+            adjust_logits(logits, slots, positions, num_rows, state.token_pool, self.adjust, index)
         if masked:
             mask_logits(logits, self.masks.num_masks, self.masks.rows, self.masks.bits)
         sample(
             logits,
             slots,
             positions,
-            state.num_rows,
-            state,
+            num_rows,
+            state if drafts is None else drafts.without_rows(state),
             self.results,
             step,
             self._workspace,
@@ -182,7 +183,7 @@ class CudaSampling:
             chosen_logprobs(
                 unadjusted,
                 slots,
-                state.num_rows,
+                num_rows,
                 state.sampling,
                 self.results,
                 self.logprobs,

@@ -32,7 +32,7 @@ from paceline.model.layout import target_shapes
 from paceline.model.spec import ModelSpec
 
 # The scheduler options that the list depends on. It depends on no others, such as the size of the KV cache.
-VARIANT_OPTIONS = ("max_running", "max_batch_tokens", "page_size")
+VARIANT_OPTIONS = ("max_running", "max_batch_tokens", "page_size", "draft_tokens")
 
 
 def kernel_variants(spec: ModelSpec, dtype: str, scheduler: SchedulerConfig) -> list[KernelVariant]:
@@ -76,7 +76,9 @@ def launch_all(executor: CudaExecutor) -> None:
         for short in (False, True) if rows > SHORT_CONTEXT_ROWS else (False,):
             for block in blocks:
                 executor.run_pass(rows, GraphKey(short_contexts=short, shared_block_m=block))
-    for rows in range(1, sizes[-1] + 1):
+    for rows, drafts in executor.draft_sizes:
+        executor.run_pass(rows, GraphKey(drafts=drafts))
+    for rows in range(1, executor.model.max_rows + 1):
         _sample(executor, rows)
     _prefill(executor, blocks)
     _apply(executor)

@@ -1,0 +1,287 @@
+"""Speculative decoding on the device: drafts from a row's own tokens, and which of them were right.
+
+A decode row with d drafts feeds 1 + d tokens. Their logits give the tokens that plain decoding would sample if all
+drafts before them are right. A draft is accepted exactly if it equals that token, so the output is that of plain
+decoding. Where a row continues is known on the device only: the next pass can be launched before the host knows it.
+
+`propose_drafts` runs before the tokens of a pass are gathered. It looks for the longest and latest earlier occurrence
+of a row's last tokens, and writes what followed it behind them into the token pool. Rows feed between one and
+1 + drafts tokens; the tokens of all rows are packed one after the other. `accept_drafts` runs after sampling.
+"""
+
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from paceline.kernels._triton import UNSPECIALIZED, launched, next_power_of_2, tl, triton
+from paceline.kernels.adjust import AdjustState
+from paceline.kernels.layouts import (
+    DRAFT_WORDS,
+    PENALTIES,
+    SAMPLING_WORDS,
+    AdjustHeader,
+    DraftWord,
+    SamplingWord,
+    constants,
+)
+from paceline.kernels.slot_state import SlotState
+
+MAX_DRAFTS = DRAFT_WORDS - DraftWord.TOKENS - 1
+SHORTEST_MATCH, LONGEST_MATCH = 2, 4  # tokens that must have occurred before, and most that are compared
+
+_NUM_FED, _COUNT, _TOKENS = constants(DraftWord)
+_DRAFT_WORDS = tl.constexpr(DRAFT_WORDS)
+_MAX_LENGTH = tl.constexpr(SamplingWord.MAX_LENGTH.value)
+_FLAGS = tl.constexpr(AdjustHeader.FLAGS.value)
+_MAX_INDEX = tl.constexpr(1 << 28)  # a match is one number: its length times this, and where it ends
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftBuffers:
+    """What the kernels of one forward pass with drafts tell each other, and what the host gets."""
+
+    num_fed: torch.Tensor  # [R] int32: tokens that a row feeds
+    query_starts: torch.Tensor  # [R + 1] int32: where those of a row begin among all tokens
+    token_rows: torch.Tensor  # [T] int32: the row of each token; -1: padding
+    num_tokens: torch.Tensor  # [1] int32
+    arrived: torch.Tensor  # [1] int32, zero between launches
+    results: torch.Tensor  # [depth, R, DRAFT_WORDS] int32: a ring like that of sampled tokens
+    # Sampling stores the tokens of rows where nobody reads them: which of them count is decided afterwards.
+    unused_pool: torch.Tensor  # [S, max_length] int32, the same memory for all slots
+    unused_computed: torch.Tensor  # [S] int32
+
+    @classmethod
+    def empty(
+        cls, rows: int, tokens: int, depth: int, max_length: int, slots: int, device: torch.device | str
+    ) -> DraftBuffers:
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        return cls(
+            num_fed=zeros(rows),
+            query_starts=zeros(rows + 1),
+            token_rows=zeros(tokens),
+            num_tokens=zeros(1),
+            arrived=zeros(1),
+            results=zeros(depth, rows, DRAFT_WORDS),
+            unused_pool=zeros(1, max_length).expand(slots, -1),
+            unused_computed=zeros(slots),
+        )
+
+    def without_rows(self, state: SlotState) -> SlotState:
+        """The state with places for tokens and positions that nobody reads."""
+        return replace(state, token_pool=self.unused_pool, num_computed=self.unused_computed)
+
+
+def propose_drafts_reference(tokens: list[int], limit: int) -> list[int]:
+    """Up to `limit` tokens that may follow `tokens`."""
+    for size in range(LONGEST_MATCH, SHORTEST_MATCH - 1, -1):
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if tokens[end - size : end] == tokens[len(tokens) - size :]:
+                following = tokens[end:]
+                return [following[i % len(following)] for i in range(limit)]
+    return []
+
+
+@launched
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _propose_kernel(
+    token_pool,
+    num_computed,
+    row_slots,
+    num_rows,
+    sampling,
+    adjust_words,
+    num_fed,
+    query_starts,
+    token_rows,
+    num_tokens,
+    arrived,
+    pool_stride,
+    words_stride,
+    WORDS: tl.constexpr,
+    PENALTIES: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    ALWAYS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    count = tl.num_programs(0)
+    num_live = tl.load(num_rows)
+    lane = tl.arange(0, BLOCK)
+    fed = row * 0
+    if row < num_live:
+        fed += 1
+        slot = tl.load(row_slots + row).to(tl.int64)
+        position = tl.load(num_computed + slot)
+        history = token_pool + slot * pool_stride
+        limit = tl.minimum(tl.load(sampling + slot * WORDS + _MAX_LENGTH) - 2 - position, DRAFTS)
+        # The list of seen tokens of a row with penalties counts one fed token per pass.
+        penalties = tl.load(adjust_words + slot * words_stride + _FLAGS) & PENALTIES
+        if (limit > 0) & (penalties == 0):
+            last = tl.load(history + position)
+            second = tl.load(history + position - 1, mask=position > 0, other=-1)
+            third = tl.load(history + position - 2, mask=position > 1, other=-1)
+            fourth = tl.load(history + position - 3, mask=position > 2, other=-1)
+            best = row * 0
+            for start in range(0, position, BLOCK):
+                i = start + lane
+                known = i < position
+                same = (tl.load(history + i, mask=known, other=-2) == last) & known
+                same = same & (tl.load(history + i - 1, mask=known & (i > 0), other=-2) == second)
+                three = tl.load(history + i - 2, mask=known & (i > 1), other=-2) == third
+                four = tl.load(history + i - 3, mask=known & (i > 2), other=-2) == fourth
+                length = 2 + three.to(tl.int32) + (three & four).to(tl.int32)
+                best = tl.maximum(best, tl.max(tl.where(same, length * _MAX_INDEX + i, 0), axis=0))
+            if ALWAYS:
+                best = tl.maximum(best, position - 1)
+            if best > 0:
+                end = best % _MAX_INDEX + 1
+                draft = tl.arange(0, BLOCK_D)
+                # Once it has reached the end of the row, it begins again.
+                source = end + draft % (position + 1 - end)
+                token = tl.load(history + source, mask=draft < limit, other=0)
+                tl.store(history + position + 1 + draft, token, mask=draft < limit)
+                fed += limit
+    tl.store(num_fed + row, fed)
+    tl.debug_barrier()
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == count - 1:
+        tl.store(arrived, 0)
+        rows = tl.arange(0, BLOCK_R)
+        feeds = tl.load(num_fed + rows, mask=rows < count, other=0, cache_modifier=".cg")
+        ends = tl.cumsum(feeds, axis=0)
+        total = tl.sum(feeds, axis=0)
+        tl.store(num_tokens, total)
+        tl.store(query_starts + rows, ends - feeds, mask=rows < count)
+        tl.store(query_starts + count, total)
+        for j in tl.static_range(DRAFTS + 1):
+            tl.store(token_rows + ends - feeds + j, rows, mask=j < feeds)
+        for start in range(0, count * (DRAFTS + 1), BLOCK):
+            token = start + lane
+            tl.store(token_rows + token, token * 0 - 1, mask=(token >= total) & (token < count * (DRAFTS + 1)))
+
+
+def propose_drafts(
+    state: SlotState,
+    adjust: AdjustState,
+    buffers: DraftBuffers,
+    rows: int,
+    drafts: int,
+    *,
+    always: bool = False,
+    block: int = 1024,
+) -> None:
+    """Writes up to `drafts` drafts of each of the first num_rows rows, of at most `rows`, into the token pool, and how
+    all tokens are packed into `buffers`. always: some drafts, even where nothing has occurred before (benchmarks)."""
+    _propose_kernel[(rows,)](
+        state.token_pool,
+        state.num_computed,
+        state.row_slots,
+        state.num_rows,
+        state.sampling,
+        adjust.words,
+        buffers.num_fed,
+        buffers.query_starts,
+        buffers.token_rows,
+        buffers.num_tokens,
+        buffers.arrived,
+        state.token_pool.stride(0),
+        adjust.words.stride(0),
+        WORDS=SAMPLING_WORDS,
+        PENALTIES=PENALTIES,
+        DRAFTS=drafts,
+        ALWAYS=always,
+        BLOCK_D=next_power_of_2(drafts),
+        BLOCK_R=next_power_of_2(len(state.row_slots)),
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+@launched
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _accept_kernel(
+    token_pool,
+    num_computed,
+    row_slots,
+    num_rows,
+    num_fed,
+    query_starts,
+    results,
+    tokens,
+    step,
+    pool_stride,
+    max_tokens,
+    max_rows,
+    depth,
+    FED: tl.constexpr,
+    COIN: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if row >= tl.load(num_rows):
+        return
+    slot = tl.load(row_slots + row).to(tl.int64)
+    position = tl.load(num_computed + slot)
+    following = token_pool + slot * pool_stride + position + 1
+    fed = tl.load(num_fed + row)
+    ring = tl.load(step) % depth
+    sampled = tokens + ring * max_tokens + tl.load(query_starts + row)
+    out = results + (ring * max_rows + row) * _DRAFT_WORDS
+    count = row * 0
+    going = fed > 0
+    for j in tl.static_range(FED):
+        token = tl.load(sampled + j, mask=going, other=-1)
+        is_draft = going & (j + 1 < fed)
+        draft = tl.load(following + j, mask=is_draft, other=-2)
+        tl.store(out + _TOKENS + j, token, mask=going)
+        tl.store(following + j, tl.maximum(token, 0), mask=going)
+        count += going.to(tl.int32)
+        right = token == draft
+        if COIN > 0:
+            mixed = (position * 8 + j) * 747796405 + row * 277803737 + 12345
+            mixed = ((mixed >> 7) ^ mixed) * 277803737
+            right = ((mixed >> 9) & 0xFF) < COIN
+        going = is_draft & right
+    tl.store(num_computed + slot, position + count)
+    tl.store(out + _NUM_FED, fed)
+    tl.store(out + _COUNT, count)
+
+
+def accept_drafts(
+    state: SlotState,
+    buffers: DraftBuffers,
+    tokens: torch.Tensor,
+    step: torch.Tensor,
+    rows: int,
+    drafts: int,
+    *,
+    coin: int = 0,
+) -> None:
+    """Of the tokens that were sampled in this step, tokens[step % depth] [depth, max_tokens], stores those that count
+    in the token pool and in buffers.results, and advances their rows. coin: accepts a draft with probability coin / 256
+    instead, whatever it is (benchmarks)."""
+    _accept_kernel[(rows,)](
+        state.token_pool,
+        state.num_computed,
+        state.row_slots,
+        state.num_rows,
+        buffers.num_fed,
+        buffers.query_starts,
+        buffers.results,
+        tokens,
+        step,
+        state.token_pool.stride(0),
+        tokens.shape[1],
+        buffers.results.shape[1],
+        buffers.results.shape[0],
+        FED=drafts + 1,
+        COIN=coin,
+        num_warps=1,
+    )

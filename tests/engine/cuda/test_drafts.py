@@ -1,0 +1,137 @@
+"""Speculative decoding on the GPU's kernels, in Triton's interpreter: the tokens of plain decoding, in fewer passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.engine.cuda.executor import CudaExecutor
+from paceline.engine.output import EngineFailed
+from paceline.llm import LLM, RequestOutput
+from paceline.request import Grammar, SamplingParams
+from tests.engine.cuda.interpreted import (
+    GREEDY,
+    IN_BOUNDS,
+    INTERPRETED,
+    RNG,
+    decoder,
+    expected,
+    on_kernels,
+    record_graphs,
+    retract_often,
+)
+
+pytestmark = [*INTERPRETED, IN_BOUNDS]
+
+TEXT = RNG.integers(3, 512, 9).tolist()
+PROMPTS = [TEXT * 3, [5] * 20, RNG.integers(3, 512, 13).tolist(), TEXT * 2 + TEXT[:4]]
+REPEATING = replace(GREEDY, max_tokens=12, logit_bias={7: 100.0})  # one token again and again
+
+
+def run(
+    params: SamplingParams, name: str = "tiny-qwen3", *, disturb: bool = False, **options: Any
+) -> tuple[list[RequestOutput], CudaExecutor, LLM]:
+    llm, device = on_kernels(name, **options)
+    if disturb:
+        retract_often(llm)
+    with llm:
+        return llm.generate(PROMPTS, params), device, llm
+
+
+def compare(params: SamplingParams, name: str = "tiny-qwen3", **options: Any) -> tuple[int, int]:
+    """Passes without and with drafts; the outputs are equal."""
+    found = []
+    for drafts in (0, 7):
+        outputs, _, llm = run(params, name, draft_tokens=drafts, **options)
+        facts = [
+            (choice.token_ids, choice.finish_reason, [round(one.logprob, 3) for one in choice.logprobs or ()])
+            for output in outputs
+            for choice in output.choices
+        ]
+        found.append((facts, llm.engine.scheduler.counters.steps))
+    (plain, plain_steps), (drafted, steps) = found
+    assert drafted == plain
+    return plain_steps, steps
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen2", "tiny-smollm3", "tiny-mistral"])
+def test_greedy_tokens_are_those_of_the_cpu(name: str) -> None:
+    """Biases, sliding windows, layers without RoPE; fused GEMMs and others."""
+    params = replace(GREEDY, max_tokens=14)
+    outputs, device, _ = run(params, name, draft_tokens=7)
+    assert [output.token_ids for output in outputs] == expected(name, PROMPTS, params)
+    assert any(key.drafts for _, key in device.graphs._graphs), "no pass had drafts"
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+@pytest.mark.parametrize("drafts", [2, 4, 7])
+def test_text_that_repeats_itself_takes_fewer_passes(drafts: int, overlap: str) -> None:
+    outputs, _, llm = run(REPEATING, draft_tokens=drafts, overlap=overlap)
+    assert [output.token_ids for output in outputs] == [[7] * 12] * len(PROMPTS)
+    counters = llm.engine.scheduler.counters
+    assert counters.accepted_tokens > 20 and counters.steps < 3 + 12
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.7, "seed": 3},
+        {"temperature": 0.9, "seed": 4, "top_p": 0.8, "top_k": 20, "min_p": 0.01, "logit_bias": {7: 9.0, 8: 9.0}},
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.4},
+        {"logit_bias": {7: 14.0, 9: 14.0}, "logprobs": 2},
+        {"ignore_eos": False, "min_tokens": 5, "stop_token_ids": (7, 13, 17), "logit_bias": {7: 14.0, 9: 14.0}},
+        {"n": 2, "temperature": 0.8, "seed": 9},
+        {"max_tokens": 2},
+    ],
+    ids="-".join,
+)
+def test_parameters_give_the_tokens_of_plain_decoding(changes: dict[str, Any]) -> None:
+    before, after = compare(replace(GREEDY, **{"max_tokens": 10, **changes}))
+    assert after <= before + 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunk_tokens": 5, "page_size": 1, "num_pages": 256, "overlap": "off"},
+        {"num_pages": 32, "disturb": True},
+        {"max_running": 1},
+        {"max_running": 2, "num_host_pages": 16, "num_pages": 24},
+    ],
+    ids="-".join,
+)
+def test_scheduling_changes_no_token(options: dict[str, Any]) -> None:
+    compare(replace(GREEDY, max_tokens=10, logit_bias={7: 14.0, 9: 14.0}), **options)
+
+
+def test_rows_with_a_grammar_wait_for_their_masks() -> None:
+    """A batch with masks has no drafts; others of the same run do."""
+    grammar = Grammar("regex", "(ab){3}")
+    keys: list[list[Any]] = []
+    found = []
+    for drafts in (0, 7):
+        llm, device = on_kernels("tiny-qwen3", draft_tokens=drafts)
+        keys.append(record_graphs(device))
+        with llm:
+            masked = replace(GREEDY, grammar=grammar, ignore_eos=False, max_tokens=8)
+            params = [replace(REPEATING, max_tokens=20), masked]
+            found.append([output.token_ids for output in llm.generate(PROMPTS[:2], params)])
+    assert found[0] == found[1]
+    assert not any(key.drafts for key in keys[0]) and any(key.drafts for key in keys[1])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_nan_ends_its_request_and_leaves_nothing_to_others() -> None:
+    """The first token is sampled by the prefill pass, and makes the logits of every later pass NaN."""
+    model = decoder("tiny-qwen3")
+    model.embedding = model.embedding.clone()
+    model.embedding[9] = torch.nan
+    llm, _ = on_kernels("tiny-qwen3", model=model, draft_tokens=7, num_pages=32)
+    with llm:
+        for _ in range(2):
+            with pytest.raises(EngineFailed, match="logits contain NaN"):
+                llm.generate([[8] * 20], replace(REPEATING, logit_bias={9: 100.0}))
+            assert [output.token_ids for output in llm.generate(PROMPTS, REPEATING)] == [[7] * 12] * len(PROMPTS)
