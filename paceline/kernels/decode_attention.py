@@ -83,11 +83,11 @@ def _merge_row(
     partials,
     lse,
     out,
-    row,
+    first_token,
+    num_tokens,
     first_partial,
     num_chunks,
     kv_head,
-    token,
     NEW: tl.constexpr,
     Q: tl.constexpr,
     G: tl.constexpr,
@@ -95,18 +95,19 @@ def _merge_row(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Merges the partial results of one KV head and one of NEW new tokens of a row into out[row], BLOCK chunks at a
-    time, ascending."""
+    """Merges the partial results of a row and KV head into out, BLOCK chunks at a time, ascending: of all its new
+    tokens, of which there are at most NEW, at once."""
     column = tl.arange(0, COLUMNS)
-    inside_column = column < G * D
-    head = kv_head * G + column // D
+    token = column // (G * D)
+    inside_column = token < num_tokens
+    head = kv_head * G + column % (G * D) // D
     block = tl.arange(0, BLOCK)
     top = tl.full([COLUMNS], -1.0e30, tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     value = tl.zeros([COLUMNS], tl.float32)
     for start in range(0, num_chunks, BLOCK):
         inside = (start + block < num_chunks)[:, None] & inside_column[None, :]
-        place = (((first_partial + start + block).to(tl.int64) * NEW + token) * Q)[:, None] + head[None, :]
+        place = ((first_partial + start + block).to(tl.int64) * (NEW * Q))[:, None] + (token * Q + head)[None, :]
         # .cg bypasses the L1 cache: other multiprocessors wrote this in the same launch. The weight of a head is loaded
         # once per element, which is cheaper than moving it between threads.
         weight = tl.load(lse + place, mask=inside, other=-float("inf"), cache_modifier=".cg")
@@ -117,7 +118,7 @@ def _merge_row(
         value = value * keep + tl.sum(piece * weight, axis=0)
         total = total * keep + tl.sum(weight, axis=0)
         top = higher
-    target = out + (row * Q + kv_head * G) * D + column
+    target = out + ((first_token + token) * Q + head) * D + column % D
     tl.store(target, (value / tl.where(total > 0.0, total, 1.0)).to(out.dtype.element_ty), mask=inside_column)
 
 
@@ -420,17 +421,22 @@ def _decode_attention_kernel(
             if PART == 3:
                 count = arrived + row * K + kv_head
                 if tl.atomic_add(count, 1, sem="acq_rel") == num_chunks - 1:
-                    if NEW > 1:
-                        for token in range(0, fed):
-                            target = first_token + token
-                            _merge_row(
-                                partials, lse, out, target, own_partial, num_chunks, kv_head, token, NEW, Q, G, D,
-                                COLUMNS, MERGE,
-                            )  # fmt: skip
-                    else:
-                        _merge_row(
-                            partials, lse, out, row, own_partial, num_chunks, kv_head, 0, 1, Q, G, D, COLUMNS, MERGE
-                        )
+                    _merge_row(
+                        partials,
+                        lse,
+                        out,
+                        first_token,
+                        fed,
+                        own_partial,
+                        num_chunks,
+                        kv_head,
+                        NEW,
+                        Q,
+                        G,
+                        D,
+                        COLUMNS,
+                        MERGE,
+                    )
                     tl.store(count, 0)
             else:
                 # In a batch where some rows share, either kind of unit may merge a row: both use the same code, so that
@@ -575,8 +581,8 @@ def decode_attention(
     page_size, kv_heads, head_dim = k_cache.shape[1:]
     q_heads = out.shape[1] // head_dim
     group = q_heads // kv_heads
-    columns = next_power_of_2(group * head_dim)
     new = 1 if new_tokens is None else new_tokens.most
+    columns = next_power_of_2(new * group * head_dim)
     assert group * new <= tuning.block_m, f"{group * new} query heads per KV head do not fit tiles of {tuning.block_m}"
     assert new == 1 or (part == NONE_SHARED and stream is None), "rows with several new tokens share nothing"
     _decode_attention_kernel[(tuning.num_programs,)](
