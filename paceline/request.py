@@ -407,6 +407,8 @@ class Request:
     overtaken: int = 0  # requests admitted before it while it did not fit
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     num_fetched: int = 0  # of these, fetched from host memory
+    num_drafted: int = 0  # drafts verified for it (speculative decoding)
+    num_accepted: int = 0  # of these, now in its output
     num_in_flight: int = 0  # after a retraction: tokens that passes in flight will still yield
     slot: int | None = None
     key: bytes = b""  # running: the tokens it was admitted with, four bytes each, as the prefix tree compares them

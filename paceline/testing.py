@@ -167,6 +167,7 @@ class ScriptedExecutor(Executor):
         for slot, index, page in zip(plan.page_slots, plan.page_indices, plan.page_ids, strict=True):
             self._rows.setdefault(int(slot), {})[int(index)] = int(page)
         sampled: list[list[int]] = []
+        num_drafts: list[int] = []  # by sampling row
         for row in range(plan.num_rows):
             slot, start, length = int(plan.slots[row]), int(plan.starts[row]), int(plan.lengths[row])
             max_drafts = 0
@@ -175,6 +176,7 @@ class ScriptedExecutor(Executor):
                 assert position <= start, f"slot {slot} is at {position}, after the last possible position {start}"
                 if position == max_length - 1:  # it has all its tokens
                     sampled.append([])
+                    num_drafts.append(0)
                     continue
                 start, max_drafts = position, min(int(plan.drafts[row]), max_length - 2 - position)
             is_faulty = row in faulty_rows
@@ -186,11 +188,14 @@ class ScriptedExecutor(Executor):
                 self._put(slot, start + length, tokens[0])
                 tokens += self._draft(max_drafts, slot, start + length)
                 sampled.append(tokens)
+                num_drafts.append(max_drafts)
                 length += len(tokens) - 1
             self._positions[slot] = start + length
         flat = np.array([token for tokens in sampled for token in tokens], np.int32)
-        counts = None if plan.drafts is None else np.array([len(tokens) for tokens in sampled], np.int32)
-        return Result(flat, self.step_time.of(plan), counts)
+        if plan.drafts is None:
+            return Result(flat, self.step_time.of(plan))
+        counts = np.array([len(tokens) for tokens in sampled], np.int32)
+        return Result(flat, self.step_time.of(plan), counts, np.array(num_drafts, np.int32))
 
     def _move(self, swap: Swap) -> None:
         pages = self._memory.reshape(-1, self.page_size)

@@ -373,6 +373,13 @@ MUTANTS = [
         "",
     ),
     Mutant(
+        "drafts after a stop token count as accepted",
+        "scheduler/scheduler.py",
+        "                request.num_accepted += num_tokens - 1\n",
+        "                request.num_accepted += num\n",
+        ["tests/scheduler/test_overlap.py"],
+    ),
+    Mutant(
         "a retracted request waits for every token of its drafts",
         "scheduler/scheduler.py",
         "                    request.num_in_flight -= 1\n",

@@ -11,12 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from paceline.engine.pooling import PooledStates
 from paceline.sampling.types import Bits, LogprobRun, Logprobs, Masks
-from paceline.scheduler.plan import Plan
+from paceline.scheduler.plan import Column, Plan
 
 if TYPE_CHECKING:
     from paceline.model.decoder import Decoder
@@ -36,9 +33,10 @@ class Result(NamedTuple):
 
     # One token for each sampling row, in row order; or counts[i] tokens of row i, end to end. NO_TOKEN: the row's
     # logits contain NaN or are all infinite.
-    tokens: npt.NDArray[np.int32]
+    tokens: Column
     device_s: float | None = None  # time on the device, where it is measured
-    counts: npt.NDArray[np.int32] | None = None
+    counts: Column | None = None
+    num_drafts: Column | None = None  # drafts that were fed, by sampling row; with `counts` only
     idle_s: float | None = None  # device idle time before the pass, where it is measured
     logprobs: Logprobs | None = None  # of the sampled tokens, if a row asks for them
     prompt_logprobs: tuple[LogprobRun, ...] = ()

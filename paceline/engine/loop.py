@@ -143,7 +143,7 @@ class Loop:
 
     def _commit(self, one: _Launched, result: Result) -> StepOutput:
         plan, now = one.plan, self.clock()
-        updates = self.scheduler.commit(plan, result.tokens, now, result.device_s, result.counts)
+        updates = self.scheduler.commit(plan, result.tokens, now, result.device_s, result.counts, result.num_drafts)
         self._committed = plan.step
         if self.trace is not None:
             self.trace.span("commit", plan.step, now, self.clock())

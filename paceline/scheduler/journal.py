@@ -55,7 +55,8 @@ class Counters:
     hit_tokens: int = 0  # of these, found in the prefix cache
     fetched_tokens: int = 0  # of these, fetched from host memory
     computed_tokens: int = 0  # fed to prefill
-    accepted_tokens: int = 0  # drafts that were accepted (speculative decoding)
+    drafted_tokens: int = 0  # drafts that passes verified (speculative decoding)
+    accepted_tokens: int = 0  # of these, accepted
     decoded_tokens: int = 0
     discarded_tokens: int = 0  # of requests that ended, or lost KV that may contain NaN, while the pass was in flight
     retractions: int = 0

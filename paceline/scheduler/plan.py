@@ -15,6 +15,8 @@ from paceline.request import FinishReason, Request, SamplingParams, Tokens
 
 Column = npt.NDArray[np.int32]
 
+DRAFT_DEPTHS = (2, 4, 7)  # drafts per decode row that a pass can have besides none (speculative decoding)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Join:

@@ -511,11 +511,13 @@ class Scheduler:
         tokens: Column,
         now: float,
         device_s: float | None = None,
-        counts: npt.NDArray[np.int32] | None = None,
+        counts: Column | None = None,
+        num_drafts: Column | None = None,
     ) -> Updates:
         """Takes the tokens of a pass. Passes are committed in the order they were planned, each exactly once.
 
-        `tokens` has one token per sampling row, or `counts[i]` >= 1 tokens for row i, concatenated.
+        `tokens` has one token per sampling row, or `counts[i]` tokens for row i, concatenated. `num_drafts[i]` drafts
+        of row i were verified.
         """
         assert self._in_flight, "there is no pass to commit"
         one = self._in_flight.popleft()
@@ -540,6 +542,7 @@ class Scheduler:
         values: list[int] = tokens.tolist()
         discarded: set[int] = set()
         failed: list[Request] = []
+        lengths = [] if num_drafts is None else [len(request.output) for request in one.sampled]
         if self._departures == one.departures and counts is None and min(values, default=0) >= 0:
             # The usual case: no request has left since this pass was planned, so every row gets its token.
             for request, token in zip(sampled, values, strict=True):
@@ -553,6 +556,8 @@ class Scheduler:
                 if request.phase is Phase.WAITING and request not in one.void:  # it was retracted meanwhile
                     request.num_in_flight -= 1
             discarded, failed = self._append_each(sampled, values, counts is not None, one.void, at)
+        if num_drafts is not None:
+            self._count_drafts(one, num_drafts, lengths)
         first = plan.num_decodes if counts is None else 0
         for row, request in enumerate(sampled[first:], first):
             if request.first_token is None and row not in discarded:
@@ -651,7 +656,17 @@ class Scheduler:
         request.output.append(token)
         self.admission.enqueue(request)
 
-    def _advance_by(self, one: _PassInFlight, counts: npt.NDArray[np.int32]) -> None:
+    def _count_drafts(self, one: _PassInFlight, num_drafts: Column, lengths: Sequence[int]) -> None:
+        """Counts the drafts of requests that took tokens of this pass; before it their outputs had these `lengths`."""
+        self.counters.drafted_tokens += int(num_drafts.sum())
+        for request, num, length in zip(one.sampled, num_drafts.tolist(), lengths, strict=True):
+            num_tokens = len(request.output) - length
+            assert num_tokens <= 1 + num, f"request {request.id} got {num_tokens} tokens with {num} drafts"
+            if num and num_tokens:
+                request.num_drafted += num
+                request.num_accepted += num_tokens - 1
+
+    def _advance_by(self, one: _PassInFlight, counts: Column) -> None:
         """Settles how far the rows of a pass with drafts got: planning has counted one token for each of them."""
         plan, slots = one.plan, self.memory.slots
         drafts = np.zeros(len(counts), np.int32)

@@ -81,6 +81,7 @@ class EngineMetrics:
             counter("evicted_pages", "Cached pages evicted from the device.", counters.evicted_pages),
             counter("retractions", "Running requests preempted to free memory.", counters.retractions),
             counter("steps", "Forward passes.", counters.steps),
+            counter("drafted_tokens", "Draft tokens verified by speculative decoding.", counters.drafted_tokens),
             counter("accepted_draft_tokens", "Tokens drafted and accepted by speculative decoding.",
                     counters.accepted_tokens),
             counter("discarded_tokens", "Tokens computed for requests that had already finished, or lost KV with NaN.",

@@ -143,6 +143,23 @@ def test_a_row_that_has_all_its_tokens_yields_none() -> None:
     assert not core.has_work and not find_faults(core)
 
 
+def test_drafts_are_counted_by_request_as_far_as_it_takes_their_tokens() -> None:
+    core = scheduler(draft_tokens=3)
+    core.add(one := request(prompt(1, 2, 3), max_tokens=9, eos_token_ids=(EOS,)), 0.0)
+    first, second = core.plan(0.0), core.plan(0.0)
+    assert first is not None and second is not None
+    core.commit(first, np.array([5], np.int32), 0.0, counts=np.array([1], np.int32), num_drafts=np.array([0], np.int32))
+    third = core.plan(0.0)
+    assert third is not None
+    tokens = np.array([6, EOS, 7, 8], np.int32)
+    core.commit(second, tokens, 0.0, counts=np.array([4], np.int32), num_drafts=np.array([3], np.int32))
+    assert one.finish_reason is FinishReason.STOP
+    assert (one.num_drafted, one.num_accepted) == (3, 1), "the tokens after the stop token are discarded"
+    core.commit(third, tokens[:1], 0.0, counts=np.array([1], np.int32), num_drafts=np.array([2], np.int32))
+    assert (one.num_drafted, one.num_accepted) == (3, 1), "it had ended"
+    assert (core.counters.drafted_tokens, core.counters.accepted_tokens) == (5, 3)
+
+
 @pytest.mark.parametrize("draft", [1, 3, 5])
 @pytest.mark.parametrize("page_size", [1, 2, 16])
 @pytest.mark.parametrize("overlap", [False, True])

@@ -90,6 +90,12 @@ class Verification:
         rows = places[masks.rows]
         return Masks(rows[rows >= 0], masks.bits[rows >= 0])
 
+    def drafts_by_sampling_row(self) -> Column:
+        """How many drafts were fed, by sampling row of the original plan."""
+        fed = np.zeros(self.num_rows, np.int32)
+        fed[self.sampling_rows[: len(self.num_drafts)]] = self.num_drafts
+        return fed
+
     def accept(self, tokens: Index, drafts: Index) -> tuple[Index, Column]:
         """The tokens that count, as indices into the sampled `tokens`, and how many each original sampling row has.
         `drafts` are the tokens that were fed behind each decode row's first, one after the other."""

@@ -116,8 +116,8 @@ class CpuModelRunner:
             pooled = tuple(states._replace(row=states.row + checked.num_dropped) for states in pooled)
         self.tables.positions[plan.slots] = inputs.starts + inputs.lengths
         if not len(inputs.sampled):
-            counts = None if checked is None else np.zeros(checked.num_rows, np.int32)
-            return Result(NO_TOKENS, counts=counts, prompt_logprobs=runs, pooled=pooled)
+            none = None if checked is None else np.zeros(checked.num_rows, np.int32)
+            return Result(NO_TOKENS, counts=none, num_drafts=none, prompt_logprobs=runs, pooled=pooled)
         if len(inputs.sampled) < len(hidden):
             hidden = hidden[torch.from_numpy(inputs.sampled)]
         logits = self.logits(hidden)
@@ -136,7 +136,14 @@ class CpuModelRunner:
         if checked is not None:
             kept, counts = self._accept(checked, inputs, tokens)
             tokens, logprobs = tokens[kept], None if logprobs is None else logprobs.of_rows(kept.tolist())
-        return Result(tokens.astype(np.int32), counts=counts, logprobs=logprobs, prompt_logprobs=runs, pooled=pooled)
+        return Result(
+            tokens.astype(np.int32),
+            counts=counts,
+            num_drafts=None if checked is None else checked.drafts_by_sampling_row(),
+            logprobs=logprobs,
+            prompt_logprobs=runs,
+            pooled=pooled,
+        )
 
     def _accept(self, checked: Verification, inputs: Inputs, tokens: Index) -> tuple[Index, Column]:
         """The indices of the tokens that count, and how many each sampling row has. Rows continue after them."""

@@ -67,6 +67,14 @@ def test_text_that_repeats_itself_takes_fewer_passes() -> None:
     assert before == 31 and after < 12, "up to 8 tokens per pass"
 
 
+def test_drafts_are_counted() -> None:
+    llm, outputs = run(replace(GREEDY, logit_bias={7: 100.0}), speculate="ngram")
+    with llm:
+        counters = llm.engine.scheduler.counters
+        assert counters.drafted_tokens >= counters.accepted_tokens > 0
+        assert counters.accepted_tokens <= sum(len(choice.token_ids) for one in outputs for choice in one.choices)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
