@@ -106,6 +106,9 @@ class CpuModelRunner:
             # The host computes the masks of a row for its next token only.
             checked = verification(plan, self.tables, None if masks is not None else self._drafts)
             plan = checked.plan
+            if not plan.num_rows:  # drafts have completed the output of all of them
+                zeros = np.zeros(checked.num_rows, np.int32)
+                return Result(NO_TOKENS, counts=zeros, num_drafts=zeros)
         inputs = self.tables.inputs(plan, 0 if checked is None else plan.num_decodes)
         attend = self.attention.begin(inputs)
         hidden = self.decoder.forward(torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), attend)

@@ -67,6 +67,15 @@ def test_text_that_repeats_itself_takes_fewer_passes() -> None:
     assert before == 31 and after < 12, "up to 8 tokens per pass"
 
 
+def test_a_pass_in_flight_whose_only_row_has_all_its_tokens_computes_nothing() -> None:
+    """Drafts complete the output while the next pass is already launched."""
+    params = replace(GREEDY, logit_bias={7: 100.0})
+    with LLM(load="random", shape="tiny-qwen3", threads=1, kv_tokens=4096, speculate="ngram") as llm:
+        for max_tokens in range(1, 40):
+            (output,) = llm.generate([[5, 6]], replace(params, max_tokens=max_tokens), progress=False)
+            assert output.token_ids == [7] * max_tokens
+
+
 def test_drafts_are_counted() -> None:
     llm, outputs = run(replace(GREEDY, logit_bias={7: 100.0}), speculate="ngram")
     with llm:
