@@ -190,6 +190,11 @@ class SchedulerConfig:
         high=64,
         hidden="set speculate instead",
     )
+    adaptive_drafts: bool = option(
+        False,
+        "give a forward pass only as many draft tokens as make it profitable, up to draft_tokens per row",
+        hidden="set speculate instead",
+    )
     itl_target: float = option(
         0.125,
         "target inter-token latency in seconds: while requests decode, a forward pass has only as many prompt tokens "
@@ -359,6 +364,7 @@ OVERLAP = ("on", "off", "sync")
 EXECUTORS = ("torch", "virtual")
 SPECULATE: Mapping[str, str] = {
     "off": "one token per row and forward pass",
+    "auto": "as ngram, with as many drafts as make a forward pass profitable by measured acceptance and time, or none",
     "ngram": "what followed the last tokens of a request when they occurred before in it (prompt lookup)",
 }
 VIRTUAL_TOKENS = ("prompt", "clock")
@@ -381,7 +387,7 @@ class EngineConfig:
     speculate: str = option(
         "off",
         "speculative decoding: draft tokens that are verified in the same forward pass, with the same "
-        "output (vLLM: speculative_config; SGLang: speculative_algorithm)",
+        "output; auto: only where that is faster (vLLM: speculative_config; SGLang: speculative_algorithm)",
         choices=SPECULATE,
     )
     dtype: str = option(

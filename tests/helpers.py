@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,24 @@ import numpy as np
 from paceline.config import SchedulerConfig
 from paceline.request import Request, SamplingParams
 from paceline.scheduler import EventKind, Scheduler
+from paceline.scheduler.draft_depth import DraftDepth
 from paceline.testing import Harness
 
 EOS = 0
+
+
+class RandomDepth(DraftDepth):
+    """Adaptive drafts that adapt to nothing: every pass gets a random depth."""
+
+    def __init__(self, max_drafts: int, choice: Callable[[Sequence[int]], int] | None = None) -> None:
+        super().__init__(max_drafts)
+        self._choice = choice or random.Random(0).choice
+
+    def choose(self, requests: Sequence[Request]) -> int:
+        super().choose(requests)
+        return self._choice([0, 0, *self._depths])
+
+
 _numbers = itertools.count()
 
 

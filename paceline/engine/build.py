@@ -32,6 +32,7 @@ from paceline.model.weights import load_decoder, random_decoder, read_spec
 from paceline.request import InvalidRequest, short
 from paceline.sampling.grammar import Grammars
 from paceline.scheduler import Scheduler
+from paceline.scheduler.plan import DRAFT_DEPTHS
 from paceline.text.load import load_tokenizer
 from paceline.text.synthetic import synthetic_tokenizer
 from paceline.text.tokenizer import Tokenizer
@@ -53,7 +54,6 @@ _CPU_DEFAULTS: dict[str, Any] = {
 }
 _GPU_DEFAULTS: dict[str, Any] = {name: getattr(SchedulerConfig(), name) for name in ("max_running", "max_batch_tokens")}
 _LOAD = ("weights", "random")
-_DRAFT_TOKENS = 7  # of a row, at most: more tokens of one stream make a forward pass longer on two cores
 
 
 def build_engine(
@@ -291,7 +291,9 @@ def kernel_options(
 
 
 def _with_drafts(config: EngineConfig, scheduler_options: Mapping[str, Any]) -> dict[str, Any]:
-    return {**({} if config.speculate == "off" else {"draft_tokens": _DRAFT_TOKENS}), **scheduler_options}
+    if config.speculate == "off":
+        return dict(scheduler_options)
+    return {"draft_tokens": max(DRAFT_DEPTHS), "adaptive_drafts": config.speculate == "auto", **scheduler_options}
 
 
 def _num_bytes(dtype: str) -> int:

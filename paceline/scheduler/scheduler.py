@@ -23,6 +23,7 @@ import numpy.typing as npt
 from paceline.config import SchedulerConfig
 from paceline.request import FinishReason, InvalidRequest, Phase, Refused, Request, as_tokens
 from paceline.scheduler.admission import MIN_CHUNK_TOKENS, Admission
+from paceline.scheduler.draft_depth import DraftDepth
 from paceline.scheduler.explain import explain
 from paceline.scheduler.invariants import find_faults
 from paceline.scheduler.journal import Counters, EventKind, Journal
@@ -76,6 +77,8 @@ class Scheduler:
         self._background = config.background_names
         self._service_time = ServiceTime(config.max_running, config.output_weight)
         self.mixed_batches = MixedBatchTimes(config.chunk_context)
+        self.draft_depth = DraftDepth(config.draft_tokens) if config.adaptive_drafts else None
+        self._num_drafts = config.draft_tokens  # per decode row of the pass being planned, at most
         self._lengths = OutputLengths()
         self.step = 1  # number of the pass being planned, or of the next one
         self._reset_state()
@@ -246,6 +249,8 @@ class Scheduler:
         Returns the pages that became available."""
         assert request.slot is not None, f"request {request.id} has no slot"
         self.running.discard(request)
+        if self.draft_depth is not None:
+            self.draft_depth.forget(request)
         num_valid = min(int(self.memory.slots.computed[request.slot]), num_known)
         num_pages = self.memory.release(request, num_valid, now)
         self.policy.on_released(request)
@@ -265,6 +270,8 @@ class Scheduler:
         if self.memory.merge_duplicates(now):
             running.rows_remapped()
         admission.begin_step()
+        if self.draft_depth is not None:
+            self._num_drafts = self.draft_depth.choose(running.decoding)
         may_admit = self.config.batching != "static" or not running
         prefill_first = self.config.batching == "prefill-first"
         can_decode = bool(running.decoding)
@@ -283,6 +290,8 @@ class Scheduler:
                 break
             self._plan_prefills(False, now)
         decode = bool(running.decoding) and not (prefill_first and admission.chunks)
+        if self.draft_depth is not None and admission.chunks:
+            self._num_drafts = 0
         self._num_prefill_batches = self._num_prefill_batches + 1 if can_decode and not decode else 0
         plan = self._build(decode) if decode or admission.chunks else None
         admission.end_step()
@@ -316,11 +325,11 @@ class Scheduler:
     def _ensure_decode_pages(self, now: Now) -> None:
         """Allocates a page for the next token of every decoding request that needs one, and retracts if there are not
         enough."""
-        memory, slots, draft = self.memory, self.memory.slots, self.config.draft_tokens
+        memory, slots, draft = self.memory, self.memory.slots, self._num_drafts
         while True:
             rows = self.running.decode_slots
             reach = slots.computed[rows]
-            if draft:
+            if self.config.draft_tokens:
                 reach = np.minimum(reach + slots.ahead[rows] + draft, slots.max_lengths[rows] - 1)
             full = rows[reach >= slots.capacity[rows]]
             if not len(full):
@@ -342,7 +351,8 @@ class Scheduler:
         """Prompt tokens of this pass: what the token limits and the inter-token latency target leave."""
         config = self.config
         num_decodes = 0 if config.batching == "prefill-first" else len(self.running.decoding)
-        decode_tokens = num_decodes * (1 + config.draft_tokens)
+        # With adaptive drafts, a mixed batch has none.
+        decode_tokens = num_decodes * (1 if config.adaptive_drafts else 1 + config.draft_tokens)
         budget = min(config.max_prefill_tokens, config.max_batch_tokens - decode_tokens)
         self.admission.token_cost = 0.0
         if num_decodes and not math.isinf(config.itl_target):
@@ -360,10 +370,10 @@ class Scheduler:
         num_decodes = len(requests)
         starts, drafts, num_drafts = slots.computed[rows], None, 0
         slots.computed[rows] = starts + 1
-        if self.config.draft_tokens:
+        if self._num_drafts or (self.config.draft_tokens and slots.ahead[rows].any()):
             # The last token of a row is not fed. Where the row is now, so many drafts may be too many: see `Plan`.
             starts = np.minimum(starts + slots.ahead[rows], slots.max_lengths[rows] - 1)
-            drafts = np.minimum(self.config.draft_tokens, slots.max_lengths[rows] - 1 - slots.computed[rows])
+            drafts = np.minimum(self._num_drafts, slots.max_lengths[rows] - 1 - slots.computed[rows])
             slots.ahead[rows] += drafts
             num_drafts = int(drafts.sum())
         remaining = slots.remaining[rows] - 1
@@ -525,7 +535,7 @@ class Scheduler:
         at = Now(self.step, now)
         if device_s is not None:
             self.counters.device_s += device_s
-            self.step_time.observe(plan, device_s)
+            self._observe_time(plan, device_s)
             self._service_time.observe(plan, one.requests, device_s)
             self.mixed_batches.observe(plan, device_s)
         sampled = one.sampled
@@ -568,6 +578,14 @@ class Scheduler:
         if failed:
             self._fail(failed, at)
         return self._updates(sampled, tokens, discarded)
+
+    def _observe_time(self, plan: Plan, device_s: float) -> None:
+        depth = 0 if plan.drafts is None else int(plan.drafts.max(initial=0))
+        if self.draft_depth is None or not depth:
+            self.step_time.observe(plan, device_s)
+        model = self.step_time.model() if self.draft_depth is not None else None
+        if self.draft_depth is not None and model is not None and plan.num_decodes == plan.num_rows:
+            self.draft_depth.observe_pass(plan, depth, device_s, model)
 
     def _append_each(
         self, sampled: tuple[Request, ...], tokens: list[int], has_counts: bool, void: set[Request], now: Now
@@ -659,19 +677,27 @@ class Scheduler:
     def _count_drafts(self, one: _PassInFlight, num_drafts: Column, lengths: Sequence[int]) -> None:
         """Counts the drafts of requests that took tokens of this pass; before it their outputs had these `lengths`."""
         self.counters.drafted_tokens += int(num_drafts.sum())
-        for request, num, length in zip(one.sampled, num_drafts.tolist(), lengths, strict=True):
+        planned = self._planned_drafts(one).tolist()
+        for request, num, most, length in zip(one.sampled, num_drafts.tolist(), planned, lengths, strict=True):
             num_tokens = len(request.output) - length
             assert num_tokens <= 1 + num, f"request {request.id} got {num_tokens} tokens with {num} drafts"
             if num and num_tokens:
                 request.num_drafted += num
                 request.num_accepted += num_tokens - 1
+            if most and num_tokens and self.draft_depth is not None:
+                self.draft_depth.observe_drafts(request, num, num_tokens - 1)
+
+    @staticmethod
+    def _planned_drafts(one: _PassInFlight) -> Column:
+        """By sampling row: how many drafts it may have."""
+        drafts = np.zeros(len(one.sampled), np.int32)
+        if one.plan.drafts is not None:
+            drafts[: one.plan.num_decodes] = one.plan.drafts
+        return drafts
 
     def _advance_by(self, one: _PassInFlight, counts: Column) -> None:
         """Settles how far the rows of a pass with drafts got: planning has counted one token for each of them."""
-        plan, slots = one.plan, self.memory.slots
-        drafts = np.zeros(len(counts), np.int32)
-        if plan.drafts is not None:
-            drafts[: plan.num_decodes] = plan.drafts
+        slots, drafts = self.memory.slots, self._planned_drafts(one)
         assert ((counts >= 0) & (counts <= 1 + drafts)).all(), "a row yields at most one token and its drafts"
         for request, count, num_drafts in zip(one.sampled, counts.tolist(), drafts.tolist(), strict=True):
             more = max(0, count - 1)

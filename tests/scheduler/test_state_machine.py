@@ -25,7 +25,7 @@ from paceline.scheduler.invariants import check
 from paceline.scheduler.journal import Counters
 from paceline.scheduler.retraction import MAX_RECOMPUTATIONS
 from paceline.testing import Harness
-from tests.helpers import EOS
+from tests.helpers import EOS, RandomDepth
 from tests.reference import ReferenceScheduler
 
 # Few distinct tokens and prefixes, so that prompts often share one.
@@ -37,7 +37,7 @@ def options(draw: Any) -> dict[str, Any]:
     """A configuration, mostly with little memory."""
     page_size = draw([1, 2, 3, 4, 7, 16, 64])
     smallest = -(-40 // page_size)
-    draft_tokens, max_running = draw([0, 0, 0, 1, 3]), draw([1, 2, 4, 8])
+    draft_tokens, max_running = draw([0, 0, 0, 1, 3, 7]), draw([1, 2, 4, 8])
     return {
         "page_size": page_size,
         "num_pages": smallest + draw([0, 0, 1, 2, smallest, 4 * smallest]),
@@ -59,6 +59,7 @@ def options(draw: Any) -> dict[str, Any]:
         "retract_gap": draw([1, float("inf")]),
         "fair_quantum": draw([1, 64, 8192]),
         "draft_tokens": draft_tokens,
+        "adaptive_drafts": draft_tokens > 0 and draw([False, True]),
         "itl_target": draw([math.inf, math.inf, 0.002]),
         "tenant_weights": draw([{}, {"a": 4.0}]),
         "max_waiting": draw([100_000, 100_000, 3]),
@@ -91,9 +92,11 @@ class Run:
 
     def __init__(self, draw: Any, **more: Any) -> None:
         config = SchedulerConfig(**options(draw) | more)
-        self.harness = Harness(
-            Scheduler(config), overlap=draw([False, True]), lazy=draw([False, True]), vocab=draw([8, 64])
-        )
+        scheduler = Scheduler(config)
+        if config.adaptive_drafts and draw([False, True, True]):
+            scheduler.draft_depth = RandomDepth(config.draft_tokens, draw)
+        vocab = draw([1, 8, 64]) if config.adaptive_drafts else draw([8, 64])
+        self.harness = Harness(scheduler, overlap=draw([False, True]), lazy=draw([False, True]), vocab=vocab)
         self.aborted: set[str] = set()
         self.failed_outside: set[str] = set()
 
@@ -250,6 +253,16 @@ def test_a_million_random_steps_break_no_invariant() -> None:
     while steps < 1_000_000:
         steps += random_run(seed, max_requests=60, steps=300).harness.scheduler.counters.steps
         seed += 1
+
+
+def test_random_depths_with_faulty_passes_and_retractions_give_the_tokens_of_the_reference() -> None:
+    drafted = accepted = 0
+    for seed in range(15):
+        counters = random_run(
+            seed, 20, 60, faults=0.03, draft_tokens=7, adaptive_drafts=True, max_batch_tokens=64
+        ).harness.scheduler.counters
+        drafted, accepted = drafted + counters.drafted_tokens, accepted + counters.accepted_tokens
+    assert drafted > accepted > 100
 
 
 def test_pins_survive_random_runs() -> None:

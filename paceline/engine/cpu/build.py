@@ -14,5 +14,6 @@ def build_cpu(decoder: DecoderModel, config: EngineConfig, scheduler: SchedulerC
         max_running=scheduler.max_running,
         max_row_tokens=min(scheduler.context_tokens, scheduler.num_pages * scheduler.page_size),
         num_host_pages=scheduler.num_host_pages,
+        adapt_drafts=not scheduler.adaptive_drafts,
     )
     return CpuExecutor(runner, num_threads=config.threads)

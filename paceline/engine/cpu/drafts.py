@@ -25,11 +25,12 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 2, 32  # tokens after which a row whose drafts we
 class NgramDrafts:
     """Proposes what followed the last tokens of a row when they occurred before in it (prompt lookup).
 
-    A row proposes more after its drafts were right and fewer after they were wrong. If none was, it pauses, each time
-    twice as long.
+    With `adapts`, a row proposes more after its drafts were right and fewer after they were wrong; if none was, it
+    pauses, each time twice as long. Without, it proposes as many as the plan allows.
     """
 
-    def __init__(self, max_running: int) -> None:
+    def __init__(self, max_running: int, *, adapts: bool = True) -> None:
+        self._adapts = adapts
         self._depth = np.zeros(max_running, np.int32)
         self._pause = np.zeros(max_running, np.int32)  # the next one, in tokens
         self._resume = np.zeros(max_running, np.int64)  # the position from which on a paused row tries again
@@ -40,7 +41,7 @@ class NgramDrafts:
 
     def propose(self, slot: int, tokens: npt.NDArray[np.int32], limit: int) -> Column:
         """Up to `limit` tokens that may follow `tokens`."""
-        depth = min(int(self._depth[slot]), limit)
+        depth = min(int(self._depth[slot]), limit) if self._adapts else limit
         if depth <= 0 or len(tokens) < self._resume[slot]:
             return tokens[:0]
         for size in range(_LONGEST, _SHORTEST - 1, -1):
@@ -51,7 +52,7 @@ class NgramDrafts:
 
     def settle(self, slot: int, position: int, num_drafts: int, num_accepted: int) -> None:
         """Of so many drafts, so many were accepted."""
-        if not num_drafts:
+        if not num_drafts or not self._adapts:
             return
         if not num_accepted:
             self._depth[slot], self._resume[slot] = 1, position + self._pause[slot]

@@ -75,6 +75,7 @@ class CpuModelRunner:
         max_running: int,
         max_row_tokens: int,
         num_host_pages: int = 0,
+        adapt_drafts: bool = True,
     ) -> None:
         spec = decoder.spec
         self.decoder = decoder
@@ -84,7 +85,7 @@ class CpuModelRunner:
         self.sampler = Sampler(spec.vocab_size, max_running)
         self._logprobs = LogprobTable(max_running, spec.vocab_size)
         self._pooling: dict[int, str] = {}  # slot -> kind, for prompts that are embedded
-        self._drafts = NgramDrafts(max_running)
+        self._drafts = NgramDrafts(max_running, adapts=adapt_drafts)
 
     def load_weights(self, decoder: Decoder) -> None:
         self.decoder = CpuModel(decoder) if isinstance(self.decoder, CpuModel) else decoder

@@ -12,7 +12,8 @@ from paceline.config import ConfigError
 from paceline.engine.cpu.drafts import NgramDrafts, _last_occurrence
 from paceline.llm import LLM, RequestOutput
 from paceline.request import Grammar, SamplingParams
-from paceline.scheduler.plan import Join
+from paceline.scheduler.plan import DRAFT_DEPTHS, Join
+from tests.helpers import RandomDepth
 
 SHAPES = ["tiny-llama", "tiny-mistral", "tiny-smollm", "tiny-smollm3", "tiny-qwen2", "tiny-qwen3"]
 RNG = np.random.default_rng(5)
@@ -24,6 +25,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
 def run(params: SamplingParams | list[SamplingParams], shape: str = "tiny-qwen3", **options: Any) -> tuple[LLM, Any]:
     llm = LLM(load="random", shape=shape, threads=1, **{"kv_tokens": 4096, **options})
+    if llm.engine.scheduler.draft_depth is not None:
+        llm.engine.scheduler.draft_depth = RandomDepth(max(DRAFT_DEPTHS))
     return llm, llm.generate(PROMPTS, params, progress=False)
 
 
@@ -43,14 +46,15 @@ def facts(outputs: list[RequestOutput]) -> list[Any]:
 def compare(
     params: SamplingParams | list[SamplingParams], shape: str = "tiny-qwen3", **options: Any
 ) -> tuple[int, int]:
-    """Passes without and with drafts; the outputs are equal."""
+    """Passes without and with drafts; the outputs are equal. Under auto, each pass has a random depth."""
     found = []
-    for speculate in ("off", "ngram"):
+    for speculate in ("off", "auto", "ngram"):
         llm, outputs = run(params, shape, speculate=speculate, **options)
         with llm:
             found.append((facts(outputs), llm.engine.scheduler.counters.steps))
-    (plain, plain_steps), (drafted, steps) = found
+    (plain, plain_steps), (automatic, _), (drafted, steps) = found
     assert drafted == plain
+    assert automatic == plain
     return plain_steps, steps
 
 
@@ -126,6 +130,29 @@ def test_rows_with_a_grammar_are_decoded_beside_rows_with_drafts() -> None:
     grammar = Grammar.regex("[ab]{4,20}")
     params = [replace(GREEDY, ignore_eos=False, grammar=grammar) if row % 2 else GREEDY for row in range(len(PROMPTS))]
     compare(params)
+
+
+def test_auto_drafts_text_that_repeats_itself_and_nothing_else() -> None:
+    with LLM(load="random", shape="tiny-qwen3", threads=1, kv_tokens=4096, speculate="auto") as llm:
+        # Sampled with a high temperature, the text is random.
+        random_text = SamplingParams(temperature=50.0, seed=1, max_tokens=100, ignore_eos=True)
+        llm.generate([[5, 6]], random_text, progress=False)
+        counters = llm.engine.scheduler.counters
+        assert counters.drafted_tokens == 0
+        depth = llm.engine.scheduler.draft_depth
+        assert depth is not None
+        depth.observe_pass = lambda *_: None  # type: ignore[method-assign]  # the machine may be busy
+        (output,) = llm.generate([[5, 6]], replace(GREEDY, max_tokens=100, logit_bias={7: 100.0}), progress=False)
+        assert output.token_ids == [7] * 100
+        assert counters.accepted_tokens > 60
+
+
+def test_without_adaption_a_row_proposes_what_the_plan_allows() -> None:
+    drafts, row = NgramDrafts(1, adapts=False), np.tile(np.arange(10, dtype=np.int32), 8)
+    drafts.join(Join(0, "a", row, len(row), GREEDY))
+    for limit in (7, 2, 4):
+        assert len(drafts.propose(0, row, limit)) == limit
+        drafts.settle(0, len(row), limit, 0)
 
 
 def test_embeddings_beside_drafts_are_unchanged() -> None:

@@ -1,0 +1,218 @@
+"""Draft depth: how many drafts each decode row of the next forward pass gets (speculative decoding, `speculate` auto).
+
+The depth is the one with the most expected tokens per second. Both sides of that are measured:
+
+- Tokens: a row with k drafts, each right with probability a, yields 1 + a + ... + a^k tokens. A matcher on the host
+  estimates a without any draft: it looks up what followed the last two tokens when they occurred before, and compares
+  that with each token that is committed. So text that does not repeat itself never has a draft. Passes with drafts
+  show how much more or less often these are right.
+- Time: the seconds of a pass relative to what `StepTime` predicts without drafts, as a median of recent passes, by
+  number of rows and depth. An unknown depth starts with a low time, so that it is tried; one that was too slow is tried
+  again after a while, in ever longer intervals, since a busy host may have been the reason.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.request import Request
+from paceline.scheduler.plan import DRAFT_DEPTHS, Plan
+from paceline.scheduler.step_time import StepTime
+
+MAX_ROWS = 64  # with more rows a pass is too close to the limit of compute for drafts to pay
+_GAIN = 1.04  # tokens per second relative to plain decoding from which on drafts begin
+_CHANGE = 1.05  # relative to the present depth, from which on another one replaces it: executors have graphs by depth
+_STEP = 1 / 12  # weight of the newest token in the estimate of a
+_SOURCE_RATE = 0.8  # first estimate of a for a request with a draft source
+_LOWEST_RATE = 0.05  # rows below it do not contribute enough to look further
+_MAX_BETTER = 1.5  # how much more often drafts are assumed to be right than predictions
+_FORGIVE = 1 / 2048  # by which a difference between the two shrinks with each pass without drafts
+_MAX_JUDGED = 4 * max(DRAFT_DEPTHS)  # tokens: with more that are new, they are a backlog
+
+_RECENT_PASSES = 8
+_PLAIN_PASSES = 3  # without drafts, before the first with drafts: the others are compared with them
+_FIRST_RETRY, _LAST_RETRY = 256, 4096  # passes after which times that were measured before are forgotten
+
+_INDEX_TOKENS = 2048  # tokens added to indexes in one step: takes about 0.2 ms
+_MAX_INDEX_TOKENS = 16_384  # the last tokens of a longer prompt; an entry takes about 100 bytes
+_KEY_MASK = (1 << 64) - 1
+
+
+class NgramMatcher:
+    """Predicts each token of a request as the one that followed the last occurrence of the two tokens before it, and
+    estimates how often that is right."""
+
+    __slots__ = ("_accepted", "_index", "_key", "_num_seen", "_predicted", "_rate")
+
+    def __init__(self, request: Request) -> None:
+        self._index: dict[int, int] = {}  # two tokens, as one integer -> the next
+        self._key = 0  # the last two tokens
+        self._num_seen = max(0, self._num_tokens(request) - _MAX_INDEX_TOKENS)
+        self._rate = _SOURCE_RATE if len(request.draft_source) else 0.0  # of right predictions
+        # Of passes with drafts: the rates of accepted drafts and of right predictions. The executor may draft better or
+        # worse than this.
+        self._accepted = self._predicted = 1.0
+
+    @property
+    def rate(self) -> float:
+        """The probability that a draft is right."""
+        return min(1.0, self._rate * min(_MAX_BETTER, self._accepted / max(self._predicted, _LOWEST_RATE)))
+
+    @staticmethod
+    def _num_tokens(request: Request) -> int:
+        return len(request.draft_source) + request.num_tokens
+
+    def catch_up(self, request: Request, limit: int) -> int:
+        """Takes the tokens that are new, at most `limit` of a backlog. Returns how many of a backlog it took."""
+        num_new = self._num_tokens(request) - self._num_seen
+        if num_new > len(request.output) or num_new > _MAX_JUDGED:
+            return self._index_backlog(request, limit)
+        if num_new:
+            self._judge(request.output[len(request.output) - num_new :])
+            self._accepted += (self._predicted - self._accepted) * _FORGIVE
+        return 0
+
+    def _judge(self, tokens: Sequence[int]) -> int:
+        """Compares tokens with their predictions. Returns how many were right."""
+        index, key, num_right = self._index, self._key, 0
+        for token in tokens:
+            is_right = index.get(key) == token
+            self._rate += (is_right - self._rate) * _STEP
+            num_right += is_right
+            index[key] = token
+            key = (key << 32 | token) & _KEY_MASK
+        self._key = key
+        self._num_seen += len(tokens)
+        return num_right
+
+    def _index_backlog(self, request: Request, limit: int) -> int:
+        tokens = np.concatenate([request.draft_source, request.prompt, np.array(request.output, np.int32)])
+        begin, end = self._num_seen, min(self._num_seen + limit, len(tokens))
+        wide = tokens[max(0, begin - 2) : end].astype(np.int64)
+        keys = wide[:-1] << 32 | wide[1:]
+        self._index.update(zip(keys[:-1].tolist(), wide[2:].tolist(), strict=True))
+        if len(keys):
+            self._key = int(keys[-1])
+        self._num_seen = end
+        return end - begin
+
+    def observe_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """The last 1 + `num_accepted` tokens of the output are of a pass that verified so many drafts."""
+        num_new = self._num_tokens(request) - self._num_seen
+        if num_new > _MAX_JUDGED or num_new > len(request.output):
+            return
+        num_right = self._judge(request.output[len(request.output) - num_new :])
+        num_tried = num_accepted + (num_accepted < max(1, num_drafts))
+        weight = min(1.0, num_tried * _STEP)
+        self._accepted += (num_accepted / num_tried - self._accepted) * weight
+        self._predicted += (num_right / max(1, num_new) - self._predicted) * weight
+
+
+class _PassTimes:
+    """Seconds of recent passes with one number of rows and one depth, relative to the prediction without drafts."""
+
+    __slots__ = ("_first", "_last_pass", "_recent", "_retry_passes", "num_samples", "ratio")
+
+    def __init__(self, first: float) -> None:
+        self._first = first
+        self._retry_passes = _FIRST_RETRY
+        self._last_pass = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._recent = deque([self._first], maxlen=_RECENT_PASSES)
+        self.ratio = self._first
+        self.num_samples = 0
+
+    def observe(self, ratio: float, now: int) -> None:
+        self._recent.append(ratio)
+        self._last_pass = now
+        self.ratio = statistics.median(self._recent)
+        self.num_samples += 1
+        if self.num_samples >= _RECENT_PASSES:  # in use, no longer on trial
+            self._retry_passes = _FIRST_RETRY
+
+    def expire(self, now: int) -> None:
+        """Forgets what was measured long ago, so that the depth is tried again."""
+        if now - self._last_pass >= self._retry_passes and self.ratio > self._first:
+            self._retry_passes = min(2 * self._retry_passes, _LAST_RETRY)
+            self._last_pass = now
+            self._forget()
+
+
+class DraftDepth:
+    def __init__(self, max_drafts: int) -> None:
+        self._depths = [depth for depth in DRAFT_DEPTHS if depth <= max_drafts]
+        self._matchers: dict[Request, NgramMatcher] = {}
+        self._times: dict[tuple[int, int], _PassTimes] = {}  # by rows, rounded up to a power of two, and depth
+        self._num_passes = 0
+        self._depth = 0  # of the last pass
+
+    def choose(self, requests: Sequence[Request]) -> int:
+        """The drafts per row of a decode batch of these requests."""
+        self._num_passes += 1
+        self._depth = self._choose(requests)
+        return self._depth
+
+    def _choose(self, requests: Sequence[Request]) -> int:
+        if len(requests) > MAX_ROWS:
+            self._matchers.clear()
+            return 0
+        budget, matchers = _INDEX_TOKENS, self._matchers
+        rates = []
+        has_grammar = False
+        for request in requests:
+            matcher = matchers.get(request)
+            if matcher is None:
+                matcher = matchers[request] = NgramMatcher(request)
+            budget -= matcher.catch_up(request, budget)
+            rates.append(matcher.rate)
+            has_grammar = has_grammar or request.params.grammar is not None
+        # The masks of a grammar are computed for one position.
+        if has_grammar or max(rates, default=0.0) < _LOWEST_RATE:
+            return 0
+        return self._most_profitable(np.array(rates))
+
+    def _most_profitable(self, rates: npt.NDArray[np.float64]) -> int:
+        num_rows = len(rates)
+        plain = self._times_of(num_rows, 0)
+        if plain.num_samples < _PLAIN_PASSES:
+            return 0
+        gains = {0: 1.0}  # tokens per second relative to plain decoding
+        powers = np.cumsum(rates[:, None] ** np.arange(max(DRAFT_DEPTHS) + 1), axis=1).sum(axis=0) / num_rows
+        for depth in self._depths:
+            times = self._times_of(num_rows, depth)
+            times.expire(self._num_passes)
+            gains[depth] = float(powers[depth]) / (times.ratio / plain.ratio)
+        best = max(gains, key=gains.__getitem__)
+        present = gains[self._depth]
+        if self._depth and present > 1 and gains[best] < _CHANGE * present:
+            return self._depth
+        return best if gains[best] >= _GAIN else 0
+
+    def _times_of(self, num_rows: int, depth: int) -> _PassTimes:
+        key = 1 << (num_rows - 1).bit_length(), depth
+        if key not in self._times:
+            self._times[key] = _PassTimes(1.05 + key[0] * depth / 400 if depth else 1.0)
+        return self._times[key]
+
+    def observe_pass(self, plan: Plan, depth: int, seconds: float, model: StepTime) -> None:
+        """A decode batch with `depth` drafts per row took so long."""
+        if depth in (0, *self._depths) and plan.num_decodes <= MAX_ROWS:  # not where all rows are about to end
+            expected = model.seconds(0, plan.num_decodes, plan.num_context_tokens)
+            if expected > 0:
+                self._times_of(plan.num_decodes, depth).observe(seconds / expected, self._num_passes)
+
+    def observe_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """A pass whose rows were to have drafts had so many of this request; its tokens are committed."""
+        matcher = self._matchers.get(request)
+        if matcher is not None:
+            matcher.observe_drafts(request, num_drafts, num_accepted)
+
+    def forget(self, request: Request) -> None:
+        self._matchers.pop(request, None)
