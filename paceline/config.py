@@ -492,6 +492,7 @@ OFFLINE_PARTS: Mapping[str, str] = {
     "logprobs": "64 and 256 prompts with top-5 logprobs, compared with none",
     "grammar": "64 prompts with a JSON schema each, compared with unconstrained output",
     "embed": "1,000 texts of 200 tokens embedded (mean, then last), compared with one output token of each",
+    "speculate": "speculate auto compared with off, by task: what drafts gain, how many are accepted",
     "prefill-overload": "inter-token latency of 250 streams while 360 prompts a minute of 3,000 to 6,000 tokens arrive",
     "small-behind-large": "TTFT of 11 prompts of 256 tokens that arrive right after 18 of 2,560",
     "startup": "time from the start of a process to its first token",
@@ -521,7 +522,12 @@ class OfflineConfig:
     overlap: str = option(
         "on", "overlap mode: on, off or sync; both: every run with on and with off", choices=(*OVERLAP, "both")
     )
-    batches: str = option("1,256", "batch sizes of sweep, separated by commas")
+    batches: str = option(
+        "1,256", "batch sizes of sweep and speculate, separated by commas; speculate on a CPU: those up to 16"
+    )
+    questions: str | None = option(
+        None, "part speculate: file of further tasks, JSON Lines with category and turns, as the questions of MT-Bench"
+    )
     scale: float | None = option(
         None,
         "fraction of the number of requests and of the prompt and output lengths; default: 1 on a GPU, on a CPU as "

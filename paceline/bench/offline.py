@@ -77,8 +77,8 @@ def run(
     if config.trace is not None:
         _check_writable(Path(config.trace))
 
-    def make() -> LLM:
-        return LLM(model, load=load, shape=shape, overlap=config.overlap_modes[0], **rest)
+    def make(**more: Any) -> LLM:
+        return LLM(model, load=load, shape=shape, overlap=config.overlap_modes[0], **{**rest, **more})
 
     def make_online() -> LLM:
         return LLM.from_engine(build_engine(model, load=load, shape=shape, overlap=config.overlap_modes[0], **rest))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from paceline.bench.runner import BenchRun, BenchRunner, model_of
+from paceline.bench.speculation import run_speculate
 from paceline.bench.workloads import (
     CHAT_TURNS,
     SWEEP_OUTPUTS,
@@ -324,6 +325,7 @@ PARTS: dict[str, Callable[[BenchRunner], None]] = {
     "logprobs": run_logprobs,
     "grammar": run_grammar,
     "embed": run_embed,
+    "speculate": run_speculate,
     "prefill-overload": run_prefill_overload,
     "small-behind-large": run_small_behind_large,
     "profile": run_profile,

@@ -47,14 +47,14 @@ class BenchRunner:
         self,
         config: OfflineConfig,
         name: str,
-        make: Callable[[], LLM],
+        make: Callable[..., LLM],
         make_online: Callable[[], LLM],
         device: torch.device,
         dtype: torch.dtype,
         parts: Sequence[str] = (),
     ) -> None:
-        """`make()` loads the model called `name`, `make_online()` with the defaults of a server; `parts` are all that
-        will run, by which a scale is chosen."""
+        """`make(**options)` loads the model called `name`, `make_online()` with the defaults of a server; `parts` are
+        all that will run, by which a scale is chosen."""
         self.config, self.name, self.make, self.make_online = config, name, make, make_online
         self.device, self.dtype = device, dtype
         self.table: list[str] = []

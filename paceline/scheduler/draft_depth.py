@@ -25,7 +25,7 @@ from paceline.scheduler.plan import DRAFT_DEPTHS, Plan
 from paceline.scheduler.step_time import StepTime
 
 MAX_ROWS = 64  # with more rows a pass is too close to the limit of compute for drafts to pay
-_GAIN = 1.04  # tokens per second relative to plain decoding from which on drafts begin
+_GAIN = 1.05  # tokens per second relative to plain decoding from which on drafts begin
 _CHANGE = 1.05  # relative to the present depth, from which on another one replaces it: executors have graphs by depth
 _STEP = 1 / 12  # weight of the newest token in the estimate of a
 _SOURCE_RATE = 0.8  # first estimate of a for a request with a draft source

@@ -193,3 +193,34 @@ def test_without_a_scale_a_cpu_runs_a_part_of_the_workload(
 def test_long_prompts_are_of_all_lengths() -> None:
     lengths = sorted(map(len, long_prompts().prompts))
     assert lengths[0] == 256 and lengths[-1] == 24_000 and 2_000 < lengths[16] < 3_000
+
+
+def test_speculate_reports_each_task_and_batch_size(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"category": "riddles", "turns": ["What is it?", "Why?"], "question_id": 1}\n')
+    arguments = ("speculate", *TINY, "--repeats=2", "--batches=1,3,256", f"--questions={questions}")
+    assert offline.main(arguments) == 0
+    found = results(capsys.readouterr().out)
+    tasks = ["copy", "edit", "summarise", "story", "code", "riddles"]
+    assert [(one["task"], one["batch"]) for one in found] == [(task, size) for size in (1, 3) for task in tasks]
+    for one in found:
+        assert one["equal_outputs"] == one["outputs"], "drafts do not change the output"
+        assert one["tokens_per_pass"] > 0 and one["speed_up"] > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "which cannot be read: No such file or directory"),
+        ("{}", "whose line 1 is not a question: Object missing required field `category`"),
+        ('{"category": "a", "turns": []}', "whose line 1 is not a question: Expected `array` of length >= 1"),
+    ],
+)
+def test_speculate_rejects_a_file_without_questions(
+    text: str | None, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "questions.jsonl"
+    if text is not None:
+        path.write_text(text)
+    assert offline.main(("speculate", *TINY, f"--questions={path}")) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,168 @@
+"""`paceline bench offline speculate`: what speculative decoding gains, by task and batch size.
+
+One engine with `speculate` auto generates each task with drafts and without, in turns, so that both see the same
+machine. Some tasks repeat their input, others write something new.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from paceline.bench.runner import BenchRunner
+from paceline.config import ConfigError
+from paceline.llm import LLM
+from paceline.request import Request, SamplingParams
+from paceline.scheduler.draft_depth import DraftDepth
+from paceline.scheduler.plan import DRAFT_DEPTHS
+
+_OUTPUT_TOKENS = 192
+_MAX_QUESTIONS = 4  # of each category
+_MAX_CPU_BATCH = 16
+
+_TEXT = (
+    "The lighthouse at Cape Arren was built in 1874, after three ships had been lost on the reef in a single winter.",
+    "Its first keeper, Ida Holm, lived there with two sons and a mule for thirty-one years.",
+    "Oil for the lamp came by boat four times a year, and in stormy seasons it came late.",
+    "In 1931 the lamp was electrified, and in 1988 the last keeper left: since then a sensor switches it on at dusk.",
+    "The tower is open to visitors from May to September; tickets cost four euros, and children enter free.",
+    "From the gallery one can see the reef at low tide, and on clear days the island of Sund.",
+)
+_CODE = """def load_orders(path):
+    orders = []
+    with open(path) as file:
+        for line in file:
+            number, customer, amount = line.strip().split(";")
+            orders.append({"number": number, "customer": customer, "amount": float(amount)})
+    return orders
+
+
+def total_by_customer(orders):
+    totals = {}
+    for order in orders:
+        customer = order["customer"]
+        totals[customer] = totals.get(customer, 0) + order["amount"]
+    return totals
+"""
+
+
+class _Question(msgspec.Struct):
+    category: str
+    turns: Annotated[list[str], msgspec.Meta(min_length=1)]
+
+
+class _NoDrafts(DraftDepth):
+    def choose(self, requests: Sequence[Request]) -> int:
+        return 0
+
+
+class _TaskRun(NamedTuple):
+    seconds: float
+    tokens: list[list[int]]
+    num_passes: int
+    num_drafted: int
+    num_accepted: int
+
+
+def _tasks(questions: str | None) -> dict[str, list[str]]:
+    """Prompts by task."""
+    text = " ".join(_TEXT)
+    tasks = {
+        "copy": [f"Repeat this text exactly, word for word:\n\n{text}", f"Repeat this code exactly:\n\n{_CODE}"],
+        "edit": [
+            f"Repeat this text, but write 1890 instead of 1874:\n\n{text}",
+            f"Rename `orders` to `items` in this code and print the whole code:\n\n{_CODE}",
+        ],
+        "summarise": [f"Summarise this text in three sentences:\n\n{text}", f"Explain this code:\n\n{_CODE}"],
+        "story": [
+            "Write a short story about a clockmaker who finds a letter.",
+            "Describe a walk through a harbour town.",
+        ],
+        "code": [
+            "Write a Python class for a stack with a maximum size.",
+            "Write a C program that counts words in a file.",
+        ],
+    }
+    return tasks if questions is None else tasks | _read_questions(questions)
+
+
+def _read_questions(path: str) -> dict[str, list[str]]:
+    """The first turns of a file of questions in the format of MT-Bench, by category."""
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"questions is {path!r}, which cannot be read: {error.strerror}.") from None
+    found: dict[str, list[str]] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            question = msgspec.json.decode(line, type=_Question)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"questions is {path!r}, whose line {number} is not a question: {error}.") from None
+        of_category = found.setdefault(question.category, [])
+        if len(of_category) < _MAX_QUESTIONS:
+            of_category.append(question.turns[0])
+    return found
+
+
+def run_speculate(runner: BenchRunner) -> None:
+    config = runner.config
+    tasks = _tasks(config.questions)
+    on_gpu = runner.device.type == "cuda"
+    sizes = [size for size in config.batch_sizes if on_gpu or size <= _MAX_CPU_BATCH]
+    params = SamplingParams(temperature=0, max_tokens=max(16, int(_OUTPUT_TOKENS * (config.scale or 1))))
+    runner.close()
+    with runner.make(speculate="auto") as llm:
+        modes = {"off": _NoDrafts(0), "auto": DraftDepth(max(DRAFT_DEPTHS))}
+        _run(llm, modes["off"], tasks["story"], 1, params)  # warm-up
+        runner.table.append(
+            f"{'task':12} {'batch':>5} {'off tok/s':>10} {'auto tok/s':>10} {'speed-up':>8} {'accepted':>8} "
+            f"{'tok/pass':>8} {'drafted tokens':>14}"
+        )
+        for size, (task, prompts) in itertools.product(sizes, tasks.items()):
+            runs: dict[str, list[_TaskRun]] = {mode: [] for mode in modes}
+            for repeat in range(config.repeats):
+                for mode in list(modes)[:: -1 if repeat % 2 else 1]:
+                    runs[mode].append(_run(llm, modes[mode], prompts, size, params))
+            _report(runner, task, size, *(min(runs[mode], key=lambda run: run.seconds) for mode in modes))
+
+
+def _run(llm: LLM, depth: DraftDepth, prompts: list[str], size: int, params: SamplingParams) -> _TaskRun:
+    """Generates all prompts of a task, `size` at a time."""
+    engine = llm.engine
+    engine.call(lambda scheduler: setattr(scheduler, "draft_depth", depth)).result()
+    # A larger batch repeats the prompts, with a number so that they differ.
+    rows = [f"{prompts[row % len(prompts)]}\n\n(Request {row})" for row in range(max(size, len(prompts)))]
+    counters = engine.scheduler.counters
+    before = counters.steps, counters.drafted_tokens, counters.accepted_tokens
+    tokens: list[list[int]] = []
+    began = time.perf_counter()
+    for at in range(0, len(rows), size):
+        conversations = [[{"role": "user", "content": row}] for row in rows[at : at + size]]
+        tokens += [output.token_ids for output in llm.chat(conversations, params, progress=False)]
+    seconds = time.perf_counter() - began
+    after = counters.steps, counters.drafted_tokens, counters.accepted_tokens
+    return _TaskRun(seconds, tokens, *(end - begin for begin, end in zip(before, after, strict=True)))
+
+
+def _report(runner: BenchRunner, task: str, size: int, off: _TaskRun, auto: _TaskRun) -> None:
+    num_tokens = sum(map(len, auto.tokens))
+    off_speed, speed = sum(map(len, off.tokens)) / off.seconds, num_tokens / auto.seconds
+    acceptance = auto.num_accepted / auto.num_drafted if auto.num_drafted else 0.0
+    per_pass = num_tokens / auto.num_passes / size
+    num_equal = sum(one == other for one, other in zip(off.tokens, auto.tokens, strict=True))
+    runner.print_result({
+        "workload": "speculate", "shape": runner.name, "task": task, "batch": size,
+        "seconds": round(auto.seconds, 4), "tokens_per_s": round(speed, 1), "off_tokens_per_s": round(off_speed, 1),
+        "speed_up": round(speed / off_speed, 3), "acceptance": round(acceptance, 3),
+        "tokens_per_pass": round(per_pass, 3), "drafted": auto.num_drafted, "equal_outputs": num_equal,
+        "outputs": len(auto.tokens),
+    })  # fmt: skip
+    runner.table.append(
+        f"{task:12} {size:5} {off_speed:10.1f} {speed:10.1f} {speed / off_speed:7.2f}x {acceptance:8.0%} "
+        f"{per_pass:8.2f} {auto.num_drafted:14}"
+    )
