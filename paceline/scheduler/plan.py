@@ -31,6 +31,7 @@ class Join:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     pooling: str | None = None  # the prompt's hidden states are returned, pooled this way
     namespace: tuple[str, ...] = ()  # requests share KV only within one tenant, cache salt and adapter
+    max_length: int = 0  # prompt and output at full length
 
     @classmethod
     def of(cls, request: Request, slot: int) -> Join:
@@ -44,6 +45,7 @@ class Join:
             request.bad_word_ids,
             request.pooling,
             request.namespace,
+            len(request.prompt) + request.max_tokens,
         )
 
 
@@ -141,4 +143,3 @@ class Updates:
 
 
 NO_TOKENS: Column = np.empty(0, np.int32)
-DRAFT_DEPTHS = (2, 4, 7)  # drafts of a row that a pass may have, besides none

@@ -124,10 +124,11 @@ class CudaPending:
             fetch_s = buffers.fetch_began.elapsed_time(buffers.fetched) / 1e3 if has_fetched else None
             stats.fetch_s += fetch_s or 0.0
             # Copies: a later pass will reuse the buffers.
-            count, width, counts = self._packed.num_sampled, self._packed.logprobs, None
+            count, width, counts, num_drafts = self._packed.num_sampled, self._packed.logprobs, None, None
             if self.num_drafts:
                 rows = buffers.drafts[:count].numpy()
                 counts, num_fed = rows[:, DraftWord.COUNT].copy(), rows[:, DraftWord.NUM_FED]
+                num_drafts = num_fed - 1
                 is_kept = np.arange(1 + self.num_drafts) < counts[:, None]
                 tokens = rows[:, DraftWord.TOKENS : DraftWord.TOKENS + 1 + self.num_drafts][is_kept]
                 # Logprobs are those of all fed tokens, one row after the other.
@@ -135,7 +136,8 @@ class CudaPending:
             else:
                 tokens = buffers.results[:count].numpy().copy() if count else NO_TOKENS
                 kept = np.arange(count)
-                counts = np.ones(count, np.int32) if self.has_counts else None
+                if self.has_counts:
+                    counts, num_drafts = np.ones(count, np.int32), np.zeros(count, np.int32)
             logprobs = None if width is None else logprob_columns(buffers.logprobs.numpy()[kept], width)
             prompt_logprobs = tuple(one.result() for one in self.prompt_logprobs)
             self.prompt_logprobs = []
@@ -143,6 +145,7 @@ class CudaPending:
                 tokens,
                 device_s,
                 counts,
+                num_drafts,
                 idle_s=idle_s,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,

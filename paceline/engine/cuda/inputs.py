@@ -260,7 +260,7 @@ class PlanPacker:
 
     def _diff(self, plan: Plan, num_decodes: int) -> Column:
         joins = plan.joins
-        words = np.stack([self._join(join, plan) for join in joins]) if joins else None
+        words = np.stack([self._join(join) for join in joins]) if joins else None
         stale = self._computed[plan.slots] != plan.starts
         if plan.drafts is not None:
             stale[: plan.num_decodes] = False  # where a row is that decodes, only the device knows
@@ -280,7 +280,7 @@ class PlanPacker:
             shared=(self._shared or NOTHING_SHARED) if self._update_sharing(plan, num_decodes) else None,
         )
 
-    def _join(self, join: Join, plan: Plan) -> Column:
+    def _join(self, join: Join) -> Column:
         """Updates the host's tables for a slot's new request. Returns the slot's sampling words for the device."""
         slot, params = join.slot, join.params
         top_k = params.top_k if params.top_k is not None and params.top_k < self._vocab_size else 0
@@ -296,7 +296,7 @@ class PlanPacker:
             params.seed or 0,
             params.logprobs,
             params.logprob_token_ids,
-            int(plan.max_lengths[plan.slots == slot][0]),
+            join.max_length,
         )
 
     def _adjust(self, plan: Plan) -> Column:
