@@ -386,6 +386,8 @@ class Request:
     # Tokens that the output may follow, as a source of drafts (speculative decoding)
     draft_source: Tokens = field(default_factory=lambda: np.empty(0, np.int32))
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # of params.bad_words: no last token may follow the others
+    # Speculative decoding: tokens that the output may follow. It never changes the output.
+    draft_source: Tokens = field(default_factory=lambda: np.empty(0, np.int32))
 
     # Scheduler state. Only the scheduler writes below this line.
     phase: Phase = Phase.WAITING
@@ -486,18 +488,18 @@ class Request:
         self.phase = phase
 
 
-def as_tokens(ids: Sequence[int] | npt.NDArray[Any]) -> Tokens:
-    """Token ids as the one-dimensional int32 array that all packages use."""
+def as_tokens(ids: Sequence[int] | npt.NDArray[Any], name: str = "the prompt") -> Tokens:
+    """Token ids as the one-dimensional int32 array that all packages use; errors call them `name`."""
     try:
         array = np.asarray(_packed(ids))
     except ValueError:  # lists of unequal lengths inside the list
         array = np.empty((0, 0))
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise InvalidRequest(f"the prompt is {short(ids)}: give a string or a flat list of token ids (integers).")
+        raise InvalidRequest(f"{name} is {short(ids)}: give a string or a flat list of token ids (integers).")
     if array.size and array.dtype != np.int32 and int(array.max()) > np.iinfo(np.int32).max:
         raise InvalidRequest(f"token id {int(array.max())} is too large: token ids must fit into 32 bits.")
     if array.size and array.min() < 0:
-        raise InvalidRequest(f"the prompt has a negative token id, {array.min()}: token ids start at 0.")
+        raise InvalidRequest(f"{name} has a negative token id, {array.min()}: token ids start at 0.")
     return np.ascontiguousarray(array, dtype=np.int32)
 
 

@@ -48,6 +48,7 @@ from paceline.request import (
     as_tokens,
 )
 from paceline.sampling.grammar import Grammars
+from paceline.scheduler.plan import NO_TOKENS
 from paceline.scheduler.scheduler import Scheduler
 from paceline.scheduler.wait_estimate import seconds_until_admitted
 from paceline.text.stop import TextStream
@@ -359,6 +360,12 @@ class Engine:
             if seconds is not None and not seconds > 0:
                 raise InvalidRequest(f"{name} is {seconds!r}: give seconds, more than 0.")
         self._check_prompt(job.prompt)
+        self._check_ids(job.draft_source, "draft_source")
+        if len(job.draft_source) > self.scheduler.config.context_tokens:
+            raise InvalidRequest(
+                f"draft_source has {len(job.draft_source)} tokens: give at most "
+                f"{self.scheduler.config.context_tokens}, the context length."
+            )
         for name, ids in (("logprob_token_ids", params.logprob_token_ids), ("logit_bias", dict(params.biases))):
             for token in ids:
                 if token >= self.vocab_size:
@@ -378,6 +385,7 @@ class Engine:
             cache_salt=job.cache_salt,
             pooling=job.pooling,
             bad_word_ids=self._bad_word_ids(params.bad_words),
+            draft_source=job.draft_source if self.scheduler.config.draft_tokens else NO_TOKENS,
         )
         active = ActiveRequest(
             request,
@@ -395,9 +403,12 @@ class Engine:
     def _check_prompt(self, tokens: Tokens) -> None:
         if not len(tokens):
             raise InvalidRequest("the prompt is empty: give at least one token.")
-        if int(tokens.max()) >= self.vocab_size:
+        self._check_ids(tokens, "the prompt")
+
+    def _check_ids(self, tokens: Tokens, name: str) -> None:
+        if len(tokens) and int(tokens.max()) >= self.vocab_size:
             raise InvalidRequest(
-                f"the prompt has token id {int(tokens.max())}: the model's ids are 0 to {self.vocab_size - 1}."
+                f"{name} has token id {int(tokens.max())}: the model's ids are 0 to {self.vocab_size - 1}."
             )
 
     def _post(self, items: Iterable[ActiveRequest | Callable[[], None]]) -> None:

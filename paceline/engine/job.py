@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paceline.request import SamplingParams, Tokens, as_tokens
+from paceline.scheduler.plan import NO_TOKENS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,6 +23,8 @@ class Job:
     cache_salt: str = ""  # requests share cached prefixes only within one tenant and salt
     pooling: str | None = None  # mean or last: the prompt is embedded, nothing is generated
     stream: bool = True  # False: a single output at the end is enough
+    draft_source: Tokens = field(default_factory=lambda: NO_TOKENS)  # tokens that the output is likely to have
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", as_tokens(self.prompt))
+        object.__setattr__(self, "draft_source", as_tokens(self.draft_source, "draft_source"))

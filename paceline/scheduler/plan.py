@@ -6,7 +6,7 @@ A plan is a value. It holds no tensors, no live requests and nothing that change
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ class Join:
     pooling: str | None = None  # the prompt's hidden states are returned, pooled this way
     namespace: tuple[str, ...] = ()  # requests share KV only within one tenant, cache salt and adapter
     max_length: int = 0  # prompt and output at full length
+    draft_source: Tokens = field(default_factory=lambda: NO_TOKENS)  # what the output may follow
 
     @classmethod
     def of(cls, request: Request, slot: int) -> Join:
@@ -46,6 +47,7 @@ class Join:
             request.pooling,
             request.namespace,
             len(request.prompt) + request.max_tokens,
+            request.draft_source,
         )
 
 

@@ -23,7 +23,7 @@ from paceline.engine.output import OutputDelta
 from paceline.llm import LLM
 from paceline.model.registry import shape
 from paceline.model.weights import random_decoder
-from paceline.request import PacelineError, SamplingParams
+from paceline.request import PacelineError, SamplingParams, as_tokens
 from paceline.scheduler import Scheduler
 from paceline.scheduler.plan import Plan
 from paceline.text.synthetic import synthetic_tokenizer
@@ -89,13 +89,13 @@ class ProcessExecutor(Executor):
         self._child.communicate()
 
 
-def engine_on(executor: Executor, overlap: str) -> Engine:
+def engine_on(executor: Executor, overlap: str, **options: Any) -> Engine:
     spec = shape(SHAPE)
     with_model = assemble(
         random_decoder(spec, seed=5, dtype="float32", max_positions=200),
         synthetic_tokenizer(spec.vocab_size),
         EngineConfig(threads=1),
-        OPTIONS,
+        {**OPTIONS, **options},
     )
     config = with_model.scheduler.config
     with_model.close()
@@ -162,3 +162,20 @@ def test_another_process_executes_a_run_from_the_bytes_alone(
         assert engine.scheduler.counters.steps == executor.num_plans > 20
     finally:
         engine.close()
+
+
+def test_a_draft_source_is_in_the_bytes() -> None:
+    executor = ProcessExecutor()
+    engine = engine_on(executor, overlap="on", draft_tokens=7)
+    outputs: list[list[int]] = [[]]
+    num_plans = [0]
+    try:
+        for _ in range(2):
+            sink, source = Last(), as_tokens(outputs[-1])
+            engine.submit(Job(engine.encode(PROMPTS[1]), PARAMS[0], stream=False, draft_source=source), sink)
+            assert sink.done.wait(60) and sink.delta is not None
+            outputs.append(list(sink.delta.token_ids))
+            num_plans.append(executor.num_plans)
+    finally:
+        engine.close()
+    assert outputs[1] == outputs[2] and num_plans[2] - num_plans[1] < num_plans[1] - 8

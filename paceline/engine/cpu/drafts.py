@@ -1,4 +1,4 @@
-"""Speculative decoding on the CPU: drafts from the row's own tokens, verified in one forward pass.
+"""Speculative decoding on the CPU: drafts from the row's own tokens or its draft source, verified in one forward pass.
 
 A decode row with d drafts feeds 1 + d tokens. The logits of each give the token that plain decoding would sample there
 if all drafts before it are right, since filters, penalties and noise depend on the position and on the tokens before it
@@ -14,16 +14,44 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.engine.cpu.inputs import Index, SlotTables
+from paceline.request import Tokens
 from paceline.sampling.types import Masks
 from paceline.scheduler.plan import Column, Join, Plan
 
-_LONGEST, _SHORTEST = 4, 2  # tokens that must have occurred before
+_LONGEST, _SHORTEST = 4, 2  # last tokens of a row that are looked for
 _FIRST_DEPTH = 3  # drafts of a new request
 _FIRST_PAUSE, _LONGEST_PAUSE = 2, 32  # tokens after which a row whose drafts were wrong tries again
 
 
+class _Source:
+    """The draft source of a row: a text that its output may follow, and where in it the output is."""
+
+    def __init__(self, tokens: Tokens, num_prompt_tokens: int) -> None:
+        self._tokens = tokens
+        self._at, self._length = 0, num_prompt_tokens  # so far in the text when the row had that length
+
+    def follow(self, row: Tokens) -> tuple[int, Tokens]:
+        """The rest of the text behind the last tokens of the row, and how many of these it has before the rest."""
+        text, at = self._tokens, self._at + len(row) - self._length
+        size = min(at, _LONGEST)
+        if 0 < at <= len(text) and np.array_equal(text[at - size : at], row[-size:]):
+            # The output has followed the text, or is its beginning: then one token is as good as four.
+            size = _LONGEST
+        else:
+            ends, size = _longest_match(text, row)
+            if size:
+                at = int(ends[np.abs(ends - at).argmin()])  # nearest to where it would be without insertions
+            elif self._at:
+                return 0, text[:0]
+            else:  # nothing of the text has been output: it may begin here
+                at = 0
+        self._at, self._length = at, len(row)
+        return size, text[at:]
+
+
 class NgramDrafts:
-    """Proposes what followed the last tokens of a row when they occurred before in it (prompt lookup).
+    """Proposes what followed the last tokens of a row when they occurred before: in its draft source, or in the row
+    itself (prompt lookup). The longer match is used, the source if both are equally long.
 
     With `adapts`, a row proposes more after its drafts were right and fewer after they were wrong; if none was, it
     pauses, each time twice as long. Without, it proposes as many as the plan allows.
@@ -31,6 +59,7 @@ class NgramDrafts:
 
     def __init__(self, max_running: int, *, adapts: bool = True) -> None:
         self._adapts = adapts
+        self._sources: dict[int, _Source] = {}
         self._depth = np.zeros(max_running, np.int32)
         self._pause = np.zeros(max_running, np.int32)  # the next one, in tokens
         self._resume = np.zeros(max_running, np.int64)  # the position from which on a paused row tries again
@@ -38,17 +67,22 @@ class NgramDrafts:
     def join(self, join: Join) -> None:
         slot = join.slot
         self._depth[slot], self._pause[slot], self._resume[slot] = _FIRST_DEPTH, _FIRST_PAUSE, 0
+        self._sources.pop(slot, None)
+        if len(join.draft_source):
+            self._sources[slot] = _Source(join.draft_source, join.num_prompt_tokens)
 
-    def propose(self, slot: int, tokens: npt.NDArray[np.int32], limit: int) -> Column:
+    def propose(self, slot: int, tokens: Tokens, limit: int) -> Column:
         """Up to `limit` tokens that may follow `tokens`."""
         depth = min(int(self._depth[slot]), limit) if self._adapts else limit
         if depth <= 0 or len(tokens) < self._resume[slot]:
             return tokens[:0]
-        for size in range(_LONGEST, _SHORTEST - 1, -1):
-            end = _last_occurrence(tokens, size)
-            if end:
-                return np.resize(tokens[end:], depth)  # once it has reached the end of the row, it begins again
-        return tokens[:0]
+        source = self._sources.get(slot)
+        size, rest = (0, tokens[:0]) if source is None else source.follow(tokens)
+        if size < _LONGEST or not len(rest):
+            ends, own_size = _longest_match(tokens[:-1], tokens)
+            if own_size > size or (own_size and not len(rest)):
+                return np.resize(tokens[ends[-1] :], depth)  # once it has reached the end of the row, it begins again
+        return rest[:depth]
 
     def settle(self, slot: int, position: int, num_drafts: int, num_accepted: int) -> None:
         """Of so many drafts, so many were accepted."""
@@ -62,16 +96,18 @@ class NgramDrafts:
         self._depth[slot] = 2 * num_drafts if num_accepted == num_drafts else num_accepted
 
 
-def _last_occurrence(tokens: npt.NDArray[np.int32], size: int) -> int:
-    """Where the last earlier occurrence of the last `size` tokens ends; 0: there is none."""
-    count = len(tokens) - size  # possible beginnings, without the last tokens themselves
-    if count <= 0:
-        return 0
-    same = tokens[:count] == tokens[count]
-    for offset in range(1, size):
-        same &= tokens[offset : count + offset] == tokens[count + offset]
-    found = np.flatnonzero(same)
-    return int(found[-1]) + size if len(found) else 0
+def _longest_match(text: Tokens, row: Tokens) -> tuple[Index, int]:
+    """Where the last tokens of `row` end in `text`, ascending, and how many they are: as many as occur there, up to
+    _LONGEST; 0 if these are fewer than _SHORTEST."""
+    ends = np.flatnonzero(text == row[-1]) + 1
+    size = min(len(ends), 1)
+    while size and size < min(_LONGEST, len(row)):
+        longer = ends[ends > size]
+        longer = longer[text[longer - size - 1] == row[-size - 1]]
+        if not len(longer):
+            break
+        ends, size = longer, size + 1
+    return (ends, size) if size >= _SHORTEST else (ends[:0], 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 
 from paceline.config import ConfigError
-from paceline.engine.cpu.drafts import NgramDrafts, _last_occurrence
-from paceline.llm import LLM, RequestOutput
-from paceline.request import Grammar, SamplingParams
+from paceline.engine.cpu.drafts import NgramDrafts, _longest_match
+from paceline.engine.job import Job
+from paceline.llm import LLM, RequestOutput, _CallWaiter, _OutputCollector
+from paceline.request import Grammar, InvalidRequest, SamplingParams, as_tokens
 from paceline.scheduler.plan import DRAFT_DEPTHS, Join
 from tests.helpers import RandomDepth
 
@@ -155,6 +157,62 @@ def test_without_adaption_a_row_proposes_what_the_plan_allows() -> None:
         drafts.settle(0, len(row), limit, 0)
 
 
+def outputs_with(
+    sources: list[list[int]], params: SamplingParams, speculate: str, **options: Any
+) -> tuple[list[list[int]], int]:
+    """Output tokens of all prompts, each with its draft source, and the number of passes."""
+
+    async def output(llm: LLM, prompt: list[int], source: list[int]) -> list[int]:
+        job = Job(as_tokens(prompt), params, draft_source=as_tokens(source))
+        return [token async for delta in llm.engine.stream(job) for token in delta.token_ids]
+
+    async def outputs(llm: LLM) -> list[list[int]]:
+        return await asyncio.gather(*(output(llm, *one) for one in zip(PROMPTS, sources, strict=True)))
+
+    options = {"kv_tokens": 4096, "context_tokens": 120, "speculate": speculate, **options}
+    with LLM(load="random", shape="tiny-qwen3", threads=1, **options) as llm:
+        return asyncio.run(outputs(llm)), llm.engine.scheduler.counters.steps
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({}, {}),
+        ({"temperature": 0.9, "seed": 4}, {}),
+        ({"temperature": 0.9, "seed": 5}, {"overlap": "off"}),
+        ({"repetition_penalty": 1.3}, {"kv_tokens": 160}),  # retractions
+    ],
+    ids=str,
+)
+def test_no_draft_source_changes_the_output(changes: dict[str, Any], options: dict[str, Any]) -> None:
+    params = replace(GREEDY, **changes)
+    none: list[list[int]] = [[]] * len(PROMPTS)
+    plain, _ = outputs_with(none, params, "off", **options)
+    edited = [[*tokens[:7], 399, *tokens[12:20], 3, 3, *tokens[20:]] for tokens in plain]
+    huge = [np.random.default_rng(9).integers(3, 9, 120).tolist()] * len(PROMPTS)
+    steps = {}
+    for name, sources in {"right": plain, "edited": edited, "wrong": plain[::-1], "none": none, "huge": huge}.items():
+        found, steps[name] = outputs_with(sources, params, "ngram", **options)
+        assert found == plain, name
+    if not options:
+        assert steps["right"] < 12 <= 20 < steps["none"], "30 tokens, up to 8 per pass"
+
+
+def test_a_draft_source_is_checked() -> None:
+    """An id that the model does not have would be an index behind the embedding matrix."""
+    with LLM(load="random", shape="tiny-qwen3", threads=1, kv_tokens=512, context_tokens=64) as llm:
+        vocab_size = llm.engine.vocab_size
+        for source, message in (
+            ([vocab_size], f"draft_source has token id {vocab_size}: the model's ids are 0 to {vocab_size - 1}"),
+            ([5] * 65, "draft_source has 65 tokens: give at most 64, the context length"),
+        ):
+            job = Job(as_tokens([5]), GREEDY, draft_source=as_tokens(source))
+            with pytest.raises(InvalidRequest, match=message):
+                llm.engine.submit(job, _OutputCollector(_CallWaiter(1)))
+    with pytest.raises(InvalidRequest, match="draft_source has a negative token id, -1"):
+        Job(as_tokens([5]), draft_source=np.array([-1], np.int32))
+
+
 def test_embeddings_beside_drafts_are_unchanged() -> None:
     found = []
     for speculate in ("off", "ngram"):
@@ -171,18 +229,73 @@ def test_speculation_needs_a_model_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "size", "end"),
+    ("text", "row", "ends", "size"),
     [
-        ([1, 2, 3, 1, 2], 2, 2),
-        ([1, 2, 9, 1, 2, 8, 1, 2], 2, 5),  # the last one
-        ([4, 4, 4, 4], 2, 3),  # overlaps the end
-        ([1, 2, 3, 4], 2, 0),
-        ([1, 2], 2, 0),
-        ([1], 2, 0),
+        ([1, 2, 3], [1, 2], [2], 2),
+        ([1, 2, 9, 1, 2, 8], [1, 2], [2, 5], 2),
+        ([1, 2, 9, 1, 2, 8], [9, 1, 2], [5], 3),  # only the longest
+        ([4, 4, 4], [4, 4, 4, 4], [3], 3),
+        ([4, 4, 4, 4, 4], [4, 4, 4, 4, 4], [4, 5], 4),
+        ([1, 2, 3], [3, 4], [], 0),
+        ([1, 3], [2, 3], [], 0),  # one token is not enough
+        ([1], [1], [], 0),
+        ([], [1, 2], [], 0),
     ],
 )
-def test_the_last_earlier_occurrence_is_found(tokens: list[int], size: int, end: int) -> None:
-    assert _last_occurrence(np.array(tokens, np.int32), size) == end
+def test_the_longest_match_is_found(text: list[int], row: list[int], ends: list[int], size: int) -> None:
+    found = _longest_match(np.array(text, np.int32), np.array(row, np.int32))
+    assert (found[0].tolist(), found[1]) == (ends, size)
+
+
+def proposals(source: list[int], prompt: list[int], *outputs: list[int]) -> list[list[int]]:
+    """What is proposed behind each of these outputs, one after the other."""
+    drafts = NgramDrafts(1)
+    row = np.array(prompt, np.int32)
+    drafts.join(Join(0, "a", row, len(row), GREEDY, draft_source=np.array(source, np.int32)))
+    return [drafts.propose(0, np.array(prompt + output, np.int32), 3).tolist() for output in outputs]
+
+
+SOURCE = list(range(10, 30))
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ([10], [11, 12, 13]),  # the beginning, by its first token
+        ([10, 11], [12, 13, 14]),
+        ([50], [10, 11, 12]),  # it has not begun
+        ([50, 51, 10, 11], [12, 13, 14]),
+        ([10, 50, 20, 21], [22, 23, 24]),  # a part was left out
+        ([*SOURCE[:-1]], [29]),
+        ([*SOURCE], []),  # its end
+    ],
+)
+def test_drafts_follow_the_source(output: list[int], expected: list[int]) -> None:
+    assert proposals(SOURCE, [1, 2, 3], output) == [expected]
+
+
+def test_the_longer_match_wins_and_the_source_if_both_are_equal() -> None:
+    assert proposals([7, 8, 60], [7, 8, 70, 1], [9, 7, 8]) == [[60]]
+    assert proposals([7, 8, 60], [6, 7, 8, 70, 1], [9, 6, 7, 8]) == [[70, 1, 9]]
+
+
+def test_of_equal_places_in_the_source_the_one_that_comes_next_is_drafted() -> None:
+    source = [1, 2, 3, 4, 5, 20, 1, 2, 3, 4, 5, 21, 1, 2, 3, 4, 5, 22]
+    outputs = [source[:count] for count in (5, 11, 17)]
+    assert [found[0] for found in proposals(source, [9], *outputs)] == [20, 21, 22]
+    inserted = [source[:6], [*source[:6], 50, 1, 2, 3, 4, 5]]
+    assert proposals(source, [9], *inserted)[1][0] == 21
+
+
+def test_a_source_that_was_left_is_not_begun_again() -> None:
+    assert proposals(SOURCE, [9], [10, 11], [10, 11, 50]) == [[12, 13, 14], []]
+
+
+def test_a_new_request_has_no_source_of_the_last_one() -> None:
+    drafts, row = NgramDrafts(1), np.array([1, 2, 3], np.int32)
+    drafts.join(Join(0, "a", row, len(row), GREEDY, draft_source=np.array(SOURCE, np.int32)))
+    drafts.join(Join(0, "b", row, len(row), GREEDY))
+    assert not len(drafts.propose(0, np.array([1, 2, 3, 10], np.int32), 3))
 
 
 def test_depth_follows_acceptance() -> None:
