@@ -20,7 +20,7 @@ from paceline.engine.output import OutputDelta
 from paceline.request import MAX_LOGPROBS, Grammar, as_tokens
 from paceline.server.errors import ApiError
 from paceline.server.fields import short
-from paceline.server.prompts import check_messages, encode_rendered
+from paceline.server.prompts import check_messages, encode_prediction, encode_rendered
 from paceline.server.reasoning import ReasoningSetup
 from paceline.server.request_types import ChatRequest
 from paceline.server.response import (
@@ -94,10 +94,13 @@ class ChatBuilder(ResponseBuilder):
             overrides["skip_special_tokens"] = False  # the parser needs them
         params = request.sampling_params(_max_tokens(request), **overrides)
         tokens = as_tokens(encode_rendered(prompt, context))
-        request.messages, request.tools = [], None  # the jobs have them
+        predicted = as_tokens(encode_prediction(request.prediction, context))
+        request.messages, request.tools, request.prediction = [], None, None  # the jobs have them
         each = params.each_choice()
         ids = [self.id] if len(each) == 1 else [f"{self.id}-{index}" for index in range(len(each))]
-        self.jobs: Sequence[Job] = [Job(tokens, choice, id=name) for name, choice in zip(ids, each, strict=True)]
+        self.jobs: Sequence[Job] = [
+            Job(tokens, choice, id=name, draft_source=predicted) for name, choice in zip(ids, each, strict=True)
+        ]
         self.jobs_per_prompt = len(each)
         self._formatter = LogprobFormatter(tokenizer, params)
         self._style = tools.style

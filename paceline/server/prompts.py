@@ -8,6 +8,7 @@ from paceline.request import InvalidRequest
 from paceline.server import fields
 from paceline.server.errors import ApiError
 from paceline.server.limits import MAX_CACHE_SALT_CHARACTERS
+from paceline.server.request_types import Prediction
 from paceline.server.state import RequestContext
 from paceline.text.tokenizer import TooManyTokens
 
@@ -79,6 +80,27 @@ def encode_rendered(text: str, context: RequestContext) -> list[int]:
         return context.tokenizer.encode(text, add_special=False, limit=limit)
     except TooManyTokens:
         raise too_long("messages", f"more than {limit}", limit, "messages") from None
+
+
+def encode_prediction(prediction: Prediction | None, context: RequestContext) -> list[int]:
+    """The token ids of predicted output. It costs at most what a prompt costs to encode and to carry."""
+    if prediction is None:
+        return []
+    limit = context.model.max_tokens
+    too_many = ApiError(
+        f"prediction has more than {limit} tokens, this model's maximum context length: shorten it.",
+        param="prediction",
+        code="context_length_exceeded",
+    )
+    try:
+        ids = context.tokenizer.encode(prediction.text(), add_special=False, limit=limit)
+    except TooManyTokens:
+        raise too_many from None
+    except InvalidRequest as error:
+        raise ApiError(f"prediction: {error}", param="prediction") from None
+    if len(ids) > limit:
+        raise too_many
+    return ids
 
 
 def check_messages(messages: list[dict[str, Any]], context: RequestContext) -> list[dict[str, Any]]:

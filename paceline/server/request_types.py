@@ -194,8 +194,34 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     function: FunctionName
 
 
+class PredictionPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: str
+    text: str
+
+
+class Prediction(msgspec.Struct, forbid_unknown_fields=True):
+    """OpenAI's Predicted Outputs: text that the output is likely to have. It never changes the output."""
+
+    type: str
+    content: str | list[PredictionPart]
+
+    def text(self) -> str:
+        kinds = [("", self.type, "content")]
+        if not isinstance(self.content, str):
+            kinds += [(f".content[{index}]", part.type, "text") for index, part in enumerate(self.content)]
+        for path, given, expected in kinds:
+            if given != expected:
+                raise ApiError(
+                    f"prediction{path}.type is {short(given)}: give {expected}.",
+                    param="prediction",
+                    code="invalid_value",
+                )
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatRequest(GenerationRequest, kw_only=True):
     messages: list[dict[str, Any]]
+    prediction: Prediction | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
