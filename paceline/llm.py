@@ -53,6 +53,8 @@ class Choice:
     logprobs: list[TokenLogprob] | None = None
     clipped_max_tokens: int | None = None  # max_tokens, if it was lowered to what fits (`clip_max_tokens`)
     reasoning_content: str = ""
+    num_drafted_tokens: int = 0  # verified by speculative decoding (`speculate`)
+    num_accepted_tokens: int = 0  # of these, in the output
 
     @property
     def mean_logprob(self) -> float:
@@ -99,6 +101,14 @@ class RequestOutput:
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
         return self.choices[0].logprobs
+
+    @property
+    def num_drafted_tokens(self) -> int:
+        return self.choices[0].num_drafted_tokens
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return self.choices[0].num_accepted_tokens
 
 
 class LLM:
@@ -416,6 +426,8 @@ def _output(prompt: list[int], params: SamplingParams, sinks: Sequence[_OutputCo
                 delta.timings,
                 sink.logprobs if wants else None,
                 delta.clipped_max_tokens,
+                num_drafted_tokens=delta.usage.drafted_tokens,
+                num_accepted_tokens=delta.usage.accepted_tokens,
             )
         )
         usages.append(delta.usage)

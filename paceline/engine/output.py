@@ -19,12 +19,15 @@ class Conflict(PacelineError):
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
     """Token counts of a request. Cached tokens are part of the prompt and were not computed; fetched tokens are the
-    cached ones that were copied from host memory."""
+    cached ones that were copied from host memory. Drafted tokens were verified by speculative decoding; the accepted
+    ones are part of the completion."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
     fetched_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

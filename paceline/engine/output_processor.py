@@ -137,7 +137,14 @@ class OutputProcessor:
             active.logprobs = []  # of tokens that are not delivered
         if error is None and active.text is not None:
             text += active.text.close()
-        usage = TokenUsage(len(request.prompt), request.num_cached, active.num_tokens, request.num_fetched)
+        usage = TokenUsage(
+            len(request.prompt),
+            request.num_cached,
+            active.num_tokens,
+            request.num_fetched,
+            request.num_drafted,
+            min(request.num_accepted, active.num_tokens),  # a stop string may cut off accepted ones
+        )
         vector = None
         if active.pooler is not None and reason is FinishReason.LENGTH:
             vector = active.pooler.vector().tobytes()

@@ -40,7 +40,6 @@ from paceline.server.response_types import (
     ChatChunkChoice,
     ChatCompletion,
     ChatLogprobs,
-    CompletionDetails,
     Delta,
     FunctionCall,
     FunctionDelta,
@@ -158,7 +157,8 @@ class ChatBuilder(ResponseBuilder):
             if parser.has_reasoning
         ]
         # A stop string may cut off tokens that were counted.
-        details = CompletionDetails(min(sum(counts), usage.completion_tokens))
+        num_tokens = min(sum(counts), usage.completion_tokens)
+        details = msgspec.structs.replace(usage.completion_tokens_details, reasoning_tokens=num_tokens)
         return msgspec.structs.replace(usage, completion_tokens_details=details)
 
 

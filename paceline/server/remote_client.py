@@ -73,7 +73,9 @@ class _JobOutput:
         else:
             output = replace(output, text="", token_ids=(), logprobs=(), prompt_logprobs=())
         if self.stopped and output.usage is not None:
-            usage = replace(output.usage, completion_tokens=self.text.num_tokens)
+            num_tokens = self.text.num_tokens
+            accepted = min(output.usage.accepted_tokens, num_tokens)
+            usage = replace(output.usage, completion_tokens=num_tokens, accepted_tokens=accepted)
             matched = self.text.matched
             output = replace(output, finish_reason=FinishReason.STOP, usage=usage, error=None, matched_stop=matched)
         self.queue.put_nowait((self.index, output))

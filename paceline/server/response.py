@@ -15,7 +15,7 @@ from paceline.engine.output import OutputDelta, TokenLogprob, TokenUsage
 from paceline.request import FinishReason, SamplingParams
 from paceline.server.errors import ApiError, aborted, engine_failed, shutting_down, timed_out
 from paceline.server.request_types import GenerationRequest, PoolingRequest
-from paceline.server.response_types import CachedTokens, TokenLogprobs, TopLogprob, UsageInfo
+from paceline.server.response_types import CachedTokens, CompletionDetails, TokenLogprobs, TopLogprob, UsageInfo
 from paceline.server.state import ServerState
 from paceline.text.tokenizer import Tokenizer
 
@@ -97,8 +97,11 @@ def total_usage(usages: Mapping[int, TokenUsage], jobs_per_prompt: int) -> Usage
     """Usage of all jobs. A prompt counts once, however many choices it has."""
     firsts = [usage for index, usage in usages.items() if index % jobs_per_prompt == 0]
     prompt, cached = sum(one.prompt_tokens for one in firsts), sum(one.cached_tokens for one in firsts)
-    completion = sum(usage.completion_tokens for usage in usages.values())
-    return UsageInfo(prompt, completion, prompt + completion, CachedTokens(cached))
+    every = usages.values()
+    completion = sum(one.completion_tokens for one in every)
+    drafted, accepted = sum(one.drafted_tokens for one in every), sum(one.accepted_tokens for one in every)
+    details = CompletionDetails(0, accepted, drafted - accepted)
+    return UsageInfo(prompt, completion, prompt + completion, CachedTokens(cached), details)
 
 
 class LogprobFormatter:

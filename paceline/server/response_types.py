@@ -13,7 +13,9 @@ class CachedTokens(msgspec.Struct):
 
 
 class CompletionDetails(msgspec.Struct):
-    reasoning_tokens: int
+    reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0  # drafts of speculative decoding, from `prediction` or not
+    rejected_prediction_tokens: int = 0  # not part of completion_tokens
 
 
 class UsageInfo(msgspec.Struct):
@@ -21,7 +23,7 @@ class UsageInfo(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: CompletionDetails | UnsetType = UNSET  # chat, models with reasoning
+    completion_tokens_details: CompletionDetails
 
 
 class FunctionCall(msgspec.Struct):

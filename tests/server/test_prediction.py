@@ -9,7 +9,7 @@ import pytest
 
 from paceline.engine.engine import Engine
 from tests.server.scripted import ScriptedCaller
-from tests.server.serving import CHAT, HELLO, Caller, make_app, tiny_engine
+from tests.server.serving import CHAT, COMPLETIONS, HELLO, TEXT, Caller, make_app, tiny_engine
 
 BODY = {**HELLO, "max_tokens": 40, "ignore_eos": True, "skip_special_tokens": False}
 
@@ -70,3 +70,38 @@ def test_a_prediction_goes_with_every_other_parameter(
     found = drafting.ok(CHAT, {**body, **predicted(text_of(plain)[0])})
     assert text_of(found) == text_of(plain)
     assert found["choices"][0]["finish_reason"] == plain["choices"][0]["finish_reason"]
+
+
+def drafted(usage: dict[str, Any], details: str = "completion_tokens_details") -> tuple[int, int]:
+    return usage[details]["accepted_prediction_tokens"], usage[details]["rejected_prediction_tokens"]
+
+
+def test_usage_counts_accepted_and_rejected_tokens(caller: Caller, drafting: Caller) -> None:
+    # Letters that are never merged: their text has the same tokens when it is sent back.
+    letters = {str(token): 90 for token in caller.app.state.tokenizer.encode("ZYXWVUTSRQ")}
+    body = {**BODY, "temperature": 1, "seed": 3, "logit_bias": letters}
+    plain = caller.ok(CHAT, {**body, **predicted("anything")})
+    assert drafted(plain["usage"]) == (0, 0), "nothing is drafted without speculate"
+    wrong = drafting.ok(CHAT, {**body, **predicted("0123456789")})["usage"]
+    assert drafted(wrong)[1] > 0, "its beginning was tried"
+    body |= predicted(text_of(plain)[0])
+    right = drafting.ok(CHAT, body)["usage"]
+    assert right["completion_tokens"] == 40 and drafted(right)[0] >= 30 and drafted(right)[1] <= 7
+    events = drafting.events(CHAT, body, stream_options={"include_usage": True})
+    assert drafted(events[-2]["usage"]) == drafted(right)
+    assert drafted(drafting.ok(CHAT, {**body, "n": 2})["usage"])[0] >= drafted(right)[0]
+
+
+def test_usage_of_other_routes_counts_drafts(drafting: Caller) -> None:
+    repeated = {**TEXT, "max_tokens": 40, "ignore_eos": True, "logit_bias": {"7": 100}}
+    assert drafted(drafting.ok(COMPLETIONS, repeated)["usage"])[0] > 20
+    found = drafting.ok("/v1/responses", {"model": "tiny", "input": "Hello", "max_output_tokens": 20, "temperature": 0})
+    accepted, rejected = drafted(found["usage"], "output_tokens_details")
+    assert 0 <= accepted <= found["usage"]["output_tokens"] and rejected >= 0
+
+
+def test_tokens_behind_a_stop_string_are_not_counted_as_accepted(drafting: Caller) -> None:
+    body = {**BODY, "logit_bias": {"7": 100}}
+    stop = text_of(drafting.ok(CHAT, {**body, "max_tokens": 1}))[0] * 9
+    usage = drafting.ok(CHAT, {**body, "stop": [stop], "stream": False})["usage"]
+    assert usage["completion_tokens"] == 9 and drafted(usage)[0] <= 9

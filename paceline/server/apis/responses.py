@@ -251,7 +251,6 @@ class ResponsesResponse(ChatBuilder):
         if self._output:
             self._output[-1].status = self._status
         response, usage = self._object(), self.with_reasoning(usage)
-        details = usage.completion_tokens_details
         response.usage = {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {
@@ -259,7 +258,7 @@ class ResponsesResponse(ChatBuilder):
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": details.reasoning_tokens if details else 0},
+            "output_tokens_details": msgspec.structs.asdict(usage.completion_tokens_details),
             "total_tokens": usage.total_tokens,
         }
         self._add_turn()

@@ -88,6 +88,8 @@ def test_drafts_are_counted() -> None:
         counters = llm.engine.scheduler.counters
         assert counters.drafted_tokens >= counters.accepted_tokens > 0
         assert counters.accepted_tokens <= sum(len(choice.token_ids) for one in outputs for choice in one.choices)
+        assert counters.accepted_tokens == sum(output.num_accepted_tokens for output in outputs)
+        assert counters.drafted_tokens == sum(output.num_drafted_tokens for output in outputs)
 
 
 @pytest.mark.parametrize(
