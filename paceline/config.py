@@ -420,6 +420,12 @@ class EngineConfig:
         high=0.95,
     )
 
+    recent_output_tokens: int = option(
+        262_144,
+        "with speculate: tokens of finished outputs that are kept for each tenant, up to 1,024 outputs, and drafted "
+        "when a prompt or its end comes again; 0: none",
+        low=0,
+    )
     kernel_folder: str | None = option(
         None,
         "device cuda: folder of compiled kernels, written by `paceline compile`; what it lacks is compiled at start",

@@ -23,6 +23,7 @@ from paceline.engine.cpu.model import CpuModel
 from paceline.engine.engine import Engine, EngineHooks, ModelInfo
 from paceline.engine.kv_sizing import check_host_fits, check_model_fits, free_memory, num_kv_pages
 from paceline.engine.loop import Trace
+from paceline.engine.recent_outputs import RecentOutputs
 from paceline.engine.virtual.build import build_virtual
 from paceline.model.decoder import Decoder
 from paceline.model.fetch import DEFAULT_MODEL, find_model
@@ -205,6 +206,7 @@ def assemble(
         trace=trace,
         hooks=hooks,
         grammars=grammars,
+        recent_outputs=RecentOutputs(config.recent_output_tokens if scheduler_config.draft_tokens else 0),
         recorder=None if config.record is None else _recorder(config, scheduler, device_name, buckets, spec),
     )
 

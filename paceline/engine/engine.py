@@ -35,6 +35,7 @@ from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.engine.output_processor import ActiveRequest, OutputProcessor, Sink
 from paceline.engine.pausing import PauseControl, PauseMode
 from paceline.engine.pooling import Pooler
+from paceline.engine.recent_outputs import RecentOutputs
 from paceline.engine.weight_versions import WeightVersions
 from paceline.model.spec import ModelSpec
 from paceline.request import (
@@ -133,9 +134,11 @@ class Engine:
         hooks: EngineHooks | None = None,
         recorder: Recorder | None = None,
         grammars: Grammars | None = None,
+        recent_outputs: RecentOutputs | None = None,
     ) -> None:
         """`detokenize=False`: deltas have token ids and no text, and stop strings are not looked for; for an engine
-        whose text is produced by another process. `grammars`: those that have been set up for this tokenizer."""
+        whose text is produced by another process. `grammars`: those that have been set up for this tokenizer.
+        `recent_outputs`: where draft sources are looked for; default: none."""
         self.scheduler = scheduler
         self.executor = executor
         self.tokenizer = tokenizer
@@ -147,6 +150,7 @@ class Engine:
         self.info = info or ModelInfo()
         self.weights = WeightVersions()
         self.grammars = grammars or Grammars(tokenizer, vocab_size)
+        self._recent_outputs = recent_outputs or RecentOutputs(0)
         self.loop = Loop(
             scheduler,
             executor if recorder is None else recorder.watch(executor),
@@ -170,7 +174,7 @@ class Engine:
         # Only on the engine's thread: accepted requests, and those whose grammar is still being compiled.
         self._outputs = OutputProcessor(
             lambda request_id, reason: scheduler.finish(request_id, reason, clock()),
-            self.grammars.detach,
+            self._on_finished,
             self.weights.of,
             self._retry_after,
         )
@@ -535,8 +539,14 @@ class Engine:
             active.sink.refuse(error)
         else:
             self._outputs.add(active)
+            if not len(request.draft_source):
+                request.draft_source = self._recent_outputs.find(request)
             if compiled is not None:
                 self.grammars.attach(request, compiled)
+
+    def _on_finished(self, request: Request) -> None:
+        self.grammars.detach(request)
+        self._recent_outputs.add(request)
 
     def _compiled(self, active: ActiveRequest) -> None:
         """On the compiler's thread: adds the request now that its grammar is ready."""
