@@ -457,6 +457,27 @@ MUTANTS = [
         ["tests/scheduler/test_overlap.py"],
     ),
     Mutant(
+        "recent outputs of one tenant are drafted for another",
+        "engine/recent_outputs.py",
+        "        tenant = self._tenants.get(request.tenant)\n",
+        "        tenant = next(iter(self._tenants.values()), None)\n",
+        ["tests/engine/test_recent_outputs.py"],
+    ),
+    Mutant(
+        "recent outputs of one cache salt are drafted for another",
+        "engine/recent_outputs.py",
+        "    _, salt, adapter = request.namespace\n",
+        "    salt, adapter = '', request.adapter\n",
+        ["tests/engine/test_recent_outputs.py"],
+    ),
+    Mutant(
+        "a new request inherits the draft source of its slot",
+        "engine/cpu/drafts.py",
+        "        self._sources.pop(slot, None)\n",
+        "",
+        ["tests/engine/cpu/test_drafts.py"],
+    ),
+    Mutant(
         "a retracted request waits for every token of its drafts",
         "scheduler/scheduler.py",
         "                    request.num_in_flight -= 1\n",

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from paceline.codec import encode
 from paceline.engine.engine import Engine
+from paceline.server.messages import SubmitJob, decode_to_engine
 from tests.server.scripted import ScriptedCaller
 from tests.server.serving import CHAT, COMPLETIONS, HELLO, TEXT, Caller, make_app, tiny_engine
 
@@ -47,6 +49,8 @@ def test_a_prediction_is_encoded_for_every_choice(engine: Engine) -> None:
     caller.ok(CHAT, {**HELLO, **predicted("once upon a time"), "n": 2})
     expected = engine.tokenizer.encode("once upon a time", add_special=False)
     assert [job.draft_source.tolist() for job in caller.client.jobs] == [expected] * 2
+    message = decode_to_engine(encode(SubmitJob("front end", 1, caller.client.jobs[0])))
+    assert isinstance(message, SubmitJob) and message.job.draft_source.tolist() == expected
     caller.ok(CHAT, {**HELLO, "prediction": None})
     assert not len(caller.client.jobs[-1].draft_source)
 
