@@ -14,6 +14,7 @@ The depth is the one with the most expected tokens per second. Both sides of tha
 from __future__ import annotations
 
 import statistics
+from array import array
 from collections import deque
 from collections.abc import Sequence
 
@@ -52,7 +53,9 @@ class NgramMatcher:
     def __init__(self, request: Request) -> None:
         self._index: dict[int, int] = {}  # two tokens, as one integer -> the next
         self._key = 0  # the last two tokens
-        self._num_seen = max(0, self._num_tokens(request) - _MAX_INDEX_TOKENS)
+        # Output tokens that it has seen; negative: so many tokens of draft source and prompt are missing.
+        num_before = len(request.draft_source) + len(request.prompt)
+        self._num_seen = max(-num_before, len(request.output) - _MAX_INDEX_TOKENS)
         self._rate = _SOURCE_RATE if len(request.draft_source) else 0.0  # of right predictions
         # Of passes with drafts: the rates of accepted drafts and of right predictions. The executor may draft better or
         # worse than this.
@@ -61,52 +64,51 @@ class NgramMatcher:
     @property
     def rate(self) -> float:
         """The probability that a draft is right."""
+        if self._rate < _LOWEST_RATE:
+            return self._rate
         return min(1.0, self._rate * min(_MAX_BETTER, self._accepted / max(self._predicted, _LOWEST_RATE)))
-
-    @staticmethod
-    def _num_tokens(request: Request) -> int:
-        return len(request.draft_source) + request.num_tokens
 
     def catch_up(self, request: Request, limit: int) -> int:
         """Takes the tokens that are new, at most `limit` of a backlog. Returns how many of a backlog it took."""
-        num_new = self._num_tokens(request) - self._num_seen
-        if num_new > len(request.output) or num_new > _MAX_JUDGED:
+        num_new = len(request.output) - self._num_seen
+        if self._num_seen < 0 or num_new > _MAX_JUDGED:
             return self._index_backlog(request, limit)
         if num_new:
-            self._judge(request.output[len(request.output) - num_new :])
+            self._judge(request.output)
             self._accepted += (self._predicted - self._accepted) * _FORGIVE
         return 0
 
-    def _judge(self, tokens: Sequence[int]) -> int:
-        """Compares tokens with their predictions. Returns how many were right."""
-        index, key, num_right = self._index, self._key, 0
-        for token in tokens:
+    def _judge(self, output: array[int]) -> int:
+        """Compares the tokens that are new with their predictions. Returns how many were right."""
+        index, key, rate, num_right = self._index, self._key, self._rate, 0
+        for at in range(self._num_seen, len(output)):
+            token = output[at]
             is_right = index.get(key) == token
-            self._rate += (is_right - self._rate) * _STEP
+            rate += (is_right - rate) * _STEP
             num_right += is_right
             index[key] = token
             key = (key << 32 | token) & _KEY_MASK
-        self._key = key
-        self._num_seen += len(tokens)
+        self._key, self._rate, self._num_seen = key, rate, len(output)
         return num_right
 
     def _index_backlog(self, request: Request, limit: int) -> int:
         tokens = np.concatenate([request.draft_source, request.prompt, np.array(request.output, np.int32)])
-        begin, end = self._num_seen, min(self._num_seen + limit, len(tokens))
+        begin = len(tokens) - len(request.output) + self._num_seen
+        end = min(begin + limit, len(tokens))
         wide = tokens[max(0, begin - 2) : end].astype(np.int64)
         keys = wide[:-1] << 32 | wide[1:]
         self._index.update(zip(keys[:-1].tolist(), wide[2:].tolist(), strict=True))
         if len(keys):
             self._key = int(keys[-1])
-        self._num_seen = end
+        self._num_seen += end - begin
         return end - begin
 
     def observe_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """The last 1 + `num_accepted` tokens of the output are of a pass that verified so many drafts."""
-        num_new = self._num_tokens(request) - self._num_seen
-        if num_new > _MAX_JUDGED or num_new > len(request.output):
+        num_new = len(request.output) - self._num_seen
+        if self._num_seen < 0 or num_new > _MAX_JUDGED:  # a backlog
             return
-        num_right = self._judge(request.output[len(request.output) - num_new :])
+        num_right = self._judge(request.output)
         num_tried = num_accepted + (num_accepted < max(1, num_drafts))
         weight = min(1.0, num_tried * _STEP)
         self._accepted += (num_accepted / num_tried - self._accepted) * weight
