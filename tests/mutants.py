@@ -443,6 +443,13 @@ MUTANTS = [
         ["tests/scheduler/test_draft_depth.py"],
     ),
     Mutant(
+        "a batch around the limit of rows is indexed again and again",
+        "scheduler/draft_depth.py",
+        "            return 0  # matchers stay",
+        "            return self._matchers.clear() or 0  # matchers stay",
+        ["tests/scheduler/test_draft_depth.py"],
+    ),
+    Mutant(
         "the tokens before a backlog are not the context of its first token",
         "scheduler/draft_depth.py",
         "        wide = tokens[max(0, begin - 2) : end]",

@@ -89,3 +89,5 @@ def test_a_hidden_option_is_refused_from_users_and_accepted_from_code() -> None:
     assert "draft_tokens" not in [item.name for item in public_options(SchedulerConfig)]
     with pytest.raises(ConfigError, match="draft_tokens is 2, which is not supported: set speculate instead"):
         split_options({"draft_tokens": 2})
+    with pytest.raises(ConfigError, match="adaptive_drafts is True, which is not supported: set speculate instead"):
+        split_options({"adaptive_drafts": True})

@@ -89,8 +89,10 @@ def test_a_large_batch_has_no_drafts_and_its_requests_get_them_when_it_shrinks()
     subject = Decoding([COPY] * 256)
     assert set(subject.run(12)) == {0}
     few = slice(0, MAX_ROWS)
-    depths = [subject.step(few) for _ in range(60)]
+    depths = [subject.step(few) for _ in range(80)]
     assert depths[-1] > 0
+    assert subject.step(slice(0, MAX_ROWS + 1)) == 0
+    assert subject.step(few) > 0, "a batch around the limit is not indexed again and again"
 
 
 def test_a_slow_verification_ends_drafts_and_is_tried_again_at_bounded_cost() -> None:
