@@ -436,6 +436,13 @@ MUTANTS = [
         ["tests/scheduler/test_draft_depth.py"],
     ),
     Mutant(
+        "passes with drafts are compared with a step time that may be wrong",
+        "scheduler/draft_depth.py",
+        "                expected *= self._times_of(plan.num_decodes, 0).ratio\n",
+        "                pass\n",
+        ["tests/scheduler/test_draft_depth.py"],
+    ),
+    Mutant(
         "the draft depth has no hysteresis",
         "scheduler/draft_depth.py",
         "gains[best] < _CHANGE * present",

@@ -116,7 +116,7 @@ class NgramMatcher:
 
 
 class _PassTimes:
-    """Seconds of recent passes with one number of rows and one depth, relative to the prediction without drafts."""
+    """Seconds of recent passes with one number of rows and one depth, relative to those expected without drafts."""
 
     __slots__ = ("_first", "_last_pass", "_recent", "_retry_passes", "num_samples", "ratio")
 
@@ -189,7 +189,7 @@ class DraftDepth:
         for depth in self._depths:
             times = self._times_of(num_rows, depth)
             times.expire(self._num_passes)
-            gains[depth] = float(powers[depth]) / (times.ratio / plain.ratio)
+            gains[depth] = float(powers[depth]) / times.ratio
         best = max(gains, key=gains.__getitem__)
         present = gains[self._depth]
         if self._depth and present > 1 and gains[best] < _CHANGE * present:
@@ -206,6 +206,8 @@ class DraftDepth:
         """A decode batch with `depth` drafts per row took so long."""
         if depth in (0, *self._depths) and plan.num_decodes <= MAX_ROWS:  # not where all rows are about to end
             expected = model.seconds(0, plan.num_decodes, plan.num_context_tokens)
+            if depth:  # relative to what passes without drafts take now: the model may be wrong for these rows
+                expected *= self._times_of(plan.num_decodes, 0).ratio
             if expected > 0:
                 self._times_of(plan.num_decodes, depth).observe(seconds / expected, self._num_passes)
 

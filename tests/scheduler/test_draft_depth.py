@@ -38,10 +38,11 @@ class Decoding:
         accepts: bool = True,
         cost: Callable[[int], float] = lambda depth: 1 + depth / 100,
         first: int = 400,
+        plain_s: float = 0.01,
         **fields: object,
     ) -> None:
         self.subject = DraftDepth(7)
-        self.texts, self.accepts, self.cost = texts, accepts, cost
+        self.texts, self.accepts, self.cost, self.plain_s = texts, accepts, cost, plain_s
         self.requests = [request(text[:first], None, **fields) for text in texts]
         self.depths: list[int] = []
 
@@ -49,7 +50,7 @@ class Decoding:
         requests = self.requests[rows]
         depth = self.subject.choose(requests)
         self.depths.append(depth)
-        self.subject.observe_pass(decode_batch(len(requests)), depth, 0.01 * self.cost(depth), MODEL)
+        self.subject.observe_pass(decode_batch(len(requests)), depth, self.plain_s * self.cost(depth), MODEL)
         for one, text in zip(requests, self.texts[rows], strict=True):
             at = one.num_tokens
             count = 1 + (self._num_accepted(text, at, depth) if self.accepts else 0)
@@ -78,6 +79,13 @@ def test_a_copied_text_has_seven_drafts() -> None:
     depths = Decoding([COPY]).run(100)
     assert depths[:3] == [0] * 3, "plain decoding is measured first"
     assert set(depths[24:]) == {7}
+
+
+@pytest.mark.parametrize("error", [0.1, 0.5, 2.0, 10.0])
+def test_a_wrong_step_time_changes_nothing(error: float) -> None:
+    """Passes with drafts are compared with passes without."""
+    assert Decoding([COPY], plain_s=0.01 * error).run(40)[24:] == [7] * 16
+    assert set(Decoding([COPY], plain_s=0.01 * error, cost=lambda depth: 1 + 2 * depth).run(80)[40:]) == {0}
 
 
 def test_drafts_pay_for_the_batch_if_most_rows_copy() -> None:
