@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
+
 from paceline.engine.pooling import PooledStates
 from paceline.sampling.types import Bits, LogprobRun, Logprobs, Masks
 from paceline.scheduler.plan import Column, Plan
@@ -43,6 +45,15 @@ class Result(NamedTuple):
     fetch_s: float | None = None  # time to copy the fetched pages from host memory, where it is measured
     slow_launch: str | None = None  # why launching the pass took long, if it did
     pooled: tuple[PooledStates, ...] = ()  # hidden states of prompts that are embedded
+
+    @property
+    def num_drafted(self) -> int:
+        return 0 if self.num_drafts is None else int(self.num_drafts.sum())
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafts that were right."""
+        return 0 if self.counts is None else int(np.maximum(self.counts - 1, 0).sum())
 
 
 class Pending(Protocol):

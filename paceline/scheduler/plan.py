@@ -111,8 +111,12 @@ class Plan:
 
     @property
     def num_prefill_tokens(self) -> int:
-        num_drafts = 0 if self.drafts is None else int(self.drafts.sum())
-        return self.num_tokens - self.num_decodes - num_drafts
+        return self.num_tokens - self.num_decodes - self.num_drafts
+
+    @property
+    def num_drafts(self) -> int:
+        """At most: the executor may have fewer."""
+        return 0 if self.drafts is None else int(self.drafts.sum())
 
     @property
     def sharing_version(self) -> int:
