@@ -367,6 +367,7 @@ SPECULATE: Mapping[str, str] = {
     "auto": "as ngram, with as many drafts as make a forward pass profitable by measured acceptance and time, or none",
     "ngram": "what followed the last tokens of a request when they occurred before in it (prompt lookup)",
 }
+DRAFT_ACCEPTANCE = 0.7  # of a virtual GPU, where nothing else is given or recorded
 VIRTUAL_TOKENS = ("prompt", "clock")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
@@ -441,6 +442,12 @@ class EngineConfig:
         "prompt",
         "executor virtual: prompt: tokens depend on the prompt only; clock: tokens encode the time they were made at",
         choices=VIRTUAL_TOKENS,
+    )
+    virtual_acceptance: float = option(
+        DRAFT_ACCEPTANCE,
+        "executor virtual with speculate: probability that a draft token is right if those before it are",
+        low=0.0,
+        high=1.0,
     )
 
     def __post_init__(self) -> None:

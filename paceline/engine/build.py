@@ -83,7 +83,7 @@ def build_engine(
         if model is not None or shape is not None or load != "weights":
             raise ConfigError("executor is 'virtual', which runs no model: remove model, load and shape.")
         if config.speculate != "off":
-            raise ConfigError(f"speculate is {config.speculate!r}, and executor 'virtual' drafts nothing: remove it.")
+            scheduler_options = {"draft_tokens": _DRAFT_TOKENS, **scheduler_options}
         return build_virtual(config, scheduler_options, trace=trace, hooks=hooks, detokenize=detokenize)
     device = choose_device(config)
     scheduler_options = _with_drafts(config, scheduler_options)

@@ -31,6 +31,7 @@ class StepTime:
     per_prefill_token: float
     per_decode: float
     per_context_token: float
+    per_draft_token: float = 0.0  # the virtual GPU; fits do not observe it
 
     def seconds(self, num_prefill_tokens: int, num_decodes: int, num_context_tokens: int) -> float:
         return (
@@ -41,7 +42,8 @@ class StepTime:
         )
 
     def of(self, plan: Plan) -> float:
-        return self.seconds(plan.num_prefill_tokens, plan.num_decodes, plan.num_context_tokens)
+        seconds = self.seconds(plan.num_prefill_tokens, plan.num_decodes, plan.num_context_tokens)
+        return seconds + self.per_draft_token * plan.num_drafts
 
 
 class _Batch(NamedTuple):

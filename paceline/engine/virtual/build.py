@@ -10,6 +10,7 @@ from typing import Any
 from paceline.config import MAX_PAGES, EngineConfig, SchedulerConfig
 from paceline.engine.engine import Engine, EngineHooks, ModelInfo
 from paceline.engine.loop import Trace
+from paceline.engine.virtual.drafts import DraftVerifier, RandomDrafts
 from paceline.engine.virtual.executor import (
     SMALL_MODEL_H200,
     ClockTokens,
@@ -52,9 +53,13 @@ def build_virtual(
         tokens = ClockTokens(MIN_VOCAB_SIZE, VOCAB_SIZE, lambda: executor.span[1])
     else:
         tokens = virtual_tokens(scheduler_config.max_running)
+    drafts = None
+    if config.speculate != "off":
+        size = scheduler_config.max_running
+        drafts = DraftVerifier(size, RandomDrafts(size, config.virtual_acceptance))
     executor = VirtualExecutor(
         WallClock(), slowed(SMALL_MODEL_H200, config.virtual_slowdown), tokens,
-        link=HostLink(page_s * config.virtual_slowdown),
+        link=HostLink(page_s * config.virtual_slowdown), drafts=drafts,
     )  # fmt: skip
     scheduler = Scheduler(scheduler_config)
     recorder = None

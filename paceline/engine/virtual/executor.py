@@ -19,12 +19,18 @@ import numpy.typing as npt
 
 from paceline.engine.executor import Capabilities, Executor, Result
 from paceline.engine.pooling import PooledStates
+from paceline.engine.virtual.drafts import DraftVerifier
 from paceline.scheduler.plan import Plan, Swap
 from paceline.scheduler.step_time import StepTime
 
-# One H200 with a 0.6B model in bfloat16: weights read once a pass, KV at 4.2 TB/s, prefill at half the matrix rate.
+# One H200 with a 0.6B model in bfloat16: weights read once a pass, KV at 4.2 TB/s, prefill at half the matrix rate. A
+# draft reads no KV of its own: it is charged as a prompt token at the full rate, an estimate until it is measured.
 SMALL_MODEL_H200 = StepTime(
-    base=0.9e-3, per_prefill_token=3.0e-6, per_decode=2.0e-6, per_context_token=114_688 / 4.2e12
+    base=0.9e-3,
+    per_prefill_token=3.0e-6,
+    per_decode=2.0e-6,
+    per_context_token=114_688 / 4.2e12,
+    per_draft_token=1.5e-6,
 )
 
 
@@ -121,15 +127,17 @@ class VirtualExecutor(Executor):
         tokens: Callable[[Plan], np.ndarray] | None = None,
         launching: Callable[[Plan], float] | None = None,
         link: HostLink | None = None,
+        drafts: DraftVerifier | None = None,
     ) -> None:
         """`tokens`: the tokens of a plan's sampling rows; zeros if not given. `launching`: seconds for which the host
         launches kernels of a pass while the device already runs the first ones; none if not given. `link`: to host
-        memory; if not given, moving pages takes no time."""
+        memory; if not given, moving pages takes no time. `drafts`: verifies the drafts of plans that have any."""
         self._clock = clock
         self._step_time = step_time
         self._tokens = tokens
         self._launching = launching
         self._link = link
+        self._drafts = drafts
         self._idle_from = 0.0
         self._embeddings: dict[int, npt.NDArray[np.float64]] = {}  # by slot
         self.busy_s = 0.0
@@ -148,9 +156,13 @@ class VirtualExecutor(Executor):
         self._idle_from = starts + seconds
         self.busy_s += seconds
         self.span = (starts, self._idle_from)
-        count = int(np.count_nonzero(plan.samples))
-        tokens = np.zeros(count, np.int32) if self._tokens is None else self._tokens(plan)
-        result = Result(tokens, seconds, idle_s=idle_s, pooled=self._pool(plan))
+        yielded, counts, num_drafts = plan, None, None
+        if self._drafts is not None:
+            yielded, counts, num_drafts = self._drafts.verify(plan)
+        assert plan.drafts is None or counts is not None, "a plan has drafts, and this executor verifies none"
+        count = int(np.count_nonzero(yielded.samples))
+        tokens = np.zeros(count, np.int32) if self._tokens is None else self._tokens(yielded)
+        result = Result(tokens, seconds, counts, num_drafts, idle_s, pooled=self._pool(plan))
         return _VirtualPending(self._clock, self._idle_from, result)
 
     def _pool(self, plan: Plan) -> tuple[PooledStates, ...]:

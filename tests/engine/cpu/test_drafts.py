@@ -223,9 +223,7 @@ def test_embeddings_beside_drafts_are_unchanged() -> None:
     assert np.allclose(*found, atol=1e-5)
 
 
-def test_speculation_needs_a_model_on_a_cpu() -> None:
-    with pytest.raises(ConfigError, match="speculate is 'ngram', and executor 'virtual' drafts nothing: remove it"):
-        LLM(executor="virtual", speculate="ngram")
+def test_draft_tokens_are_set_by_speculate() -> None:
     with pytest.raises(ConfigError, match="draft_tokens is 3, which is not supported: set speculate instead"):
         LLM(load="random", shape="tiny-qwen3", draft_tokens=3)
 
