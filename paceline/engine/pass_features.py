@@ -35,6 +35,7 @@ class PassFeatures(msgspec.Struct, frozen=True, gc=False):
     num_page_changes: int
     num_spilled_pages: int = 0
     num_fetched_pages: int = 0
+    num_drafts: int = 0  # that the plan allows
 
     @property
     def own_tokens(self) -> int:
@@ -98,4 +99,5 @@ def read_features(plan: Plan, buckets: Sequence[int]) -> PassFeatures:
         num_page_changes=len(plan.page_ids),
         num_spilled_pages=0 if plan.swap is None else len(plan.swap.spill_pages),
         num_fetched_pages=0 if plan.swap is None else len(plan.swap.fetch_pages),
+        num_drafts=plan.num_drafts,
     )

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -72,6 +72,10 @@ class RecordedRequest(msgspec.Struct, frozen=True, tag="request", tag_field="lin
     retractions: int
     known_length: bool = True  # only its length could end it, and the scheduler knew that
     fetched_tokens: int = 0  # cached tokens that were copied from host memory
+    # Speculative decoding, for each forward pass that yielded tokens: drafts that were verified and accepted. The pass
+    # yielded one token more than were accepted.
+    drafted: list[int] = []
+    accepted: list[int] = []
 
 
 class RecordedPass(msgspec.Struct, frozen=True, tag="pass", tag_field="line"):
@@ -88,9 +92,17 @@ class RecordedPass(msgspec.Struct, frozen=True, tag="pass", tag_field="line"):
     idle_s: float | None  # device idle time before this pass
     features: PassFeatures
     fetch_s: float | None = None  # time to copy the fetched pages from host memory
+    drafted_tokens: int = 0  # drafts that were verified; `features` has the number that was planned
+    accepted_tokens: int = 0
 
 
 Line = Header | Mark | RecordedRequest | RecordedPass
+
+
+class _LiveRequest(NamedTuple):
+    request: Request
+    drafted: list[int]  # as in `RecordedRequest`
+    accepted: list[int]
 
 
 class Recorder:
@@ -117,10 +129,11 @@ class Recorder:
         self._began = clock()
         self._encoder = msgspec.json.Encoder()
         self._key = secrets.token_bytes(16)
-        self._queue: SimpleQueue[Line | Request | None] = SimpleQueue()
+        self._queue: SimpleQueue[Line | _LiveRequest | None] = SimpleQueue()
         self._writer = Thread(target=self._write, name="paceline-recorder", daemon=True)
         self._writer.start()
-        self._live: dict[str, Request] = {}
+        self._live: dict[str, _LiveRequest] = {}
+        self._slots: dict[int, str] = {}  # request of each slot, with speculative decoding
         self._hashed: tuple[bytes, bytes, list[int]] = (b"", b"", [])  # of the last request: namespace, tokens, blocks
         self._buckets = buckets
         self._returned = self._began
@@ -150,7 +163,7 @@ class Recorder:
 
     def _write(self) -> None:
         while (item := self._queue.get()) is not None:
-            line = self._recorded(item) if isinstance(item, Request) else item
+            line = self._recorded(*item) if isinstance(item, _LiveRequest) else item
             self._file.write(self._encoder.encode(line) + b"\n")
             if self._queue.empty():
                 self._file.flush()
@@ -159,11 +172,11 @@ class Recorder:
 
     def _on_event(self, event: Event) -> None:
         if event.kind is EventKind.ADD:
-            self._live[event.request_id] = self._scheduler.requests[event.request_id]
-        elif event.kind is EventKind.FINISH and (request := self._live.pop(event.request_id, None)) is not None:
-            self._queue.put(request)  # it has finished and does not change any more
+            self._live[event.request_id] = _LiveRequest(self._scheduler.requests[event.request_id], [], [])
+        elif event.kind is EventKind.FINISH and (live := self._live.pop(event.request_id, None)) is not None:
+            self._queue.put(live)  # it has finished and does not change any more
 
-    def _recorded(self, request: Request) -> RecordedRequest:
+    def _recorded(self, request: Request, drafted: list[int], accepted: list[int]) -> RecordedRequest:
         def since(time: float | None) -> float | None:
             return None if time is None else round(time - request.arrival, 6)
 
@@ -184,6 +197,8 @@ class Recorder:
             retractions=request.retractions,
             known_length=request.ends_by_length,
             fetched_tokens=request.num_fetched,
+            drafted=drafted,
+            accepted=accepted,
         )
 
     def _blocks(self, request: Request) -> list[int]:
@@ -220,7 +235,7 @@ class Recorder:
         ahead, self._prepared_s = self._prepared_s, 0.0
         recorded = _RecordedPending(
             self, pending, plan.step, began - self._began, self._in_flight, began - self._returned - ahead,
-            launched - began + ahead, read_features(plan, self._buckets),
+            launched - began + ahead, read_features(plan, self._buckets), self._sampled(plan),
         )  # fmt: skip
         self._in_flight += 1
         self._returned = self._clock()  # time spent recording does not count as host time
@@ -228,11 +243,30 @@ class Recorder:
 
     def waited(self, one: _RecordedPending, seconds: float, result: Result) -> None:
         self._in_flight -= 1
+        self._note_drafts(one.sampled, result)
         self._queue.put(
             RecordedPass(one.step, round(one.at, 7), one.num_in_flight, round(one.host_s, 7), round(one.launch_s, 7),
-                         round(seconds, 7), result.device_s, result.idle_s, one.features, result.fetch_s)
+                         round(seconds, 7), result.device_s, result.idle_s, one.features, result.fetch_s,
+                         result.num_drafted, result.num_accepted)
         )  # fmt: skip
         self._returned = self._clock()
+
+    def _sampled(self, plan: Plan) -> list[str]:
+        """Requests of the sampling rows, with speculative decoding. Before the pass is waited for, the next launch may
+        give their slots to others."""
+        if not self._scheduler.config.draft_tokens:
+            return []
+        self._slots.update((join.slot, join.request_id) for join in plan.joins)
+        return [self._slots[slot] for slot in plan.slots[plan.samples].tolist()]
+
+    def _note_drafts(self, sampled: list[str], result: Result) -> None:
+        counts = [1] * len(sampled) if result.counts is None else result.counts.tolist()
+        drafts = [0] * len(sampled) if result.num_drafts is None else result.num_drafts.tolist()
+        for request_id, count, num_drafts in zip(sampled, counts, drafts, strict=True):
+            live = self._live.get(request_id)  # None: it ended while the pass was in flight
+            if live is not None and count:
+                live.drafted.append(num_drafts)
+                live.accepted.append(count - 1)
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -255,13 +289,13 @@ class _Recorded(Executor):
 
 
 class _RecordedPending:
-    __slots__ = ("_pending", "_recorder", "at", "features", "host_s", "launch_s", "num_in_flight", "step")
+    __slots__ = ("_pending", "_recorder", "at", "features", "host_s", "launch_s", "num_in_flight", "sampled", "step")
 
     def __init__(self, recorder: Recorder, pending: Pending, step: int, at: float, num_in_flight: int, host_s: float,
-                 launch_s: float, features: PassFeatures) -> None:  # fmt: skip
+                 launch_s: float, features: PassFeatures, sampled: list[str]) -> None:  # fmt: skip
         self._recorder, self._pending = recorder, pending
         self.step, self.at, self.num_in_flight, self.features = step, at, num_in_flight, features
-        self.host_s, self.launch_s = host_s, launch_s
+        self.host_s, self.launch_s, self.sampled = host_s, launch_s, sampled
 
     def mask_buffer(self, num_rows: int, num_words: int) -> Bits:
         return cast(DelayedPending, self._pending).mask_buffer(num_rows, num_words)

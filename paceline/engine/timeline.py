@@ -37,8 +37,8 @@ class Pass:
     step: int
     num_decodes: int
     num_prompts: int  # prefill rows
-    num_tokens: int
-    num_sampled: int
+    num_tokens: int  # that were fed, drafts included
+    num_sampled: int  # tokens whose logits were computed
     context_tokens: int  # KV positions that decode rows read
     pairs: int  # pairs of a token and a position it attends to
     device_s: float
@@ -46,12 +46,16 @@ class Pass:
     launched: float
     waited: float
     slow_launch: str | None = None
+    num_drafted: int = 0  # drafts that were verified (speculative decoding)
+    num_accepted: int = 0
 
     @property
     def name(self) -> str:
         decodes = [f"{self.num_decodes} decode rows"] if self.num_decodes else []
-        prompts = [f"{self.num_prompts} prefill rows, {self.num_tokens - self.num_decodes} tokens"]
-        return " + ".join(decodes + (prompts if self.num_prompts else []))
+        drafts = [f"{self.num_drafted} drafts, {self.num_accepted} accepted"] if self.num_drafted else []
+        num_prompt_tokens = self.num_tokens - self.num_decodes - self.num_drafted
+        prompts = [f"{self.num_prompts} prefill rows, {num_prompt_tokens} tokens"] if self.num_prompts else []
+        return " + ".join(decodes + drafts + prompts)
 
 
 class Timeline:
@@ -68,7 +72,7 @@ class Timeline:
         self.spans.append(TimelineSpan(what, step, began, ended))
 
     def passed(self, plan: Plan, result: Result) -> None:
-        count = plan.num_decodes
+        count, num_drafted = plan.num_decodes, result.num_drafted
         context = pairs = plan.num_context_tokens
         if plan.num_rows > count:
             starts, lengths = plan.starts[count:].astype(np.int64), plan.lengths[count:].astype(np.int64)
@@ -82,8 +86,8 @@ class Timeline:
                 step=plan.step,
                 num_decodes=count,
                 num_prompts=plan.num_rows - count,
-                num_tokens=plan.num_tokens,
-                num_sampled=int(np.count_nonzero(plan.samples)),
+                num_tokens=count + num_drafted + plan.num_prefill_tokens,
+                num_sampled=int(np.count_nonzero(plan.samples)) + num_drafted,
                 context_tokens=context,
                 pairs=pairs,
                 device_s=result.device_s or 0.0,
@@ -91,6 +95,8 @@ class Timeline:
                 launched=waited if launched is None else launched,
                 waited=waited,
                 slow_launch=result.slow_launch,
+                num_drafted=num_drafted,
+                num_accepted=result.num_accepted,
             )
         )
 
@@ -135,6 +141,8 @@ def trace_events(timelines: Sequence[Timeline], zero: float | None = None) -> It
                 "step": one.step, "rows": one.num_decodes + one.num_prompts, "tokens": one.num_tokens,
                 "context_tokens": one.context_tokens, "idle_before_us": round(one.idle_s * 1e6, 1),
             }  # fmt: skip
+            if one.num_drafted:
+                args |= {"drafted_tokens": one.num_drafted, "accepted_tokens": one.num_accepted}
             if one.slow_launch is not None:
                 args["slow_launch"] = one.slow_launch
             yield span_event(2, 0, one.name, began, ended, args, zero)

@@ -83,6 +83,27 @@ def test_every_request_and_every_pass_is_recorded_once(tmp_path: Path, overlap: 
         assert len(line.blocks) == request.num_tokens // 4
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_drafts_of_every_pass_and_request_are_recorded(tmp_path: Path, overlap: bool) -> None:
+    run, path = harness(overlap, draft_tokens=3), tmp_path / "run.jsonl"
+    recorder = record(path, run)
+    run.add(*requests(24))
+    for _ in range(4):
+        run.step()
+    run.scheduler.retract(run.scheduler.running.requests[0].id, run.clock(), "a test")  # its slot gets another request
+    run.run()
+    recorder.close()
+    lines, counters = list(read_recording(path)), run.scheduler.counters
+    passes = [line for line in lines if isinstance(line, RecordedPass)]
+    assert sum(line.drafted_tokens for line in passes) == counters.drafted_tokens
+    assert sum(line.accepted_tokens for line in passes) == counters.accepted_tokens > 0
+    assert all(line.accepted_tokens <= line.drafted_tokens <= line.features.num_drafts for line in passes)
+    for line in lines:
+        if isinstance(line, RecordedRequest):
+            assert len(line.accepted) + sum(line.accepted) == line.output_tokens, "one token more per pass"
+            assert len(line.drafted) == len(line.accepted)
+
+
 def test_equal_blocks_are_equal_prefixes_of_one_tenant_and_nothing_else(tmp_path: Path) -> None:
     added = requests(8, tenants=2)
     # The same block after another beginning is another prefix.

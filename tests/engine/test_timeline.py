@@ -12,7 +12,7 @@ import pytest
 
 from paceline.engine.build import build_engine
 from paceline.engine.executor import Result
-from paceline.engine.timeline import HOST_LANES, Timeline, write_trace
+from paceline.engine.timeline import HOST_LANES, Timeline, trace_events, write_trace
 from paceline.engine.trace_recorder import TraceRecorder
 from paceline.llm import LLM
 from paceline.request import Grammar, SamplingParams
@@ -120,6 +120,23 @@ def test_device_idle_time_appears_between_passes() -> None:
     spans = timeline.device_spans()
     for (_, ended), (began, _) in pairwise(spans):
         assert began - ended == pytest.approx(5e-4)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_pass_shows_its_drafts(overlap: bool) -> None:
+    subject = harness(overlap=overlap, draft_tokens=3)
+    timeline = subject.loop.trace = Timeline()
+    subject.add(request(max_tokens=20), request([5, 6], max_tokens=20))
+    subject.run()
+    counters = subject.scheduler.counters
+    passes = [event for event in trace_events([timeline]) if event["ph"] == "X" and event["pid"] == 2]
+    assert "drafted_tokens" not in passes[0]["args"] and passes[0]["name"] == "2 prefill rows, 5 tokens"
+    drafted = sum(event["args"].get("drafted_tokens", 0) for event in passes)
+    accepted = sum(event["args"].get("accepted_tokens", 0) for event in passes)
+    assert (drafted, accepted) == (counters.drafted_tokens, counters.accepted_tokens) and 0 < accepted < drafted
+    first = timeline.passes[1]
+    assert first.num_tokens == 2 + first.num_drafted == first.num_sampled == 8
+    assert passes[1]["name"] == f"2 decode rows + 6 drafts, {first.num_accepted} accepted"
 
 
 def test_passes_are_placed_correctly_without_idle_measurements() -> None:

@@ -63,18 +63,21 @@ class DraftVerifier:
         self._model = model
         self._positions: Column = np.zeros(max_running, np.int32)  # of the token that each slot feeds next
 
-    def verify(self, plan: Plan) -> tuple[Plan, Column, Column]:
+    def verify(self, plan: Plan) -> tuple[Plan, Column | None, Column | None]:
         """`plan` with a sampling row for each token that it yields, at exact positions. Then, by sampling row of
-        `plan`: the number of these tokens, and of drafts that were fed."""
+        `plan`: the number of these tokens, and of drafts that were fed; None if the plan has no drafts."""
         for join in plan.joins:
             self._model.join(join)
+        ends = plan.starts + plan.lengths  # where the next token of each row belongs
+        if plan.drafts is None:
+            self._positions[plan.slots] = ends
+            return plan, None, None
         count, sampling = plan.num_decodes, np.flatnonzero(plan.samples)  # decode rows come first and all sample
         slots = plan.slots[:count]
-        ends = plan.starts + plan.lengths  # where the next token of each row belongs
         ends[:count] = self._positions[slots] + 1
         room = plan.max_lengths[:count] - 1 - ends[:count]  # drafts after which another token fits; < 0: it has all
-        limits = np.zeros(count, np.int32) if plan.drafts is None else np.clip(room, 0, plan.drafts)
         num_drafts, counts = np.zeros(len(sampling), np.int32), np.ones(len(sampling), np.int32)
+        limits = np.clip(room, 0, plan.drafts)
         num_drafts[:count], accepted = self._model.verify(slots, ends[:count] - 1, limits)
         counts[:count] = np.where(room >= 0, 1 + accepted, 0)
         self._positions[plan.slots] = ends
