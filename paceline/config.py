@@ -735,6 +735,35 @@ ARRIVALS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """Speculative decoding in a simulation."""
+
+    drafts: int = option(
+        0,
+        "speculative decoding: draft tokens per row that a forward pass verifies; 0: off",
+        low=0,
+        high=64,
+    )
+    acceptance: float | None = option(
+        None,
+        "probability that a draft token is right if those before it are; default: as recorded in a recording made with "
+        f"speculate, else {DRAFT_ACCEPTANCE}",
+        low=0.0,
+        high=1.0,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    @classmethod
+    def split(cls, options: Mapping[str, Any]) -> tuple[SpeculationConfig, dict[str, Any]]:
+        """These options, and those of the scheduler, with what follows for it from these."""
+        config = cls(**{name: value for name, value in options.items() if name in cls.__dataclass_fields__})
+        scheduler = {name: value for name, value in options.items() if name in SchedulerConfig.__dataclass_fields__}
+        return config, scheduler | ({"draft_tokens": config.drafts} if config.drafts else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadConfig:
     """Requests of a simulated workload: arrival times, lengths and shared prefixes."""
 

@@ -13,12 +13,13 @@ from paceline.config import (
     OfflineConfig,
     SchedulerConfig,
     ServerConfig,
+    SpeculationConfig,
     WorkloadConfig,
     public_options,
     suggest_option,
 )
 
-_CONFIGS = (ServerConfig, EngineConfig, SchedulerConfig, OfflineConfig, WorkloadConfig)
+_CONFIGS = (ServerConfig, EngineConfig, SchedulerConfig, OfflineConfig, SpeculationConfig, WorkloadConfig)
 # Variables that are no option of config.py: the folder of models, and what names the model.
 _OTHERS = ("home", "model", "load", "shape", "config")
 # A Kubernetes Service named `paceline` sets these in the containers of its namespace.

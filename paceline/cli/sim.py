@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli.options import takes
-from paceline.config import POLICIES, ConfigError, SchedulerConfig, WorkloadConfig
+from paceline.config import POLICIES, ConfigError, SchedulerConfig, SpeculationConfig, WorkloadConfig
 
 if TYPE_CHECKING:
     from paceline.simulator.fit import Recording
@@ -75,12 +75,16 @@ def load_arrivals(
     return read_trace(path, limit=limit, speed=speed)
 
 
-def scheduler_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name in SchedulerConfig.__dataclass_fields__}
+def split_options(options: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]]:
+    """The acceptance of drafts, and the options of the scheduler."""
+    speculation, scheduler = SpeculationConfig.split(options)
+    if speculation.acceptance is not None and not speculation.drafts:
+        raise ConfigError(f"acceptance is {speculation.acceptance}, but there are no drafts: give drafts, too.")
+    return speculation.acceptance, scheduler
 
 
 @app.command()
-@takes(WorkloadConfig, SchedulerConfig)
+@takes(WorkloadConfig, SpeculationConfig, SchedulerConfig)
 def run(
     options: dict[str, Any],
     workload: Workload = "prefixes",
@@ -98,8 +102,9 @@ def run(
 
     profile = load_profile(gpu)
     arrivals = load_arrivals(workload, options, speed=speed, limit=limit)
-    config = scheduler_config(arrivals, profile, scheduler_options(options))
-    found = simulate(arrivals, config, profile, overlap=overlap)
+    acceptance, given = split_options(options)
+    config = scheduler_config(arrivals, profile, given)
+    found = simulate(arrivals, config, profile, overlap=overlap, acceptance=acceptance)
     title = f"{workload} on {gpu}, policy {config.policy}, {config.num_pages:,} pages of {config.page_size}"
     table = Table(title=title, show_header=False)
     for name, value in found.summary().items():
@@ -111,7 +116,7 @@ def run(
 
 
 @app.command()
-@takes(WorkloadConfig, SchedulerConfig)
+@takes(WorkloadConfig, SpeculationConfig, SchedulerConfig)
 def compare(
     options: dict[str, Any],
     workload: Workload = "prefixes",
@@ -149,9 +154,10 @@ def compare(
     console = Console()
     profile = load_profile(gpu)
     arrivals = load_arrivals(workload, options, speed=speed, limit=limit)
-    config = scheduler_config(arrivals, profile, scheduler_options(options))
+    acceptance, given = split_options(options)
+    config = scheduler_config(arrivals, profile, given)
     configs = {name: dataclasses.replace(config, policy=name) for name in names}
-    with Comparison(arrivals, profile, overlap=overlap) as comparison:
+    with Comparison(arrivals, profile, overlap=overlap, acceptance=acceptance) as comparison:
         faster = 1.0
         if queue is not None:
             faster = comparison.speed_for(
@@ -229,7 +235,7 @@ def fit(
     """Fit a virtual GPU to recordings, and print its error on held-out passes and runs."""
     from paceline.simulator.fit import Recording
     from paceline.simulator.fit import fit as fit_to
-    from paceline.simulator.profile import keep_swap
+    from paceline.simulator.profile import keep_measured
 
     every = [Recording.read(path) for path in recordings]
     read = [one.warm() for one in every]
@@ -254,7 +260,7 @@ def fit(
     if cut := [name for one, kept in zip(every, read, strict=True) if kept is not one for name in one.cut_off]:
         console.print(f"Skipped, because the recording ends before the run: {', '.join(cut)}.")
     if save is not None:
-        keep_swap(fitted.profile, save).save(save)
+        keep_measured(fitted.profile, save).save(save)
     if json_file is not None:
         errors = {name: dataclasses.asdict(error) | {"total": error.total} for name, error in fitted.held_out.items()}
         json_file.write_text(json.dumps({"held_out": errors, "runs": runs}, indent=1) + "\n")

@@ -37,6 +37,8 @@ _COUNTERS = (
     "hit_tokens",
     "computed_tokens",
     "decoded_tokens",
+    "drafted_tokens",
+    "accepted_tokens",
     "retractions",
     "evicted_pages",
     "spilled_pages",

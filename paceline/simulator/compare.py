@@ -31,23 +31,27 @@ def scheduler_config(arrivals: Sequence[Arrival], profile: Profile, options: Map
     if options.get("num_host_pages"):
         defaults["host_page_cost"] = profile.host_page_cost(page_size)
     chosen = {**defaults, **options}
-    if "max_batch_tokens" not in options and isinstance(chosen.get("max_running"), int):
-        chosen["max_batch_tokens"] = max(SchedulerConfig().max_batch_tokens, chosen["max_running"])
+    max_running, draft_tokens = (chosen.get(name, getattr(SchedulerConfig(), name)) for name in _ROW_OPTIONS)
+    if "max_batch_tokens" not in options and isinstance(max_running, int) and isinstance(draft_tokens, int):
+        chosen["max_batch_tokens"] = max(SchedulerConfig().max_batch_tokens, max_running * (1 + draft_tokens))
     return SchedulerConfig(**chosen)
 
 
-_job: tuple[Sequence[Arrival], Profile, bool] | None = None  # of a worker process: arrivals are sent once, not per run
+_ROW_OPTIONS = ("max_running", "draft_tokens")  # the tokens of a decode batch
+_job: tuple[Sequence[Arrival], Profile, bool, float | None] | None = (
+    None  # of a worker process: arrivals are sent once, not per run
+)
 
 
-def _begin(arrivals: Sequence[Arrival], profile: Profile, overlap: bool) -> None:
+def _begin(arrivals: Sequence[Arrival], profile: Profile, overlap: bool, acceptance: float | None) -> None:
     global _job  # noqa: PLW0603 (the initializer of a worker process)
-    _job = arrivals, profile, overlap
+    _job = arrivals, profile, overlap, acceptance
 
 
 def _one(config: SchedulerConfig, speed: float) -> SimulationResult:
     assert _job is not None, "the initializer has run"
-    arrivals, profile, overlap = _job
-    return simulate(faster(arrivals, speed), config, profile, overlap=overlap)
+    arrivals, profile, overlap, acceptance = _job
+    return simulate(faster(arrivals, speed), config, profile, overlap=overlap, acceptance=acceptance)
 
 
 def process_pool(
@@ -62,10 +66,16 @@ class Comparison:
     """Simulations of the same arrivals, in as many processes as there are cores. A context manager."""
 
     def __init__(
-        self, arrivals: Sequence[Arrival], profile: Profile, *, overlap: bool = True, processes: int | None = None
+        self,
+        arrivals: Sequence[Arrival],
+        profile: Profile,
+        *,
+        overlap: bool = True,
+        acceptance: float | None = None,
+        processes: int | None = None,
     ) -> None:
         self._count = processes or os.cpu_count() or 1
-        self._pool = process_pool(self._count, _begin, (arrivals, profile, overlap))
+        self._pool = process_pool(self._count, _begin, (arrivals, profile, overlap, acceptance))
 
     def runs(
         self, configs: Mapping[str, SchedulerConfig], speed: float = 1.0

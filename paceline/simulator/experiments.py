@@ -30,6 +30,7 @@ from paceline.simulator.scenarios import (
     shared_prefixes,
     small_behind_large,
     small_pool,
+    speculation,
     two_prefixes,
     waiting_curve,
 )
@@ -47,6 +48,7 @@ class Panel:
     y_title: str
     title: str = ""
     points: list[str] | None = None  # a label for each point of a line
+    baseline: tuple[float, str] | None = None  # a line at this value, with its label
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +425,53 @@ def _overlap() -> Report:
     )
 
 
+def _speculation() -> Report:
+    sizes, models = (1, 4, 16, 64, 128, 256), {"14B": LARGE, "0.6B": SMALL}
+    usual, depth = 0.6, 4
+    cases = [(depth, 0.2), (depth, 0.4), (depth, usual), (depth, 0.8), (2, usual), (7, usual)]
+    speedups: dict[tuple[str, int, float], list[float]] = {}
+    yields: dict[tuple[int, float], float] = {}  # tokens per row and pass, of the largest batch
+    for model, gpu in models.items():
+        plain = [float(speculation(size, 0, 0.0, gpu).tpot.mean()) for size in sizes]
+        for drafts, acceptance in cases:
+            runs = [speculation(size, drafts, acceptance, gpu) for size in sizes]
+            found = [before / float(run.tpot.mean()) for before, run in zip(plain, runs, strict=True)]
+            speedups[model, drafts, acceptance] = found
+            yields[drafts, acceptance] = runs[-1].summary()["tokens_per_decode"]
+
+    def panel(model: str, lines: dict[str, tuple[int, float]], title: str) -> Panel:
+        return Panel(
+            "lines",
+            [str(size) for size in sizes],
+            [speedups[model, *case] for case in lines.values()],
+            list(lines),
+            "running requests",
+            "speed-up of decoding",
+            title,
+            baseline=(1.0, "no drafts"),
+        )
+
+    by_acceptance = {f"acceptance {case[1]:g}": case for case in cases[3::-1]}
+    by_depth = {f"{case[0]} drafts": case for case in sorted(cases, reverse=True) if case[1] == usual}
+    return Report(
+        ["model", "drafts", "acceptance", "tokens/row", *map(str, sizes)],
+        [
+            [model, drafts, acceptance, round(yields[drafts, acceptance], 2), *(round(value, 2) for value in found)]
+            for (model, drafts, acceptance), found in speedups.items()
+        ],
+        "Speed-up: time per output token without drafts over that with drafts, by number of running requests, "
+        f"prompts of 64 tokens, {LARGE} and {SMALL}. Acceptance: probability that a draft is right if those before it "
+        "are; tokens/row: output tokens of a decode row in a forward pass. The time of draft tokens is an estimate.",
+        [
+            [
+                panel("14B", by_acceptance, f"Qwen3-14B, {depth} drafts"),
+                panel("0.6B", by_acceptance, f"Qwen3-0.6B, {depth} drafts"),
+                panel("14B", by_depth, f"Qwen3-14B, acceptance {usual:g}"),
+            ]
+        ],
+    )
+
+
 def _retraction() -> Report:
     ample = small_pool(4_000)
     lengths = {name: len(tokens) for name, tokens in ample.outputs.items()}
@@ -537,6 +586,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Overlap scheduling: GPU idle time and throughput, two model sizes",
         "SGLang v0.4 blog: zero-overhead scheduler, up to 1.3x; Mini-SGLang docs: overlap helps less with large models",
         _overlap,
+    ),
+    "speculation": Experiment(
+        "Speculative decoding: speed-up by batch size, acceptance and number of drafts",
+        "Leviathan et al.: (1 - a^(k+1)) / (1 - a) tokens per pass; SmartSpec (goodput): slower at high request rates",
+        _speculation,
     ),
     "retraction": Experiment(
         "Retraction: a KV cache that is too small, by expected output length",

@@ -3,7 +3,7 @@
 Decode batches, prefill batches and the host are fitted separately, by non-negative least squares in which short passes
 have more weight. Passes that load, compile or wait for their launch say nothing about the device and are left out: by
 run where marks name runs, otherwise by pass. Every fifth pass is held out for the error that is printed; the profile
-that is saved is fitted to all of them.
+that is saved is fitted to all of them. Passes with drafts (speculative decoding) are fitted last, by one factor.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _KIND = {
     (False, True): "decode, shared prefix",
     (False, False): "decode",
 }
+_DRAFTS = "with drafts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +130,10 @@ def _compiling_passes(passes: Sequence[RecordedPass]) -> list[RecordedPass]:
 
     def usual_s(one: RecordedPass) -> float:
         """The median of passes with the nearest number of prompt tokens: all with as many may have waited."""
-        bucket, bits, repeated = _group_key(one.features)
-        similar = [(abs(at - bits), seconds) for (b, at, r), seconds in medians.items() if (b, r) == (bucket, repeated)]
+        bucket, bits, *others = _group_key(one.features)
+        similar = [
+            (abs(at - bits), seconds) for (b, at, *o), seconds in medians.items() if (b, *o) == (bucket, *others)
+        ]
         return min(similar, default=(0, 0.0))[1]
 
     def lost_s(one: RecordedPass) -> float:
@@ -272,18 +275,20 @@ def _host(steps: Sequence[LoopStep]) -> tuple[Linear, Linear, float]:
     return _linear(base, HOST_TERMS, host), _linear(0.0, ENDED_TERMS, ended), launch_s
 
 
-def _fit(steps: Sequence[LoopStep], header: Header, source: str) -> Profile:
+def _fit(every: Sequence[LoopStep], header: Header, source: str) -> Profile:
+    steps = [one for one in every if not one.line.features.num_drafts]
+    drafted = [one.line for one in every if one.line.features.num_drafts]
     prompts = [one.line for one in steps if one.line.features.has_prompts]
     decodes = [one.line for one in steps if not one.line.features.has_prompts]
     if len(decodes) < _DECODES or len(prompts) < _PROMPTS:
         raise ConfigError(
-            f"{source} has {len(decodes)} decode batches and {len(prompts)} prefill or mixed batches: "
+            f"{source} has {len(decodes)} decode batches and {len(prompts)} prefill or mixed batches without drafts: "
             f"a fit needs {_DECODES} and {_PROMPTS}."
         )
     buckets = header.buckets or sorted({one.features.bucket for one in decodes})
     bases, decode = _decodes([one.features for one in decodes], _seconds(decodes), buckets)
     host, ended, launch_s = _host(steps)
-    return Profile(
+    profile = Profile(
         device=header.device,
         model=header.model,
         source=source,
@@ -296,6 +301,17 @@ def _fit(steps: Sequence[LoopStep], header: Header, source: str) -> Profile:
         ended=ended,
         launch_s=launch_s,
     )
+    if len(drafted) < _DECODES:
+        return profile
+    return msgspec.structs.replace(profile, draft_factor=_draft_factor(profile, drafted))
+
+
+def _draft_factor(profile: Profile, passes: Sequence[RecordedPass]) -> float:
+    """From what is left of the passes' time, by a profile without it."""
+    unit_s = np.array([profile.unit_draft_s(one.features) for one in passes])
+    rest_s = _seconds(passes) - np.array([profile.device_s(one.features) for one in passes]) + unit_s
+    weights = 1 / np.sqrt(_seconds(passes))
+    return float(non_negative((unit_s * weights)[:, None], rest_s * weights)[0])
 
 
 def _seconds(passes: Iterable[RecordedPass]) -> Matrix:
@@ -322,7 +338,8 @@ def fit(recordings: Sequence[Recording], source: str) -> FitResult:
     for one in held:
         if _waits_for_launch(one):
             continue  # its time is the host's
-        groups[_KIND[one.features.has_prompts, one.features.has_repeated]].append(one)
+        kind = _DRAFTS if one.features.num_drafts else _KIND[one.features.has_prompts, one.features.has_repeated]
+        groups[kind].append(one)
         groups["all"].append(one)
     errors = {name: error(trial.device_s, group) for name, group in sorted(groups.items())}
     profile = _fit(steps, largest, source)
@@ -343,7 +360,8 @@ def _swap_token_s(recordings: Sequence[Recording]) -> float | None:
 
 
 def can_fit(recordings: Sequence[Recording]) -> bool:
-    with_prompts = [line.features.has_prompts for one in recordings for line in one.passes if line.device_s]
+    every = (line for one in recordings for line in one.passes)
+    with_prompts = [line.features.has_prompts for line in every if line.device_s and not line.features.num_drafts]
     return with_prompts.count(False) >= 2 * _DECODES and with_prompts.count(True) >= 2 * _PROMPTS
 
 
@@ -353,13 +371,14 @@ def _without_outliers(steps: Sequence[LoopStep]) -> list[LoopStep]:
     return [one for one in steps if (one.line.device_s or 0.0) <= 3 * medians[_group_key(one.line.features)]]
 
 
-def _group_key(features: PassFeatures) -> tuple[int, int, bool]:
+def _group_key(features: PassFeatures) -> tuple[int, int, bool, int]:
     """Equal for passes that should take about the same time."""
-    return features.bucket, features.num_prompt_tokens.bit_length(), features.has_repeated
+    drafts = features.num_drafts.bit_length()
+    return features.bucket, features.num_prompt_tokens.bit_length(), features.has_repeated, drafts
 
 
-def _medians(passes: Sequence[RecordedPass]) -> dict[tuple[int, int, bool], float]:
-    groups: dict[tuple[int, int, bool], list[float]] = defaultdict(list)
+def _medians(passes: Sequence[RecordedPass]) -> dict[tuple[int, int, bool, int], float]:
+    groups: dict[tuple[int, int, bool, int], list[float]] = defaultdict(list)
     for one in passes:
         groups[_group_key(one.features)].append(one.device_s or 0.0)
     return {key: float(np.median(seconds)) for key, seconds in groups.items()}

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from paceline.config import SchedulerConfig
+from paceline.engine.executor import Result
 from paceline.request import Refused
 from paceline.scheduler import Scheduler
 from paceline.scheduler.journal import Event, EventKind
@@ -58,16 +59,20 @@ class FrameRecorder:
         self._finished: Counter[str] = Counter()
         self._waits: defaultdict[str, dict[str, float]] = defaultdict(dict)  # of admitted requests, by tenant
         self._listening = False
-        self.lanes: list[list[float]] = []  # step, decodes, prompt tokens, host start and end, device start and end
+        # Step, decodes, prompt tokens, host start and end, device start and end, drafts verified and accepted
+        self.lanes: list[list[float]] = []
         self.events: list[list[Any]] = []  # frame, time, kind, request, sentence
         self.frames = [self._frame(_before_the_first_pass(arrivals, config), 0.0)]
 
-    def launched(self, plan: Plan, host: tuple[float, float], device: tuple[float, float]) -> None:
-        self.lanes.append([plan.step, plan.num_decodes, plan.num_prefill_tokens, *host, *device])
+    def launched(self, plan: Plan, result: Result, host: tuple[float, float], device: tuple[float, float]) -> None:
+        drafts = (result.num_drafted, result.num_accepted)
+        self.lanes.append([plan.step, plan.num_decodes, plan.num_prefill_tokens, *host, *device, *drafts])
         for join in plan.joins:
             self._slots[join.slot] = self._arrivals[join.request_id].tenant
+        outputs = [1] * plan.num_decodes if result.counts is None else result.counts.tolist()
         for row, (slot, length) in enumerate(zip(plan.slots.tolist(), plan.lengths.tolist(), strict=True)):
-            self._service[self._slots[slot]] += self._output_weight if row < plan.num_decodes else length
+            weighted = self._output_weight * outputs[row] if row < plan.num_decodes else length
+            self._service[self._slots[slot]] += weighted
 
     def committed(self, scheduler: Scheduler, now: float) -> None:
         if not self._listening:
@@ -124,11 +129,24 @@ def _before_the_first_pass(arrivals: list[Arrival], config: SchedulerConfig) -> 
 
 
 def record_frames(
-    arrivals: list[Arrival], config: SchedulerConfig, profile: Profile, *, overlap: bool
+    arrivals: list[Arrival],
+    config: SchedulerConfig,
+    profile: Profile,
+    *,
+    overlap: bool,
+    acceptance: float | None = None,
 ) -> dict[str, Any]:
     """Everything the page draws of a run, as JSON values."""
     recorder = FrameRecorder(arrivals, config)
-    run = simulate(arrivals, config, profile, overlap=overlap, observer=recorder, max_passes=MOST_FRAMES)
+    run = simulate(
+        arrivals,
+        config,
+        profile,
+        overlap=overlap,
+        acceptance=acceptance,
+        observer=recorder,
+        max_passes=MOST_FRAMES,
+    )
     summary = run.summary()
     return {
         "policy": config.policy,

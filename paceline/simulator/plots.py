@@ -81,24 +81,29 @@ def _bar_groups(axes: Any, panel: Panel) -> None:
 
 def _lines(axes: Any, panel: Panel) -> None:
     dense = len(panel.x) > 50
+    places = list(range(len(panel.x))) if isinstance(panel.x[0], str) else panel.x
+    overlap = any(len(set(at)) < len(at) for at in zip(*panel.y, strict=True))
     for index, values in enumerate(panel.y):
-        # Lines may be equal: the first ones are wider, and the dashes of the fourth and fifth alternate.
+        # Where lines overlap the first ones are wider, and the dashes of the fourth and fifth alternate.
         style = {
-            "linewidth": 1.5 if dense else 1.5 + 1.2 * max(0, min(3, len(panel.y) - 1) - index),
-            "linestyle": (3 * (index - 3), (3, 3)) if index >= 3 else "-",
+            "linewidth": 1.5 + 1.2 * max(0, min(3, len(panel.y) - 1) - index) if overlap and not dense else 1.5,
+            "linestyle": (3 * (index - 3), (3, 3)) if index >= 3 and overlap else "-",
             "marker": None if dense else "o",
             "markersize": 5,
         }
-        axes.plot(panel.x, values, color=COLOURS[index], label=panel.labels[index], **style)
-        for place, (x, y, name) in enumerate(zip(panel.x, values, panel.points or (), strict=False)):
+        axes.plot(places, values, color=COLOURS[index], label=panel.labels[index], **style)
+        for place, (x, y, name) in enumerate(zip(places, values, panel.points or (), strict=False)):
             # Alternating above and below, so that neighbours do not overlap
             offset = (10, -14) if place % 2 else (2, 12)
             axes.annotate(name, (x, y), textcoords="offset points", xytext=offset, fontsize=8)
+    if panel.baseline is not None:
+        value, name = panel.baseline
+        axes.axhline(value, color="#555555", linewidth=1.0, linestyle=(0, (4, 3)), label=name, zorder=1)
     axes.margins(0.1 if panel.points else 0.04, 0.15)
     if panel.points is None:
         axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
     if not dense and panel.points is None:
-        axes.set_xticks(panel.x)
+        axes.set_xticks(places, panel.x if isinstance(panel.x[0], str) else None)
 
 
 _OVER_TIME = {

@@ -4,8 +4,8 @@ A decode batch runs as a CUDA graph: it takes the base time of the graph's bucke
 for rows that share a prefix. A prefill or mixed batch takes a term per new token, per query-key pair in attention, and
 per KV position that its decodes read; its kernels are launched one by one while the device runs the first of them.
 Host time is results, text and planning, most of it when requests finish or join. Pages are spilled to host memory and
-fetched beside the passes (`HostLink`), at a fixed rate each way. No coefficient is negative: more work never takes less
-time.
+fetched beside the passes (`HostLink`), at a fixed rate each way. Draft tokens (speculative decoding) take as long as
+more rows would, times `draft_factor`. No coefficient is negative: more work never takes less time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from paceline.config import ConfigError
 from paceline.engine.pass_features import FinishedRequests, PassFeatures, read_features
@@ -59,12 +60,36 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
     launch_s: float  # host time to launch a prefill batch while the device runs its first kernels
     swap_token_s: float | None = None  # to copy the KV of a token to or from host memory; None: unknown
     swap_source: str = ""  # where swap_token_s comes from
+    draft_factor: float | None = None  # time of draft tokens, relative to `unit_draft_s`; None: not measured, 1
 
     @cached_property
     def _by_bucket(self) -> dict[int, float]:
         return dict(zip(self.buckets, self.bucket_s, strict=True))
 
     def device_s(self, features: PassFeatures) -> float:
+        seconds = self._batch_s(features)
+        if features.num_drafts:
+            seconds += self.unit_draft_s(features) * (1.0 if self.draft_factor is None else self.draft_factor)
+        return seconds
+
+    def unit_draft_s(self, features: PassFeatures) -> float:
+        """What the drafts of a pass would take if each were a row without KV to read: weights are read once for all
+        rows of a decode batch. Beside prompts, and past the largest bucket, where compute is the limit, each takes as
+        long as a prompt token."""
+        token_s = self.prompt.per.get("num_prompt_tokens", 0.0)
+        if features.has_prompts:
+            return token_s * features.num_drafts
+        last, tokens = self.buckets[-1], features.bucket + features.num_drafts
+        before, after = np.interp([features.bucket, tokens], self.buckets, self._rising_s)
+        return float(after - before) + token_s * (max(last, tokens) - max(last, features.bucket))
+
+    @cached_property
+    def _rising_s(self) -> list[float]:
+        """`bucket_s`, where no graph takes less time than a smaller one."""
+        rising: list[float] = np.maximum.accumulate(self.bucket_s).tolist()
+        return rising
+
+    def _batch_s(self, features: PassFeatures) -> float:
         if features.has_prompts:
             return self.prompt.seconds(features)
         base = self._by_bucket.get(features.bucket)
@@ -110,20 +135,27 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-class _Swap(msgspec.Struct, frozen=True):
+class _Optional(msgspec.Struct, frozen=True):
+    """What a fit leaves open if its recordings have no such passes."""
+
     swap_token_s: float | None = None
     swap_source: str = ""
+    draft_factor: float | None = None
 
 
-def keep_swap(profile: Profile, path: Path) -> Profile:
-    """`profile` with the swap time stored in `path`, if it has none itself."""
-    if profile.swap_token_s is not None or not path.exists():
+def keep_measured(profile: Profile, path: Path) -> Profile:
+    """`profile` with the times of swapping and of drafts stored in `path`, where it has none itself."""
+    if not path.exists():
         return profile
     try:
-        kept = msgspec.json.decode(path.read_bytes(), type=_Swap)
+        kept = msgspec.json.decode(path.read_bytes(), type=_Optional)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise ConfigError(f"{path.name} exists and is not a profile: {error}.") from None
-    return msgspec.structs.replace(profile, swap_token_s=kept.swap_token_s, swap_source=kept.swap_source)
+    if profile.swap_token_s is None:
+        profile = msgspec.structs.replace(profile, swap_token_s=kept.swap_token_s, swap_source=kept.swap_source)
+    if profile.draft_factor is None:
+        profile = msgspec.structs.replace(profile, draft_factor=kept.draft_factor)
+    return profile
 
 
 def profile_names() -> list[str]:

@@ -16,13 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config import SchedulerConfig
-from paceline.engine.executor import Executor, Pending
+from paceline.engine.executor import Executor, Pending, Result
 from paceline.engine.loop import Loop
+from paceline.engine.virtual.drafts import DraftVerifier
 from paceline.engine.virtual.executor import HostLink, VirtualClock, VirtualExecutor
 from paceline.request import FinishReason, Refused, Request
 from paceline.scheduler import Scheduler
 from paceline.scheduler.journal import Counters
 from paceline.scheduler.plan import Plan
+from paceline.simulator.drafts import ArrivalDrafts
 from paceline.simulator.profile import Profile, ProfileTiming
 from paceline.simulator.workloads import Arrival, Tokens
 
@@ -137,6 +139,10 @@ class SimulationResult:
             "mean_waiting": self.mean_waiting,
             "fairness": self.fairness(),
         }
+        if self.config.draft_tokens:
+            drafted, accepted, decoded = counters.drafted_tokens, counters.accepted_tokens, counters.decoded_tokens
+            found["drafted_tokens"], found["accepted_tokens"] = drafted, accepted
+            found["tokens_per_decode"] = decoded / max(1, decoded - accepted)
         columns = {"wait": self.waits, "ttft": self.ttft, "tpot": self.tpot, "latency": self.latency}
         for name, values in columns.items():
             found[f"{name}_mean_ms"] = float(values.mean() * 1e3) if len(values) else 0.0
@@ -241,8 +247,8 @@ class _ScriptedTokens:
 class Observer(Protocol):
     """Follows a simulation pass by pass."""
 
-    def launched(self, plan: Plan, host: tuple[float, float], device: tuple[float, float]) -> None:
-        """A pass was launched; start and end of its host work and of its device time."""
+    def launched(self, plan: Plan, result: Result, host: tuple[float, float], device: tuple[float, float]) -> None:
+        """A pass was launched; what it will produce, start and end of its host work and of its device time."""
 
     def committed(self, scheduler: Scheduler, now: float) -> None:
         """The oldest pass was committed."""
@@ -257,7 +263,7 @@ class _ObservedExecutor(Executor):
     def launch(self, plan: Plan) -> Pending:
         began = self._clock.now
         pending = self._executor.launch(plan)
-        self._observer.launched(plan, (began, self._clock.now), self._executor.span)
+        self._observer.launched(plan, pending.result, (began, self._clock.now), self._executor.span)
         return pending
 
 
@@ -267,15 +273,19 @@ def simulate(
     profile: Profile,
     *,
     overlap: bool = True,
+    acceptance: float | None = None,
     observer: Observer | None = None,
     max_passes: int | None = None,
 ) -> SimulationResult:
-    """Runs until all `arrivals` have finished, or for `max_passes` forward passes."""
+    """Runs until all `arrivals` have finished, or for `max_passes` forward passes. With `draft_tokens`, `acceptance` is
+    the probability that a draft is right; None: as recorded, else the default."""
     began = time.perf_counter()
     clock = VirtualClock()
     timing = ProfileTiming(profile, clock)
     link = HostLink(profile.swap_page_s(config.page_size)) if config.num_host_pages else None
-    executor = VirtualExecutor(clock, timing, _ScriptedTokens(arrivals), timing.launching, link)
+    size = config.max_running
+    drafts = DraftVerifier(size, ArrivalDrafts(arrivals, size, acceptance)) if config.draft_tokens else None
+    executor = VirtualExecutor(clock, timing, _ScriptedTokens(arrivals), timing.launching, link, drafts)
     scheduler = Scheduler(config)
     observed = executor if observer is None else _ObservedExecutor(executor, clock, observer)
     loop = Loop(scheduler, observed, clock, overlap=overlap)

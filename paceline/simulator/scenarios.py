@@ -17,6 +17,7 @@ from paceline.bench.workloads import TimedRequest
 from paceline.bench.workloads import prefill_overload as overload_requests
 from paceline.bench.workloads import small_behind_large as burst_requests
 from paceline.config import SchedulerConfig, WorkloadConfig
+from paceline.engine.executor import Result
 from paceline.request import Request, SamplingParams
 from paceline.scheduler import Plan, Scheduler
 from paceline.simulator.compare import scheduler_config
@@ -35,7 +36,7 @@ class PassRecorder:
         self.rows: list[int] = []
         self.times: list[float] = []
 
-    def launched(self, plan: Plan, host: tuple[float, float], device: tuple[float, float]) -> None:
+    def launched(self, plan: Plan, result: Result, host: tuple[float, float], device: tuple[float, float]) -> None:
         self.rows.append(plan.num_rows)
 
     def committed(self, scheduler: Scheduler, now: float) -> None:
@@ -48,16 +49,17 @@ class TokenRecorder:
 
     def __init__(self) -> None:
         self.times: dict[str, list[float]] = {}
-        self._plans: deque[Plan] = deque()
+        self._launched: deque[tuple[Plan, Result]] = deque()
         self._slots: dict[int, str] = {}
 
-    def launched(self, plan: Plan, host: tuple[float, float], device: tuple[float, float]) -> None:
-        self._plans.append(plan)
+    def launched(self, plan: Plan, result: Result, host: tuple[float, float], device: tuple[float, float]) -> None:
+        self._launched.append((plan, result))
 
     def committed(self, scheduler: Scheduler, now: float) -> None:
-        plan = self._plans.popleft()
+        plan, result = self._launched.popleft()
         self._slots |= {join.slot: join.request_id for join in plan.joins}
-        for slot in plan.slots[plan.samples].tolist():
+        counts = 1 if result.counts is None else result.counts
+        for slot in np.repeat(plan.slots[plan.samples], counts).tolist():
             self.times.setdefault(self._slots[slot], []).append(now)
 
     @property
@@ -263,6 +265,27 @@ def overlap(rows: int, enabled: bool, gpu: str = SMALL) -> SimulationResult:
     ]
     config = SchedulerConfig(num_pages=rows * 26, max_running=max(rows, 1))
     return simulate(arrivals, config, load_profile(gpu), overlap=enabled)
+
+
+# ---------------------------------------------------------------------- speculative decoding
+
+
+def speculation(rows: int, draft_tokens: int, acceptance: float, gpu: str = LARGE) -> SimulationResult:
+    """`rows` requests that decode 128 tokens at the same time, after a short prompt each."""
+    rng, tokens = np.random.default_rng(0), 64
+    arrivals = [
+        Arrival(0.0, f"request-{number}", random_tokens(rng, tokens), np.zeros(128, np.int32)) for number in range(rows)
+    ]
+    # All prompts are computed in one forward pass, so that TPOT is that of decode batches.
+    config = SchedulerConfig(
+        num_pages=rows * 14,
+        max_running=rows,
+        draft_tokens=draft_tokens,
+        itl_target=math.inf,
+        max_batch_tokens=256 * tokens,
+        max_prefill_tokens=256 * tokens,
+    )
+    return simulate(arrivals, config, load_profile(gpu), acceptance=acceptance)
 
 
 # ---------------------------------------------------------------------- memory

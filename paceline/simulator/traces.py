@@ -116,12 +116,17 @@ def _recording(path: Path) -> Iterator[Arrival]:
 
 
 def _recorded(line: RecordedRequest, size: int, rng: np.random.Generator) -> Arrival:
+    drafts = {"drafted": line.drafted, "accepted": line.accepted}
     known = block_tokens(line.blocks, size)
     whole = np.concatenate([known, _random_tokens(rng, max(1, line.prompt_tokens + line.output_tokens - len(known)))])
     output = whole[line.prompt_tokens : line.prompt_tokens + max(1, line.output_tokens)].copy()
     if line.known_length and line.reason == "length":
-        return Arrival(line.at, line.id, whole[: line.prompt_tokens], output, None, line.tenant, line.priority)
+        return Arrival(
+            line.at, line.id, whole[: line.prompt_tokens], output, None, line.tenant, line.priority, **drafts
+        )
     if line.reason != "length":
         output[-1] = EOS
     max_tokens = max(line.max_tokens, len(output))
-    return Arrival(line.at, line.id, whole[: line.prompt_tokens], output, max_tokens, line.tenant, line.priority)
+    return Arrival(
+        line.at, line.id, whole[: line.prompt_tokens], output, max_tokens, line.tenant, line.priority, **drafts
+    )

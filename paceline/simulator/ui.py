@@ -18,7 +18,14 @@ from urllib.parse import parse_qsl
 import msgspec
 import uvicorn
 
-from paceline.config import ConfigError, SchedulerConfig, WorkloadConfig, public_options
+from paceline.config import (
+    DRAFT_ACCEPTANCE,
+    ConfigError,
+    SchedulerConfig,
+    SpeculationConfig,
+    WorkloadConfig,
+    public_options,
+)
 from paceline.request import PacelineError
 from paceline.simulator import workloads
 from paceline.simulator.compare import scheduler_config
@@ -30,12 +37,13 @@ from paceline.web import SECURITY, web_file
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 MOST_REQUESTS = 500
 MOST_PAGES = 4096
+_CONFIGS = (WorkloadConfig, SpeculationConfig, SchedulerConfig)
 PAGE_WORKLOADS = sorted(set(WORKLOADS) - set(SIZES))
 # Few enough requests and pages to see each of them
 DEFAULTS: dict[str, Any] = {
     "workload": "prefixes", "gpu": "h200-qwen3-0.6b", "overlap": True, "requests": 64, "rate": 80.0,
     "prompt_tokens": 384, "output_tokens": 24, "groups": 10, "shared": 0.8, "num_pages": 144, "max_running": 8,
-    "policy": "fair", "max_wait": 0.2, "page_size": 16, "chunk_tokens": 256,
+    "policy": "fair", "max_wait": 0.2, "page_size": 16, "chunk_tokens": 256, "acceptance": DRAFT_ACCEPTANCE,
 }  # fmt: skip
 # Of workloads whose subject is not visible with the defaults above. Tenants compete if there is work for all of them
 # at any time, and a turn of policy fair is about one of these requests instead of twenty.
@@ -59,20 +67,19 @@ def run_frames(parameters: typing.Mapping[str, str]) -> dict[str, Any]:
         )
     profile = load_profile(options["gpu"])
     arrivals = make_workload(workload, work)
-    config = scheduler_config(
-        arrivals, profile, {name: options[name] for name in _names(SchedulerConfig) if name in options}
-    )
+    speculation, chosen = SpeculationConfig.split(options)
+    config = scheduler_config(arrivals, profile, chosen)
     if config.num_pages > MOST_PAGES:
         raise ConfigError(
             f"num_pages is {config.num_pages}: the page shows up to {MOST_PAGES}; use `paceline sim run` for more."
         )
-    return record_frames(arrivals, config, profile, overlap=options["overlap"])
+    return record_frames(arrivals, config, profile, overlap=options["overlap"], acceptance=speculation.acceptance)
 
 
 def describe() -> dict[str, Any]:
     """Every parameter with its default (and those of single workloads), bounds, help text and a sentence per choice."""
     found: dict[str, Any] = {}
-    for config in (WorkloadConfig, SchedulerConfig):
+    for config in _CONFIGS:
         for item in public_options(config):
             default = DEFAULTS.get(item.name, None if item.default is dataclasses.MISSING else item.default)
             found[item.name] = {
@@ -106,11 +113,13 @@ def _names(config: type) -> list[str]:
     return [item.name for item in public_options(config)]
 
 
-_PARAMETERS = {*_names(WorkloadConfig), *_names(SchedulerConfig), "overlap"} - {"tenant_weights"}
+_PARAMETERS = {*(name for config in _CONFIGS for name in _names(config)), "overlap"} - {"tenant_weights"}
 
 
 def _value(name: str, text: str) -> Any:
-    hints = {**typing.get_type_hints(WorkloadConfig), **typing.get_type_hints(SchedulerConfig), "overlap": bool}
+    hints: dict[str, Any] = {"overlap": bool}
+    for config in _CONFIGS:
+        hints |= typing.get_type_hints(config)
     if name in ("workload", "gpu"):
         return text
     if name not in _PARAMETERS:

@@ -36,6 +36,9 @@ class Arrival:
     max_tokens: int | None = None  # None: the length of the output, known to the scheduler
     tenant: str = "default"
     priority: int = 0
+    # Speculative decoding: drafts verified and accepted by each pass, as in `RecordedRequest`; empty: not recorded
+    drafted: Sequence[int] = ()
+    accepted: Sequence[int] = ()
 
     def later(self, seconds: float) -> Arrival:
         return dataclasses.replace(self, at=self.at + seconds)

@@ -99,14 +99,14 @@ export function Lanes({ lanes, time, overlap, busy }) {
     pen.fillStyle = css("--soft"); pen.fillText("CPU", 0, 18); pen.fillText("GPU", 0, 52);
     pen.fillStyle = css("--fill"); pen.fillRect(34, 6, width - 36, 24); pen.fillRect(34, 38, width - 36, 28);
     pen.save(); pen.beginPath(); pen.rect(34, 0, width - 36, 86); pen.clip();
-    for (const [step, decodes, prompts, hostFrom, hostTo, deviceFrom, deviceTo] of lanes) {
+    for (const [step, decodes, prompts, hostFrom, hostTo, deviceFrom, deviceTo, drafted, accepted] of lanes) {
       if (deviceTo < from || hostFrom > to) continue;
       pen.fillStyle = css("--host"); pen.fillRect(x(hostFrom), 6, Math.max(1, x(hostTo) - x(hostFrom) - 1), 24);
       const left = x(deviceFrom), wide = Math.max(1, x(deviceTo) - left - 1);
       pen.fillStyle = prompts ? css("--node") : css("--leaf"); pen.fillRect(left, 38, wide, 28);
       if (wide > 46) {
         pen.fillStyle = "#fff"; pen.textAlign = "center";
-        pen.fillText(prompts ? `${prompts} prefill${decodes ? ` + ${decodes}` : ""}` : `${decodes} decode${decodes > 1 ? "s" : ""}`, left + wide / 2, 52.5, wide - 6);
+        pen.fillText(prompts ? `${prompts} prefill${decodes ? ` + ${decodes}` : ""}` : `${decodes} decode${decodes > 1 ? "s" : ""}${drafted ? ` ${accepted}/${drafted}` : ""}`, left + wide / 2, 52.5, wide - 6);
         pen.textAlign = "left";
       }
     }
@@ -115,7 +115,7 @@ export function Lanes({ lanes, time, overlap, busy }) {
     pen.fillStyle = css("--soft"); pen.font = "11px system-ui, sans-serif";
     pen.fillText(seconds(from), 34, 79); pen.textAlign = "right"; pen.fillText(seconds(to), width, 79); pen.textAlign = "left";
   }, [lanes, time, span]);
-  return html`<section class="card wide" data-panel="lanes"><${Title} name="Host and device" title="What CPU and GPU do around the current moment (vertical line). Gaps of the GPU are idle time.">
+  return html`<section class="card wide" data-panel="lanes"><${Title} name="Host and device" title="What CPU and GPU do around the current moment (vertical line). Gaps of the GPU are idle time. 8 decodes 20/32: of 32 drafts, 20 were accepted.">
       overlap ${overlap ? "on" : "off"}, the GPU is idle <span data-figure="idle">${percent(1 - Math.round(busy * 1000) / 1000)}</span> of the run<//>
     <div><canvas ref=${ref} role="img" aria-label="CPU and GPU activity over time"></canvas></div>
     <${Legend} entries=${[["background:var(--host)", "plan, launch, commit", "CPU: plans and launches a pass, and commits the results of an earlier one"],

@@ -5,6 +5,7 @@ import { Chart, html, Lanes, percent, render, seconds, Stat, ThemeButton, Title,
 import { STATES, States } from "./states.js";
 
 const WAITS = ["0", "0.005", "0.02", "0.05", "0.2", "1", "5", "inf"];
+const DRAFTS = ["0", "1", "2", "3", "4", "5", "6", "7"];
 const PAGE_SIZES = ["1", "2", "4", "8", "16", "32", "64"];
 const waitName = text => (text === "inf" ? "∞: cache hits only" : text === "0" ? "0: FCFS" : seconds(Number(text)));
 
@@ -21,6 +22,7 @@ const FIELDS = {
     ["gpu", "Model and GPU", "choice"], ["num_pages", "KV cache pages", "range", 32, 512, 8], ["page_size", "Page size, tokens", "steps", PAGE_SIZES, text => text],
     ["max_running", "Max running", "range", 1, 32, 1], ["num_host_pages", "Host memory pages", "range", 0, 1024, 16],
   ],
+  "Speculative decoding": [["drafts", "Drafts per row", "steps", DRAFTS, text => (text === "0" ? "off" : text)], ["acceptance", "Acceptance", "range", 0, 1, .05, percent]],
   "Scheduler": [["max_wait", "Max wait", "steps", WAITS, waitName], ["chunk_tokens", "Chunk tokens", "range", 16, 1024, 16], ["eviction", "Eviction", "choice"]],
 };
 // What each column has of its own
@@ -161,6 +163,8 @@ function Figures({ summary, snapshot: { counters, phases } }) {
     <${Stat} id="ttft_p99_ms" name="TTFT p99" value=${seconds(summary.ttft_p99_ms / 1e3)} title="time to first token, from arrival: of 99 in 100 requests at most" />
     <${Stat} id="busy" name="GPU utilization" value=${percent(summary.busy)} title="share of the run in which the GPU computes" />
     <${Stat} id="retractions" name="retractions" value=${whole(summary.retractions)} now=${whole(counters.retractions)} title="running requests that gave their memory back and were computed again" />
+    ${summary.drafted_tokens !== undefined && html`<${Stat} id="accepted" name="accepted drafts" value=${percent(summary.accepted_tokens / Math.max(1, summary.drafted_tokens))} now=${percent(counters.accepted_tokens / Math.max(1, counters.drafted_tokens))} title=${`share of the drafts that were verified: ${whole(summary.accepted_tokens)} of ${whole(summary.drafted_tokens)} in the whole run`} />
+    <${Stat} id="tokens_per_decode" name="tokens per decode row" value=${summary.tokens_per_decode.toFixed(2)} title="output tokens of a decode row in a forward pass: one, and the accepted drafts" />`}
     <${Stat} id="seconds" name="total time" value=${seconds(summary.seconds)} title="simulated time until the last token" />
     ${summary.refused > 0 && html`<${Stat} id="refused" name="refused" value=${whole(summary.refused)} now=${whole(counters.refused)} title="requests that can never run, for example because they need more pages than there are" />`}
   </div></section>`;

@@ -28,6 +28,7 @@ from paceline.simulator.scenarios import (
     shared_prefixes,
     small_behind_large,
     small_pool,
+    speculation,
     two_prefixes,
     waiting_curve,
 )
@@ -191,6 +192,29 @@ def test_overlap_helps_less_with_a_large_model(rows: int) -> None:
     ratios = [overlap(rows, False, gpu).seconds / overlap(rows, True, gpu).seconds for gpu in (SMALL, LARGE)]
     assert ratios[0] > 1.4
     assert 1.05 < ratios[1] < 1.2
+
+
+def speedup(rows: int, draft_tokens: int, acceptance: float, gpu: str = LARGE) -> float:
+    plain, drafted = (speculation(rows, drafts, acceptance, gpu) for drafts in (0, draft_tokens))
+    return float(plain.tpot.mean() / drafted.tpot.mean())
+
+
+def test_drafts_pay_off_in_small_batches_and_cost_time_in_large_ones() -> None:
+    small, middle, large = (speedup(rows, 4, 0.6) for rows in (4, 64, 256))
+    assert 2 < small < 2.5 and 1 < middle < 0.7 * small and large < 0.7
+    assert speedup(256, 4, 0.6, SMALL) > 1.3, "a small model is limited by memory at 256 rows, too"
+
+
+def test_the_best_number_of_drafts_falls_with_the_batch_size() -> None:
+    best = [max((2, 4, 7), key=lambda drafts: speedup(rows, drafts, 0.6)) for rows in (1, 128)]
+    assert best == [7, 2]
+
+
+def test_tokens_per_row_are_those_of_the_formula() -> None:
+    """(1 - a^(k+1)) / (1 - a) for k drafts with an acceptance of a."""
+    found = speculation(64, 4, 0.8).summary()["tokens_per_decode"]
+    assert found == pytest.approx((1 - 0.8**5) / (1 - 0.8), rel=0.05), "the last pass of a request has fewer drafts"
+    assert speculation(8, 4, 0.0).summary()["tokens_per_decode"] == 1
 
 
 def test_reports_of_several_processes_come_in_order() -> None:

@@ -19,7 +19,7 @@ from paceline.scheduler import Plan, Scheduler
 from paceline.scheduler.plan import Swap
 from paceline.simulator.compare import scheduler_config
 from paceline.simulator.fit import Recording, fit
-from paceline.simulator.profile import ProfileTiming, keep_swap, load_profile
+from paceline.simulator.profile import ProfileTiming, keep_measured, load_profile
 from paceline.simulator.replay import recorded_config, replay
 from paceline.simulator.run import SimulationResult, simulate
 from paceline.simulator.workloads import make_workload
@@ -101,7 +101,7 @@ class Timed(Executor):
     def launch(self, plan: Plan) -> Any:
         pending = self._executor.launch(plan)
         count = 0 if plan.swap is None else len(plan.swap.fetch_pages)
-        pending._result = pending._result._replace(fetch_s=count * self._page_s if count else None)
+        pending.result = pending.result._replace(fetch_s=count * self._page_s if count else None)
         return pending
 
 
@@ -152,14 +152,14 @@ def test_a_recording_of_a_device_that_does_not_time_its_fetches_is_replayed(tmp_
 
 def test_saving_a_fit_without_fetches_keeps_the_stored_link(tmp_path: Path) -> None:
     path, fitted = tmp_path / "gpu.json", msgspec.structs.replace(H200, swap_token_s=None, swap_source="")
-    assert keep_swap(fitted, path).swap_token_s is None
+    assert keep_measured(fitted, path).swap_token_s is None
     H200.save(path)
-    assert keep_swap(fitted, path) == H200
+    assert keep_measured(fitted, path) == H200
     measured = msgspec.structs.replace(H200, swap_token_s=1.0, swap_source="measured: now")
-    assert keep_swap(measured, path) == measured
+    assert keep_measured(measured, path) == measured
     path.write_text("no profile")
     with pytest.raises(ConfigError, match=r"gpu\.json exists and is not a profile"):
-        keep_swap(fitted, path)
+        keep_measured(fitted, path)
 
 
 def test_sim_run_accepts_host_memory() -> None:

@@ -21,6 +21,7 @@ RUNS: dict[str, dict[str, str]] = {
     "static": {"batching": "static", "requests": "24"},
     "at once": {"arrivals": "once", "requests": "24", "policy": "lpm"},
     "tenants": {"workload": "tenants"},
+    "drafts": {"drafts": "4", "acceptance": "0.6", "num_pages": "80"},
     "host memory": {"num_pages": "64", "num_host_pages": "200", "host_page_cost": "1", "prefix_wait_tokens": "16"},
 }
 
@@ -53,6 +54,8 @@ def test_frames_cover_the_run_and_unknown_parameters_are_refused() -> None:
         0.0,
         pytest.approx(run["summary"]["seconds"], abs=1e-6),
     )
+    with pytest.raises(ConfigError, match="unknown parameter 'draft_tokens'"):
+        run_frames({"draft_tokens": "2"})
     with pytest.raises(ConfigError, match="unknown parameter 'tenant_weights'"):
         run_frames({"tenant_weights": "a=1"})
     with pytest.raises(ConfigError, match="workload is 'nano': choose one of agents, chat, one-long, prefixes"):
@@ -70,6 +73,20 @@ def test_the_figures_are_those_of_a_simulation_without_frames() -> None:
     assert found["finished"] == len(run.served) == 64
     assert found["requests_per_s"] == pytest.approx(64 / run.seconds)
     assert found["wait_mean_ms"] == pytest.approx(1e3 * sum(one.admitted - one.arrival for one in run.served) / 64)
+
+
+def test_drafts_are_shown_while_speculation_is_on() -> None:
+    off, on = run_frames({"acceptance": "0.8"}), run_frames({"drafts": "4", "acceptance": "0.8"})
+    assert "drafted_tokens" not in off["summary"] and {tuple(lane[7:]) for lane in off["lanes"]} == {(0, 0)}
+    summary, counters = on["summary"], on["frames"][-1]["counters"]
+    assert (summary["drafted_tokens"], summary["accepted_tokens"]) == tuple(
+        sum(lane[index] for lane in on["lanes"]) for index in (7, 8)
+    )
+    assert (counters["drafted_tokens"], counters["accepted_tokens"]) == (
+        summary["drafted_tokens"],
+        summary["accepted_tokens"],
+    )
+    assert on["summary"]["passes"] < off["summary"]["passes"]
 
 
 def test_counts_agree_with_rows_in_every_frame(run: dict[str, Any]) -> None:

@@ -108,11 +108,11 @@ class _VirtualPending:
     def __init__(self, clock: Clock, ends: float, result: Result) -> None:
         self._clock = clock
         self._ends = ends
-        self._result = result
+        self.result = result  # known at once
 
     def wait(self) -> Result:
         self._clock.advance_to(self._ends)
-        return self._result
+        return self.result
 
 
 class VirtualExecutor(Executor):

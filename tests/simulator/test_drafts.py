@@ -1,0 +1,234 @@
+"""Speculative decoding in the simulator: deterministic, charged by the profile, and replayed as it was recorded."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from paceline.cli.sim import app, split_options
+from paceline.config import ConfigError, SchedulerConfig, WorkloadConfig
+from paceline.engine.loop import Loop
+from paceline.engine.pass_features import PassFeatures
+from paceline.engine.recording import RecordedRequest, Recorder, read_recording
+from paceline.engine.virtual.drafts import DraftVerifier, RandomDrafts
+from paceline.engine.virtual.executor import VirtualClock, VirtualExecutor
+from paceline.scheduler import Scheduler
+from paceline.simulator.compare import Comparison, scheduler_config
+from paceline.simulator.drafts import DraftScript
+from paceline.simulator.fit import Recording, fit
+from paceline.simulator.profile import Profile, ProfileTiming, keep_measured, load_profile
+from paceline.simulator.replay import replay
+from paceline.simulator.run import SimulationResult, simulate
+from paceline.simulator.traces import read_trace
+from paceline.simulator.workloads import make_workload
+
+H200 = load_profile("h200-qwen3-14b")
+QUICK = msgspec.structs.replace(H200, launch_s=0.0005)
+WORK = WorkloadConfig(requests=40, rate=100, prompt_tokens=200, output_tokens=40, groups=4)
+
+
+def run(acceptance: float | None = 0.7, *, overlap: bool = True, **options: Any) -> SimulationResult:
+    arrivals = make_workload("prefixes", WORK)
+    settings = {"num_pages": 200, "max_running": 8, "draft_tokens": 4} | options
+    return simulate(arrivals, SchedulerConfig(**settings), H200, overlap=overlap, acceptance=acceptance)
+
+
+def test_the_same_acceptance_gives_the_same_decisions() -> None:
+    one, two, other = run(), run(), run(0.3)
+    assert one.journal == two.journal and one.served == two.served and one.summary() == two.summary()
+    assert one.journal != other.journal
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_drafts_give_the_same_outputs_in_fewer_passes(overlap: bool) -> None:
+    plain, drafted = run(draft_tokens=0, overlap=overlap), run(overlap=overlap)
+    assert [one.output_tokens for one in drafted.served] == [one.output_tokens for one in plain.served]
+    assert drafted.passes < 0.8 * plain.passes and drafted.seconds < plain.seconds
+    summary, counters = drafted.summary(), drafted.counters
+    assert (summary["drafted_tokens"], summary["accepted_tokens"]) == (
+        counters.drafted_tokens,
+        counters.accepted_tokens,
+    )
+    assert summary["tokens_per_decode"] == pytest.approx(2.7, abs=0.4), "1 + 0.7 + 0.49 + 0.343 + 0.24"
+    assert "drafted_tokens" not in plain.summary()
+
+
+def test_a_comparison_has_the_acceptance_of_a_single_run() -> None:
+    arrivals = make_workload("prefixes", WORK)
+    config = SchedulerConfig(num_pages=200, max_running=8, draft_tokens=4)
+    with Comparison(arrivals, H200, acceptance=0.3, processes=1) as comparison:
+        ((_, found),) = comparison.runs({"fair": config})
+    assert found.journal == run(0.3).journal
+
+
+def test_a_decode_batch_of_all_drafts_fits_into_a_pass() -> None:
+    arrivals = make_workload("prefixes", WORK)
+    assert scheduler_config(arrivals, H200, {"max_running": 2000, "draft_tokens": 7}).max_batch_tokens == 16_000
+    assert scheduler_config(arrivals, H200, {"draft_tokens": 63}).max_batch_tokens == 64 * SchedulerConfig().max_running
+
+
+# ---------------------------------------------------------------------- the time of drafts
+
+
+def features(rows: int, num_drafts: int, num_prompts: int = 0) -> PassFeatures:
+    bucket = 0 if num_prompts else next((size for size in H200.buckets if size >= rows), rows)
+    return PassFeatures(rows, num_prompts, 10 * num_prompts, rows, bucket, 100 * rows, 0, 100, 0, 0, 0, 0, 0,
+                        num_drafts=num_drafts)  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 8, 48, 100, 256, 300])
+def test_a_draft_is_cheaper_than_a_row_and_never_free_of_cost_in_a_large_batch(rows: int) -> None:
+    token_s = H200.prompt.per["num_prompt_tokens"]
+    before = H200.device_s(features(rows, 0))
+    for drafts in (rows, 4 * rows, 7 * rows):
+        more_s = H200.device_s(features(rows, drafts)) - before
+        assert 0 <= more_s <= drafts * token_s * 1.01
+        if rows + drafts > 256:
+            assert more_s >= (rows + drafts - max(rows, 256)) * token_s * 0.99, "past the weights, compute is the limit"
+
+
+def test_beside_prompts_a_draft_takes_as_long_as_a_prompt_token() -> None:
+    more_s = H200.device_s(features(8, 32, 1)) - H200.device_s(features(8, 0, 1))
+    assert more_s == pytest.approx(32 * H200.prompt.per["num_prompt_tokens"])
+
+
+def test_the_draft_factor_scales_the_time_of_drafts_alone() -> None:
+    double = msgspec.structs.replace(H200, draft_factor=2.0)
+    assert double.device_s(features(64, 0)) == H200.device_s(features(64, 0))
+    one, two = (profile.device_s(features(64, 256)) - H200.device_s(features(64, 0)) for profile in (H200, double))
+    assert two == pytest.approx(2 * one) and one > 0
+
+
+def record(path: Path, draft_tokens: int, profile: Profile, seed: int = 0, chance: float = 0.5) -> SimulationResult:
+    """Records a device with the timing of `profile`."""
+    clock, size = VirtualClock(), 24
+    scheduler = Scheduler(
+        SchedulerConfig(num_pages=2000, max_running=size, draft_tokens=draft_tokens, itl_target=math.inf)
+    )
+    drafts = DraftVerifier(size, RandomDrafts(size, chance)) if draft_tokens else None
+    timing = ProfileTiming(profile, clock)
+    device = VirtualExecutor(clock, timing, launching=timing.launching, drafts=drafts)
+    recorder = Recorder(path, scheduler, clock, device="toy", model="toy", overlap="on", buckets=profile.buckets)
+    loop = Loop(scheduler, recorder.watch(device), clock)
+    recorder.mark("run")
+    clock.advance(0.001)
+    work = WorkloadConfig(requests=96, arrivals="once", prompt_tokens=300, output_tokens=60, seed=seed)
+    for one in make_workload("prefixes", work):
+        scheduler.add(one.request(), clock())
+        clock.advance(1e-5)  # requests that arrive at the same time are recorded in the order in which they finish
+    while scheduler.has_work:
+        loop.step()
+    recorder.mark("end of run")
+    recorder.close()
+    arrivals = read_trace(path)
+    return simulate(arrivals, scheduler.config, profile)
+
+
+def test_a_fit_recovers_the_time_of_drafts(tmp_path: Path) -> None:
+    truth = msgspec.structs.replace(QUICK, draft_factor=2.5)
+    record(tmp_path / "plain.jsonl", 0, truth)
+    record(tmp_path / "drafts.jsonl", 4, truth)
+    plain, drafts = (Recording.read(tmp_path / f"{name}.jsonl") for name in ("plain", "drafts"))
+    found = fit([plain, drafts], "both")
+    assert found.profile.draft_factor == pytest.approx(2.5, rel=0.05)
+    assert found.held_out["with drafts"].mean_absolute < 0.05
+    assert fit([plain], "plain").profile.draft_factor is None
+    with pytest.raises(ConfigError, match="drafts has 1 decode batches and 1 prefill or mixed batches without drafts"):
+        fit([drafts], "drafts")
+
+
+def test_a_fit_without_drafts_keeps_what_was_measured_before(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    msgspec.structs.replace(H200, draft_factor=1.5).save(path)
+    assert load_profile(str(path)).draft_factor == 1.5
+    assert keep_measured(H200, path).draft_factor == 1.5
+    newer = msgspec.structs.replace(H200, draft_factor=1.2)
+    assert keep_measured(newer, path) == newer
+
+
+def test_a_profile_without_the_field_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    fields = msgspec.to_builtins(H200)
+    del fields["draft_factor"]
+    path.write_bytes(msgspec.json.encode(fields))
+    assert load_profile(str(path)) == H200
+
+
+# ---------------------------------------------------------------------- recordings
+
+
+def test_a_recording_is_replayed_with_its_drafts(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    simulated = record(path, 4, QUICK, chance=0.5)
+    recording = Recording.read(path)
+    assert simulated.counters.drafted_tokens == sum(one.drafted_tokens for one in recording.passes)
+    assert simulated.counters.accepted_tokens == sum(one.accepted_tokens for one in recording.passes)
+    (replayed,) = replay(path, recording, QUICK)
+    assert replayed.simulated_passes == replayed.measured_passes
+    assert abs(replayed.total_error) < 1e-4 and abs(replayed.pass_error) < 1e-4
+    arrivals = read_trace(path)
+    config = SchedulerConfig(num_pages=2000, max_running=24, draft_tokens=4, itl_target=math.inf)
+    assert simulate(arrivals, config, QUICK, acceptance=0.0).counters.accepted_tokens == 0, "given for all"
+
+
+def test_a_recorded_request_has_an_entry_for_each_of_its_passes(tmp_path: Path) -> None:
+    record(tmp_path / "run.jsonl", 4, QUICK)
+    requests = [line for line in read_recording(tmp_path / "run.jsonl") if isinstance(line, RecordedRequest)]
+    assert len(requests) == 96
+    for one in requests:
+        assert one.drafted[0] == 0, "the prompt"
+        assert len(one.drafted) + sum(one.accepted) == one.output_tokens
+        assert all(accepted <= drafted <= 4 for drafted, accepted in zip(one.drafted, one.accepted, strict=True))
+    record(tmp_path / "plain.jsonl", 0, QUICK)
+    plain = [line for line in read_recording(tmp_path / "plain.jsonl") if isinstance(line, RecordedRequest)]
+    assert {(*one.drafted, *one.accepted) for one in plain} == {()}
+
+
+def test_a_script_applies_to_other_passes_than_the_recorded_ones() -> None:
+    script = DraftScript([0, 4, 2, 3], [0, 4, 0, 1])  # tokens 0 | 1 to 5 | 6 | 7, 8
+    assert [script.verify(at, 4) for at in (0, 1, 6, 7, 9)] == [(0, 0), (4, 4), (2, 0), (3, 1), (0, 0)]
+    assert [script.verify(at, 2) for at in (1, 4, 7)] == [(2, 2), (1, 1), (2, 1)]
+    assert script.verify(5, 4) == (0, 0), "the token after the accepted drafts was not drafted"
+
+
+def test_an_old_recording_has_no_drafts(tmp_path: Path) -> None:
+    path = tmp_path / "old.jsonl"
+    record(path, 0, QUICK)
+    lines = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+    for line in lines:
+        for name in ("drafted", "accepted", "drafted_tokens", "accepted_tokens"):
+            line.pop(name, None)
+        line.get("features", {}).pop("num_drafts", None)
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    assert all(not one.drafted for one in read_trace(path))
+    assert Recording.read(path).passes[-1].accepted_tokens == 0
+
+
+# ---------------------------------------------------------------------- the command line
+
+
+def test_the_command_line_simulates_drafts(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    found = {}
+    for name, options in {"off": [], "on": ["--drafts", "4", "--acceptance", "0.9"]}.items():
+        file = tmp_path / f"{name}.json"
+        ran = CliRunner().invoke(app, ["run", "prefixes", "--requests", "20", *options, "--json", str(file)])
+        assert ran.exit_code == 0, ran.output
+        found[name] = msgspec.json.decode(file.read_bytes())["runs"]["fair"]["summary"]
+    assert found["on"]["passes"] < 0.6 * found["off"]["passes"]
+    assert found["on"]["tokens_per_decode"] > 3
+
+
+def test_an_acceptance_needs_drafts() -> None:
+    with pytest.raises(ConfigError, match=r"acceptance is 0\.5, but there are no drafts: give drafts, too"):
+        split_options({"acceptance": 0.5})
+    with pytest.raises(ConfigError, match="drafts is -1: must be at least 0"):
+        split_options({"drafts": -1})
+    found = split_options({"acceptance": 0.5, "drafts": 2, "max_running": 3, "rate": 4.0})
+    assert found == (0.5, {"max_running": 3, "draft_tokens": 2})
+    assert split_options({"drafts": 2})[0] is None
