@@ -79,14 +79,12 @@ def build_engine(
         raise ConfigError(f"seed is {short(seed)}: expected an integer.")
     if load not in _LOAD:
         raise ConfigError(f"load is {load!r}: choose one of {', '.join(_LOAD)}.")
+    scheduler_options = _with_drafts(config, scheduler_options)
     if config.executor == "virtual":
         if model is not None or shape is not None or load != "weights":
             raise ConfigError("executor is 'virtual', which runs no model: remove model, load and shape.")
-        if config.speculate != "off":
-            scheduler_options = {"draft_tokens": _DRAFT_TOKENS, **scheduler_options}
         return build_virtual(config, scheduler_options, trace=trace, hooks=hooks, detokenize=detokenize)
     device = choose_device(config)
-    scheduler_options = _with_drafts(config, scheduler_options)
     dtype = ("bfloat16" if device == "cuda" else "float32") if config.dtype == "auto" else config.dtype
     path: Path | None = None
     if load == "random":
