@@ -44,6 +44,7 @@ class EngineMonitor:
             "page_size": config.page_size,
             "max_running": config.max_running,
             "prefix_cache": config.prefix_cache,
+            "speculates": config.draft_tokens > 0,
             "snapshot": snapshot(self._scheduler, now),
             "samples": list(self._samples),
             "recent": [{**one, "ago": now - one["at"]} for one in reversed(self._recent)][:_SHOWN],
@@ -69,7 +70,8 @@ class EngineMonitor:
         ttft = [one["ttft"] for one in self._recent if one["ttft"] is not None and now - one["at"] <= 30]
         self._samples.append(
             [now, counters.decoded_tokens, counters.computed_tokens, counters.prompt_tokens, counters.hit_tokens,
-             num_running, self._scheduler.num_waiting, *_percentiles_of(ttft)]
+             num_running, self._scheduler.num_waiting, *_percentiles_of(ttft), counters.drafted_tokens,
+             counters.accepted_tokens]
         )  # fmt: skip
 
     def _percentiles(self, name: str) -> list[float | None]:

@@ -30,10 +30,10 @@ function useLive() {
   return [state, problem];
 }
 
-/** Turns cumulative counters into rates. Columns as in server/live_page.py. */
+/** Turns cumulative counters into rates. Columns as in engine/monitor.py. */
 function useSeries(samples, now) {
   return useMemo(() => {
-    const times = [], decoded = [], computed = [], hits = [], running = [], waiting = [], p50 = [], p99 = [];
+    const times = [], decoded = [], computed = [], hits = [], running = [], waiting = [], p50 = [], p99 = [], acceptance = [], perRow = [];
     for (let i = 1; i < samples.length; i++) {
       const [before, after] = [samples[i - 1], samples[i]];
       const span = after[0] - before[0];
@@ -45,8 +45,11 @@ function useSeries(samples, now) {
       hits.push(prompts ? (after[4] - before[4]) / prompts : null);
       running.push(after[5]); waiting.push(after[6]);
       p50.push(after[7]); p99.push(after[8]);
+      const outputs = after[1] - before[1], drafted = after[9] - before[9], accepted = after[10] - before[10];
+      acceptance.push(drafted ? accepted / drafted : null);
+      perRow.push(outputs > accepted ? outputs / (outputs - accepted) : null);
     }
-    return { times, decoded, computed, hits, running, waiting, p50, p99 };
+    return { times, decoded, computed, hits, running, waiting, p50, p99, acceptance, perRow };
   }, [samples]);
 }
 
@@ -83,6 +86,7 @@ function Board({ state, problem }) {
   const { snapshot, latency } = state;
   const series = useSeries(state.samples, state.now);
   const last = name => series[name].at(-1) ?? 0;
+  const lastKnown = name => series[name].findLast(value => value !== null) ?? 0;
   const { memory, counters } = snapshot;
   const ended = Object.values(counters.finished).reduce((sum, count) => sum + count, 0);
   const ago = values => values.map(value => (value ? `−${seconds(-value)}` : "now"));
@@ -98,6 +102,8 @@ function Board({ state, problem }) {
         <${Stat} id="ttft_p99" name="TTFT p99" value=${seconds(latency.ttft[1])} title="time to first token, 99th percentile of the last 200 requests" />
         <${Stat} id="tpot_p50" name="TPOT p50" value=${seconds(latency.tpot[0])} title="time per output token after the first, median of the last 200 requests" />
         ${state.prefix_cache && html`<${Stat} id="hit_rate" name="prefix cache hit rate" value=${percent(counters.prompt_tokens ? counters.hit_tokens / counters.prompt_tokens : 0)} title="share of prompt tokens found in the prefix cache since the start" />`}
+        ${state.speculates && html`<${Stat} id="acceptance" name="accepted drafts" value=${percent(lastKnown("acceptance"))} title=${`speculative decoding: share of the drafts that were verified, in the last seconds with any; since the start ${whole(counters.accepted_tokens)} of ${whole(counters.drafted_tokens)}`} />
+        <${Stat} id="tokens_per_row" name="tokens per row" value=${lastKnown("perRow").toFixed(2)} title="output tokens of a decode row in a forward pass, in the last seconds with any: one, and the accepted drafts" />`}
         <${Stat} id="kv" name="KV cache usage" value=${percent(1 - (memory.free + memory.cached) / memory.pages)} title="share of pages that running requests use or that are pinned" />
         <${Stat} id="ended" name="finished requests" value=${whole(ended)} title="since the start, with any finish reason" />
         <${Stat} id="retractions" name="retractions" value=${whole(counters.retractions)} title="running requests that gave their memory back and waited again, since the start" />
@@ -110,13 +116,14 @@ function Board({ state, problem }) {
       ${state.prefix_cache && html`<div class="w6"><${Tree} snapshot=${snapshot} /></div>`}
       <${Recent} recent=${state.recent} />
       <section class="card w6"><${Title} name="Since the start" title="counters of the engine" /><table class="plain"><tbody>
-        ${totals(counters, snapshot.host).map(([name, value, title]) => html`<tr title=${title}><td>${name}</td><td class="r">${whole(value)}</td></tr>`)}</tbody></table></section></main>`;
+        ${totals(counters, snapshot.host, state.speculates).map(([name, value, title]) => html`<tr title=${title}><td>${name}</td><td class="r">${whole(value)}</td></tr>`)}</tbody></table></section></main>`;
 }
 
-function totals(counters, host) {
+function totals(counters, host, speculates) {
   return [["requests", counters.added, "accepted requests"], ["refused", counters.refused, "requests that were refused by the scheduler"], ["forward passes", counters.steps, "passes that were planned"],
     ["prompt tokens admitted", counters.prompt_tokens, "of admitted requests; a retracted request counts again when it is readmitted"], ["prompt tokens cached", counters.hit_tokens, "of these, found in the prefix cache"],
     host && ["prompt tokens fetched", counters.fetched_tokens, "of these, fetched from host memory"], ["prompt tokens computed", counters.computed_tokens, "computed, or planned to be"], ["output tokens", counters.decoded_tokens, "sampled in decode batches; the first token of a request comes with its prefill"],
+    speculates && ["drafts verified", counters.drafted_tokens, "draft tokens that forward passes verified (speculative decoding)"], speculates && ["drafts accepted", counters.accepted_tokens, "of these, accepted; they are among the output tokens"],
     ["pages evicted", counters.evicted_pages, "cached pages that were given to other requests"], host && ["pages spilled", counters.spilled_pages, "of these, copied to host memory"]].filter(Boolean);
 }
 

@@ -164,7 +164,7 @@ function Figures({ summary, snapshot: { counters, phases } }) {
     <${Stat} id="busy" name="GPU utilization" value=${percent(summary.busy)} title="share of the run in which the GPU computes" />
     <${Stat} id="retractions" name="retractions" value=${whole(summary.retractions)} now=${whole(counters.retractions)} title="running requests that gave their memory back and were computed again" />
     ${summary.drafted_tokens !== undefined && html`<${Stat} id="accepted" name="accepted drafts" value=${percent(summary.accepted_tokens / Math.max(1, summary.drafted_tokens))} now=${percent(counters.accepted_tokens / Math.max(1, counters.drafted_tokens))} title=${`share of the drafts that were verified: ${whole(summary.accepted_tokens)} of ${whole(summary.drafted_tokens)} in the whole run`} />
-    <${Stat} id="tokens_per_decode" name="tokens per decode row" value=${summary.tokens_per_decode.toFixed(2)} title="output tokens of a decode row in a forward pass: one, and the accepted drafts" />`}
+    <${Stat} id="tokens_per_decode" name="tokens per row" value=${summary.tokens_per_decode.toFixed(2)} title="output tokens of a decode row in a forward pass: one, and the accepted drafts" />`}
     <${Stat} id="seconds" name="total time" value=${seconds(summary.seconds)} title="simulated time until the last token" />
     ${summary.refused > 0 && html`<${Stat} id="refused" name="refused" value=${whole(summary.refused)} now=${whole(counters.refused)} title="requests that can never run, for example because they need more pages than there are" />`}
   </div></section>`;

@@ -83,6 +83,29 @@ def test_the_page_shows_the_engines_figures(page: Page, url: str, engine: Engine
     expect(rows.first).to_contain_text("length")
 
 
+def test_the_page_shows_drafts_while_speculation_is_on(page: Page, url: str) -> None:
+    page.goto(url)
+    expect(figure(page, "ended")).to_be_visible()
+    for name in ("acceptance", "tokens_per_row"):
+        expect(figure(page, name)).to_have_count(0)
+    expect(page.get_by_text("drafts verified")).to_have_count(0)
+    built = build_engine(executor="virtual", speculate="ngram", virtual_acceptance=1.0, max_running=8)
+    try:
+        with run_app(make_app(built)) as address:
+            page.goto(address)
+            expect(figure(page, "tokens_per_row")).to_have_text("0.00")
+            for sink in send(built, 40, tokens=65, tenants=1):
+                sink.ended.result(300)
+            # Every draft is right: after the first token each pass yields eight, of which seven were drafted.
+            expect(figure(page, "acceptance")).to_have_text("100.0 %")
+            expect(figure(page, "tokens_per_row")).not_to_have_text("0.00")
+            totals = page.locator("section", has_text="Since the start").locator("tbody")
+            for name in ("drafts verified", "drafts accepted"):
+                expect(totals.locator("tr", has_text=name)).to_contain_text(f"{40 * 56:,}")
+    finally:
+        built.close()
+
+
 def test_the_page_shows_why_a_thousand_requests_wait(page: Page, url: str, engine: Engine) -> None:
     sinks = send(engine, 1000, tokens=200)
     page.goto(url)
