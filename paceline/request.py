@@ -383,8 +383,6 @@ class Request:
     pooling: str | None = None  # mean or last: embeds the prompt and generates nothing
     compute_from: int | None = None  # positions from here on are computed even if cached
     expected_tokens: int | None = None  # the caller's estimate of the output length, for policy and memory forecast
-    # Tokens that the output may follow, as a source of drafts (speculative decoding)
-    draft_source: Tokens = field(default_factory=lambda: np.empty(0, np.int32))
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # of params.bad_words: no last token may follow the others
     # Speculative decoding: tokens that the output may follow. It never changes the output.
     draft_source: Tokens = field(default_factory=lambda: np.empty(0, np.int32))

@@ -20,7 +20,7 @@ def flush_when_idle(engine: Engine, timeout_s: float) -> int:
     who = f"cache flush {next(_numbers)}"  # each resumes for itself alone, so several at once do no harm
     try:
         engine.pause(PauseMode.WAIT, who=who).result(timeout_s)
-        return engine.call(lambda scheduler: scheduler.flush_cache()).result()
+        return engine.call(engine.flush_cache).result()
     except TimeoutError:
         raise Conflict(
             f"requests still run after timeout_s = {timeout_s:g} seconds, and nothing was flushed: raise it, or flush "

@@ -544,6 +544,12 @@ class Engine:
             if compiled is not None:
                 self.grammars.attach(request, compiled)
 
+    def flush_cache(self, scheduler: Scheduler) -> int:
+        """Drops every cached prefix that no running request uses, and all stored outputs. On the engine's thread.
+        Returns the pages freed."""
+        self._recent_outputs.clear()
+        return scheduler.flush_cache()
+
     def _on_finished(self, request: Request) -> None:
         self.grammars.detach(request)
         self._recent_outputs.add(request)

@@ -20,6 +20,7 @@ from paceline.request import FinishReason, Request, Tokens
 from paceline.scheduler.plan import NO_TOKENS
 
 MAX_OUTPUTS = 1024  # of a tenant
+MAX_TENANTS = 64  # the least recently active one is forgotten: clients may choose tenants
 _TAIL = 32  # last tokens of a prompt: the last message of a chat, or its end
 
 Key = tuple[str, str, int]  # cache salt, adapter, hash of token ids
@@ -51,7 +52,7 @@ class RecentOutputs:
     def __init__(self, max_tokens: int) -> None:
         """`max_tokens` of each tenant; 0 stores nothing."""
         self._max_tokens = max_tokens
-        self._tenants: dict[str, _TenantOutputs] = {}
+        self._tenants: OrderedDict[str, _TenantOutputs] = OrderedDict()
 
     def find(self, request: Request) -> Tokens:
         """The output that this request may repeat, if there is one."""
@@ -73,6 +74,9 @@ class RecentOutputs:
         if not 0 < size <= self._max_tokens or not _is_drafted(request) or request.finish_reason is FinishReason.ERROR:
             return
         tenant = self._tenants.setdefault(request.tenant, _TenantOutputs())
+        self._tenants.move_to_end(request.tenant)
+        if len(self._tenants) > MAX_TENANTS:
+            self._tenants.popitem(last=False)
         (prompt, tail), output = _keys(request), np.array(request.output, np.int32)
         if (before := tenant.by_prompt.get(prompt)) is not None:
             if np.array_equal(before.output[:size], output):  # this one was cut off: the longer one stays
@@ -83,6 +87,9 @@ class RecentOutputs:
         tenant.num_tokens += len(output)
         while len(tenant.by_prompt) > MAX_OUTPUTS or tenant.num_tokens > self._max_tokens:
             tenant.remove(next(iter(tenant.by_prompt)))
+
+    def clear(self) -> None:
+        self._tenants.clear()
 
 
 def _is_drafted(request: Request) -> bool:

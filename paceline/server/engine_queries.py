@@ -143,7 +143,7 @@ class EngineQueries:
             case GetMonitor():
                 return lambda _: self._monitor.state()
             case FlushCache():
-                return lambda scheduler: scheduler.flush_cache() * scheduler.config.page_size
+                return lambda scheduler: self._engine.flush_cache(scheduler) * scheduler.config.page_size
             case GetPins():
                 return lambda scheduler: [
                     PinState(pin.name, pin.node.depth, None if math.isinf(pin.expires) else pin.expires - now)

@@ -163,3 +163,19 @@ def test_nothing_is_stored_without_speculation() -> None:
         with LLM(load="random", shape="tiny-qwen3", threads=1, kv_tokens=4096, **options) as llm:
             run(llm, PROMPT)
             assert not llm.engine._recent_outputs._tenants
+
+
+def test_tenants_are_bounded() -> None:
+    """A client may send a new tenant with every request."""
+    tenants = [str(number) for number in range(recent_outputs.MAX_TENANTS + 1)]
+    outputs = stored(*(request(PROMPT, [1, 2], tenant=tenant) for tenant in tenants))
+    assert [found(outputs, PROMPT, tenant=tenant) for tenant in tenants] == [[], *[[1, 2]] * recent_outputs.MAX_TENANTS]
+
+
+def test_a_flush_drops_stored_outputs() -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(load="random", shape="tiny-qwen3", threads=1, kv_tokens=512, speculate="ngram") as llm:
+        first = llm.generate([PROMPT], params, progress=False)[0]
+        assert llm.generate([PROMPT], params, progress=False)[0].num_accepted_tokens > first.num_accepted_tokens
+        llm.engine.call(llm.engine.flush_cache).result()
+        assert llm.generate([PROMPT], params, progress=False)[0].num_accepted_tokens == first.num_accepted_tokens
