@@ -86,9 +86,9 @@ def _write_runs_kernel(packed, words, words_stride, BLOCK: tl.constexpr):
             tl.store(target + i + lane, tl.load(source + offset + i + lane, mask=mine), mask=mine)
 
 
-def write_runs(packed: torch.Tensor, state: AdjustState, num_programs: int = 128) -> None:
-    """Copies packed runs (`pack_runs`), int32 on the device, into the words of slots. The buffer may be longer."""
-    _write_runs_kernel[(num_programs,)](packed, state.words, state.words.stride(0), BLOCK=512, num_warps=4)
+def write_runs(packed: torch.Tensor, words: torch.Tensor, num_programs: int = 128) -> None:
+    """Copies packed runs (`pack_runs`), int32 on the device, into `words` [S, n] of slots. The buffer may be longer."""
+    _write_runs_kernel[(num_programs,)](packed, words, words.stride(0), BLOCK=512, num_warps=4)
 
 
 def adjust_logits_reference(

@@ -1,12 +1,14 @@
-"""Speculative decoding on the device: drafts from a row's own tokens, and which of them were right.
+"""Speculative decoding on the device: drafts from a row's own tokens or its draft source, and which were right.
 
 A decode row with d drafts feeds 1 + d tokens. Their logits give the tokens that plain decoding would sample if all
 drafts before them are right. A draft is accepted exactly if it equals that token, so the output is that of plain
 decoding. Where a row continues is known on the device only: the next pass can be launched before the host knows it.
 
 `propose_drafts` runs before the tokens of a pass are gathered. It looks for the longest and latest earlier occurrence
-of a row's last tokens, and writes what followed it behind them into the token pool. Rows feed between one and
-1 + drafts tokens; the tokens of all rows are packed one after the other. `accept_drafts` runs after sampling.
+of a row's last tokens, and writes what followed it behind them into the token pool. If the slot has a draft source, a
+text that the output may follow, a match there that is as long comes first: the one nearest to where the output is if it
+has the same length so far. Rows feed between one and 1 + drafts tokens; the tokens of all rows are packed one after the
+other. `accept_drafts` runs after sampling.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -27,6 +29,7 @@ from paceline.kernels.layouts import (
     AdjustHeader,
     DraftWord,
     SamplingWord,
+    SourceWord,
     constants,
 )
 from paceline.kernels.slot_state import SlotState
@@ -35,6 +38,7 @@ MAX_DRAFTS = DRAFT_WORDS - DraftWord.TOKENS - 1
 SHORTEST_MATCH, LONGEST_MATCH = 2, 4  # tokens that must have occurred before, and most that are compared
 
 _NUM_FED, _COUNT, _TOKENS = constants(DraftWord)
+_NUM_SOURCE, _NUM_PROMPT, _SOURCE_TOKENS = constants(SourceWord)
 _DRAFT_WORDS = tl.constexpr(DRAFT_WORDS)
 _MAX_LENGTH = tl.constexpr(SamplingWord.MAX_LENGTH.value)
 _FLAGS = tl.constexpr(AdjustHeader.FLAGS.value)
@@ -51,6 +55,7 @@ class DraftBuffers:
     num_tokens: torch.Tensor  # [1] int32
     arrived: torch.Tensor  # [1] int32, zero between launches
     results: torch.Tensor  # [depth, R, DRAFT_WORDS] int32: a ring like that of sampled tokens
+    sources: torch.Tensor  # [S, SourceWord.TOKENS + max_length] int32
     # Sampling stores the tokens of rows where nobody reads them: which of them count is decided afterwards.
     unused_pool: torch.Tensor  # [S, max_length] int32, the same memory for all slots
     unused_computed: torch.Tensor  # [S] int32
@@ -69,6 +74,7 @@ class DraftBuffers:
             num_tokens=zeros(1),
             arrived=zeros(1),
             results=zeros(depth, rows, DRAFT_WORDS),
+            sources=zeros(slots, SourceWord.TOKENS + max_length),
             unused_pool=zeros(1, max_length).expand(slots, -1),
             unused_computed=zeros(slots),
         )
@@ -78,11 +84,22 @@ class DraftBuffers:
         return replace(state, token_pool=self.unused_pool, num_computed=self.unused_computed)
 
 
-def propose_drafts_reference(tokens: list[int], limit: int) -> list[int]:
+def propose_drafts_reference(
+    tokens: list[int], limit: int, source: list[int] | None = None, num_prompt_tokens: int = 0
+) -> list[int]:
     """Up to `limit` tokens that may follow `tokens`."""
+    source = source or []
+    here = len(tokens) - num_prompt_tokens  # where the output is in its source, if it has followed it
     for size in range(LONGEST_MATCH, SHORTEST_MATCH - 1, -1):
+        last = tokens[len(tokens) - size :]
+        ends = [end for end in range(size, len(source)) if source[end - size : end] == last]
+        if size == LONGEST_MATCH and 0 < here < size and here < len(source) and source[:here] == tokens[-here:]:
+            ends = [here]  # the output is the beginning of its source
+        if ends:
+            end = min(ends, key=lambda end: (abs(end - here), -end))
+            return source[end : end + limit]
         for end in range(len(tokens) - 1, size - 1, -1):
-            if tokens[end - size : end] == tokens[len(tokens) - size :]:
+            if tokens[end - size : end] == last:
                 following = tokens[end:]
                 return [following[i % len(following)] for i in range(limit)]
     return []
@@ -102,8 +119,10 @@ def _propose_kernel(
     token_rows,
     num_tokens,
     arrived,
+    sources,
     pool_stride,
     words_stride,
+    table_stride,
     WORDS: tl.constexpr,
     PENALTIES: tl.constexpr,
     DRAFTS: tl.constexpr,
@@ -142,12 +161,42 @@ def _propose_kernel(
                 best = tl.maximum(best, tl.max(tl.where(same, length * _MAX_INDEX + i, 0), axis=0))
             if ALWAYS:
                 best = tl.maximum(best, position - 1)
-            if best > 0:
+            source = sources + slot * table_stride
+            num_source = tl.load(source + _NUM_SOURCE)
+            found = row * 0
+            at = row * 0
+            if num_source > 0:
+                here = position - tl.load(source + _NUM_PROMPT)  # where the output is, if it has followed its source
+                for start in range(0, num_source - 1, BLOCK):
+                    i = start + lane
+                    known = i < num_source - 1
+                    text = source + _SOURCE_TOKENS + i
+                    one = (tl.load(text, mask=known, other=-2) == last) & known
+                    two = tl.load(text - 1, mask=known & (i > 0), other=-2) == second
+                    three = tl.load(text - 2, mask=known & (i > 1), other=-2) == third
+                    four = tl.load(text - 3, mask=known & (i > 2), other=-2) == fourth
+                    length = 2 + three.to(tl.int32) + (three & four).to(tl.int32)
+                    # The beginning of the output is that of its source: one token is as good as four.
+                    begins = one & (i == here) & (two | (i < 1)) & (three | (i < 2)) & (four | (i < 3))
+                    same = (one & two) | begins
+                    length = tl.where(begins, 4, length)
+                    distance = tl.abs(i - here)
+                    score = tl.where(same, length * _MAX_INDEX + _MAX_INDEX - 1 - distance, 0)
+                    highest = tl.max(score, axis=0)
+                    if highest > found:
+                        found = highest
+                        at = tl.max(tl.where(score == highest, i, 0), axis=0)
+            if (found > 0) & (found // _MAX_INDEX >= best // _MAX_INDEX):
+                limit = tl.minimum(limit, num_source - 1 - at)
+                draft = tl.arange(0, BLOCK_D)
+                token = tl.load(source + _SOURCE_TOKENS + at + 1 + draft, mask=draft < limit, other=0)
+                tl.store(history + position + 1 + draft, token, mask=draft < limit)
+                fed += limit
+            elif best > 0:
                 end = best % _MAX_INDEX + 1
                 draft = tl.arange(0, BLOCK_D)
                 # Once it has reached the end of the row, it begins again.
-                source = end + draft % (position + 1 - end)
-                token = tl.load(history + source, mask=draft < limit, other=0)
+                token = tl.load(history + end + draft % (position + 1 - end), mask=draft < limit, other=0)
                 tl.store(history + position + 1 + draft, token, mask=draft < limit)
                 fed += limit
     tl.store(num_fed + row, fed)
@@ -192,8 +241,10 @@ def propose_drafts(
         buffers.token_rows,
         buffers.num_tokens,
         buffers.arrived,
+        buffers.sources,
         state.token_pool.stride(0),
         adjust.words.stride(0),
+        buffers.sources.stride(0),
         WORDS=SAMPLING_WORDS,
         PENALTIES=PENALTIES,
         DRAFTS=drafts,

@@ -77,6 +77,14 @@ class DraftWord(IntEnum):
 DRAFT_WORDS = 10
 
 
+class SourceWord(IntEnum):
+    """The draft source of a slot: a text that its output may follow (drafts.py)."""
+
+    NUM_TOKENS = 0  # 0: none
+    NUM_PROMPT_TOKENS = 1
+    TOKENS = 2  # the first of them
+
+
 class AdjustHeader(IntEnum):
     """The header of a slot's lists of penalties, biases and forbidden tokens (adjust.py). Floats are their bits."""
 

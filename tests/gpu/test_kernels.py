@@ -371,7 +371,7 @@ def test_adjusting_and_masking_at_size() -> None:
             len(tokens),
         )
     packed = pack_runs(runs)
-    write_runs(torch.from_numpy(packed).cuda(), lists)
+    write_runs(torch.from_numpy(packed).cuda(), lists.words)
     write_runs_reference(packed, reference)
     assert torch.equal(lists.words.cpu(), reference.words)
     slots = torch.arange(rows, device="cuda").int()

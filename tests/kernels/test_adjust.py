@@ -68,7 +68,7 @@ def test_rows_are_adjusted_as_on_the_cpu_pass_after_pass(indexed: bool) -> None:
         runs += runs_of(slot, by, tokens)
     packed = pack_runs(runs)
     write_runs_reference(packed, reference)
-    write_runs(torch.from_numpy(np.concatenate([packed, packed[:5]])), ours, num_programs=2)
+    write_runs(torch.from_numpy(np.concatenate([packed, packed[:5]])), ours.words, num_programs=2)
     assert torch.equal(reference.words, ours.words)
 
     pool = torch.zeros(SLOTS, LENGTH, dtype=torch.int32)

@@ -35,17 +35,26 @@ def buffers(rows: int, drafts: int) -> DraftBuffers:
 
 
 @pytest.mark.parametrize("drafts", [2, 4, 7])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(8))
 def test_drafts_are_what_followed_the_last_tokens_before(drafts: int, seed: int) -> None:
+    """In the row, or in its source: none, any, or one that the output has followed from its beginning."""
     rng = random.Random(seed)
     histories = [[rng.randrange(3) for _ in range(rng.choice([1, 2, 3, 5, 30, 70]))] for _ in range(4)]
     max_lengths = [len(tokens) + rng.choice([0, 1, 2, 3, 20]) for tokens in histories]
     state, adjust = rows_of(histories, max_lengths)
     before = state.token_pool.clone()
     found = buffers(5, drafts)  # one row of padding
+    found.sources.random_(0, 3)
+    sources, prompts = [], []
+    for row, tokens in enumerate(histories):
+        prompts.append(rng.randint(0, len(tokens)))
+        random_text = [rng.randrange(3) for _ in range(rng.choice([1, 2, 5, 60]))]
+        sources.append(rng.choice([[], random_text, [*tokens[prompts[-1] :], *random_text]])[:MAX_LENGTH])
+        words = torch.tensor([len(sources[-1]), prompts[-1], *sources[-1]])
+        found.sources[SLOTS - 1 - row, : len(words)] = words
     propose_drafts(state, adjust, found, 5, drafts, block=16)
     limits = [max(0, min(drafts, end - 1 - len(tokens))) for tokens, end in zip(histories, max_lengths, strict=True)]
-    wanted = [propose_drafts_reference(tokens, limit) for tokens, limit in zip(histories, limits, strict=True)]
+    wanted = [propose_drafts_reference(*one) for one in zip(histories, limits, sources, prompts, strict=True)]
     fed = [1 + len(tokens) for tokens in wanted]
     assert found.num_fed.tolist() == [*fed, 0]
     assert found.query_starts.tolist() == [0, *torch.tensor(fed).cumsum(0).tolist(), sum(fed)]

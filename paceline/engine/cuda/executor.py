@@ -234,6 +234,7 @@ class CudaExecutor(Executor):
             max_length,
             self.attention.split_rule,
             sizes,
+            has_drafts=max_drafts > 0,
         )
         self._num_steps = 0  # the value of the device's step counter once everything launched has run
 
@@ -515,7 +516,10 @@ class CudaExecutor(Executor):
     def _apply(self, buffers: PassBuffers, packed: PackedBatch) -> None:
         apply_diff(buffers.diff, self.state, self.attention.shared_units, num_programs=self._diff_programs)
         if packed.adjust_runs.count:
-            write_runs(buffers.span(packed.adjust_runs), self.sampling.adjust, self._run_programs)
+            write_runs(buffers.span(packed.adjust_runs), self.sampling.adjust.words, self._run_programs)
+        if packed.source_runs.count:
+            assert self.drafts is not None, "only a packer for drafts packs their sources"
+            write_runs(buffers.span(packed.source_runs), self.drafts.sources, self._run_programs)
 
     # ------------------------------------------------------------------ what a graph contains
 

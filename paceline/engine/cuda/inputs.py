@@ -29,7 +29,7 @@ from paceline.engine.cuda.packing import (
 from paceline.engine.cuda.sharing import NOTHING_SHARED, SharedUnits, ShareRule, shared_rows
 from paceline.engine.cuda.tiles import SharedTiles, SplitRule, extend_tiles, extend_units, shared_tiles
 from paceline.kernels._triton import cdiv
-from paceline.kernels.layouts import EXTEND_UNIT_WORDS
+from paceline.kernels.layouts import EXTEND_UNIT_WORDS, SourceWord
 from paceline.sampling.adjust import logit_adjustments, token_counts
 from paceline.sampling.logprobs import LogprobTable, LogprobWidth
 from paceline.scheduler.plan import Join, Plan
@@ -115,6 +115,7 @@ class PackedBatch:
     tile_rows: UploadSpan
     tile_tokens: UploadSpan
     adjust_runs: UploadSpan  # changes of slots' penalties, biases and forbidden tokens
+    source_runs: UploadSpan  # changes of slots' draft sources
     spill_pages: UploadSpan  # pages that are copied to host memory before the pass
     fetch_pages: UploadSpan  # pages that are copied back
     pool_ranges: UploadSpan  # first and end of the tokens that are summed for each of `pooled_rows`
@@ -139,7 +140,11 @@ class PlanPacker:
         max_length: int = 0,
         split_rule: SplitRule = SplitRule(kv_heads=1),  # noqa: B008  (frozen)
         prefill_sizes: Sequence[int] = (),
+        *,
+        has_drafts: bool = False,
     ) -> None:
+        self._has_drafts = has_drafts
+        self._has_source = np.zeros(max_running, np.bool_)  # slots whose draft source on the device is not empty
         self._prefill_sizes = prefill_sizes
         self._share_rule = share_rule
         self._split_rule = split_rule
@@ -191,7 +196,7 @@ class PlanPacker:
                 )
         columns += (NO_WORDS,) * (_NUM_PREFILL_COLUMNS - len(columns))
         swapped = (NO_WORDS, NO_WORDS) if plan.swap is None else (plan.swap.spill_pages, plan.swap.fetch_pages)
-        parts = (diff, *columns, adjust, *swapped, pool_ranges)
+        parts = (diff, *columns, adjust, self._sources(plan), *swapped, pool_ranges)
         (_, *spans), num_words = lay_out(map(len, parts))
         # Sampling advances its row on the device; other rows stay where the diff has set them.
         self._computed[slots] = plan.starts + np.where(samples, lengths, 0)
@@ -317,6 +322,17 @@ class PlanPacker:
             elif self._adjusted[join.slot]:
                 runs.append(no_adjustments(join.slot))
             self._adjusted[join.slot] = by is not None
+        return pack_runs(runs) if runs else NO_WORDS
+
+    def _sources(self, plan: Plan) -> Column:
+        """The packed draft sources of joining requests; empty for most plans."""
+        runs: list[Run] = []
+        for join in plan.joins if self._has_drafts else ():
+            source = join.draft_source
+            if len(source) or self._has_source[join.slot]:
+                header = np.array([len(source), join.num_prompt_tokens], np.int32)
+                runs.append((join.slot, SourceWord.NUM_TOKENS, np.concatenate([header, source])))
+            self._has_source[join.slot] = len(source) > 0
         return pack_runs(runs) if runs else NO_WORDS
 
 

@@ -125,4 +125,4 @@ def _prefill(executor: CudaExecutor, blocks: tuple[int, ...]) -> None:
 def _apply(executor: CudaExecutor) -> None:
     words = torch.zeros(64, dtype=torch.int32, device=executor.model.device)
     apply_diff(words, executor.state, executor.attention.shared_units)
-    write_runs(words, executor.sampling.adjust)
+    write_runs(words, executor.sampling.adjust.words)

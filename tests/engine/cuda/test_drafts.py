@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 from paceline.engine.cuda.executor import CudaExecutor
+from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed
 from paceline.llm import LLM, RequestOutput
-from paceline.request import Grammar, SamplingParams
+from paceline.request import Grammar, SamplingParams, as_tokens
 from tests.engine.cuda.interpreted import (
     GREEDY,
     IN_BOUNDS,
@@ -121,6 +123,30 @@ def test_rows_with_a_grammar_wait_for_their_masks() -> None:
             found.append([output.token_ids for output in llm.generate(PROMPTS[:2], params)])
     assert found[0] == found[1]
     assert not any(key.drafts for key in keys[0]) and any(key.drafts for key in keys[1])
+
+
+def test_a_draft_source_gives_the_same_tokens_in_fewer_passes() -> None:
+    """The outputs of a first run are the sources of a second; a slot's next request does not inherit its source."""
+    params = replace(GREEDY, max_tokens=16, temperature=0.8, seed=3)
+
+    async def outputs(llm: LLM, sources: list[list[int]]) -> list[list[int]]:
+        async def one(prompt: list[int], source: list[int]) -> list[int]:
+            job = Job(as_tokens(prompt), params, draft_source=as_tokens(source))
+            return [token async for delta in llm.engine.stream(job) for token in delta.token_ids]
+
+        return await asyncio.gather(*map(one, PROMPTS, sources))
+
+    llm, _ = on_kernels("tiny-qwen3", draft_tokens=7)
+    with llm:
+        counters, none = llm.engine.scheduler.counters, [[]] * len(PROMPTS)
+        plain = asyncio.run(outputs(llm, none))
+        steps = counters.steps
+        edited = [[*tokens[:5], 500, *tokens[6:]] for tokens in plain]
+        for sources in (plain, edited, plain[::-1], none):
+            before = counters.steps
+            assert asyncio.run(outputs(llm, sources)) == plain
+            if sources is plain:
+                assert counters.steps - before < steps / 2
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
