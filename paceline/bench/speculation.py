@@ -7,6 +7,7 @@ machine. Some tasks repeat their input, others write something new.
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,14 +17,16 @@ import msgspec
 
 from paceline.bench.runner import BenchRunner
 from paceline.config import ConfigError
+from paceline.engine.cuda.executor import CudaExecutor
 from paceline.llm import LLM
 from paceline.request import Request, SamplingParams
-from paceline.scheduler.draft_depth import DraftDepth
+from paceline.scheduler.draft_depth import MAX_ROWS, DraftDepth
 from paceline.scheduler.plan import DRAFT_DEPTHS
 
 _OUTPUT_TOKENS = 192
 _MAX_QUESTIONS = 4  # of each category
 _MAX_CPU_BATCH = 16
+_COIN, _COIN_PROMPT = 0.7, 512
 
 _TEXT = (
     "The lighthouse at Cape Arren was built in 1874, after three ships had been lost on the reef in a single winter.",
@@ -56,9 +59,13 @@ class _Question(msgspec.Struct):
     turns: Annotated[list[str], msgspec.Meta(min_length=1)]
 
 
-class _NoDrafts(DraftDepth):
+class _FixedDepth(DraftDepth):
+    def __init__(self, depth: int) -> None:
+        super().__init__(max(DRAFT_DEPTHS))
+        self.depth = depth
+
     def choose(self, requests: Sequence[Request]) -> int:
-        return 0
+        return self.depth
 
 
 class _TaskRun(NamedTuple):
@@ -116,8 +123,8 @@ def run_speculate(runner: BenchRunner) -> None:
     sizes = [size for size in config.batch_sizes if on_gpu or size <= _MAX_CPU_BATCH]
     params = SamplingParams(temperature=0, max_tokens=max(16, int(_OUTPUT_TOKENS * (config.scale or 1))))
     runner.close()
-    with runner.make(speculate="auto") as llm:
-        modes = {"off": _NoDrafts(0), "auto": DraftDepth(max(DRAFT_DEPTHS))}
+    with runner.make(speculate="auto", recent_output_tokens=0) as llm:
+        modes = {"off": _FixedDepth(0), "auto": DraftDepth(max(DRAFT_DEPTHS))}
         _run(llm, modes["off"], tasks["story"], 1, params)  # warm-up
         runner.table.append(
             f"{'task':12} {'batch':>5} {'off tok/s':>10} {'auto tok/s':>10} {'speed-up':>8} {'accepted':>8} "
@@ -129,21 +136,42 @@ def run_speculate(runner: BenchRunner) -> None:
                 for mode in list(modes)[:: -1 if repeat % 2 else 1]:
                     runs[mode].append(_run(llm, modes[mode], prompts, size, params))
             _report(runner, task, size, *(min(runs[mode], key=lambda run: run.seconds) for mode in modes))
+        if isinstance(llm.engine.executor, CudaExecutor):
+            _run_coin(runner, llm, llm.engine.executor, [size for size in sizes if size <= MAX_ROWS])
+
+
+def _run_coin(runner: BenchRunner, llm: LLM, executor: CudaExecutor, sizes: Sequence[int]) -> None:
+    """What verification costs where acceptance is given: each draft is accepted with a probability, whatever it is."""
+    executor.accept_by_coin(_COIN)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 10_000) for _ in range(_COIN_PROMPT)] for _ in range(max(sizes))]
+    params = SamplingParams(temperature=0.6, seed=1, max_tokens=_OUTPUT_TOKENS, ignore_eos=True)
+    for size in sizes:
+        runs: dict[int, list[_TaskRun]] = {depth: [] for depth in (0, *DRAFT_DEPTHS)}
+        for depth in (*runs, *list(runs) * runner.config.repeats):  # the first captures graphs
+            runs[depth].append(_generate(llm, _FixedDepth(depth), [prompts[:size]], params))
+        best = {depth: min(found, key=lambda run: run.seconds) for depth, found in runs.items()}
+        for depth in DRAFT_DEPTHS:
+            _report(runner, f"coin {_COIN}, {depth}", size, best[0], best[depth])
 
 
 def _run(llm: LLM, depth: DraftDepth, prompts: list[str], size: int, params: SamplingParams) -> _TaskRun:
     """Generates all prompts of a task, `size` at a time."""
-    engine = llm.engine
-    engine.call(lambda scheduler: setattr(scheduler, "draft_depth", depth)).result()
     # A larger batch repeats the prompts, with a number so that they differ.
     rows = [f"{prompts[row % len(prompts)]}\n\n(Request {row})" for row in range(max(size, len(prompts)))]
+    encoded = [llm.engine.tokenizer.encode_chat([{"role": "user", "content": row}]) for row in rows]
+    return _generate(llm, depth, [encoded[at : at + size] for at in range(0, len(encoded), size)], params)
+
+
+def _generate(llm: LLM, depth: DraftDepth, batches: Sequence[Sequence[list[int]]], params: SamplingParams) -> _TaskRun:
+    engine = llm.engine
+    engine.call(lambda scheduler: setattr(scheduler, "draft_depth", depth)).result()
     counters = engine.scheduler.counters
     before = counters.steps, counters.drafted_tokens, counters.accepted_tokens
     tokens: list[list[int]] = []
     began = time.perf_counter()
-    for at in range(0, len(rows), size):
-        conversations = [[{"role": "user", "content": row}] for row in rows[at : at + size]]
-        tokens += [output.token_ids for output in llm.chat(conversations, params, progress=False)]
+    for batch in batches:
+        tokens += [output.token_ids for output in llm.generate(list(batch), params, progress=False)]
     seconds = time.perf_counter() - began
     after = counters.steps, counters.drafted_tokens, counters.accepted_tokens
     return _TaskRun(seconds, tokens, *(end - begin for begin, end in zip(before, after, strict=True)))

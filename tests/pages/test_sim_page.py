@@ -421,3 +421,16 @@ def test_an_invalid_parameter_is_reported_in_one_sentence(page: Page, url: str) 
     assert (
         page.request.get(f"{url}/api/run?policy=magic").json()["error"].startswith("policy is 'magic': choose one of")
     )
+
+
+def test_drafts_are_shown_while_speculation_is_on(page: Page, url: str, tmp_path: Path) -> None:
+    page.goto(url)
+    settled(page)
+    expect(page.locator("[data-figure='tokens_per_decode']")).to_have_count(0)
+    page.get_by_label("Drafts per row").fill("4")
+    expect(page.locator("[data-figure='tokens_per_decode']")).to_have_count(2)
+    settled(page)
+    found = from_the_command_line(tmp_path / "left.json", policy="fcfs", drafts=4, acceptance=0.7)
+    assert_shows(page, 0, found)
+    assert shown(page, 0, "tokens_per_decode") == f"{found['tokens_per_decode']:.2f}"
+    assert shown(page, 0, "accepted") == f"{100 * found['accepted_tokens'] / found['drafted_tokens']:.1f} %"

@@ -16,6 +16,7 @@ class Features:
     num_prefill_tokens: int
     num_decodes: int
     num_context_tokens: int
+    num_drafts: int = 0
 
 
 def observe(fit: StepTimeFit, truth: StepTime, count: int, noise: float = 0.0) -> None:

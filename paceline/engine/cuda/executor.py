@@ -300,6 +300,11 @@ class CudaExecutor(Executor):
         self.model.load(decoder)
         self._streams.synchronize()
 
+    def accept_by_coin(self, probability: float) -> None:
+        """Benchmarks: from now on a draft is accepted with this probability, whatever it is. No pass is in flight."""
+        self.decode.coin = round(256 * probability)
+        self.graphs.clear()
+
     @torch.inference_mode()
     def run_background_work(self) -> bool:
         """Captures one CUDA graph that is likely to be used; returns whether one was missing."""

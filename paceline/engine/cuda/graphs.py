@@ -117,6 +117,9 @@ class CudaGraphs:
             del self._graphs[next(iter(self._graphs))]
         self.capture_s += time.perf_counter() - began
 
+    def clear(self) -> None:
+        self._graphs.clear()
+
     def capture_missed(self) -> None:
         """Captures the graph that was missed most often, if that was often enough."""
         needed = CAPTURE_AFTER if len(self._graphs) < MAX_GRAPHS else REPLACE_AFTER
