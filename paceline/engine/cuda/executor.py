@@ -303,7 +303,7 @@ class CudaExecutor(Executor):
     def accept_by_coin(self, probability: float) -> None:
         """Benchmarks: from now on a draft is accepted with this probability, whatever it is. No pass is in flight."""
         self.decode.coin = round(256 * probability)
-        self.graphs.clear()
+        self.graphs.drop_drafts()
 
     @torch.inference_mode()
     def run_background_work(self) -> bool:

@@ -117,8 +117,9 @@ class CudaGraphs:
             del self._graphs[next(iter(self._graphs))]
         self.capture_s += time.perf_counter() - began
 
-    def clear(self) -> None:
-        self._graphs.clear()
+    def drop_drafts(self) -> None:
+        """Drops the graphs of passes with drafts. Not all graphs: torch frees their memory pool with the last one."""
+        self._graphs = {graph: one for graph, one in self._graphs.items() if not graph[1].drafts}
 
     def capture_missed(self) -> None:
         """Captures the graph that was missed most often, if that was often enough."""
