@@ -41,6 +41,7 @@ _FIRST_RETRY, _LAST_RETRY = 256, 4096  # passes after which times that were meas
 
 _INDEX_TOKENS = 1024  # tokens added to indexes in one step: takes about 0.1 ms
 _MAX_INDEX_TOKENS = 16_384  # the last tokens of a longer prompt; an entry takes about 100 bytes
+_ROWS_PER_PASS = 16  # whose estimates are updated
 _KEY_MASK = (1 << 64) - 1
 
 
@@ -48,7 +49,7 @@ class NgramMatcher:
     """Predicts each token of a request as the one that followed the last occurrence of the two tokens before it, and
     estimates how often that is right."""
 
-    __slots__ = ("_accepted", "_index", "_key", "_num_seen", "_predicted", "_rate")
+    __slots__ = ("_accepted", "_index", "_key", "_num_seen", "_predicted", "_rate", "rate")
 
     def __init__(self, request: Request) -> None:
         self._index: dict[int, int] = {}  # two tokens, as one integer -> the next
@@ -60,13 +61,13 @@ class NgramMatcher:
         # Of passes with drafts: the rates of accepted drafts and of right predictions. The executor may draft better or
         # worse than this.
         self._accepted = self._predicted = 1.0
+        self.rate = self._rate  # the probability that a draft is right
 
-    @property
-    def rate(self) -> float:
-        """The probability that a draft is right."""
-        if self._rate < _LOWEST_RATE:
-            return self._rate
-        return min(1.0, self._rate * min(_MAX_BETTER, self._accepted / max(self._predicted, _LOWEST_RATE)))
+    def _update_rate(self) -> None:
+        self.rate = self._rate
+        if self._rate >= _LOWEST_RATE:
+            self.rate *= min(_MAX_BETTER, self._accepted / max(self._predicted, _LOWEST_RATE))
+            self.rate = min(1.0, self.rate)
 
     def catch_up(self, request: Request, limit: int) -> int:
         """Takes the tokens that are new, at most `limit` of a backlog. Returns how many of a backlog it took."""
@@ -76,6 +77,7 @@ class NgramMatcher:
         if num_new:
             self._judge(request.output)
             self._accepted += (self._predicted - self._accepted) * _FORGIVE
+            self._update_rate()
         return 0
 
     def _judge(self, output: array[int]) -> int:
@@ -113,6 +115,7 @@ class NgramMatcher:
         weight = min(1.0, num_tried * _STEP)
         self._accepted += (num_accepted / num_tried - self._accepted) * weight
         self._predicted += (num_right / max(1, num_new) - self._predicted) * weight
+        self._update_rate()
 
 
 class _PassTimes:
@@ -154,6 +157,7 @@ class DraftDepth:
         self._times: dict[tuple[int, int], _PassTimes] = {}  # by rows, rounded up to a power of two, and depth
         self._num_passes = 0
         self._depth = 0  # of the last pass
+        self._next_row = 0  # whose estimate is updated next
 
     def choose(self, requests: Sequence[Request]) -> int:
         """The drafts per row of a decode batch of these requests."""
@@ -164,20 +168,25 @@ class DraftDepth:
     def _choose(self, requests: Sequence[Request]) -> int:
         if len(requests) > MAX_ROWS:
             return 0  # matchers stay, for a batch that shrinks again: indexing 64 prompts takes milliseconds
+        if any(request.params.grammar is not None for request in requests):
+            return 0  # the masks of a grammar are computed for one position
+        self._catch_up(requests)
+        rates = [0.0 if matcher is None else matcher.rate for matcher in map(self._matchers.get, requests)]
+        if max(rates, default=0.0) < _LOWEST_RATE:
+            return 0
+        return self._most_profitable(np.array(rates))
+
+    def _catch_up(self, requests: Sequence[Request]) -> None:
+        """Updates some of the estimates, in turns: looking at 64 rows in every pass takes longer than at four times the
+        tokens in every fourth."""
         budget, matchers = _INDEX_TOKENS, self._matchers
-        rates = []
-        has_grammar = False
-        for request in requests:
+        first = self._next_row if self._next_row < len(requests) else 0
+        self._next_row = first + _ROWS_PER_PASS
+        for request in requests[first : self._next_row]:
             matcher = matchers.get(request)
             if matcher is None:
                 matcher = matchers[request] = NgramMatcher(request)
             budget -= matcher.catch_up(request, budget)
-            rates.append(matcher.rate)
-            has_grammar = has_grammar or request.params.grammar is not None
-        # The masks of a grammar are computed for one position.
-        if has_grammar or max(rates, default=0.0) < _LOWEST_RATE:
-            return 0
-        return self._most_profitable(np.array(rates))
 
     def _most_profitable(self, rates: npt.NDArray[np.float64]) -> int:
         num_rows = len(rates)
