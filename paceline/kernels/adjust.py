@@ -8,6 +8,9 @@ The list of seen tokens makes the cost of penalties proportional to the length o
 256 rows of 1,500 tokens touch a hundredth of their logits. Each forward pass adds the token it was fed, if that is new,
 while it reads the list. One program handles a row and a token occurs once in each list, so no two threads write one
 logit; a barrier separates the lists.
+
+With drafts (speculative decoding) the list has tokens that were accepted only: `count_seen` adds them before the next
+pass reads it. The drafts that a token follows count for that token alone.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -21,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.kernels._triton import UNSPECIALIZED, cdiv, launched, tl, triton
+from paceline.kernels._triton import UNSPECIALIZED, cdiv, launched, next_power_of_2, tl, triton
 from paceline.kernels.layouts import (
     ADJUST_HEADER_WORDS,
     MAX_BIASES,
@@ -99,6 +102,7 @@ def adjust_logits_reference(
     token_pool: torch.Tensor,
     state: AdjustState,
     index: torch.Tensor | None = None,
+    drafts: int = 0,
 ) -> None:
     for row in range(num_rows):
         source = row if index is None else int(index[row])
@@ -110,7 +114,13 @@ def adjust_logits_reference(
             repetition, frequency, presence = factors.tolist()
             seen, counts = words[AdjustList.SEEN_IDS :].chunk(2)
             num_seen = header[AdjustHeader.NUM_SEEN]
-            if position >= header[AdjustHeader.NUM_COUNTED]:
+            if drafts:
+                seen, counts = seen.clone(), counts.clone()
+                for token in token_pool[slot, header[AdjustHeader.NUM_COUNTED] : position + 1].tolist():
+                    place = next((i for i in range(num_seen) if int(seen[i]) == token), num_seen)
+                    seen[place], counts[place] = token, (int(counts[place]) if place < num_seen else 0) + 1
+                    num_seen = max(num_seen, place + 1)
+            elif position >= header[AdjustHeader.NUM_COUNTED]:
                 token = int(token_pool[slot, position])
                 place = next((i for i in range(num_seen) if int(seen[i]) == token), num_seen)
                 seen[place] = token
@@ -133,6 +143,94 @@ def adjust_logits_reference(
                 line[token] = FORBIDDEN
 
 
+def count_seen_reference(
+    row_slots: torch.Tensor, num_rows: int, num_computed: torch.Tensor, token_pool: torch.Tensor, state: AdjustState
+) -> None:
+    for slot in row_slots[:num_rows].tolist():
+        words = state.words[slot]
+        if not int(words[AdjustHeader.FLAGS]) & PENALTIES:
+            continue
+        seen, counts = words[AdjustList.SEEN_IDS :].chunk(2)
+        for position in range(int(words[AdjustHeader.NUM_COUNTED]), int(num_computed[slot]) + 1):
+            token, num_seen = int(token_pool[slot, position]), int(words[AdjustHeader.NUM_SEEN])
+            place = next((i for i in range(num_seen) if int(seen[i]) == token), num_seen)
+            seen[place] = token
+            counts[place] = int(counts[place]) + 1 if place < num_seen else 1
+            words[AdjustHeader.NUM_SEEN] = max(num_seen, place + 1)
+            words[AdjustHeader.NUM_COUNTED] = position + 1
+
+
+@launched
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _count_seen_kernel(
+    row_slots,
+    num_rows,
+    num_computed,
+    token_pool,
+    words,
+    pool_stride,
+    words_stride,
+    max_length,
+    SEEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if row >= tl.load(num_rows):
+        return
+    slot = tl.load(row_slots + row).to(tl.int64)
+    mine = words + slot * words_stride
+    if tl.load(mine + _FLAGS) % 2 == 0:  # no PENALTIES
+        return
+    end = tl.load(num_computed + slot) + 1
+    num_seen = tl.load(mine + _NUM_SEEN)
+    ids = mine + SEEN
+    counts = ids + max_length
+    lane = tl.arange(0, BLOCK)
+    first = tl.load(mine + _NUM_COUNTED)
+    for position in range(first, end):
+        token = tl.load(token_pool + slot * pool_stride + position)
+        found = num_seen * 0
+        for i in range(0, num_seen, BLOCK):
+            place = i + lane
+            again = tl.load(ids + place, mask=place < num_seen, other=-1) == token
+            count = tl.load(counts + place, mask=again, other=0)
+            tl.store(counts + place, count + 1, mask=again)
+            found += tl.sum(again.to(tl.int32), axis=0)
+        if found == 0:
+            tl.store(ids + num_seen, token)
+            tl.store(counts + num_seen, 1)
+            num_seen += 1
+        tl.debug_barrier()  # the next token reads what other threads wrote
+    if end > first:
+        tl.store(mine + _NUM_SEEN, num_seen)
+        tl.store(mine + _NUM_COUNTED, end)
+
+
+def count_seen(
+    row_slots: torch.Tensor,
+    num_rows: torch.Tensor,
+    num_computed: torch.Tensor,
+    token_pool: torch.Tensor,
+    state: AdjustState,
+    block: int = 1024,
+) -> None:
+    """Adds the tokens of each of the first num_rows [1] rows of row_slots [R] up to position num_computed[slot] to the
+    row's list of seen tokens, those that it does not have yet."""
+    _count_seen_kernel[(len(row_slots),)](
+        row_slots,
+        num_rows,
+        num_computed,
+        token_pool,
+        state.words,
+        token_pool.stride(0),
+        state.words.stride(0),
+        state.max_length,
+        SEEN=AdjustList.SEEN_IDS.value,
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
 @launched
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _adjust_kernel(
@@ -152,6 +250,8 @@ def _adjust_kernel(
     FORBIDS: tl.constexpr,
     PREFIXES: tl.constexpr,
     HAS_INDEX: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -174,7 +274,15 @@ def _adjust_kernel(
         frequency = tl.load(mine + _FREQUENCY).to(tl.float32, bitcast=True)
         presence = tl.load(mine + _PRESENCE).to(tl.float32, bitcast=True)
         num_seen = tl.load(mine + _NUM_SEEN)
-        fresh = position >= tl.load(mine + _NUM_COUNTED)
+        counted = tl.load(mine + _NUM_COUNTED)
+        fresh = position >= counted
+        if DRAFTS:
+            # The tokens that were accepted are in the list. Drafts after them, up to this token, count here alone.
+            fresh = position < 0
+            draft = tl.arange(0, BLOCK_D)
+            is_draft = counted + draft <= position
+            drafts = tl.load(history + counted + draft, mask=is_draft, other=-1)
+            listed = tl.zeros([BLOCK_D], tl.int32)
         token = tl.load(history + position)
         ids = mine + HEADER + 2 * BIASES + 4 * FORBIDS + PREFIXES
         counts = ids + max_length
@@ -192,11 +300,25 @@ def _adjust_kernel(
             count = tl.where(new, 1, tl.where(again, count + 1, count))
             tl.store(ids + place, id, mask=new)
             tl.store(counts + place, count, mask=new | again)
+            if DRAFTS:
+                same = (id[:, None] == drafts[None, :]) & known[:, None] & is_draft[None, :]
+                count += tl.sum(same.to(tl.int32), axis=1)
+                listed += tl.sum(same.to(tl.int32), axis=0)
             touched = known | new
             value = tl.load(line + id, mask=touched, other=0.0).to(tl.float32)
             value = tl.where(value > 0, value / repetition, value * repetition)
             value -= frequency * count.to(tl.float32) + tl.where(count > 0, presence, 0.0)
             tl.store(line + id, value.to(logits.dtype.element_ty), mask=touched)
+        if DRAFTS:
+            # Drafts that the list does not have, each once.
+            equal = (drafts[:, None] == drafts[None, :]) & is_draft[:, None] & is_draft[None, :]
+            before = equal & (draft[None, :] < draft[:, None])
+            first_of = is_draft & (listed == 0) & (tl.sum(before.to(tl.int32), axis=1) == 0)
+            times = tl.sum(equal.to(tl.int32), axis=1)
+            logit = tl.load(line + drafts, mask=first_of, other=0.0).to(tl.float32)
+            logit = tl.where(logit > 0, logit / repetition, logit * repetition)
+            logit -= frequency * times.to(tl.float32) + presence
+            tl.store(line + drafts, logit.to(logits.dtype.element_ty), mask=first_of)
         tl.debug_barrier()
         if fresh:
             tl.store(mine + _NUM_SEEN, num_seen + tl.where(found == 0, 1, 0))
@@ -240,9 +362,11 @@ def adjust_logits(
     token_pool: torch.Tensor,
     state: AdjustState,
     index: torch.Tensor | None = None,
+    drafts: int = 0,
     block: int = 1024,
 ) -> None:
-    """Changes logits [R, V] of the first num_rows [1] rows in place; rows and tokens as in `sample`."""
+    """Changes logits [R, V] of the first num_rows [1] rows in place; rows and tokens as in `sample`. drafts: rows may
+    follow so many drafts, and `count_seen` has added all other tokens to the lists."""
     _adjust_kernel[(len(logits),)](
         logits,
         slots if index is None else index,
@@ -260,6 +384,8 @@ def adjust_logits(
         FORBIDS=MAX_FORBIDDEN,
         PREFIXES=MAX_PREFIX_TOKENS,
         HAS_INDEX=index is not None,
+        DRAFTS=drafts > 0,
+        BLOCK_D=next_power_of_2(drafts),
         BLOCK=block,
         num_warps=4,
     )

@@ -21,12 +21,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.kernels._triton import UNSPECIALIZED, launched, next_power_of_2, tl, triton
-from paceline.kernels.adjust import AdjustState
 from paceline.kernels.layouts import (
     DRAFT_WORDS,
-    PENALTIES,
     SAMPLING_WORDS,
-    AdjustHeader,
     DraftWord,
     SamplingWord,
     SourceWord,
@@ -41,7 +38,6 @@ _NUM_FED, _COUNT, _TOKENS = constants(DraftWord)
 _NUM_SOURCE, _NUM_PROMPT, _SOURCE_TOKENS = constants(SourceWord)
 _DRAFT_WORDS = tl.constexpr(DRAFT_WORDS)
 _MAX_LENGTH = tl.constexpr(SamplingWord.MAX_LENGTH.value)
-_FLAGS = tl.constexpr(AdjustHeader.FLAGS.value)
 _MAX_INDEX = tl.constexpr(1 << 28)  # a match is one number: its length times this, and where it ends
 
 
@@ -113,7 +109,6 @@ def _propose_kernel(
     row_slots,
     num_rows,
     sampling,
-    adjust_words,
     num_fed,
     query_starts,
     token_rows,
@@ -122,9 +117,7 @@ def _propose_kernel(
     sources,
     pool_stride,
     words_stride,
-    table_stride,
     WORDS: tl.constexpr,
-    PENALTIES: tl.constexpr,
     DRAFTS: tl.constexpr,
     ALWAYS: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -142,9 +135,7 @@ def _propose_kernel(
         position = tl.load(num_computed + slot)
         history = token_pool + slot * pool_stride
         limit = tl.minimum(tl.load(sampling + slot * WORDS + _MAX_LENGTH) - 2 - position, DRAFTS)
-        # The list of seen tokens of a row with penalties counts one fed token per pass.
-        penalties = tl.load(adjust_words + slot * words_stride + _FLAGS) & PENALTIES
-        if (limit > 0) & (penalties == 0):
+        if limit > 0:
             last = tl.load(history + position)
             second = tl.load(history + position - 1, mask=position > 0, other=-1)
             third = tl.load(history + position - 2, mask=position > 1, other=-1)
@@ -161,7 +152,7 @@ def _propose_kernel(
                 best = tl.maximum(best, tl.max(tl.where(same, length * _MAX_INDEX + i, 0), axis=0))
             if ALWAYS:
                 best = tl.maximum(best, position - 1)
-            source = sources + slot * table_stride
+            source = sources + slot * words_stride
             num_source = tl.load(source + _NUM_SOURCE)
             found = row * 0
             at = row * 0
@@ -219,7 +210,6 @@ def _propose_kernel(
 
 def propose_drafts(
     state: SlotState,
-    adjust: AdjustState,
     buffers: DraftBuffers,
     rows: int,
     drafts: int,
@@ -235,7 +225,6 @@ def propose_drafts(
         state.row_slots,
         state.num_rows,
         state.sampling,
-        adjust.words,
         buffers.num_fed,
         buffers.query_starts,
         buffers.token_rows,
@@ -243,10 +232,8 @@ def propose_drafts(
         buffers.arrived,
         buffers.sources,
         state.token_pool.stride(0),
-        adjust.words.stride(0),
         buffers.sources.stride(0),
         WORDS=SAMPLING_WORDS,
-        PENALTIES=PENALTIES,
         DRAFTS=drafts,
         ALWAYS=always,
         BLOCK_D=next_power_of_2(drafts),

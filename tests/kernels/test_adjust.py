@@ -13,6 +13,8 @@ from paceline.kernels.adjust import (
     AdjustState,
     adjust_logits,
     adjust_logits_reference,
+    count_seen,
+    count_seen_reference,
     mask_logits,
     mask_logits_reference,
     write_runs,
@@ -94,6 +96,51 @@ def test_rows_are_adjusted_as_on_the_cpu_pass_after_pass(indexed: bool) -> None:
         if step != 2:  # running the same pass again counts no token twice
             history = [np.append(tokens, np.int32(RNG.integers(0, 30))) for tokens in history]
     assert torch.equal(reference.words, ours.words)
+
+
+def test_drafts_count_for_the_tokens_that_follow_them_only() -> None:
+    """Passes with drafts, some of which are accepted, and passes without."""
+    given = requests()
+    reference, ours = (AdjustState.empty(SLOTS, LENGTH, "cpu") for _ in range(2))
+    slots = RNG.permutation(SLOTS).astype(np.int32)
+    adjustments = [logit_adjustments(Join.of(request, 0), VOCAB) for request, _ in given]
+    runs = []
+    for (_, tokens), by, slot in zip(given, adjustments, slots.tolist(), strict=True):
+        runs += runs_of(slot, by, tokens)
+    for state in (reference, ours):
+        write_runs_reference(pack_runs(runs), state)
+    pool = torch.zeros(SLOTS, LENGTH, dtype=torch.int32)
+    history = [tokens for _, tokens in given]
+    for step in range(6):
+        most = (3, 0, 7, 2, 0, 3)[step]
+        drafts = [RNG.integers(0, 30, RNG.integers(0, most + 1)).astype(np.int32) for _ in history]
+        drafts = [np.where(RNG.random(len(one)) < 0.3, 12, one).astype(np.int32) for one in drafts]  # some repeat
+        num_computed = torch.zeros(SLOTS, dtype=torch.int32)
+        expected, where, places = [], [], []
+        logits = torch.from_numpy(RNG.normal(0, 3, (SLOTS + sum(map(len, drafts)), VOCAB)).astype(np.float32))
+        for slot, tokens, one, by in zip(slots.tolist(), history, drafts, adjustments, strict=True):
+            whole = np.concatenate([tokens, one])
+            pool[slot, : len(whole)] = torch.from_numpy(whole)
+            num_computed[slot] = len(tokens) - 1
+            for end in range(len(tokens), len(whole) + 1):
+                expected.append(logits[len(expected)].numpy().copy())
+                where.append(slot)
+                places.append(end - 1)
+                if by is not None:
+                    adjust_row(expected[-1], whole[:end], by)
+        rows, row_slots = torch.tensor([SLOTS], dtype=torch.int32), torch.from_numpy(slots)
+        count_seen_reference(row_slots, SLOTS, num_computed, pool, reference)
+        count_seen(row_slots, rows, num_computed, pool, ours, block=16)
+        assert torch.equal(reference.words, ours.words)
+        theirs = logits.clone()
+        tensors = torch.tensor(where, dtype=torch.int32), torch.tensor(places, dtype=torch.int32)
+        adjust_logits_reference(theirs, *tensors, len(where), pool, reference, drafts=most)
+        live = torch.tensor([len(where)], dtype=torch.int32)
+        adjust_logits(logits, *tensors, live, pool, ours, drafts=most, block=16)
+        np.testing.assert_allclose(theirs.numpy(), np.stack(expected), atol=1e-4)
+        np.testing.assert_allclose(logits.numpy(), np.stack(expected), atol=1e-4)
+        kept = [one[: RNG.integers(0, len(one) + 1)] for one in drafts]
+        history = [np.append(np.concatenate(pair), np.int32(3)) for pair in zip(history, kept, strict=True)]
 
 
 def test_masked_tokens_get_minus_infinity() -> None:

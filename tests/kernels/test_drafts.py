@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from paceline.engine.cuda.packing import sampling_words
-from paceline.kernels.adjust import AdjustState
 from paceline.kernels.drafts import DraftBuffers, accept_drafts, propose_drafts, propose_drafts_reference
-from paceline.kernels.layouts import PENALTIES, AdjustHeader, DraftWord
+from paceline.kernels.layouts import DraftWord
 from paceline.kernels.slot_state import SlotState
 
 MAX_LENGTH, SLOTS, DEPTH = 96, 6, 2
 
 
-def rows_of(histories: list[list[int]], max_lengths: list[int]) -> tuple[SlotState, AdjustState]:
+def rows_of(histories: list[list[int]], max_lengths: list[int]) -> SlotState:
     """A batch whose row r is in slot SLOTS - 1 - r. Its last token is the next one to feed."""
     state = SlotState.empty(SLOTS, MAX_LENGTH, 16, SLOTS, "cpu")
     state.token_pool.random_(0, 3)  # what was there before may look like a match
@@ -27,7 +26,7 @@ def rows_of(histories: list[list[int]], max_lengths: list[int]) -> tuple[SlotSta
         state.num_computed[slot] = len(tokens) - 1
         state.sampling[slot] = torch.from_numpy(sampling_words(0, 0, 1, 0, 0, max_length=max_length))
     state.num_rows.fill_(len(histories))
-    return state, AdjustState.empty(SLOTS, MAX_LENGTH, "cpu")
+    return state
 
 
 def buffers(rows: int, drafts: int) -> DraftBuffers:
@@ -41,7 +40,7 @@ def test_drafts_are_what_followed_the_last_tokens_before(drafts: int, seed: int)
     rng = random.Random(seed)
     histories = [[rng.randrange(3) for _ in range(rng.choice([1, 2, 3, 5, 30, 70]))] for _ in range(4)]
     max_lengths = [len(tokens) + rng.choice([0, 1, 2, 3, 20]) for tokens in histories]
-    state, adjust = rows_of(histories, max_lengths)
+    state = rows_of(histories, max_lengths)
     before = state.token_pool.clone()
     found = buffers(5, drafts)  # one row of padding
     found.sources.random_(0, 3)
@@ -52,7 +51,7 @@ def test_drafts_are_what_followed_the_last_tokens_before(drafts: int, seed: int)
         sources.append(rng.choice([[], random_text, [*tokens[prompts[-1] :], *random_text]])[:MAX_LENGTH])
         words = torch.tensor([len(sources[-1]), prompts[-1], *sources[-1]])
         found.sources[SLOTS - 1 - row, : len(words)] = words
-    propose_drafts(state, adjust, found, 5, drafts, block=16)
+    propose_drafts(state, found, 5, drafts, block=16)
     limits = [max(0, min(drafts, end - 1 - len(tokens))) for tokens, end in zip(histories, max_lengths, strict=True)]
     wanted = [propose_drafts_reference(*one) for one in zip(histories, limits, sources, prompts, strict=True)]
     fed = [1 + len(tokens) for tokens in wanted]
@@ -66,14 +65,6 @@ def test_drafts_are_what_followed_the_last_tokens_before(drafts: int, seed: int)
     assert torch.equal(state.token_pool, before), "nothing else is written"
 
 
-def test_a_row_with_penalties_gets_no_drafts() -> None:
-    state, adjust = rows_of([[1, 2, 1, 2], [1, 2, 1, 2]], [50, 50])
-    adjust.words[SLOTS - 1, AdjustHeader.FLAGS] = PENALTIES
-    found = buffers(2, 4)
-    propose_drafts(state, adjust, found, 2, 4)
-    assert found.num_fed.tolist() == [1, 5]
-
-
 @pytest.mark.parametrize(
     ("sampled", "count"),
     [
@@ -84,9 +75,9 @@ def test_a_row_with_penalties_gets_no_drafts() -> None:
     ],
 )
 def test_drafts_are_accepted_up_to_the_first_that_differs(sampled: list[int], count: int) -> None:
-    state, adjust = rows_of([[3, 3], [1, 2, 1, 2]], [50, 50])
+    state = rows_of([[3, 3], [1, 2, 1, 2]], [50, 50])
     found = buffers(2, 4)
-    propose_drafts(state, adjust, found, 2, 4)
+    propose_drafts(state, found, 2, 4)
     assert found.num_fed.tolist() == [1, 5]
     tokens = torch.full((DEPTH, 12), 77, dtype=torch.int32)
     tokens[1, :6] = torch.tensor([4, *sampled])

@@ -73,7 +73,7 @@ class DecodeRunner:
         most = 1 + key.drafts
         num_tokens = rows * most
         slots, positions = self._slots[:num_tokens], self._positions[:num_tokens]
-        propose_drafts(state, sampling.adjust, drafts, rows, key.drafts, always=self.coin > 0)
+        propose_drafts(state, drafts, rows, key.drafts, always=self.coin > 0)
         attend = self._attention.decode(
             rows,
             state.num_rows,

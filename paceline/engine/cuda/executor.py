@@ -208,7 +208,9 @@ class CudaExecutor(Executor):
         )
         self.kv = self.attention.kv
         self.swap = CudaSwap(streams, self.kv, num_host_pages, max_swap_pages) if num_host_pages else None
-        self.sampling = CudaSampling(streams, self.state, model.max_rows, spec.vocab_size, _DEPTH)
+        self.sampling = CudaSampling(
+            streams, self.state, model.max_rows, spec.vocab_size, _DEPTH, has_drafts=max_drafts > 0
+        )
         self.drafts = None
         if max_drafts:
             self.drafts = DraftBuffers.empty(max_running, model.max_rows, _DEPTH, max_length, max_running, device)

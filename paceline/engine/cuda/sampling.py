@@ -26,8 +26,8 @@ from paceline.engine.cuda.inputs import ALIGN
 from paceline.engine.cuda.model import CudaModel
 from paceline.engine.cuda.streams import CudaEvent, Streams
 from paceline.kernels._triton import cdiv
-from paceline.kernels.adjust import AdjustState, adjust_logits, mask_logits
-from paceline.kernels.drafts import DraftBuffers
+from paceline.kernels.adjust import AdjustState, adjust_logits, count_seen, mask_logits
+from paceline.kernels.drafts import MAX_DRAFTS, DraftBuffers
 from paceline.kernels.layouts import LOGPROB_WORDS, LogprobWord
 from paceline.kernels.logprobs import LogprobWorkspace, chosen_logprobs, top_logprobs
 from paceline.kernels.sampling import SampleWorkspace, sample
@@ -119,9 +119,12 @@ class CudaSampling:
     """Samples the rows of a pass. Results and logprobs are rings of `depth` steps, so that passes in flight do not
     overwrite each other's."""
 
-    def __init__(self, streams: Streams, state: SlotState, max_rows: int, vocab_size: int, depth: int) -> None:
+    def __init__(
+        self, streams: Streams, state: SlotState, max_rows: int, vocab_size: int, depth: int, *, has_drafts: bool
+    ) -> None:
         (max_running, max_length), device = state.token_pool.shape, state.token_pool.device
         self._streams, self._state = streams, state
+        self.has_drafts = has_drafts  # in some passes: then rows may have got several tokens since the last
         self.masks = MaskBuffer(streams, max_running, vocab_size, device)
         self._workspace = SampleWorkspace.empty(max_rows, device)
         self.adjust = AdjustState.empty(max_running, max_length, device)
@@ -164,7 +167,10 @@ class CudaSampling:
             top_logprobs(logits, slots, num_rows, state.sampling, self.logprobs, step, workspace, index)
             unadjusted = logits.clone() if adjusts else logits
         if adjusts:
-            adjust_logits(logits, slots, positions, num_rows, state.token_pool, self.adjust, index)
+            if self.has_drafts:
+                count_seen(state.row_slots, state.num_rows, state.num_computed, state.token_pool, self.adjust)
+            num_drafts = 0 if drafts is None else MAX_DRAFTS
+            adjust_logits(logits, slots, positions, num_rows, state.token_pool, self.adjust, index, num_drafts)
         if masked:
             mask_logits(logits, self.masks.num_masks, self.masks.rows, self.masks.bits)
         sample(

@@ -77,7 +77,7 @@ def launch_all(executor: CudaExecutor) -> None:
             for block in blocks:
                 executor.run_pass(rows, GraphKey(short_contexts=short, shared_block_m=block))
     for rows, drafts in executor.draft_sizes:
-        executor.run_pass(rows, GraphKey(drafts=drafts))
+        executor.run_pass(rows, GraphKey(drafts=drafts, adjusts=True))
     for rows in range(1, executor.model.max_rows + 1):
         _sample(executor, rows)
     _prefill(executor, blocks)

@@ -83,6 +83,7 @@ def test_text_that_repeats_itself_takes_fewer_passes(drafts: int, overlap: str) 
         {"temperature": 0.7, "seed": 3},
         {"temperature": 0.9, "seed": 4, "top_p": 0.8, "top_k": 20, "min_p": 0.01, "logit_bias": {7: 9.0, 8: 9.0}},
         {"repetition_penalty": 1.2, "frequency_penalty": 0.4},
+        {"presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {7: 14.0, 9: 14.0}},
         {"logit_bias": {7: 14.0, 9: 14.0}, "logprobs": 2},
         {"ignore_eos": False, "min_tokens": 5, "stop_token_ids": (7, 13, 17), "logit_bias": {7: 14.0, 9: 14.0}},
         {"n": 2, "temperature": 0.8, "seed": 9},
