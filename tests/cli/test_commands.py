@@ -197,7 +197,10 @@ def test_generate_constrains_output_to_a_regex_or_a_json_schema(run: Run, tmp_pa
         (("compile", "--shape", "tiny-qwen3", "--model", "x", "-o", "x"), "give one of them"),
     ],
 )
-def test_an_invalid_value_is_one_line_and_exit_code_2(run: Run, arguments: tuple[str, ...], message: str) -> None:
+def test_an_invalid_value_is_one_line_and_exit_code_2(
+    run: Run, arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # `compile` deletes it: later tests need it again
     result = run(*arguments)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
