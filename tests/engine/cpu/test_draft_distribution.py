@@ -23,7 +23,7 @@ from paceline.text.synthetic import synthetic_tokenizer
 TOKENS = (7, 11, 30, 41)  # all others are biased away
 PROMPT = [7, 11, 30, 41, 11, 7, 41, 30, 7, 30, 11, 41, 7, 7, 11, 11, 30, 30, 41, 41, 7]  # all pairs occur
 BIAS = 100.0
-NUM_OUTPUTS = 1200
+NUM_OUTPUTS = 600
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 2.0},
     {"temperature": 3.0, "top_p": 0.9},
@@ -91,7 +91,7 @@ def test_sampled_tokens_have_the_distribution_of_plain_decoding(params: dict[str
         with LLM.from_engine(engine) as llm:
             outputs = llm.generate([PROMPT] * NUM_OUTPUTS, wanted, progress=False)
             accepted = llm.engine.scheduler.counters.accepted_tokens
-        assert (accepted > 50) == (drafts > 0)
+        assert (accepted > 25) == (drafts > 0)
         counts = Counter((output.token_ids[1], output.token_ids[2]) for output in outputs)
         assert counts.keys() <= exact.keys()
         cells = [cell for cell in itertools.product(TOKENS, TOKENS) if NUM_OUTPUTS * exact.get(cell, 0) >= 5]

@@ -69,8 +69,7 @@ def test_greedy_tokens_are_those_of_the_cpu(name: str) -> None:
     assert any(key.drafts for _, key in device.graphs._graphs), "no pass had drafts"
 
 
-@pytest.mark.parametrize("overlap", ["on", "off"])
-@pytest.mark.parametrize("drafts", [2, 4, 7])
+@pytest.mark.parametrize(("drafts", "overlap"), [(2, "on"), (4, "off"), (7, "on")])
 def test_text_that_repeats_itself_takes_fewer_passes(drafts: int, overlap: str) -> None:
     outputs, _, llm = run(REPEATING, draft_tokens=drafts, overlap=overlap)
     assert [output.token_ids for output in outputs] == [[7] * 12] * len(PROMPTS)
