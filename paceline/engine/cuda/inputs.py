@@ -328,7 +328,7 @@ class PlanPacker:
         """The packed draft sources of joining requests; empty for most plans."""
         runs: list[Run] = []
         for join in plan.joins if self._has_drafts else ():
-            source = join.draft_source
+            source = join.draft_source[: self._max_length]  # the context may be longer than the KV cache
             if len(source) or self._has_source[join.slot]:
                 header = np.array([len(source), join.num_prompt_tokens], np.int32)
                 runs.append((join.slot, SourceWord.NUM_TOKENS, np.concatenate([header, source])))

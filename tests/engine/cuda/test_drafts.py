@@ -151,6 +151,18 @@ def test_a_draft_source_gives_the_same_tokens_in_fewer_passes() -> None:
         assert steps[3] < steps[0] / 2 and steps[4] < steps[0] == steps[5]
 
 
+def test_a_draft_source_longer_than_the_kv_cache_stays_in_its_slot() -> None:
+    """A source may be as long as the context; a row on the device has places for what fits into the KV cache."""
+    llm, _ = on_kernels("tiny-qwen3", draft_tokens=7, num_pages=16, max_running=1)
+
+    async def output(source: list[int]) -> list[int]:
+        job = Job(as_tokens([5, 6, 7]), replace(GREEDY, max_tokens=10), draft_source=as_tokens(source))
+        return [token async for delta in llm.engine.stream(job) for token in delta.token_ids]
+
+    with llm:
+        assert asyncio.run(output([7] * 150)) == asyncio.run(output([]))
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_nan_ends_its_request_and_leaves_nothing_to_others() -> None:
     """The first token is sampled by the prefill pass, and makes the logits of every later pass NaN."""
