@@ -34,26 +34,15 @@ class DecodeRunner:
 
     def run(self, rows: int, key: GraphKey) -> None:
         """A pass of so many rows, or the stage of it that the key names."""
-        if key.drafts:
-            self._verify(rows, key)
-            return
-        model, state = self._model, self._state
-        slots, positions = self._slots[:rows], self._positions[:rows]
+        drafts = self._drafts if key.drafts else None
+        num_tokens = rows * (1 + key.drafts)
+        slots, positions = self._slots[:num_tokens], self._positions[:num_tokens]
         if key.stage is GraphStage.TOKENS:
-            logits = model.last_logits(rows)
+            logits = self._model.last_logits(rows)
+        elif drafts is None:
+            logits = self._logits(rows, key, slots, positions)
         else:
-            pdl = not key.shared_block_m and model.uses_pdl(rows)
-            defer_norm = not key.shared_block_m and model.defers_norm(rows, fused=True)
-            attend = self._attention.decode(
-                rows,
-                state.num_rows,
-                key.shared_block_m,
-                key.short_contexts,
-                self._sampling.step,
-                defer_norm=defer_norm,
-            )
-            gather_tokens(state, model.embedding, model.input(rows), slots, positions, squares=model.squares(rows))
-            logits = model.logits(model.forward(rows, attend, fused=True, defer_norm=defer_norm, pdl=pdl))
+            logits = self._draft_logits(rows, key.drafts, drafts, slots, positions)
         if key.stage is not GraphStage.LOGITS:
             self._sampling.sample(
                 logits,
@@ -64,23 +53,40 @@ class DecodeRunner:
                 filters=key.filters,
                 logprobs=key.logprobs,
                 masked=key.stage is GraphStage.TOKENS,
+                drafts=drafts,
             )
+        if drafts is not None:
+            results, step = self._sampling.results, self._sampling.step
+            accept_drafts(self._state, drafts, results, step, rows, key.drafts, coin=self.coin)
 
-    def _verify(self, rows: int, key: GraphKey) -> None:
-        """A pass of so many rows with drafts: proposes them, and keeps those that are right."""
-        model, state, sampling, drafts = self._model, self._state, self._sampling, self._drafts
-        assert drafts is not None, "the executor was built without drafts"
-        most = 1 + key.drafts
-        num_tokens = rows * most
-        slots, positions = self._slots[:num_tokens], self._positions[:num_tokens]
-        propose_drafts(state, drafts, rows, key.drafts, always=self.coin > 0)
+    def _logits(self, rows: int, key: GraphKey, slots: Tensor, positions: Tensor) -> Tensor:
+        model, state = self._model, self._state
+        pdl = not key.shared_block_m and model.uses_pdl(rows)
+        defer_norm = not key.shared_block_m and model.defers_norm(rows, fused=True)
+        attend = self._attention.decode(
+            rows,
+            state.num_rows,
+            key.shared_block_m,
+            key.short_contexts,
+            self._sampling.step,
+            defer_norm=defer_norm,
+        )
+        gather_tokens(state, model.embedding, model.input(rows), slots, positions, squares=model.squares(rows))
+        return model.logits(model.forward(rows, attend, fused=True, defer_norm=defer_norm, pdl=pdl))
+
+    def _draft_logits(
+        self, rows: int, num_drafts: int, drafts: DraftBuffers, slots: Tensor, positions: Tensor
+    ) -> Tensor:
+        """Proposes drafts; the logits after each row's next token and after each of its drafts."""
+        model, state, num_tokens = self._model, self._state, len(slots)
+        propose_drafts(state, drafts, rows, num_drafts, always=self.coin > 0)
         attend = self._attention.decode(
             rows,
             state.num_rows,
             0,
-            step=sampling.step,
+            step=self._sampling.step,
             defer_norm=False,
-            new_tokens=NewTokens(drafts.query_starts, drafts.num_fed, most),
+            new_tokens=NewTokens(drafts.query_starts, drafts.num_fed, 1 + num_drafts),
         )
         gather_tokens(
             state,
@@ -92,15 +98,4 @@ class DecodeRunner:
             drafts.query_starts,
             squares=model.squares(num_tokens),
         )
-        logits = model.logits(model.forward(num_tokens, attend, fused=True, pdl=model.uses_pdl(num_tokens)))
-        sampling.sample(
-            logits,
-            slots,
-            positions,
-            None,
-            adjusts=key.adjusts,
-            filters=key.filters,
-            logprobs=key.logprobs,
-            drafts=drafts,
-        )
-        accept_drafts(state, drafts, sampling.results, sampling.step, rows, key.drafts, coin=self.coin)
+        return model.logits(model.forward(num_tokens, attend, fused=True, pdl=model.uses_pdl(num_tokens)))

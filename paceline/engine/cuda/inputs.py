@@ -165,7 +165,7 @@ class PlanPacker:
         slots, samples, lengths = plan.slots, plan.samples, plan.lengths
         num_sampled = int(np.count_nonzero(samples))
         # A prompt of which all but the last token is cached runs as a decode, if all other rows are decodes.
-        num_tokens = int(lengths.sum())  # without drafts: the device adds them
+        num_tokens = plan.num_tokens - plan.num_drafts  # the device adds drafts
         is_decode = num_tokens == plan.num_rows == num_sampled
         num_decodes = plan.num_rows if is_decode else plan.num_decodes
         diff, adjust = self._diff(plan, num_decodes), self._adjust(plan)
