@@ -106,7 +106,7 @@ def first_sentence(path: Path) -> str:
 
 
 PACKAGES = [  # roughly in order of execution
-    "server", "scheduler", "engine", "model", "kernels", "sampling", "text", "bench", "checks", "simulator", "web",
+    "server", "cluster", "scheduler", "engine", "model", "kernels", "sampling", "text", "bench", "checks", "simulator", "web",
     "doctor", "cli",
 ]  # fmt: skip
 

@@ -1,0 +1,1 @@
+"""Many engines as one: KV events, the router of requests, KV transfer."""
