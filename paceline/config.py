@@ -195,6 +195,11 @@ class SchedulerConfig:
         "give a forward pass only as many draft tokens as make it profitable, up to draft_tokens per row",
         hidden="set speculate instead",
     )
+    model_drafts: bool = option(
+        False,
+        "with adaptive_drafts: drafts come from a draft model, not from the text of a request",
+        hidden="set speculate instead",
+    )
     itl_target: float = option(
         0.125,
         "target inter-token latency in seconds: while requests decode, a forward pass has only as many prompt tokens "
@@ -366,6 +371,7 @@ SPECULATE: Mapping[str, str] = {
     "off": "one token per row and forward pass",
     "auto": "as ngram, with as many drafts as make a forward pass profitable by measured acceptance and time, or none",
     "ngram": "what followed the last tokens of a request when they occurred before in it (prompt lookup)",
+    "draft": "what a draft model predicts (draft_model), with as many drafts as make a pass profitable, or none",
 }
 DRAFT_ACCEPTANCE = 0.7  # of a virtual GPU, where nothing else is given or recorded
 VIRTUAL_TOKENS = ("prompt", "clock")
@@ -390,6 +396,11 @@ class EngineConfig:
         "speculative decoding: draft tokens that are verified in the same forward pass, with the same "
         "output; auto: only where that is faster (vLLM: speculative_config; SGLang: speculative_algorithm)",
         choices=SPECULATE,
+    )
+    draft_model: str | None = option(
+        None,
+        "speculate draft: a smaller model with the same tokenizer: a folder, a .gguf file or a Hugging Face id; with "
+        "load random, the name of a shape (vLLM: speculative_config; SGLang: speculative_draft_model_path)",
     )
     dtype: str = option(
         "auto", "data type of weights and KV cache; auto: float32 on a CPU, bfloat16 on a GPU", choices=DTYPE_NAMES
@@ -452,6 +463,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.draft_model is not None and self.speculate != "draft":
+            raise ConfigError(
+                f"draft_model is {self.draft_model!r} and speculate is {self.speculate!r}: set speculate to draft, or "
+                "remove draft_model."
+            )
+        if self.speculate == "draft" and not self.draft_model:
+            raise ConfigError(f"speculate is 'draft' and draft_model is {self.draft_model!r}: name a draft model.")
 
     def num_kv_pages(self, scheduler: SchedulerConfig, given: Mapping[str, Any]) -> int | None:
         """`kv_tokens` in pages, or `num_pages` of `given`, the scheduler options; None if neither is given."""

@@ -83,7 +83,10 @@ def run(
     def make_online() -> LLM:
         return LLM.from_engine(build_engine(model, load=load, shape=shape, overlap=config.overlap_modes[0], **rest))
 
-    runner = BenchRunner(config, name, make, make_online, device, getattr(torch, dtype), parts)
+    has_draft_model = engine_config.draft_model is not None
+    runner = BenchRunner(
+        config, name, make, make_online, device, getattr(torch, dtype), parts, has_draft_model=has_draft_model
+    )
     setup = checks.CheckSetup(shape or "", device, dtype, rest)
     actions = _actions(runner, setup, _child(model, load, shape, rest))
     failed = [part for part in parts if not _run_part(part, actions[part], runner)]

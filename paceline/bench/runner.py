@@ -16,7 +16,8 @@ import torch
 from paceline.bench.metrics import Roofline, RunMetrics, measure_roofline, run_metrics
 from paceline.bench.workloads import OfflineWorkload, nano, num_part_tokens, sweep
 from paceline.config import OfflineConfig
-from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner, DecoderModel
+from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner
+from paceline.engine.cpu.model import DecoderModel
 from paceline.engine.cuda.executor import CudaExecutor
 from paceline.engine.timeline import Timeline
 from paceline.llm import LLM, RequestOutput
@@ -52,9 +53,12 @@ class BenchRunner:
         device: torch.device,
         dtype: torch.dtype,
         parts: Sequence[str] = (),
+        *,
+        has_draft_model: bool = False,
     ) -> None:
         """`make(**options)` loads the model called `name`, `make_online()` with the defaults of a server; `parts` are
         all that will run, by which a scale is chosen."""
+        self.has_draft_model = has_draft_model
         self.config, self.name, self.make, self.make_online = config, name, make, make_online
         self.device, self.dtype = device, dtype
         self.table: list[str] = []

@@ -1,7 +1,7 @@
 """`paceline bench offline speculate`: what speculative decoding gains, by task and batch size.
 
-One engine with `speculate` auto generates each task with drafts and without, in turns, so that both see the same
-machine. Some tasks repeat their input, others write something new.
+One engine with `speculate` auto, or with a draft model if one is given, generates each task with drafts and without, in
+turns, so that both see the same machine. Some tasks repeat their input, others write something new.
 """
 
 from __future__ import annotations
@@ -120,19 +120,20 @@ def run_speculate(runner: BenchRunner) -> None:
     sizes = [size for size in config.batch_sizes if on_gpu or size <= _MAX_CPU_BATCH]
     params = SamplingParams(temperature=0, max_tokens=max(16, int(_OUTPUT_TOKENS * (config.scale or 1))))
     runner.close()
-    with runner.make(speculate="auto", recent_output_tokens=0) as llm:
-        modes = {"off": _FixedDepth(0), "auto": DraftDepth(max(DRAFT_DEPTHS))}
+    mode = "draft" if runner.has_draft_model else "auto"
+    with runner.make(speculate=mode, recent_output_tokens=0) as llm:
+        modes = {"off": _FixedDepth(0), mode: DraftDepth(max(DRAFT_DEPTHS), has_model=mode == "draft")}
         _run(llm, modes["off"], tasks["story"], 1, params)  # warm-up
         runner.table.append(
-            f"{'task':12} {'batch':>5} {'off tok/s':>10} {'auto tok/s':>10} {'speed-up':>8} {'accepted':>8} "
+            f"{'task':12} {'batch':>5} {'off tok/s':>10} {mode + ' tok/s':>11} {'speed-up':>8} {'accepted':>8} "
             f"{'tok/pass':>8} {'drafted tokens':>14}"
         )
         for size, (task, prompts) in itertools.product(sizes, tasks.items()):
-            runs: dict[str, list[_TaskRun]] = {mode: [] for mode in modes}
+            runs: dict[str, list[_TaskRun]] = {one: [] for one in modes}
             for repeat in range(config.repeats):
-                for mode in list(modes)[:: -1 if repeat % 2 else 1]:
-                    runs[mode].append(_run(llm, modes[mode], prompts, size, params))
-            _report(runner, task, size, *(min(runs[mode], key=lambda run: run.seconds) for mode in modes))
+                for one in list(modes)[:: -1 if repeat % 2 else 1]:
+                    runs[one].append(_run(llm, modes[one], prompts, size, params))
+            _report(runner, task, size, *(min(found, key=lambda run: run.seconds) for found in runs.values()))
         if isinstance(llm.engine.executor, CudaExecutor):
             _run_coin(runner, llm, llm.engine.executor, [size for size in sizes if size <= MAX_ROWS])
 
@@ -174,20 +175,20 @@ def _generate(llm: LLM, depth: DraftDepth, batches: Sequence[Sequence[list[int]]
     return _TaskRun(seconds, tokens, *(end - begin for begin, end in zip(before, after, strict=True)))
 
 
-def _report(runner: BenchRunner, task: str, size: int, off: _TaskRun, auto: _TaskRun) -> None:
-    num_tokens = sum(map(len, auto.tokens))
-    off_speed, speed = sum(map(len, off.tokens)) / off.seconds, num_tokens / auto.seconds
-    acceptance = auto.num_accepted / auto.num_drafted if auto.num_drafted else 0.0
-    per_pass = num_tokens / auto.num_passes / size
-    num_equal = sum(one == other for one, other in zip(off.tokens, auto.tokens, strict=True))
+def _report(runner: BenchRunner, task: str, size: int, off: _TaskRun, drafted: _TaskRun) -> None:
+    num_tokens = sum(map(len, drafted.tokens))
+    off_speed, speed = sum(map(len, off.tokens)) / off.seconds, num_tokens / drafted.seconds
+    acceptance = drafted.num_accepted / drafted.num_drafted if drafted.num_drafted else 0.0
+    per_pass = num_tokens / drafted.num_passes / size
+    num_equal = sum(one == other for one, other in zip(off.tokens, drafted.tokens, strict=True))
     runner.print_result({
         "workload": "speculate", "shape": runner.name, "task": task, "batch": size,
-        "seconds": round(auto.seconds, 4), "tokens_per_s": round(speed, 1), "off_tokens_per_s": round(off_speed, 1),
+        "seconds": round(drafted.seconds, 4), "tokens_per_s": round(speed, 1), "off_tokens_per_s": round(off_speed, 1),
         "speed_up": round(speed / off_speed, 3), "acceptance": round(acceptance, 3),
-        "tokens_per_pass": round(per_pass, 3), "drafted": auto.num_drafted, "equal_outputs": num_equal,
-        "outputs": len(auto.tokens),
+        "tokens_per_pass": round(per_pass, 3), "drafted": drafted.num_drafted, "equal_outputs": num_equal,
+        "outputs": len(drafted.tokens),
     })  # fmt: skip
     runner.table.append(
-        f"{task:12} {size:5} {off_speed:10.1f} {speed:10.1f} {speed / off_speed:7.2f}x {acceptance:8.0%} "
-        f"{per_pass:8.2f} {auto.num_drafted:14}"
+        f"{task:12} {size:5} {off_speed:10.1f} {speed:11.1f} {speed / off_speed:7.2f}x {acceptance:8.0%} "
+        f"{per_pass:8.2f} {drafted.num_drafted:14}"
     )

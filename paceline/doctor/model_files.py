@@ -20,7 +20,7 @@ def check_model(model: str) -> Iterator[Finding]:
     except NotDownloaded:
         yield warning("model", f"{model} is not on this machine", f"paceline pull {model}")
         return
-    from paceline.engine.kv_sizing import check_model_fits
+    from paceline.engine.kv_sizing import check_models_fit
     from paceline.model.weights import check_files
     from paceline.text.load import load_tokenizer
 
@@ -33,6 +33,6 @@ def check_model(model: str) -> Iterator[Finding]:
 
     on_gpu = torch.cuda.is_available()
     num_bytes, free = (2, torch.cuda.mem_get_info()[0]) if on_gpu else (4, None)
-    check_model_fits(spec, num_bytes, free=free)
+    check_models_fit([spec], num_bytes, free=free)
     device = "GPU (bfloat16)" if on_gpu else "CPU (float32)"
     yield ok("model memory", f"{spec.num_parameters * num_bytes / 2**30:.2f} GiB fit on the {device}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
@@ -18,10 +18,11 @@ import torch
 
 from paceline.config import MAX_PAGES, ConfigError, EngineConfig, SchedulerConfig, split_options
 from paceline.engine.cpu.build import build_cpu
-from paceline.engine.cpu.executor import CpuExecutor, DecoderModel
-from paceline.engine.cpu.model import CpuModel
+from paceline.engine.cpu.executor import CpuExecutor
+from paceline.engine.cpu.model import CpuModel, DecoderModel
+from paceline.engine.draft_model import check_tokenizer, find_draft_model
 from paceline.engine.engine import Engine, EngineHooks, ModelInfo
-from paceline.engine.kv_sizing import check_host_fits, check_model_fits, free_memory, num_kv_pages
+from paceline.engine.kv_sizing import check_host_fits, check_models_fit, free_memory, num_kv_pages
 from paceline.engine.loop import Trace
 from paceline.engine.recent_outputs import RecentOutputs
 from paceline.engine.virtual.build import build_virtual
@@ -81,8 +82,8 @@ def build_engine(
         raise ConfigError(f"load is {load!r}: choose one of {', '.join(_LOAD)}.")
     scheduler_options = _with_drafts(config, scheduler_options)
     if config.executor == "virtual":
-        if model is not None or shape is not None or load != "weights":
-            raise ConfigError("executor is 'virtual', which runs no model: remove model, load and shape.")
+        if model is not None or shape is not None or load != "weights" or config.draft_model is not None:
+            raise ConfigError("executor is 'virtual', which runs no model: remove model, load, shape and draft_model.")
         return build_virtual(config, scheduler_options, trace=trace, hooks=hooks, detokenize=detokenize)
     device = choose_device(config)
     dtype = ("bfloat16" if device == "cuda" else "float32") if config.dtype == "auto" else config.dtype
@@ -102,8 +103,13 @@ def build_engine(
     scheduler_config = _scheduler_config(spec, scheduler_options, device)
     config.num_kv_pages(scheduler_config, scheduler_options)
     context = scheduler_config.context_tokens
-    check_model_fits(spec, _num_bytes(dtype), free=torch.cuda.mem_get_info()[0] if device == "cuda" else None)
-    kernels = _prepare_kernels(spec, dtype, scheduler_config, config) if device == "cuda" else None
+    draft = None
+    if config.draft_model is not None:
+        draft = find_draft_model(config.draft_model, spec, random=load == "random", progress=progress)
+    specs = [spec] if draft is None else [spec, draft.spec]
+    check_models_fit(specs, _num_bytes(dtype), free=torch.cuda.mem_get_info()[0] if device == "cuda" else None)
+    kernels = _prepare_kernels(specs, dtype, scheduler_config, config) if device == "cuda" else None
+    drafter = None
     with _one_thread():
         if path is None:
             tokenizer = synthetic_tokenizer(spec.vocab_size)
@@ -114,20 +120,35 @@ def build_engine(
             tokenizer = load_tokenizer(path)
             tokenizer.check_fits(spec.vocab_size)
             decoder = load_decoder(path, dtype=dtype, device=device, max_positions=context, progress=progress)
-        # torch has good 16-bit GEMMs for weights as stored; float32 weights are rearranged.
-        fast = CpuModel(decoder) if dtype == "float32" and device == "cpu" else decoder
-        del decoder
+        if draft is not None:
+            check_tokenizer(draft, tokenizer)
+            drafter = draft.load(dtype=dtype, device=device, max_positions=context, seed=seed)
+        fast, fast_drafter = _arranged(decoder), None if drafter is None else _arranged(drafter)
+        del decoder, drafter
     return assemble(
-        fast, tokenizer, config, scheduler_options, trace=trace, hooks=hooks, detokenize=detokenize, kernels=kernels
+        fast,
+        tokenizer,
+        config,
+        scheduler_options,
+        trace=trace,
+        hooks=hooks,
+        detokenize=detokenize,
+        kernels=kernels,
+        draft=fast_drafter,
     )
 
 
+def _arranged(decoder: Decoder) -> DecoderModel:
+    """torch has good 16-bit GEMMs for weights as stored; on a CPU, float32 weights are rearranged."""
+    return CpuModel(decoder) if decoder.dtype is torch.float32 and decoder.device.type == "cpu" else decoder
+
+
 def _prepare_kernels(
-    spec: ModelSpec, dtype: str, scheduler: SchedulerConfig, config: EngineConfig
+    specs: Sequence[ModelSpec], dtype: str, scheduler: SchedulerConfig, config: EngineConfig
 ) -> KernelPreparation:
     from paceline.engine.cuda.precompile import KernelPreparation  # not at the top: the CPU needs no Triton
 
-    return KernelPreparation(spec, dtype, scheduler, config.kernel_folder)
+    return KernelPreparation(specs, dtype, scheduler, config.kernel_folder)
 
 
 @contextmanager
@@ -152,15 +173,18 @@ def assemble(
     hooks: EngineHooks | None = None,
     detokenize: bool = True,
     kernels: KernelPreparation | None = None,
+    draft: DecoderModel | None = None,
 ) -> Engine:
-    """Builds an engine around a loaded decoder, which it takes over. kernels: if they are being compiled already."""
+    """Builds an engine around a loaded decoder, which it takes over. kernels: if they are being compiled already.
+    draft: a draft model, of the same device and dtype."""
     device = "cuda" if isinstance(decoder, Decoder) and decoder.device.type == "cuda" else "cpu"
     spec, dtype = decoder.spec, decoder.dtype
     scheduler_config = _scheduler_config(spec, scheduler_options, device)
     page_size = scheduler_config.page_size
     given = scheduler_options
     if device == "cpu":
-        num_pages = num_kv_pages(config, spec, dtype.itemsize, scheduler_config, given)
+        per_token = sum(one.spec.kv_bytes_per_token(dtype.itemsize) for one in (decoder, draft) if one is not None)
+        num_pages = num_kv_pages(config, per_token, scheduler_config, given)
         scheduler_options = {**given, "num_pages": num_pages}
     host = _host_options(config, scheduler_options, page_size, spec, dtype.itemsize, device)
     scheduler_options = {**scheduler_options, **host}
@@ -171,17 +195,19 @@ def assemble(
         from paceline.engine.cuda.build import build_cuda  # not at the top: the CPU needs no Triton
 
         assert isinstance(decoder, Decoder), "CUDA takes over a Decoder"
-        kernels = kernels or _prepare_kernels(spec, str(dtype).removeprefix("torch."), scheduler_config, config)
+        assert draft is None or isinstance(draft, Decoder), "CUDA takes over a Decoder"
+        specs = [spec] if draft is None else [spec, draft.spec]
+        kernels = kernels or _prepare_kernels(specs, str(dtype).removeprefix("torch."), scheduler_config, config)
         setting_up = Thread(target=_set_up, args=(grammars,), name="paceline-grammar")
         setting_up.start()  # beside the libraries, which take as long to load
-        executor, scheduler_config = build_cuda(decoder, config, scheduler_config, given)
+        executor, scheduler_config = build_cuda(decoder, config, scheduler_config, given, draft=draft)
         executor.load_libraries()
         kernels.finish()
         executor.warm_up()
         setting_up.join()
         device_name, buckets = torch.cuda.get_device_name(), list(executor.graphs.sizes)
     else:
-        executor = build_cpu(decoder, config, scheduler_config)
+        executor = build_cpu(decoder, config, scheduler_config, draft)
         device_name, buckets = "cpu", []
     scheduler = Scheduler(scheduler_config)
     threads = config.threads or torch.get_num_threads()
@@ -279,7 +305,7 @@ def _scheduler_config(spec: ModelSpec, given: Mapping[str, Any], device: str) ->
 
 def kernel_options(
     model: str | Path | None, shape: str | None, config: EngineConfig, scheduler_options: Mapping[str, Any]
-) -> tuple[ModelSpec, str, SchedulerConfig]:
+) -> tuple[list[ModelSpec], str, SchedulerConfig]:
     """What the kernels of a model, or of a named shape, depend on: see `kernel_variants`. Needs Triton and no GPU."""
     from paceline.kernels._triton import HAS_TRITON  # not at the top: the CPU needs no Triton
 
@@ -287,13 +313,21 @@ def kernel_options(
         raise ConfigError("triton is not installed, which compiles kernels: pip install triton.")
     spec = named_shape(shape) if shape is not None else read_spec(find_model(model or DEFAULT_MODEL))
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
-    return spec, dtype, _scheduler_config(spec, _with_drafts(config, scheduler_options), "cuda")
+    specs = [spec]
+    if config.draft_model is not None:
+        specs.append(find_draft_model(config.draft_model, spec, random=shape is not None).spec)
+    return specs, dtype, _scheduler_config(spec, _with_drafts(config, scheduler_options), "cuda")
 
 
 def _with_drafts(config: EngineConfig, scheduler_options: Mapping[str, Any]) -> dict[str, Any]:
     if config.speculate == "off":
         return dict(scheduler_options)
-    return {"draft_tokens": max(DRAFT_DEPTHS), "adaptive_drafts": config.speculate == "auto", **scheduler_options}
+    return {
+        "draft_tokens": max(DRAFT_DEPTHS),
+        "adaptive_drafts": config.speculate in ("auto", "draft"),
+        "model_drafts": config.speculate == "draft",
+        **scheduler_options,
+    }
 
 
 def _num_bytes(dtype: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
@@ -15,8 +15,7 @@ _MIN_TOKENS = 64  # a server with less KV cache than this cannot answer a useful
 
 def num_kv_pages(
     config: EngineConfig,
-    spec: ModelSpec,
-    dtype_bytes: int,
+    per_token: int,
     scheduler: SchedulerConfig,
     given: Mapping[str, Any],
     *,
@@ -26,15 +25,14 @@ def num_kv_pages(
 ) -> int:
     """Number of pages of the KV cache: `kv_tokens` or `num_pages` if given, else a fraction of the free memory.
 
-    pages = floor(min(free memory * kv_memory_fraction / (2 * layers * KV heads * head_dim * bytes),
-                      max_contexts contexts) / page_size)
+    pages = floor(min(free memory * kv_memory_fraction / per_token, max_contexts contexts) / page_size)
 
+    `per_token` is the KV of a token in bytes: 2 * layers * KV heads * head_dim * bytes, of a draft model too.
     `given` are the scheduler options of the caller, `scheduler` the same with defaults; its number of pages is not
     used. `free` defaults to the free main memory. The requests that run on a CPU never use more than 64 contexts of
     full length.
     """
     page_size, context_tokens = scheduler.page_size, scheduler.context_tokens
-    per_token = spec.kv_bytes_per_token(dtype_bytes)
     free = free_memory() if free is None else free
     if (chosen := config.num_kv_pages(scheduler, given)) is not None:
         most, need = free // (per_token * page_size), chosen * page_size * per_token
@@ -70,13 +68,14 @@ def check_host_fits(num_host_pages: int, page_bytes: int, page_size: int, *, fre
         )
 
 
-def check_model_fits(spec: ModelSpec, dtype_bytes: int, *, free: int | None = None) -> None:
-    """Raises if the weights alone are larger than the `free` bytes (default: free main memory). Called before the first
-    byte is read."""
-    need, free = spec.num_parameters * dtype_bytes, free_memory() if free is None else free
+def check_models_fit(specs: Sequence[ModelSpec], dtype_bytes: int, *, free: int | None = None) -> None:
+    """Raises if the weights of a model, and of its draft model, are larger than the `free` bytes (default: free main
+    memory). Called before the first byte is read."""
+    num_parameters = sum(spec.num_parameters for spec in specs)
+    need, free = num_parameters * dtype_bytes, free_memory() if free is None else free
     if need > free:
         raise ConfigError(
-            f"the model's {spec.num_parameters:,} parameters take {_gib(need)}, but only {_gib(free)} of memory are "
+            f"the model's {num_parameters:,} parameters take {_gib(need)}, but only {_gib(free)} of memory are "
             "free: choose a smaller model or a 16-bit dtype."
         )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.config import ConfigError
-from paceline.engine.kv_sizing import check_model_fits, free_memory
+from paceline.engine.kv_sizing import check_models_fit, free_memory
 from paceline.engine.output import Conflict, WeightUpdate
 from paceline.engine.pausing import PauseMode
 from paceline.model.spec import ModelError, ModelSpec
@@ -67,7 +67,7 @@ def _load(path: Path, spec: ModelSpec, dtype: str, context_tokens: int) -> Decod
     try:
         found = read_spec(path)
         _check_shape(found, spec)
-        check_model_fits(spec, 4 if dtype == "float32" else 2, free=free_memory())
+        check_models_fit([spec], 4 if dtype == "float32" else 2, free=free_memory())
         return load_decoder(path, dtype=dtype, max_positions=context_tokens)
     except (ModelError, ConfigError) as error:  # to an engine that runs, a mistake of this request
         raise InvalidRequest(str(error)) from None

@@ -9,6 +9,9 @@ of a row's last tokens, and writes what followed it behind them into the token p
 text that the output may follow, a match there that is as long comes first: the one nearest to where the output is if it
 has the same length so far. Rows feed between one and 1 + drafts tokens; the tokens of all rows are packed one after the
 other. `accept_drafts` runs after sampling.
+
+A draft model (engine/cuda/draft_model.py) writes its drafts into the token pool first, starting with `begin_drafts`;
+then `propose_drafts` replaces those of rows whose draft source matches.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -120,6 +123,7 @@ def _propose_kernel(
     WORDS: tl.constexpr,
     DRAFTS: tl.constexpr,
     ALWAYS: tl.constexpr,
+    FROM_MODEL: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -141,15 +145,16 @@ def _propose_kernel(
             third = tl.load(history + position - 2, mask=position > 1, other=-1)
             fourth = tl.load(history + position - 3, mask=position > 2, other=-1)
             best = row * 0
-            for start in range(0, position, BLOCK):
-                i = start + lane
-                known = i < position
-                same = (tl.load(history + i, mask=known, other=-2) == last) & known
-                same = same & (tl.load(history + i - 1, mask=known & (i > 0), other=-2) == second)
-                three = tl.load(history + i - 2, mask=known & (i > 1), other=-2) == third
-                four = tl.load(history + i - 3, mask=known & (i > 2), other=-2) == fourth
-                length = 2 + three.to(tl.int32) + (three & four).to(tl.int32)
-                best = tl.maximum(best, tl.max(tl.where(same, length * _MAX_INDEX + i, 0), axis=0))
+            if not FROM_MODEL:
+                for start in range(0, position, BLOCK):
+                    i = start + lane
+                    known = i < position
+                    same = (tl.load(history + i, mask=known, other=-2) == last) & known
+                    same = same & (tl.load(history + i - 1, mask=known & (i > 0), other=-2) == second)
+                    three = tl.load(history + i - 2, mask=known & (i > 1), other=-2) == third
+                    four = tl.load(history + i - 3, mask=known & (i > 2), other=-2) == fourth
+                    length = 2 + three.to(tl.int32) + (three & four).to(tl.int32)
+                    best = tl.maximum(best, tl.max(tl.where(same, length * _MAX_INDEX + i, 0), axis=0))
             if ALWAYS:
                 best = tl.maximum(best, position - 1)
             source = sources + slot * words_stride
@@ -183,6 +188,8 @@ def _propose_kernel(
                 token = tl.load(source + _SOURCE_TOKENS + at + 1 + draft, mask=draft < limit, other=0)
                 tl.store(history + position + 1 + draft, token, mask=draft < limit)
                 fed += limit
+            elif FROM_MODEL:
+                fed += limit  # they are in the token pool
             elif best > 0:
                 end = best % _MAX_INDEX + 1
                 draft = tl.arange(0, BLOCK_D)
@@ -215,10 +222,12 @@ def propose_drafts(
     drafts: int,
     *,
     always: bool = False,
+    from_model: bool = False,
     block: int = 1024,
 ) -> None:
     """Writes up to `drafts` drafts of each of the first num_rows rows, of at most `rows`, into the token pool, and how
-    all tokens are packed into `buffers`. always: some drafts, even where nothing has occurred before (benchmarks)."""
+    all tokens are packed into `buffers`. always: some drafts, even where nothing has occurred before (benchmarks).
+    from_model: a draft model has written as many drafts; those of a draft source replace them."""
     _propose_kernel[(rows,)](
         state.token_pool,
         state.num_computed,
@@ -235,11 +244,90 @@ def propose_drafts(
         buffers.sources.stride(0),
         WORDS=SAMPLING_WORDS,
         DRAFTS=drafts,
-        ALWAYS=always,
+        ALWAYS=always and not from_model,
+        FROM_MODEL=from_model,
         BLOCK_D=next_power_of_2(drafts),
         BLOCK_R=next_power_of_2(len(state.row_slots)),
         BLOCK=block,
         num_warps=4,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelDraftBuffers:
+    """Where a draft model is: it computes the last token of a row again, and then the next."""
+
+    num_fed: torch.Tensor  # [R] int32: tokens that a row feeds in the first step, one or two
+    query_starts: torch.Tensor  # [R + 1] int32: 0, 2, 4, ...
+    token_rows: torch.Tensor  # [2 R] int32: the row of each of these tokens; -1: padding
+    last_tokens: torch.Tensor  # [R] int32: the last of these tokens of each row
+    num_computed: torch.Tensor  # [S] int32: the next position that the draft model feeds
+    last_positions: torch.Tensor  # [S] int32: the last one; a row that has reached it computes it again
+
+    @classmethod
+    def empty(cls, rows: int, slots: int, device: torch.device | str) -> ModelDraftBuffers:
+        def zeros(count: int) -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+        return cls(zeros(rows), zeros(rows + 1), zeros(2 * rows), zeros(rows), zeros(slots), zeros(slots))
+
+
+def begin_drafts_reference(num_computed: int, max_length: int, drafts: int) -> tuple[int, int, int]:
+    """(num_computed, num_fed, last_position) of a row for the draft model."""
+    num_fed = min(num_computed + 1, 2)
+    limit = max(1, min(max_length - 2 - num_computed, drafts))
+    return num_computed + 1 - num_fed, num_fed, num_computed + limit - 1
+
+
+@launched
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _begin_kernel(
+    num_computed,
+    row_slots,
+    num_rows,
+    sampling,
+    own_computed,
+    last_positions,
+    num_fed,
+    query_starts,
+    token_rows,
+    last_tokens,
+    WORDS: tl.constexpr,
+    DRAFTS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    fed = row * 0
+    if row < tl.load(num_rows):
+        slot = tl.load(row_slots + row).to(tl.int64)
+        position = tl.load(num_computed + slot)
+        fed += tl.minimum(position + 1, 2)
+        limit = tl.minimum(tl.load(sampling + slot * WORDS + _MAX_LENGTH) - 2 - position, DRAFTS)
+        tl.store(own_computed + slot, position + 1 - fed)
+        tl.store(last_positions + slot, position + tl.maximum(limit, 1) - 1)
+    tl.store(num_fed + row, fed)
+    tl.store(query_starts + row, 2 * row)
+    tl.store(token_rows + 2 * row, tl.where(fed > 0, row, -1))
+    tl.store(token_rows + 2 * row + 1, tl.where(fed > 1, row, -1))
+    tl.store(last_tokens + row, 2 * row + tl.maximum(fed, 1) - 1)
+
+
+def begin_drafts(state: SlotState, buffers: ModelDraftBuffers, rows: int, drafts: int) -> None:
+    """Where a draft model begins with each of the first num_rows rows, of at most `rows`. It feeds the token before the
+    next one too: where all drafts of the previous pass were right, it has not computed that."""
+    _begin_kernel[(rows,)](
+        state.num_computed,
+        state.row_slots,
+        state.num_rows,
+        state.sampling,
+        buffers.num_computed,
+        buffers.last_positions,
+        buffers.num_fed,
+        buffers.query_starts,
+        buffers.token_rows,
+        buffers.last_tokens,
+        WORDS=SAMPLING_WORDS,
+        DRAFTS=drafts,
+        num_warps=1,
     )
 
 

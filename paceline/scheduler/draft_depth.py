@@ -5,7 +5,8 @@ The depth is the one with the most expected tokens per second. Both sides of tha
 - Tokens: a row with k drafts, each right with probability a, yields 1 + a + ... + a^k tokens. A matcher on the host
   estimates a without any draft: it looks up what followed the last two tokens when they occurred before, and compares
   that with each token that is committed. So text that does not repeat itself never has a draft. Passes with drafts
-  show how much more or less often these are right.
+  show how much more or less often these are right. The drafts of a draft model cannot be predicted on the host: for
+  them a is measured by drafts alone, begins with that of earlier requests, and rises again slowly while there are none.
 - Time: the seconds of a pass relative to what `StepTime` predicts without drafts, as a median of recent passes, by
   number of rows and depth. An unknown depth starts with a low time, so that it is tried; one that was too slow is tried
   again after a while, in ever longer intervals, since a busy host may have been the reason.
@@ -32,6 +33,7 @@ _STEP = 1 / 12  # weight of the newest token in the estimate of a
 _SOURCE_RATE = 0.8  # first estimate of a for a request with a draft source
 _LOWEST_RATE = 0.05  # rows below it do not contribute enough to look further
 _MAX_BETTER = 1.5  # how much more often drafts are assumed to be right than predictions
+_MODEL_RATE = 0.7  # first estimate of a for a draft model
 _FORGIVE = 1 / 2048  # by which a difference between the two shrinks with each pass without drafts
 _MAX_JUDGED = 4 * max(DRAFT_DEPTHS)  # tokens: with more that are new, they are a backlog
 
@@ -118,6 +120,25 @@ class NgramMatcher:
         self._update_rate()
 
 
+class ModelAcceptance:
+    """How often the drafts of a draft model are right for one request."""
+
+    __slots__ = ("rate",)
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def catch_up(self, request: Request, limit: int) -> int:
+        """A low rate rises with every pass, so that drafts are tried again."""
+        self.rate = max(self.rate, self.rate + (_MODEL_RATE - self.rate) * _FORGIVE)
+        return 0
+
+    def observe_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        num_tried = num_accepted + (num_accepted < num_drafts)
+        if num_tried:
+            self.rate += (num_accepted / num_tried - self.rate) * min(1.0, num_tried * _STEP)
+
+
 class _PassTimes:
     """Seconds of recent passes with one number of rows and one depth, relative to those expected without drafts."""
 
@@ -151,9 +172,11 @@ class _PassTimes:
 
 
 class DraftDepth:
-    def __init__(self, max_drafts: int) -> None:
+    def __init__(self, max_drafts: int, *, has_model: bool = False) -> None:
+        """has_model: drafts come from a draft model."""
         self._depths = [depth for depth in DRAFT_DEPTHS if depth <= max_drafts]
-        self._matchers: dict[Request, NgramMatcher] = {}
+        self._matchers: dict[Request, NgramMatcher | ModelAcceptance] = {}
+        self._model_rate = _MODEL_RATE if has_model else None  # with which new requests begin
         self._times: dict[tuple[int, int], _PassTimes] = {}  # by rows, rounded up to a power of two, and depth
         self._num_passes = 0
         self._depth = 0  # of the last pass
@@ -185,8 +208,13 @@ class DraftDepth:
         for request in requests[first : self._next_row]:
             matcher = matchers.get(request)
             if matcher is None:
-                matcher = matchers[request] = NgramMatcher(request)
+                matcher = matchers[request] = self._new_matcher(request)
             budget -= matcher.catch_up(request, budget)
+
+    def _new_matcher(self, request: Request) -> NgramMatcher | ModelAcceptance:
+        if self._model_rate is None:
+            return NgramMatcher(request)
+        return ModelAcceptance(_SOURCE_RATE if len(request.draft_source) else self._model_rate)
 
     def _most_profitable(self, rates: npt.NDArray[np.float64]) -> int:
         num_rows = len(rates)
@@ -227,4 +255,6 @@ class DraftDepth:
             matcher.observe_drafts(request, num_drafts, num_accepted)
 
     def forget(self, request: Request) -> None:
-        self._matchers.pop(request, None)
+        matcher = self._matchers.pop(request, None)
+        if self._model_rate is not None and matcher is not None:
+            self._model_rate += (matcher.rate - self._model_rate) * _STEP

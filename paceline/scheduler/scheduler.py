@@ -77,7 +77,9 @@ class Scheduler:
         self._background = config.background_names
         self._service_time = ServiceTime(config.max_running, config.output_weight)
         self.mixed_batches = MixedBatchTimes(config.chunk_context)
-        self.draft_depth = DraftDepth(config.draft_tokens) if config.adaptive_drafts else None
+        self.draft_depth = (
+            DraftDepth(config.draft_tokens, has_model=config.model_drafts) if config.adaptive_drafts else None
+        )
         self._num_drafts = config.draft_tokens  # per decode row of the pass being planned, at most
         self._lengths = OutputLengths()
         self.step = 1  # number of the pass being planned, or of the next one

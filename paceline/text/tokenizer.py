@@ -166,6 +166,10 @@ class Tokenizer:
         """The tokenizer as a tokenizer.json."""
         return self._core.to_str()
 
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token, without added ones."""
+        return self._core.get_vocab(with_added_tokens=False)
+
     def token_id(self, token: str) -> int | None:
         """The id of a token, given as it is spelt in the vocabulary."""
         found = self._core.token_to_id(token)

@@ -14,7 +14,7 @@ from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.engine import kv_sizing
 from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine
-from paceline.engine.kv_sizing import check_model_fits, num_kv_pages
+from paceline.engine.kv_sizing import check_models_fit, num_kv_pages
 from paceline.llm import LLM
 from paceline.model.registry import shape
 from paceline.model.spec import ModelError
@@ -106,14 +106,14 @@ def test_kv_memory_follows_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_sizing, "free_memory", lambda: 2**30)
     per_token = 2 * 30 * 3 * 64 * 4
     config = SchedulerConfig(context_tokens=8192)
-    pages = num_kv_pages(EngineConfig(kv_memory_fraction=0.5), spec, 4, config, {})
+    pages = num_kv_pages(EngineConfig(kv_memory_fraction=0.5), spec.kv_bytes_per_token(4), config, {})
     assert pages == 2**29 // per_token // 16
-    assert num_kv_pages(EngineConfig(kv_tokens=1000), spec, 4, config, {}) == 62
+    assert num_kv_pages(EngineConfig(kv_tokens=1000), spec.kv_bytes_per_token(4), config, {}) == 62
     monkeypatch.setattr(kv_sizing, "free_memory", lambda: 2**20)
     with pytest.raises(ConfigError, match="choose a smaller model, free some memory, or raise kv_memory_fraction"):
-        num_kv_pages(EngineConfig(), spec, 4, config, {})
+        num_kv_pages(EngineConfig(), spec.kv_bytes_per_token(4), config, {})
     with pytest.raises(ConfigError, match=r"parameters take .*, but only .* of memory are free"):
-        check_model_fits(spec, 4)
+        check_models_fit([spec], 4)
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 uses BLAS

@@ -33,6 +33,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         {"context_tokens": 1999, "num_pages": 90, "max_running": 37, "num_host_pages": 64, "max_swap_pages": 8},
     ),
     ("wide", {"context_tokens": 600, "num_pages": 200, "max_running": 20, "draft_tokens": 4}),
+    # A draft model with other heads, and with a sliding window.
+    ("wide", {"context_tokens": 600, "num_pages": 200, "max_running": 9, "draft_tokens": 4, "draft": "tiny-mistral"}),
     ("tiny-smollm3", {"context_tokens": 1024, "num_pages": 300, "max_running": 1, "page_size": 32}),
     ("tiny-qwen3", {"context_tokens": 4096, "num_pages": 2000, "max_running": 130, "shared_reads": False}),
 ]
@@ -71,25 +73,32 @@ def kernels_of(name: str) -> set[str]:
     """The names of the kernels that a shape with default options uses."""
     spec = SPECS[name] if name in SPECS else shape(name)
     return {
-        variant.name for variant in kernel_variants(spec, "bfloat16", SchedulerConfig(num_pages=64, draft_tokens=7))
+        variant.name for variant in kernel_variants([spec], "bfloat16", SchedulerConfig(num_pages=64, draft_tokens=7))
     }
 
 
 def unlisted(name: str, options: dict[str, Any], seed: int) -> list[KernelVariant]:
     """Variants that random requests need and that are not in the list."""
-    spec = SPECS[name] if name in SPECS else shape(name)
-    scheduler = SchedulerConfig(**options)
+    names = [name, options["draft"]] if "draft" in options else [name]
+    specs = [SPECS[one] if one in SPECS else shape(one) for one in names]
+    scheduler = SchedulerConfig(**{option: value for option, value in options.items() if option != "draft"})
     other = replace(scheduler, num_pages=2 * scheduler.num_pages + 1, policy="lpm", max_wait=3.0)
-    assert kernel_variants(spec, "float32", scheduler) == kernel_variants(spec, "float32", other), "see VARIANT_OPTIONS"
-    listed = {_on_any_device(variant) for variant in kernel_variants(spec, "float32", scheduler)}
-    decoder = random_decoder(spec, dtype="float32", device="cpu", max_positions=scheduler.context_tokens)
-    device, config = build_cuda(decoder, EngineConfig(), scheduler, None)
+    variants = kernel_variants(specs, "float32", scheduler)
+    assert variants == kernel_variants(specs, "float32", other), "see VARIANT_OPTIONS"
+    listed = {_on_any_device(variant) for variant in variants}
+    decoder, draft = (
+        random_decoder(spec, dtype="float32", device="cpu", max_positions=scheduler.context_tokens) if spec else None
+        for spec in (*specs, None)[:2]
+    )
+    assert decoder is not None
+    device, config = build_cuda(decoder, EngineConfig(), scheduler, None, draft=draft)
     if device.drafts is not None:
         device.drafts.results[:, :, : DraftWord.TOKENS] = 1  # nothing is computed: each row gets one token
-    tokenizer = synthetic_tokenizer(spec.vocab_size)
+    vocab_size = specs[0].vocab_size
+    tokenizer = synthetic_tokenizer(vocab_size)
     with (
         recorded_launches() as launched,
-        LLM.from_engine(Engine(Scheduler(config), device, tokenizer, vocab_size=spec.vocab_size)) as llm,
+        LLM.from_engine(Engine(Scheduler(config), device, tokenizer, vocab_size=vocab_size)) as llm,
     ):
         random_requests(llm, random.Random(seed), min(config.context_tokens, config.num_pages * config.page_size // 2))
     assert len({variant.name for variant in launched}) > 15, "too few kernels were launched"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from paceline.config import EngineConfig, SchedulerConfig
-from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner, DecoderModel
+from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner
+from paceline.engine.cpu.model import DecoderModel
 
 
-def build_cpu(decoder: DecoderModel, config: EngineConfig, scheduler: SchedulerConfig) -> CpuExecutor:
+def build_cpu(
+    decoder: DecoderModel, config: EngineConfig, scheduler: SchedulerConfig, draft: DecoderModel | None = None
+) -> CpuExecutor:
+    """draft: a draft model."""
     runner = CpuModelRunner(
         decoder,
         num_pages=scheduler.num_pages,
@@ -15,5 +19,6 @@ def build_cpu(decoder: DecoderModel, config: EngineConfig, scheduler: SchedulerC
         max_row_tokens=min(scheduler.context_tokens, scheduler.num_pages * scheduler.page_size),
         num_host_pages=scheduler.num_host_pages,
         adapt_drafts=not scheduler.adaptive_drafts,
+        draft=draft,
     )
     return CpuExecutor(runner, num_threads=config.threads)

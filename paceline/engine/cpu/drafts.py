@@ -8,7 +8,7 @@ alone. A draft is accepted exactly if it equals that token, so the output is tha
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,16 @@ class _Source:
         return size, text[at:]
 
 
+class Drafts(Protocol):
+    def join(self, join: Join) -> None: ...
+
+    def propose_all(self, tables: SlotTables, slots: Index, positions: Index, limits: Index) -> Index:
+        """Stores up to limits[i] drafts behind position positions[i] of slot slots[i]; returns how many."""
+
+    def settle(self, slot: int, position: int, num_drafts: int, num_accepted: int) -> None:
+        """Of so many drafts, so many were accepted."""
+
+
 class NgramDrafts:
     """Proposes what followed the last tokens of a row when they occurred before: in its draft source, or in the row
     itself (prompt lookup). The longer match is used, the source if both are equally long.
@@ -71,6 +81,21 @@ class NgramDrafts:
         if len(join.draft_source):
             self._sources[slot] = _Source(join.draft_source, join.num_prompt_tokens)
 
+    def propose_all(self, tables: SlotTables, slots: Index, positions: Index, limits: Index) -> Index:
+        nums = np.zeros(len(slots), np.int64)
+        rows = zip(slots.tolist(), positions.tolist(), limits.tolist(), strict=True)
+        for row, (slot, position, limit) in enumerate(rows):
+            found = self.propose(slot, tables.tokens[slot, : position + 1], limit)
+            tables.tokens[slot, position + 1 : position + 1 + len(found)] = found
+            nums[row] = len(found)
+        return nums
+
+    def from_source(self, slot: int, tokens: Tokens, limit: int) -> Column:
+        """Up to `limit` tokens that may follow `tokens` by the draft source of the slot, if it has one."""
+        source = self._sources.get(slot)
+        size, rest = (0, tokens[:0]) if source is None else source.follow(tokens)
+        return rest[: limit if size else 0]
+
     def propose(self, slot: int, tokens: Tokens, limit: int) -> Column:
         """Up to `limit` tokens that may follow `tokens`."""
         depth = min(int(self._depth[slot]), limit) if self._adapts else limit
@@ -85,7 +110,6 @@ class NgramDrafts:
         return rest[:depth]
 
     def settle(self, slot: int, position: int, num_drafts: int, num_accepted: int) -> None:
-        """Of so many drafts, so many were accepted."""
         if not num_drafts or not self._adapts:
             return
         if not num_accepted:
@@ -150,7 +174,7 @@ class Verification:
         return np.concatenate(chosen), counts
 
 
-def verification(plan: Plan, tables: SlotTables, drafts: NgramDrafts | None) -> Verification:
+def verification(plan: Plan, tables: SlotTables, drafts: Drafts | None) -> Verification:
     """The plan as it is executed now that all passes before it have been: proposes drafts, unless `drafts` is None, and
     stores them behind the tokens of their rows."""
     assert plan.drafts is not None, "a plan without drafts is executed as it is"
@@ -160,12 +184,8 @@ def verification(plan: Plan, tables: SlotTables, drafts: NgramDrafts | None) -> 
     decodes = np.flatnonzero(room >= 0)
     nums = np.zeros(len(decodes), np.int64)
     if drafts is not None:
-        for index, row in enumerate(decodes.tolist()):
-            slot, position = int(plan.slots[row]), int(positions[row])
-            limit = min(int(plan.drafts[row]), int(room[row]))
-            found = drafts.propose(slot, tables.tokens[slot, : position + 1], limit)
-            tables.tokens[slot, position + 1 : position + 1 + len(found)] = found
-            nums[index] = len(found)
+        limits = np.minimum(plan.drafts, room)[decodes].astype(np.int64)
+        nums = drafts.propose_all(tables, plan.slots[decodes].astype(np.int64), positions[decodes], limits)
     rows = np.concatenate([decodes, np.arange(count, plan.num_rows)])
     starts, lengths = plan.starts[rows], plan.lengths[rows]
     starts[: len(decodes)] = positions[decodes]

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from paceline.engine.attention import AttentionBackend
 from paceline.engine.cpu.attention import CpuAttention
-from paceline.engine.cpu.drafts import NgramDrafts, Verification, verification
+from paceline.engine.cpu.draft_model import ModelDrafts
+from paceline.engine.cpu.drafts import Drafts, NgramDrafts, Verification, verification
 from paceline.engine.cpu.inputs import Index, Inputs, SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
-from paceline.engine.cpu.model import CpuModel
+from paceline.engine.cpu.model import CpuModel, DecoderModel
 from paceline.engine.executor import Capabilities, Executor, Result
 from paceline.engine.pooling import PooledStates, pool_chunk
 from paceline.model.decoder import Attend, Decoder
-from paceline.model.spec import ModelSpec
 from paceline.sampling.logprobs import LogprobRequest, LogprobTable, output_logprobs, prompt_runs
 from paceline.sampling.sampler import Sampler
 from paceline.sampling.types import Bits, LogprobRun, Masks
@@ -46,23 +46,6 @@ class ModelRunner(Protocol):
         """Replaces the weights by those of a decoder of the same spec, which is taken over."""
 
 
-class DecoderModel(Protocol):
-    """A decoder with its weights: `model.decoder.Decoder`, or `CpuModel` with the weights rearranged."""
-
-    @property
-    def spec(self) -> ModelSpec: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor: ...
-
-    def logits(self, hidden: Tensor) -> Tensor: ...
-
-    def states(self, hidden: Tensor) -> Tensor:
-        """The model's hidden states, from what `forward` returns."""
-
-
 class CpuModelRunner:
     """Runs passes with torch on the CPU. Device memory is host memory, so nothing is copied."""
 
@@ -76,6 +59,7 @@ class CpuModelRunner:
         max_row_tokens: int,
         num_host_pages: int = 0,
         adapt_drafts: bool = True,
+        draft: DecoderModel | None = None,
     ) -> None:
         spec = decoder.spec
         self.decoder = decoder
@@ -85,7 +69,12 @@ class CpuModelRunner:
         self.sampler = Sampler(spec.vocab_size, max_running)
         self._logprobs = LogprobTable(max_running, spec.vocab_size)
         self._pooling: dict[int, str] = {}  # slot -> kind, for prompts that are embedded
-        self._drafts = NgramDrafts(max_running, adapts=adapt_drafts)
+        self._draft_model = None
+        if draft is not None:
+            self._draft_model = ModelDrafts(
+                draft, self.sampler, num_pages=num_pages, page_size=page_size, max_running=max_running
+            )
+        self._drafts: Drafts = self._draft_model or NgramDrafts(max_running, adapts=adapt_drafts)
 
     def load_weights(self, decoder: Decoder) -> None:
         self.decoder = CpuModel(decoder) if isinstance(self.decoder, CpuModel) else decoder
@@ -113,6 +102,8 @@ class CpuModelRunner:
         inputs = self.tables.inputs(plan, 0 if checked is None else plan.num_decodes)
         attend = self.attention.begin(inputs)
         hidden = self.decoder.forward(torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), attend)
+        if self._draft_model is not None and plan.num_decodes < plan.num_rows:
+            self._draft_model.compute_kv(inputs)
         runs = self._prompt_logprobs(plan, hidden)
         pooled = tuple(self._pool(plan, inputs.offsets, hidden)) if self._pooling else ()
         if checked is not None and checked.num_dropped:

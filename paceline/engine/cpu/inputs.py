@@ -52,16 +52,30 @@ class SlotTables:
     def inputs(self, plan: Plan, num_verified: int = 0) -> Inputs:
         """Of a plan with exact positions. The first `num_verified` rows sample after each of their tokens."""
         slots, starts, lengths = (column.astype(np.int64) for column in (plan.slots, plan.starts, plan.lengths))
-        size = self.page_size
-        if plan.num_tokens == len(slots):  # one token per row: a decode batch
+        return self.row_inputs(slots, starts, lengths, plan.samples, num_verified, shares=plan.sharing is not None)
+
+    def row_inputs(
+        self,
+        slots: Index,
+        starts: Index,
+        lengths: Index,
+        samples: npt.NDArray[np.bool_] | None = None,
+        num_verified: int = 0,
+        *,
+        shares: bool = False,
+    ) -> Inputs:
+        """Of rows that feed `lengths` tokens from `starts` on. samples: which sample after their last token; default:
+        all."""
+        size, num_tokens = self.page_size, int(lengths.sum())
+        if num_tokens == len(slots):  # one token per row: a decode batch
             offsets, token_slots, positions = np.arange(len(slots)), slots, starts
         else:
             offsets = np.cumsum(lengths) - lengths
             token_slots = np.repeat(slots, lengths)
-            positions = np.arange(plan.num_tokens) + np.repeat(starts - offsets, lengths)
+            positions = np.arange(num_tokens) + np.repeat(starts - offsets, lengths)
         ends = starts + lengths
         num_pages = (int(ends.max()) + size - 1) // size
-        samples = plan.samples
+        samples = np.ones(len(slots), np.bool_) if samples is None else samples
         if num_verified:
             samples = samples.copy()
             samples[:num_verified] = False
@@ -79,7 +93,7 @@ class SlotTables:
             sampled=sampled,
             sampled_slots=token_slots[sampled],
             sampled_positions=positions[sampled] + 1,
-            shares=plan.sharing is not None,
+            shares=shares,
         )
 
     def store(self, inputs: Inputs, tokens: npt.NDArray[np.int64]) -> None:

@@ -15,16 +15,36 @@ of one row is a thousand small calls, and each costs as much as its arithmetic.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.engine.kv_sizing import free_memory
 from paceline.model.decoder import Attend, Decoder, DecoderLayer, Mlp, soft_cap
+from paceline.model.spec import ModelSpec
 
 _PACKED_MEMORY_FRACTION = 0.2  # of the free memory: the most that the packed copies may take
 _TUNED_ROWS = 16  # the number of rows that the packing is tuned for
 _MAX_PACKED_ROWS = 32  # with more rows the transposed weight is faster again
+
+
+class DecoderModel(Protocol):
+    """A decoder with its weights: `model.decoder.Decoder`, or `CpuModel` with the weights rearranged."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """The model's hidden states, from what `forward` returns."""
 
 
 class _Linear:

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from paceline.config import ConfigError
 from paceline.engine.cuda.model import AttentionKernels, CudaModel
 from paceline.engine.cuda.sharing import SHARED_ALIGN, SHARED_CHUNKS
 from paceline.engine.cuda.streams import Streams
 from paceline.engine.cuda.tiles import SplitRule
-from paceline.kernels._triton import cdiv
+from paceline.kernels._triton import cdiv, next_power_of_2
 from paceline.kernels.decode_attention import (
     ALL_UNITS,
     NONE_SHARED,
@@ -97,6 +98,18 @@ class PrefillTiles:
     shared: tuple[Tensor, Tensor, Tensor] | None  # tiles, rows and tokens of `SharedTiles`
 
 
+def _tuning_like(tile_tokens: int, group: int) -> ExtendTuning:
+    """The tuning with which a draft model has tiles of as many tokens as its target model."""
+    tuning = ExtendTuning()
+    heads, most = next_power_of_2(group) * tile_tokens, tuning.block_m
+    if not 16 <= heads <= most:
+        raise ConfigError(
+            f"the draft model has {group} query heads per KV head, which makes tiles of {heads} query heads where the "
+            f"model has {most}: device cuda needs a draft model with fewer heads per KV head."
+        )
+    return replace(tuning, block_m=heads)
+
+
 class CudaAttention:
     def __init__(
         self,
@@ -109,8 +122,10 @@ class CudaAttention:
         capacity: int,
         choices: AttentionChoices,
         max_drafts: int = 0,
+        target: CudaAttention | None = None,
     ) -> None:
-        """capacity: most work units, and partial results, of a decode batch (`max_units`). max_drafts: of a row."""
+        """capacity: most work units, and partial results, of a decode batch (`max_units`). max_drafts: of a row.
+        target: for a draft model, the attention of the target model, for whose heads prefill tiles are made."""
         spec, device, max_rows = model.spec, model.device, len(state.row_slots)
         self._model, self._streams, self._state = model, streams, state
         self._chunks, self._tuning = choices.chunks, choices.tuning
@@ -137,11 +152,12 @@ class CudaAttention:
         )
         windows = self.units.keys()
         self.split_rule = choices.split_rule(spec.num_kv_heads, 0 if 0 in windows else max(windows))
-        self._extend_tuning = ExtendTuning()
-        self.tokens_per_tile = tokens_per_tile(self._extend_tuning, self._group)
-        self._extend_workspace = ExtendWorkspace.empty(
-            self.split_rule.max_partials, self._extend_tuning, spec.head_dim, device
-        )
+        self._extend_tuning, max_partials = ExtendTuning(), self.split_rule.max_partials
+        if target is not None:
+            self._extend_tuning = _tuning_like(target.tokens_per_tile, self._group)
+            max_partials = target.max_splits * spec.num_kv_heads
+        self.tokens_per_tile: int = tokens_per_tile(self._extend_tuning, self._group)
+        self._extend_workspace = ExtendWorkspace.empty(max_partials, self._extend_tuning, spec.head_dim, device)
         self._q = torch.zeros(model.max_tokens, spec.num_heads, spec.head_dim, dtype=model.dtype, device=device)
 
     @property

@@ -58,21 +58,27 @@ def build_cuda(
     attention: AttentionChoices = AttentionChoices(),  # noqa: B008  (frozen)
     share_rule: Callable[[int, int], ShareRule] = ShareRule,
     prefill_sizes: Sequence[int] = PREFILL_SIZES,
+    draft: Decoder | None = None,
 ) -> tuple[CudaExecutor, SchedulerConfig]:
     """The executor, and the scheduler's options with the number of pages, which follows from the free memory and the
-    scheduler options in `given`; None: the number in `scheduler` is used. The decoder must not be used afterwards."""
+    scheduler options in `given`; None: the number in `scheduler` is used. draft: a draft model. The decoders must not
+    be used afterwards."""
     streams = streams_of(decoder.device)
     max_rows = scheduler.max_running
     if scheduler.draft_tokens:
         max_rows = min(max(max_rows, _DRAFT_ROWS), max_rows * (1 + scheduler.draft_tokens))
-    model = CudaModel(decoder, max_tokens=scheduler.max_batch_tokens, max_rows=max_rows, tuning=tuning)
+    models = [
+        CudaModel(one, max_tokens=scheduler.max_batch_tokens, max_rows=max_rows, tuning=tuning)
+        for one in (decoder, draft)
+        if one is not None
+    ]
+    model, draft_model = models[0], models[1] if draft is not None else None
     page_size, context = scheduler.page_size, scheduler.context_tokens
     if given is not None:
-        free = streams.free_memory() - _workspace_bytes(model, scheduler, attention)
+        free = streams.free_memory() - sum(_workspace_bytes(one, scheduler, attention) for one in models)
         num_pages = num_kv_pages(
             config,
-            model.spec,
-            model.dtype.itemsize,
+            sum(one.spec.kv_bytes_per_token(one.dtype.itemsize) for one in models),
             scheduler,
             given,
             free=max(free, 0),
@@ -93,6 +99,7 @@ def build_cuda(
         share_rule=share_rule,
         prefill_sizes=prefill_sizes,
         max_drafts=scheduler.draft_tokens,
+        draft_model=draft_model,
     )
     return executor, scheduler
 

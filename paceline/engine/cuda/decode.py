@@ -3,6 +3,8 @@ capture this."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from paceline.engine.cuda.attention import CudaAttention
@@ -15,6 +17,45 @@ from paceline.kernels.gather_tokens import gather_tokens
 from paceline.kernels.slot_state import SlotState
 
 
+class DecodeForward:
+    """The forward pass of decode batches of one model."""
+
+    def __init__(
+        self, model: CudaModel, attention: CudaAttention, state: SlotState, slots: Tensor, positions: Tensor
+    ) -> None:
+        """slots and positions receive those of the tokens, for sampling."""
+        self._model, self._attention, self._state = model, attention, state
+        self._slots, self._positions = slots, positions
+
+    def logits(self, rows: int, key: GraphKey = GraphKey(), step: Tensor | None = None) -> Tensor:  # noqa: B008
+        """The logits after the next token of each row. step: is incremented."""
+        model, state = self._model, self._state
+        pdl = not key.shared_block_m and model.uses_pdl(rows)
+        defer_norm = not key.shared_block_m and model.defers_norm(rows, fused=True)
+        attend = self._attention.decode(
+            rows, state.num_rows, key.shared_block_m, key.short_contexts, step, defer_norm=defer_norm
+        )
+        slots, positions = self._slots[:rows], self._positions[:rows]
+        gather_tokens(state, model.embedding, model.input(rows), slots, positions, squares=model.squares(rows))
+        return model.logits(model.forward(rows, attend, fused=True, defer_norm=defer_norm, pdl=pdl))
+
+    def states(self, rows: int, new_tokens: NewTokens, token_rows: Tensor, step: Tensor | None = None) -> Tensor:
+        """The hidden states of all new tokens of rows that have several. token_rows: the row of each, or -1."""
+        model, state, num_tokens = self._model, self._state, len(token_rows)
+        attend = self._attention.decode(rows, state.num_rows, 0, step=step, defer_norm=False, new_tokens=new_tokens)
+        gather_tokens(
+            state,
+            model.embedding,
+            model.input(num_tokens),
+            self._slots[:num_tokens],
+            self._positions[:num_tokens],
+            token_rows,
+            new_tokens.query_starts,
+            squares=model.squares(num_tokens),
+        )
+        return model.forward(num_tokens, attend, fused=True, pdl=model.uses_pdl(num_tokens))
+
+
 class DecodeRunner:
     def __init__(
         self,
@@ -25,11 +66,13 @@ class DecodeRunner:
         slots: Tensor,
         positions: Tensor,
         drafts: DraftBuffers | None = None,
+        propose: Callable[..., None] | None = None,
     ) -> None:
-        """slots and positions receive those of the rows, for sampling."""
-        self._model, self._attention, self._sampling, self._state = model, attention, sampling, state
+        """slots and positions receive those of the rows, for sampling. propose: `DraftModel.propose`."""
+        self._model, self._sampling, self._state = model, sampling, state
+        self._forward = DecodeForward(model, attention, state, slots, positions)
         self._slots, self._positions = slots, positions
-        self._drafts = drafts
+        self._drafts, self._propose = drafts, propose
         self.coin = 0  # benchmarks: the probability that a draft is accepted, times 256; 0: if it is right
 
     def run(self, rows: int, key: GraphKey) -> None:
@@ -40,9 +83,16 @@ class DecodeRunner:
         if key.stage is GraphStage.TOKENS:
             logits = self._model.last_logits(rows)
         elif drafts is None:
-            logits = self._logits(rows, key, slots, positions)
+            logits = self._forward.logits(rows, key, self._sampling.step)
         else:
-            logits = self._draft_logits(rows, key.drafts, drafts, slots, positions)
+            if self._propose is not None:
+                self._propose(rows, key.drafts, filters=key.filters)
+            propose_drafts(
+                self._state, drafts, rows, key.drafts, always=self.coin > 0, from_model=self._propose is not None
+            )
+            new_tokens = NewTokens(drafts.query_starts, drafts.num_fed, 1 + key.drafts)
+            token_rows = drafts.token_rows[:num_tokens]
+            logits = self._model.logits(self._forward.states(rows, new_tokens, token_rows, self._sampling.step))
         if key.stage is not GraphStage.LOGITS:
             self._sampling.sample(
                 logits,
@@ -58,44 +108,3 @@ class DecodeRunner:
         if drafts is not None:
             results, step = self._sampling.results, self._sampling.step
             accept_drafts(self._state, drafts, results, step, rows, key.drafts, coin=self.coin)
-
-    def _logits(self, rows: int, key: GraphKey, slots: Tensor, positions: Tensor) -> Tensor:
-        model, state = self._model, self._state
-        pdl = not key.shared_block_m and model.uses_pdl(rows)
-        defer_norm = not key.shared_block_m and model.defers_norm(rows, fused=True)
-        attend = self._attention.decode(
-            rows,
-            state.num_rows,
-            key.shared_block_m,
-            key.short_contexts,
-            self._sampling.step,
-            defer_norm=defer_norm,
-        )
-        gather_tokens(state, model.embedding, model.input(rows), slots, positions, squares=model.squares(rows))
-        return model.logits(model.forward(rows, attend, fused=True, defer_norm=defer_norm, pdl=pdl))
-
-    def _draft_logits(
-        self, rows: int, num_drafts: int, drafts: DraftBuffers, slots: Tensor, positions: Tensor
-    ) -> Tensor:
-        """Proposes drafts; the logits after each row's next token and after each of its drafts."""
-        model, state, num_tokens = self._model, self._state, len(slots)
-        propose_drafts(state, drafts, rows, num_drafts, always=self.coin > 0)
-        attend = self._attention.decode(
-            rows,
-            state.num_rows,
-            0,
-            step=self._sampling.step,
-            defer_norm=False,
-            new_tokens=NewTokens(drafts.query_starts, drafts.num_fed, 1 + num_drafts),
-        )
-        gather_tokens(
-            state,
-            model.embedding,
-            model.input(num_tokens),
-            slots,
-            positions,
-            drafts.token_rows[:num_tokens],
-            drafts.query_starts,
-            squares=model.squares(num_tokens),
-        )
-        return model.logits(model.forward(num_tokens, attend, fused=True, pdl=model.uses_pdl(num_tokens)))

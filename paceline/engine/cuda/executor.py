@@ -36,6 +36,7 @@ from torch import Tensor
 from paceline.engine.cuda.attention import AttentionChoices, CudaAttention, max_units
 from paceline.engine.cuda.buffers import PassBuffers
 from paceline.engine.cuda.decode import DecodeRunner
+from paceline.engine.cuda.draft_model import DraftModel
 from paceline.engine.cuda.graphs import CudaGraphs, GraphKey, GraphStage, draft_sizes, forward_key, forward_keys
 from paceline.engine.cuda.inputs import PREFILL_SIZES, PackedBatch, PlanPacker
 from paceline.engine.cuda.launch_watch import LaunchWatch
@@ -183,6 +184,7 @@ class CudaExecutor(Executor):
         share_rule: Callable[[int, int], ShareRule] = ShareRule,
         prefill_sizes: Sequence[int] = PREFILL_SIZES,
         max_drafts: int = 0,
+        draft_model: CudaModel | None = None,
     ) -> None:
         spec, device = model.spec, model.device
         self.model = model
@@ -217,17 +219,45 @@ class CudaExecutor(Executor):
         self._slots, self._positions = (
             torch.zeros(model.max_tokens, dtype=torch.int32, device=device) for _ in range(2)
         )
+        self.draft_model = None
+        if draft_model is not None:
+            self.draft_model = DraftModel(
+                draft_model,
+                streams,
+                self.state,
+                self.attention,
+                self.sampling,
+                num_pages=num_pages,
+                page_size=page_size,
+                capacity=capacity,
+                choices=attention,
+            )
         self.decode = DecodeRunner(
-            model, self.attention, self.sampling, self.state, self._slots, self._positions, self.drafts
+            model,
+            self.attention,
+            self.sampling,
+            self.state,
+            self._slots,
+            self._positions,
+            self.drafts,
+            None if self.draft_model is None else self.draft_model.propose,
         )
         sizes = [size for size in prefill_sizes if size <= model.max_tokens]
         self.prefill = PrefillRunner(
-            model, self.attention, self.state, self._slots, self._positions, max_running, sizes
+            model,
+            self.attention,
+            self.state,
+            self._slots,
+            self._positions,
+            max_running,
+            sizes,
+            None if self.draft_model is None else self.draft_model.compute_kv,
         )
         rule = None
         if self.attention.shared_units is not None:
             rule = share_rule(spec.num_heads // spec.num_kv_heads, capacity)
-            rule = replace(rule, share_prefill=self.attention.can_share_prefill)
+            models = [self.attention, *([] if self.draft_model is None else [self.draft_model.attention])]
+            rule = replace(rule, share_prefill=all(one.can_share_prefill for one in models))
         self._packer = PlanPacker(
             max_running,
             spec.vocab_size,
@@ -264,7 +294,10 @@ class CudaExecutor(Executor):
         """Loads the kernels of libraries, which they do at first use and which may take a second on a new machine.
         Needs no kernel of ours, so those may be compiled meanwhile."""
         with self._streams.use(self._streams.engine):
-            self.model.load_gemm_kernels(self.graphs.sizes, [bucket.tokens for bucket in self.prefill.buckets])
+            prefill_sizes = [bucket.tokens for bucket in self.prefill.buckets]
+            self.model.load_gemm_kernels(self.graphs.sizes, prefill_sizes)
+            if self.draft_model is not None:
+                self.draft_model.load_libraries(self.graphs.sizes, prefill_sizes)
             self.sampling.load_kernels(self.model)
 
     @torch.inference_mode()

@@ -46,11 +46,14 @@ class PrefillRunner:
         positions: Tensor,
         max_rows: int,
         sizes: Sequence[int],
+        compute_draft_kv: Callable[..., None] | None = None,
     ) -> None:
-        """slots and positions [T] receive those of the batch's tokens, for sampling. sizes: tokens of the buckets."""
+        """slots and positions [T] receive those of the batch's tokens, for sampling. sizes: tokens of the buckets.
+        compute_draft_kv: `DraftModel.compute_kv`."""
         self._model, self._attention, self._state = model, attention, state
         self._slots, self._positions = slots, positions
         self._max_rows = max_rows
+        self._compute_draft_kv = compute_draft_kv
         per_tile = attention.tokens_per_tile
         self.buckets = [prefill_buckets(size, per_tile)[0] for size in sizes]  # for prompts whose keys are not split
         num_words = lay_out(prefill_buckets(sizes[-1], per_tile)[-1].counts(max_rows))[1] if sizes else 0
@@ -145,4 +148,7 @@ class PrefillRunner:
             skip_last=output_tokens is not None and not len(output_tokens),
             single_launch=single_launch,
         )
-        return model.forward(num_tokens, attend, fused=False, defer_norm=defer_norm, output_tokens=output_tokens)
+        hidden = model.forward(num_tokens, attend, fused=False, defer_norm=defer_norm, output_tokens=output_tokens)
+        if self._compute_draft_kv is not None:
+            self._compute_draft_kv(num_tokens, decode_rows, inputs, num_splits, shared, single_launch=single_launch)
+        return hidden

@@ -126,7 +126,7 @@ class CudaSampling:
         self._streams, self._state = streams, state
         self.has_drafts = has_drafts  # in some passes: then rows may have got several tokens since the last
         self.masks = MaskBuffer(streams, max_running, vocab_size, device)
-        self._workspace = SampleWorkspace.empty(max_rows, device)
+        self.workspace = SampleWorkspace.empty(max_rows, device)
         self.adjust = AdjustState.empty(max_running, max_length, device)
         self._logprob_workspace = LogprobWorkspace.empty(max_rows, device)
         self.results = torch.zeros(depth, max_rows, dtype=torch.int32, device=device)
@@ -181,7 +181,7 @@ class CudaSampling:
             state if drafts is None else drafts.without_rows(state),
             self.results,
             step,
-            self._workspace,
+            self.workspace,
             index=index,
             filters=filters,
         )

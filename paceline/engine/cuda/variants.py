@@ -8,7 +8,7 @@ random requests launch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -35,10 +35,10 @@ from paceline.model.spec import ModelSpec
 VARIANT_OPTIONS = ("max_running", "max_batch_tokens", "page_size", "draft_tokens")
 
 
-def kernel_variants(spec: ModelSpec, dtype: str, scheduler: SchedulerConfig) -> list[KernelVariant]:
-    """What a model with these options can launch on one GPU, in order."""
+def kernel_variants(specs: Sequence[ModelSpec], dtype: str, scheduler: SchedulerConfig) -> list[KernelVariant]:
+    """What a model with these options, and its draft model if `specs` has a second, can launch on one GPU, in order."""
     with recorded_launches() as found, torch.inference_mode(), _without_gemms():
-        launch_all(_dry_executor(_two_of_each_layer(spec), dtype, scheduler))
+        launch_all(_dry_executor([_two_of_each_layer(spec) for spec in specs], dtype, scheduler))
     return sorted(found, key=repr)
 
 
@@ -61,11 +61,14 @@ def _two_of_each_layer(spec: ModelSpec) -> ModelSpec:
     return replace(spec, num_layers=len(kinds), windows=windows, layer_ropes=ropes)
 
 
-def _dry_executor(spec: ModelSpec, dtype: str, scheduler: SchedulerConfig) -> CudaExecutor:
-    shapes = target_shapes(spec)
-    weights = {name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, shape in shapes.items()}
-    decoder = Decoder(spec, weights, max_positions=scheduler.context_tokens)
-    return build_cuda(decoder, EngineConfig(), scheduler, None)[0]
+def _dry_executor(specs: Sequence[ModelSpec], dtype: str, scheduler: SchedulerConfig) -> CudaExecutor:
+    def decoder(spec: ModelSpec) -> Decoder:
+        shapes = target_shapes(spec).items()
+        weights = {name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, shape in shapes}
+        return Decoder(spec, weights, max_positions=scheduler.context_tokens)
+
+    model, draft = decoder(specs[0]), decoder(specs[1]) if len(specs) > 1 else None
+    return build_cuda(model, EngineConfig(), scheduler, None, draft=draft)[0]
 
 
 def launch_all(executor: CudaExecutor) -> None:
@@ -77,7 +80,7 @@ def launch_all(executor: CudaExecutor) -> None:
             for block in blocks:
                 executor.run_pass(rows, GraphKey(short_contexts=short, shared_block_m=block))
     for rows, drafts in executor.draft_sizes:
-        executor.run_pass(rows, GraphKey(drafts=drafts, adjusts=True))
+        executor.run_pass(rows, GraphKey(drafts=drafts, adjusts=True, filters=executor.draft_model is not None))
     for rows in range(1, executor.model.max_rows + 1):
         _sample(executor, rows)
     _prefill(executor, blocks)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from paceline.scheduler.plan import Column, Join, Plan
 
 
-class DraftModel(Protocol):
+class DraftOutcomes(Protocol):
     """Which drafts exist and which are right."""
 
     def join(self, join: Join) -> None:
@@ -59,7 +59,7 @@ class DraftVerifier:
     """Executes plans with drafts. The positions of rows are kept here: with passes in flight the scheduler knows only
     the highest possible one."""
 
-    def __init__(self, max_running: int, model: DraftModel) -> None:
+    def __init__(self, max_running: int, model: DraftOutcomes) -> None:
         self._model = model
         self._positions: Column = np.zeros(max_running, np.int32)  # of the token that each slot feeds next
 

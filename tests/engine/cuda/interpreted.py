@@ -82,6 +82,7 @@ def small_tiles(rows: int, columns: int, gated: bool) -> LinearTuning | None:
 def on_kernels(name: str, **options: Any) -> tuple[LLM, CudaExecutor]:
     overlap, model = options.pop("overlap", "on"), options.pop("model", None) or decoder(name)
     split_rule, sizes = options.pop("split_rule", SplitRule), options.pop("prefill_sizes", ())
+    draft = options.pop("draft", None)
     config = SchedulerConfig(**{**BASE, **options})
     device, config = build_cuda(
         model,
@@ -92,6 +93,7 @@ def on_kernels(name: str, **options: Any) -> tuple[LLM, CudaExecutor]:
         attention=AttentionChoices(chunks=lambda rows: Chunks(16, 64, 4), split_rule=split_rule),
         share_rule=partial(ShareRule, chunks=(32, 16), align=4, min_pair_tokens=16),
         prefill_sizes=sizes,
+        draft=draft,
     )
     tokenizer = synthetic_tokenizer(device.model.spec.vocab_size)
     engine = Engine(Scheduler(config), device, tokenizer, vocab_size=device.model.spec.vocab_size, overlap=overlap)

@@ -1,0 +1,59 @@
+"""The draft model of speculative decoding on the CPU: a smaller decoder, whose drafts the target model verifies.
+
+It has a KV cache of its own under the page table of the target model, and computes the same tokens of prompts. It
+samples as the target model does. Where its KV of a position is missing, after passes without drafts, its drafts are
+worse and the output is the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from paceline.engine.cpu.attention import CpuAttention
+from paceline.engine.cpu.drafts import NgramDrafts
+from paceline.engine.cpu.inputs import Index, Inputs, SlotTables
+from paceline.engine.cpu.kv_cache import KVCache
+from paceline.engine.cpu.model import DecoderModel
+from paceline.sampling.sampler import Sampler
+from paceline.scheduler.plan import Join
+
+
+class ModelDrafts:
+    def __init__(
+        self, decoder: DecoderModel, sampler: Sampler, *, num_pages: int, page_size: int, max_running: int
+    ) -> None:
+        self._decoder, self._sampler = decoder, sampler
+        self._attention = CpuAttention(KVCache(decoder.spec, num_pages, page_size, decoder.dtype), decoder.spec)
+        self._sources = NgramDrafts(max_running, adapts=False)
+
+    def join(self, join: Join) -> None:
+        self._sources.join(join)
+
+    def compute_kv(self, inputs: Inputs) -> torch.Tensor:
+        """Computes the KV of the tokens of a pass. Returns their hidden states."""
+        attend = self._attention.begin(inputs)
+        return self._decoder.forward(torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), attend)
+
+    def propose_all(self, tables: SlotTables, slots: Index, positions: Index, limits: Index) -> Index:
+        """As many drafts as allowed: those of a row's draft source if it matches, else of the model."""
+        nums = np.maximum(limits, 0)
+        # The token before the next one is computed again: after a pass whose drafts were all right it was not computed.
+        starts, ends = np.maximum(positions - 1, 0), positions
+        for step in range(int(nums.max(initial=0))):
+            rows = np.flatnonzero(nums > step)
+            inputs = tables.row_inputs(slots[rows], starts[rows], ends[rows] + 1 - starts[rows])
+            logits = self._decoder.logits(self.compute_kv(inputs)[torch.from_numpy(inputs.sampled)])
+            tokens = self._sampler.sample(logits, inputs.sampled_slots, inputs.sampled_positions, tables.tokens)
+            tables.store(inputs, np.maximum(tokens, 0))
+            ends = ends + 1
+            starts = ends
+        for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+            found = self._sources.from_source(slot, tables.tokens[slot, : position + 1], int(nums[row]))
+            if len(found):
+                tables.tokens[slot, position + 1 : position + 1 + len(found)] = found
+                nums[row] = len(found)
+        return nums
+
+    def settle(self, slot: int, position: int, num_drafts: int, num_accepted: int) -> None:
+        """The scheduler decides how many drafts a row has."""

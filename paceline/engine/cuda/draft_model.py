@@ -1,0 +1,123 @@
+"""The draft model of speculative decoding on a GPU: a smaller decoder, whose drafts the target model verifies.
+
+It has a KV cache of its own under the page table of the target model: a page id means a page in both. What it computes
+and when:
+
+    prefill, mixed batches   the same tokens, in the same pass: their KV only
+    decode batches           k times the next token of every row, as a part of the graph that verifies them
+    without drafts           nothing
+
+It samples with the noise, temperature and filters of the target model, whose token at a position it tries to predict.
+Penalties and biases are left to verification. Its KV of a position may be missing, after passes without drafts or
+where pages were fetched from host memory. Then its drafts are worse, and the output is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from paceline.engine.cuda.attention import AttentionChoices, CudaAttention
+from paceline.engine.cuda.decode import DecodeForward
+from paceline.engine.cuda.model import CudaModel
+from paceline.engine.cuda.prefill import PrefillInputs, PrefillRunner
+from paceline.engine.cuda.sampling import CudaSampling
+from paceline.engine.cuda.streams import Streams
+from paceline.kernels.decode_attention import NewTokens
+from paceline.kernels.drafts import ModelDraftBuffers, begin_drafts
+from paceline.kernels.sampling import sample
+from paceline.kernels.slot_state import SlotState
+
+
+class DraftModel:
+    def __init__(
+        self,
+        model: CudaModel,
+        streams: Streams,
+        state: SlotState,
+        target: CudaAttention,
+        sampling: CudaSampling,
+        *,
+        num_pages: int,
+        page_size: int,
+        capacity: int,
+        choices: AttentionChoices,
+    ) -> None:
+        """state, target and sampling: those of the target model."""
+        device, (max_running, _) = model.device, state.token_pool.shape
+        self.model = model
+        self._target_state, self._sampling = state, sampling
+        self._buffers = ModelDraftBuffers.empty(max_running, max_running, device)
+        # Tokens, pages and parameters of the slots are those of the target model.
+        self._state = replace(state, num_computed=self._buffers.num_computed)
+        self.attention = CudaAttention(
+            model,
+            streams,
+            self._state,
+            num_pages=num_pages,
+            page_size=page_size,
+            capacity=capacity,
+            choices=choices,
+            max_drafts=1,
+            target=target,
+        )
+        self._slots, self._positions = (
+            torch.zeros(model.max_tokens, dtype=torch.int32, device=device) for _ in range(2)
+        )
+        self._forward = DecodeForward(model, self.attention, self._state, self._slots, self._positions)
+        self._prefill = PrefillRunner(model, self.attention, self._state, self._slots, self._positions, max_running, ())
+        self._results = torch.zeros_like(sampling.results)  # nobody reads them
+        self._step = torch.zeros(1, dtype=torch.int32, device=device)
+        self._no_tokens = self._step[:0]
+
+    def load_libraries(self, decode_sizes: Sequence[int], prefill_sizes: Sequence[int]) -> None:
+        """Loads the kernels of libraries: see `CudaExecutor.load_libraries`."""
+        self.model.load_gemm_kernels(decode_sizes, prefill_sizes)
+        buffers = self._buffers
+        self.model.select(self.model.last_states(1), buffers.last_tokens[:1])
+        torch.minimum(buffers.num_computed, buffers.last_positions, out=buffers.num_computed)
+
+    def compute_kv(
+        self,
+        num_tokens: int,
+        decode_rows: int,
+        inputs: PrefillInputs,
+        num_splits: int,
+        shared: tuple[Tensor, Tensor, Tensor] | None,
+        *,
+        single_launch: bool,
+    ) -> None:
+        """Computes the KV of the tokens of a prefill or mixed batch, after the target model; see `PrefillRunner`."""
+        self._state.num_computed.copy_(self._target_state.num_computed)
+        inputs = replace(inputs, output_tokens=self._no_tokens)
+        self._prefill.run_inputs(num_tokens, decode_rows, 0, inputs, num_splits, shared, single_launch=single_launch)
+
+    def propose(self, rows: int, num_drafts: int, *, filters: bool) -> None:
+        """Writes drafts of each of the first num_rows rows, of at most `rows`, into the token pool."""
+        state, buffers = self._state, self._buffers
+        begin_drafts(self._target_state, buffers, rows, num_drafts)
+        index: Tensor | None
+        for step in range(num_drafts):
+            if step == 0:
+                new_tokens = NewTokens(buffers.query_starts, buffers.num_fed, 2)
+                hidden = self._forward.states(rows, new_tokens, buffers.token_rows[: 2 * rows])
+                index = buffers.last_tokens[:rows]
+                logits = self.model.logits(self.model.select(hidden, index))
+            else:
+                torch.minimum(state.num_computed, buffers.last_positions, out=state.num_computed)
+                index, logits = None, self._forward.logits(rows)
+            sample(
+                logits,
+                self._slots,
+                self._positions,
+                state.num_rows,
+                state,
+                self._results,
+                self._step,
+                self._sampling.workspace,
+                index=index,
+                filters=filters,
+            )

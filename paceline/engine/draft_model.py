@@ -1,0 +1,77 @@
+"""Loads a draft model: a smaller model that predicts the tokens of another, for speculative decoding.
+
+Any model with the same tokenizer will do. Families, sizes of heads and lengths of the context may differ; a vocabulary
+that is padded to another size is cut or filled to that of the target model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from paceline.config import ConfigError
+from paceline.model.decoder import Decoder
+from paceline.model.fetch import find_model
+from paceline.model.registry import shape
+from paceline.model.spec import ModelSpec
+from paceline.model.weights import Progress, load_decoder, random_decoder, read_spec
+from paceline.text.load import load_tokenizer
+from paceline.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """A draft model that is not loaded yet."""
+
+    path: Path | None  # None: random weights
+    spec: ModelSpec  # with the vocabulary size of the target model
+
+    def load(self, *, dtype: str, device: str, max_positions: int, seed: int = 0) -> Decoder:
+        if self.path is None:
+            return random_decoder(self.spec, seed=seed, dtype=dtype, device=device, max_positions=max_positions)
+        decoder = load_decoder(self.path, dtype=dtype, device=device, max_positions=max_positions)
+        return with_vocabulary(decoder, self.spec.vocab_size)
+
+
+def find_draft_model(name: str, target: ModelSpec, *, random: bool, progress: Progress | None = None) -> DraftSource:
+    """A draft model by folder, .gguf file or hub id; of random weights, by the name of a shape."""
+    path = None if random else find_model(name, progress=progress)
+    spec = shape(name) if path is None else read_spec(path)
+    if spec.num_parameters > target.num_parameters:
+        raise ConfigError(
+            f"draft_model is {name!r} with {spec.num_parameters:,} parameters, more than the model's "
+            f"{target.num_parameters:,}: choose a smaller one."
+        )
+    return DraftSource(path, replace(spec, vocab_size=target.vocab_size))
+
+
+def check_tokenizer(source: DraftSource, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError if the draft model has another tokenizer. Added tokens, such as those of a chat template, may
+    differ."""
+    if source.path is None:
+        return
+    ours, theirs = tokenizer.vocabulary(), load_tokenizer(source.path).vocabulary()
+    for token, index in ours.items():
+        if theirs.get(token) != index:
+            raise ConfigError(
+                f"draft_model has another tokenizer: {token!r} is token {index} of the model and "
+                f"{theirs.get(token, 'none')} of the draft model; choose one with the same tokenizer."
+            )
+
+
+def with_vocabulary(decoder: Decoder, vocab_size: int) -> Decoder:
+    """The decoder with a vocabulary of so many tokens; those that it did not have get zeros."""
+    spec = decoder.spec
+    if spec.vocab_size == vocab_size:
+        return decoder
+    decoder.embedding = _with_rows(decoder.embedding, vocab_size)
+    decoder.head = decoder.embedding if spec.tied else _with_rows(decoder.head, vocab_size)
+    decoder.spec = replace(spec, vocab_size=vocab_size)
+    return decoder
+
+
+def _with_rows(weight: torch.Tensor, count: int) -> torch.Tensor:
+    return F.pad(weight, (0, 0, 0, count - len(weight))).contiguous()

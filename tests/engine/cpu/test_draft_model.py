@@ -1,0 +1,99 @@
+"""A draft model on the CPU: its drafts are right if it is the target model itself; whatever it drafts, the output stays
+that of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.config import ConfigError, EngineConfig, SchedulerConfig
+from paceline.engine.draft_model import with_vocabulary
+from paceline.llm import LLM, RequestOutput
+from paceline.model.registry import shape
+from paceline.model.spec import ModelError
+from paceline.model.weights import random_decoder
+from paceline.request import Request, SamplingParams
+from paceline.scheduler.draft_depth import DraftDepth
+from paceline.scheduler.plan import DRAFT_DEPTHS
+
+RNG = np.random.default_rng(5)
+PROMPTS = [RNG.integers(3, 400, count).tolist() for count in (40, 1, 17, 30)]
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=4, max_tokens=20, ignore_eos=True)
+
+
+class FourDrafts(DraftDepth):
+    """Independent of time."""
+
+    def choose(self, requests: Sequence[Request]) -> int:
+        return 4
+
+
+def run(params: SamplingParams, **options: Any) -> tuple[list[RequestOutput], LLM]:
+    llm = LLM(load="random", shape="tiny-qwen3", threads=1, kv_tokens=4096, **options)
+    if llm.engine.scheduler.draft_depth is not None:
+        llm.engine.scheduler.draft_depth = FourDrafts(max(DRAFT_DEPTHS))
+    with llm:
+        return llm.generate(PROMPTS, params, progress=False), llm
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_drafts_of_the_same_model_are_accepted(overlap: str) -> None:
+    plain, _ = run(SAMPLED, overlap=overlap)
+    outputs, llm = run(SAMPLED, overlap=overlap, speculate="draft", draft_model="tiny-qwen3")
+    assert tokens(outputs) == tokens(plain)
+    counters = llm.engine.scheduler.counters
+    assert counters.accepted_tokens == counters.drafted_tokens > 40
+
+
+@pytest.mark.parametrize("draft", ["tiny-llama", "tiny-mistral", "tiny-qwen2"])
+def test_drafts_of_another_model_change_nothing(draft: str) -> None:
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=2, presence_penalty=0.5, n=2)
+    plain, _ = run(params)
+    outputs, llm = run(params, speculate="draft", draft_model=draft, chunk_tokens=7)
+    assert tokens(outputs) == tokens(plain)
+    counters = llm.engine.scheduler.counters
+    assert counters.drafted_tokens > counters.accepted_tokens
+
+
+def test_the_kv_cache_has_memory_for_both_models() -> None:
+    from paceline.engine.kv_sizing import num_kv_pages
+
+    specs = [shape("tiny-qwen3"), shape("tiny-llama")]
+    per_token = [spec.kv_bytes_per_token(4) for spec in specs]
+    options: dict[str, Any] = {"free": 10_000_000, "default_fraction": 0.5}
+    one, both = (
+        num_kv_pages(EngineConfig(), count, SchedulerConfig(), {}, **options)
+        for count in (per_token[0], sum(per_token))
+    )
+    assert both < one
+
+
+def test_a_vocabulary_of_another_size_is_cut_or_filled() -> None:
+    for name, size in (("tiny-llama", 600), ("tiny-qwen3", 300)):
+        decoder = random_decoder(shape(name), seed=0, dtype="float32", device="cpu", max_positions=64)
+        before = decoder.embedding.clone()
+        decoder = with_vocabulary(decoder, size)
+        common = min(size, len(before))
+        assert decoder.embedding.shape[0] == decoder.head.shape[0] == decoder.spec.vocab_size == size
+        assert (decoder.embedding[:common] == before[:common]).all() and not decoder.embedding[common:].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculate": "draft"}, "speculate is 'draft' and draft_model is None: name a draft model"),
+        ({"draft_model": "tiny-llama"}, "draft_model is 'tiny-llama' and speculate is 'off'"),
+        ({"speculate": "draft", "draft_model": "qwen3-0.6b"}, "more than the model's"),
+        ({"speculate": "draft", "draft_model": "no-such-shape"}, "no-such-shape"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises((ConfigError, ModelError), match=message):
+        LLM(load="random", shape="tiny-qwen3", threads=1, **options)
