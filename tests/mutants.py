@@ -438,7 +438,7 @@ MUTANTS = [
     Mutant(
         "passes with drafts are compared with a step time that may be wrong",
         "scheduler/draft_depth.py",
-        "                expected *= self._times_of(plan.num_decodes, 0).ratio\n",
+        "                expected *= self._times_of(plan.num_decodes, 0, has_grammar).ratio\n",
         "                pass\n",
         ["tests/scheduler/test_draft_depth.py"],
     ),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from paceline.engine.pooling import PooledStates
-from paceline.sampling.types import Bits, LogprobRun, Logprobs, Masks
+from paceline.sampling.types import Bits, Drafts, LogprobRun, Logprobs, Masks
 from paceline.scheduler.plan import Column, Plan
 
 if TYPE_CHECKING:
@@ -66,7 +66,11 @@ class Pending(Protocol):
 class DelayedPending(Pending, Protocol):
     """A pass in flight that samples only after `sample` was called."""
 
-    def mask_buffer(self, num_rows: int, num_words: int) -> Bits:
+    def drafts(self) -> Drafts:
+        """The drafts that are verified. Blocks until they are known, which is when the pass begins. Called before
+        `sample`."""
+
+    def mask_buffer(self, num_masks: int, num_words: int) -> Bits:
         """The buffer for the bits of this pass's masks: memory that the device reads without another copy. Called once,
         after the pass before was waited for and before another is launched."""
 

@@ -8,7 +8,8 @@ For rows with a grammar, the tokens allowed next depend on the last token. A pas
 logits; while the device computes them, the pass before is committed and the grammars advance by its tokens. Masks are
 computed on a worker thread. Meanwhile this thread continues with everything that does not need them: detokenization,
 the next plan, and the part of its launch that does not depend on earlier passes. Then the masks are uploaded, the
-launched pass samples, and the next pass is launched behind it (delayed sampling):
+launched pass samples, and the next pass is launched behind it (delayed sampling). With speculative decoding, a row has
+a mask for each of its drafts too: the pass begins with the drafts, so the host knows them before the masks are needed.
 
     device   sample N | forward N+1 ............................................ | sample N+1 | forward N+2
     worker                              | masks of N+1 ..................... |
@@ -26,7 +27,7 @@ from typing import NamedTuple, Protocol
 from paceline.engine.executor import DelayedPending, Executor, Pending, Result
 from paceline.engine.pooling import PooledStates
 from paceline.request import Request
-from paceline.sampling.types import Bits, LogprobRun, Logprobs, Masks
+from paceline.sampling.types import Bits, Drafts, LogprobRun, Logprobs, Masks
 from paceline.scheduler.plan import Plan, Updates
 from paceline.scheduler.scheduler import Scheduler
 
@@ -37,10 +38,10 @@ class Constraints(Protocol):
     def apply_to(self, sampled: Iterable[Request]) -> bool:
         """Whether any of these rows has a grammar."""
 
-    def masks(self, sampled: Sequence[Request], buffer: Callable[[int, int], Bits]) -> Masks:
-        """The masks of a pass; all passes before it are committed. Bits are written into `buffer(rows, words)`."""
+    def masks(self, sampled: Sequence[Request], buffer: Callable[[int, int], Bits], drafts: Drafts) -> Masks:
+        """The masks of a pass; all passes before it are committed. Bits are written into `buffer(masks, words)`."""
 
-    def start_masks(self, sampled: Sequence[Request], buffer: Callable[[int, int], Bits]) -> None:
+    def start_masks(self, sampled: Sequence[Request], buffer: Callable[[int, int], Bits], drafts: Drafts) -> None:
         """As `masks`, on a worker thread. Until `wait_masks` returns only `apply_to` may be called."""
 
     def wait_masks(self) -> Masks:
@@ -153,7 +154,8 @@ class Loop:
             failures = self.constraints.advance(updates)
             behind = self._launched[0] if self._launched else None
             if behind is not None and behind.delayed is not None:
-                self.constraints.start_masks(behind.sampled, behind.delayed.mask_buffer)
+                delayed = behind.delayed
+                self.constraints.start_masks(behind.sampled, delayed.mask_buffer, delayed.drafts())
                 self._masking = behind
                 if self.trace is not None:
                     self.trace.span("masks", plan.step, began, self.clock())
@@ -182,7 +184,7 @@ class Loop:
             launched.delayed = pending
         else:
             # No pass is in flight before it, so the allowed tokens are known.
-            pending.sample(self.constraints.masks(launched.sampled, pending.mask_buffer))
+            pending.sample(self.constraints.masks(launched.sampled, pending.mask_buffer, pending.drafts()))
         return launched
 
     def _sample_delayed(self) -> None:

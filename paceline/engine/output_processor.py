@@ -15,7 +15,7 @@ from paceline.engine.loop import StepOutput
 from paceline.engine.output import EngineFailed, OutputDelta, Timings, TokenLogprob, TokenUsage
 from paceline.engine.pooling import PooledStates, Pooler
 from paceline.request import FinishReason, PacelineError, Refused, Request
-from paceline.sampling.grammar import Compiled
+from paceline.sampling.matcher import Compiled
 from paceline.sampling.types import LogprobRun, Logprobs
 from paceline.scheduler.plan import Finished, Updates
 from paceline.text.stop import TextStream

@@ -24,7 +24,7 @@ from paceline.config import ConfigError, SchedulerConfig
 from paceline.engine.executor import DelayedPending, Executor, Pending, Result
 from paceline.engine.pass_features import PassFeatures, read_features
 from paceline.request import Request
-from paceline.sampling.types import Bits, Masks
+from paceline.sampling.types import Bits, Drafts, Masks
 from paceline.scheduler.journal import Event, EventKind
 from paceline.scheduler.plan import Plan
 
@@ -297,8 +297,11 @@ class _RecordedPending:
         self.step, self.at, self.num_in_flight, self.features = step, at, num_in_flight, features
         self.host_s, self.launch_s, self.sampled = host_s, launch_s, sampled
 
-    def mask_buffer(self, num_rows: int, num_words: int) -> Bits:
-        return cast(DelayedPending, self._pending).mask_buffer(num_rows, num_words)
+    def drafts(self) -> Drafts:
+        return cast(DelayedPending, self._pending).drafts()
+
+    def mask_buffer(self, num_masks: int, num_words: int) -> Bits:
+        return cast(DelayedPending, self._pending).mask_buffer(num_masks, num_words)
 
     def sample(self, masks: Masks) -> None:
         cast(DelayedPending, self._pending).sample(masks)

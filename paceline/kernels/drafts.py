@@ -53,6 +53,7 @@ class DraftBuffers:
     token_rows: torch.Tensor  # [T] int32: the row of each token; -1: padding
     num_tokens: torch.Tensor  # [1] int32
     arrived: torch.Tensor  # [1] int32, zero between launches
+    proposed: torch.Tensor  # [R, DRAFT_WORDS] int32: num_fed and the drafts, for masks; COUNT is not set
     results: torch.Tensor  # [depth, R, DRAFT_WORDS] int32: a ring like that of sampled tokens
     sources: torch.Tensor  # [S, SourceWord.TOKENS + max_length] int32
     # Sampling stores the tokens of rows where nobody reads them: which of them count is decided afterwards.
@@ -72,6 +73,7 @@ class DraftBuffers:
             token_rows=zeros(tokens),
             num_tokens=zeros(1),
             arrived=zeros(1),
+            proposed=zeros(rows, DRAFT_WORDS),
             results=zeros(depth, rows, DRAFT_WORDS),
             sources=zeros(slots, SourceWord.TOKENS + max_length),
             unused_pool=zeros(1, max_length).expand(slots, -1),
@@ -117,6 +119,7 @@ def _propose_kernel(
     token_rows,
     num_tokens,
     arrived,
+    proposed,
     sources,
     pool_stride,
     words_stride,
@@ -187,17 +190,23 @@ def _propose_kernel(
                 draft = tl.arange(0, BLOCK_D)
                 token = tl.load(source + _SOURCE_TOKENS + at + 1 + draft, mask=draft < limit, other=0)
                 tl.store(history + position + 1 + draft, token, mask=draft < limit)
+                tl.store(proposed + row * _DRAFT_WORDS + _TOKENS + draft, token, mask=draft < limit)
                 fed += limit
-            elif FROM_MODEL:
-                fed += limit  # they are in the token pool
+            elif FROM_MODEL:  # they are in the token pool
+                draft = tl.arange(0, BLOCK_D)
+                token = tl.load(history + position + 1 + draft, mask=draft < limit, other=0)
+                tl.store(proposed + row * _DRAFT_WORDS + _TOKENS + draft, token, mask=draft < limit)
+                fed += limit
             elif best > 0:
                 end = best % _MAX_INDEX + 1
                 draft = tl.arange(0, BLOCK_D)
                 # Once it has reached the end of the row, it begins again.
                 token = tl.load(history + end + draft % (position + 1 - end), mask=draft < limit, other=0)
                 tl.store(history + position + 1 + draft, token, mask=draft < limit)
+                tl.store(proposed + row * _DRAFT_WORDS + _TOKENS + draft, token, mask=draft < limit)
                 fed += limit
     tl.store(num_fed + row, fed)
+    tl.store(proposed + row * _DRAFT_WORDS + _NUM_FED, fed)
     tl.debug_barrier()
     if tl.atomic_add(arrived, 1, sem="acq_rel") == count - 1:
         tl.store(arrived, 0)
@@ -225,9 +234,10 @@ def propose_drafts(
     from_model: bool = False,
     block: int = 1024,
 ) -> None:
-    """Writes up to `drafts` drafts of each of the first num_rows rows, of at most `rows`, into the token pool, and how
-    all tokens are packed into `buffers`. always: some drafts, even where nothing has occurred before (benchmarks).
-    from_model: a draft model has written as many drafts; those of a draft source replace them."""
+    """Writes up to `drafts` drafts of each of the first num_rows rows, of at most `rows`, into the token pool and
+    `buffers.proposed`, and how all tokens are packed into `buffers`. always: some drafts, even where nothing has
+    occurred before (benchmarks). from_model: a draft model has written as many drafts into the token pool; those of a
+    draft source replace them."""
     _propose_kernel[(rows,)](
         state.token_pool,
         state.num_computed,
@@ -239,6 +249,7 @@ def propose_drafts(
         buffers.token_rows,
         buffers.num_tokens,
         buffers.arrived,
+        buffers.proposed,
         buffers.sources,
         state.token_pool.stride(0),
         buffers.sources.stride(0),

@@ -1,9 +1,9 @@
 """Constrained output: bit masks of the tokens that a grammar allows next.
 
 llguidance parses. A grammar is compiled on a worker thread, within limits on its size and its cost, and cached: a
-request gets a copy of the compiled grammar, which then follows its tokens. The masks of a pass are computed on several
-cores, on another thread than the engine's, while the device computes the logits (`engine/loop.py`). Between
-`start_masks` and `wait_masks` nothing else may use the matchers of that pass.
+request gets a copy of the compiled grammar, which then follows its tokens (`matcher.py`). The masks of a pass are
+computed on several cores, on other threads than the engine's, while the device computes the logits (`engine/loop.py`).
+Between `start_masks` and `wait_masks` nothing else may use the matchers of that pass.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from paceline.request import Grammar, InvalidRequest, Request
 from paceline.sampling.mask_worker import MaskWorker
-from paceline.sampling.types import Bits, Masks
+from paceline.sampling.matcher import Compiled, GrammarMatcher, MaskRow, consume, fill_draft_masks, fill_masks
+from paceline.sampling.types import Bits, Drafts, Masks
 from paceline.scheduler.plan import Updates
 from paceline.text.json_schema import with_options
 from paceline.text.tokenizer import Tokenizer
@@ -55,8 +57,7 @@ _MAX_THREADS = 8  # more gain little (docs/log)
 # Unicode. The nested brackets are valid within a class too.
 _ASCII_CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[a-zA-Z0-9_]", "W": "[^a-zA-Z0-9_]"}
 
-Compiled = Any  # llguidance's matcher, in its initial state
-MaskBufferOf = Callable[[int, int], Bits]  # rows, words -> where the bits are written
+MaskBufferOf = Callable[[int, int], Bits]  # masks, words -> where the bits are written
 
 
 class Grammars:
@@ -70,10 +71,11 @@ class Grammars:
         self._setup_lock = threading.Lock()
         self._ll_tokenizer: Any = None
         self._executor: Any = None
+        self._eos_mask = np.zeros(-(-vocab_size // 32), np.int32)  # allows EOS only
         # Used by the engine's thread only:
-        self._matchers: dict[Request, Any] = {}
-        self._worker: MaskWorker | None = None  # made on first use
-        self._started: Masks | None = None
+        self._matchers: dict[Request, GrammarMatcher] = {}
+        self._workers: list[MaskWorker] = []  # started on first use
+        self._started: tuple[Masks, list[MaskWorker]] | None = None
 
     # ------------------------------------------------------------------ compiling, on any thread
 
@@ -96,10 +98,9 @@ class Grammars:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
-        if self._worker is not None:
+        while self._workers:
             # Masks are written to the executor's memory, so their computation must end before the executor is closed.
-            self._worker.close()
-            self._worker = None
+            self._workers.pop().close()
         with self._lock:
             for future in self._compiled.values():
                 _settle(future, error=InvalidRequest("grammar was still being compiled when the engine closed."))
@@ -176,13 +177,15 @@ class Grammars:
                     raise InvalidRequest(
                         f"grammar is given, but llguidance cannot use this model's tokenizer ({why}): leave it out."
                     ) from None
+                for token in self._tokenizer.eos_ids:
+                    self._eos_mask.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
                 self._executor = llguidance.LLExecutor(num_threads=max(1, min(_MAX_THREADS, _num_cores() - 1)))
         return llguidance
 
     # ------------------------------------------------------------------ following, on the engine's thread
 
     def attach(self, request: Request, compiled: Compiled) -> None:
-        self._matchers[request] = compiled.deep_copy()
+        self._matchers[request] = GrammarMatcher(compiled)
 
     def detach(self, request: Request) -> None:
         self._matchers.pop(request, None)
@@ -190,63 +193,70 @@ class Grammars:
     def apply_to(self, sampled: Iterable[Request]) -> bool:
         return bool(self._matchers) and any(request in self._matchers for request in sampled)
 
-    def masks(self, sampled: Sequence[Request], buffer: MaskBufferOf) -> Masks:
-        matchers, masks = self._rows(sampled, buffer)
-        self._fill(matchers, masks.bits)
+    def masks(self, sampled: Sequence[Request], buffer: MaskBufferOf, drafts: Drafts = ()) -> Masks:
+        groups, masks = self._rows(sampled, buffer, drafts)
+        for rows in groups:
+            self._fill(rows, masks.bits)
         return masks
 
-    def start_masks(self, sampled: Sequence[Request], buffer: MaskBufferOf) -> None:
-        """Like `masks`, on another thread; `wait_masks` returns the result. Requests may end in between, but no matcher
+    def start_masks(self, sampled: Sequence[Request], buffer: MaskBufferOf, drafts: Drafts = ()) -> None:
+        """Like `masks`, on other threads; `wait_masks` returns the result. Requests may end in between, but no matcher
         may advance."""
-        if self._worker is None:
-            self._worker = MaskWorker("paceline-masks")
-        matchers, self._started = self._rows(sampled, buffer)
-        bits = self._started.bits
-        self._worker.start(lambda: self._fill(matchers, bits))
+        groups, masks = self._rows(sampled, buffer, drafts)
+        while len(self._workers) < len(groups):
+            self._workers.append(MaskWorker("paceline-masks"))
+        # One worker each: a second call on the same thread would begin when the engine's thread blocks.
+        workers = self._workers[: len(groups)]
+        for worker, rows in zip(workers, groups, strict=True):
+            worker.start(partial(self._fill, rows, masks.bits))
+        self._started = masks, workers
 
     def wait_masks(self) -> Masks:
-        assert self._worker is not None and self._started is not None, "no masks were started"
-        masks, self._started = self._started, None
-        self._worker.wait()
+        assert self._started is not None, "no masks were started"
+        (masks, workers), self._started = self._started, None
+        for worker in workers:
+            worker.wait()
         return masks
 
-    def _rows(self, sampled: Sequence[Request], buffer: MaskBufferOf) -> tuple[list[tuple[Any, int]], Masks]:
-        """The rows that get masks, with their matchers. The bits are not written yet."""
-        rows: list[int] = []
-        matchers: list[tuple[Any, int]] = []
+    def _rows(
+        self, sampled: Sequence[Request], buffer: MaskBufferOf, drafts: Drafts
+    ) -> tuple[list[list[MaskRow]], Masks]:
+        """The rows that get masks, those without and those with drafts. The bits are not written yet."""
+        indices: list[int] = []
+        plain: list[MaskRow] = []
+        drafted: list[MaskRow] = []
+        index = 0
         for row, request in enumerate(sampled):
+            mine = drafts[row] if drafts else ()
             matcher = self._matchers.get(request)
-            # The token of a request that has finished is discarded, so it needs no mask.
+            # The tokens of a request that has finished are discarded, so it needs no mask.
             if matcher is not None and not request.is_finished:
-                matchers.append((matcher, len(rows)))
-                rows.append(row)
-        return matchers, Masks(np.array(rows, np.int64), buffer(len(rows), -(-self._vocab_size // 32)))
+                (drafted if mine else plain).append(MaskRow(request, matcher, len(indices), mine))
+                indices += range(index, index + 1 + len(mine))
+            index += 1 + len(mine)
+        masks = Masks(np.array(indices, np.int64), buffer(len(indices), -(-self._vocab_size // 32)))
+        return [rows for rows in (plain, drafted) if rows], masks
 
-    def _fill(self, matchers: list[tuple[Any, int]], bits: Bits) -> None:
-        """Computes the masks, on any thread. The GIL is released meanwhile."""
-        if matchers:
-            self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * 4, len(matchers))
-            for matcher, index in matchers:
-                if matcher.is_error():
-                    bits[index] = -1  # `advance` refuses the next token, which ends the request
+    def _fill(self, rows: list[MaskRow], bits: Bits) -> None:
+        """Computes the masks of some rows, on any thread."""
+        if rows[0].drafts:
+            fill_draft_masks(self._executor, rows, bits, self._tokenizer.eos_ids, self._eos_mask)
+        else:
+            fill_masks(self._executor, rows, bits)
 
     def advance(self, updates: Updates) -> Sequence[tuple[Request, str]]:
         """Advances the matchers by the sampled tokens. Returns the requests whose grammar failed, with the reason."""
         if not self._matchers:
             return ()
-        consumed = [
-            (request, self._matchers[request], token)
-            for request, token in zip(updates.requests, updates.tokens.tolist(), strict=True)
-            if request in self._matchers and not request.is_finished
-        ]
-        if not consumed:
-            return ()
-        results = self._executor.consume_token_par([(matcher, token) for _, matcher, token in consumed])
+        consumed: dict[Request, tuple[GrammarMatcher, list[int]]] = {}
+        for request, token in zip(updates.requests, updates.tokens.tolist(), strict=True):
+            if request in self._matchers and not request.is_finished:
+                consumed.setdefault(request, (self._matchers[request], []))[1].append(token)
         failures = []
-        for (request, matcher, _), is_accepted in zip(consumed, results, strict=True):
-            if not is_accepted:
-                self.detach(request)
-                failures.append((request, f"the grammar exceeded its cost limit: {_one_line(matcher)}"))
+        for request in consume(self._executor, consumed):
+            self.detach(request)
+            why = _one_line(consumed[request][0].state)
+            failures.append((request, f"the grammar exceeded its cost limit: {why}"))
         return failures
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,10 +12,14 @@ NO_TOKEN = -1  # the token of a row whose logits contain NaN
 Bits = npt.NDArray[np.int32]  # [rows, words]: token t is allowed if bit t % 32 of word t // 32 is set
 
 
+Drafts = Sequence[Sequence[int]]  # by sampling row (speculative decoding); empty: no row has any
+
+
 class Masks(NamedTuple):
     """The allowed tokens of the rows that follow a grammar."""
 
-    rows: npt.NDArray[np.int64]  # indices into the sampling rows
+    # Indices into the tokens that are sampled: a sampling row has one, and behind it one for each of its drafts.
+    rows: npt.NDArray[np.int64]
     bits: Bits
 
 

@@ -8,8 +8,10 @@ The depth is the one with the most expected tokens per second. Both sides of tha
   show how much more or less often these are right. The drafts of a draft model cannot be predicted on the host: for
   them a is measured by drafts alone, begins with that of earlier requests, and rises again slowly while there are none.
 - Time: the seconds of a pass relative to what `StepTime` predicts without drafts, as a median of recent passes, by
-  number of rows and depth. An unknown depth starts with a low time, so that it is tried; one that was too slow is tried
-  again after a while, in ever longer intervals, since a busy host may have been the reason.
+  number of rows and depth. Batches with a grammar have times of their own: the host computes a mask for each draft, and
+  a pass waits for them if they take longer than its logits. An unknown depth starts with a low time, so that it is
+  tried; one that was too slow is tried again after a while, in ever longer intervals, since a busy host may have been
+  the reason.
 """
 
 from __future__ import annotations
@@ -177,7 +179,8 @@ class DraftDepth:
         self._depths = [depth for depth in DRAFT_DEPTHS if depth <= max_drafts]
         self._matchers: dict[Request, NgramMatcher | ModelAcceptance] = {}
         self._model_rate = _MODEL_RATE if has_model else None  # with which new requests begin
-        self._times: dict[tuple[int, int], _PassTimes] = {}  # by rows, rounded up to a power of two, and depth
+        # By rows, rounded up to a power of two, depth, and whether some row has a grammar.
+        self._times: dict[tuple[int, int, bool], _PassTimes] = {}
         self._num_passes = 0
         self._depth = 0  # of the last pass
         self._next_row = 0  # whose estimate is updated next
@@ -191,13 +194,11 @@ class DraftDepth:
     def _choose(self, requests: Sequence[Request]) -> int:
         if len(requests) > MAX_ROWS:
             return 0  # matchers stay, for a batch that shrinks again: indexing 64 prompts takes milliseconds
-        if any(request.params.grammar is not None for request in requests):
-            return 0  # the masks of a grammar are computed for one position
         self._catch_up(requests)
         rates = [0.0 if matcher is None else matcher.rate for matcher in map(self._matchers.get, requests)]
         if max(rates, default=0.0) < _LOWEST_RATE:
             return 0
-        return self._most_profitable(np.array(rates))
+        return self._most_profitable(np.array(rates), _has_grammar(requests))
 
     def _catch_up(self, requests: Sequence[Request]) -> None:
         """Updates some of the estimates, in turns: looking at 64 rows in every pass takes longer than at four times the
@@ -216,15 +217,15 @@ class DraftDepth:
             return NgramMatcher(request)
         return ModelAcceptance(_SOURCE_RATE if len(request.draft_source) else self._model_rate)
 
-    def _most_profitable(self, rates: npt.NDArray[np.float64]) -> int:
+    def _most_profitable(self, rates: npt.NDArray[np.float64], has_grammar: bool) -> int:
         num_rows = len(rates)
-        plain = self._times_of(num_rows, 0)
+        plain = self._times_of(num_rows, 0, has_grammar)
         if plain.num_samples < _PLAIN_PASSES:
             return 0
         gains = {0: 1.0}  # tokens per second relative to plain decoding
         powers = np.cumsum(rates[:, None] ** np.arange(max(DRAFT_DEPTHS) + 1), axis=1).sum(axis=0) / num_rows
         for depth in self._depths:
-            times = self._times_of(num_rows, depth)
+            times = self._times_of(num_rows, depth, has_grammar)
             times.expire(self._num_passes)
             gains[depth] = float(powers[depth]) / times.ratio
         best = max(gains, key=gains.__getitem__)
@@ -233,20 +234,23 @@ class DraftDepth:
             return self._depth
         return best if gains[best] >= _GAIN else 0
 
-    def _times_of(self, num_rows: int, depth: int) -> _PassTimes:
-        key = 1 << (num_rows - 1).bit_length(), depth
+    def _times_of(self, num_rows: int, depth: int, has_grammar: bool) -> _PassTimes:
+        key = 1 << (num_rows - 1).bit_length(), depth, has_grammar
         if key not in self._times:
             self._times[key] = _PassTimes(1.05 + key[0] * depth / 400 if depth else 1.0)
         return self._times[key]
 
-    def observe_pass(self, plan: Plan, depth: int, seconds: float, model: StepTime) -> None:
-        """A decode batch with `depth` drafts per row took so long."""
+    def observe_pass(
+        self, plan: Plan, requests: Sequence[Request], depth: int, seconds: float, model: StepTime
+    ) -> None:
+        """A decode batch of these requests with `depth` drafts per row took so long."""
         if depth in (0, *self._depths) and plan.num_decodes <= MAX_ROWS:  # not where all rows are about to end
-            expected = model.seconds(0, plan.num_decodes, plan.num_context_tokens)
+            expected, has_grammar = model.seconds(0, plan.num_decodes, plan.num_context_tokens), _has_grammar(requests)
             if depth:  # relative to what passes without drafts take now: the model may be wrong for these rows
-                expected *= self._times_of(plan.num_decodes, 0).ratio
+                expected *= self._times_of(plan.num_decodes, 0, has_grammar).ratio
             if expected > 0:
-                self._times_of(plan.num_decodes, depth).observe(seconds / expected, self._num_passes)
+                times = self._times_of(plan.num_decodes, depth, has_grammar)
+                times.observe(seconds / expected, self._num_passes)
 
     def observe_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """A pass whose rows were to have drafts had so many of this request; its tokens are committed."""
@@ -258,3 +262,7 @@ class DraftDepth:
         matcher = self._matchers.pop(request, None)
         if self._model_rate is not None and matcher is not None:
             self._model_rate += (matcher.rate - self._model_rate) * _STEP
+
+
+def _has_grammar(requests: Sequence[Request]) -> bool:
+    return any(request.params.grammar is not None for request in requests)

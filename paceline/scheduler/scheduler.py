@@ -537,7 +537,7 @@ class Scheduler:
         at = Now(self.step, now)
         if device_s is not None:
             self.counters.device_s += device_s
-            self._observe_time(plan, device_s)
+            self._observe_time(plan, one.requests, device_s)
             self._service_time.observe(plan, one.requests, device_s)
             self.mixed_batches.observe(plan, device_s)
         sampled = one.sampled
@@ -581,13 +581,13 @@ class Scheduler:
             self._fail(failed, at)
         return self._updates(sampled, tokens, discarded)
 
-    def _observe_time(self, plan: Plan, device_s: float) -> None:
+    def _observe_time(self, plan: Plan, requests: Sequence[Request], device_s: float) -> None:
         depth = 0 if plan.drafts is None else int(plan.drafts.max(initial=0))
         if self.draft_depth is None or not depth:
             self.step_time.observe(plan, device_s)
         model = self.step_time.model() if self.draft_depth is not None else None
         if self.draft_depth is not None and model is not None and plan.num_decodes == plan.num_rows:
-            self.draft_depth.observe_pass(plan, depth, device_s, model)
+            self.draft_depth.observe_pass(plan, requests, depth, device_s, model)
 
     def _append_each(
         self, sampled: tuple[Request, ...], tokens: list[int], has_counts: bool, void: set[Request], now: Now

@@ -11,7 +11,7 @@ import pytest
 from paceline.engine.executor import Executor, Pending, Result
 from paceline.engine.timeline import Timeline
 from paceline.request import Request
-from paceline.sampling.types import Bits, Masks
+from paceline.sampling.types import Bits, Drafts, Masks
 from paceline.scheduler.plan import Plan, Updates
 from paceline.testing import Harness
 from tests.helpers import harness, request
@@ -29,12 +29,12 @@ class FakeConstraints:
     def apply_to(self, sampled: Iterable[Request]) -> bool:
         return True
 
-    def masks(self, sampled: Sequence[Request], buffer: Any) -> Masks:
+    def masks(self, sampled: Sequence[Request], buffer: Any, drafts: Drafts) -> Masks:
         assert self.started is None
         self.said.append(("masks", buffer.__self__.step))
         return Masks(np.arange(1), buffer(1, 1))
 
-    def start_masks(self, sampled: Sequence[Request], buffer: Any) -> None:
+    def start_masks(self, sampled: Sequence[Request], buffer: Any, drafts: Drafts) -> None:
         assert self.started is None
         self.started = buffer.__self__.step
         self.said.append(("start", self.started))
@@ -56,8 +56,11 @@ class FakeDelayed:
     def __init__(self, pending: Pending, step: int, said: Said) -> None:
         self.pending, self.step, self.said = pending, step, said
 
-    def mask_buffer(self, num_rows: int, num_words: int) -> Bits:
-        return np.zeros((num_rows, num_words), np.int32)
+    def drafts(self) -> Drafts:
+        return ()
+
+    def mask_buffer(self, num_masks: int, num_words: int) -> Bits:
+        return np.zeros((num_masks, num_words), np.int32)
 
     def sample(self, masks: Masks) -> None:
         self.said.append(("sample", self.step))

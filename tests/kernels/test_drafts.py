@@ -61,6 +61,9 @@ def test_drafts_are_what_followed_the_last_tokens_before(drafts: int, seed: int)
     rows = [row for row, count in enumerate(fed) for _ in range(count)]
     assert found.token_rows.tolist() == rows + [-1] * (5 * (1 + drafts) - len(rows))
     for row, (tokens, draft) in enumerate(zip(histories, wanted, strict=True)):
+        proposed = found.proposed[row].tolist()
+        assert proposed[DraftWord.NUM_FED] == fed[row]
+        assert proposed[DraftWord.TOKENS : DraftWord.TOKENS + len(draft)] == draft
         before[SLOTS - 1 - row, len(tokens) : len(tokens) + len(draft)] = torch.tensor(draft, dtype=torch.int32)
     assert torch.equal(state.token_pool, before), "nothing else is written"
 

@@ -378,7 +378,7 @@ def test_closing_the_engine_waits_for_masks() -> None:
     held.go_on.set()
     closer.join(30)
     assert not closer.is_alive() and executor._closed
-    assert engine.failure is None and engine.grammars._worker is None
+    assert engine.failure is None and not engine.grammars._workers
 
 
 def test_failing_masks_end_all_requests_with_an_error() -> None:

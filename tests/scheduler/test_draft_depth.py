@@ -50,7 +50,8 @@ class Decoding:
         requests = self.requests[rows]
         depth = self.subject.choose(requests)
         self.depths.append(depth)
-        self.subject.observe_pass(decode_batch(len(requests)), depth, self.plain_s * self.cost(depth), MODEL)
+        seconds = self.plain_s * self.cost(depth)
+        self.subject.observe_pass(decode_batch(len(requests)), requests, depth, seconds, MODEL)
         for one, text in zip(requests, self.texts[rows], strict=True):
             at = one.num_tokens
             count = 1 + (self._num_accepted(text, at, depth) if self.accepts else 0)
@@ -175,12 +176,18 @@ def test_a_request_with_a_draft_source_has_drafts_from_the_beginning() -> None:
     assert warm.subject.choose([one]) > 0, "the matcher knows the source"
 
 
-def test_rows_with_a_grammar_have_no_drafts() -> None:
+def test_rows_with_a_grammar_have_drafts_and_times_of_their_own() -> None:
+    """Here their masks take long, so that drafts do not pay; without them they still do."""
     subject = Decoding([COPY, COPY])
-    subject.run(40)
-    assert subject.step() == 7
-    subject.requests[1].params = SamplingParams(grammar=Grammar.regex("a*"))
-    assert subject.step() == 0
+    cost = subject.cost
+    assert subject.run(40)[-1] == 7
+    free, masked = SamplingParams(), SamplingParams(grammar=Grammar.regex("a*"))
+    subject.requests[1].params = masked
+    assert subject.run(40)[-1] == 7
+    subject.cost = lambda depth: 1 + 2 * depth
+    assert set(subject.run(80)[60:]) == {0}
+    subject.cost, subject.requests[1].params = cost, free
+    assert subject.run(2)[-1] == 7
 
 
 def test_a_long_prompt_is_indexed_in_steps() -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from paceline.engine.cpu.inputs import Index, SlotTables
 from paceline.request import Tokens
-from paceline.sampling.types import Masks
+from paceline.sampling.types import Drafts, Masks
 from paceline.scheduler.plan import Column, Join, Plan
 
 _LONGEST, _SHORTEST = 4, 2  # last tokens of a row that are looked for
@@ -49,7 +49,7 @@ class _Source:
         return size, text[at:]
 
 
-class Drafts(Protocol):
+class DraftProposer(Protocol):
     def join(self, join: Join) -> None: ...
 
     def propose_all(self, tables: SlotTables, slots: Index, positions: Index, limits: Index) -> Index:
@@ -143,13 +143,16 @@ class Verification:
     num_dropped: int  # decode rows of the original plan that have all their tokens; they are not in `plan`
     sampling_rows: Index  # of the original plan, by sampling row of `plan`
     num_rows: int  # sampling rows of the original plan
+    drafts: Drafts  # by sampling row of the original plan
 
     def masks(self, masks: Masks) -> Masks:
-        """Masks for the sampling rows of `plan`, which has no drafts."""
-        places = np.full(self.num_rows, -1)
-        places[self.sampling_rows] = np.arange(len(self.sampling_rows))
-        rows = places[masks.rows]
-        return Masks(rows[rows >= 0], masks.bits[rows >= 0])
+        """Masks for the tokens that `plan` samples, from those of the original plan, without its dropped rows."""
+        is_run = np.zeros(self.num_rows, np.bool_)
+        is_run[self.sampling_rows] = True
+        is_run = np.repeat(is_run, 1 + self.drafts_by_sampling_row())
+        places = np.cumsum(is_run) - 1
+        is_used = is_run[masks.rows]
+        return Masks(places[masks.rows[is_used]], masks.bits[is_used])
 
     def drafts_by_sampling_row(self) -> Column:
         """How many drafts were fed, by sampling row of the original plan."""
@@ -174,18 +177,21 @@ class Verification:
         return np.concatenate(chosen), counts
 
 
-def verification(plan: Plan, tables: SlotTables, drafts: Drafts | None) -> Verification:
-    """The plan as it is executed now that all passes before it have been: proposes drafts, unless `drafts` is None, and
-    stores them behind the tokens of their rows."""
+def verification(plan: Plan, tables: SlotTables, proposer: DraftProposer) -> Verification:
+    """The plan as it is executed now that all passes before it have been: proposes drafts and stores them behind the
+    tokens of their rows."""
     assert plan.drafts is not None, "a plan without drafts is executed as it is"
     count = plan.num_decodes
     positions = tables.positions[plan.slots[:count]]
     room = plan.max_lengths[:count] - 2 - positions  # drafts behind which another token fits
     decodes = np.flatnonzero(room >= 0)
-    nums = np.zeros(len(decodes), np.int64)
-    if drafts is not None:
-        limits = np.minimum(plan.drafts, room)[decodes].astype(np.int64)
-        nums = drafts.propose_all(tables, plan.slots[decodes].astype(np.int64), positions[decodes], limits)
+    num_rows = int(np.count_nonzero(plan.samples))
+    drafts: list[list[int]] = [[] for _ in range(num_rows)]  # decode rows come first, and all of them sample
+    limits = np.minimum(plan.drafts, room)[decodes].astype(np.int64)
+    nums = proposer.propose_all(tables, plan.slots[decodes].astype(np.int64), positions[decodes], limits)
+    for row, num in zip(decodes.tolist(), nums.tolist(), strict=True):
+        first = int(positions[row]) + 1
+        drafts[row] = tables.tokens[plan.slots[row], first : first + num].tolist()
     rows = np.concatenate([decodes, np.arange(count, plan.num_rows)])
     starts, lengths = plan.starts[rows], plan.lengths[rows]
     starts[: len(decodes)] = positions[decodes]
@@ -201,6 +207,5 @@ def verification(plan: Plan, tables: SlotTables, drafts: Drafts | None) -> Verif
         num_tokens=int(lengths.sum()),
         drafts=None,
     )
-    num_rows = int(np.count_nonzero(plan.samples))
-    sampling = np.concatenate([decodes, np.arange(count, num_rows)])  # decode rows come first, and all of them sample
-    return Verification(exact, nums, count - len(decodes), sampling, num_rows)
+    sampling = np.concatenate([decodes, np.arange(count, num_rows)])
+    return Verification(exact, nums, count - len(decodes), sampling, num_rows, drafts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.engine.attention import AttentionBackend
 from paceline.engine.cpu.attention import CpuAttention
 from paceline.engine.cpu.draft_model import ModelDrafts
-from paceline.engine.cpu.drafts import Drafts, NgramDrafts, Verification, verification
+from paceline.engine.cpu.drafts import DraftProposer, NgramDrafts, Verification, verification
 from paceline.engine.cpu.inputs import Index, Inputs, SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.cpu.model import CpuModel, DecoderModel
@@ -30,7 +30,7 @@ from paceline.engine.pooling import PooledStates, pool_chunk
 from paceline.model.decoder import Attend, Decoder
 from paceline.sampling.logprobs import LogprobRequest, LogprobTable, output_logprobs, prompt_runs
 from paceline.sampling.sampler import Sampler
-from paceline.sampling.types import Bits, LogprobRun, Masks
+from paceline.sampling.types import Bits, Drafts, LogprobRun, Masks
 from paceline.scheduler.plan import NO_TOKENS, Column, Plan
 
 
@@ -38,9 +38,19 @@ class ExecutorFailed(RuntimeError):
     """A pass failed. The device's memory can no longer be trusted, so no later pass runs."""
 
 
+class MaskSource(Protocol):
+    """The host, for a delayed pass."""
+
+    def set_drafts(self, drafts: Drafts) -> None:
+        """Called first."""
+
+    def wait_masks(self) -> Masks:
+        """Blocks until the host has computed the masks."""
+
+
 class ModelRunner(Protocol):
-    def run(self, plan: Plan, masks: Callable[[], Masks] | None) -> Result:
-        """Executes one plan. `masks` blocks until the host has computed the masks of a delayed pass."""
+    def run(self, plan: Plan, host: MaskSource | None) -> Result:
+        """Executes one plan. With `host`, masks are applied."""
 
     def load_weights(self, decoder: Decoder) -> None:
         """Replaces the weights by those of a decoder of the same spec, which is taken over."""
@@ -74,13 +84,13 @@ class CpuModelRunner:
             self._draft_model = ModelDrafts(
                 draft, self.sampler, num_pages=num_pages, page_size=page_size, max_running=max_running
             )
-        self._drafts: Drafts = self._draft_model or NgramDrafts(max_running, adapts=adapt_drafts)
+        self._drafts: DraftProposer = self._draft_model or NgramDrafts(max_running, adapts=adapt_drafts)
 
     def load_weights(self, decoder: Decoder) -> None:
         self.decoder = CpuModel(decoder) if isinstance(self.decoder, CpuModel) else decoder
 
     @torch.inference_mode()
-    def run(self, plan: Plan, masks: Callable[[], Masks] | None) -> Result:
+    def run(self, plan: Plan, host: MaskSource | None) -> Result:
         if plan.swap is not None:
             self.cache.swap(plan.swap)
         for join in plan.joins:
@@ -93,12 +103,13 @@ class CpuModelRunner:
         self.tables.apply(plan)
         checked = None
         if plan.drafts is not None:
-            # The host computes the masks of a row for its next token only.
-            checked = verification(plan, self.tables, None if masks is not None else self._drafts)
+            checked = verification(plan, self.tables, self._drafts)
             plan = checked.plan
-            if not plan.num_rows:  # drafts have completed the output of all of them
-                zeros = np.zeros(checked.num_rows, np.int32)
-                return Result(NO_TOKENS, counts=zeros, num_drafts=zeros)
+        if host is not None:
+            host.set_drafts(() if checked is None else checked.drafts)
+        if checked is not None and not plan.num_rows:  # drafts have completed the output of all of them
+            zeros = np.zeros(checked.num_rows, np.int32)
+            return Result(NO_TOKENS, counts=zeros, num_drafts=zeros)
         inputs = self.tables.inputs(plan, 0 if checked is None else plan.num_decodes)
         attend = self.attention.begin(inputs)
         hidden = self.decoder.forward(torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), attend)
@@ -119,9 +130,9 @@ class CpuModelRunner:
         width = self._logprobs.of_output(plan)
         logprobs_of = None if width is None else output_logprobs(self._logprobs, width, inputs.sampled_slots, logits)
         allowed = None
-        if masks is not None:
-            given = masks() if checked is None else checked.masks(masks())
-            allowed = _unpacked(given, *logits.shape)
+        if host is not None:
+            masks = host.wait_masks()
+            allowed = _unpacked(masks if checked is None else checked.masks(masks), *logits.shape)
         tokens = self.sampler.sample(
             logits, inputs.sampled_slots, inputs.sampled_positions, self.tables.tokens, allowed
         )
@@ -184,11 +195,13 @@ def _unpacked(masks: Masks, num_rows: int, vocab_size: int) -> Tensor:
 
 
 class _CpuPending:
-    __slots__ = ("__weakref__", "_done", "_error", "_masks", "_result", "delayed", "plan")
+    __slots__ = ("__weakref__", "_done", "_drafts", "_error", "_has_drafts", "_masks", "_result", "delayed", "plan")
 
     def __init__(self, plan: Plan, delayed: bool) -> None:
         self.plan = plan
         self.delayed = delayed
+        self._drafts: Drafts = ()
+        self._has_drafts = threading.Event()  # they are known, or the pass has failed
         self._masks: SimpleQueue[Masks | None] = SimpleQueue()
         self._done = threading.Event()
         self._result: Result | None = None
@@ -196,10 +209,21 @@ class _CpuPending:
 
     def settle(self, result: Result | None, error: ExecutorFailed | None) -> None:
         self._result, self._error = result, error
+        self._has_drafts.set()
         self._done.set()
 
-    def mask_buffer(self, num_rows: int, num_words: int) -> Bits:
-        return np.empty((num_rows, num_words), np.int32)
+    def set_drafts(self, drafts: Drafts) -> None:
+        self._drafts = drafts
+        self._has_drafts.set()
+
+    def drafts(self) -> Drafts:
+        self._has_drafts.wait()
+        if self._error is not None:
+            raise self._error
+        return self._drafts
+
+    def mask_buffer(self, num_masks: int, num_words: int) -> Bits:
+        return np.empty((num_masks, num_words), np.int32)
 
     def sample(self, masks: Masks) -> None:
         self._masks.put(masks)
@@ -273,7 +297,7 @@ class CpuExecutor(Executor):
                 continue
             began = time.perf_counter()
             try:
-                result = self.runner.run(pending.plan, pending.wait_masks if pending.delayed else None)
+                result = self.runner.run(pending.plan, pending if pending.delayed else None)
             except BaseException as error:  # a caller waits for this pass, whatever failed
                 self._error = ExecutorFailed(f"pass {pending.plan.step} failed: {type(error).__name__}: {error}")
                 self._error.__cause__ = error

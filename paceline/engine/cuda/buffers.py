@@ -22,8 +22,10 @@ class PassBuffers:
         self._streams, self._device = streams, device
         self.uploaded, self.began, self.ended, self.copied = (streams.event() for _ in range(4))
         self.fetch_began, self.fetched = (streams.event() for _ in range(2))
+        self.proposed, self.drafts_copied = (streams.event() for _ in range(2))
         self.results = streams.pinned(max_rows)
         self.logprobs = streams.pinned(max_rows * LOGPROB_WORDS).view(max_rows, LOGPROB_WORDS)
+        # First the drafts that the host computes masks for, if it does, then the results.
         self.drafts = streams.pinned(max_running * DRAFT_WORDS).view(max_running, DRAFT_WORDS)
         self.pooled = torch.empty(max_running, hidden_size, device=device)  # hidden states of prompts that are embedded
         self.host_pooled = streams.pinned(self.pooled.numel()).view(torch.float32).view(self.pooled.shape)

@@ -115,7 +115,7 @@ def _workspace_bytes(model: CudaModel, scheduler: SchedulerConfig, attention: At
     max_partials = attention.split_rule(spec.num_kv_heads, 0).max_partials
     partials += max_partials * ExtendTuning().block_m * (spec.head_dim + 1)
     tables = rows * context * (3 if scheduler.draft_tokens else 2)
-    adjustments, masks = rows * adjust_words(context + 1), mask_words(rows, spec.vocab_size)
+    adjustments, masks = rows * adjust_words(context + 1), mask_words(model.max_rows, spec.vocab_size)
     page_bytes = scheduler.page_size * spec.kv_bytes_per_token(model.dtype.itemsize)
     buffers = buffer_bytes(scheduler.max_swap_pages, page_bytes) if scheduler.num_host_pages else 0
     queries = scheduler.max_batch_tokens * spec.q_size * model.dtype.itemsize

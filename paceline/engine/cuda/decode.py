@@ -80,31 +80,35 @@ class DecodeRunner:
         drafts = self._drafts if key.drafts else None
         num_tokens = rows * (1 + key.drafts)
         slots, positions = self._slots[:num_tokens], self._positions[:num_tokens]
-        if key.stage is GraphStage.TOKENS:
-            logits = self._model.last_logits(rows)
-        elif drafts is None:
-            logits = self._forward.logits(rows, key, self._sampling.step)
-        else:
+        if drafts is not None and key.stage in (GraphStage.ALL, GraphStage.DRAFTS):
             if self._propose is not None:
                 self._propose(rows, key.drafts, filters=key.filters)
             propose_drafts(
                 self._state, drafts, rows, key.drafts, always=self.coin > 0, from_model=self._propose is not None
             )
+        if key.stage is GraphStage.DRAFTS:
+            return
+        if key.stage is GraphStage.TOKENS:
+            logits = self._model.last_logits(num_tokens)
+        elif drafts is None:
+            logits = self._forward.logits(rows, key, self._sampling.step)
+        else:
             new_tokens = NewTokens(drafts.query_starts, drafts.num_fed, 1 + key.drafts)
             token_rows = drafts.token_rows[:num_tokens]
             logits = self._model.logits(self._forward.states(rows, new_tokens, token_rows, self._sampling.step))
-        if key.stage is not GraphStage.LOGITS:
-            self._sampling.sample(
-                logits,
-                slots,
-                positions,
-                None,
-                adjusts=key.adjusts,
-                filters=key.filters,
-                logprobs=key.logprobs,
-                masked=key.stage is GraphStage.TOKENS,
-                drafts=drafts,
-            )
+        if key.stage is GraphStage.LOGITS:
+            return
+        self._sampling.sample(
+            logits,
+            slots,
+            positions,
+            None,
+            adjusts=key.adjusts,
+            filters=key.filters,
+            logprobs=key.logprobs,
+            masked=key.stage is GraphStage.TOKENS,
+            drafts=drafts,
+        )
         if drafts is not None:
             results, step = self._sampling.results, self._sampling.step
             accept_drafts(self._state, drafts, results, step, rows, key.drafts, coin=self.coin)

@@ -56,7 +56,7 @@ from paceline.kernels.layouts import DraftWord
 from paceline.kernels.pool_states import pool_states
 from paceline.kernels.slot_state import SlotState, apply_diff
 from paceline.model.decoder import Decoder
-from paceline.sampling.types import Bits, Masks
+from paceline.sampling.types import Bits, Drafts, Masks
 from paceline.scheduler.plan import NO_TOKENS, Plan, Swap
 
 _DEPTH = 4  # passes that have buffers; at most two are in flight
@@ -98,8 +98,15 @@ class CudaPending:
         self.num_drafts = 0  # of each row, at most
         self.has_counts = False  # the scheduler expects how many tokens each row got
 
-    def mask_buffer(self, num_rows: int, num_words: int) -> Bits:
-        return self._executor.mask_buffer(self, num_rows, num_words)
+    def drafts(self) -> Drafts:
+        if not self.num_drafts:
+            return ()
+        self._buffers.drafts_copied.synchronize()
+        rows = self._buffers.drafts[: self._packed.num_sampled].tolist()
+        return [row[DraftWord.TOKENS : DraftWord.TOKENS + row[DraftWord.NUM_FED] - 1] for row in rows]
+
+    def mask_buffer(self, num_masks: int, num_words: int) -> Bits:
+        return self._executor.mask_buffer(self, num_masks, num_words)
 
     def sample(self, masks: Masks) -> None:
         assert self.delayed is not None, "this pass was not delayed, or has its masks already"
@@ -397,13 +404,20 @@ class CudaExecutor(Executor):
             if packed.is_decode:
                 self._apply(buffers, packed)
                 key = forward_key(packed.num_rows, packed.num_unshared_tokens, packed.shared_block_m)
-                num_drafts = 0 if delayed else self._num_drafts(plan)
+                num_drafts = self._num_drafts(plan)
                 if num_drafts:
                     key = GraphKey(drafts=num_drafts)
                 bucket = self.graphs.bucket(packed.num_rows, key)
                 filters, adjusts, logprobs = packed.has_filters, packed.adjusts, packed.logprobs is not None
                 if delayed:
-                    after = GraphKey(filters, adjusts=adjusts, logprobs=logprobs, stage=GraphStage.TOKENS)
+                    after = GraphKey(
+                        filters, adjusts=adjusts, logprobs=logprobs, stage=GraphStage.TOKENS, drafts=num_drafts
+                    )
+                    if num_drafts:
+                        # Only a draft model samples in this stage.
+                        sampled = filters and self.draft_model is not None
+                        self._replay(bucket, key._replace(stage=GraphStage.DRAFTS, filters=sampled))
+                        buffers.proposed.record(streams.engine)
                     key = key._replace(stage=GraphStage.LOGITS)
                 else:
                     key = key._replace(filters=filters, adjusts=adjusts, logprobs=logprobs)
@@ -420,6 +434,8 @@ class CudaExecutor(Executor):
         finish = partial(self._finish, pending, buffers, packed, logits, index, after)
         if delayed:
             pending.delayed = finish
+            if num_drafts:
+                self._copy_drafts(buffers, packed.num_sampled)
         else:
             finish(None)
         stats.passes += 1
@@ -430,6 +446,14 @@ class CudaExecutor(Executor):
         stats.launch_s += time.perf_counter() - spent.now
         pending.slow_launch = self.watch.end(spent, f"a pass of {packed.num_rows} rows and {packed.num_tokens} tokens")
         return pending
+
+    def _copy_drafts(self, buffers: PassBuffers, count: int) -> None:
+        """Copies the drafts of a pass to the host while its logits are computed."""
+        assert self.drafts is not None, "a pass has drafts"
+        with self._streams.use(self._streams.results):
+            buffers.proposed.wait(self._streams.results)
+            buffers.drafts[:count].copy_(self.drafts.proposed[:count], non_blocking=True)
+            buffers.drafts_copied.record(self._streams.results)
 
     def _num_drafts(self, plan: Plan) -> int:
         """How many drafts the rows of a decode batch may have. None if it has other rows, or too many."""
@@ -530,11 +554,11 @@ class CudaExecutor(Executor):
             buffers.copied.record(streams.results)
         self.graphs.capture_missed()  # now: the device has this pass to do meanwhile
 
-    def mask_buffer(self, pending: CudaPending, num_rows: int, num_words: int) -> Bits:
+    def mask_buffer(self, pending: CudaPending, num_masks: int, num_words: int) -> Bits:
         previous, last = (self._pending[(self._count - back) % _DEPTH] for back in (2, 1))
         assert pending is last, "masks can only be given to the pass that was launched last"
         assert previous is None or previous.is_over, "the previous pass may still read its masks"
-        return self.sampling.masks.host_bits(num_rows, num_words)
+        return self.sampling.masks.host_bits(num_masks, num_words)
 
     @property
     def slow_launches(self) -> Mapping[str, int]:

@@ -1,9 +1,10 @@
 """CUDA graphs of forward passes.
 
 Decode batches have one graph per batch bucket, from gathering the tokens to sampling; or one graph up to the logits and
-one after them, where the host computes grammar masks in between. Small prefill and mixed batches have one graph per
-`PrefillBucket`, up to the logits: with so few tokens, launching kernel by kernel takes longer than computing. Batches
-with prompts that are embedded, or whose logprobs are requested, have another that ends with all hidden states.
+one after them, where the host computes grammar masks in between, and a third for the drafts that have masks. Small
+prefill and mixed batches have one graph per `PrefillBucket`, up to the logits: with so few tokens, launching kernel by
+kernel takes longer than computing. Batches with prompts that are embedded, or whose logprobs are requested, have
+another that ends with all hidden states.
 
 A graph is captured from the same function that runs without graphs; capturing executes nothing. A pass without a graph
 is launched kernel by kernel, which takes the host a few milliseconds and gives the same bits. Likely graphs are
@@ -35,7 +36,8 @@ CAPTURE_AFTER, REPLACE_AFTER = 1, 16
 
 class GraphStage(Enum):
     ALL = "all"
-    LOGITS = "logits"  # ends with the logits
+    DRAFTS = "drafts"  # ends with the drafts, if the pass has any
+    LOGITS = "logits"  # begins with the drafts and ends with the logits
     TOKENS = "tokens"  # begins with logits and grammar masks
 
 

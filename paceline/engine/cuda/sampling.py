@@ -2,7 +2,8 @@
 
 All of it is part of a decode batch's graph. Grammar masks are known to the host only when the previous pass has ended,
 so they split the graph in two: one ends with the logits, the other continues after them. The host, which has just
-computed the masks, then has one launch to do before the forward pass ends.
+computed the masks, then has one launch to do before the forward pass ends. With drafts (speculative decoding) every
+token of a row has its mask; these drafts come from a third graph, the first to run.
 
 Logprobs are those of the model's own logits. Their kernel therefore runs first, before adjustments and masks change the
 logits; it reads from the slot's words what each row requests, and has space of the same size for every row. The logprob
@@ -79,6 +80,7 @@ class MaskBuffer:
     """
 
     def __init__(self, streams: Streams, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        """max_rows: most tokens that a pass samples."""
         self._streams = streams
         self.arrived: CudaEvent = streams.event()
         # num_masks, rows, bits; each at a multiple of ALIGN, so that Triton's specialisation is always the same
@@ -89,12 +91,12 @@ class MaskBuffer:
         self.num_masks, self.rows = self._words[:1], self._words[ALIGN : ALIGN + max_rows]
         self.bits = self._words[self._first_bit_word :].view(max_rows, self._num_words)
 
-    def host_bits(self, num_rows: int, num_words: int) -> Bits:
+    def host_bits(self, num_masks: int, num_words: int) -> Bits:
         """Pinned memory for the bits of the next masks."""
         assert num_words == self._num_words, f"masks have {num_words} words, but the vocabulary needs {self._num_words}"
         if self._host is None:
             self._host = self._streams.pinned(len(self._words))
-        return self._host.numpy()[self._first_bit_word :][: num_rows * num_words].reshape(num_rows, num_words)
+        return self._host.numpy()[self._first_bit_word :][: num_masks * num_words].reshape(num_masks, num_words)
 
     def send(self, masks: Masks) -> None:
         """Copies masks, whose bits are in `host_bits`, to the device asynchronously; `arrived` is recorded after it."""
@@ -125,7 +127,7 @@ class CudaSampling:
         (max_running, max_length), device = state.token_pool.shape, state.token_pool.device
         self._streams, self._state = streams, state
         self.has_drafts = has_drafts  # in some passes: then rows may have got several tokens since the last
-        self.masks = MaskBuffer(streams, max_running, vocab_size, device)
+        self.masks = MaskBuffer(streams, max_rows, vocab_size, device)
         self.workspace = SampleWorkspace.empty(max_rows, device)
         self.adjust = AdjustState.empty(max_running, max_length, device)
         self._logprob_workspace = LogprobWorkspace.empty(max_rows, device)

@@ -80,7 +80,9 @@ def launch_all(executor: CudaExecutor) -> None:
             for block in blocks:
                 executor.run_pass(rows, GraphKey(short_contexts=short, shared_block_m=block))
     for rows, drafts in executor.draft_sizes:
-        executor.run_pass(rows, GraphKey(drafts=drafts, adjusts=True, filters=executor.draft_model is not None))
+        key = GraphKey(drafts=drafts, adjusts=True, filters=True, logprobs=True)
+        for stage in (GraphStage.ALL, GraphStage.TOKENS):  # the others are parts of the first
+            executor.run_pass(rows, key._replace(stage=stage))
     for rows in range(1, executor.model.max_rows + 1):
         _sample(executor, rows)
     _prefill(executor, blocks)

@@ -13,7 +13,7 @@ from paceline.config import ConfigError
 from paceline.engine.cpu.drafts import NgramDrafts, _longest_match
 from paceline.engine.job import Job
 from paceline.llm import LLM, RequestOutput, _CallWaiter, _OutputCollector
-from paceline.request import Grammar, InvalidRequest, SamplingParams, as_tokens
+from paceline.request import InvalidRequest, SamplingParams, as_tokens
 from paceline.scheduler.plan import DRAFT_DEPTHS, Join
 from tests.helpers import RandomDepth
 
@@ -128,12 +128,6 @@ def test_every_parameter_gives_the_tokens_of_plain_decoding(changes: dict[str, A
 def test_every_option_of_the_scheduler_gives_the_tokens_of_plain_decoding(options: dict[str, Any]) -> None:
     params = [replace(GREEDY, max_tokens=count) for count in (30, 3, 21, 30, 11)]
     compare(params, **options)
-
-
-def test_rows_with_a_grammar_are_decoded_beside_rows_with_drafts() -> None:
-    grammar = Grammar.regex("[ab]{4,20}")
-    params = [replace(GREEDY, ignore_eos=False, grammar=grammar) if row % 2 else GREEDY for row in range(len(PROMPTS))]
-    compare(params)
 
 
 def test_auto_drafts_text_that_repeats_itself_and_nothing_else() -> None:

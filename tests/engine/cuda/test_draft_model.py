@@ -14,7 +14,7 @@ from paceline.engine.job import Job
 from paceline.llm import LLM, RequestOutput
 from paceline.model.decoder import Decoder
 from paceline.model.weights import random_weights
-from paceline.request import SamplingParams, as_tokens
+from paceline.request import Grammar, SamplingParams, as_tokens
 from tests.engine.cuda.interpreted import (
     CONTEXT,
     GREEDY,
@@ -118,3 +118,15 @@ def test_a_row_at_the_end_of_its_context_drafts_no_further() -> None:
         assert [output.token_ids for output in llm.generate([prompt], params)] == expected(
             "tiny-qwen3", [prompt], params
         )
+
+
+def test_a_draft_model_drafts_rows_with_a_grammar() -> None:
+    """Drafts are sampled without masks, and verified with them."""
+    params = replace(GREEDY, max_tokens=12, ignore_eos=False, grammar=Grammar.regex("[ab]{40}"))
+    found = []
+    for options in ({}, {"draft": decoder("tiny-qwen3"), "draft_tokens": 4}):
+        llm, _ = on_kernels("tiny-qwen3", **options)
+        with llm:
+            found.append([output.token_ids for output in llm.generate(PROMPTS, [params, GREEDY] * 2)])
+    assert found[0] == found[1]
+    assert llm.engine.scheduler.counters.drafted_tokens

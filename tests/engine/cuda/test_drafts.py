@@ -14,7 +14,7 @@ from paceline.engine.cuda.executor import CudaExecutor
 from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed
 from paceline.llm import LLM, RequestOutput
-from paceline.request import Grammar, SamplingParams, as_tokens
+from paceline.request import SamplingParams, as_tokens
 from tests.engine.cuda.interpreted import (
     GREEDY,
     IN_BOUNDS,
@@ -23,7 +23,6 @@ from tests.engine.cuda.interpreted import (
     decoder,
     expected,
     on_kernels,
-    record_graphs,
     retract_often,
 )
 
@@ -108,22 +107,6 @@ def test_parameters_give_the_tokens_of_plain_decoding(changes: dict[str, Any]) -
 )
 def test_scheduling_changes_no_token(options: dict[str, Any]) -> None:
     compare(replace(GREEDY, max_tokens=10, logit_bias={7: 14.0, 9: 14.0}), **options)
-
-
-def test_rows_with_a_grammar_wait_for_their_masks() -> None:
-    """A batch with masks has no drafts; others of the same run do."""
-    grammar = Grammar("regex", "(ab){3}")
-    keys: list[list[Any]] = []
-    found = []
-    for drafts in (0, 7):
-        llm, device = on_kernels("tiny-qwen3", draft_tokens=drafts)
-        keys.append(record_graphs(device))
-        with llm:
-            masked = replace(GREEDY, grammar=grammar, ignore_eos=False, max_tokens=8)
-            params = [replace(REPEATING, max_tokens=20), masked]
-            found.append([output.token_ids for output in llm.generate(PROMPTS[:2], params)])
-    assert found[0] == found[1]
-    assert not any(key.drafts for key in keys[0]) and any(key.drafts for key in keys[1])
 
 
 def test_a_draft_source_gives_the_same_tokens_in_fewer_passes() -> None:

@@ -1,0 +1,85 @@
+"""Drafts of rows with a grammar, on the GPU's kernels in Triton's interpreter: the tokens of plain decoding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paceline.engine.cuda.graphs import GraphStage
+from paceline.llm import RequestOutput
+from paceline.request import Grammar, SamplingParams
+from tests.engine.cuda.interpreted import (
+    GREEDY,
+    IN_BOUNDS,
+    INTERPRETED,
+    RNG,
+    on_kernels,
+    record_graphs,
+    retract_often,
+)
+
+pytestmark = [*INTERPRETED, IN_BOUNDS]
+
+TEXT = RNG.integers(3, 512, 9).tolist()
+PROMPTS = [TEXT * 3, [5] * 20, RNG.integers(3, 512, 13).tolist(), TEXT * 2 + TEXT[:4]]
+# Text that repeats itself; the drafts behind its last repetition are forbidden.
+MASKED = replace(GREEDY, max_tokens=14, ignore_eos=False, grammar=Grammar.regex("(ab){6}c{1,3}"))
+OTHER = replace(MASKED, grammar=Grammar.choice(["xyxyxyxyxyxyxyxyxyxy", "xyxyxyxyxyxyq"]))
+FREE = replace(GREEDY, max_tokens=14, logit_bias={7: 14.0, 9: 14.0})
+MIXED = [MASKED, FREE, OTHER, MASKED]
+
+
+def run(params: list[SamplingParams], drafts: int, *, disturb: bool = False, **options: Any) -> list[RequestOutput]:
+    llm, _ = on_kernels("tiny-qwen3", draft_tokens=drafts, **options)
+    if disturb:
+        retract_often(llm)
+    with llm:
+        return llm.generate(PROMPTS[: len(params)], params)
+
+
+def facts(outputs: list[RequestOutput]) -> list[Any]:
+    return [
+        (choice.token_ids, choice.finish_reason, [round(one.logprob, 3) for one in choice.logprobs or ()])
+        for output in outputs
+        for choice in output.choices
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({}, {}),
+        ({"temperature": 0.8, "seed": 3, "logprobs": 2}, {}),
+        ({"temperature": 0.9, "seed": 4, "top_p": 0.9, "repetition_penalty": 1.2, "min_tokens": 9}, {"overlap": "off"}),
+        ({"frequency_penalty": 0.3, "logprobs": 0}, {"num_pages": 32, "disturb": True}),
+        ({"n": 2, "temperature": 0.8, "seed": 9}, {"max_running": 3}),
+    ],
+    ids=str,
+)
+def test_tokens_are_those_of_plain_decoding(changes: dict[str, Any], options: dict[str, Any]) -> None:
+    params = [replace(one, **changes) for one in MIXED]
+    plain, drafted = run(params, 0, **options), run(params, 7, **options)
+    assert facts(drafted) == facts(plain)
+    accepted = [output.num_accepted_tokens for output in drafted]
+    assert all(accepted[row] for row in (0, 2)), f"accepted drafts: {accepted}"
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_a_forbidden_draft_is_rejected(overlap: str) -> None:
+    """The text repeats itself, and the grammar ends the repetition."""
+    (output,) = run([MASKED], 7, overlap=overlap)
+    assert output.text.startswith("abababababab" + "c") and output.finish_reason == "stop"
+    assert output.num_drafted_tokens > output.num_accepted_tokens > 0
+
+
+def test_a_pass_with_masks_has_three_stages() -> None:
+    llm, device = on_kernels("tiny-qwen3", draft_tokens=7)
+    keys = record_graphs(device)
+    with llm:
+        llm.generate(PROMPTS[:2], [MASKED, FREE])
+    stages = {key.stage for key in keys if key.drafts}
+    assert stages >= {GraphStage.DRAFTS, GraphStage.LOGITS, GraphStage.TOKENS}
+    found = {(key.stage, key.drafts > 0) for _, key in device.graphs._graphs}
+    assert {(stage, True) for stage in stages} <= found, "all of them are captured"

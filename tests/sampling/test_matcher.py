@@ -1,0 +1,182 @@
+"""Masks of drafts: those that plain decoding would compute token by token. A wrong draft leaves nothing behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.request import Grammar, Phase, Request, SamplingParams
+from paceline.sampling import grammar as grammar_module
+from paceline.sampling.grammar import Grammars
+from paceline.scheduler.plan import Updates
+from paceline.text.synthetic import synthetic_tokenizer
+from paceline.text.tokenizer import Tokenizer
+from tests.sampling.test_grammar import SCHEMAS
+
+VOCAB = 600
+EOS = (2, 1)
+TOKENIZER = Tokenizer(synthetic_tokenizer(VOCAB)._core, eos_ids=EOS)
+A, B, C, D = (TOKENIZER.encode(letter, add_special=False)[0] for letter in "abcd")
+GRAMMARS = [
+    *(Grammar.json_schema(schema) for schema in SCHEMAS[:24]),
+    Grammar.regex("[ab]{2,6}"),
+    Grammar.regex("(ab){3}c*"),
+    Grammar.choice(["abc", "abd", "b"]),
+    Grammar.lark('start: "a" start "b" | "c"'),
+]
+
+
+@pytest.fixture
+def grammars() -> Iterator[Grammars]:
+    made = Grammars(TOKENIZER, VOCAB)
+    yield made
+    made.close()
+
+
+def new_request() -> Request:
+    return Request("a", np.arange(3), SamplingParams())
+
+
+def attached(grammars: Grammars, grammar: Grammar) -> Request:
+    request = new_request()
+    grammars.attach(request, grammars.compile(grammar).result(30))
+    return request
+
+
+def buffer(masks: int, words: int) -> Any:
+    """What was in the buffer before must not matter."""
+    return np.random.default_rng(masks).integers(-(2**31), 2**31, (masks, words)).astype(np.int32)
+
+
+def advance(grammars: Grammars, request: Request, tokens: list[int]) -> list[str]:
+    """Commits tokens of one pass. Returns why the grammar failed, if it did."""
+    request.output.extend(tokens)
+    updates = Updates((request,) * len(tokens), np.array(tokens, np.int32), (), frozenset())
+    return [reason for _, reason in grammars.advance(updates)]
+
+
+def allowed(mask: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def plain_masks(grammar: Grammars, compiled: Any, tokens: list[int]) -> list[list[int]]:
+    """The allowed tokens before each of these tokens and after the last, up to the first that is forbidden."""
+    request, found = new_request(), []
+    grammar.attach(request, compiled)
+    for token in [*tokens, None]:
+        found.append(allowed(grammar.masks([request], buffer).bits[0]))
+        if token is None or token not in found[-1]:
+            break
+        assert not advance(grammar, request, [token])
+    grammar.detach(request)
+    return found
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.source[:40])
+def test_masks_of_drafts_are_those_of_plain_decoding(grammars: Grammars, grammar: Grammar) -> None:
+    rng, compiled = random.Random(3), grammars.compile(grammar).result(30)
+    num_forbidden = 0
+    for _ in range(12):
+        request, output, passes = new_request(), list[int](), 0
+        grammars.attach(request, compiled)
+        while passes < 6 and not any(token in EOS for token in output[:-2]):
+            drafts: list[int] = []
+            for _ in range(rng.randint(0, 7)):  # allowed ones, then perhaps a random one, then any
+                options = plain_masks(grammars, compiled, [*output, *drafts])[-1]
+                drafts.append(rng.choice(options) if rng.random() < 0.9 else rng.randrange(3, VOCAB))
+            expected = plain_masks(grammars, compiled, [*output, *drafts])[len(output) :]
+            masks = grammars.masks([request], buffer, [drafts])
+            assert masks.rows.tolist() == list(range(1 + len(drafts)))
+            assert [allowed(mask) for mask in masks.bits[: len(expected)]] == expected
+            num_right = len(expected) - 1
+            num_forbidden += num_right < len(drafts)
+            accepted = [*drafts[: rng.randint(0, num_right)]]
+            accepted.append(rng.choice(expected[len(accepted)]))  # what is sampled behind them, often not the draft
+            assert not advance(grammars, request, accepted)
+            output += accepted
+            passes += 1
+        grammars.detach(request)
+    assert num_forbidden, "no draft was forbidden"
+
+
+def test_only_eos_follows_an_eos(grammars: Grammars) -> None:
+    """With `min_tokens` or `ignore_eos` a request does not end there."""
+    request = attached(grammars, Grammar.regex("[ab]{2,6}"))
+    assert not advance(grammars, request, [A, B])
+    for eos in EOS:
+        bits = grammars.masks([request], buffer, [[eos, EOS[0], EOS[1], A]]).bits
+        assert {eos, A, B} <= set(allowed(bits[0]))
+        assert [allowed(mask) for mask in bits[1:4]] == [sorted(EOS)] * 3
+    assert not advance(grammars, request, [EOS[1]])
+    assert [allowed(mask) for mask in grammars.masks([request], buffer, [[EOS[0], A]]).bits[:2]] == [sorted(EOS)] * 2
+
+
+def test_each_row_has_masks_for_its_own_drafts(grammars: Grammars) -> None:
+    """Beside rows without drafts, rows without a grammar, and rows that have ended."""
+    one, two, three = (attached(grammars, Grammar.regex(pattern)) for pattern in ("[ab]{4}", "c[ab]d", "[bc]{4}"))
+    gone = attached(grammars, Grammar.regex("a"))
+    gone.enter(Phase.FINISHED)
+    free = new_request()
+    sampled = [free, one, gone, two, free, three]
+    drafts = [[D, D], [A, B, A], [A], [], [D], [B, D, B]]
+    for start in (False, True):
+        if start:
+            grammars.start_masks(sampled, buffer, drafts)
+            masks = grammars.wait_masks()
+        else:
+            masks = grammars.masks(sampled, buffer, drafts)
+        rows = dict(zip(masks.rows.tolist(), map(allowed, masks.bits), strict=True))
+        assert list(rows) == [*range(3, 7), 9, *range(12, 16)]
+        assert [set(rows[at]) & {A, B, C, D, *EOS} for at in range(3, 7)] == [{A, B}] * 4
+        assert C in rows[9] and not {A, B, D} & set(rows[9])
+        assert [set(rows[at]) & {A, B, C, D} for at in (12, 13)] == [{B, C}] * 2
+
+
+def test_tokens_of_one_pass_are_consumed_in_order(grammars: Grammars) -> None:
+    one, two = attached(grammars, Grammar.regex("abab")), attached(grammars, Grammar.regex("[ab][cd]{9}"))
+    updates = Updates((one, one, two, one), np.array([A, B, A, A], np.int32), (), frozenset())
+    assert not grammars.advance(updates)
+    first, second = (allowed(mask) for mask in grammars.masks([one, two], buffer).bits)
+    assert first == [B] and C in second and not {A, B} & set(second)
+    assert len(advance(grammars, one, [B, A, D])) == 1, "a grammar that fails is reported once"
+    assert not grammars.apply_to([one]) and grammars.apply_to([two])
+
+
+AMBIGUOUS = Grammar.lark('start: "c" "d"{1,30} | "a" many\nmany: many many | "b"')  # the cost of `many` grows
+COSTLY = [A, *[B] * 12]
+
+
+@pytest.fixture
+def limited(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> Grammars:
+    monkeypatch.setattr(grammar_module, "_LIMITS", {**grammar_module._LIMITS, "step_max_items": 50})
+    return grammars
+
+
+def test_a_draft_that_exceeds_the_cost_limit_does_not_end_its_request(limited: Grammars) -> None:
+    request = attached(limited, AMBIGUOUS)
+    bits = limited.masks([request], buffer, [COSTLY]).bits
+    assert {A, C} <= set(allowed(bits[0])) and B in allowed(bits[1]) and (bits[-1] == -1).all()
+    assert not advance(limited, request, [C]), "the draft was wrong"
+    assert D in allowed(limited.masks([request], buffer, [[D, D]]).bits[2])
+    assert not advance(limited, request, [D, D, D])
+
+
+def test_a_request_ends_where_its_output_exceeds_the_cost_limit(limited: Grammars) -> None:
+    """At the same token with and without drafts."""
+    plain = attached(limited, AMBIGUOUS)
+    for token in COSTLY:
+        limited.masks([plain], buffer)
+        if failed := advance(limited, plain, [token]):
+            break
+    drafted = attached(limited, AMBIGUOUS)
+    limited.masks([drafted], buffer, [COSTLY])
+    assert advance(limited, drafted, COSTLY[: len(plain.output) - 1]) == []
+    limited.masks([drafted], buffer, [[B, B]])
+    assert advance(limited, drafted, [B]) == failed and "cost limit" in failed[0]
+    whole = attached(limited, AMBIGUOUS)
+    limited.masks([whole], buffer, [COSTLY])
+    assert advance(limited, whole, COSTLY) == failed
