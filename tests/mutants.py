@@ -330,6 +330,27 @@ MUTANTS = [
         ["tests/engine/test_loop.py"],
     ),
     Mutant(
+        "masks of a row begin behind its drafts",
+        "sampling/grammar.py",
+        "            index += 1 + len(mine)\n        masks",
+        "            index += 1\n        masks",
+        ["tests/sampling/test_matcher.py"],
+    ),
+    Mutant(
+        "anything may follow an EOS that is drafted",
+        "sampling/matcher.py",
+        "        if not eos_ids.isdisjoint(row.drafts):",
+        "        if False:",
+        ["tests/sampling/test_matcher.py"],
+    ),
+    Mutant(
+        "a draft that exceeds the cost limit ends its request",
+        "sampling/matcher.py",
+        "            _fill_one_by_one(row, ",
+        "            (lambda *_: None)(row, ",
+        ["tests/sampling/test_matcher.py"],
+    ),
+    Mutant(
         "an exception of the mask worker is lost",
         "sampling/mask_worker.py",
         "            raise error\n",

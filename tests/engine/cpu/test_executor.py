@@ -57,3 +57,14 @@ def test_after_an_error_no_pass_runs_and_every_pass_reports_it() -> None:
         assert isinstance(raised.value.__cause__, MemoryError)
     assert device.ran == [0, 1]
     executor.close()
+
+
+def test_a_pass_that_fails_before_it_has_drafts_reports_it_to_those_who_wait_for_them() -> None:
+    device = FakeDevice(fails_at=0)
+    executor = CpuExecutor(device)
+    pending = [executor.launch_delayed(FakePlan(step)) for step in range(2)]  # type: ignore[arg-type]
+    device.go.set()
+    for one in pending:
+        with pytest.raises(ExecutorFailed, match="pass 0 failed: MemoryError: no memory"):
+            one.drafts()
+    executor.close()

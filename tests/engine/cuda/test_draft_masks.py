@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.engine.cuda.graphs import GraphStage
+from paceline.engine.output import EngineFailed
 from paceline.llm import RequestOutput
 from paceline.request import Grammar, SamplingParams
 from tests.engine.cuda.interpreted import (
@@ -15,6 +17,7 @@ from tests.engine.cuda.interpreted import (
     IN_BOUNDS,
     INTERPRETED,
     RNG,
+    decoder,
     on_kernels,
     record_graphs,
     retract_often,
@@ -54,7 +57,6 @@ def facts(outputs: list[RequestOutput]) -> list[Any]:
         ({"temperature": 0.8, "seed": 3, "logprobs": 2}, {}),
         ({"temperature": 0.9, "seed": 4, "top_p": 0.9, "repetition_penalty": 1.2, "min_tokens": 9}, {"overlap": "off"}),
         ({"frequency_penalty": 0.3, "logprobs": 0}, {"num_pages": 32, "disturb": True}),
-        ({"n": 2, "temperature": 0.8, "seed": 9}, {"max_running": 3}),
     ],
     ids=str,
 )
@@ -83,3 +85,20 @@ def test_a_pass_with_masks_has_three_stages() -> None:
     assert stages >= {GraphStage.DRAFTS, GraphStage.LOGITS, GraphStage.TOKENS}
     found = {(key.stage, key.drafts > 0) for _, key in device.graphs._graphs}
     assert {(stage, True) for stage in stages} <= found, "all of them are captured"
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_nan_ends_its_request_and_leaves_nothing_to_others() -> None:
+    """A grammar forces a token whose embedding is NaN, so the logits of every later pass are NaN."""
+    llm, _ = on_kernels("tiny-qwen3", model=decoder("tiny-qwen3"), draft_tokens=7, num_pages=32)
+    with llm:
+        expected = llm.generate([[5] * 20], MASKED)[0].token_ids
+    model = decoder("tiny-qwen3")
+    model.embedding = model.embedding.clone()
+    model.embedding[llm.tokenizer.encode("!", add_special=False)[0]] = torch.nan
+    llm, _ = on_kernels("tiny-qwen3", model=model, draft_tokens=7, num_pages=32)
+    with llm:
+        for _ in range(2):
+            with pytest.raises(EngineFailed, match="logits contain NaN"):
+                llm.generate([[8] * 20], replace(MASKED, grammar=Grammar.regex("(!a){6}")))
+            assert llm.generate([[5] * 20], MASKED)[0].token_ids == expected
