@@ -296,6 +296,7 @@ class CudaAttention:
 
         def attend(index: int, qkv: Tensor, out: Tensor) -> None:
             layer, cache = model.layers[index], self.caches[index]
+            is_needed = index < last or not skip_last
             if decode is not None:
                 decode(index, decode_qkv, decode_out)
             rope_kv(
@@ -313,9 +314,7 @@ class CudaAttention:
                 stream,
                 prefill_range,
             )
-            if index == last and skip_last:
-                return
-            if len(units):
+            if len(units) and is_needed:
                 extend_attention(
                     q,
                     cache[0],
@@ -330,7 +329,7 @@ class CudaAttention:
                     tuning=tuning,
                     splits=splits,
                 )
-            if shared is not None:
+            if shared is not None and is_needed:
                 extend_shared(
                     q,
                     cache[0],

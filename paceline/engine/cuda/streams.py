@@ -134,9 +134,17 @@ class _HostGraph:
 
 
 class HostStreams:
-    engine = copy = results = side = shared = spill = fetch = None
+    """All streams are one. A graph must end with its work on one stream, as CUDA demands: that is checked."""
 
-    def follow(self, later: Any, earlier: Any) -> None: ...
+    engine, copy, results, side, shared, spill, fetch = "engine", "copy", "results", "side", "shared", "spill", "fetch"
+
+    def __init__(self) -> None:
+        self._unjoined: set[str] = set()  # streams that the engine's stream does not wait for yet
+
+    def follow(self, later: Any, earlier: Any) -> None:
+        if later != self.engine:
+            self._unjoined.add(later)
+        self._unjoined.discard(earlier)
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -148,7 +156,12 @@ class HostStreams:
         return torch.empty(size, dtype=torch.int32)
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        return _HostGraph(work)
+        def replay() -> None:
+            self._unjoined.clear()
+            work()
+            assert not self._unjoined, f"a graph ends with work on other streams: {self._unjoined}"
+
+        return _HostGraph(replay)
 
     def free_memory(self) -> int:
         from paceline.engine.kv_sizing import free_memory
