@@ -556,7 +556,7 @@ MUTANTS = [
     Mutant(
         "a draft model: the last token of a row is not computed again",
         "kernels/drafts.py",
-        "fed += tl.minimum(position + 1, 2)",
+        "fed += tl.minimum(position + 1, FIRST)",
         "fed += tl.minimum(position + 1, 1)",
         ["tests/engine/cuda/test_draft_model.py"],
     ),

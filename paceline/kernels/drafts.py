@@ -35,6 +35,7 @@ from paceline.kernels.layouts import (
 from paceline.kernels.slot_state import SlotState
 
 MAX_DRAFTS = DRAFT_WORDS - DraftWord.TOKENS - 1
+FIRST_TOKENS = 4  # of a row that a draft model computes in its first step; a power of two
 SHORTEST_MATCH, LONGEST_MATCH = 2, 4  # tokens that must have occurred before, and most that are compared
 
 _NUM_FED, _COUNT, _TOKENS = constants(DraftWord)
@@ -266,11 +267,11 @@ def propose_drafts(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelDraftBuffers:
-    """Where a draft model is: it computes the last token of a row again, and then the next."""
+    """Where a draft model is: it computes the last tokens of a row again, and then the next."""
 
-    num_fed: torch.Tensor  # [R] int32: tokens that a row feeds in the first step, one or two
-    query_starts: torch.Tensor  # [R + 1] int32: 0, 2, 4, ...
-    token_rows: torch.Tensor  # [2 R] int32: the row of each of these tokens; -1: padding
+    num_fed: torch.Tensor  # [R] int32: tokens that a row feeds in the first step, at most FIRST_TOKENS
+    query_starts: torch.Tensor  # [R + 1] int32: multiples of FIRST_TOKENS
+    token_rows: torch.Tensor  # [FIRST_TOKENS * R] int32: the row of each of these tokens; -1: padding
     last_tokens: torch.Tensor  # [R] int32: the last of these tokens of each row
     num_computed: torch.Tensor  # [S] int32: the next position that the draft model feeds
     last_positions: torch.Tensor  # [S] int32: the last one; a row that has reached it computes it again
@@ -280,12 +281,12 @@ class ModelDraftBuffers:
         def zeros(count: int) -> torch.Tensor:
             return torch.zeros(count, dtype=torch.int32, device=device)
 
-        return cls(zeros(rows), zeros(rows + 1), zeros(2 * rows), zeros(rows), zeros(slots), zeros(slots))
+        return cls(zeros(rows), zeros(rows + 1), zeros(FIRST_TOKENS * rows), zeros(rows), zeros(slots), zeros(slots))
 
 
 def begin_drafts_reference(num_computed: int, max_length: int, drafts: int) -> tuple[int, int, int]:
     """(num_computed, num_fed, last_position) of a row for the draft model."""
-    num_fed = min(num_computed + 1, 2)
+    num_fed = min(num_computed + 1, FIRST_TOKENS)
     limit = max(1, min(max_length - 2 - num_computed, drafts))
     return num_computed + 1 - num_fed, num_fed, num_computed + limit - 1
 
@@ -305,26 +306,28 @@ def _begin_kernel(
     last_tokens,
     WORDS: tl.constexpr,
     DRAFTS: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     row = tl.program_id(0)
     fed = row * 0
     if row < tl.load(num_rows):
         slot = tl.load(row_slots + row).to(tl.int64)
         position = tl.load(num_computed + slot)
-        fed += tl.minimum(position + 1, 2)
+        fed += tl.minimum(position + 1, FIRST)
         limit = tl.minimum(tl.load(sampling + slot * WORDS + _MAX_LENGTH) - 2 - position, DRAFTS)
         tl.store(own_computed + slot, position + 1 - fed)
         tl.store(last_positions + slot, position + tl.maximum(limit, 1) - 1)
     tl.store(num_fed + row, fed)
-    tl.store(query_starts + row, 2 * row)
-    tl.store(token_rows + 2 * row, tl.where(fed > 0, row, -1))
-    tl.store(token_rows + 2 * row + 1, tl.where(fed > 1, row, -1))
-    tl.store(last_tokens + row, 2 * row + tl.maximum(fed, 1) - 1)
+    tl.store(query_starts + row, FIRST * row)
+    token = tl.arange(0, FIRST)
+    tl.store(token_rows + FIRST * row + token, tl.where(token < fed, row, -1))
+    tl.store(last_tokens + row, FIRST * row + tl.maximum(fed, 1) - 1)
 
 
 def begin_drafts(state: SlotState, buffers: ModelDraftBuffers, rows: int, drafts: int) -> None:
-    """Where a draft model begins with each of the first num_rows rows, of at most `rows`. It feeds the token before the
-    next one too: where all drafts of the previous pass were right, it has not computed that."""
+    """Where a draft model begins with each of the first num_rows rows, of at most `rows`. It feeds the tokens before
+    the next one too: where all drafts of the previous pass were right, or a few passes had none, it has not computed
+    them."""
     _begin_kernel[(rows,)](
         state.num_computed,
         state.row_slots,
@@ -338,6 +341,7 @@ def begin_drafts(state: SlotState, buffers: ModelDraftBuffers, rows: int, drafts
         buffers.last_tokens,
         WORDS=SAMPLING_WORDS,
         DRAFTS=drafts,
+        FIRST=FIRST_TOKENS,
         num_warps=1,
     )
 

@@ -29,6 +29,7 @@ from paceline.scheduler.plan import DRAFT_DEPTHS, Plan
 from paceline.scheduler.step_time import StepTime
 
 MAX_ROWS = 64  # with more rows a pass is too close to the limit of compute for drafts to pay
+MAX_GRAMMAR_ROWS = 16  # with a grammar: the host computes a mask for each row and draft, in the time of a pass
 _GAIN = 1.05  # tokens per second relative to plain decoding from which on drafts begin
 _CHANGE = 1.05  # relative to the present depth, from which on another one replaces it: executors have graphs by depth
 _STEP = 1 / 12  # weight of the newest token in the estimate of a
@@ -194,11 +195,14 @@ class DraftDepth:
     def _choose(self, requests: Sequence[Request]) -> int:
         if len(requests) > MAX_ROWS:
             return 0  # matchers stay, for a batch that shrinks again: indexing 64 prompts takes milliseconds
+        has_grammar = _has_grammar(requests)
+        if has_grammar and len(requests) > MAX_GRAMMAR_ROWS:
+            return 0
         self._catch_up(requests)
         rates = [0.0 if matcher is None else matcher.rate for matcher in map(self._matchers.get, requests)]
         if max(rates, default=0.0) < _LOWEST_RATE:
             return 0
-        return self._most_profitable(np.array(rates), _has_grammar(requests))
+        return self._most_profitable(np.array(rates), has_grammar)
 
     def _catch_up(self, requests: Sequence[Request]) -> None:
         """Updates some of the estimates, in turns: looking at 64 rows in every pass takes longer than at four times the

@@ -18,6 +18,8 @@ from paceline.engine.cpu.model import DecoderModel
 from paceline.sampling.sampler import Sampler
 from paceline.scheduler.plan import Join
 
+_FIRST_TOKENS = 4  # of a row that are computed in the first step
+
 
 class ModelDrafts:
     def __init__(
@@ -38,8 +40,9 @@ class ModelDrafts:
     def propose_all(self, tables: SlotTables, slots: Index, positions: Index, limits: Index) -> Index:
         """As many drafts as allowed: those of a row's draft source if it matches, else of the model."""
         nums = np.maximum(limits, 0)
-        # The token before the next one is computed again: after a pass whose drafts were all right it was not computed.
-        starts, ends = np.maximum(positions - 1, 0), positions
+        # The tokens before the next one are computed again: after a pass whose drafts were all right, or a few without
+        # drafts, they were not computed.
+        starts, ends = np.maximum(positions + 1 - _FIRST_TOKENS, 0), positions
         for step in range(int(nums.max(initial=0))):
             rows = np.flatnonzero(nums > step)
             inputs = tables.row_inputs(slots[rows], starts[rows], ends[rows] + 1 - starts[rows])

@@ -42,6 +42,7 @@ class DecodeForward:
     def states(self, rows: int, new_tokens: NewTokens, token_rows: Tensor, step: Tensor | None = None) -> Tensor:
         """The hidden states of all new tokens of rows that have several. token_rows: the row of each, or -1."""
         model, state, num_tokens = self._model, self._state, len(token_rows)
+        squares = model.squares(num_tokens)  # what fused GEMMs need
         attend = self._attention.decode(rows, state.num_rows, 0, step=step, defer_norm=False, new_tokens=new_tokens)
         gather_tokens(
             state,
@@ -51,9 +52,10 @@ class DecodeForward:
             self._positions[:num_tokens],
             token_rows,
             new_tokens.query_starts,
-            squares=model.squares(num_tokens),
+            squares=squares,
         )
-        return model.forward(num_tokens, attend, fused=True, pdl=model.uses_pdl(num_tokens))
+        pdl = squares is not None and model.uses_pdl(num_tokens)
+        return model.forward(num_tokens, attend, fused=squares is not None, pdl=pdl)
 
 
 class DecodeRunner:

@@ -20,14 +20,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.engine.cuda.attention import AttentionChoices, CudaAttention
+from paceline.engine.cuda.attention import AttentionChoices, CudaAttention, max_units
 from paceline.engine.cuda.decode import DecodeForward
 from paceline.engine.cuda.model import CudaModel
 from paceline.engine.cuda.prefill import PrefillInputs, PrefillRunner
 from paceline.engine.cuda.sampling import CudaSampling
 from paceline.engine.cuda.streams import Streams
 from paceline.kernels.decode_attention import NewTokens
-from paceline.kernels.drafts import ModelDraftBuffers, begin_drafts
+from paceline.kernels.drafts import FIRST_TOKENS, ModelDraftBuffers, begin_drafts
 from paceline.kernels.sampling import sample
 from paceline.kernels.slot_state import SlotState
 
@@ -43,11 +43,13 @@ class DraftModel:
         *,
         num_pages: int,
         page_size: int,
-        capacity: int,
+        sizes: Sequence[int],
+        draft_rows: Sequence[int],
         choices: AttentionChoices,
     ) -> None:
-        """state, target and sampling: those of the target model."""
-        device, (max_running, _) = model.device, state.token_pool.shape
+        """state, target and sampling: those of the target model. sizes: the buckets of decode batches; draft_rows:
+        those of batches with drafts."""
+        device, (max_running, max_length) = model.device, state.token_pool.shape
         self.model = model
         self._target_state, self._sampling = state, sampling
         self._buffers = ModelDraftBuffers.empty(max_running, max_running, device)
@@ -59,9 +61,9 @@ class DraftModel:
             self._state,
             num_pages=num_pages,
             page_size=page_size,
-            capacity=capacity,
+            capacity=max_units(sizes, max_length, choices.chunks, [(rows, FIRST_TOKENS - 1) for rows in draft_rows]),
             choices=choices,
-            max_drafts=1,
+            max_drafts=FIRST_TOKENS - 1,
             target=target,
         )
         self._slots, self._positions = (
@@ -102,8 +104,8 @@ class DraftModel:
         index: Tensor | None
         for step in range(num_drafts):
             if step == 0:
-                new_tokens = NewTokens(buffers.query_starts, buffers.num_fed, 2)
-                hidden = self._forward.states(rows, new_tokens, buffers.token_rows[: 2 * rows])
+                new_tokens = NewTokens(buffers.query_starts, buffers.num_fed, FIRST_TOKENS)
+                hidden = self._forward.states(rows, new_tokens, buffers.token_rows[: FIRST_TOKENS * rows])
                 index = buffers.last_tokens[:rows]
                 logits = self.model.logits(self.model.select(hidden, index))
             else:

@@ -236,7 +236,8 @@ class CudaExecutor(Executor):
                 self.sampling,
                 num_pages=num_pages,
                 page_size=page_size,
-                capacity=capacity,
+                sizes=self.graphs.sizes,
+                draft_rows=sorted({rows for rows, _ in self.draft_sizes}),
                 choices=attention,
             )
         self.decode = DecodeRunner(
