@@ -132,14 +132,22 @@ class ModelAcceptance:
         self.rate = rate
 
     def catch_up(self, request: Request, limit: int) -> int:
-        """A low rate rises with every pass, so that drafts are tried again."""
-        self.rate = max(self.rate, self.rate + (_MODEL_RATE - self.rate) * _FORGIVE)
+        self.rate = _forgiven(self.rate)
         return 0
 
     def observe_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        num_tried = num_accepted + (num_accepted < num_drafts)
-        if num_tried:
-            self.rate += (num_accepted / num_tried - self.rate) * min(1.0, num_tried * _STEP)
+        self.rate = _observed(self.rate, num_drafts, num_accepted, _STEP)
+
+
+def _observed(rate: float, num_drafts: int, num_accepted: int, step: float) -> float:
+    """The rate after so many drafts, of which so many were accepted."""
+    num_tried = num_accepted + (num_accepted < num_drafts)
+    return rate + (num_accepted / max(1, num_tried) - rate) * min(1.0, num_tried * step)
+
+
+def _forgiven(rate: float) -> float:
+    """A low rate rises with every pass, so that drafts are tried again."""
+    return max(rate, rate + (_MODEL_RATE - rate) * _FORGIVE)
 
 
 class _PassTimes:
@@ -189,6 +197,8 @@ class DraftDepth:
     def choose(self, requests: Sequence[Request]) -> int:
         """The drafts per row of a decode batch of these requests."""
         self._num_passes += 1
+        if self._model_rate is not None:
+            self._model_rate = _forgiven(self._model_rate)
         self._depth = self._choose(requests)
         return self._depth
 
@@ -261,11 +271,11 @@ class DraftDepth:
         matcher = self._matchers.get(request)
         if matcher is not None:
             matcher.observe_drafts(request, num_drafts, num_accepted)
+        if self._model_rate is not None:
+            self._model_rate = _observed(self._model_rate, num_drafts, num_accepted, _STEP)
 
     def forget(self, request: Request) -> None:
-        matcher = self._matchers.pop(request, None)
-        if self._model_rate is not None and matcher is not None:
-            self._model_rate += (matcher.rate - self._model_rate) * _STEP
+        self._matchers.pop(request, None)
 
 
 def _has_grammar(requests: Sequence[Request]) -> bool:

@@ -39,9 +39,10 @@ class Decoding:
         cost: Callable[[int], float] = lambda depth: 1 + depth / 100,
         first: int = 400,
         plain_s: float = 0.01,
+        has_model: bool = False,
         **fields: object,
     ) -> None:
-        self.subject = DraftDepth(7)
+        self.subject = DraftDepth(7, has_model=has_model)
         self.texts, self.accepts, self.cost, self.plain_s = texts, accepts, cost, plain_s
         self.requests = [request(text[:first], None, **fields) for text in texts]
         self.depths: list[int] = []
@@ -242,3 +243,28 @@ def test_times_of_passes_with_drafts_do_not_change_the_step_time() -> None:
     subject.run()
     plain = [plan for plan in subject.executor.plans if plan.drafts is None or not plan.drafts.any()]
     assert subject.scheduler.step_time.num_passes == len(plain) < len(subject.executor.plans)
+
+
+def test_a_draft_model_is_used_while_it_is_right() -> None:
+    decoding = Decoding([COPY], has_model=True)
+    for _ in range(60):
+        decoding.step()
+    assert decoding.depths[:3] == [0, 0, 0] and decoding.depths[-20:] == [7] * 20
+
+
+def test_a_draft_model_that_is_wrong_is_tried_rarely() -> None:
+    """Not by every new request either: they begin with the rate of earlier ones."""
+    decoding = Decoding([RANDOM], has_model=True, accepts=False, cost=lambda depth: 1 + depth / 10)
+    for _ in range(300):
+        decoding.step()
+    assert 0 < sum(depth > 0 for depth in decoding.depths) < 40
+    later = Decoding([RANDOM], has_model=True, accepts=False, cost=lambda depth: 1 + depth / 10)
+    later.subject = decoding.subject
+    for _ in range(20):
+        later.step()
+    assert sum(depth > 0 for depth in later.depths) < 5
+    later.depths.clear()
+    for _ in range(4000):
+        if later.step():
+            break
+    assert later.depths[-1], "it is never tried again"
