@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from paceline.config import SchedulerConfig
 from paceline.request import Request, SamplingParams
 from paceline.scheduler import EventKind, Scheduler
 from paceline.scheduler.draft_depth import DraftDepth
+from paceline.scheduler.kv_events import Medium
+from paceline.scheduler.node import Node
 from paceline.testing import Harness
 
 EOS = 0
@@ -28,6 +30,61 @@ class RandomDepth(DraftDepth):
     def choose(self, requests: Sequence[Request]) -> int:
         super().choose(requests)
         return self._choice([0, 0, *self._depths])
+
+
+Page = tuple[Medium, tuple[str, ...], bytes]  # medium, namespace, all tokens up to its end
+
+
+class CheckedEvents(Protocol):
+    def check(self) -> None:
+        """Asserts that the KV events so far give exactly the pages of the tree."""
+
+
+class ReplayedEvents:
+    """What a router knows from KV events alone. It ignores nothing: a page stored or removed twice is an error."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.pages: set[Page] = set()
+        self.num_stored = self.num_removed = self.num_cleared = 0
+        self._scheduler = scheduler
+        scheduler.listen(self)
+
+    def stored(self, node: Node, medium: Medium) -> None:
+        pages = self._pages(node, medium)
+        assert not pages & self.pages, "a page was stored twice"
+        self.pages |= pages
+        self.num_stored += len(pages)
+
+    def removed(self, node: Node, medium: Medium) -> None:
+        pages = self._pages(node, medium)
+        assert pages <= self.pages, "a page was removed that was not stored"
+        self.pages -= pages
+        self.num_removed += len(pages)
+
+    def cleared(self) -> None:
+        self.pages.clear()
+        self.num_cleared += 1
+
+    def check(self) -> None:
+        """Asserts that the events give exactly the pages of the tree."""
+        cached: set[Page] = set()
+        for node in self._scheduler.memory.tree.nodes():
+            if len(node.pages):
+                cached |= self._pages(node, Medium.GPU)
+            if len(node.host_pages):
+                cached |= self._pages(node, Medium.CPU)
+        assert self.pages == cached
+
+    def _pages(self, node: Node, medium: Medium) -> set[Page]:
+        path, names, parent = node.key, [], node.parent
+        while parent is not None:
+            path = parent.key + path
+            names += [] if parent.depth or parent.parent is None else [parent.name]
+            parent = parent.parent
+        (salt, adapter), tenant = names
+        size = self._scheduler.memory.tree.page_bytes
+        ends = range(len(path) - len(node.key) + size, len(path) + 1, size)
+        return {(medium, (tenant, salt, adapter), path[:end]) for end in ends}
 
 
 _numbers = itertools.count()

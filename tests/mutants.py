@@ -31,6 +31,20 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "a page that is evicted is not reported",
+        "scheduler/prefix_tree.py",
+        "            self.listener.removed(node, Medium.GPU)\n",
+        "            pass\n",
+        ("tests/scheduler/test_kv_events.py",),
+    ),
+    Mutant(
+        "the hashes of a split node are exchanged",
+        "cluster/kv_events.py",
+        "upper._hashes, lower._hashes = hashes[:num_upper], hashes[num_upper:]",
+        "lower._hashes, upper._hashes = hashes[:num_upper], hashes[num_upper:]",
+        ("tests/cluster/test_kv_events.py",),
+    ),
+    Mutant(
         "pages are freed twice",
         "scheduler/memory.py",
         "        self.unlock_prefix(request)\n        assert request.exclusive_pages",

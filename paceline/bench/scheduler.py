@@ -38,7 +38,7 @@ class StepCost:
     joins_per_step: float
 
 
-class _RequestStream:
+class RequestStream:
     """An endless stream of requests: 64 system prompts, 4 tenants, outputs of 500 to 1,500 tokens."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ def step_cost(policy: str, num_waiting: int, num_steps: int = 600) -> StepCost:
     scheduler = Scheduler(
         SchedulerConfig(num_pages=40_000, max_running=RUNNING, policy=policy, max_waiting=max(WAITING) + RUNNING)
     )
-    clock, stream = VirtualClock(), _RequestStream()
+    clock, stream = VirtualClock(), RequestStream()
     executor = VirtualExecutor(clock)
     requests = [next(stream) for _ in range(RUNNING + num_waiting)]
     started = time.perf_counter()

@@ -22,6 +22,7 @@ import numpy as np
 
 from paceline.config import SchedulerConfig
 from paceline.scheduler.journal import Counters
+from paceline.scheduler.kv_events import Medium
 from paceline.scheduler.node import Node
 from paceline.scheduler.page_pool import NO_PAGES, PagePool, Pages
 from paceline.scheduler.plan import Swap
@@ -114,6 +115,8 @@ class HostTier:
         self._spills.append((node.pages, node.host_pages))
         self._num_spilled += count
         self._counters.spilled_pages += count
+        if self._tree.listener is not None:
+            self._tree.listener.stored(node, Medium.CPU)
         self.track(node)
         return parts
 
@@ -153,13 +156,17 @@ class HostTier:
 
     def _free(self, node: Node) -> None:
         self._counters.forgotten_pages += len(node.host_pages)
-        self.pool.free(node.host_pages)
-        node.host_pages = NO_PAGES
+        self._free_pages(node)
         self._tree.prune(node)
 
     def drop(self, node: Node) -> None:
         """Frees the host pages of a node whose KV is not valid, also those that the plan being made would copy."""
         self._spills, self._fetches = (_without(copies, node.host_pages) for copies in (self._spills, self._fetches))
+        self._free_pages(node)
+
+    def _free_pages(self, node: Node) -> None:
+        if self._tree.listener is not None:
+            self._tree.listener.removed(node, Medium.CPU)
         self.pool.free(node.host_pages)
         node.host_pages = NO_PAGES
 

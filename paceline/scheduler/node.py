@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.request import Request
 from paceline.scheduler.page_pool import NO_PAGES, Pages
 
 _GHOST_RANK = 1 << 40  # a ghost ranks behind every resident sibling, however many requests wait below it
+
+
+class PageHashes(Protocol):
+    """What a listener to KV events calls the pages of a node. It is kept with the node, until nodes are merged."""
+
+    def split(self, num_upper: int) -> tuple[PageHashes, PageHashes]:
+        """The names of the first `num_upper` pages and of the others."""
 
 
 class Node:
@@ -18,6 +25,7 @@ class Node:
         "children",
         "computed_step",
         "depth",
+        "hashes",
         "hidden",
         "holder",
         "host_pages",
@@ -52,6 +60,7 @@ class Node:
         self.sibling_order = seq  # breaks ties between siblings: older first, also after a split
         self.pages: Pages = NO_PAGES
         self.host_pages: Pages = NO_PAGES  # pages in host memory with a copy of its KV: none, or one per page
+        self.hashes: PageHashes | None = None  # made by a listener to KV events
         self.swap_step = 0  # the last step that spilled or fetched its KV
         self.children: dict[Any, Node] = {}
         self.resident = False

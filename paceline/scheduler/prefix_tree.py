@@ -26,6 +26,7 @@ import numpy as np
 
 from paceline.request import Request
 from paceline.scheduler.eviction import EvictableLeaves
+from paceline.scheduler.kv_events import KvListener, Medium
 from paceline.scheduler.node import Node
 from paceline.scheduler.page_pool import NO_PAGES, Pages
 
@@ -60,6 +61,7 @@ class PrefixTree:
         self.leaves = EvictableLeaves(eviction)
         self.needed_evicted_step = -1_000_000  # when a prefix that waiting requests need was last evicted
         self.host: SpillTarget | None = None
+        self.listener: KvListener | None = None
         self.num_foreground = 0  # waiting requests that are not of background tenants
         self._hidden: list[Node] = []
         self.root = self._new(None, None, b"", 0)
@@ -369,6 +371,18 @@ class PrefixTree:
                     host.merge_with_child(part)
         return np.concatenate(freed) if freed else NO_PAGES
 
+    # ------------------------------------------------------------------ KV events
+
+    def listen(self, listener: KvListener) -> None:
+        """Reports everything that is cached now, and from now on every change of it."""
+        self.listener = listener
+        listener.cleared()
+        for node in self.nodes():
+            if len(node.pages):
+                listener.stored(node, Medium.GPU)
+            if len(node.host_pages):
+                listener.stored(node, Medium.CPU)
+
     # ------------------------------------------------------------------ structure
 
     def _new(self, parent: Node | None, name: Any, key: bytes, depth: int) -> Node:
@@ -436,6 +450,8 @@ class PrefixTree:
         ):
             setattr(upper, name, getattr(node, name))
         num_upper = at // self.page_bytes
+        if node.hashes is not None:
+            upper.hashes, node.hashes = node.hashes.split(num_upper)
         if len(node.host_pages):
             upper.host_pages, node.host_pages = node.host_pages[:num_upper], node.host_pages[num_upper:]
         if node.resident:
@@ -468,6 +484,7 @@ class PrefixTree:
         node.parent, node.name, node.sibling_order = parent, upper.name, upper.sibling_order
         node.key = upper.key + node.key
         node.host_pages = np.concatenate([upper.host_pages, node.host_pages])
+        node.hashes = None
         node.swap_step = max(upper.swap_step, node.swap_step)
         node.unproven = upper.unproven or node.unproven
         parent.children[node.name] = node
@@ -483,6 +500,8 @@ class PrefixTree:
         node.pages = pages
         self.num_pages += len(pages)
         node.parent.num_resident_children += 1
+        if self.listener is not None:
+            self.listener.stored(node, Medium.GPU)
         if node.num_waiting:
             if not node.hidden:
                 node.parent.num_waiting_resident += node.num_waiting
@@ -492,6 +511,8 @@ class PrefixTree:
     def _make_ghost(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None, "the root is never evicted"
+        if self.listener is not None:
+            self.listener.removed(node, Medium.GPU)
         node.resident = False
         node.priority = -math.inf
         self.num_pages -= len(node.pages)

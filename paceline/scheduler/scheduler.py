@@ -27,6 +27,7 @@ from paceline.scheduler.draft_depth import DraftDepth
 from paceline.scheduler.explain import explain
 from paceline.scheduler.invariants import find_faults
 from paceline.scheduler.journal import Counters, EventKind, Journal
+from paceline.scheduler.kv_events import KvListener
 from paceline.scheduler.memory import Memory, PinError
 from paceline.scheduler.memory_forecast import Ints, OutputLengths
 from paceline.scheduler.node import Node
@@ -83,6 +84,7 @@ class Scheduler:
         self._num_drafts = config.draft_tokens  # per decode row of the pass being planned, at most
         self._lengths = OutputLengths()
         self.step = 1  # number of the pass being planned, or of the next one
+        self._kv_listener: KvListener | None = None
         self._reset_state()
         self.requests: dict[str, Request] = {}  # accepted and not finished
         self._arrivals = 0
@@ -115,6 +117,8 @@ class Scheduler:
             self._retract_for,
         )
         self._queue_limits = QueueLimits(self.config, self.admission)
+        if self._kv_listener is not None:
+            self.listen(self._kv_listener)
 
     # ------------------------------------------------------------------ queries
 
@@ -770,6 +774,12 @@ class Scheduler:
             self.counters.repairs += 1
             self.journal.write(Now(self.step, now), EventKind.REPAIR, "", *faults)
         return faults
+
+    def listen(self, listener: KvListener) -> None:
+        """Reports all cached pages to `listener`, and from now on every change. May be called again: the listener then
+        hears of all cached pages once more."""
+        self._kv_listener = listener
+        self.memory.tree.listen(listener)
 
     def hold_new_requests(self, hold: bool) -> None:
         """While held, requests that were never admitted wait, whatever memory there is."""

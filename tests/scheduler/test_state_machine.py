@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -25,7 +26,7 @@ from paceline.scheduler.invariants import check
 from paceline.scheduler.journal import Counters
 from paceline.scheduler.retraction import MAX_RECOMPUTATIONS
 from paceline.testing import Harness
-from tests.helpers import EOS, RandomDepth
+from tests.helpers import EOS, CheckedEvents, RandomDepth, ReplayedEvents
 from tests.reference import ReferenceScheduler
 
 # Few distinct tokens and prefixes, so that prompts often share one.
@@ -90,13 +91,16 @@ def make_request(draw: Any, number: int, now: float) -> Request:
 class Run:
     """A harness that is compared with the reference at the end."""
 
-    def __init__(self, draw: Any, **more: Any) -> None:
+    def __init__(
+        self, draw: Any, *, listen: Callable[[Scheduler], CheckedEvents] = ReplayedEvents, **more: Any
+    ) -> None:
         config = SchedulerConfig(**options(draw) | more)
         scheduler = Scheduler(config)
         if config.adaptive_drafts and draw([False, True, True]):
             scheduler.draft_depth = RandomDepth(config.draft_tokens, draw)
         vocab = draw([1, 8, 64]) if config.adaptive_drafts else draw([8, 64])
         self.harness = Harness(scheduler, overlap=draw([False, True]), lazy=draw([False, True]), vocab=vocab)
+        self.kv_events = listen(scheduler)
         self.aborted: set[str] = set()
         self.failed_outside: set[str] = set()
 
@@ -114,7 +118,7 @@ class Run:
             assert scheduler.abort(request_id, self.harness.clock())
             assert not scheduler.abort(request_id, self.harness.clock())
             self.aborted.add(request_id)
-            check(scheduler)
+            self.check()
 
     def finish_from_outside(self, which: int) -> None:
         scheduler = self.harness.scheduler
@@ -122,17 +126,25 @@ class Run:
             request_id = list(scheduler.requests)[which % len(scheduler.requests)]
             scheduler.finish(request_id, FinishReason.ERROR, self.harness.clock())
             self.failed_outside.add(request_id)
-            check(scheduler)
+            self.check()
 
     def inject_fault(self, draw: Any) -> None:
         """The next pass computes NaN: in all rows, or in one of them."""
         which = draw([None, 0, 1, 2])
         self.harness.executor.inject_fault(lambda row: which is None or row == which)
 
+    def step(self) -> None:
+        self.harness.step()
+        self.kv_events.check()
+
+    def check(self) -> None:
+        check(self.harness.scheduler)
+        self.kv_events.check()
+
     def end(self) -> None:
         harness, scheduler = self.harness, self.harness.scheduler
         harness.run(max_steps=20_000)
-        check(scheduler)
+        self.check()
         assert set(harness.reasons) == set(harness.requests), "every accepted request has finished"
         memory = scheduler.memory
         assert memory.tree.num_locked_pages == 0
@@ -169,7 +181,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 8))
     def step(self, count: int) -> None:
         for _ in range(count):
-            self.run.harness.step()
+            self.run.step()
 
     @rule(which=st.integers(0, 50))
     def abort(self, which: int) -> None:
@@ -191,7 +203,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         self.run.harness.scheduler.flush_cache()
-        check(self.run.harness.scheduler)
+        self.run.check()
 
     def teardown(self) -> None:
         if hasattr(self, "run"):
@@ -220,7 +232,7 @@ def random_run(seed: int, max_requests: int = 40, steps: int = 120, faults: floa
             run.finish_from_outside(rng.randrange(50))
         if faults and rng.random() < faults:
             run.inject_fault(draw)
-        run.harness.step()
+        run.step()
     run.end()
     return run
 
