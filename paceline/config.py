@@ -667,6 +667,16 @@ class ServerConfig:
         "request can override it",
     )
 
+    kv_events: str | None = option(
+        None,
+        "ZeroMQ address to publish KV events on, such as tcp://*:5557, for routers that send a request where its "
+        "prefix is cached (vLLM: kv_events_config); they have the token ids of all prompts",
+    )
+    kv_events_replay: str | None = option(
+        None, "ZeroMQ address, such as tcp://*:5558, where subscribers ask for KV events that they missed"
+    )
+    kv_events_topic: str = option("", "topic of KV events; llm-d expects kv@<pod address>@<model>")
+
     batch_folder: str | None = option(
         None,
         "folder for the files of /v1/files and the state of /v1/batches; without it these routes are disabled; several "
@@ -715,6 +725,15 @@ class ServerConfig:
         check_options(self)
         if self.admin_key is not None:
             check_key("admin_key", self.admin_key)
+        for name in ("kv_events", "kv_events_replay"):
+            address = getattr(self, name)
+            if address is not None and not re.fullmatch(r"tcp://.+:(\d+|\*)|ipc://.+", address):
+                raise ConfigError(f"{name} is {address!r}: expected tcp://<host>:<port> or ipc://<path>; host *: all.")
+        for name in ("kv_events_replay", "kv_events_topic"):
+            if getattr(self, name) and self.kv_events is None:
+                raise ConfigError(f"{name} is given without kv_events: give the address of kv_events too.")
+        if self.kv_events is not None and self.kv_events == self.kv_events_replay:
+            raise ConfigError(f"kv_events and kv_events_replay are both {self.kv_events!r}: give different ports.")
         for origin in self.allowed_origins:
             parts = urlsplit(origin)
             is_origin = parts.scheme in ("http", "https") and origin == f"{parts.scheme}://{parts.netloc}"

@@ -63,6 +63,37 @@ def test_an_invalid_value_is_reported_with_its_remedy(options: dict, message: st
 CONFIGS = (SchedulerConfig, EngineConfig, ServerConfig, OfflineConfig, TenantConfig, WorkloadConfig)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"kv_events": "5557"},
+            "kv_events is '5557': expected tcp://<host>:<port> or ipc://<path>; host *: all.",
+        ),
+        (
+            {"kv_events": "tcp://*"},
+            "kv_events is 'tcp://*': expected tcp://<host>:<port> or ipc://<path>; host *: all.",
+        ),
+        (
+            {"kv_events_replay": "tcp://*:5558"},
+            "kv_events_replay is given without kv_events: give the address of kv_events too.",
+        ),
+        (
+            {"kv_events_topic": "kv@"},
+            "kv_events_topic is given without kv_events: give the address of kv_events too.",
+        ),
+        (
+            {"kv_events": "tcp://*:1", "kv_events_replay": "tcp://*:1"},
+            "kv_events and kv_events_replay are both 'tcp://*:1': give different ports.",
+        ),
+    ],
+)
+def test_an_invalid_option_of_the_server_is_reported_with_its_remedy(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServerConfig(**options)
+    assert str(caught.value) == message
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_option_has_a_help_text(config: type) -> None:
     for item in dataclasses.fields(config):

@@ -502,8 +502,11 @@ class Engine:
 
     def _maintain(self) -> Iterator[None]:
         """What is done once in every idle period. A new request waits for one unit of it at most."""
-        for fault in self.scheduler.check_idle(self.clock()):
+        faults = self.scheduler.check_idle(self.clock())
+        for fault in faults:
             log.error("scheduler state was inconsistent and has been reset: %s", fault)
+        if faults:
+            self._hooks.after_step()  # routers must not wait for the next request to learn that nothing is cached
         yield
         gc.collect()
         self._collected = self.clock()

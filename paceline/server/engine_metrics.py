@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from paceline.cluster.kv_publisher import KvEventPublisher
 from paceline.engine.engine import Engine
 from paceline.engine.output import OutputDelta
 from paceline.scheduler import Scheduler
@@ -25,6 +26,7 @@ class EngineMetrics:
     output_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     refused: Counter[str] = field(default_factory=Counter)  # by tenant
     num_tokens: int = 0
+    kv_events: KvEventPublisher | None = None
     num_open: Callable[[], int] = lambda: 0  # requests whose output a front end awaits
 
     def add_finished(self, output: OutputDelta) -> None:
@@ -92,6 +94,10 @@ class EngineMetrics:
                     counters.nan_recomputations),
             gauge("engine_paused", "1 while the engine is paused.", int(engine.is_paused)),
             counter("weight_updates", "Times the weights were replaced.", engine.weights.num_updates),
+            counter("kv_event_batches", "Batches of KV events published.",
+                    0 if self.kv_events is None else self.kv_events.num_published),
+            counter("kv_event_overflows", "Times the queue of KV events overflowed and a clear was published.",
+                    0 if self.kv_events is None else self.kv_events.num_overflows),
             counter("scheduler_state_repairs", "Times the idle check found inconsistent scheduler state and reset it.",
                     counters.repairs),
             MetricFamily("slow_launches", "counter", "Forward passes whose launch took over 50 ms, by cause.",

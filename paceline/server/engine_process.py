@@ -30,6 +30,7 @@ from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.engine.weight_update import update_weights
 from paceline.request import InvalidRequest, PacelineError, SamplingParams, as_tokens
+from paceline.server.engine_kv_events import EngineKvEvents, bind_publisher
 from paceline.server.engine_queries import EngineQueries, served_model
 from paceline.server.logs import set_up_logs
 from paceline.server.messages import (
@@ -47,6 +48,7 @@ from paceline.server.messages import (
 from paceline.server.process_messages import (
     EngineReady,
     EngineSetup,
+    KvEventsSetup,
     LineDecoder,
     LoadingProgress,
     StartupFailed,
@@ -95,11 +97,17 @@ class EngineProcess:
         tenants: Sequence[TenantConfig] = (),
         on_failure: Callable[[BaseException], None] = lambda _: None,
         on_weights: Callable[[str, str], None] = lambda path, version: None,
+        kv_events: KvEventsSetup | None = None,
     ) -> None:
         """`make_engine` builds the engine with these hooks; it must not detokenize."""
         self.outputs: list[tuple[_FrontEndSink, OutputDelta]] = []  # of this step; used by the engine thread alone
-        self.engine = make_engine(EngineHooks(after_step=self._send_outputs, on_failure=on_failure))
+        self._kv_events: EngineKvEvents | None = None
+        publisher = None if kv_events is None else bind_publisher(kv_events)  # fails before a model is loaded
+        self.engine = make_engine(EngineHooks(after_step=self._after_step, on_failure=on_failure))
         self.queries = EngineQueries(self.engine, stall_s, on_weights)
+        if publisher is not None:
+            self._kv_events = EngineKvEvents(self.engine, publisher)
+            self.queries.metrics.kv_events = publisher
         self._limiter = RateLimiter(tenants)
         self._context = zmq.Context()
         self._receiver = self._context.socket(zmq.PULL)
@@ -203,6 +211,11 @@ class EngineProcess:
 
     # ------------------------------------------------------------------ messages to front ends
 
+    def _after_step(self) -> None:
+        self._send_outputs()
+        if self._kv_events is not None:
+            self._kv_events.publish()
+
     def _send_outputs(self) -> None:
         if not self.outputs:
             return
@@ -235,6 +248,8 @@ class EngineProcess:
 
     def close(self) -> None:
         self.engine.close()
+        if self._kv_events is not None:
+            self._kv_events.close()
         with self._lock:
             for sender in self._senders.values():
                 sender.close(linger=200)
@@ -347,6 +362,7 @@ def main() -> None:
             tenants=setup.tenants,
             on_failure=on_failure,
             on_weights=lambda path, version: send_to_supervisor(WeightsReplaced(str(Path(path).resolve()), version)),
+            kv_events=setup.kv_events,
         )
     except PacelineError as error:
         send_to_supervisor(StartupFailed(str(error)))

@@ -38,6 +38,14 @@ class WeightsReplaced(msgspec.Struct, frozen=True, tag=True):
     version: str
 
 
+class KvEventsSetup(msgspec.Struct, frozen=True):
+    """Where the engine publishes KV events."""
+
+    address: str
+    replay_address: str | None
+    topic: str
+
+
 class EngineSetup(msgspec.Struct, frozen=True):
     """The first line to the engine process."""
 
@@ -49,6 +57,7 @@ class EngineSetup(msgspec.Struct, frozen=True):
     log_level: str
     log_format: str
     weights: WeightsReplaced | None = None  # since the server was started
+    kv_events: KvEventsSetup | None = None
 
 
 class FrontEndSetup(msgspec.Struct, frozen=True):

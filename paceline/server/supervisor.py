@@ -40,6 +40,7 @@ from paceline.server.process_messages import (
     FrontEndGone,
     FrontEndListening,
     FrontEndSetup,
+    KvEventsSetup,
     LineDecoder,
     LoadingProgress,
     ModelSource,
@@ -188,6 +189,13 @@ class Supervisor:
             tenants += batch_tenants(tenants)
         return tuple(tenants)
 
+    @property
+    def _kv_events(self) -> KvEventsSetup | None:
+        config = self._setup.config
+        if config.kv_events is None:
+            return None
+        return KvEventsSetup(config.kv_events, config.kv_events_replay, config.kv_events_topic)
+
     async def _run_engine(self) -> None:
         delay, generation = _MIN_RESTART_DELAY_S, 0
         config = self._setup.config
@@ -205,6 +213,7 @@ class Supervisor:
                 log_level=config.log_level,
                 log_format=config.log_format,
                 weights=self._weights,
+                kv_events=self._kv_events,
             )
             self._engine_state = EngineLoading()
             self._send_to_front_ends(self._engine_state)
