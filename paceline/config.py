@@ -629,6 +629,11 @@ def check_key(name: str, key: str) -> None:
         raise ConfigError(f"{name}: a key has a space or another character that a header cannot carry; use ASCII.")
 
 
+METRIC_NAMES: Mapping[str, str] = {
+    "paceline": "such as paceline_num_requests_waiting",
+    "vllm": "as in vLLM, such as vllm:num_requests_waiting",
+    "both": "each of them twice",
+}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 
@@ -651,6 +656,9 @@ class ServerConfig:
         False,
         "serve /metrics without a key also where there are API keys: it has the names of tenants and totals of all; "
         "without this option it then needs the admin key",
+    )
+    metric_names: str = option(
+        "paceline", "names of the metrics that routers read; all others begin with paceline_", choices=METRIC_NAMES
     )
     cors_origins: str = option(
         "",

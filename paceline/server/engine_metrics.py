@@ -61,6 +61,8 @@ class EngineMetrics:
                   scheduler.admission.num_waiting_tokens),
             gauge("kv_cache_usage_ratio", "KV cache in use by running requests and pins, 0 to 1.", used),
             gauge("kv_cache_tokens", "Capacity of the KV cache, in tokens.", config.num_pages * config.page_size),
+            gauge("cache_config_info", "Sizes of the KV cache, as labels; always 1.", 1,
+                  {"block_size": str(config.page_size), "num_gpu_blocks": str(config.num_pages)}),
             gauge("pinned_pages", "KV cache pages protected by a pin.", memory.num_pinned_pages),
             gauge("device_idle_ratio", "Share of engine_active_seconds in which the device ran no forward pass.",
                   1 - busy),

@@ -14,6 +14,13 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
+# What the Gateway API inference extension reads, by vLLM's names.
+VLLM_NAMES: Mapping[str, str] = {
+    "num_requests_running": "vllm:num_requests_running",
+    "num_requests_waiting": "vllm:num_requests_waiting",
+    "kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
+    "cache_config_info": "vllm:cache_config_info",
+}
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072)
 
@@ -103,13 +110,20 @@ class ServerCounters:
 
 
 class _RegistryCollector:
-    def __init__(self, families: Iterable[MetricFamily]) -> None:
-        self._families = families
+    def __init__(self, families: Iterable[MetricFamily], names: str) -> None:
+        self._families, self._names = families, names
+
+    def _named_families(self) -> Iterable[tuple[str, MetricFamily]]:
+        for family in self._families:
+            alias = VLLM_NAMES.get(family.name)
+            if alias is None or self._names != "vllm":
+                yield f"paceline_{family.name}", family
+            if alias is not None and self._names != "paceline":
+                yield alias, family
 
     def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
-        for family in self._families:
+        for name, family in self._named_families():
             names = sorted({label for labels, _ in family.values for label in labels})
-            name = f"paceline_{family.name}"
             if family.kind == "histogram":
                 histogram = HistogramMetricFamily(name, family.help, labels=names)
                 for labels, value in family.values:
@@ -138,9 +152,9 @@ def _cumulative(value: Distribution) -> list[tuple[str, float]]:
     return found
 
 
-def render(families: Iterable[MetricFamily], *, engine_up: bool) -> bytes:
-    """The Prometheus text format."""
+def render(families: Iterable[MetricFamily], *, engine_up: bool, names: str = "paceline") -> bytes:
+    """The Prometheus text format; `names` is one of METRIC_NAMES."""
     up = gauge("engine_up", "1 if the engine responds, else 0.", int(engine_up))
     registry = CollectorRegistry()
-    registry.register(_RegistryCollector([up, *families]))
+    registry.register(_RegistryCollector([up, *families], names))
     return generate_latest(registry)

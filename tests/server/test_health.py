@@ -123,6 +123,23 @@ def test_metrics_are_in_prometheus_format_and_count_requests(engine: Engine) -> 
     assert samples["paceline_http_responses_total", "/v1/completions", "200", "front-end-0"] == 3
 
 
+@pytest.mark.parametrize("names", ["paceline", "vllm", "both"])
+def test_metrics_that_routers_read_have_the_names_of_vllm_on_request(engine: Engine, names: str) -> None:
+    text = Caller(make_app(engine, name="virtual", metric_names=names)).request("GET", "/metrics").text
+    samples = {
+        sample.name: (sample.labels, sample.value)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    sizes = {"block_size": "16", "num_gpu_blocks": "512"}
+    expected = {"num_requests_waiting": ({}, 0), "num_requests_running": ({}, 0), "cache_config_info": (sizes, 1)}
+    theirs = {f"vllm:{name}": value for name, value in expected.items()} | {"vllm:kv_cache_usage_perc": ({}, 0)}
+    ours = {f"paceline_{name}": value for name, value in expected.items()} | {"paceline_kv_cache_usage_ratio": ({}, 0)}
+    assert {name: value for name, value in samples.items() if name in ours} == (ours if names != "vllm" else {})
+    assert {name: value for name, value in samples.items() if ":" in name} == (theirs if names != "paceline" else {})
+    assert "paceline_steps_total" in samples, "others keep their name"
+
+
 def test_metrics_count_cache_hits_and_host_fetches_separately() -> None:
     engine = build_virtual(EngineConfig(executor="virtual", kv_tokens=2048, host_kv_tokens=8192), {})
     caller = caller_of(engine)

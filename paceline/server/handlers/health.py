@@ -62,5 +62,7 @@ async def get_metrics(call: Call) -> Response:
         families, is_up = await call.state.client.query(GetMetrics()), True
     except EngineFailed:
         families, is_up = [], False
-    text = render([*families, *call.state.counters.families(call.state.worker)], engine_up=is_up)
+    state = call.state
+    families = [*families, *state.counters.families(state.worker)]
+    text = render(families, engine_up=is_up, names=state.config.metric_names)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
