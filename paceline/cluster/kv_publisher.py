@@ -4,8 +4,10 @@
     ROUTER   request: empty | first sequence number     replies: empty | topic | sequence number | batch
                                                         last reply: empty | empty | ff ff ff ff ff ff ff ff | empty
 
-The engine's thread only appends to a queue; a thread of its own hashes, encodes and sends. Nothing that subscribers do
-reaches the engine: PUB and ROUTER drop what a slow one does not read, and replays are sent a few batches at a time.
+The engine's thread only appends to a queue; a thread of its own looks at it every few milliseconds, hashes, encodes
+and sends. There is no lock and no wake-up between the two: on a busy host each would cost the engine's thread more than
+the events themselves. Nothing that subscribers do reaches the engine: PUB and ROUTER drop what a slow one does not
+read, and replays are sent a few batches at a time.
 
 A router must not believe in pages that are gone. The first batch of an engine is therefore a clear, and if the queue
 overflows, it is replaced by one. A snapshot follows: a clear and then all cached pages, as ordinary batches. It is also
@@ -18,7 +20,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 
@@ -28,14 +30,13 @@ from paceline.request import PacelineError
 
 log = logging.getLogger("paceline.kv_events")
 _END = b"\xff" * 8
+_INTERVAL_S = 0.01  # between two looks at the queue and at replay requests
 _MESSAGE_PAGES = 512  # in one message, unless a single event has more
 _PAUSE_S = 0.001  # between the messages of a snapshot
 _BUFFER_BATCHES = 10_000  # for replay, as vLLM has by default
 _BUFFER_BYTES = 64 << 20
 _UNREAD_MESSAGES = 1000  # of one subscriber, before it misses messages
 _REPLAY_BATCHES = 64  # sent between two looks at the queue: a replay must not take the interpreter lock from the engine
-_REPLAY_INTERVAL_S = 0.01
-_POLL_INTERVAL_S = 0.05  # for replay requests
 _SNAPSHOT_INTERVAL_S = 10.0  # at least: the engine's thread visits the whole prefix tree for it
 _QUEUE_SLACK_PAGES = 65_536
 _MAX_REQUEST_BYTES = 256
@@ -43,6 +44,16 @@ _MAX_REQUEST_BYTES = 256
 
 class KvEventsError(PacelineError):
     """KV events cannot be published; the message says why."""
+
+
+class _Queue:
+    """Events in order. One thread puts, one takes, and each writes its own counter: no lock is needed."""
+
+    __slots__ = ("events", "num_put", "num_taken")
+
+    def __init__(self) -> None:
+        self.events: deque[KvEvent] = deque()
+        self.num_put = self.num_taken = 0  # pages
 
 
 class KvEventPublisher:
@@ -59,12 +70,11 @@ class KvEventPublisher:
             self._replayer = self._bind("kv_events_replay", zmq.ROUTER, replay_address, _BUFFER_BATCHES + 1)
         self.num_published = 0  # batches
         self.num_overflows = 0
-        self._wake = threading.Condition()
-        # Guarded by `_wake`: batches with their time, and the number of their pages
-        self._queue: deque[tuple[float, Sequence[KvEvent]]] = deque()
-        self._num_queued = 0
-        self._wants_snapshot = self._closing = False
+        self._queue = _Queue()
+        self._closing = threading.Event()
         # Of the publishing thread
+        self._num_overflows_seen = 0
+        self._wants_snapshot = False
         self._buffer: deque[bytes] = deque()  # the last batches, up to number `num_published`
         self._buffer_bytes = 0
         self._replay: tuple[bytes, int] | None = None  # who gets it, and the next batch
@@ -104,25 +114,21 @@ class KvEventPublisher:
         self._thread.start()
 
     def publish(self, events: Sequence[KvEvent]) -> None:
-        """Queues the events of a step. Never blocks: the lock is held for a few instructions only."""
-        count = num_pages(events)
-        with self._wake:
-            if self._num_queued + count > self._max_queued and not isinstance(events[0], ClearedPages):
-                self.num_overflows += 1
-                self._wants_snapshot = True
-                events, count = [ClearedPages()], 0
-            if isinstance(events[0], ClearedPages):  # makes all that is queued irrelevant
-                self._queue.clear()
-                self._num_queued = 0
-            self._queue.append((time.time(), events))
-            self._num_queued += count
-            self._wake.notify()
+        """Queues the events of a step. Never blocks."""
+        queue, count = self._queue, num_pages(events)
+        is_snapshot = isinstance(events[0], ClearedPages)
+        if not is_snapshot and queue.num_put - queue.num_taken + count > self._max_queued:
+            self.num_overflows += 1
+            events, count, is_snapshot = [ClearedPages()], 0, True
+        if is_snapshot:  # makes all that is queued irrelevant
+            queue = _Queue()
+        queue.num_put += count
+        queue.events.extend(events)
+        self._queue = queue
 
     def close(self) -> None:
         """Publishes what is queued and ends the thread."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
+        self._closing.set()
         if self._thread is not None:
             self._thread.join()
         self._close_sockets()
@@ -136,49 +142,57 @@ class KvEventPublisher:
 
     def _run(self) -> None:
         while True:
-            batch, closing = self._next()
-            if batch is not None:
-                self._send(*batch)
+            closing = self._closing.wait(_INTERVAL_S)
+            if self._queue.events:
+                self._publish_queued()
             elif closing:
                 return
             else:
                 self._take_snapshot()
             self._serve_replay()
 
-    def _next(self) -> tuple[tuple[float, Sequence[KvEvent]] | None, bool]:
-        timeout = _REPLAY_INTERVAL_S if self._replay is not None else _POLL_INTERVAL_S
-        with self._wake:
-            if not self._queue and not self._closing:
-                self._wake.wait(timeout)
-            if not self._queue:
-                return None, self._closing
-            batch = self._queue.popleft()
-            self._num_queued -= num_pages(batch[1])
-            return batch, self._closing
+    def _publish_queued(self) -> None:
+        """Publishes what is queued, in messages of bounded size."""
+        part: list[KvEvent] = []
+        size = 0
+        queue = self._queue
+        while queue.events and queue is self._queue:  # another one begins with a clear
+            event = queue.events.popleft()
+            count = num_pages([event])
+            queue.num_taken += count
+            if part and size + count > _MESSAGE_PAGES:
+                self._send(part)
+                time.sleep(_PAUSE_S)  # a snapshot: leave the interpreter lock to the engine's thread now and then
+                part, size = [], 0
+            part.append(event)
+            size += count
+        if part:
+            self._send(part)
 
-    def _send(self, at: float, events: Sequence[KvEvent]) -> None:
-        for number, part in enumerate(_parts(events)):
-            if number:  # a snapshot: leave the interpreter lock to the engine's thread now and then
-                time.sleep(_PAUSE_S)
-            try:
-                payload = encode(KvEventBatch(at, [to_message(event) for event in part], 0))
-            except Exception:  # a bug of ours; routers must not keep what may be wrong now
-                log.exception("cannot encode KV events: a clear is published instead")
-                payload = encode(KvEventBatch(at, [to_message(ClearedPages())], 0))
-            self._publisher.send_multipart((self._topic, self.num_published.to_bytes(8, "big"), payload))
-            self.num_published += 1
-            self._buffer.append(payload)
-            self._buffer_bytes += len(payload)
-            while len(self._buffer) > _BUFFER_BATCHES or self._buffer_bytes > _BUFFER_BYTES:
-                self._buffer_bytes -= len(self._buffer.popleft())
+    def _send(self, events: Sequence[KvEvent]) -> None:
+        try:
+            messages = []
+            for event in events:
+                messages.append(to_message(event))
+                time.sleep(0)  # offers the interpreter lock
+            payload = encode(KvEventBatch(time.time(), messages, 0))
+        except Exception:  # a bug of ours; routers must not keep what may be wrong now
+            log.exception("cannot encode KV events: a clear is published instead")
+            payload = encode(KvEventBatch(time.time(), [to_message(ClearedPages())], 0))
+            self._wants_snapshot = True
+        self._publisher.send_multipart((self._topic, self.num_published.to_bytes(8, "big"), payload))
+        self.num_published += 1
+        self._buffer.append(payload)
+        self._buffer_bytes += len(payload)
+        while len(self._buffer) > _BUFFER_BATCHES or self._buffer_bytes > _BUFFER_BYTES:
+            self._buffer_bytes -= len(self._buffer.popleft())
 
     def _take_snapshot(self) -> None:
-        with self._wake:
-            if not self._wants_snapshot or time.monotonic() < self._next_snapshot:
-                return
-            self._wants_snapshot = False
-        self._next_snapshot = time.monotonic() + _SNAPSHOT_INTERVAL_S
-        self._ask_for_snapshot()
+        wanted = self._wants_snapshot or self.num_overflows != self._num_overflows_seen
+        if wanted and time.monotonic() >= self._next_snapshot:
+            self._wants_snapshot, self._num_overflows_seen = False, self.num_overflows
+            self._next_snapshot = time.monotonic() + _SNAPSHOT_INTERVAL_S
+            self._ask_for_snapshot()
 
     @property
     def _oldest(self) -> int:
@@ -197,8 +211,7 @@ class KvEventPublisher:
                 return
             first = int.from_bytes(frames[2], "big")
             if not self._oldest <= first <= self.num_published:
-                with self._wake:
-                    self._wants_snapshot = True
+                self._wants_snapshot = True
             self._replay = frames[0], max(first, self._oldest)
         if self._replay is not None:
             client, first = self._replay
@@ -211,17 +224,3 @@ class KvEventPublisher:
             if end == self.num_published:
                 self._replayer.send_multipart((client, b"", b"", _END, b""))
                 self._replay = None
-
-
-def _parts(events: Sequence[KvEvent]) -> Iterator[Sequence[KvEvent]]:
-    """`events` in messages of bounded size."""
-    part: list[KvEvent] = []
-    size = 0
-    for event in events:
-        count = num_pages([event])
-        if part and size + count > _MESSAGE_PAGES:
-            yield part
-            part, size = [], 0
-        part.append(event)
-        size += count
-    yield part

@@ -30,6 +30,19 @@ def stored(first: int, num_pages: int = 1) -> KvEvent:
     return StoredPages(run_of(first, num_pages), Medium.GPU)
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many batches in little time: what is queued within one interval is one batch."""
+    monkeypatch.setattr(kv_publisher, "_INTERVAL_S", 0.001)
+
+
+def publish_alone(publisher: KvEventPublisher, *events: KvEvent) -> None:
+    """As a batch of its own."""
+    before = publisher.num_published
+    publisher.publish(events)
+    wait_until(lambda: publisher.num_published == before + 1)
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
@@ -63,8 +76,8 @@ def subscribed(publisher: KvEventPublisher) -> Iterator[Subscriber]:
 def test_a_batch_has_topic_number_and_events() -> None:
     with publishing() as publisher, subscribed(publisher) as subscriber:
         pages = run_of(0, 2)
-        publisher.publish([StoredPages(pages, Medium.GPU), StoredPages(pages, Medium.CPU)])
-        publisher.publish([RemovedPages(pages, Medium.GPU)])
+        publish_alone(publisher, StoredPages(pages, Medium.GPU), StoredPages(pages, Medium.CPU))
+        publish_alone(publisher, RemovedPages(pages, Medium.GPU))
         batch = subscriber.receive()
         assert batch.ts > 1.7e9 and batch.data_parallel_rank == 0
         event = batch.events[0]
@@ -79,9 +92,8 @@ def test_a_batch_has_topic_number_and_events() -> None:
 def test_a_replay_has_all_batches_from_a_number_on() -> None:
     with publishing() as publisher:
         for number in range(200):  # more than are sent at once
-            publisher.publish([stored(number * 16)])
+            publish_alone(publisher, stored(number * 16))
         with Subscriber(publisher.addresses[0]) as subscriber:
-            wait_until(lambda: publisher.num_published == 200)
             everything = subscriber.replay(publisher.addresses[1], 0)
             assert [number for number, _ in everything] == list(range(200))
             assert everything[7][1].events[0].token_ids[0] == 7 * 16
@@ -103,15 +115,12 @@ def test_a_subscriber_that_missed_too_much_gets_a_snapshot(monkeypatch: pytest.M
         published.append(publisher)
         with subscribed(publisher) as subscriber:
             for number in range(20):
-                publisher.publish([stored(number * 16)])
-            while publisher.num_published < 20:
-                subscriber.receive()
+                publish_alone(publisher, stored(number * 16))
             known = subscriber.replay(publisher.addresses[1], 0)
             assert len(known) <= 5, "as many as the buffer has"
-            while not (subscriber.last and isinstance(subscriber.last.events[0], AllBlocksCleared)):
+            while subscriber.known != {"GPU": set(run_of(0, 3).hashes.tolist())}:
                 subscriber.receive()
             assert asked.acquire(timeout=60)
-            assert subscriber.known == {"GPU": set(run_of(0, 3).hashes.tolist())}
 
 
 def test_snapshots_that_subscribers_ask_for_again_and_again_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,10 +229,12 @@ def test_a_batch_that_cannot_be_encoded_clears_what_routers_know() -> None:
         assert subscriber.known["GPU"], "it goes on"
 
 
-def test_closing_publishes_what_is_queued() -> None:
+def test_steps_that_come_together_are_one_batch_and_closing_publishes_what_is_queued() -> None:
     publisher = KvEventPublisher(ANY)
-    publisher.start(1000, lambda: None)
+    publisher._max_queued = 100  # as after the start; the thread is not there yet
     for number in range(50):
         publisher.publish([stored(number * 16)])
+    publisher._closing.set()
+    publisher.start(1000, lambda: None)
     publisher.close()
-    assert publisher.num_published == 50
+    assert publisher.num_published == 1 and not publisher._queue.events
