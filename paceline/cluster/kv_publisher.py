@@ -63,6 +63,7 @@ class KvEventPublisher:
         self._topic = topic.encode()
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
+        self.addresses: list[str] = []  # of the publisher and the replay socket, with the port that * became
         self._publisher = self._bind("kv_events", zmq.PUB, address, _UNREAD_MESSAGES)
         self._replayer: zmq.Socket[bytes] | None = None
         if replay_address is not None:
@@ -97,12 +98,8 @@ class KvEventPublisher:
             raise KvEventsError(
                 f"{option} is {address!r}, which cannot be bound: {reason}. Give another address or port."
             ) from None
+        self.addresses.append(socket.getsockopt_string(zmq.LAST_ENDPOINT))
         return socket
-
-    @property
-    def addresses(self) -> list[str]:
-        """Of the publisher and the replay socket, with the port that was chosen if it was given as 0 or *."""
-        return [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in self._sockets]
 
     def start(self, num_cached_pages: int, ask_for_snapshot: Callable[[], None]) -> None:
         """Starts the thread. `num_cached_pages`: that the cache can have. `ask_for_snapshot` is called on the thread;

@@ -12,8 +12,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from paceline.cluster.kv_events import ClearedPages, KvEventLog, StoredPages
 from paceline.config import EngineConfig
-from paceline.engine.engine import Engine
+from paceline.engine.engine import Engine, EngineHooks
 from paceline.engine.job import Job
 from paceline.engine.virtual.build import build_virtual
 from paceline.request import SamplingParams
@@ -121,6 +122,21 @@ def test_metrics_are_in_prometheus_format_and_count_requests(engine: Engine) -> 
     assert samples["paceline_num_requests_running",] == 0 and samples["paceline_engine_up",] == 1
     assert 0 <= samples["paceline_device_idle_ratio",] <= 1
     assert samples["paceline_http_responses_total", "/v1/completions", "200", "front-end-0"] == 3
+
+
+def test_routers_learn_at_once_that_a_reset_has_emptied_the_cache() -> None:
+    log, taken = KvEventLog(16), []
+    hooks = EngineHooks(after_step=lambda: taken.extend(log.take()))
+    engine = build_virtual(EngineConfig(executor="virtual"), {"num_pages": 512}, hooks=hooks)
+    engine.call(lambda scheduler: scheduler.listen(log)).result()
+    job = Job(engine.encode([1] * 40), SamplingParams(max_tokens=5, ignore_eos=True))
+    engine.submit(job, Silent())
+    wait_until(lambda: not engine.progress.has_work and any(isinstance(event, StoredPages) for event in taken))
+    engine.call(lambda scheduler: scheduler.memory.pool.allocate(1)).result()  # a page is lost
+    taken.clear()
+    engine.submit(job, Silent())
+    wait_until(lambda: any(isinstance(event, ClearedPages) for event in taken))  # no request follows
+    engine.close()
 
 
 @pytest.mark.parametrize("names", ["paceline", "vllm", "both"])
