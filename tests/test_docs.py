@@ -30,7 +30,7 @@ LOG = ROOT / "docs" / "log"
 LOG_PAGES = [
     "end-to-end", "scheduler", "prefix-cache", "shared-prefix-attention", "decode-attention", "prefill-attention",
     "gemms", "cuda-graphs", "sampling", "grammars", "host-memory", "cpu", "server", "simulator", "hardware",
-    "correctness", "startup", "speculation",
+    "correctness", "startup", "speculation", "routing",
 ]  # fmt: skip
 
 

@@ -23,6 +23,14 @@ def scheduler() -> None:
 
 
 @app.command()
+def router() -> None:
+    """Time the router of replicas alone: 64 replicas, a million cached pages. The last line is one JSON object."""
+    from paceline.bench import router as bench
+
+    bench.main()
+
+
+@app.command()
 @takes(OfflineConfig, EngineConfig, SchedulerConfig)
 def offline(
     parts: Annotated[
