@@ -771,6 +771,25 @@ def split_options(options: Mapping[str, Any], others: Iterable[str] = ()) -> tup
     return engine, {name: value for name, value in options.items() if fields[name][0] is SchedulerConfig}
 
 
+ROUTERS: Mapping[str, str] = {
+    "cache": "least predicted time, given the prefix that each replica has cached",
+    "least-loaded": "fewest unfinished requests",
+    "round-robin": "in turn",
+    "random": "at random",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaConfig:
+    """Several engines with the same model."""
+
+    replicas: int = option(1, "number of engines with the same model, each with a KV cache of its own", low=1, high=64)
+    router: str = option("cache", "how the replica of a request is chosen", choices=ROUTERS)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
 ARRIVALS: Mapping[str, str] = {
     "once": "all requests at the start",
     "poisson": "independent arrivals",

@@ -39,6 +39,7 @@ LONGEST = (
     "tests/server/test_end_to_end.py",
     "tests/sampling/test_grammar.py",
     "tests/bench/test_offline.py",
+    "tests/simulator/test_routing.py",
 )
 
 

@@ -11,6 +11,7 @@ from paceline.config import (
     ConfigError,
     EngineConfig,
     OfflineConfig,
+    ReplicaConfig,
     SchedulerConfig,
     ServerConfig,
     SpeculationConfig,
@@ -19,7 +20,15 @@ from paceline.config import (
     suggest_option,
 )
 
-_CONFIGS = (ServerConfig, EngineConfig, SchedulerConfig, OfflineConfig, SpeculationConfig, WorkloadConfig)
+_CONFIGS = (
+    ServerConfig,
+    EngineConfig,
+    SchedulerConfig,
+    OfflineConfig,
+    ReplicaConfig,
+    SpeculationConfig,
+    WorkloadConfig,
+)
 # Variables that are no option of config.py: the folder of models, and what names the model.
 _OTHERS = ("home", "model", "load", "shape", "config")
 # A Kubernetes Service named `paceline` sets these in the containers of its namespace.

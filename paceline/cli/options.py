@@ -30,6 +30,7 @@ _GROUPS = {
     "max_waiting": "Queue limits",
     "order_seed": "Other",
     "requests": "Workload",
+    "replicas": "Replicas",
     "drafts": "Speculative decoding",
     "repeats": "Benchmark",
 }

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli.options import takes
-from paceline.config import POLICIES, ConfigError, SchedulerConfig, SpeculationConfig, WorkloadConfig
+from paceline.config import POLICIES, ConfigError, ReplicaConfig, SchedulerConfig, SpeculationConfig, WorkloadConfig
 
 if TYPE_CHECKING:
     from paceline.simulator.fit import Recording
@@ -83,8 +83,15 @@ def split_options(options: Mapping[str, Any]) -> tuple[float | None, dict[str, A
     return speculation.acceptance, scheduler
 
 
+def replica_config(options: Mapping[str, Any]) -> ReplicaConfig:
+    names = ReplicaConfig.__dataclass_fields__
+    if "router" in options and options.get("replicas", 1) == 1:
+        raise ConfigError(f"router is {options['router']!r}, but there is one replica: give replicas, too.")
+    return ReplicaConfig(**{name: value for name, value in options.items() if name in names})
+
+
 @app.command()
-@takes(WorkloadConfig, SpeculationConfig, SchedulerConfig)
+@takes(WorkloadConfig, ReplicaConfig, SpeculationConfig, SchedulerConfig)
 def run(
     options: dict[str, Any],
     workload: Workload = "prefixes",
@@ -104,8 +111,10 @@ def run(
     arrivals = load_arrivals(workload, options, speed=speed, limit=limit)
     acceptance, given = split_options(options)
     config = scheduler_config(arrivals, profile, given)
-    found = simulate(arrivals, config, profile, overlap=overlap, acceptance=acceptance)
-    title = f"{workload} on {gpu}, policy {config.policy}, {config.num_pages:,} pages of {config.page_size}"
+    replicas = replica_config(options)
+    found = simulate(arrivals, config, profile, overlap=overlap, acceptance=acceptance, replicas=replicas)
+    where = gpu if replicas.replicas == 1 else f"{replicas.replicas} {gpu}, router {replicas.router}"
+    title = f"{workload} on {where}, policy {config.policy}, {config.num_pages:,} pages of {config.page_size}"
     table = Table(title=title, show_header=False)
     for name, value in found.summary().items():
         table.add_row(name, f"{value:,.4f}".rstrip("0").rstrip("."))
@@ -116,7 +125,7 @@ def run(
 
 
 @app.command()
-@takes(WorkloadConfig, SpeculationConfig, SchedulerConfig)
+@takes(WorkloadConfig, ReplicaConfig, SpeculationConfig, SchedulerConfig)
 def compare(
     options: dict[str, Any],
     workload: Workload = "prefixes",
@@ -157,7 +166,8 @@ def compare(
     acceptance, given = split_options(options)
     config = scheduler_config(arrivals, profile, given)
     configs = {name: dataclasses.replace(config, policy=name) for name in names}
-    with Comparison(arrivals, profile, overlap=overlap, acceptance=acceptance) as comparison:
+    replicas = replica_config(options)
+    with Comparison(arrivals, profile, overlap=overlap, acceptance=acceptance, replicas=replicas) as comparison:
         faster = 1.0
         if queue is not None:
             faster = comparison.speed_for(

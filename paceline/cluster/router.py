@@ -17,6 +17,7 @@ fill all caches.
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ class Reason(StrEnum):
     REPLICATE = "replicate"  # another one holds more of the prompt and is overloaded
     LOAD = "load"  # none holds enough of the prompt: the least cost
     LATE = "late"  # no reports: the fewest requests
+    STRATEGY = "strategy"  # another strategy than cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,11 +113,11 @@ class _Replica:
 
 
 class Router:
-    def __init__(
-        self, num_replicas: int, page_size: int, *, late_s: float = LATE_S, assume_s: float = ASSUME_S
-    ) -> None:
-        """Replicas are down until `start`."""
-        self._page_size, self._late_s, self._assume_s = page_size, late_s, assume_s
+    def __init__(self, num_replicas: int, page_size: int, strategy: str = "cache") -> None:
+        """`strategy` is one of `ROUTERS`. Replicas are down until `start`."""
+        self._page_size, self._strategy = page_size, strategy
+        self._random = random.Random(0)
+        self._turn = 0
         self._pages = PageIndex(num_replicas)
         self._replicas = [_Replica(index) for index in range(num_replicas)]
         self._excluded = list(range(num_replicas))  # down or draining
@@ -190,10 +192,13 @@ class Router:
         assert request.id not in self._routed, f"request {request.id} is routed already"
         if len(self._excluded) == len(self._replicas):
             raise NoReplica("Every replica is down or draining: retry in a moment.")
+        if self._strategy != "cache":
+            index = self._by_strategy()
+            return Decision(index, Reason.STRATEGY, self._add(self._replicas[index], request, 0), 0)
         self._pages.expire(now)
         hashes = block_hashes(request.prompt, self._page_size, root_hash(request.namespace)).tolist()
         prefixes = self._pages.prefix_pages(hashes)
-        since, excluded = now - self._late_s, self._excluded
+        since, excluded = now - LATE_S, self._excluded
         if min(self._reported) < since:
             excluded = [
                 one.index
@@ -204,7 +209,7 @@ class Router:
             index, reason = self._cheapest(excluded, request, prefixes, len(hashes))
         else:
             index, reason = self._least_loaded(), Reason.LATE
-        self._pages.assume(index, hashes[prefixes[index] :], now + self._times[index][0] + self._assume_s)
+        self._pages.assume(index, hashes[prefixes[index] :], now + self._times[index][0] + ASSUME_S)
         num_cached = prefixes[index] * self._page_size
         return Decision(index, reason, self._add(self._replicas[index], request, num_cached), num_cached)
 
@@ -226,6 +231,16 @@ class Router:
 
     def _least_loaded(self) -> int:
         return min((one.num_requests, one.index) for one in self._replicas if one.index not in self._excluded)[1]
+
+    def _by_strategy(self) -> int:
+        """By one of the strategies that others are compared with; they know neither load reports nor KV events."""
+        if self._strategy == "least-loaded":
+            return self._least_loaded()
+        usable = [one.index for one in self._replicas if one.index not in self._excluded]
+        if self._strategy == "random":
+            return self._random.choice(usable)
+        self._turn += 1
+        return usable[self._turn % len(usable)]
 
     def _cheapest(
         self, excluded: Sequence[int], request: RouteRequest, prefixes: list[int], num_pages: int

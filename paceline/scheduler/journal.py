@@ -6,9 +6,10 @@ called with each event as it is written; with no listener an event costs well un
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -70,6 +71,15 @@ class Counters:
     device_s: float = 0.0  # of committed passes, where it is measured
     repairs: int = 0  # times that the scheduler state was inconsistent and was reset
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+    @classmethod
+    def total(cls, counters: Sequence[Counters]) -> Counters:
+        """The sums of all counters, of several schedulers."""
+        if len(counters) == 1:
+            return counters[0]
+        names = [item.name for item in dataclasses.fields(cls) if item.name != "finished"]
+        finished = {reason: sum(one.finished[reason] for one in counters) for reason in FinishReason}
+        return cls(**{name: sum(getattr(one, name) for one in counters) for name in names}, finished=finished)
 
     @property
     def hit_rate(self) -> float:

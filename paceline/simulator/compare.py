@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-from paceline.config import ConfigError, SchedulerConfig
+from paceline.config import ConfigError, ReplicaConfig, SchedulerConfig
 from paceline.simulator.profile import Profile
 from paceline.simulator.run import SimulationResult, simulate
 from paceline.simulator.workloads import Arrival
@@ -38,20 +38,20 @@ def scheduler_config(arrivals: Sequence[Arrival], profile: Profile, options: Map
 
 
 _ROW_OPTIONS = ("max_running", "draft_tokens")  # the tokens of a decode batch
-_job: tuple[Sequence[Arrival], Profile, bool, float | None] | None = (
+_job: tuple[Sequence[Arrival], Profile, dict[str, Any]] | None = (
     None  # of a worker process: arrivals are sent once, not per run
 )
 
 
-def _begin(arrivals: Sequence[Arrival], profile: Profile, overlap: bool, acceptance: float | None) -> None:
+def _begin(arrivals: Sequence[Arrival], profile: Profile, options: dict[str, Any]) -> None:
     global _job  # noqa: PLW0603 (the initializer of a worker process)
-    _job = arrivals, profile, overlap, acceptance
+    _job = arrivals, profile, options
 
 
 def _one(config: SchedulerConfig, speed: float) -> SimulationResult:
     assert _job is not None, "the initializer has run"
-    arrivals, profile, overlap, acceptance = _job
-    return simulate(faster(arrivals, speed), config, profile, overlap=overlap, acceptance=acceptance)
+    arrivals, profile, options = _job
+    return simulate(faster(arrivals, speed), config, profile, **options)
 
 
 def process_pool(
@@ -72,10 +72,12 @@ class Comparison:
         *,
         overlap: bool = True,
         acceptance: float | None = None,
+        replicas: ReplicaConfig | None = None,
         processes: int | None = None,
     ) -> None:
         self._count = processes or os.cpu_count() or 1
-        self._pool = process_pool(self._count, _begin, (arrivals, profile, overlap, acceptance))
+        options = {"overlap": overlap, "acceptance": acceptance, "replicas": replicas}
+        self._pool = process_pool(self._count, _begin, (arrivals, profile, options))
 
     def runs(
         self, configs: Mapping[str, SchedulerConfig], speed: float = 1.0

@@ -1,4 +1,4 @@
-"""One simulation: the real scheduler and loop on a virtual GPU, from the first arrival to the last token.
+"""One simulation: the real scheduler and loop on one or more virtual GPUs, from the first arrival to the last token.
 
 A simulation is deterministic: the same arrivals, options and profile give the same decisions.
 """
@@ -7,26 +7,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.config import SchedulerConfig
-from paceline.engine.executor import Executor, Pending, Result
-from paceline.engine.loop import Loop
-from paceline.engine.virtual.drafts import DraftVerifier
-from paceline.engine.virtual.executor import HostLink, VirtualClock, VirtualExecutor
-from paceline.request import FinishReason, Refused, Request
-from paceline.scheduler import Scheduler
+from paceline.config import ReplicaConfig, SchedulerConfig
+from paceline.request import FinishReason, Request
 from paceline.scheduler.journal import Counters
-from paceline.scheduler.plan import Plan
-from paceline.simulator.drafts import ArrivalDrafts
-from paceline.simulator.profile import Profile, ProfileTiming
-from paceline.simulator.workloads import Arrival, Tokens
+from paceline.simulator.profile import Profile
+from paceline.simulator.replica import Observer, VirtualReplica
+from paceline.simulator.routing import SimulatedRouter
+from paceline.simulator.workloads import Arrival
 
 Column = npt.NDArray[np.float64]
 _SAMPLES = 400  # points of a time series
@@ -224,49 +219,6 @@ def _known(values: list[float]) -> Column:
     return known
 
 
-class _ScriptedTokens:
-    """The tokens that the virtual GPU samples: the outputs of the arrivals, by request and position."""
-
-    def __init__(self, arrivals: Sequence[Arrival]) -> None:
-        self._outputs: dict[str, Tokens] = {one.id: one.output for one in arrivals}
-        self._slots: dict[int, tuple[Tokens, int]] = {}  # slot -> output, number of prompt tokens
-
-    def __call__(self, plan: Plan) -> Tokens:
-        for join in plan.joins:
-            self._slots[join.slot] = self._outputs[join.request_id], join.num_prompt_tokens
-        found = []
-        positions = plan.starts + plan.lengths
-        for row in np.flatnonzero(plan.samples).tolist():
-            output, num_prompt_tokens = self._slots[int(plan.slots[row])]
-            index = int(positions[row]) - num_prompt_tokens
-            # With overlap, a pass may be in flight for a request that has just finished; its token is discarded.
-            found.append(output[index] if index < len(output) else 0)
-        return np.array(found, np.int32)
-
-
-class Observer(Protocol):
-    """Follows a simulation pass by pass."""
-
-    def launched(self, plan: Plan, result: Result, host: tuple[float, float], device: tuple[float, float]) -> None:
-        """A pass was launched; what it will produce, start and end of its host work and of its device time."""
-
-    def committed(self, scheduler: Scheduler, now: float) -> None:
-        """The oldest pass was committed."""
-
-
-class _ObservedExecutor(Executor):
-    """A virtual executor that reports launches to an observer."""
-
-    def __init__(self, executor: VirtualExecutor, clock: VirtualClock, observer: Observer) -> None:
-        self._executor, self._clock, self._observer = executor, clock, observer
-
-    def launch(self, plan: Plan) -> Pending:
-        began = self._clock.now
-        pending = self._executor.launch(plan)
-        self._observer.launched(plan, pending.result, (began, self._clock.now), self._executor.span)
-        return pending
-
-
 def simulate(
     arrivals: Sequence[Arrival],
     config: SchedulerConfig,
@@ -276,68 +228,60 @@ def simulate(
     acceptance: float | None = None,
     observer: Observer | None = None,
     max_passes: int | None = None,
+    replicas: ReplicaConfig | None = None,
 ) -> SimulationResult:
     """Runs until all `arrivals` have finished, or for `max_passes` forward passes. With `draft_tokens`, `acceptance` is
-    the probability that a draft is right; None: as recorded, else the default."""
+    the probability that a draft is right; None: as recorded, else the default. An observer follows a single replica."""
     began = time.perf_counter()
-    clock = VirtualClock()
-    timing = ProfileTiming(profile, clock)
-    link = HostLink(profile.swap_page_s(config.page_size)) if config.num_host_pages else None
-    size = config.max_running
-    drafts = DraftVerifier(size, ArrivalDrafts(arrivals, size, acceptance)) if config.draft_tokens else None
-    executor = VirtualExecutor(clock, timing, _ScriptedTokens(arrivals), timing.launching, link, drafts)
-    scheduler = Scheduler(config)
-    observed = executor if observer is None else _ObservedExecutor(executor, clock, observer)
-    loop = Loop(scheduler, observed, clock, overlap=overlap)
-    requests: list[Request] = []
-    refused: list[str] = []
-    horizon = arrivals[-1].at if arrivals else 0.0
-    recorder = _SeriesRecorder(scheduler, executor, horizon)
-    upcoming = iter(sorted(arrivals, key=lambda one: one.at))
-    coming = next(upcoming, None)
+    count = 1 if replicas is None else replicas.replicas
+    assert observer is None or count == 1, "an observer follows a single replica"
+    gpus = [VirtualReplica(arrivals, config, profile, overlap, acceptance, observer) for _ in range(count)]
+    router = None if replicas is None or count == 1 else SimulatedRouter(gpus, replicas.router)
+    recorder = _SeriesRecorder(gpus, arrivals[-1].at if arrivals else 0.0)
+    upcoming = deque(sorted(arrivals, key=lambda one: one.at))
     passes = 0
 
-    def add_arrived() -> None:
-        nonlocal coming
-        while coming is not None and coming.at <= clock.now:
-            request = coming.request()
-            try:
-                scheduler.add(request, coming.at)
-                requests.append(request)
-            except Refused:
-                refused.append(coming.id)
-            coming = next(upcoming, None)
+    def add_arrived(until: float) -> None:
+        while upcoming and upcoming[0].at <= until:
+            one = upcoming.popleft()
+            if router is None:
+                gpus[0].add(one)
+            else:
+                router.add(one)
 
-    while coming is not None or scheduler.has_work:
-        if not scheduler.has_work and coming is not None:
-            clock.advance_to(coming.at)
-        add_arrived()
-        if not scheduler.has_work:
+    while max_passes is None or passes < max_passes:
+        busy = [gpu for gpu in gpus if gpu.scheduler.has_work]
+        # The replica whose time is the earliest is next, so what happens is decided in order of time.
+        gpu = min(busy, key=lambda gpu: gpu.clock.now, default=None)
+        if upcoming and (gpu is None or upcoming[0].at <= gpu.clock.now):
+            add_arrived(upcoming[0].at)
             continue
-        output = loop.step()
-        assert output is not None, f"{len(scheduler.requests)} requests are left and none can run"
-        passes += 1
-        timing.ended(output.updates.finished)
-        recorder.note(clock.now)
-        if observer is not None:
-            add_arrived()  # an observer sees every request that has arrived by now
-            observer.committed(scheduler, clock.now)
-        if max_passes is not None and passes >= max_passes:
+        if gpu is None:
             break
-    recorder.close(clock.now)
-    refused += [request.id for request in requests if request.finish_reason is FinishReason.DISPLACED]
+        output = gpu.step()
+        passes += 1
+        if router is not None:
+            router.stepped(gpu, output)
+        recorder.note(min((one.clock.now for one in gpus if one.scheduler.has_work), default=gpu.clock.now))
+        if observer is not None:
+            add_arrived(gpu.clock.now)  # an observer sees every request that has arrived by now
+            observer.committed(gpu.scheduler, gpu.clock.now)
+    seconds = max(gpu.clock.now for gpu in gpus)
+    recorder.close(seconds)
+    requests = sorted((request for gpu in gpus for request in gpu.requests), key=lambda request: request.arrival)
+    displaced = [request.id for request in requests if request.finish_reason is FinishReason.DISPLACED]
     return SimulationResult(
         config,
         [ServedRequest.of(request) for request in requests if request.finish_reason is not FinishReason.DISPLACED],
-        refused,
-        scheduler.counters,
-        scheduler.journal.digest(),
-        clock.now,
-        executor.busy_s,
-        timing.host_s,
+        [*(id for gpu in gpus for id in gpu.refused), *displaced],
+        Counters.total([gpu.scheduler.counters for gpu in gpus]),
+        "-".join(gpu.scheduler.journal.digest() for gpu in gpus),
+        seconds,
+        sum(gpu.executor.busy_s for gpu in gpus) / count,
+        sum(gpu.timing.host_s for gpu in gpus),
         time.perf_counter() - began,
         passes,
-        recorder.mean_waiting(clock.now),
+        recorder.mean_waiting(seconds),
         recorder.series,
     )
 
@@ -346,8 +290,9 @@ class _SeriesRecorder:
     """Samples the scheduler after a pass and keeps between `_SAMPLES` and twice as many points: at the limit every
     second one is dropped."""
 
-    def __init__(self, scheduler: Scheduler, executor: VirtualExecutor, horizon: float) -> None:
-        self._scheduler, self._executor = scheduler, executor
+    def __init__(self, gpus: Sequence[VirtualReplica], horizon: float) -> None:
+        self._gpus = gpus
+        self._schedulers = [gpu.scheduler for gpu in gpus]
         self.series = Series()
         self._every = max(horizon / _SAMPLES, 1e-3)
         self._next = 0.0
@@ -356,7 +301,8 @@ class _SeriesRecorder:
         self._area = 0.0
 
     def note(self, now: float) -> None:
-        self._area += self._scheduler.num_waiting * (now - self._last)
+        now = max(now, self._last)  # a replica that was idle may begin again earlier than others have come to
+        self._area += sum(one.num_waiting for one in self._schedulers) * (now - self._last)
         self._last = now
         if now >= self._next:
             self._sample(now)
@@ -373,16 +319,18 @@ class _SeriesRecorder:
         return self._area / now if now else 0.0
 
     def _sample(self, now: float) -> None:
-        scheduler, counters, series = self._scheduler, self._scheduler.counters, self.series
-        memory, total = scheduler.memory, scheduler.config.num_pages
-        state = (now, self._executor.busy_s, counters.decoded_tokens)
+        schedulers, series = self._schedulers, self.series
+        pages = sum(one.config.num_pages for one in schedulers)
+        counters = Counters.total([one.counters for one in schedulers])
+        busy_s = sum(gpu.executor.busy_s for gpu in self._gpus) / len(self._gpus)
+        state = (now, busy_s, counters.decoded_tokens)
         seconds, busy, decoded = (new - old for new, old in zip(state, self._before, strict=True))
         self._before = state
         series.time.append(now)
-        series.running.append(scheduler.num_running)
-        series.waiting.append(scheduler.num_waiting)
-        series.cached.append(memory.tree.num_evictable_pages / total)
-        series.used.append(1 - memory.num_available_pages / total)
+        series.running.append(sum(one.num_running for one in schedulers))
+        series.waiting.append(sum(one.num_waiting for one in schedulers))
+        series.cached.append(sum(one.memory.tree.num_evictable_pages for one in schedulers) / pages)
+        series.used.append(1 - sum(one.memory.num_available_pages for one in schedulers) / pages)
         series.busy.append(min(1.0, busy / seconds) if seconds else 0.0)
         series.tokens.append(decoded / seconds if seconds else 0.0)
         series.hit_rate.append(counters.hit_rate)

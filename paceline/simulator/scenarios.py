@@ -16,7 +16,7 @@ import numpy as np
 from paceline.bench.workloads import TimedRequest
 from paceline.bench.workloads import prefill_overload as overload_requests
 from paceline.bench.workloads import small_behind_large as burst_requests
-from paceline.config import SchedulerConfig, WorkloadConfig
+from paceline.config import ReplicaConfig, SchedulerConfig, WorkloadConfig
 from paceline.engine.executor import Result
 from paceline.request import Request, SamplingParams
 from paceline.scheduler import Plan, Scheduler
@@ -324,3 +324,16 @@ def host_memory(host_tokens: int, requests: int = 300, gpu: str = LARGE) -> Simu
     arrivals, profile = make_workload("chat", work), load_profile(gpu)
     options = {"num_pages": CHAT_POOL // 16, "num_host_pages": host_tokens // 16}
     return simulate(arrivals, scheduler_config(arrivals, profile, options), profile)
+
+
+# ---------------------------------------------------------------------- replicas
+
+REPLICAS = 4
+
+
+def routing(router: str, requests: int = 1500, rate: float = 90.0) -> SimulationResult:
+    """Four replicas, each with a KV cache for a quarter of 200 system prompts of 1,840 tokens."""
+    work = WorkloadConfig(requests=requests, rate=rate, groups=200, prompt_tokens=2048, shared=0.9, output_tokens=64)
+    arrivals, profile = make_workload("prefixes", work), load_profile(LARGE)
+    config = scheduler_config(arrivals, profile, {"num_pages": CHAT_POOL // 16})
+    return simulate(arrivals, config, profile, replicas=ReplicaConfig(replicas=REPLICAS, router=router))

@@ -36,6 +36,14 @@ def test_compare_prints_and_plots_each_policy(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "plot.svg").read_text()
 
 
+def test_replicas_are_named_in_the_title_and_share_the_work() -> None:
+    alone, shared = (sim("run", "prefixes", *SMALL, *more) for more in ((), ("--replicas", "3", "--router", "random")))
+    assert alone.exit_code == shared.exit_code == 0, shared.output
+    assert "on 3 h200-qwen3-0.6b, router random" in " ".join(shared.output.split())
+    compared = sim("compare", "prefixes", *SMALL, "--policies", "fcfs,fair", "--replicas", "2")
+    assert compared.exit_code == 0, compared.output
+
+
 def test_fit_prints_the_held_out_error_and_saves_a_usable_profile(tmp_path: Path) -> None:
     record(tmp_path / "run.jsonl", noise=0.02, runs=3, requests=200, compile_s=0.3)
     result = sim(
@@ -98,6 +106,7 @@ def test_compare_prints_the_waiting_time_of_each_tenant() -> None:
         (("run", "prefixes", "--speed", "3"), "speed and limit are for traces"),
         (("run", "--gpu", "abacus"), "gpu is 'abacus': choose one of h200"),
         (("run", "--requests", "0"), "requests is 0: must be at least 1."),
+        (("run", "--router", "random"), "router is 'random', but there is one replica: give replicas, too."),
         (("compare", "--policies", "fcfs,best"), "policies has 'best': choose from fair"),
         (("compare", "--policies", ","), "policies is empty: choose from fair"),
         (("experiment", "two-prefixes", "--plots", "plots", "--form", "pdf"), "expected a .png or .svg file."),

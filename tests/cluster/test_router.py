@@ -17,6 +17,7 @@ from paceline.cluster import router as router_module
 from paceline.cluster.block_hash import block_hashes, root_hash
 from paceline.cluster.load import LoadReport
 from paceline.cluster.router import Decision, NoReplica, Reason, Router, RouteRequest
+from paceline.config import ROUTERS
 from paceline.scheduler.step_time import StepTime
 
 PAGE = 4
@@ -297,6 +298,17 @@ def test_a_finished_request_leaves_nothing_behind() -> None:
     assert all(not one.unreported and not one.num_requests and not one.num_new_tokens for one in router._replicas)
 
 
+@pytest.mark.parametrize("strategy", [name for name in ROUTERS if name != "cache"])
+def test_other_strategies_use_every_replica_that_is_up(strategy: str) -> None:
+    router = Router(4, PAGE, strategy)
+    for replica in range(4):
+        router.start(replica, 0.0)
+    router.stop(3)
+    counts = Counter(router.choose(RouteRequest(f"r{n}", LONG, ("a",)), 0.0).replica for n in range(60))
+    assert set(counts) == {0, 1, 2}
+    assert strategy == "random" or set(counts.values()) == {20}
+
+
 def test_equal_calls_give_equal_decisions() -> None:
     def decisions() -> list[Decision]:
         rng, cluster, found = np.random.default_rng(0), Cluster(8), []
@@ -313,9 +325,9 @@ def test_equal_calls_give_equal_decisions() -> None:
 
 
 def test_the_router_reads_no_clock_and_does_no_io() -> None:
-    forbidden = {"time", "datetime", "threading", "asyncio", "socket", "os", "io", "torch", "logging", "random"}
+    forbidden = {"time", "datetime", "threading", "asyncio", "socket", "os", "io", "torch", "logging"}
     folder = Path(router_module.__file__).parent
-    for name in ("router.py", "page_index.py", "load.py", "block_hash.py"):
+    for name in ("router.py", "page_index.py", "held_pages.py", "load.py", "block_hash.py"):
         tree = ast.parse((folder / name).read_text())
         found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         found |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
