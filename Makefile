@@ -8,7 +8,7 @@ RUNTIME := .venv/.runtime
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install serve wheel test test-pages test-slow test-flaky lint format bench mutants clean
+.PHONY: install serve wheel test test-pages test-cluster test-slow test-flaky lint format bench mutants clean
 
 install: $(READY)
 
@@ -42,6 +42,10 @@ test: $(READY)
 # The pages in a browser, which is downloaded if there is none.
 test-pages: $(READY)
 	$(PYTEST) tests/pages $(ARGS)
+
+# Engines of several processes: replicas with the default model.
+test-cluster: $(READY)
+	$(PYTEST) -m cluster $(ARGS)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout 3600

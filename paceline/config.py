@@ -638,9 +638,28 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 
 
+ROUTERS: Mapping[str, str] = {
+    "cache": "least predicted time, given the prefix that each replica has cached",
+    "least-loaded": "fewest unfinished requests",
+    "round-robin": "in turn",
+    "random": "at random",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """Address, processes, limits and logs of the HTTP server."""
+class ReplicaConfig:
+    """Several engines with the same model."""
+
+    replicas: int = option(1, "number of engines with the same model, each with a KV cache of its own", low=1, high=64)
+    router: str = option("cache", "how the replica of a request is chosen", choices=ROUTERS)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig(ReplicaConfig):
+    """Replicas, address, processes, limits and logs of the HTTP server."""
 
     # Server
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all interfaces")
@@ -731,6 +750,11 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.replicas > 1 and self.kv_events is not None:
+            raise ConfigError(
+                f"kv_events is {self.kv_events!r} and replicas is {self.replicas}: the engines would publish at one "
+                "address; remove one of the two."
+            )
         if self.admin_key is not None:
             check_key("admin_key", self.admin_key)
         for name in ("kv_events", "kv_events_replay"):
@@ -756,6 +780,25 @@ class ServerConfig:
         return [origin.strip() for origin in self.cors_origins.split(",") if origin.strip()]
 
 
+def check_replicas(config: ServerConfig, engine: EngineConfig, tenants: Iterable[TenantConfig]) -> None:
+    """Raises ConfigError for what several engines cannot do together."""
+    if config.replicas == 1:
+        if config.router != "cache":
+            raise ConfigError(f"router is {config.router!r}, but there is one replica: give replicas, too.")
+        return
+    if engine.record is not None:
+        raise ConfigError(
+            f"record is {engine.record!r} and replicas is {config.replicas}: the engines would write one file; record "
+            "with one replica."
+        )
+    limited = [one.name for one in tenants if one.max_requests is not None or one.tokens_per_minute is not None]
+    if limited and config.workers > 1:
+        raise ConfigError(
+            f"workers is {config.workers}, replicas is {config.replicas}, and tenant {limited[0]!r} has max_requests "
+            "or tokens_per_minute, which one worker has to count: set workers to 1, or remove the limits."
+        )
+
+
 def split_options(options: Mapping[str, Any], others: Iterable[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits options into those of the engine and those of the scheduler. Unknown and hidden options are errors, which
     may suggest one of `others` too: the arguments of the caller."""
@@ -769,25 +812,6 @@ def split_options(options: Mapping[str, Any], others: Iterable[str] = ()) -> tup
             raise ConfigError(f"{name} is {value!r}, which is not supported: {reason}.")
     engine = {name: value for name, value in options.items() if fields[name][0] is EngineConfig}
     return engine, {name: value for name, value in options.items() if fields[name][0] is SchedulerConfig}
-
-
-ROUTERS: Mapping[str, str] = {
-    "cache": "least predicted time, given the prefix that each replica has cached",
-    "least-loaded": "fewest unfinished requests",
-    "round-robin": "in turn",
-    "random": "at random",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaConfig:
-    """Several engines with the same model."""
-
-    replicas: int = option(1, "number of engines with the same model, each with a KV cache of its own", low=1, high=64)
-    router: str = option("cache", "how the replica of a request is chosen", choices=ROUTERS)
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 ARRIVALS: Mapping[str, str] = {

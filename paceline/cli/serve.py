@@ -18,6 +18,7 @@ from paceline.config import (
     SchedulerConfig,
     ServerConfig,
     TenantConfig,
+    check_replicas,
     split_options,
 )
 from paceline.config_file import read_file
@@ -69,6 +70,7 @@ def serve(
     rest = {name: value for name, value in options.items() if name not in server_names}
     engine_options, _ = split_options(rest)
     engine = EngineConfig(**engine_options)
+    check_replicas(config, engine, tenants)
     taken = bind(config)
     try:
         tokenizer: str | int

@@ -10,6 +10,7 @@ from typing import Any
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.model.spec import ModelSpec
 
+CPU_KV_FRACTION = 0.3  # of the free memory
 _MIN_TOKENS = 64  # a server with less KV cache than this cannot answer a useful request
 
 
@@ -20,7 +21,7 @@ def num_kv_pages(
     given: Mapping[str, Any],
     *,
     free: int | None = None,
-    default_fraction: float = 0.3,
+    default_fraction: float = CPU_KV_FRACTION,
     max_contexts: int = 64,
 ) -> int:
     """Number of pages of the KV cache: `kv_tokens` or `num_pages` if given, else a fraction of the free memory.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from paceline.engine.job import Job
-from paceline.engine.output import OutputDelta
+from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.server.queries import EngineQuery
 
 OnAborted = Callable[[int, OutputDelta], None]
@@ -35,6 +35,11 @@ class ServedModel:
     host_kv_tokens: int
     kv_bytes_per_token: int
     clips_max_tokens: bool = False  # a larger max_tokens is lowered, not refused
+    page_size: int = 16  # of the KV cache
+
+
+class EngineGone(EngineFailed):
+    """The engine process has exited; another one is started."""
 
 
 class EngineClient(Protocol):

@@ -30,8 +30,10 @@ from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.engine.weight_update import update_weights
 from paceline.request import InvalidRequest, PacelineError, SamplingParams, as_tokens
+from paceline.server.engine_device import choose_device
 from paceline.server.engine_kv_events import EngineKvEvents, bind_publisher
 from paceline.server.engine_queries import EngineQueries, served_model
+from paceline.server.engine_reports import ReplicaReporter
 from paceline.server.logs import set_up_logs
 from paceline.server.messages import (
     ErrorReply,
@@ -54,6 +56,7 @@ from paceline.server.process_messages import (
     StartupFailed,
     ToEngine,
     WeightsReplaced,
+    engine_name,
     read_setup,
     send_to_supervisor,
 )
@@ -102,9 +105,11 @@ class EngineProcess:
         """`make_engine` builds the engine with these hooks; it must not detokenize."""
         self.outputs: list[tuple[_FrontEndSink, OutputDelta]] = []  # of this step; used by the engine thread alone
         self._kv_events: EngineKvEvents | None = None
+        self._reporter: ReplicaReporter | None = None
         publisher = None if kv_events is None else bind_publisher(kv_events)  # fails before a model is loaded
         self.engine = make_engine(EngineHooks(after_step=self._after_step, on_failure=on_failure))
         self.queries = EngineQueries(self.engine, stall_s, on_weights)
+        self._address = address
         if publisher is not None:
             self._kv_events = EngineKvEvents(self.engine, publisher)
             self.queries.metrics.kv_events = publisher
@@ -113,6 +118,7 @@ class EngineProcess:
         self._receiver = self._context.socket(zmq.PULL)
         self._receiver.set_hwm(0)
         self._receiver.bind(address)
+        self._listens = False
         # ZeroMQ sockets are not thread-safe, and both the listening thread and the engine thread send.
         self._lock = threading.Lock()
         self._senders: dict[str, zmq.Socket[bytes]] = {}
@@ -122,11 +128,13 @@ class EngineProcess:
     # ------------------------------------------------------------------ messages from front ends
 
     def listen(self) -> None:
-        """Receives messages until the socket is closed."""
+        """Receives messages until `close`."""
+        self._listens = True
         while True:
             try:
                 data = self._receiver.recv()
             except zmq.ContextTerminated:
+                self._receiver.close(linger=0)  # here: a socket must not be closed while another thread receives
                 return
             try:
                 self._handle(decode_to_engine(data))
@@ -148,9 +156,14 @@ class EngineProcess:
                     sender.linger = 0
                     sender.connect(message.address)
                     self._senders[message.front_end] = sender
+                if message.reports:
+                    self._reporter = self._reporter or ReplicaReporter(self.engine, self._address, self.send)
+                    self._reporter.subscribe(message.front_end)
 
     def _submit(self, message: SubmitJob) -> None:
         job = message.job
+        if self._reporter is not None:
+            self._reporter.received(message.front_end)
         sink = _FrontEndSink(self, message.front_end, message.number, job.id, job.tenant)
         try:
             self._limiter.acquire(job.tenant, len(job.prompt), time.monotonic())
@@ -196,6 +209,8 @@ class EngineProcess:
             if sender is not None:
                 sender.close()
             request_ids = list(self._sinks.get(front_end, ()))
+        if self._reporter is not None:
+            self._reporter.unsubscribe(front_end)
         for request_id in request_ids:
             self.engine.abort(request_id)
 
@@ -215,6 +230,8 @@ class EngineProcess:
         self._send_outputs()
         if self._kv_events is not None:
             self._kv_events.publish()
+        if self._reporter is not None:
+            self._reporter.after_step()
 
     def _send_outputs(self) -> None:
         if not self.outputs:
@@ -254,13 +271,15 @@ class EngineProcess:
             for sender in self._senders.values():
                 sender.close(linger=200)
             self._senders.clear()
-        self._receiver.close(linger=0)
+        if not self._listens:
+            self._receiver.close(linger=0)
         self._context.term()
 
 
 def build(setup: EngineSetup, progress: Callable[[int, int], None], hooks: EngineHooks) -> Engine:
     source = setup.source
-    engine_options, scheduler_options = split_options(source.options)
+    options = choose_device(source.options, setup.replica, setup.num_replicas)
+    engine_options, scheduler_options = split_options(options)
     weights = {tenant.name: tenant.weight for tenant in setup.tenants}
     if weights:
         scheduler_options["tenant_weights"] = {**weights, **scheduler_options.get("tenant_weights", {})}
@@ -332,7 +351,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # only the supervisor acts on signals
     setup = read_setup(EngineSetup)
-    set_up_logs(setup.log_level, setup.log_format, "engine")
+    set_up_logs(setup.log_level, setup.log_format, engine_name(setup.replica, setup.num_replicas))
     reported = 0.0
 
     def progress(done: int, total: int) -> None:

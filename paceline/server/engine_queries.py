@@ -66,6 +66,7 @@ def served_model(engine: Engine, name: str) -> ServedModel:
         kv_tokens=config.num_pages * config.page_size,
         host_kv_tokens=config.num_host_pages * config.page_size,
         kv_bytes_per_token=info.kv_bytes_per_token,
+        page_size=config.page_size,
     )
 
 

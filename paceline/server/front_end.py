@@ -14,7 +14,6 @@ import socket
 import sys
 from typing import Any
 
-from paceline.engine.output import EngineFailed
 from paceline.request import PacelineError
 from paceline.server.app import App
 from paceline.server.auth import ApiKeys
@@ -22,6 +21,7 @@ from paceline.server.batches.runner import BatchRunner
 from paceline.server.batches.store import BatchStore
 from paceline.server.body_workers import BodyWorkers
 from paceline.server.connection import listen
+from paceline.server.engine_client import EngineGone
 from paceline.server.errors import shutting_down
 from paceline.server.logs import set_up_logs
 from paceline.server.metrics import ServerCounters
@@ -39,7 +39,7 @@ from paceline.server.process_messages import (
     read_setup,
     send_to_supervisor,
 )
-from paceline.server.remote_client import RemoteClient
+from paceline.server.replica_client import ReplicaClient
 from paceline.server.state import ServerState
 from paceline.text.load import load_tokenizer
 from paceline.text.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ _SWITCH_INTERVAL_S = 0.0002
 class _FrontEnd:
     def __init__(self, setup: FrontEndSetup, tokenizer: Tokenizer, store: BatchStore | None) -> None:
         self._setup = setup
-        self._client = RemoteClient(setup.name, setup.address, tokenizer)
+        self._client = ReplicaClient(setup.name, setup.address, tokenizer, setup.config, setup.tenants)
         self._counters = ServerCounters()
         self._state = ServerState(
             client=self._client,
@@ -119,11 +119,11 @@ class _FrontEnd:
         while line := await reader.readline():
             match message := decoder.decode(line):
                 case EngineUp():
-                    self._client.connect(message.address, message.model)
+                    self._client.connect(message.replica, message.address, message.model)
                 case EngineDown():
-                    self._client.disconnect(EngineFailed(message.reason))
+                    self._client.disconnect(message.replica, EngineGone(message.reason))
                 case EngineLoading():
-                    self._client.loading = True
+                    self._client.set_loading(message.replica)
                 case SetDraining():
                     self._state.set_draining(message.draining)
                 case Shutdown():

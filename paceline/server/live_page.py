@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
+from urllib.parse import parse_qs
 
 import msgspec
 
+from paceline.server.errors import ApiError
 from paceline.server.http import Scope, Send
 from paceline.server.queries import GetMonitor
 from paceline.server.state import ServerState
@@ -19,8 +22,7 @@ class LivePage:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._cached = b""
-        self._cached_at = float("-inf")
+        self._cached: dict[int, tuple[float, bytes]] = {}  # by replica: when, and the state
 
     def matches(self, scope: Scope) -> bool:
         """Whether this is a browser requesting the page, or the page requesting its files or data."""
@@ -35,7 +37,7 @@ class LivePage:
             # The files are public. The data covers the requests of all tenants, so with API keys it is for admins.
             if self._state.api_keys.is_required:
                 self._state.api_keys.check_admin(dict(scope["headers"]))
-            await _send(send, 200, WebFile(await self._engine_state(), "application/json"))
+            await _send(send, 200, WebFile(await self._engine_state(scope["query_string"]), "application/json"))
             return
         file = web_file("live.html" if path == "/" else path.removeprefix("/live/"))
         if file is None:
@@ -43,13 +45,22 @@ class LivePage:
         else:
             await _send(send, 200, file)
 
-    async def _engine_state(self) -> bytes:
-        if time.monotonic() - self._cached_at >= _MAX_AGE_S:
-            found = await self._state.client.query(GetMonitor())
+    async def _engine_state(self, query: bytes) -> bytes:
+        """Of the replica that the page's address names (`/?replica=1`), else of the first."""
+        count = self._state.config.replicas
+        given = parse_qs(query.decode("latin-1")).get("replica", ["0"])[-1]
+        if not given.isdecimal() or len(given) > 3 or int(given) >= count:
+            raise ApiError(f"replica is {given[:20]!r}: give a number from 0 to {count - 1}.", param="replica")
+        replica = int(given)
+        cached_at, state = self._cached.get(replica, (-math.inf, b""))
+        if time.monotonic() - cached_at >= _MAX_AGE_S:
+            found = await self._state.client.query(GetMonitor(replica))
             device = self._state.client.model.device
-            self._cached = msgspec.json.encode({"model": self._state.model_name, "device": device, **found})
-            self._cached_at = time.monotonic()
-        return self._cached
+            if count > 1:
+                device = f"replica {replica} of {count}, {device}"
+            state = msgspec.json.encode({"model": self._state.model_name, "device": device, **found})
+            self._cached[replica] = (time.monotonic(), state)
+        return state
 
 
 async def _send(send: Send, status: int, file: WebFile) -> None:

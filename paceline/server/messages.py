@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from paceline.cluster.held_pages import PageChanges
+from paceline.cluster.load import LoadReport
 from paceline.codec import TypedDecoder
 from paceline.engine.job import Job
 from paceline.engine.output import Conflict, EngineFailed, OutputDelta
@@ -17,10 +19,12 @@ from paceline.server.queries import EngineQuery
 
 
 class RegisterFrontEnd(msgspec.Struct, tag=True):
-    """The first message of a front end: the address at which it receives."""
+    """The first message of a front end: the address at which it receives, and whether it routes between replicas and
+    wants `ReplicaReport`s."""
 
     front_end: str
     address: str
+    reports: bool = False
 
 
 class SubmitJob(msgspec.Struct, tag=True):
@@ -54,6 +58,15 @@ class QueryResult(msgspec.Struct, tag=True):
     result: msgspec.Raw  # of the type in `QUERY_RESULTS`
 
 
+class ReplicaReport(msgspec.Struct, tag=True):
+    """For the router: the load of an engine, and what has changed in its prefix cache."""
+
+    engine: str  # the address at which it receives, another one after a restart
+    load: LoadReport
+    num_received: int  # jobs of this front end
+    changes: PageChanges
+
+
 _ERRORS: dict[str, type[PacelineError]] = {"failed": EngineFailed, "conflict": Conflict}
 
 
@@ -80,7 +93,7 @@ class ErrorReply(msgspec.Struct, tag=True):
 
 
 MessageToEngine = RegisterFrontEnd | SubmitJob | FinishRequest | QueryRequest
-MessageToFrontEnd = OutputBatch | QueryResult | ErrorReply
+MessageToFrontEnd = OutputBatch | QueryResult | ErrorReply | ReplicaReport
 _to_engine: TypedDecoder[MessageToEngine] = TypedDecoder(MessageToEngine)
 _to_front_end: TypedDecoder[MessageToFrontEnd] = TypedDecoder(MessageToFrontEnd)
 decode_to_engine = _to_engine.decode

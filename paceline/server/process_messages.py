@@ -57,7 +57,14 @@ class EngineSetup(msgspec.Struct, frozen=True):
     log_level: str
     log_format: str
     weights: WeightsReplaced | None = None  # since the server was started
+    replica: int = 0
+    num_replicas: int = 1
     kv_events: KvEventsSetup | None = None
+
+
+def engine_name(replica: int, num_replicas: int) -> str:
+    """In logs and messages."""
+    return "engine" if num_replicas == 1 else f"engine {replica}"
 
 
 class FrontEndSetup(msgspec.Struct, frozen=True):
@@ -78,14 +85,16 @@ class FrontEndSetup(msgspec.Struct, frozen=True):
 class EngineUp(msgspec.Struct, frozen=True, tag=True):
     address: str
     model: ServedModel
+    replica: int = 0
 
 
 class EngineDown(msgspec.Struct, frozen=True, tag=True):
     reason: str
+    replica: int = 0
 
 
 class EngineLoading(msgspec.Struct, frozen=True, tag=True):
-    pass
+    replica: int = 0
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):

@@ -95,7 +95,9 @@ class GetMetrics(_Query, frozen=True):
 
 
 class GetMonitor(_Query, frozen=True):
-    """What the live page shows: `EngineMonitor.state()`."""
+    """What the live page shows: `EngineMonitor.state()` of one replica."""
+
+    replica: int = 0
 
 
 class FlushCache(_Query, frozen=True):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from paceline.server.messages import (
     QueryRequest,
     QueryResult,
     RegisterFrontEnd,
+    ReplicaReport,
     SubmitJob,
     decode_to_front_end,
 )
@@ -41,6 +42,9 @@ from paceline.text.tokenizer import Tokenizer
 _QUERY_TIMEOUT_S = 5.0  # a stuck engine returns no result
 
 
+OutputQueue = asyncio.Queue[tuple[int, OutputDelta | PacelineError]]  # index of the job, and what it got
+
+
 @dataclass(slots=True, eq=False)
 class _JobOutput:
     """Turns the output of one job into text and puts it into the queue of its response."""
@@ -49,7 +53,7 @@ class _JobOutput:
     index: int
     job: Job
     text: TextStream
-    queue: asyncio.Queue[tuple[int, OutputDelta] | Exception]
+    queue: OutputQueue
     stopped: bool = False  # by a stop string: later output is dropped
 
     def put(self, output: OutputDelta) -> bool:
@@ -82,19 +86,27 @@ class _JobOutput:
         return True
 
 
-async def _wait_aborted(
-    queue: asyncio.Queue[tuple[int, OutputDelta] | Exception], num_unfinished: int, on_aborted: OnAborted
-) -> None:
+async def wait_aborted(queue: OutputQueue, num_unfinished: int, on_aborted: OnAborted) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(ABORT_TIMEOUT_S):
-            while num_unfinished and not isinstance(item := await queue.get(), Exception):
-                on_aborted(*item)
-                num_unfinished -= item[1].finish_reason is not None
+            while num_unfinished:
+                index, item = await queue.get()
+                if isinstance(item, PacelineError):
+                    return
+                on_aborted(index, item)
+                num_unfinished -= item.finish_reason is not None
 
 
 class RemoteClient:
-    def __init__(self, name: str, address: str, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        tokenizer: Tokenizer,
+        on_report: Callable[[ReplicaReport], None] | None = None,
+    ) -> None:
         """Binds `address` and receives on the running event loop."""
+        self._on_report, self._engine = on_report, ""
         self._name, self._address, self._tokenizer = name, address, tokenizer
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
@@ -118,13 +130,13 @@ class RemoteClient:
         self._sender.set_hwm(0)
         self._sender.linger = 0
         self._sender.connect(address)
-        self._model, self.loading = model, False
-        self.send(RegisterFrontEnd(self._name, self._address))
+        self._model, self.loading, self._engine = model, False, address
+        self.send(RegisterFrontEnd(self._name, self._address, self._on_report is not None))
 
     def disconnect(self, error: PacelineError) -> None:
         """The engine is gone: fails jobs and queries in progress, and new ones until `connect`."""
         self._unavailable_reason = str(error)
-        self._model, self.loading = None, False
+        self._model, self.loading, self._engine = None, False, ""
         if self._sender is not None:
             self._sender.close(linger=0)
             self._sender = None
@@ -139,7 +151,11 @@ class RemoteClient:
         jobs, self._jobs = self._jobs, {}
         for one in jobs.values():
             self.send(FinishRequest(one.job.id, FinishReason.ABORT))
-            one.queue.put_nowait(error)
+            one.queue.put_nowait((one.index, error))
+
+    @property
+    def is_up(self) -> bool:
+        return self._model is not None
 
     @property
     def model(self) -> ServedModel:
@@ -152,33 +168,45 @@ class RemoteClient:
     async def stream(
         self, jobs: Sequence[Job], on_aborted: OnAborted | None = None
     ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
-        queue: asyncio.Queue[tuple[int, OutputDelta] | Exception] = asyncio.Queue()
+        queue: OutputQueue = asyncio.Queue()
         assert self.model, "raises if there is no engine"
         numbers: list[int] = []
         try:
             for index, job in enumerate(jobs):
-                number = next(self._numbers)
-                numbers.append(number)
-                text = TextStream.of(self._tokenizer, job.params)
-                self._jobs[number] = _JobOutput(self, index, job, text, queue)
-                self.send(SubmitJob(self._name, number, job))
+                numbers.append(self.submit(index, job, queue))
             num_unfinished = len(jobs)
             while num_unfinished:
-                item = await queue.get()
-                if isinstance(item, Exception):
+                index, item = await queue.get()
+                if isinstance(item, PacelineError):
                     raise item
-                num_unfinished -= item[1].finish_reason is not None
-                yield item
+                num_unfinished -= item.finish_reason is not None
+                yield index, item
         finally:
-            unfinished = [number for number in numbers if number in self._jobs]
-            for number in unfinished:
-                self.send(FinishRequest(self._jobs[number].job.id, FinishReason.ABORT))
+            num_aborted = sum(map(self.abort, numbers))
             try:
-                if unfinished and on_aborted is not None:
-                    await _wait_aborted(queue, len(unfinished), on_aborted)
+                if num_aborted and on_aborted is not None:
+                    await wait_aborted(queue, num_aborted, on_aborted)
             finally:
-                for number in unfinished:
-                    self._jobs.pop(number, None)
+                for number in numbers:
+                    self.forget(number)
+
+    def submit(self, index: int, job: Job, queue: OutputQueue) -> int:
+        """Sends a job, whose output goes into `queue`. Returns its number."""
+        number = next(self._numbers)
+        self._jobs[number] = _JobOutput(self, index, job, TextStream.of(self._tokenizer, job.params), queue)
+        self.send(SubmitJob(self._name, number, job))
+        return number
+
+    def abort(self, number: int) -> bool:
+        """Aborts a job, unless it has finished; what it has produced still comes until `forget`. Returns whether it was
+        unfinished."""
+        one = self._jobs.get(number)
+        if one is not None:
+            self.send(FinishRequest(one.job.id, FinishReason.ABORT))
+        return one is not None
+
+    def forget(self, number: int) -> None:
+        self._jobs.pop(number, None)
 
     async def query(self, query: EngineQuery) -> Any:
         assert self.model, "raises if there is no engine"
@@ -224,6 +252,9 @@ class RemoteClient:
                 job = self._jobs.get(number)
                 if job is not None and job.put(output):
                     del self._jobs[number]
+        elif isinstance(message, ReplicaReport):
+            if self._on_report is not None and message.engine == self._engine:  # else: of one that is gone
+                self._on_report(message)
         elif isinstance(message, QueryResult):
             self._on_query_result(message)
         else:
@@ -237,7 +268,7 @@ class RemoteClient:
     def _on_error(self, message: ErrorReply) -> None:
         job = self._jobs.pop(message.number, None)
         if job is not None:
-            job.queue.put_nowait(message.error())
+            job.queue.put_nowait((job.index, message.error()))
         _, future = self._queries.get(message.number, (None, None))
         if future is not None and not future.done():
             future.set_exception(message.error())

@@ -1,10 +1,10 @@
-"""The supervisor: starts the engine and the front ends, detects at once when one exits, and restarts it.
+"""The supervisor: starts the engines and the front ends, detects at once when one exits, and restarts it.
 
 It exchanges the messages of `process_messages.py` with each of them; requests never pass through it. It therefore does
 nothing while all processes are healthy, and the listening socket, which it owns, outlives every front end. When the
 supervisor itself is killed, its children reach the end of their input and exit.
 
-    signal -> front ends drain -> front ends exit -> engine exits -> supervisor exits
+    signal -> front ends drain -> front ends exit -> engines exit -> supervisor exits
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from paceline.server.process_messages import (
     ToFrontEnd,
     WeightsReplaced,
     encode_line,
+    engine_name,
 )
 
 log = logging.getLogger("paceline.supervisor")
@@ -139,10 +140,13 @@ class Supervisor:
         self._on_loading, self._on_ready = on_loading, on_ready
         self._folder = Path(tempfile.mkdtemp(prefix="paceline-"))
         self._front_ends: dict[str, ChildProcess[FromFrontEnd]] = {}
-        self._engine: ChildProcess[FromEngine] | None = None
-        self._engine_state: EngineUp | EngineDown | EngineLoading = EngineLoading()
+        self._engines: dict[int, ChildProcess[FromEngine]] = {}  # by replica
+        self._engine_states: list[EngineUp | EngineDown | EngineLoading] = [
+            EngineLoading(replica) for replica in range(setup.config.replicas)
+        ]
+        self._loading: dict[int, LoadingProgress] = {}  # by replica
         self._weights: WeightsReplaced | None = None
-        self._up_since = 0.0
+        self._up_since = [0.0] * setup.config.replicas
         self._draining = False
         self._shutting_down = False
         self._reported_ready = False
@@ -159,7 +163,8 @@ class Supervisor:
             asyncio.create_task(self._run_front_end(f"front-end-{index}"))
             for index in range(self._setup.config.workers)
         ]
-        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._run_engine()), *front_ends]
+        engines = [asyncio.create_task(self._run_engine(replica)) for replica in range(self._setup.config.replicas)]
+        tasks: list[asyncio.Task[Any]] = [*engines, *front_ends]
         finished = asyncio.create_task(self._finished.wait())
         try:
             pending = {*tasks, finished}
@@ -170,8 +175,8 @@ class Supervisor:
         finally:
             for front_end in self._front_ends.values():
                 front_end.kill()
-            if self._engine is not None:
-                self._engine.kill()
+            for engine in self._engines.values():
+                engine.kill()
             for task in [*tasks, finished]:
                 task.cancel()
             await asyncio.gather(*tasks, finished, return_exceptions=True)
@@ -187,6 +192,8 @@ class Supervisor:
         tenants = [replace(tenant, keys=()) for tenant in self._setup.tenants]
         if self._setup.config.batch_folder is not None:
             tenants += batch_tenants(tenants)
+        if self._setup.config.replicas > 1:  # the front end counts
+            tenants = [replace(tenant, max_requests=None, tokens_per_minute=None) for tenant in tenants]
         return tuple(tenants)
 
     @property
@@ -196,17 +203,17 @@ class Supervisor:
             return None
         return KvEventsSetup(config.kv_events, config.kv_events_replay, config.kv_events_topic)
 
-    async def _run_engine(self) -> None:
+    async def _run_engine(self, replica: int) -> None:
         delay, generation = _MIN_RESTART_DELAY_S, 0
         config = self._setup.config
+        name = engine_name(replica, config.replicas)
         decoder: LineDecoder[FromEngine] = LineDecoder(FromEngine)
         loop = asyncio.get_running_loop()
         while not self._shutting_down:
             generation += 1
-            address = f"ipc://{self._folder}/engine-{generation}"
             setup = EngineSetup(
                 name=self._setup.name,
-                address=address,
+                address=f"ipc://{self._folder}/engine-{replica}-{generation}",
                 source=self._setup.source,
                 stall_s=config.stall_s,
                 tenants=self._engine_tenants,
@@ -214,42 +221,57 @@ class Supervisor:
                 log_format=config.log_format,
                 weights=self._weights,
                 kv_events=self._kv_events,
+                replica=replica,
+                num_replicas=config.replicas,
             )
-            self._engine_state = EngineLoading()
-            self._send_to_front_ends(self._engine_state)
-            self._engine = ChildProcess(
-                "paceline.server.engine_process", setup, decoder, partial(self._on_engine_message, address)
+            self._set_engine_state(EngineLoading(replica))
+            self._engines[replica] = ChildProcess(
+                "paceline.server.engine_process", setup, decoder, partial(self._on_engine_message, setup)
             )
-            status = await self._engine.run()
-            was_up = isinstance(self._engine_state, EngineUp)
-            reason = f"The engine exited unexpectedly ({describe_status(status)}) and is being restarted: retry soon."
-            self._engine_state = EngineDown(reason)
+            status = await self._engines[replica].run()
+            was_up = isinstance(self._engine_states[replica], EngineUp)
+            reason = f"The {name} exited unexpectedly ({describe_status(status)}) and is being restarted: retry soon."
+            down = EngineDown(reason, replica)
             if self._shutting_down or self._startup_error is not None:
+                self._engine_states[replica] = down
                 return
-            self._send_to_front_ends(self._engine_state)
-            log.error("engine exited unexpectedly: %s", describe_status(status))
-            if not was_up and generation == 1:
+            self._set_engine_state(down)
+            log.error("%s exited unexpectedly: %s", name, describe_status(status))
+            if not was_up and generation == 1 and setup.weights == self._weights:
                 self._status = 1
                 self._finished.set()
                 return
-            is_stable = was_up and loop.time() - self._up_since > _STABLE_S
+            is_stable = was_up and loop.time() - self._up_since[replica] > _STABLE_S
             delay = _MIN_RESTART_DELAY_S if is_stable else min(delay * 2, _MAX_RESTART_DELAY_S)
             await asyncio.sleep(delay)
 
-    def _on_engine_message(self, address: str, message: FromEngine) -> None:
+    def _set_engine_state(self, state: EngineUp | EngineDown | EngineLoading) -> None:
+        self._engine_states[state.replica] = state
+        self._send_to_front_ends(state)
+
+    def _on_engine_message(self, setup: EngineSetup, message: FromEngine) -> None:
         match message:
             case LoadingProgress():
-                self._on_loading(message.done, message.total)
+                self._loading[setup.replica] = message
+                if len(self._loading) == self._setup.config.replicas:
+                    progress = self._loading.values()
+                    self._on_loading(sum(one.done for one in progress), sum(one.total for one in progress))
             case WeightsReplaced():
                 self._weights = message
             case StartupFailed():
-                self._startup_error = message.message
-                self._finished.set()
+                if self._reported_ready and self._setup.config.replicas > 1:  # the others still serve
+                    name = engine_name(setup.replica, self._setup.config.replicas)
+                    log.error("%s cannot start: %s", name, message.message)
+                else:
+                    self._startup_error = message.message
+                    self._finished.set()
             case EngineReady():
-                self._up_since = asyncio.get_running_loop().time()
-                self._engine_state = EngineUp(address, message.model)
-                self._send_to_front_ends(self._engine_state)
-                log.info("engine is up")
+                if setup.weights != self._weights:  # they were replaced while it loaded
+                    self._engines[setup.replica].kill()
+                    return
+                self._up_since[setup.replica] = asyncio.get_running_loop().time()
+                self._set_engine_state(EngineUp(setup.address, message.model, setup.replica))
+                log.info("%s is up", engine_name(setup.replica, self._setup.config.replicas))
                 self._report_ready_once()
 
     # ------------------------------------------------------------------ front ends
@@ -276,8 +298,8 @@ class Supervisor:
             self._front_ends[name] = child
             status = await child.run((descriptor,))
             self._front_ends.pop(name, None)
-            if self._engine is not None:
-                self._engine.send(FrontEndGone(unique_name))
+            for engine in self._engines.values():
+                engine.send(FrontEndGone(unique_name))
             if self._shutting_down or self._startup_error is not None:
                 return
             log.error("%s exited unexpectedly: %s", name, describe_status(status))
@@ -295,7 +317,8 @@ class Supervisor:
                 child = self._front_ends[name]
                 child.is_listening = True
                 child.send(SetDraining(self._draining))
-                child.send(self._engine_state)
+                for state in self._engine_states:
+                    child.send(state)
                 self._report_ready_once()
             case SetDraining():
                 self._draining = message.draining
@@ -315,9 +338,10 @@ class Supervisor:
     def _report_ready_once(self) -> None:
         num_listening = sum(child.is_listening for child in self._front_ends.values())
         all_listen = num_listening == self._setup.config.workers
-        if isinstance(self._engine_state, EngineUp) and all_listen and not self._reported_ready:
+        up = [state for state in self._engine_states if isinstance(state, EngineUp)]
+        if len(up) == len(self._engine_states) and all_listen and not self._reported_ready:
             self._reported_ready = True
-            self._on_ready(self._engine_state.model)
+            self._on_ready(up[0].model)
 
     # ------------------------------------------------------------------ shutdown
 
@@ -333,9 +357,11 @@ class Supervisor:
         timeout_s = self._setup.config.shutdown_s
         self._send_to_front_ends(Shutdown(timeout_s))
         await self._wait_until(lambda: not self._front_ends, timeout_s + _EXIT_MARGIN_S)
-        if self._engine is not None:
-            self._engine.close_input()
-            await self._wait_until(lambda: not isinstance(self._engine_state, EngineUp), _EXIT_MARGIN_S)
+        for engine in self._engines.values():
+            engine.close_input()
+        await self._wait_until(
+            lambda: not any(isinstance(state, EngineUp) for state in self._engine_states), _EXIT_MARGIN_S
+        )
         self._finished.set()
 
     async def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:

@@ -13,7 +13,7 @@ function useLive() {
       if (document.visibilityState === "visible") {
         try {
           const key = sessionStorage.getItem("key");
-          const response = await fetch("/live/state", key ? { headers: { Authorization: `Bearer ${key}` } } : {});
+          const response = await fetch(`/live/state${location.search}`, key ? { headers: { Authorization: `Bearer ${key}` } } : {});
           if (!response.ok) throw Object.assign(new Error((await response.json()).error.message), { status: response.status });
           const found = await response.json();
           if (!ended) { setState(found); setProblem(null); }

@@ -177,6 +177,37 @@ def test_a_restarted_engine_loads_the_replaced_weights_again(folder: Path) -> No
         assert not httpx.post(f"{url}/admin/resume", headers=KEY, timeout=60).json()["paused"]
 
 
+def test_new_weights_reach_all_replicas_and_those_that_are_restarted(folder: Path) -> None:
+    with serving(*TINY, "--replicas", "2") as server:
+        url = server.url
+
+        def versions() -> set[str]:
+            """Of requests that share nothing, so that both engines get some."""
+            found: set[str] = set()
+            for number in range(8):
+                body = {"model": "tiny-qwen3", "prompt": [number] * 40, "max_tokens": 2, "temperature": 0}
+                response = httpx.post(url + COMPLETIONS, json=body, timeout=60)
+                assert response.status_code == 200, response.text
+                found |= set(response.json()["weight_versions"])
+            metrics = httpx.get(f"{url}/metrics", timeout=60, headers=KEY).text
+            assert 'paceline_request_success_total{finished_reason="length",replica="0"} 0.0' not in metrics
+            assert 'paceline_request_success_total{finished_reason="length",replica="1"} 0.0' not in metrics
+            return found
+
+        assert versions() == {"0"}
+        updated = httpx.post(f"{url}/admin/weights", json={"path": str(folder)}, headers=KEY, timeout=60)
+        assert updated.status_code == 200, updated.text
+        assert versions() == {"1"}
+        victim = server.children["engine"][0]
+        os.kill(victim, signal.SIGKILL)
+        while (
+            victim in server.children["engine"]
+            or "paceline_replicas_up 2.0" not in httpx.get(f"{url}/metrics", timeout=60, headers=KEY).text
+        ):
+            time.sleep(0.05)
+        assert versions() == {"1"}
+
+
 @pytest.mark.parametrize("action", ["pin", "unpin", "flush"])
 def test_a_long_cache_salt_is_refused_for_every_action(caller: Caller, action: str) -> None:
     response = admin(caller, "POST", "/admin/cache", action=action, name="x", prompt="a", cache_salt="s" * 257)

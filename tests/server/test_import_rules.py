@@ -12,7 +12,15 @@ import pytest
 from tests.test_imports import PACKAGE, imports
 
 # Modules on the engine's side of the interface.
-ENGINE_SIDE = {"engine_queries.py", "engine_kv_events.py", "engine_metrics.py", "engine_process.py", "local_client.py"}
+ENGINE_SIDE = {
+    "engine_device.py",
+    "engine_kv_events.py",
+    "engine_metrics.py",
+    "engine_process.py",
+    "engine_queries.py",
+    "engine_reports.py",
+    "local_client.py",
+}
 # What the other modules may import: the values that cross the interface, and errors.
 VALUES = {"paceline.engine.output", "paceline.engine.job"}
 

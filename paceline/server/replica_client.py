@@ -1,0 +1,250 @@
+"""The interface to several engines as if they were one: the router chooses the engine of each job.
+
+Each front end has a router of its own, fed by the same reports of the engines. A job whose engine exits before the
+first output is sent to another one, once: a request that kills engines must not kill all of them. With a single engine
+nothing is routed, and calls go straight to its `RemoteClient`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+import zlib
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from paceline.cluster.router import NoReplica, Router, RouteRequest
+from paceline.config import ServerConfig, TenantConfig
+from paceline.engine.job import Job
+from paceline.engine.output import EngineFailed, OutputDelta
+from paceline.request import PacelineError
+from paceline.server.auth import batch_tenants
+from paceline.server.engine_client import EngineGone, OnAborted, ServedModel
+from paceline.server.messages import ReplicaReport
+from paceline.server.metrics import MetricFamily, counter
+from paceline.server.queries import (
+    EngineQuery,
+    GetMetrics,
+    GetMonitor,
+    RecordTrace,
+    StoreResponse,
+)
+from paceline.server.rate_limiter import RateLimiter
+from paceline.server.remote_client import OutputQueue, RemoteClient, wait_aborted
+from paceline.server.replica_queries import PINS, READ_ONLY, combine
+from paceline.text.tokenizer import Tokenizer
+
+log = logging.getLogger("paceline.server")
+
+
+@dataclass(slots=True, eq=False)
+class _RoutedJob:
+    job: Job
+    began: float
+    route_id: str = ""
+    replica: int = 0
+    number: int | None = None  # of the job, at its replica; None: not sent
+    has_output: bool = False
+    was_retried: bool = False
+    is_finished: bool = False
+
+
+class ReplicaClient:
+    def __init__(
+        self, name: str, address: str, tokenizer: Tokenizer, config: ServerConfig, tenants: Sequence[TenantConfig] = ()
+    ) -> None:
+        """Binds `address`, or addresses that begin with it, and receives on the running event loop."""
+        count, self._name = config.replicas, name
+        self._replicas = (
+            [RemoteClient(name, address, tokenizer)]
+            if count == 1
+            else [
+                RemoteClient(name, f"{address}-{replica}", tokenizer, partial(self._on_report, replica))
+                for replica in range(count)
+            ]
+        )
+        self._strategy = config.router
+        self._router: Router | None = None  # from the first connection on: the page size is known then
+        self._route_ids = map(str, itertools.count())
+        self._limiter = RateLimiter([*tenants, *batch_tenants(tenants)])
+        self._refused: Counter[str] = Counter()  # by tenant
+        self._reasons: Counter[str] = Counter()  # of decisions
+        self._num_retried = 0
+
+    # ------------------------------------------------------------------ connections to the engines
+
+    def connect(self, replica: int, address: str, model: ServedModel) -> None:
+        self._replicas[replica].connect(address, model)
+        if len(self._replicas) > 1:
+            if self._router is None:
+                self._router = Router(len(self._replicas), model.page_size, self._strategy)
+            self._router.start(replica, time.monotonic())
+
+    def disconnect(self, replica: int, error: PacelineError) -> None:
+        if self._router is not None:
+            self._router.stop(replica)  # first: jobs are sent elsewhere
+        self._replicas[replica].disconnect(error)
+
+    def set_loading(self, replica: int) -> None:
+        self._replicas[replica].loading = True
+
+    def fail_all(self, error: PacelineError) -> None:
+        for one in self._replicas:
+            one.fail_all(error)
+
+    @property
+    def model(self) -> ServedModel:
+        up = (one for one in self._replicas if one.is_up)
+        return next(up, self._replicas[0]).model
+
+    @property
+    def loading(self) -> bool:
+        return not any(one.is_up for one in self._replicas) and any(one.loading for one in self._replicas)
+
+    async def close(self) -> None:
+        for one in self._replicas:
+            await one.close()
+
+    def _on_report(self, replica: int, report: ReplicaReport) -> None:
+        if self._router is not None:
+            report.changes.apply(self._router, replica)
+            self._router.report(replica, report.load, time.monotonic(), report.num_received)
+
+    # ------------------------------------------------------------------ requests
+
+    def stream(
+        self, jobs: Sequence[Job], on_aborted: OnAborted | None = None
+    ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        if len(self._replicas) == 1:
+            return self._replicas[0].stream(jobs, on_aborted)
+        return self._routed_stream(jobs, on_aborted)
+
+    async def _routed_stream(
+        self, jobs: Sequence[Job], on_aborted: OnAborted | None
+    ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        queue: OutputQueue = asyncio.Queue()
+        assert self.model, "raises if there is no engine"
+        routed: list[_RoutedJob] = []
+        try:
+            for index, job in enumerate(jobs):
+                self._acquire(job)
+                routed.append(_RoutedJob(job, time.monotonic()))
+                self._submit(index, routed[-1], queue)
+            num_unfinished = len(jobs)
+            while num_unfinished:
+                index, item = await queue.get()
+                one = routed[index]
+                if isinstance(item, PacelineError):
+                    if not isinstance(item, EngineGone) or one.has_output or one.was_retried:
+                        raise item
+                    one.was_retried = True
+                    self._num_retried += 1
+                    self._submit(index, one, queue)
+                    continue
+                one.has_output = True
+                if item.finish_reason is not None:
+                    self._end(one, 0 if item.usage is None else item.usage.completion_tokens)
+                    num_unfinished -= 1
+                yield index, item
+        finally:
+            unfinished = [one for one in routed if not one.is_finished]
+            sent = [(self._replicas[one.replica], one.number) for one in unfinished if one.number is not None]
+            num_aborted = sum(client.abort(number) for client, number in sent)
+            try:
+                if num_aborted and on_aborted is not None:
+                    await wait_aborted(queue, num_aborted, on_aborted)
+            finally:
+                for client, number in sent:
+                    client.forget(number)
+                for one in unfinished:
+                    self._end(one, 0)
+
+    def _acquire(self, job: Job) -> None:
+        try:
+            self._limiter.acquire(job.tenant, len(job.prompt), time.monotonic())
+        except PacelineError:
+            self._refused[job.tenant] += 1
+            raise
+
+    def _submit(self, index: int, one: _RoutedJob, queue: OutputQueue) -> None:
+        assert self._router is not None, "an engine is, or was, connected"
+        job, now = one.job, time.monotonic()
+        namespace = (job.tenant, job.cache_salt, "")
+        one.route_id = next(self._route_ids)
+        request = RouteRequest(one.route_id, job.prompt, namespace, job.tenant, job.params.max_tokens)
+        try:
+            decision = self._router.choose(request, now)
+        except NoReplica:
+            assert self.model, "raises what happened to the engines"
+            raise
+        self._reasons[decision.reason.value] += 1
+        one.replica = decision.replica
+        if one.was_retried:
+            log.warning("request %s is sent to engine %d: the other one exited", job.id, one.replica)
+            if job.timeout_s is not None:
+                job = replace(job, timeout_s=max(1e-3, job.timeout_s - (now - one.began)))
+        one.number = self._replicas[one.replica].submit(index, job, queue)
+
+    def _end(self, one: _RoutedJob, num_output_tokens: int) -> None:
+        assert self._router is not None, "the job was routed"
+        one.is_finished = True
+        self._router.finished(one.route_id, num_output_tokens)
+        self._limiter.release(one.job.tenant, num_output_tokens)
+
+    # ------------------------------------------------------------------ queries
+
+    async def query(self, query: EngineQuery) -> Any:
+        if len(self._replicas) == 1:
+            return await self._replicas[0].query(query)
+        assert self.model, "raises if there is no engine"
+        up = {replica: one for replica, one in enumerate(self._replicas) if one.is_up}
+        match query:
+            case GetMonitor():
+                if not 0 <= query.replica < len(self._replicas):
+                    raise EngineFailed(f"replica is {query.replica}: there are {len(self._replicas)}, from 0 on.")
+                return await self._replicas[query.replica].query(query)
+            case RecordTrace():
+                return await next(iter(up.values())).query(query)
+            case StoreResponse():  # on one of them: reading asks all
+                return await list(up.values())[zlib.crc32(query.id.encode()) % len(up)].query(query)
+        answers = await self._ask(query, up)
+        found = combine(query, answers)
+        return [*found, *self._metrics()] if isinstance(query, GetMetrics) else found
+
+    async def _ask(self, query: EngineQuery, up: dict[int, RemoteClient]) -> dict[int, Any]:
+        found = await asyncio.gather(*(one.query(query) for one in up.values()), return_exceptions=True)
+        answers = dict(zip(up, found, strict=True))
+        errors = {replica: one for replica, one in answers.items() if isinstance(one, BaseException)}
+        dropped = PacelineError if isinstance(query, PINS) else EngineGone if isinstance(query, READ_ONLY) else ()
+        if len(errors) < len(answers):
+            errors = {replica: error for replica, error in errors.items() if not isinstance(error, dropped)}
+        for replica, error in errors.items():
+            log.warning("engine %d: %s failed: %s", replica, type(query).__name__, error)
+            raise error
+        return {replica: one for replica, one in answers.items() if not isinstance(one, BaseException)}
+
+    def _metrics(self) -> list[MetricFamily]:
+        """Of this front end's router."""
+        label = {"worker": self._name}
+        return [
+            MetricFamily(
+                "router_decisions",
+                "counter",
+                "Requests routed to an engine, by reason.",
+                [({**label, "reason": reason}, count) for reason, count in sorted(self._reasons.items())],
+            ),
+            counter(
+                "router_retries", "Requests sent to another engine because theirs exited.", self._num_retried, label
+            ),
+            MetricFamily(
+                "router_refused",
+                "counter",
+                "Requests refused because of a limit of their tenant, by tenant.",
+                [({**label, "tenant": tenant}, count) for tenant, count in sorted(self._refused.items())],
+            ),
+        ]

@@ -1,0 +1,314 @@
+"""Two engines behind one server: routing, failure, and everything that asks all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline.config import ConfigError, EngineConfig, ServerConfig, TenantConfig, check_replicas
+from paceline.engine.kv_sizing import CPU_KV_FRACTION
+from paceline.server.engine_device import choose_device
+from tests.server.process import ServerProcess
+from tests.server.test_processes import stream_all
+from tests.server.virtual import (
+    assert_nothing_is_left,
+    body,
+    complete,
+    events,
+    expected_text,
+    get,
+    metric,
+    text_of,
+    virtual,
+    wait_until,
+)
+
+ADMIN = "admin-key"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    """For tests that leave it as it was, but for its cache."""
+    with virtual("--replicas", "2", "--admin-key", ADMIN, "--pin-quota-pages", "100") as server:
+        yield server
+
+
+def admin(server: ServerProcess, method: str, path: str, **json: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    return httpx.request(method, server.url + path, headers=headers, json=json or None, timeout=120)
+
+
+def cached_tokens(response: httpx.Response) -> int:
+    assert response.status_code == 200, response.text
+    found: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+def shared_prefix_hit_rate(server: ServerProcess, first: int) -> float:
+    """Eight prompts of 640 tokens, each sent six times with another end, in mixed order."""
+    numbers = [group for group in range(8) for _ in range(6)]
+    random.Random(0).shuffle(numbers)
+    hits = 0
+    for count, group in enumerate(numbers):
+        hits += cached_tokens(complete(server, [first + group] * 640 + [first + 100 + count] * 20, 2))
+    return hits / (660 * len(numbers))
+
+
+# ---------------------------------------------------------------------- routing
+
+
+def test_requests_with_a_common_prefix_go_where_it_is_cached(server: ServerProcess) -> None:
+    """Of six requests with a prefix five can use it: 0.81 of all tokens. Without a router a prefix is computed by each
+    engine once: at most 0.65."""
+    assert shared_prefix_hit_rate(server, 1000) > 0.78
+    assert metric(server, "router_decisions_total", reason="cache") >= 40
+    used = [metric(server, "prompt_tokens_total", replica=replica) for replica in "01"]
+    assert min(used) > 0.25 * sum(used), "both engines were used"
+
+
+def test_random_routing_loses_hits() -> None:
+    with virtual("--replicas", "2", "--router", "random") as server:
+        assert shared_prefix_hit_rate(server, 1000) < 0.72
+
+
+def test_every_request_gets_the_output_of_one_engine(server: ServerProcess) -> None:
+    prompts = [[number, number + 1] * 10 for number in range(300, 340)]
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda prompt: complete(server, prompt, 30), prompts))
+    for prompt, response in zip(prompts, found, strict=True):
+        assert response.json()["choices"][0]["text"] == expected_text(prompt, 30)
+
+
+def test_the_prompts_and_choices_of_one_response_may_run_on_different_engines(server: ServerProcess) -> None:
+    prompts = [[number] * 200 for number in range(400, 416)]
+    before = [metric(server, "generation_tokens_total", replica=replica) for replica in "01"]
+    payload = {"model": "virtual", "prompt": prompts, "max_tokens": 40, "ignore_eos": True}
+    response = httpx.post(f"{server.url}/v1/completions", json=payload, timeout=300)
+    texts = [choice["text"] for choice in sorted(response.json()["choices"], key=lambda choice: choice["index"])]
+    assert texts == [expected_text(prompt, 40) for prompt in prompts]
+    after = [metric(server, "generation_tokens_total", replica=replica) for replica in "01"]
+    assert all(new > old for new, old in zip(after, before, strict=True))
+
+
+def test_two_front_ends_route_by_the_reports_of_the_same_engines() -> None:
+    with virtual("--replicas", "2", "--workers", "2") as server:
+        prompt = [9] * 640
+        cached_tokens(complete(server, prompt, 2))
+        # The front end that did not route it learns from the report of the engine.
+        wait_until(lambda: min(cached_tokens(complete(server, prompt, 2)) for _ in range(12)) == 624)
+        victim = server.children["front_end"][0]
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: len(server.children["front_end"]) == 2 and victim not in server.children["front_end"])
+        # A new one is told what is cached.
+        wait_until(lambda: min(cached_tokens(complete(server, prompt, 2)) for _ in range(12)) == 624)
+
+
+# ---------------------------------------------------------------------- what asks all engines
+
+
+def test_health_and_stats_are_those_of_both_engines(server: ServerProcess) -> None:
+    assert get(server, "/ready").json() == {"ready": True, "why": None}
+    health = get(server, "/health").json()
+    assert health["status"] == "ok" and health["kv_tokens"] == 2 * 524_288
+    assert metric(server, "replicas_up") == 2 == metric(server, "engine_up") * 2
+    assert metric(server, "kv_cache_tokens") == 2 * 524_288
+
+
+def test_a_flush_reaches_both_engines_and_a_pin_the_one_that_has_the_prefix(server: ServerProcess) -> None:
+    prompt = [77] * 320
+    assert admin(server, "POST", "/admin/cache", action="pin", name="system", prompt=prompt).status_code == 400
+    complete(server, prompt, 2)
+    assert admin(server, "POST", "/admin/cache", action="pin", name="system", prompt=prompt).status_code == 200
+    assert [pin["name"] for pin in admin(server, "GET", "/admin/cache").json()["pins"]] == ["system"]
+    assert metric(server, "pinned_pages") == 20, "it is pinned where it is cached"
+    assert admin(server, "POST", "/admin/cache", action="unpin", name="system").status_code == 200
+    assert admin(server, "POST", "/admin/cache", action="unpin", name="system").status_code == 400
+    assert metric(server, "pinned_pages") == 0
+    shared_prefix_hit_rate(server, 2000)
+    assert admin(server, "POST", "/admin/cache", action="flush").json()["flushed_tokens"] > 8 * 640
+    wait_until(lambda: cached_tokens(complete(server, [2000] * 640 + [5], 2)) <= 640)
+    health = get(server, "/health").json()
+    assert health["kv_tokens_free"] == health["kv_tokens"]
+
+
+def test_pausing_stops_both_engines_and_resuming_starts_them(server: ServerProcess) -> None:
+    assert admin(server, "POST", "/admin/pause", mode="wait").json()["paused"]
+    try:
+        assert get(server, "/ready").status_code == 503
+        assert [metric(server, "engine_paused", replica=replica) for replica in "01"] == [1, 1]
+    finally:
+        assert not admin(server, "POST", "/admin/resume").json()["paused"]
+    assert complete(server, [1, 2], 2).status_code == 200
+
+
+def test_requests_of_both_engines_are_listed_and_can_be_aborted() -> None:
+    with virtual("--replicas", "2", "--virtual-slowdown", "20") as server:
+        threads = [
+            threading.Thread(target=complete, args=(server, [600 + number] * 300, 20_000)) for number in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(get(server, "/v1/requests").json()["data"]) == 6)
+        assert min(metric(server, "num_requests_open", replica=replica) for replica in "01") > 0
+        for one in get(server, "/v1/requests").json()["data"]:
+            response_id = one["id"].rpartition("-")[0]
+            assert httpx.delete(f"{server.url}/v1/requests/{response_id}", timeout=60).status_code == 200
+        for thread in threads:
+            thread.join()
+        assert_nothing_is_left(server)
+
+
+def test_a_stored_response_is_found_on_whichever_engine_it_is(server: ServerProcess) -> None:
+    payload = {"model": "virtual", "input": "hello", "max_output_tokens": 16, "store": True}
+    for _ in range(6):
+        made = httpx.post(f"{server.url}/v1/responses", json=payload, timeout=120).json()
+        assert get(server, f"/v1/responses/{made['id']}").json()["id"] == made["id"]
+        assert httpx.delete(f"{server.url}/v1/responses/{made['id']}", timeout=120).status_code == 200
+        assert get(server, f"/v1/responses/{made['id']}").status_code == 404
+
+
+def test_the_live_page_shows_the_replica_of_its_address(server: ServerProcess) -> None:
+    assert get(server, "/live/state").json()["device"] == "replica 0 of 2, virtual"
+    assert get(server, "/live/state?replica=1").json()["device"] == "replica 1 of 2, virtual"
+    for wrong in ("2", "-1", "x", "9" * 50):
+        response = get(server, f"/live/state?replica={wrong}")
+        assert response.status_code == 400 and "give a number from 0 to 1" in response.json()["error"]["message"]
+
+
+# ---------------------------------------------------------------------- failure
+
+
+def test_killing_an_engine_under_load_ends_or_retries_its_streams_and_no_others() -> None:
+    with virtual("--replicas", "2", "--virtual-slowdown", "4") as server:
+        engines = server.children["engine"]
+        payload = [body([500 + number] * 40, 1_500) for number in range(40)]
+        streams = asyncio.run(stream_all(server, payload, lambda: os.kill(engines[0], signal.SIGKILL)))
+        failed = 0
+        for number, raw in enumerate(streams):
+            found = events(raw)
+            expected = expected_text([500 + number] * 40, 1_500)
+            if found[-1] == b"[DONE]":
+                assert text_of(found) == expected
+            else:
+                failed += 1
+                assert found[-1]["error"]["code"] == "engine_failed" and "SIGKILL" in found[-1]["error"]["message"]
+                assert expected.startswith(text_of(found[:-1]))
+        assert 0 < failed < 40, "streams of the other engine went on"
+        wait_until(lambda: len(server.children["engine"]) == 2 and metric(server, "replicas_up") == 2)
+        assert engines[0] not in server.children["engine"] and engines[1] in server.children["engine"]
+        assert get(server, "/ready").status_code == 200
+        assert_nothing_is_left(server)
+        assert "Traceback" not in server.output
+
+
+def test_requests_without_output_are_retried_on_another_engine() -> None:
+    """Responses that are not streamed have sent nothing before their end."""
+    with virtual("--replicas", "2", "--virtual-slowdown", "4") as server:
+        engines = server.children["engine"]
+        with ThreadPoolExecutor(24) as pool:
+            found = [pool.submit(complete, server, [700 + number] * 40, 600) for number in range(24)]
+            wait_until(lambda: min(metric(server, "num_requests_open", replica=replica) for replica in "01") > 0)
+            os.kill(engines[1], signal.SIGKILL)
+            responses = [one.result() for one in found]
+        assert [one.status_code for one in responses] == [200] * 24
+        for number, response in enumerate(responses):
+            assert response.json()["choices"][0]["text"] == expected_text([700 + number] * 40, 600)
+        assert metric(server, "router_retries_total") > 0
+        wait_until(lambda: metric(server, "replicas_up") == 2)
+        assert_nothing_is_left(server)
+
+
+def test_requests_are_served_while_an_engine_restarts_and_again_by_all_afterwards() -> None:
+    with virtual("--replicas", "2") as server:
+        for victim in server.children["engine"]:
+            os.kill(victim, signal.SIGKILL)
+            until = time.monotonic() + 60
+            while victim in server.children["engine"] or metric(server, "replicas_up") < 2:
+                assert time.monotonic() < until
+                assert complete(server, [3, 4], 3).status_code == 200
+                assert get(server, "/ready").status_code == 200
+        assert shared_prefix_hit_rate(server, 3000) > 0.78, "a restarted engine reports its cache"
+
+
+def test_without_any_engine_requests_are_503_at_once_and_nothing_hangs() -> None:
+    with virtual("--replicas", "2") as server:
+        for engine in server.children["engine"]:
+            os.kill(engine, signal.SIGKILL)
+        wait_until(lambda: get(server, "/ready").status_code == 503)
+        response = complete(server, [7], 1)
+        assert response.status_code in (200, 503)  # 200: an engine was restarted already
+        wait_until(lambda: get(server, "/ready").status_code == 200)
+        assert complete(server, [7, 8, 9], 12).json()["choices"][0]["text"] == expected_text([7, 8, 9], 12)
+
+
+def test_a_signal_ends_all_engines() -> None:
+    with virtual("--replicas", "3") as server:
+        children = [pid for pids in server.children.values() for pid in pids]
+        assert len(children) == 4
+        server.signal(signal.SIGTERM)
+        assert server.process.returncode == 0
+        assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+
+
+# ---------------------------------------------------------------------- tenants and options
+
+
+def test_the_limit_of_a_tenant_holds_for_all_engines_together(tmp_path: Path) -> None:
+    config = tmp_path / "server.toml"
+    config.write_text('[[tenants]]\nname = "small"\nkeys = ["small-key"]\nmax_requests = 3\n')
+    with virtual("--replicas", "2", "--virtual-slowdown", "20", "--config", str(config)) as server:
+        headers = {"Authorization": "Bearer small-key"}
+
+        def send(number: int) -> httpx.Response:
+            payload = body([800 + number] * 50, 300)
+            return httpx.post(f"{server.url}/v1/completions", json=payload, headers=headers, timeout=300)
+
+        with ThreadPoolExecutor(8) as pool:
+            found = [one.status_code for one in pool.map(send, range(8))]
+        assert found.count(200) >= 3 and found.count(429) == 8 - found.count(200) > 0
+        assert send(9).status_code == 200, "they were released"
+
+
+@pytest.mark.parametrize(
+    ("server", "engine", "tenant", "message"),
+    [
+        ({"router": "random"}, {}, {}, "router is 'random', but there is one replica: give replicas, too."),
+        ({"replicas": 2}, {"record": "x.jsonl"}, {}, "record is 'x.jsonl' and replicas is 2"),
+        ({"replicas": 2, "workers": 2}, {}, {"max_requests": 3}, "tenant 'a' has max_requests or tokens_per_minute"),
+    ],
+)
+def test_what_several_engines_cannot_do_is_refused(
+    server: dict[str, Any], engine: dict[str, Any], tenant: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        check_replicas(ServerConfig(**server), EngineConfig(**engine), [TenantConfig(name="a", **tenant)])
+
+
+def test_engines_cannot_publish_kv_events_at_one_address() -> None:
+    with pytest.raises(ConfigError, match="kv_events is 'tcp://\\*:1' and replicas is 2"):
+        ServerConfig(replicas=2, kv_events="tcp://*:1")
+
+
+def test_each_replica_gets_a_gpu_or_its_share_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": "3, 5"}
+    assert choose_device({}, 1, 2, environment) == {} and environment["CUDA_VISIBLE_DEVICES"] == "5"
+    environment = {"CUDA_VISIBLE_DEVICES": "3"}
+    with pytest.raises(ConfigError, match="replicas is 2 and there are 1 GPUs"):
+        choose_device({"device": "cuda"}, 0, 2, environment)
+    assert choose_device({"executor": "virtual"}, 0, 2, environment) == {"executor": "virtual"}
+    assert choose_device({}, 0, 1, environment) == {}, "one engine takes what there is"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    shares = choose_device({"device": "cpu"}, 0, 3, environment)
+    assert shares == {"device": "cpu", "threads": 2, "kv_memory_fraction": CPU_KV_FRACTION / 3}
+    assert choose_device({"device": "cpu", "threads": 7, "kv_tokens": 9}, 0, 3, {})["threads"] == 7
