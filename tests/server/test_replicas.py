@@ -106,13 +106,14 @@ def test_two_front_ends_route_by_the_reports_of_the_same_engines() -> None:
         prompts = [[20 + number] * 640 for number in range(6)]
 
         for prompt in prompts:
-            cached_tokens(complete(server, prompt, 2))
+            wait_until(lambda prompt=prompt: complete(server, prompt, 2).status_code == 200)
         victim, other = server.children["front_end"]
         os.kill(victim, signal.SIGKILL)
         wait_until(lambda: len(server.children["front_end"]) == 2 and victim not in server.children["front_end"])
         os.kill(other, signal.SIGSTOP)  # from here on the new one gets all connections
         try:
-            # Its first requests may come before the reports of the engines.
+            # Its first requests may come before it knows the engines, or before their reports.
+            wait_until(lambda: complete(server, prompts[0], 2).status_code == 200)
             wait_until(lambda: cached_tokens(complete(server, prompts[0], 2)) == 624)
             wait_until(lambda: metric(server, "router_decisions_total", reason="cache") > 0)
             # It has routed none of these and is told where they are: no engine computes one that another has.
