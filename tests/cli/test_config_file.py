@@ -40,7 +40,7 @@ def test_a_file_has_options_by_table_and_tenants(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("[server", "cannot be read"),
-        ("[server]\nprot = 1", "paceline.toml: [server] has an unknown option 'prot': did you mean port?"),
+        ("[server]\nprot = 1", "paceline.toml: [server] has an unknown option 'prot': did you mean port or router?"),
         ("[scheduler]\nport = 1", "paceline.toml: [scheduler] has an unknown option 'port'"),
         ("server = 3", "paceline.toml: server is 3: expected a table."),
         ("tenants = 3", "paceline.toml: tenants is 3: expected [[tenants]] tables."),

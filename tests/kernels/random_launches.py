@@ -70,10 +70,11 @@ def random_requests(llm: LLM, rng: random.Random, most: int) -> None:
 
 
 def kernels_of(name: str) -> set[str]:
-    """The names of the kernels that a shape with default options uses."""
+    """The names of the kernels that a shape uses with default options, drafts and itself as a draft model."""
     spec = SPECS[name] if name in SPECS else shape(name)
     return {
-        variant.name for variant in kernel_variants([spec], "bfloat16", SchedulerConfig(num_pages=64, draft_tokens=7))
+        variant.name
+        for variant in kernel_variants([spec, spec], "bfloat16", SchedulerConfig(num_pages=64, draft_tokens=7))
     }
 
 
