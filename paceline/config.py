@@ -468,6 +468,10 @@ class EngineConfig:
                 f"draft_model is {self.draft_model!r} and speculate is {self.speculate!r}: set speculate to draft, or "
                 "remove draft_model."
             )
+        if self.draft_model is not None and self.executor == "virtual":
+            raise ConfigError(
+                f"draft_model is {self.draft_model!r} and executor is 'virtual', which runs no model: remove one."
+            )
         if self.speculate == "draft" and not self.draft_model:
             raise ConfigError(f"speculate is 'draft' and draft_model is {self.draft_model!r}: name a draft model.")
 

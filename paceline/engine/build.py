@@ -82,8 +82,8 @@ def build_engine(
         raise ConfigError(f"load is {load!r}: choose one of {', '.join(_LOAD)}.")
     scheduler_options = _with_drafts(config, scheduler_options)
     if config.executor == "virtual":
-        if model is not None or shape is not None or load != "weights" or config.draft_model is not None:
-            raise ConfigError("executor is 'virtual', which runs no model: remove model, load, shape and draft_model.")
+        if model is not None or shape is not None or load != "weights":
+            raise ConfigError("executor is 'virtual', which runs no model: remove model, load and shape.")
         return build_virtual(config, scheduler_options, trace=trace, hooks=hooks, detokenize=detokenize)
     device = choose_device(config)
     dtype = ("bfloat16" if device == "cuda" else "float32") if config.dtype == "auto" else config.dtype

@@ -90,6 +90,10 @@ def test_a_vocabulary_of_another_size_is_cut_or_filled() -> None:
     [
         ({"speculate": "draft"}, "speculate is 'draft' and draft_model is None: name a draft model"),
         ({"draft_model": "tiny-llama"}, "draft_model is 'tiny-llama' and speculate is 'off'"),
+        (
+            {"speculate": "draft", "draft_model": "a", "executor": "virtual"},
+            "executor is 'virtual', which runs no model",
+        ),
         ({"speculate": "draft", "draft_model": "qwen3-0.6b"}, "more than the model's"),
         ({"speculate": "draft", "draft_model": "no-such-shape"}, "no-such-shape"),
     ],
