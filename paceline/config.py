@@ -543,7 +543,6 @@ OFFLINE_PARTS: Mapping[str, str] = {
     "weights": "weights replaced in a running engine, compared with an engine that loaded them; and how long it takes",
     "sanitizer": "a short run under compute-sanitizer, if installed",
     "tiny": "that short run without compute-sanitizer",
-    "first-token": "one token, and the age of the process (used by startup and cold)",
     "first-uses": "the first runs of nano, gsp and zipf, of every feature, and a mix of all (used by cold)",
     "first-fetch": "the first fetches from host memory (used by cold)",
 }  # what `paceline bench offline` runs; from `check` on, a part prints PASS or FAIL

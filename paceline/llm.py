@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine, Prompt
 from paceline.engine.garbage import no_garbage_collection
 from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta, Timings, TokenLogprob, TokenUsage, WeightUpdate
+from paceline.engine.start import start_engine
 from paceline.engine.weight_update import update_weights
 from paceline.progress import CallProgress, ProgressLine
 from paceline.request import (
@@ -124,7 +124,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        self.engine = build_engine(model, **{"max_wait": math.inf, "itl_target": math.inf, **options})
+        self.engine = start_engine(model, **{"max_wait": math.inf, "itl_target": math.inf, **options})
         self._is_owner = True
 
     @classmethod

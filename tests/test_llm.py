@@ -254,7 +254,8 @@ def test_importing_paceline_does_not_import_torch() -> None:
     code = (
         "import sys, paceline; from paceline import SamplingParams; assert 'torch' not in sys.modules; "
         "import paceline.engine.loop; assert 'torch' not in sys.modules; "
-        "from paceline import LLM; assert 'torch' in sys.modules; "
+        "from paceline import LLM; assert 'torch' not in sys.modules; "
+        "import paceline.engine.build; assert 'torch' in sys.modules; "
         "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -88,7 +88,9 @@ def run(
         config, name, make, make_online, device, getattr(torch, dtype), parts, has_draft_model=has_draft_model
     )
     setup = checks.CheckSetup(shape or "", device, dtype, rest)
-    actions = _actions(runner, setup, _child(model, load, shape, rest))
+    given: dict[str, Any] = {"model": model, "load": load, "shape": shape, **rest}
+    given = {name: value for name, value in given.items() if value is not None and name != "record"}
+    actions = _actions(runner, setup, given)
     failed = [part for part in parts if not _run_part(part, actions[part], runner)]
     runner.close()
     if config.trace is not None:
@@ -102,15 +104,15 @@ def run(
 
 
 def _actions(
-    runner: BenchRunner, setup: checks.CheckSetup, command: Sequence[str]
+    runner: BenchRunner, setup: checks.CheckSetup, given: Mapping[str, Any]
 ) -> dict[str, Callable[[], CheckResult | None]]:
-    """Every part by name. `command` starts another process with the same model and options."""
-    config = runner.config
+    """Every part by name. given: the model and its options, for other processes."""
+    config, command = runner.config, _child(given)
     return {
         **{name: partial(part, runner) for name, part in {**PARTS, **CHILD_PARTS}.items()},
         **{name: partial(check, setup) for name, check in checks.CHECKS.items()},
-        "startup": lambda: run_startup(runner, command),
-        "cold": lambda: run_cold(runner, command),
+        "startup": lambda: run_startup(runner, given),
+        "cold": lambda: run_cold(runner, command, given),
         "long": lambda: checks.check_inter_token_latency(setup, config.running),
         "soak": lambda: checks.check_soak(setup, config.soak_seconds),
         "sanitizer": lambda: checks.run_sanitizer([*command, "tiny"]),
@@ -144,15 +146,14 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(f"trace is {str(path)!r}, which cannot be written: {error.strerror}.") from None
 
 
-def _child(model: str | Path | None, load: str, shape: str | None, options: Mapping[str, Any]) -> list[str]:
+def _child(given: Mapping[str, Any]) -> list[str]:
     """The command that starts another process with the same model and options."""
-    given: dict[str, Any] = {"model": model, "load": load, "shape": shape, **options}
     command = [sys.executable, "-m", "paceline.bench.offline"]
     for name, value in given.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             command.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, str | int | float | Path) and name != "record":
+        elif isinstance(value, str | int | float | Path):
             command.append(f"--{flag}={value}")
     return command
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline.bench.first_token import process_age_s
 from paceline.bench.metrics import Roofline, RunMetrics, measure_roofline, run_metrics
 from paceline.bench.workloads import OfflineWorkload, nano, num_part_tokens, sweep
 from paceline.config import OfflineConfig
@@ -232,10 +232,3 @@ def model_of(llm: LLM) -> DecoderModel | Any:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def process_age_s() -> float:
-    """Seconds since this process started."""
-    with open("/proc/self/stat", encoding="ascii") as stat, open("/proc/uptime", encoding="ascii") as uptime:
-        began = int(stat.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        return float(uptime.read().split()[0]) - began

@@ -15,14 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.runner import BenchRunner, process_age_s
+from paceline.bench.first_token import FOUND
+from paceline.bench.runner import BenchRunner
 from paceline.bench.workloads import OfflineWorkload, gsp_offline, nano, structured, sweep, zipf
 from paceline.engine.timeline import Timeline
 from paceline.llm import LLM
 from paceline.model.fetch import cache_folder
-from paceline.request import Grammar, SamplingParams
+from paceline.request import Grammar
 
-_FOUND = "FOUND "  # begins a line of JSON that a child process prints for its parent
 _FETCH = ("--kv-tokens=65536", "--host-kv-tokens=262144", "--context-tokens=2048", "--max-running=64")
 # Prints how long importing torch and making a CUDA context take: nothing that uses a GPU starts earlier.
 _TORCH = """
@@ -36,10 +36,11 @@ print("FOUND", '{"torch_s": %.3f}' % (time.perf_counter() - began))
 """
 
 
-def run_startup(runner: BenchRunner, command: Sequence[str]) -> None:
-    """The second of two processes that generate one token: disk cache and compiled kernels are warm then."""
+def run_startup(runner: BenchRunner, options: Mapping[str, Any]) -> None:
+    """The second of two processes that generate one token: disk cache and compiled kernels are warm then. options:
+    arguments of `LLM`."""
     runner.close()
-    first, second = (_child([*command, "first-token"])["first_token_s"] for _ in range(2))
+    first, second = (_child(_first_token(options))["first_token_s"] for _ in range(2))
     runner.startup_s = second
     print(f"startup: first {first:.2f} s, second {second:.2f} s from process start to first token")
     runner.print_result({
@@ -50,8 +51,9 @@ def run_startup(runner: BenchRunner, command: Sequence[str]) -> None:
     runner.table.append(f"startup    {second:8.2f} s (first start: {first:.2f} s)")
 
 
-def run_cold(runner: BenchRunner, command: Sequence[str]) -> None:
-    """A process with empty caches of our own, a second one, and one with a folder of compiled kernels."""
+def run_cold(runner: BenchRunner, command: Sequence[str], options: Mapping[str, Any]) -> None:
+    """A process with empty caches of our own, a second one, and one with a folder of compiled kernels. command: starts
+    another process with these options, the arguments of `LLM`."""
     runner.close()
     with tempfile.TemporaryDirectory(prefix="paceline-cold-") as folder:
         caches = [_empty_caches(Path(folder, name)) for name in ("bare", "prepared", "fetch")]
@@ -60,9 +62,9 @@ def run_cold(runner: BenchRunner, command: Sequence[str]) -> None:
         torch_s = _child([sys.executable, "-c", _TORCH])["torch_s"]
         bare = _child([*command, *scale, mix, "first-uses"], caches[0])
         later_torch_s = _child([sys.executable, "-c", _TORCH])["torch_s"]
-        second = _child([*command, "first-token"], caches[0])
-        kernels = f"--kernel-folder={caches[0]['PACELINE_HOME']}/kernels"
-        prepared = _child([*command, kernels, "first-token"], caches[1])
+        second = _child(_first_token(options), caches[0])
+        kernels = f"{caches[0]['PACELINE_HOME']}/kernels"
+        prepared = _child(_first_token({**options, "kernel_folder": kernels}), caches[1])
         uses = bare.pop("uses")
         if runner.device.type == "cuda":  # on a CPU nothing is compiled or loaded for it
             uses |= _child([*command, *_FETCH, "first-fetch"], caches[2])["uses"]
@@ -100,31 +102,30 @@ def _empty_caches(folder: Path) -> dict[str, str]:
     return {"PACELINE_HOME": str(home), "TRITON_CACHE_DIR": str(folder / "triton")}
 
 
+def _first_token(options: Mapping[str, Any]) -> list[str]:
+    return [sys.executable, "-m", "paceline.bench.first_token", json.dumps(options, default=str)]
+
+
 def _child(command: Sequence[str], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Runs a process and returns what it found."""
     root = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    # A second process finds bytecode, as that of an installed package does.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
         command,
         stdout=subprocess.PIPE,
         text=True,
         check=False,
-        env={**os.environ, **(environment or {}), "PYTHONPATH": paths},
+        env={**inherited, **(environment or {}), "PYTHONPATH": paths},
     )
-    found = [line for line in done.stdout.splitlines() if line.startswith(_FOUND)]
+    found = [line for line in done.stdout.splitlines() if line.startswith(FOUND)]
     assert done.returncode == 0 and found, f"the process ended with {done.returncode}: {done.stdout}"
-    result: dict[str, Any] = json.loads(found[-1].removeprefix(_FOUND))
+    result: dict[str, Any] = json.loads(found[-1].removeprefix(FOUND))
     return result
 
 
 # ---------------------------------------------------------------------- in the child process
-
-
-def run_first_token(runner: BenchRunner) -> None:
-    llm = runner.load_cold()
-    ready_s = process_age_s()
-    llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
-    _tell(ready_s=round(ready_s, 3), first_token_s=round(process_age_s(), 3))
 
 
 def run_first_uses(runner: BenchRunner) -> None:
@@ -229,11 +230,10 @@ def _longest_launch(timeline: Timeline) -> float:
 
 
 def _tell(**found: Any) -> None:
-    print(_FOUND + json.dumps(found), flush=True)
+    print(FOUND + json.dumps(found), flush=True)
 
 
 CHILD_PARTS: dict[str, Callable[[BenchRunner], None]] = {
-    "first-token": run_first_token,
     "first-uses": run_first_uses,
     "first-fetch": run_first_fetch,
 }

@@ -18,9 +18,10 @@ from paceline.engine.output import OutputDelta
 from paceline.engine.pausing import PauseMode
 from paceline.engine.weight_update import update_weights
 from paceline.model.layout import stored_parts
+from paceline.model.read_spec import read_spec
 from paceline.model.registry import FAMILIES
 from paceline.model.spec import ModelSpec
-from paceline.model.weights import load_decoder, random_weights, read_spec
+from paceline.model.weights import load_decoder, random_weights
 from paceline.request import as_tokens
 
 _OTHER_SEED = 12

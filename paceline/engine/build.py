@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -23,15 +23,17 @@ from paceline.engine.cpu.model import CpuModel, DecoderModel
 from paceline.engine.draft_model import check_tokenizer, find_draft_model
 from paceline.engine.engine import Engine, EngineHooks, ModelInfo
 from paceline.engine.kv_sizing import check_host_fits, check_models_fit, free_memory, num_kv_pages
+from paceline.engine.loaded_text import LoadedText, set_up_grammars
 from paceline.engine.loop import Trace
 from paceline.engine.recent_outputs import RecentOutputs
 from paceline.engine.virtual.build import build_virtual
 from paceline.model.decoder import Decoder
 from paceline.model.fetch import DEFAULT_MODEL, find_model
+from paceline.model.read_spec import read_spec
 from paceline.model.registry import shape as named_shape
 from paceline.model.spec import ModelSpec
-from paceline.model.weights import load_decoder, random_decoder, read_spec
-from paceline.request import InvalidRequest, short
+from paceline.model.weights import load_decoder, random_decoder
+from paceline.request import short
 from paceline.sampling.grammar import Grammars
 from paceline.scheduler import Scheduler
 from paceline.scheduler.plan import DRAFT_DEPTHS
@@ -68,10 +70,11 @@ def build_engine(
     trace: Trace | None = None,
     hooks: EngineHooks | None = None,
     detokenize: bool = True,
+    text: LoadedText | None = None,
     **options: Any,
 ) -> Engine:
     """Builds the engine for a model: a folder, a .gguf file, a hub id, or the default model if None. With
-    `load="random"`, weights are random (from `seed`) in a named shape."""
+    `load="random"`, weights are random (from `seed`) in a named shape. text: if it is loaded already (`start.py`)."""
     engine_options, scheduler_options = split_options(options, ("model", "load", "shape", "seed"))
     config = EngineConfig(**engine_options)
     if model is not None and (not isinstance(model, str | Path) or model == ""):
@@ -112,12 +115,12 @@ def build_engine(
     drafter = None
     with _one_thread():
         if path is None:
-            tokenizer = synthetic_tokenizer(spec.vocab_size)
+            tokenizer = synthetic_tokenizer(spec.vocab_size) if text is None else text.tokenizer
             decoder = random_decoder(
                 spec, seed=seed, dtype=dtype, device=device, max_positions=context, progress=progress
             )
         else:
-            tokenizer = load_tokenizer(path)
+            tokenizer = load_tokenizer(path) if text is None else text.tokenizer
             tokenizer.check_fits(spec.vocab_size)
             decoder = load_decoder(path, dtype=dtype, device=device, max_positions=context, progress=progress)
         if draft is not None:
@@ -135,6 +138,7 @@ def build_engine(
         detokenize=detokenize,
         kernels=kernels,
         draft=fast_drafter,
+        grammars=None if text is None else text.grammars,
     )
 
 
@@ -174,9 +178,10 @@ def assemble(
     detokenize: bool = True,
     kernels: KernelPreparation | None = None,
     draft: DecoderModel | None = None,
+    grammars: Grammars | None = None,
 ) -> Engine:
     """Builds an engine around a loaded decoder, which it takes over. kernels: if they are being compiled already.
-    draft: a draft model, of the same device and dtype."""
+    draft: a draft model, of the same device and dtype. grammars: if they are set up already."""
     device = "cuda" if isinstance(decoder, Decoder) and decoder.device.type == "cuda" else "cpu"
     spec, dtype = decoder.spec, decoder.dtype
     scheduler_config = _scheduler_config(spec, scheduler_options, device)
@@ -189,7 +194,7 @@ def assemble(
     host = _host_options(config, scheduler_options, page_size, spec, dtype.itemsize, device)
     scheduler_options = {**scheduler_options, **host}
     scheduler_config = _scheduler_config(spec, scheduler_options, device)
-    grammars = Grammars(tokenizer, spec.vocab_size)
+    grammars = grammars or Grammars(tokenizer, spec.vocab_size)
     executor: CudaExecutor | CpuExecutor
     if device == "cuda":
         from paceline.engine.cuda.build import build_cuda  # not at the top: the CPU needs no Triton
@@ -198,7 +203,7 @@ def assemble(
         assert draft is None or isinstance(draft, Decoder), "CUDA takes over a Decoder"
         specs = [spec] if draft is None else [spec, draft.spec]
         kernels = kernels or _prepare_kernels(specs, str(dtype).removeprefix("torch."), scheduler_config, config)
-        setting_up = Thread(target=_set_up, args=(grammars,), name="paceline-grammar")
+        setting_up = Thread(target=set_up_grammars, args=(grammars,), name="paceline-grammar")
         setting_up.start()  # beside the libraries, which take as long to load
         executor, scheduler_config = build_cuda(decoder, config, scheduler_config, given, draft=draft)
         executor.load_libraries()
@@ -233,11 +238,6 @@ def assemble(
         recent_outputs=RecentOutputs(config.recent_output_tokens if scheduler_config.draft_tokens else 0),
         recorder=None if config.record is None else _recorder(config, scheduler, device_name, buckets, spec),
     )
-
-
-def _set_up(grammars: Grammars) -> None:
-    with suppress(InvalidRequest):  # a request with a grammar will get this error
-        grammars.set_up()
 
 
 def _host_options(

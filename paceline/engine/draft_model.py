@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from paceline.config import ConfigError
 from paceline.model.decoder import Decoder
 from paceline.model.fetch import find_model
+from paceline.model.read_spec import read_spec
 from paceline.model.registry import shape
 from paceline.model.spec import ModelSpec
-from paceline.model.weights import Progress, load_decoder, random_decoder, read_spec
+from paceline.model.weights import Progress, load_decoder, random_decoder
 from paceline.text.load import load_tokenizer
 from paceline.text.tokenizer import Tokenizer
 

@@ -62,7 +62,8 @@ def update_weights(
 
 def _load(path: Path, spec: ModelSpec, dtype: str, context_tokens: int) -> Decoder:
     """The weights at `path` in host memory, if their shape is `spec`."""
-    from paceline.model.weights import load_decoder, read_spec
+    from paceline.model.read_spec import read_spec
+    from paceline.model.weights import load_decoder
 
     try:
         found = read_spec(path)

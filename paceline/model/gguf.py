@@ -8,18 +8,22 @@ that the decoder has only one layout.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
-from torch import Tensor
 
 from paceline.model.gguf_file import GGUFFile, TensorInfo, num_stored_bytes
 from paceline.model.layout import StoredTensor
 from paceline.model.registry import ModelFamily, gguf_family_of, nope_layers
 from paceline.model.spec import ModelError, ModelSpec, RopeSpec, yarn_attention_factor
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 def dequantise(file: GGUFFile, info: TensorInfo) -> Tensor:
     """One tensor in float32, or in its stored 16-bit type."""
+    import torch  # not at the top: a spec is read before torch is imported
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 

@@ -7,7 +7,6 @@ is an error that names it, never a model that is silently half random.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -18,10 +17,10 @@ import torch
 from torch import Tensor
 
 from paceline.model.decoder import Decoder
-from paceline.model.gguf import gguf_spec, gguf_tensors
+from paceline.model.gguf import gguf_tensors
 from paceline.model.gguf_file import is_gguf, open_gguf
 from paceline.model.layout import WHOLE_MODEL, Shard, StoredPart, StoredTensor, stored_parts, target_shapes
-from paceline.model.registry import spec_from_config
+from paceline.model.read_spec import read_json, read_spec
 from paceline.model.spec import DTYPES, ModelError, ModelSpec
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
@@ -68,20 +67,6 @@ def random_decoder(
     """A model of this shape with random weights. The same seed, device and dtype give the same weights."""
     weights = random_weights(spec, seed=seed, dtype=dtype, device=device, progress=progress)
     return Decoder(spec, weights, max_positions=max_positions)
-
-
-def read_spec(path: str | Path) -> ModelSpec:
-    """Reads the spec of the model at `path`, but not its weights."""
-    path = Path(path)
-    if is_gguf(path):
-        return gguf_spec(open_gguf(path))
-    if not path.is_dir():
-        raise ModelError(
-            f"model is {str(path)!r}, which is neither a folder nor a .gguf file: give the path of one, or a hub id."
-        )
-    if not (path / "config.json").is_file():
-        raise ModelError(f"{path} has no config.json: give the folder of a model, or a .gguf file.")
-    return spec_from_config(_read_json(path / "config.json"), _read_json(path / "generation_config.json", {}))
 
 
 def fuse_weights(
@@ -178,7 +163,7 @@ def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a folder's safetensors files: one file, or the shards its index names."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelError(f"{index} has no weight_map: fetch the file again.")
         files = sorted({folder / str(name) for name in weight_map.values()})
@@ -228,15 +213,3 @@ def _torch_dtype(name: str) -> torch.dtype:
     torch_dtype = getattr(torch, name)
     assert isinstance(torch_dtype, torch.dtype), f"torch has no dtype {name}"
     return torch_dtype
-
-
-def _read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
-    if default is not None and not path.is_file():
-        return default
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read ({error}): fetch it again.") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} contains a {type(value).__name__} instead of an object: fetch it again.")
-    return value

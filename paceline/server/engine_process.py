@@ -28,6 +28,7 @@ from paceline.config import EngineConfig, TenantConfig, split_options
 from paceline.engine.engine import Engine, EngineHooks
 from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta
+from paceline.engine.start import start_engine
 from paceline.engine.weight_update import update_weights
 from paceline.request import InvalidRequest, PacelineError, SamplingParams, as_tokens
 from paceline.server.engine_device import choose_device
@@ -291,9 +292,7 @@ def build(setup: EngineSetup, progress: Callable[[int, int], None], hooks: Engin
         from paceline.engine.virtual.build import build_virtual
 
         return build_virtual(EngineConfig(**engine_options), scheduler_options, hooks=hooks, detokenize=False)
-    from paceline.engine.build import build_engine
-
-    return build_engine(
+    return start_engine(
         source.model,
         load=source.load,
         shape=source.shape,

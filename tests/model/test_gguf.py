@@ -15,8 +15,9 @@ from test_oracle import PROMPT, make_pair
 
 from paceline.model.gguf import dequantise, gguf_spec
 from paceline.model.gguf_file import open_gguf
+from paceline.model.read_spec import read_spec
 from paceline.model.spec import ModelError
-from paceline.model.weights import load_decoder, read_spec
+from paceline.model.weights import load_decoder
 from tests.lazy import Lazy
 
 transformers = Lazy("transformers")

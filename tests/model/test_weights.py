@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from test_oracle import PROMPT, make_pair
 
 from paceline.model.layout import stored_parts, target_shapes
+from paceline.model.read_spec import read_spec
 from paceline.model.registry import SHAPES, shape, spec_from_config
 from paceline.model.spec import ModelError, ModelSpec
-from paceline.model.weights import load_decoder, random_decoder, random_weights, read_spec
+from paceline.model.weights import load_decoder, random_decoder, random_weights
 
 
 @pytest.fixture

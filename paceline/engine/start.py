@@ -1,0 +1,72 @@
+"""Starts an engine: everything that needs no torch comes before the import of torch.
+
+Importing torch loads gigabytes of shared libraries, and the first CUDA call creates the context. Both take a second or
+more, in foreign code that needs no GIL. On a GPU they run here on threads of their own, while this thread makes the
+tokenizer and llguidance's copy of it, which hold the GIL all the time. Without a GPU, or if torch is imported already,
+there is nothing to gain.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from paceline.config import EngineConfig, split_options
+from paceline.engine.loaded_text import load_text
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+
+_LIBCUDA = "libcuda.so.1"
+_ARGUMENTS, _CALLBACKS = ("load", "shape", "seed"), ("progress", "trace", "hooks", "detokenize")  # of `build_engine`
+
+
+def start_engine(model: str | Path | None = None, **options: Any) -> Engine:
+    """`build_engine`, with the same arguments."""
+    text = None
+    if "torch" not in sys.modules and _has_gpu(options):
+        for load in (_load_torch_libraries, _create_context):
+            Thread(target=load, name=f"paceline{load.__name__.replace('_', '-')}", daemon=True).start()
+        text = load_text(model, options)
+    from paceline.engine.build import build_engine  # imports torch
+
+    return build_engine(model, text=text, **options)
+
+
+def _has_gpu(options: Mapping[str, Any]) -> bool:
+    """Whether the engine is going to use a GPU, as far as one can tell without torch."""
+    given = {name: value for name, value in options.items() if name not in (*_ARGUMENTS, *_CALLBACKS)}
+    config = EngineConfig(**split_options(given, ("model", *_ARGUMENTS))[0])
+    if config.executor == "virtual" or config.device == "cpu":
+        return False
+    try:
+        ctypes.CDLL(_LIBCUDA)
+    except OSError:
+        return False
+    return True
+
+
+def _load_torch_libraries() -> None:
+    """Those that know nothing of Python. Importing torch finds them loaded; what cannot be loaded, it reports."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return
+    folder = Path(found.origin).parent / "lib"
+    with suppress(OSError):
+        ctypes.CDLL(str(folder / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)  # as torch does it
+        ctypes.CDLL(str(folder / "libtorch_cuda.so"))
+
+
+def _create_context() -> None:
+    """The primary context of the first GPU, which torch uses too. Errors are left to torch, which reports them."""
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does before its first CUDA call
+    cuda, device, context = ctypes.CDLL(_LIBCUDA), ctypes.c_int(), ctypes.c_void_p()
+    if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), 0) == 0:
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

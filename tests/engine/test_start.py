@@ -1,0 +1,110 @@
+"""What happens before torch is imported."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from paceline import LLM, SamplingParams
+from paceline.config import ConfigError
+from paceline.engine import start
+from paceline.engine.start import start_engine
+from paceline.model.spec import ModelError
+from paceline.request import PacelineError
+
+_EARLY = """
+import sys
+from paceline import LLM, SamplingParams
+from paceline.engine import start
+start._has_gpu = lambda options: True
+start._create_context = lambda: None
+load_text, found = start.load_text, []
+
+def spy(model, options):
+    found.append(load_text(model, options))
+    assert "torch" not in sys.modules, "text is loaded first"
+    return found[-1]
+
+start.load_text = spy
+llm = LLM(load="random", shape="tiny-llama", device="cpu", kv_tokens=1024)
+assert llm.engine.grammars is found[0].grammars and llm.engine.tokenizer is found[0].tokenizer
+assert found[0].grammars._ll_tokenizer is not None, "set up beside the libraries of torch"
+print(llm.generate("a b", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0].token_ids)
+"""
+
+
+def test_tokenizer_and_grammars_are_ready_before_torch_is_imported() -> None:
+    early = subprocess.run([sys.executable, "-c", _EARLY], check=True, capture_output=True, text=True).stdout
+    with LLM(load="random", shape="tiny-llama", device="cpu", kv_tokens=1024) as llm:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        assert early == f"{llm.generate('a b', params)[0].token_ids}\n"
+
+
+class FakeDriver:
+    """libcuda with one GPU."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.calls: list[str] = []
+        self.status = status
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: object) -> int:
+            self.calls.append(name)
+            return self.status
+
+        return call
+
+
+def test_an_engine_on_a_gpu_has_its_context_created_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+    assert start._has_gpu({"kv_tokens": 1024, "load": "random", "shape": "tiny-llama"})
+    start._create_context()
+    assert driver.calls == ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
+    driver = FakeDriver(status=100)  # no device
+    start._create_context()
+    assert driver.calls == ["cuInit"]
+
+
+@pytest.mark.parametrize("options", [{"device": "cpu"}, {"executor": "virtual"}])
+def test_an_engine_without_a_gpu_has_none(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeDriver())
+    assert not start._has_gpu(options)
+
+
+def test_a_machine_without_a_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert not start._has_gpu({})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"pagesize": 3}, ConfigError, "did you mean page_size"),
+        ({"load": "random"}, ConfigError, "no shape is given"),
+        ({"load": "random", "shape": "tiny"}, ModelError, "shape is 'tiny'"),
+        ({"load": "some"}, ConfigError, "load is 'some'"),
+        ({"model": ""}, ConfigError, "model is ''"),
+        ({"model": 3}, ConfigError, "model is 3"),
+        ({"shape": "tiny-llama"}, ConfigError, "requires load='random'"),
+    ],
+)
+def test_mistakes_are_reported_as_ever(
+    arguments: dict[str, Any], error: type[PacelineError], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    monkeypatch.delitem(sys.modules, "torch")
+    has_gpu = start._has_gpu
+    monkeypatch.setattr(start, "_has_gpu", lambda options: has_gpu(options) or True)
+    monkeypatch.setattr(start, "_create_context", lambda: None)
+    monkeypatch.setattr(start, "_load_torch_libraries", lambda: None)
+    with pytest.raises(error, match=message):
+        start_engine(**arguments)
