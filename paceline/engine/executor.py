@@ -111,5 +111,8 @@ class Executor(ABC):
         in flight."""
         return False
 
+    def check(self) -> None:  # noqa: B027 -- optional
+        """Raises if a pass has failed. May be called from any thread, and blocks for nothing."""
+
     def close(self) -> None:  # noqa: B027 -- optional
         """Waits for launched passes and releases threads and streams."""
