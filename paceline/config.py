@@ -384,6 +384,7 @@ COLLECTIVES: Mapping[str, str] = {
     "auto": "gloo on a CPU, nccl on GPUs",
     "gloo": "through host memory, without CUDA graphs; ranks may share a GPU, for tests",
     "nccl": "NCCL, in CUDA graphs",
+    "symmetric": "messages of up to 512 KiB through symmetric memory, others by NCCL, in CUDA graphs",
 }
 
 
@@ -566,6 +567,7 @@ OFFLINE_PARTS: Mapping[str, str] = {
     "long": "inter-token latency while prompts of 32,000 tokens arrive",
     "soak": "random joins, aborts and retractions, with invariants checked at every step",
     "swap": "KV pages fetched from host memory are bitwise equal to those spilled",
+    "tp": "tensor parallelism with two ranks on one device: greedy tokens within tolerance of float32",
     "weights": "weights replaced in a running engine, compared with an engine that loaded them; and how long it takes",
     "sanitizer": "a short run under compute-sanitizer, if installed",
     "tiny": "that short run without compute-sanitizer",

@@ -7,6 +7,7 @@ from the model and the free memory, and steps are short on a CPU.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -160,7 +161,7 @@ def build_rank(setup: RankSetup, shard: Shard, agree: Callable[[int], int]) -> E
     config = EngineConfig(**setup.engine_options)
     if setup.device == "cuda":
         torch.cuda.set_device(shard.rank % torch.cuda.device_count())
-    group = _group(setup.backend, shard, connect(setup.port))
+    group = _group(setup.backend, shard, connect(setup.port), setup.device)
     path = None if setup.model is None else Path(setup.model)
     spec = named_shape(setup.shape) if path is None and setup.shape is not None else read_spec(str(path))
     scheduler = _scheduler_config(spec, setup.scheduler_options, setup.device)
@@ -189,6 +190,11 @@ def _load(
     return random_decoder(spec, seed=seed, **options) if path is None else load_decoder(path, **options)
 
 
+def group_of_one() -> RankGroup:
+    """A group with one rank, over NCCL: the code and the CUDA graphs of tensor parallelism on one GPU, for checks."""
+    return TorchGroup(Shard(0, 1), listen()[0], "nccl")
+
+
 # ---------------------------------------------------------------------- ranks
 
 
@@ -208,12 +214,13 @@ def _with_threads(config: EngineConfig, device: str) -> EngineConfig:
 def _check_ranks(config: EngineConfig, spec: ModelSpec, device: str) -> None:
     """Raises if the model cannot be divided, or the GPUs do not suffice."""
     Shard(0, config.tp).spec(spec)
-    if device == "cuda" and config.tp > 1:
-        raise ConfigError(f"tp is {config.tp}, which is not supported on GPUs yet: set device to cpu, or tp to 1.")
-    if device == "cuda" and _backend(config, device) == "nccl" and torch.cuda.device_count() < config.tp:
+    shares_gpu = config.collectives == "gloo" or os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+    if device == "cuda" and not shares_gpu and torch.cuda.device_count() < config.tp:
         raise ConfigError(
             f"tp is {config.tp} and there are {torch.cuda.device_count()} GPUs: each rank needs one; lower tp."
         )
+    if config.collectives in ("nccl", "symmetric") and device == "cpu":
+        raise ConfigError(f"collectives is {config.collectives!r}, which needs GPUs: set it to auto or gloo.")
 
 
 def _backend(config: EngineConfig, device: str) -> str:
@@ -240,11 +247,16 @@ def _connected(
     model = None if path is None else str(path.resolve())
     engine_options = {**asdict(config), "record": None}
     ranks.connect(RankSetup(port, backend, model, load, shape, seed, device, engine_options, dict(scheduler_options)))
-    return _group(backend, Shard(0, config.tp), store)
+    return _group(backend, Shard(0, config.tp), store, device)
 
 
-def _group(backend: str, shard: Shard, store: Any) -> RankGroup:
-    return TorchGroup(shard, store, backend)
+def _group(backend: str, shard: Shard, store: Any, device: str) -> RankGroup:
+    if backend != "symmetric":
+        return TorchGroup(shard, store, backend)
+    from paceline.parallel.symmetric import SymmetricGroup  # not at the top: needs CUDA
+
+    base = "nccl" if torch.cuda.device_count() >= shard.size else "gloo"  # ranks that share a GPU
+    return SymmetricGroup(TorchGroup(shard, store, base), torch.device(device, torch.cuda.current_device()))
 
 
 def _arranged(decoder: Decoder) -> DecoderModel:
@@ -261,7 +273,7 @@ def _prepare_kernels(
 ) -> KernelPreparation:
     from paceline.engine.cuda.precompile import KernelPreparation  # not at the top: the CPU needs no Triton
 
-    return KernelPreparation(specs, dtype, scheduler, config.kernel_folder)
+    return KernelPreparation(specs, dtype, scheduler, config.kernel_folder, shard)
 
 
 @contextmanager
@@ -360,6 +372,8 @@ def assemble(
         from paceline.engine.parallel_executor import ParallelExecutor
 
         ranks.wait_ready()
+        if not isinstance(built.executor, CpuExecutor):  # there collectives raise when a rank is killed
+            built.executor.guard = ranks.check
         executor = ParallelExecutor(built.executor, ranks)
     scheduler_config, device_name = built.scheduler, built.device_name
     scheduler = Scheduler(scheduler_config)

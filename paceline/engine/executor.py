@@ -84,6 +84,11 @@ class Executor(ABC):
     capabilities = Capabilities()
 
     @property
+    def local(self) -> Executor:
+        """The executor that computes in this process: with ranks, that of rank 0."""
+        return self
+
+    @property
     def slow_launches(self) -> Mapping[str, int]:
         """Launches that took so long that running requests waited for them, by cause, where they are counted."""
         return {}

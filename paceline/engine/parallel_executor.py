@@ -9,7 +9,8 @@ Every rank computes its part of every pass, and all of them get the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -33,8 +34,11 @@ class RankLink(Protocol):
 
     def send(self, message: MessageToRank) -> None: ...
 
-    def wait_failure(self) -> None:
+    def check(self) -> None:
         """Raises if a rank was lost."""
+
+    def wait_failure(self) -> None:
+        """As `check`, if that is noticed within a second."""
 
     def close(self) -> None: ...
 
@@ -42,8 +46,12 @@ class RankLink(Protocol):
 class ParallelExecutor(Executor):
     def __init__(self, local: Executor, ranks: RankLink) -> None:
         """local: the executor of rank 0."""
-        self.local, self._ranks = local, ranks
+        self._local, self._ranks = local, ranks
         self.capabilities = replace(local.capabilities, weights=False)
+
+    @property
+    def local(self) -> Executor:
+        return self._local
 
     @property
     def slow_launches(self) -> Mapping[str, int]:
@@ -51,14 +59,16 @@ class ParallelExecutor(Executor):
 
     def launch(self, plan: Plan) -> Pending:
         self._ranks.send(LaunchPass(plan))  # first: the others begin while this rank launches
-        return _ParallelPending(self.local.launch(plan), self._ranks)
+        with _rank_errors(self._ranks):
+            return _ParallelPending(self.local.launch(plan), self._ranks)
 
     def prepare(self, plan: Plan) -> None:
         self.local.prepare(plan)
 
     def launch_delayed(self, plan: Plan) -> DelayedPending:
         self._ranks.send(LaunchPass(plan, delayed=True))
-        return _ParallelDelayed(self.local.launch_delayed(plan), self._ranks)
+        with _rank_errors(self._ranks):
+            return _ParallelDelayed(self.local.launch_delayed(plan), self._ranks)
 
     def run_background_work(self) -> bool:
         self._ranks.send(RunBackgroundWork())
@@ -70,6 +80,16 @@ class ParallelExecutor(Executor):
         self.local.close()
 
 
+@contextmanager
+def _rank_errors(ranks: RankLink) -> Iterator[None]:
+    """If a rank was lost, that is the reason of an error."""
+    try:
+        yield
+    except Exception:
+        ranks.wait_failure()
+        raise
+
+
 class _ParallelPending:
     __slots__ = ("_pending", "_ranks")
 
@@ -77,11 +97,8 @@ class _ParallelPending:
         self._pending, self._ranks = pending, ranks
 
     def wait(self) -> Result:
-        try:
+        with _rank_errors(self._ranks):
             return self._pending.wait()
-        except Exception:
-            self._ranks.wait_failure()  # the reason, if a rank was lost
-            raise
 
 
 class _ParallelDelayed(_ParallelPending):
@@ -99,4 +116,5 @@ class _ParallelDelayed(_ParallelPending):
 
     def sample(self, masks: Masks) -> None:
         self._ranks.send(SamplePass(masks))
-        self._delayed.sample(masks)
+        with _rank_errors(self._ranks):
+            self._delayed.sample(masks)

@@ -92,6 +92,16 @@ class Shard:
 WHOLE_MODEL = Shard()
 
 
+def different_shards(spec: ModelSpec, size: int) -> list[Shard]:
+    """One rank for every combination of sizes that a rank can have."""
+    found: dict[tuple[ModelSpec, int], Shard] = {}
+    for rank in range(size):
+        shard = Shard(rank, size)
+        ids = shard.vocabulary(spec)
+        found.setdefault((shard.spec(spec), ids.stop - ids.start), shard)
+    return list(found.values())
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor in a model file that has not been read yet."""

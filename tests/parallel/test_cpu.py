@@ -191,8 +191,8 @@ def test_logits_are_those_of_one_rank() -> None:
 
 
 def _runner(llm: LLM) -> Any:
-    executor: Any = llm.engine.executor
-    return getattr(executor, "local", executor).runner
+    executor: Any = llm.engine.executor.local
+    return executor.runner
 
 
 def replace_logprobs(params: SamplingParams) -> SamplingParams:
