@@ -380,6 +380,14 @@ DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 OVERLAP_VARIABLE = "PACELINE_OVERLAP"  # read when the option is not given
 
 
+COLLECTIVES: Mapping[str, str] = {
+    "auto": "gloo on a CPU, nccl on GPUs",
+    "gloo": "through host memory, without CUDA graphs; ranks may share a GPU, for tests",
+    "nccl": "NCCL, in CUDA graphs",
+    "symmetric": "messages of up to 512 KiB through symmetric memory, others by NCCL, in CUDA graphs",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Device, precision and memory of the engine."""
@@ -391,6 +399,16 @@ class EngineConfig:
         choices=EXECUTORS,
     )
     device: str = option("auto", "device to run the model on; auto: a GPU if there is one", choices=DEVICES)
+    tp: int = option(
+        1,
+        "tensor parallelism: number of GPUs, or of processes on a CPU, among which every layer is divided (vLLM: "
+        "tensor_parallel_size; SGLang: tp_size)",
+        low=1,
+        high=64,
+    )
+    collectives: str = option(
+        "auto", "how the ranks of tensor parallelism exchange tensors; with tp", choices=COLLECTIVES
+    )
     speculate: str = option(
         "off",
         "speculative decoding: draft tokens that are verified in the same forward pass, with the same "
@@ -472,6 +490,15 @@ class EngineConfig:
             raise ConfigError(
                 f"draft_model is {self.draft_model!r} and executor is 'virtual', which runs no model: remove one."
             )
+        if self.tp > 1 and self.executor == "virtual":
+            raise ConfigError(f"tp is {self.tp} and executor is 'virtual', which runs no model: remove one.")
+        if self.tp > 1 and self.draft_model is not None:
+            raise ConfigError(
+                f"tp is {self.tp} and draft_model is {self.draft_model!r}: a draft model is not supported with tensor "
+                "parallelism; set speculate to ngram or auto."
+            )
+        if self.collectives != "auto" and self.tp == 1:
+            raise ConfigError(f"collectives is {self.collectives!r} and tp is 1: give tp, too.")
         if self.speculate == "draft" and not self.draft_model:
             raise ConfigError(f"speculate is 'draft' and draft_model is {self.draft_model!r}: name a draft model.")
 
@@ -540,6 +567,7 @@ OFFLINE_PARTS: Mapping[str, str] = {
     "long": "inter-token latency while prompts of 32,000 tokens arrive",
     "soak": "random joins, aborts and retractions, with invariants checked at every step",
     "swap": "KV pages fetched from host memory are bitwise equal to those spilled",
+    "tp": "tensor parallelism with two ranks on one device: greedy tokens within tolerance of float32",
     "weights": "weights replaced in a running engine, compared with an engine that loaded them; and how long it takes",
     "sanitizer": "a short run under compute-sanitizer, if installed",
     "tiny": "that short run without compute-sanitizer",

@@ -106,8 +106,8 @@ def first_sentence(path: Path) -> str:
 
 
 PACKAGES = [  # roughly in order of execution
-    "server", "cluster", "scheduler", "engine", "model", "kernels", "sampling", "text", "bench", "checks", "simulator",
-    "web", "doctor", "cli",
+    "server", "cluster", "scheduler", "engine", "parallel", "model", "kernels", "sampling", "text", "bench", "checks",
+    "simulator", "web", "doctor", "cli",
 ]  # fmt: skip
 
 

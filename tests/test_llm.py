@@ -95,7 +95,7 @@ def test_mixed_prompts_equal_transformers(llm: LLM) -> None:
     )  # fmt: skip
     with torch.device("meta"):  # no random weights
         theirs = transformers.LlamaForCausalLM(config)
-    weights = {name: stored.read().float() for name, stored in gguf_tensors(file).items()}
+    weights = {name: stored.read(()).float() for name, stored in gguf_tensors(file).items()}
     assert theirs.load_state_dict(weights, strict=False, assign=True).missing_keys == ["lm_head.weight"]
     theirs.tie_weights()
     theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config)  # its frequencies are no weights

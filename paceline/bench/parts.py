@@ -71,7 +71,7 @@ def _throughput(runner: BenchRunner, name: str, work: OfflineWorkload) -> None:
                 best[mode] = run
     for mode, run in best.items():
         print(f"{name}, overlap {mode}: {run.metrics.against(runner.roofline)}")
-        if isinstance(device := runner.llm.engine.executor, CudaExecutor):
+        if isinstance(device := runner.llm.engine.executor.local, CudaExecutor):
             _print_buckets(run.timeline, device)
         runner.report(name, run, mode)
         runner.table.append(
@@ -100,7 +100,7 @@ def run_chats(runner: BenchRunner) -> None:
 
 def _chats(runner: BenchRunner, name: str, shift: int, overlap: str) -> None:
     llm, rng = runner.llm, random.Random(shift)
-    device = llm.engine.executor if isinstance(llm.engine.executor, CudaExecutor) else None
+    device = llm.engine.executor.local if isinstance(llm.engine.executor.local, CudaExecutor) else None
     work = runner.fitted(chats().shifted(shift))
     turns: list[BenchRun] = []
     link_bytes, link_s, found = 0, 0.0, Counter[str]()

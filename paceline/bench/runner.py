@@ -148,7 +148,7 @@ class BenchRunner:
     def timed_as_is(self, llm: LLM, work: OfflineWorkload, name: str, overlap: str) -> BenchRun:
         """Times a workload that is `fitted` already."""
         engine, timeline = llm.engine, Timeline()
-        device = engine.executor if isinstance(engine.executor, CudaExecutor) else None
+        device = engine.executor.local if isinstance(engine.executor.local, CudaExecutor) else None
 
         def begin(_: object) -> None:
             engine.loop.overlap, engine.loop.sync = overlap != "off", overlap == "sync"
@@ -221,7 +221,7 @@ class BenchRunner:
 
 
 def model_of(llm: LLM) -> DecoderModel | Any:
-    executor = llm.engine.executor
+    executor = llm.engine.executor.local
     if isinstance(executor, CudaExecutor):
         return executor.model
     assert isinstance(executor, CpuExecutor) and isinstance(executor.runner, CpuModelRunner), (

@@ -11,6 +11,7 @@ from paceline.checks.logits import check_logits
 from paceline.checks.sanitizer import run_sanitizer, run_tiny
 from paceline.checks.soak import check_soak
 from paceline.checks.swap import check_swap
+from paceline.checks.tensor_parallel import check_tensor_parallel
 from paceline.checks.tokens import check_alone, check_tokens
 from paceline.checks.weights import check_weights
 
@@ -24,6 +25,7 @@ __all__ = [
     "check_logits",
     "check_soak",
     "check_swap",
+    "check_tensor_parallel",
     "check_tokens",
     "check_weights",
     "run_sanitizer",
@@ -38,6 +40,7 @@ CHECKS: dict[str, Callable[[CheckSetup], CheckResult]] = {
     "long": check_inter_token_latency,
     "soak": check_soak,
     "swap": check_swap,
+    "tp": check_tensor_parallel,
     "weights": check_weights,
     "tiny": run_tiny,
 }

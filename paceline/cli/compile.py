@@ -41,9 +41,11 @@ def compile(
     os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing; before Triton is imported
     from paceline.engine.build import kernel_options
     from paceline.engine.cuda.precompile import precompile
+    from paceline.model.layout import different_shards
 
     engine_options, scheduler_options = split_options(options, ("model", "shape", "output", "arch", "jobs"))
-    what = kernel_options(model, shape, EngineConfig(**engine_options), scheduler_options)
+    config = EngineConfig(**engine_options)
+    what = kernel_options(model, shape, config, scheduler_options)
     try:
         output.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=output).close()
@@ -54,7 +56,12 @@ def compile(
         typer.echo(f"\rCompiled {done} of {missing} kernels", nl=done == missing, err=True)
 
     progress = show if sys.stderr.isatty() else None
-    variants, count = precompile(*what, output, int(found[1]), jobs=jobs or None, progress=progress)
+    variants: set[Any] = set()
+    count = 0
+    for shard in different_shards(what[0][0], config.tp):
+        listed, compiled = precompile(*what, output, int(found[1]), jobs=jobs or None, progress=progress, shard=shard)
+        variants.update(listed)
+        count += compiled
     total = len(variants)
     size = sum(path.stat().st_size for path in output.iterdir()) / 1e6
     typer.echo(f"{output}: {total} kernels for {arch}, {total - count} of them there before; {size:.1f} MB")

@@ -7,12 +7,14 @@ from the model and the free memory, and steps are short on a CPU.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,10 +31,13 @@ from paceline.engine.recent_outputs import RecentOutputs
 from paceline.engine.virtual.build import build_virtual
 from paceline.model.decoder import Decoder
 from paceline.model.fetch import DEFAULT_MODEL, find_model
+from paceline.model.layout import WHOLE_MODEL, Shard
+from paceline.model.rank_group import RankGroup, shard_of
 from paceline.model.read_spec import read_spec
 from paceline.model.registry import shape as named_shape
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import load_decoder, random_decoder
+from paceline.parallel.collectives import TorchGroup, connect, listen
 from paceline.request import short
 from paceline.sampling.grammar import Grammars
 from paceline.scheduler import Scheduler
@@ -44,6 +49,10 @@ from paceline.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from paceline.engine.cuda.executor import CudaExecutor
     from paceline.engine.cuda.precompile import KernelPreparation
+    from paceline.engine.executor import Executor
+    from paceline.engine.parallel_executor import RankLink
+    from paceline.engine.rank_messages import RankSetup
+    from paceline.engine.rank_processes import RankProcesses
     from paceline.engine.recording import Recorder
 
 Progress = Callable[[int, int], None]  # bytes loaded, bytes in total
@@ -89,7 +98,7 @@ def build_engine(
             raise ConfigError("executor is 'virtual', which runs no model: remove model, load and shape.")
         return build_virtual(config, scheduler_options, trace=trace, hooks=hooks, detokenize=detokenize)
     device = choose_device(config)
-    dtype = ("bfloat16" if device == "cuda" else "float32") if config.dtype == "auto" else config.dtype
+    config = _with_dtype(_with_threads(config, device), device)
     path: Path | None = None
     if load == "random":
         if model is not None:
@@ -110,36 +119,151 @@ def build_engine(
     if config.draft_model is not None:
         draft = find_draft_model(config.draft_model, spec, random=load == "random", progress=progress)
     specs = [spec] if draft is None else [spec, draft.spec]
-    check_models_fit(specs, _num_bytes(dtype), free=torch.cuda.mem_get_info()[0] if device == "cuda" else None)
-    kernels = _prepare_kernels(specs, dtype, scheduler_config, config) if device == "cuda" else None
-    drafter = None
-    with _one_thread():
-        if path is None:
-            tokenizer = synthetic_tokenizer(spec.vocab_size) if text is None else text.tokenizer
-            decoder = random_decoder(
-                spec, seed=seed, dtype=dtype, device=device, max_positions=context, progress=progress
-            )
-        else:
-            tokenizer = load_tokenizer(path) if text is None else text.tokenizer
+    _check_ranks(config, spec, device)
+    free = torch.cuda.mem_get_info()[0] * config.tp if device == "cuda" else None
+    check_models_fit(specs, _num_bytes(config.dtype), free=free)
+    with ExitStack() as stack:
+        ranks, group = None, None
+        if config.tp > 1:
+            from paceline.engine.rank_processes import RankProcesses  # needs msgspec, which a minimal GPU host may lack
+
+            ranks = RankProcesses(config.tp)
+            stack.callback(ranks.close)
+            group = _connected(ranks, path, load, shape, seed, device, config, scheduler_options)
+        kernels = None
+        if device == "cuda":
+            kernels = _prepare_kernels(specs, config.dtype, scheduler_config, config, shard_of(group))
+        with _one_thread():
+            if text is not None:
+                tokenizer = text.tokenizer
+            else:
+                tokenizer = synthetic_tokenizer(spec.vocab_size) if path is None else load_tokenizer(path)
             tokenizer.check_fits(spec.vocab_size)
-            decoder = load_decoder(path, dtype=dtype, device=device, max_positions=context, progress=progress)
-        if draft is not None:
-            check_tokenizer(draft, tokenizer)
-            drafter = draft.load(dtype=dtype, device=device, max_positions=context, seed=seed)
-        fast, fast_drafter = _arranged(decoder), None if drafter is None else _arranged(drafter)
-        del decoder, drafter
-    return assemble(
-        fast,
-        tokenizer,
-        config,
-        scheduler_options,
-        trace=trace,
-        hooks=hooks,
-        detokenize=detokenize,
-        kernels=kernels,
-        draft=fast_drafter,
-        grammars=None if text is None else text.grammars,
-    )
+            decoder = _load(path, spec, seed, config, device, context, progress, group)
+            drafter = None
+            if draft is not None:
+                check_tokenizer(draft, tokenizer)
+                drafter = draft.load(dtype=config.dtype, device=device, max_positions=context, seed=seed)
+            fast, fast_drafter = _arranged(decoder), None if drafter is None else _arranged(drafter)
+            del decoder, drafter
+        engine = assemble(
+            fast,
+            tokenizer,
+            config,
+            scheduler_options,
+            trace=trace,
+            hooks=hooks,
+            detokenize=detokenize,
+            kernels=kernels,
+            draft=fast_drafter,
+            grammars=None if text is None else text.grammars,
+            ranks=ranks,
+        )
+        stack.pop_all()  # the ranks are the engine's now
+    return engine
+
+
+def build_rank(setup: RankSetup, shard: Shard, agree: Callable[[int], int]) -> Executor:
+    """The executor of a rank other than 0. agree: returns the number of pages that all ranks use."""
+    config = EngineConfig(**setup.engine_options)
+    if setup.device == "cuda":
+        torch.cuda.set_device(shard.rank % torch.cuda.device_count())
+    group = _group(setup.backend, shard, connect(setup.port), setup.device)
+    path = None if setup.model is None else Path(setup.model)
+    spec = named_shape(setup.shape) if path is None and setup.shape is not None else read_spec(str(path))
+    scheduler = _scheduler_config(spec, setup.scheduler_options, setup.device)
+    kernels = None
+    if setup.device == "cuda":
+        kernels = _prepare_kernels([spec], config.dtype, scheduler, config, shard)
+    with _one_thread():
+        decoder = _load(path, spec, setup.seed, config, setup.device, scheduler.context_tokens, None, group)
+        fast = _arranged(decoder)
+        del decoder
+    return build_executor(fast, config, setup.scheduler_options, kernels=kernels, agree=agree).executor
+
+
+def _load(
+    path: Path | None,
+    spec: ModelSpec,
+    seed: int,
+    config: EngineConfig,
+    device: str,
+    max_positions: int,
+    progress: Progress | None,
+    group: RankGroup | None,
+) -> Decoder:
+    options: dict[str, Any] = {"dtype": config.dtype, "device": device, "max_positions": max_positions}
+    options |= {"progress": progress, "group": group}
+    return random_decoder(spec, seed=seed, **options) if path is None else load_decoder(path, **options)
+
+
+def group_of_one() -> RankGroup:
+    """A group with one rank, over NCCL: the code and the CUDA graphs of tensor parallelism on one GPU, for checks."""
+    return TorchGroup(Shard(0, 1), listen()[0], "nccl")
+
+
+# ---------------------------------------------------------------------- ranks
+
+
+def _with_dtype(config: EngineConfig, device: str) -> EngineConfig:
+    if config.dtype != "auto":
+        return config
+    return replace(config, dtype="bfloat16" if device == "cuda" else "float32")
+
+
+def _with_threads(config: EngineConfig, device: str) -> EngineConfig:
+    """On a CPU the ranks share the threads."""
+    if config.tp == 1 or config.threads is not None or device != "cpu":
+        return config
+    return replace(config, threads=max(1, torch.get_num_threads() // config.tp))
+
+
+def _check_ranks(config: EngineConfig, spec: ModelSpec, device: str) -> None:
+    """Raises if the model cannot be divided, or the GPUs do not suffice."""
+    Shard(0, config.tp).spec(spec)
+    shares_gpu = config.collectives == "gloo" or os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+    if device == "cuda" and not shares_gpu and torch.cuda.device_count() < config.tp:
+        raise ConfigError(
+            f"tp is {config.tp} and there are {torch.cuda.device_count()} GPUs: each rank needs one; lower tp."
+        )
+    if config.collectives in ("nccl", "symmetric") and device == "cpu":
+        raise ConfigError(f"collectives is {config.collectives!r}, which needs GPUs: set it to auto or gloo.")
+
+
+def _backend(config: EngineConfig, device: str) -> str:
+    if device == "cpu":
+        return "gloo"
+    return "nccl" if config.collectives == "auto" else config.collectives
+
+
+def _connected(
+    ranks: RankProcesses,
+    path: Path | None,
+    load: str,
+    shape: str | None,
+    seed: int,
+    device: str,
+    config: EngineConfig,
+    scheduler_options: Mapping[str, Any],
+) -> RankGroup:
+    """The group of all ranks, once they have the same setup."""
+    from paceline.engine.rank_messages import RankSetup
+
+    store, port = listen()
+    backend = _backend(config, device)
+    model = None if path is None else str(path.resolve())
+    engine_options = {**asdict(config), "record": None}
+    ranks.connect(RankSetup(port, backend, model, load, shape, seed, device, engine_options, dict(scheduler_options)))
+    return _group(backend, Shard(0, config.tp), store, device)
+
+
+def _group(backend: str, shard: Shard, store: Any, device: str) -> RankGroup:
+    if backend != "symmetric":
+        return TorchGroup(shard, store, backend)
+    from paceline.parallel.symmetric import SymmetricGroup  # not at the top: needs CUDA
+
+    base = "nccl" if torch.cuda.device_count() >= shard.size else "gloo"  # ranks that share a GPU
+    return SymmetricGroup(TorchGroup(shard, store, base), torch.device(device, torch.cuda.current_device()))
 
 
 def _arranged(decoder: Decoder) -> DecoderModel:
@@ -148,11 +272,15 @@ def _arranged(decoder: Decoder) -> DecoderModel:
 
 
 def _prepare_kernels(
-    specs: Sequence[ModelSpec], dtype: str, scheduler: SchedulerConfig, config: EngineConfig
+    specs: Sequence[ModelSpec],
+    dtype: str,
+    scheduler: SchedulerConfig,
+    config: EngineConfig,
+    shard: Shard = WHOLE_MODEL,
 ) -> KernelPreparation:
     from paceline.engine.cuda.precompile import KernelPreparation  # not at the top: the CPU needs no Triton
 
-    return KernelPreparation(specs, dtype, scheduler, config.kernel_folder)
+    return KernelPreparation(specs, dtype, scheduler, config.kernel_folder, shard)
 
 
 @contextmanager
@@ -167,6 +295,60 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(count)
 
 
+class BuiltExecutor(NamedTuple):
+    executor: CpuExecutor | CudaExecutor
+    scheduler: SchedulerConfig  # with the number of pages
+    device_name: str
+    buckets: list[int]  # of decode batches, where there are CUDA graphs
+
+
+def _alone(num_pages: int) -> int:
+    return num_pages
+
+
+def build_executor(
+    decoder: DecoderModel,
+    config: EngineConfig,
+    scheduler_options: Mapping[str, Any],
+    *,
+    kernels: KernelPreparation | None = None,
+    draft: DecoderModel | None = None,
+    agree: Callable[[int], int] = _alone,
+) -> BuiltExecutor:
+    """The executor of a loaded decoder, which it takes over, or of one rank's part. agree: gets the number of pages
+    that fit here and returns how many all ranks use."""
+    device = _device_of(decoder)
+    dtype, size = decoder.dtype, shard_of(decoder.group).size
+    given = scheduler_options
+    scheduler_config = _scheduler_config(decoder.whole_spec, given, device)
+    page_size = scheduler_config.page_size
+    if device == "cpu":
+        per_token = sum(one.spec.kv_bytes_per_token(dtype.itemsize) for one in (decoder, draft) if one is not None)
+        num_pages = num_kv_pages(config, per_token, scheduler_config, given, free=free_memory() // size)
+        scheduler_options = {**given, "num_pages": agree(num_pages)}
+    host = _host_options(config, scheduler_options, page_size, decoder, device)
+    scheduler_options = {**scheduler_options, **host}
+    scheduler_config = _scheduler_config(decoder.whole_spec, scheduler_options, device)
+    if device == "cpu":
+        return BuiltExecutor(build_cpu(decoder, config, scheduler_config, draft), scheduler_config, "cpu", [])
+    from paceline.engine.cuda.build import build_cuda  # not at the top: the CPU needs no Triton
+
+    assert isinstance(decoder, Decoder), "CUDA takes over a Decoder"
+    assert draft is None or isinstance(draft, Decoder), "CUDA takes over a Decoder"
+    specs = [decoder.whole_spec] if draft is None else [decoder.whole_spec, draft.spec]
+    shard = shard_of(decoder.group)
+    kernels = kernels or _prepare_kernels(specs, str(dtype).removeprefix("torch."), scheduler_config, config, shard)
+    executor, scheduler_config = build_cuda(decoder, config, scheduler_config, given, draft=draft, agree=agree)
+    executor.load_libraries()
+    kernels.finish()
+    executor.warm_up()
+    return BuiltExecutor(executor, scheduler_config, torch.cuda.get_device_name(), list(executor.graphs.sizes))
+
+
+def _device_of(decoder: DecoderModel) -> str:
+    return "cuda" if isinstance(decoder, Decoder) and decoder.device.type == "cuda" else "cpu"
+
+
 def assemble(
     decoder: DecoderModel,
     tokenizer: Tokenizer,
@@ -179,51 +361,44 @@ def assemble(
     kernels: KernelPreparation | None = None,
     draft: DecoderModel | None = None,
     grammars: Grammars | None = None,
+    ranks: RankLink | None = None,
 ) -> Engine:
     """Builds an engine around a loaded decoder, which it takes over. kernels: if they are being compiled already.
-    draft: a draft model, of the same device and dtype. grammars: if they are set up already."""
-    device = "cuda" if isinstance(decoder, Decoder) and decoder.device.type == "cuda" else "cpu"
-    spec, dtype = decoder.spec, decoder.dtype
-    scheduler_config = _scheduler_config(spec, scheduler_options, device)
-    page_size = scheduler_config.page_size
-    given = scheduler_options
-    if device == "cpu":
-        per_token = sum(one.spec.kv_bytes_per_token(dtype.itemsize) for one in (decoder, draft) if one is not None)
-        num_pages = num_kv_pages(config, per_token, scheduler_config, given)
-        scheduler_options = {**given, "num_pages": num_pages}
-    host = _host_options(config, scheduler_options, page_size, spec, dtype.itemsize, device)
-    scheduler_options = {**scheduler_options, **host}
-    scheduler_config = _scheduler_config(spec, scheduler_options, device)
+    draft: a draft model, of the same device and dtype. grammars: if they are set up already. ranks: the other ranks, if
+    the decoder is rank 0's part."""
+    spec, dtype = decoder.whole_spec, decoder.dtype
     grammars = grammars or Grammars(tokenizer, spec.vocab_size)
-    executor: CudaExecutor | CpuExecutor
-    if device == "cuda":
-        from paceline.engine.cuda.build import build_cuda  # not at the top: the CPU needs no Triton
-
-        assert isinstance(decoder, Decoder), "CUDA takes over a Decoder"
-        assert draft is None or isinstance(draft, Decoder), "CUDA takes over a Decoder"
-        specs = [spec] if draft is None else [spec, draft.spec]
-        kernels = kernels or _prepare_kernels(specs, str(dtype).removeprefix("torch."), scheduler_config, config)
+    setting_up = None
+    if _device_of(decoder) == "cuda":
         setting_up = Thread(target=set_up_grammars, args=(grammars,), name="paceline-grammar")
         setting_up.start()  # beside the libraries, which take as long to load
-        executor, scheduler_config = build_cuda(decoder, config, scheduler_config, given, draft=draft)
-        executor.load_libraries()
-        kernels.finish()
-        executor.warm_up()
+    agree = _alone if ranks is None else ranks.agree
+    built = build_executor(decoder, config, scheduler_options, kernels=kernels, draft=draft, agree=agree)
+    if setting_up is not None:
         setting_up.join()
-        device_name, buckets = torch.cuda.get_device_name(), list(executor.graphs.sizes)
-    else:
-        executor = build_cpu(decoder, config, scheduler_config, draft)
-        device_name, buckets = "cpu", []
+    executor: Executor = built.executor
+    if ranks is not None:
+        from paceline.engine.parallel_executor import ParallelExecutor
+
+        ranks.wait_ready()
+        if not isinstance(built.executor, CpuExecutor):  # there collectives raise when a rank is killed
+            built.executor.guard = ranks.check
+        executor = ParallelExecutor(built.executor, ranks)
+    scheduler_config, device_name = built.scheduler, built.device_name
     scheduler = Scheduler(scheduler_config)
-    threads = config.threads or torch.get_num_threads()
+    if device_name == "cpu":
+        threads = config.threads or torch.get_num_threads()
+        device_text = f"cpu, {threads} thread{'s' if threads > 1 else ''}"
+    else:
+        device_text = device_name
     info = ModelInfo(
         spec.family,
         spec.num_parameters,
         str(dtype).removeprefix("torch."),
-        device_name if device == "cuda" else f"cpu, {threads} thread{'s' if threads > 1 else ''}",
+        device_text if ranks is None else f"{config.tp} x {device_text}",
         spec.kv_bytes_per_token(dtype.itemsize),
     )
-    return Engine(
+    engine = Engine(
         scheduler,
         executor,
         tokenizer,
@@ -236,25 +411,30 @@ def assemble(
         hooks=hooks,
         grammars=grammars,
         recent_outputs=RecentOutputs(config.recent_output_tokens if scheduler_config.draft_tokens else 0),
-        recorder=None if config.record is None else _recorder(config, scheduler, device_name, buckets, spec),
+        recorder=None if config.record is None else _recorder(config, scheduler, device_name, built.buckets, spec),
     )
+    if ranks is not None:
+        ranks.watch(engine.fail)
+    return engine
 
 
 def _host_options(
-    config: EngineConfig, given: Mapping[str, Any], page_size: int, spec: ModelSpec, dtype_bytes: int, device: str
+    config: EngineConfig, given: Mapping[str, Any], page_size: int, decoder: DecoderModel, device: str
 ) -> dict[str, Any]:
     """The scheduler's options for the host memory tier, if it is enabled."""
     count = config.num_host_pages(page_size, given)
     if not count:
         return {}
-    page_bytes = page_size * spec.kv_bytes_per_token(dtype_bytes)
-    free = free_memory() - (0 if device == "cuda" else given["num_pages"] * page_bytes)
+    dtype_bytes = decoder.dtype.itemsize
+    page_bytes = page_size * decoder.spec.kv_bytes_per_token(dtype_bytes)
+    free = free_memory() // shard_of(decoder.group).size - (0 if device == "cuda" else given["num_pages"] * page_bytes)
     check_host_fits(count, page_bytes, page_size, free=max(free, 0))
     found: dict[str, Any] = {"num_host_pages": count}
     if device == "cuda" and "host_page_cost" not in given:
         from paceline.engine.cuda.build import host_page_cost
 
-        found["host_page_cost"] = host_page_cost(spec, dtype_bytes, page_size)
+        # Of ranks, each has its part of the bytes and of the computation.
+        found["host_page_cost"] = host_page_cost(decoder.whole_spec, dtype_bytes, page_size)
     return found
 
 

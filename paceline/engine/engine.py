@@ -292,6 +292,16 @@ class Engine:
         self._post([replace])
         return answer
 
+    def fail(self, error: BaseException) -> None:
+        """Ends the engine with an error: something that it needs is gone. Any thread may call it."""
+
+        def end() -> None:
+            if self._failure is None:
+                raise error
+
+        with contextlib.suppress(EngineFailed):  # it has ended already
+            self._post([end])
+
     async def stream(self, job: Job) -> AsyncIterator[OutputDelta]:
         """The deltas of one request as they are produced. Leaving the iteration early aborts the request."""
         queue: asyncio.Queue[Item] = asyncio.Queue()

@@ -84,6 +84,11 @@ class Executor(ABC):
     capabilities = Capabilities()
 
     @property
+    def local(self) -> Executor:
+        """The executor that computes in this process: with ranks, that of rank 0."""
+        return self
+
+    @property
     def slow_launches(self) -> Mapping[str, int]:
         """Launches that took so long that running requests waited for them, by cause, where they are counted."""
         return {}
@@ -110,6 +115,9 @@ class Executor(ABC):
         """Runs one unit of background work, such as capturing a CUDA graph; returns whether there was any. No pass is
         in flight."""
         return False
+
+    def check(self) -> None:  # noqa: B027 -- optional
+        """Raises if a pass has failed. May be called from any thread, and blocks for nothing."""
 
     def close(self) -> None:  # noqa: B027 -- optional
         """Waits for launched passes and releases threads and streams."""

@@ -197,6 +197,7 @@ def launched(function: Any) -> Any:
 # Arguments that follow from the number of layers or pages, or from the context. Kernels gain nothing by knowing that
 # one is a multiple of 16, and which variants are needed would be known only when the size of the KV cache is.
 UNSPECIALIZED = ["pool_stride", "table_stride", "words_stride", "max_length", "num_pages", "num_parts"]
+UNSPECIALIZED += ["first_id", "num_ids"]
 LOG2_E = 1.4426950408889634  # attention computes its softmax in base 2
 
 

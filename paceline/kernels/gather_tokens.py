@@ -1,6 +1,7 @@
 """The input of a forward pass: gathers tokens from the token pool by slot and position, and their embedding rows.
 
-A token that the previous pass sampled is read from where the sampler wrote it, without a round trip to the host.
+A token that the previous pass sampled is read from where the sampler wrote it, without a round trip to the host. Where
+the vocabulary is sharded, a rank writes zeros for tokens of other ranks, and an all-reduce follows.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -20,6 +21,7 @@ def gather_tokens_reference(
     token_rows: torch.Tensor | None,
     query_starts: torch.Tensor | None,
     num_tokens: int,
+    first_id: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(rows [T, H], slots [T], positions [T])."""
     token = torch.arange(num_tokens, device=embeddings.device)
@@ -29,8 +31,9 @@ def gather_tokens_reference(
     slots = state.row_slots[rows].long()
     offset = 0 if query_starts is None else token - query_starts[rows]
     positions = torch.where(live, state.num_computed[slots] + offset, 0)
-    ids = state.token_pool[slots, positions.long()].long()
-    found = torch.where(live[:, None], embeddings[ids], torch.zeros_like(embeddings[:1]))
+    ids = state.token_pool[slots, positions.long()].long() - first_id
+    is_here = live & (ids >= 0) & (ids < len(embeddings))
+    found = torch.where(is_here[:, None], embeddings[ids.where(is_here, 0)], torch.zeros_like(embeddings[:1]))
     return found, torch.where(live, slots, 0).int(), positions.int()
 
 
@@ -51,8 +54,11 @@ def _gather_tokens_kernel(
     pool_stride,
     squares_stride,
     hidden,
+    first_id,
+    num_ids,
     LEAVE_SQUARES: tl.constexpr,
     RAGGED: tl.constexpr,
+    SHARDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0)
@@ -72,6 +78,9 @@ def _gather_tokens_kernel(
         slot = tl.load(row_slots + row)
         position = tl.load(num_computed + slot) + offset
     token_id = tl.load(token_pool + slot.to(tl.int64) * pool_stride + position, mask=live, other=0).to(tl.int64)
+    if SHARDED:
+        token_id -= first_id
+        live = live & (token_id >= 0) & (token_id < num_ids)
     # A padding row gets zeros, so that no NaN or infinity goes through the GEMMs.
     value = tl.load(embeddings + token_id * hidden + column, mask=inside & live, other=0.0)
     tl.store(out + token.to(tl.int64) * hidden + column, value.to(out.dtype.element_ty), mask=inside)
@@ -91,13 +100,15 @@ def gather_tokens(
     token_rows: torch.Tensor | None = None,
     query_starts: torch.Tensor | None = None,
     squares: torch.Tensor | None = None,
+    first_id: int | None = None,
 ) -> None:
     """out [T, H], slots [T] and positions [T] (int32) for the tokens of a pass; embeddings [V, H].
 
     Without token_rows, token i is row i's only token (a decode batch; rows from num_rows on are padding and get zeros).
     With it, token i belongs to row token_rows[i] [T], whose tokens begin at query_starts[row] [R + 1]; row -1 is
     padding and gets zeros. squares [T, 1], if given, receives each row's sum of squares for the RMSNorm that follows
-    (linear.py).
+    (linear.py). first_id: embeddings are those of the token ids from there on, and other tokens get zeros (default: of
+    all token ids).
     """
     assert (token_rows is None) == (query_starts is None), "token_rows and query_starts are given together"
     tokens, hidden = out.shape
@@ -117,8 +128,11 @@ def gather_tokens(
         state.token_pool.stride(0),
         0 if squares is None else squares.stride(0),
         hidden,
+        first_id or 0,
+        len(embeddings),
         LEAVE_SQUARES=squares is not None,
         RAGGED=token_rows is not None,
+        SHARDED=first_id is not None,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 8),
     )

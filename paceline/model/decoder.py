@@ -7,6 +7,9 @@ A batch is ragged: the tokens of all its requests follow each other, T rows in t
 executor supplies, knows where one request ends and the next begins, and only `attend` touches the KV cache. Nothing
 here reads a value on the host or loops over requests, so a whole step can be one CUDA graph.
 
+With a `RankGroup` (tensor parallelism) a decoder has the weights of one rank: `spec` has its heads and MLP columns, and
+the outputs of attention and MLP are summed over all ranks. Logits are those of the rank's part of the vocabulary.
+
 What differs between families is a field of `ModelSpec`; there is one `if` per option and no class per model. This is
 the reference implementation: `CpuModel` and `CudaModel` compute the same with rearranged weights.
 """
@@ -20,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.model.rank_group import RankGroup, embed, shard_of
 from paceline.model.rope import rope_table, rotate
 from paceline.model.spec import ModelSpec
 
@@ -67,12 +71,20 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A model with its weights, on one device, for inference."""
+    """A model with its weights, or one rank's part of it, on one device, for inference."""
 
-    def __init__(self, spec: ModelSpec, weights: Mapping[str, Tensor], *, max_positions: int | None = None) -> None:
-        """`weights` are the fused tensors of `layout.target_shapes(spec)`. Positions below `max_positions` (default:
-        the model's context) can be used."""
-        self.spec = spec
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, Tensor],
+        *,
+        max_positions: int | None = None,
+        group: RankGroup | None = None,
+    ) -> None:
+        """`spec` is that of the whole model, `weights` are the fused tensors of `layout.target_shapes(spec, shard)`.
+        Positions below `max_positions` (default: the model's context) can be used."""
+        self.whole_spec, self.group = spec, group
+        self.spec = spec = shard_of(group).spec(spec)
         self.embedding = weights["embedding"]
         self.head = weights["embedding" if spec.tied else "head"]
         self.norm = weights["norm"]
@@ -87,13 +99,13 @@ class Decoder:
         """Hidden states [T, hidden] after the final norm, of tokens[T] at positions[T] (both integer)."""
         # One gather per rope for all layers; [T, 1, D] broadcasts over heads.
         rotations = [table[positions].unsqueeze(1) for table in self.rope_tables]
-        x = F.embedding(tokens, self.embedding)
+        x = embed(self.group, self.spec, self.embedding, tokens)
         for index, layer in enumerate(self.layers):
             rope = self.spec.layer_ropes[index]
             cos_sin = None if rope is None else rotations[rope]
-            attended = self._attention(index, self._norm(x, layer.attention_norm), cos_sin, attend)
+            attended = self._sum(self._attention(index, self._norm(x, layer.attention_norm), cos_sin, attend))
             x = x + self._norm(attended, layer.attention_post_norm)
-            x = x + self._norm(layer.mlp(self._norm(x, layer.mlp_norm)), layer.mlp_post_norm)
+            x = x + self._norm(self._sum(layer.mlp(self._norm(x, layer.mlp_norm))), layer.mlp_post_norm)
         return self._norm(x, self.norm)
 
     def states(self, hidden: Tensor) -> Tensor:
@@ -102,8 +114,8 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, vocab] of rows of `forward`'s result, in the model's dtype. Pass only the rows that sample: this
-        is the largest matrix of a small model."""
+        """Logits [N, vocab] of rows of `forward`'s result, in the model's dtype; of a rank, those of its token ids.
+        Pass only the rows that sample: this is the largest matrix of a small model."""
         return soft_cap(F.linear(hidden, self.head), self.spec.logit_cap)
 
     def _attention(self, index: int, x: Tensor, cos_sin: Tensor | None, attend: Attend) -> Tensor:
@@ -118,6 +130,9 @@ class Decoder:
             qk = rotate(qk, cos_sin)
         q, k = torch.split(qk, [spec.num_heads, spec.num_kv_heads], dim=1)
         return F.linear(attend(index, q, k, v), layer.out, layer.out_bias)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return x if self.group is None else self.group.all_reduce(x)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else F.rms_norm(x, (self.spec.hidden_size,), weight, self.spec.rms_eps)

@@ -87,9 +87,9 @@ def gguf_tensors(file: GGUFFile) -> dict[str, StoredTensor]:
         part = info.name.split(".")[-2]
         permuted = family.gguf_permuted and part in heads
 
-        def read() -> Tensor:
+        def read(rows_and_columns: tuple[slice, ...]) -> Tensor:
             tensor = dequantise(file, info)
-            return _unpermute(tensor, heads[part]) if permuted else tensor
+            return (_unpermute(tensor, heads[part]) if permuted else tensor)[rows_and_columns]
 
         return StoredTensor(info.shape, num_stored_bytes(info), read)
 

@@ -8,6 +8,10 @@ A `Shard` selects the part of one rank for tensor parallelism:
     split by rows (column-parallel)     q, k, v, gate, up and their biases; embedding and head by vocabulary
     split by columns (row-parallel)     out, down; the sum over ranks is the layer's output, so only rank 0 has the bias
     replicated                          norms; KV heads if there are fewer of them than ranks
+
+Parts need not be equal: nine query heads of three KV heads are three and six for two ranks. Kernels need the same
+number of query heads for every KV head of a rank, so KV heads are divided with all their query heads, unless there are
+fewer of them than ranks: then ranks share a KV head and divide its query heads.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from paceline.model.spec import ModelError, ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_ALIGN = 64  # columns of the MLP and rows of the vocabulary that stay together, where the size allows: kernels like it
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,34 +41,65 @@ class Shard:
         if not 0 <= self.rank < self.size:
             raise ModelError(f"shard rank is {self.rank}: give a rank from 0 to {self.size - 1}.")
 
-    def part(self, count: int, item_size: int = 1) -> slice:
-        """This rank's part of `count` items of `item_size` rows each; one item if there are fewer items than ranks."""
-        first = self.rank * count // self.size
-        return slice(first * item_size, (first + max(1, count // self.size)) * item_size)
+    def part(self, count: int, first: int = 0) -> slice:
+        """This rank's part of `count` items from `first` on. Parts differ by one item at most."""
+        return slice(first + self.rank * count // self.size, first + (self.rank + 1) * count // self.size)
+
+    def aligned_part(self, count: int) -> slice:
+        """As `part`, in multiples of a power of two."""
+        unit = _ALIGN
+        while count % unit or count // unit < self.size:
+            unit //= 2
+        items = self.part(count // unit)
+        return slice(items.start * unit, items.stop * unit)
+
+    def heads(self, spec: ModelSpec) -> tuple[slice, slice]:
+        """This rank's query heads and KV heads."""
+        count, group = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
+        if self.size <= count:
+            kv = self.part(count)
+            return slice(kv.start * group, kv.stop * group), kv
+        head = next(head for head in range(count) if self.rank < (head + 1) * self.size // count)
+        first, end = head * self.size // count, (head + 1) * self.size // count  # the ranks of this KV head
+        queries = Shard(self.rank - first, end - first).part(group, head * group)
+        return queries, slice(head, head + 1)
+
+    def vocabulary(self, spec: ModelSpec) -> slice:
+        """The token ids whose embeddings and logits this rank has."""
+        return self.aligned_part(spec.vocab_size)
 
     def spec(self, spec: ModelSpec) -> ModelSpec:
-        """`spec` with the sizes of this rank: its heads, KV heads, MLP columns and vocabulary rows."""
+        """`spec` with the sizes of this rank: its heads, KV heads and MLP columns. The vocabulary stays whole: token
+        ids mean the same on every rank."""
         for name in ("num_heads", "ffn_size", "vocab_size"):
-            if getattr(spec, name) % self.size:
+            if getattr(spec, name) < self.size:
                 raise ModelError(
-                    f"{name} is {getattr(spec, name)}, which {self.size} ranks cannot split evenly: "
-                    "choose a number of ranks that divides it."
+                    f"{name} is {getattr(spec, name)}, which {self.size} ranks cannot divide among them: "
+                    f"choose tp {getattr(spec, name)} or less."
                 )
-        if spec.num_kv_heads % self.size and self.size % spec.num_kv_heads:
-            raise ModelError(
-                f"num_kv_heads is {spec.num_kv_heads}, which {self.size} ranks can neither split evenly nor replicate "
-                "evenly: choose a number of ranks that divides it or is a multiple of it."
-            )
+        if self.size == 1:
+            return spec
+        queries, kv = self.heads(spec)
+        ffn = self.aligned_part(spec.ffn_size)
         return replace(
             spec,
-            num_heads=spec.num_heads // self.size,
-            num_kv_heads=max(1, spec.num_kv_heads // self.size),
-            ffn_size=spec.ffn_size // self.size,
-            vocab_size=spec.vocab_size // self.size,
+            num_heads=queries.stop - queries.start,
+            num_kv_heads=kv.stop - kv.start,
+            ffn_size=ffn.stop - ffn.start,
         )
 
 
 WHOLE_MODEL = Shard()
+
+
+def different_shards(spec: ModelSpec, size: int) -> list[Shard]:
+    """One rank for every combination of sizes that a rank can have."""
+    found: dict[tuple[ModelSpec, int], Shard] = {}
+    for rank in range(size):
+        shard = Shard(rank, size)
+        ids = shard.vocabulary(spec)
+        found.setdefault((shard.spec(spec), ids.stop - ids.start), shard)
+    return list(found.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +108,9 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     num_bytes: int
-    read: Callable[[], Tensor]  # on the CPU, in the dtype it is stored in
+    # The rows and columns of these slices, or all of it, on the CPU, in the dtype it is stored in. A file that can be
+    # read in part is: a rank never has more of a model in memory than its own part and one tensor.
+    read: Callable[[tuple[slice, ...]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +145,11 @@ def target_shapes(spec: ModelSpec, shard: Shard = WHOLE_MODEL) -> dict[str, tupl
     """The fused tensors of the decoder on one rank, by name."""
     local = shard.spec(spec)
     hidden, qkv = spec.hidden_size, local.q_size + 2 * local.kv_size
-    shapes: dict[str, tuple[int, ...]] = {"embedding": (local.vocab_size, hidden), "norm": (hidden,)}
+    ids = shard.vocabulary(spec)
+    vocabulary = (ids.stop - ids.start, hidden)
+    shapes: dict[str, tuple[int, ...]] = {"embedding": vocabulary, "norm": (hidden,)}
     if not spec.tied:
-        shapes["head"] = (local.vocab_size, hidden)
+        shapes["head"] = vocabulary
     for layer in range(spec.num_layers):
         at = f"{layer}."
         shapes.update({at + name: (hidden,) for name in _NORMS[spec.norm_placement].values()})
@@ -131,8 +172,8 @@ def target_shapes(spec: ModelSpec, shard: Shard = WHOLE_MODEL) -> dict[str, tupl
 
 def stored_parts(spec: ModelSpec, shard: Shard = WHOLE_MODEL) -> dict[str, StoredPart]:
     """The parameters that one rank reads, by their Hugging Face names."""
-    shard.spec(spec)  # raises if the sizes do not divide
-    vocabulary, shape = shard.part(spec.vocab_size), (spec.vocab_size, spec.hidden_size)
+    shard.spec(spec)  # raises if there are too many ranks
+    vocabulary, shape = shard.vocabulary(spec), (spec.vocab_size, spec.hidden_size)
     parts = {
         "model.embed_tokens.weight": _rows("embedding", shape, vocabulary),
         "model.norm.weight": _whole("norm", (spec.hidden_size,)),
@@ -148,8 +189,7 @@ def _layer_parts(spec: ModelSpec, shard: Shard, stored: str, at: str) -> Iterato
     hidden, ffn = spec.hidden_size, spec.ffn_size
     for name, target in _NORMS[spec.norm_placement].items():
         yield f"{stored}{name}.weight", _whole(at + target, (hidden,))
-    q = shard.part(spec.num_heads, spec.head_dim)
-    kv = shard.part(spec.num_kv_heads, spec.head_dim)
+    q, kv = (slice(heads.start * spec.head_dim, heads.stop * spec.head_dim) for heads in shard.heads(spec))
     row = 0
     for name, size, rows in (("q", spec.q_size, q), ("k", spec.kv_size, kv), ("v", spec.kv_size, kv)):
         yield f"{stored}self_attn.{name}_proj.weight", _rows(at + "qkv", (size, hidden), rows, row)
@@ -163,7 +203,7 @@ def _layer_parts(spec: ModelSpec, shard: Shard, stored: str, at: str) -> Iterato
         local, shape = shard.spec(spec), (spec.head_dim,)
         for name, row, heads in (("q", 0, local.num_heads), ("k", local.num_heads, local.num_kv_heads)):
             yield f"{stored}self_attn.{name}_norm.weight", StoredPart(at + "qk_norm", shape, row, heads)
-    part = shard.part(ffn)
+    part = shard.aligned_part(ffn)
     num_rows = part.stop - part.start
     for row, name in ((0, "gate"), (num_rows, "up")):
         yield f"{stored}mlp.{name}_proj.weight", _rows(at + "gate_up", (ffn, hidden), part, row)

@@ -20,6 +20,7 @@ from paceline.model.decoder import Decoder
 from paceline.model.gguf import gguf_tensors
 from paceline.model.gguf_file import is_gguf, open_gguf
 from paceline.model.layout import WHOLE_MODEL, Shard, StoredPart, StoredTensor, stored_parts, target_shapes
+from paceline.model.rank_group import RankGroup, shard_of
 from paceline.model.read_spec import read_json, read_spec
 from paceline.model.spec import DTYPES, ModelError, ModelSpec
 
@@ -36,11 +37,15 @@ def load_decoder(
     device: str | torch.device = "cpu",
     max_positions: int | None = None,
     progress: Progress | None = None,
+    group: RankGroup | None = None,
 ) -> Decoder:
-    """Loads the model at `path`, a Hugging Face folder or a GGUF file. `dtype` defaults to the stored one."""
+    """Loads the model at `path`, a Hugging Face folder or a GGUF file. `dtype` defaults to the stored one. `group`:
+    loads this rank's part."""
     spec, stored = _open(Path(path))
-    weights = fuse_weights(spec, stored, source=str(path), dtype=dtype, device=device, progress=progress)
-    return Decoder(spec, weights, max_positions=max_positions)
+    weights = fuse_weights(
+        spec, stored, source=str(path), dtype=dtype, device=device, progress=progress, shard=shard_of(group)
+    )
+    return Decoder(spec, weights, max_positions=max_positions, group=group)
 
 
 def _open(path: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
@@ -63,10 +68,12 @@ def random_decoder(
     device: str | torch.device = "cpu",
     max_positions: int | None = None,
     progress: Progress | None = None,
+    group: RankGroup | None = None,
 ) -> Decoder:
-    """A model of this shape with random weights. The same seed, device and dtype give the same weights."""
-    weights = random_weights(spec, seed=seed, dtype=dtype, device=device, progress=progress)
-    return Decoder(spec, weights, max_positions=max_positions)
+    """A model of this shape with random weights. The same seed, device and dtype give the same weights, on all ranks of
+    a group together too."""
+    weights = random_weights(spec, seed=seed, dtype=dtype, device=device, progress=progress, shard=shard_of(group))
+    return Decoder(spec, weights, max_positions=max_positions, group=group)
 
 
 def fuse_weights(
@@ -87,7 +94,7 @@ def fuse_weights(
     total, done = sum(stored[name].num_bytes for name in parts), 0
     for name, part in parts.items():
         with torch.inference_mode():
-            weights[part.target][part.row : part.row + part.num_rows].copy_(stored[name].read()[part.source])
+            weights[part.target][part.row : part.row + part.num_rows].copy_(stored[name].read(part.source))
         done += stored[name].num_bytes
         if progress:
             progress(done, total)
@@ -125,25 +132,56 @@ def random_weights(
     dtype: str | None = None,
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
+    shard: Shard = WHOLE_MODEL,
 ) -> dict[str, Tensor]:
     """Random fused tensors that keep activations at a constant magnitude through the layers and give distinct
-    logits."""
+    logits. A rank makes every tensor whole, one after the other, and keeps its part."""
     torch_dtype = _torch_dtype(dtype or spec.dtype)
     generator = torch.Generator(device=device).manual_seed(seed)
     shapes = target_shapes(spec)
     total, done = sum(math.prod(shape) for shape in shapes.values()) * torch_dtype.itemsize, 0
     weights = {}
+    parts = fused_parts(spec, shard)
     for name, shape in shapes.items():
         weight = torch.empty(shape, dtype=torch_dtype, device=device)
         if name.endswith("norm"):
             weight.fill_(2.0 if name.endswith("qk_norm") else 1.0)  # the gain that qkv has without a norm
         else:
             weight.normal_(0.0, _scale(spec, name, shape), generator=generator)
-        weights[name] = weight
+        weights.update(_part_of(name, weight, parts) if shard.size > 1 else {name: weight})
         done += weight.numel() * torch_dtype.itemsize
         if progress:
             progress(done, total)
     return weights
+
+
+def shard_weights(spec: ModelSpec, weights: Mapping[str, Tensor], shard: Shard) -> dict[str, Tensor]:
+    """One rank's part of the fused tensors of a whole model."""
+    parts = fused_parts(spec, shard)
+    found: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        found.update(_part_of(name, weight, parts))
+    return found
+
+
+def fused_parts(spec: ModelSpec, shard: Shard) -> dict[str, list[tuple[StoredPart, StoredPart]]]:
+    """For every fused tensor of a rank, the stored parameters in it: where each is in the whole tensor, and what of it
+    the rank has."""
+    whole = stored_parts(spec)
+    parts: dict[str, list[tuple[StoredPart, StoredPart]]] = {}
+    for name, part in stored_parts(spec, shard).items():
+        parts.setdefault(part.target, []).append((whole[name], part))
+    return parts
+
+
+def _part_of(name: str, weight: Tensor, parts: Mapping[str, list[tuple[StoredPart, StoredPart]]]) -> dict[str, Tensor]:
+    """The part of a whole fused tensor; nothing if the rank has none of it."""
+    pieces = []
+    for whole, part in parts.get(name, ()):
+        rows = weight[whole.row : whole.row + whole.num_rows]
+        # A norm that is stored once and repeated for every head is the same in all rows.
+        pieces.append(rows[: part.num_rows] if len(whole.shape) < weight.ndim else rows[part.source])
+    return {name: torch.cat(pieces)} if pieces else {}
 
 
 def _scale(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> float:
@@ -199,7 +237,13 @@ def _file_tensors(path: Path) -> dict[str, StoredTensor]:
     def stored(name: str) -> StoredTensor:
         shape = tuple(views[name].get_shape())
         item_bytes = _ITEM_BYTES.get(views[name].get_dtype(), 1)
-        return StoredTensor(shape, math.prod(shape) * item_bytes, lambda: file.get_tensor(name))
+
+        def read(part: tuple[slice, ...]) -> Tensor:
+            # Slices are copied, whole tensors are mapped.
+            tensor: Tensor = views[name][part] if part else file.get_tensor(name)
+            return tensor
+
+        return StoredTensor(shape, math.prod(shape) * item_bytes, read)
 
     return {name: stored(name) for name in views}
 

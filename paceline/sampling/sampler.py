@@ -68,6 +68,26 @@ class Sampler:
             return found
         return self._choose(logits, slots, positions)
 
+    def needs_all_logits(self, slots: Rows) -> npt.NDArray[np.bool_]:
+        """Rows whose token depends on more than the largest of logits plus noise: they have a filter or adjustments."""
+        filtered = (self._top_k[slots] < self._vocab_size) | (self._top_p[slots] < 1) | (self._min_p[slots] > 0)
+        needed: npt.NDArray[np.bool_] = self._adjusted[slots] | (filtered & (self._temperature[slots] > 0))
+        return needed
+
+    def noisy(self, logits: Tensor, slots: Rows, positions: Rows, first: int) -> Tensor:
+        """Scores of rows without filters, whose largest is the sampled token: logits [rows, n] of the token ids from
+        `first` on, divided by the temperature, plus noise; of greedy rows the logits."""
+        hot = self._temperature[slots] > 0
+        scores = logits.float()
+        if hot.any():
+            at = slice(None) if hot.all() else torch.from_numpy(hot)
+            keys = row_keys(self._seed[slots[hot]], positions[hot])[:, None]
+            tokens = self._token_keys[first : first + logits.shape[1]]
+            temperature = torch.from_numpy(self._temperature[slots[hot]])[:, None]
+            scores = scores.clone()
+            scores[at] = scores[at] / temperature + gumbel(keys, tokens)
+        return scores
+
     def _choose(self, logits: Tensor, slots: Rows, positions: Rows) -> Rows:
         hot = self._temperature[slots] > 0
         if not hot.any():

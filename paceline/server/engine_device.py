@@ -1,4 +1,4 @@
-"""Which GPU, or which share of the CPU, each of several engines on one machine gets."""
+"""Which GPUs, or which share of the CPU, each of several engines on one machine gets."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
 def choose_device(
     options: Mapping[str, Any], replica: int, num_replicas: int, environment: MutableMapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """The options of an engine that is one of several. Sets its GPU in the environment: torch must not be imported yet.
-    On a CPU the threads and the memory for KV are divided."""
-    gpus = visible_gpus(environment)
+    """The options of an engine that is one of several. Sets its GPUs in the environment: torch must not be imported
+    yet. On a CPU the threads and the memory for KV are divided."""
+    gpus, tp = visible_gpus(environment), options.get("tp", 1)
     device = options.get("device", "auto")
     if num_replicas == 1 or options.get("executor") == "virtual":
         return dict(options)
     if device == "cuda" or (device == "auto" and gpus):
-        if len(gpus) < num_replicas:
+        if len(gpus) < num_replicas * tp:
+            needed = "one" if tp == 1 else f"tp = {tp}"
             raise ConfigError(
-                f"replicas is {num_replicas} and there are {len(gpus)} GPUs: each replica needs one; lower it, or set "
-                "device to cpu."
+                f"replicas is {num_replicas} and there are {len(gpus)} GPUs: each replica needs {needed}; lower it, or "
+                "set device to cpu."
             )
-        environment[_VISIBLE] = gpus[replica]
+        environment[_VISIBLE] = ",".join(gpus[replica * tp : (replica + 1) * tp])
         return dict(options)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    shares: dict[str, Any] = {"threads": max(1, cores // num_replicas)}
+    shares: dict[str, Any] = {"threads": max(1, cores // (num_replicas * tp))}
     if not {"kv_memory_fraction", "kv_tokens", "num_pages"} & options.keys():
         shares["kv_memory_fraction"] = CPU_KV_FRACTION / num_replicas
     return {**shares, **options}

@@ -55,6 +55,14 @@ def test_check_passes_and_reports_what_it_compared() -> None:
     assert "outputs of 22 equal to overlap off: {'on': 22, 'sync': 22}" in result.text
 
 
+@pytest.mark.cluster
+def test_tensor_parallel_passes_and_reports_every_way_of_communicating(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = checks.check_tensor_parallel(SETUP, count=4, **SMALL)
+    assert result.passed and "PASS    tp 2, gloo" in result.text and "NOT RUN tp 1, NCCL" in result.text, result.text
+    break_batches(monkeypatch)  # of rank 0, and of the engine without ranks
+    assert not checks.check_tensor_parallel(SETUP, count=4, **SMALL).passed
+
+
 def test_alone_passes_on_a_correct_engine_and_fails_on_a_broken_one(monkeypatch: pytest.MonkeyPatch) -> None:
     result = checks.check_alone(SETUP, batch=12, some=4, **SMALL)
     assert result.passed and "4 outputs equal" in result.text, result.text

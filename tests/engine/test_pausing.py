@@ -346,6 +346,6 @@ def test_16_bit_weights_are_replaced_too(folder: Path) -> None:
 
 def test_a_virtual_executor_has_no_weights(folder: Path) -> None:
     engine = build_virtual(EngineConfig(executor="virtual"), {})
-    with pytest.raises(InvalidRequest, match="this engine has no weights"):
+    with pytest.raises(InvalidRequest, match="this engine cannot replace weights"):
         update_weights(engine, folder)
     engine.close()

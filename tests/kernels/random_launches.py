@@ -14,11 +14,12 @@ import torch
 
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cuda.build import build_cuda
-from paceline.engine.cuda.variants import kernel_variants
+from paceline.engine.cuda.variants import DryGroup, kernel_variants
 from paceline.engine.engine import Engine
 from paceline.kernels.layouts import DraftWord
 from paceline.kernels.variants import KernelVariant, recorded_launches
 from paceline.llm import LLM
+from paceline.model.layout import WHOLE_MODEL, Shard
 from paceline.model.registry import shape
 from paceline.model.weights import random_decoder
 from paceline.request import SamplingParams
@@ -36,6 +37,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     # A draft model with other heads, and with a sliding window.
     ("wide", {"context_tokens": 600, "num_pages": 200, "max_running": 9, "draft_tokens": 4, "draft": "tiny-mistral"}),
     ("tiny-smollm3", {"context_tokens": 1024, "num_pages": 300, "max_running": 1, "page_size": 32}),
+    # One rank of tensor parallelism, with another number of query heads than the first.
+    ("tiny-qwen2", {"context_tokens": 600, "num_pages": 200, "max_running": 9, "draft_tokens": 4, "rank": Shard(1, 4)}),
     ("tiny-qwen3", {"context_tokens": 4096, "num_pages": 2000, "max_running": 130, "shared_reads": False}),
 ]
 # Large enough for the fused GEMM.
@@ -82,13 +85,15 @@ def unlisted(name: str, options: dict[str, Any], seed: int) -> list[KernelVarian
     """Variants that random requests need and that are not in the list."""
     names = [name, options["draft"]] if "draft" in options else [name]
     specs = [SPECS[one] if one in SPECS else shape(one) for one in names]
-    scheduler = SchedulerConfig(**{option: value for option, value in options.items() if option != "draft"})
+    shard: Shard = options.get("rank", WHOLE_MODEL)
+    group = DryGroup(shard) if shard.size > 1 else None
+    scheduler = SchedulerConfig(**{name: value for name, value in options.items() if name not in ("draft", "rank")})
     other = replace(scheduler, num_pages=2 * scheduler.num_pages + 1, policy="lpm", max_wait=3.0)
-    variants = kernel_variants(specs, "float32", scheduler)
-    assert variants == kernel_variants(specs, "float32", other), "see VARIANT_OPTIONS"
+    variants = kernel_variants(specs, "float32", scheduler, shard)
+    assert variants == kernel_variants(specs, "float32", other, shard), "see VARIANT_OPTIONS"
     listed = {_on_any_device(variant) for variant in variants}
     decoder, draft = (
-        random_decoder(spec, dtype="float32", device="cpu", max_positions=scheduler.context_tokens) if spec else None
+        random_decoder(spec, dtype="float32", max_positions=scheduler.context_tokens, group=group) if spec else None
         for spec in (*specs, None)[:2]
     )
     assert decoder is not None

@@ -110,6 +110,29 @@ def test_ragged_rows_gather_consecutive_tokens() -> None:
     assert not out[6:].any(), "padding"
 
 
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_a_rank_gathers_the_tokens_of_its_part_of_the_vocabulary(is_ragged: bool) -> None:
+    state = random_state()
+    state.row_slots[:3] = torch.tensor([4, 0, 2])
+    state.num_rows.fill_(3)
+    whole = torch.randn(50, 24)
+    ragged = (
+        torch.tensor([0, 1, 1, 2], dtype=torch.int32) if is_ragged else None,
+        torch.tensor([0, 1, 3, 4], dtype=torch.int32) if is_ragged else None,
+    )
+    count = 4 if is_ragged else 3
+    total = torch.zeros(count, 24)
+    for first, end in ((0, 17), (17, 30), (30, 50)):
+        out = poisoned(count, 24, dtype=torch.float32)
+        slots, positions = (torch.empty(count, dtype=torch.int32) for _ in range(2))
+        gather_tokens(state, whole[first:end].contiguous(), out, slots, positions, *ragged, first_id=first)
+        expected = gather_tokens_reference(state, whole[first:end], *ragged, count, first)
+        for got, want in zip((out, slots, positions), expected, strict=True):
+            assert torch.equal(got, want)
+        total += out
+    assert torch.equal(total, gather_tokens_reference(state, whole, *ragged, count)[0])
+
+
 def test_a_page_beyond_the_table_is_out_of_bounds() -> None:
     """Checks the checker (bounds.py) that all these tests run with, by an entry just beyond that of the last slot."""
     from triton.runtime.errors import InterpreterError

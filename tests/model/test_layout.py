@@ -15,7 +15,8 @@ from paceline.model.decoder import Decoder
 from paceline.model.layout import Shard, StoredTensor, stored_parts, target_shapes
 from paceline.model.registry import shape
 from paceline.model.spec import ModelError, ModelSpec
-from paceline.model.weights import fuse_weights
+from paceline.model.weights import fuse_weights, random_weights, shard_weights
+from paceline.parallel.threads import ThreadGroup
 
 BASE = replace(shape("tiny-llama"), num_heads=8)  # two KV heads, which four ranks replicate
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -26,7 +27,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "post norms": {"norm_placement": "both"},
     "as many KV heads as heads": {"num_kv_heads": 8},
 }
-CASES = list(product(OPTIONS, (1, 2, 4)))
+UNEVEN: dict[str, dict[str, Any]] = {
+    "SmolLM2": {"num_heads": 9, "num_kv_heads": 3, "ffn_size": 96, "vocab_size": 500},
+    "odd sizes": {"num_heads": 6, "num_kv_heads": 3, "ffn_size": 37, "vocab_size": 513, "qkv_bias": True},
+}
+OPTIONS |= UNEVEN
+CASES = [*product(OPTIONS, (1, 2, 4)), *product(UNEVEN, (3, 5, 6))]
 
 
 def stored_model(spec: ModelSpec) -> dict[str, Tensor]:
@@ -36,7 +42,7 @@ def stored_model(spec: ModelSpec) -> dict[str, Tensor]:
 
 def load(spec: ModelSpec, stored: dict[str, Tensor], shard: Shard) -> dict[str, Tensor]:
     def read(tensor: Tensor) -> StoredTensor:
-        return StoredTensor(tuple(tensor.shape), tensor.nbytes, lambda: tensor)
+        return StoredTensor(tuple(tensor.shape), tensor.nbytes, lambda part: tensor[part])
 
     return fuse_weights(
         spec,
@@ -71,9 +77,10 @@ def test_concatenated_shards_are_the_whole_tensors(options: str, size: int) -> N
         elif name.endswith(("o_proj.weight", "down_proj.weight")):
             assert torch.equal(torch.cat(pieces, dim=1), whole)
         elif ".k_proj." in name or ".v_proj." in name:
-            step = max(1, size // spec.num_kv_heads)  # ranks that hold the same KV head
-            assert all(torch.equal(piece, pieces[rank // step * step]) for rank, piece in enumerate(pieces))
-            assert torch.equal(torch.cat(pieces[::step]), whole)
+            heads = [shard.heads(spec)[1] for shard in shards]
+            firsts = [rank for rank in range(size) if rank == 0 or heads[rank] != heads[rank - 1]]
+            assert all(torch.equal(piece, pieces[heads.index(own)]) for own, piece in zip(heads, pieces, strict=True))
+            assert torch.equal(torch.cat([pieces[rank] for rank in firsts]), whole)
         else:
             assert torch.equal(torch.cat(pieces), whole)
         assert part.shape == tuple(whole.shape)
@@ -88,12 +95,10 @@ def test_partial_outputs_of_all_ranks_add_up_to_the_layer(options: str, size: in
     cos_sin = whole.rope_tables[0][positions].unsqueeze(1)
     expected = whole._attention(0, x, cos_sin, ContiguousCache(whole).attend), whole.layers[0].mlp(x)
     found = torch.zeros_like(x), torch.zeros_like(x)
-    for rank in range(size):
-        shard = Shard(rank, size)
-        local = shard.spec(spec)
-        decoder = Decoder(local, load(spec, stored, shard))
+    for group in ThreadGroup.of_size(size):
+        decoder = Decoder(spec, load(spec, stored, group.shard), group=group)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, local: ModelSpec = local) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, local: ModelSpec = decoder.spec) -> Tensor:
             return attention(local, layer, q, k, v)
 
         found[0].add_(decoder._attention(0, x, cos_sin, attend))
@@ -101,16 +106,40 @@ def test_partial_outputs_of_all_ranks_add_up_to_the_layer(options: str, size: in
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("options", "size"), CASES)
+def test_random_weights_of_all_ranks_are_those_of_one(options: str, size: int) -> None:
+    spec = replace(BASE, **OPTIONS[options])
+    whole = random_weights(spec, seed=3)
+    for rank in range(size):
+        shard = Shard(rank, size)
+        found, expected = random_weights(spec, seed=3, shard=shard), shard_weights(spec, whole, shard)
+        assert {name: tuple(weight.shape) for name, weight in found.items()} == target_shapes(spec, shard)
+        assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
+
+
+@pytest.mark.parametrize(("heads", "size", "expected"), [
+    ((9, 3), 3, [(3, 1)] * 3),
+    ((9, 3), 2, [(3, 1), (6, 2)]),
+    ((6, 2), 4, [(1, 1), (2, 1), (1, 1), (2, 1)]),
+    ((16, 8), 2, [(8, 4), (8, 4)]),
+    ((16, 2), 8, [(2, 1)] * 8),
+])  # fmt: skip
+def test_every_rank_has_as_many_query_heads_for_each_of_its_kv_heads(
+    heads: tuple[int, int], size: int, expected: list[tuple[int, int]]
+) -> None:
+    spec = replace(BASE, num_heads=heads[0], num_kv_heads=heads[1])
+    local = [Shard(rank, size).spec(spec) for rank in range(size)]
+    assert [(one.num_heads, one.num_kv_heads) for one in local] == expected
+
+
 @pytest.mark.parametrize(
     ("change", "size", "message"),
     [
-        ({"num_heads": 6}, 4, "num_heads is 6, which 4 ranks cannot split evenly: choose a number of ranks that"),
-        ({"ffn_size": 111}, 2, "ffn_size is 111, which 2 ranks cannot split evenly"),
-        ({"vocab_size": 513}, 2, "vocab_size is 513, which 2 ranks cannot split evenly"),
-        ({"num_heads": 12, "num_kv_heads": 6}, 4, "num_kv_heads is 6, which 4 ranks can neither split evenly nor"),
+        ({"num_heads": 6}, 8, "num_heads is 6, which 8 ranks cannot divide among them: choose tp 6 or less"),
+        ({"ffn_size": 3}, 4, "ffn_size is 3, which 4 ranks cannot divide"),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused(change: dict[str, Any], size: int, message: str) -> None:
+def test_more_ranks_than_there_are_parts_are_refused(change: dict[str, Any], size: int, message: str) -> None:
     spec = replace(BASE, **change)
     for function in (target_shapes, stored_parts):
         with pytest.raises(ModelError, match=message):

@@ -28,8 +28,10 @@ from paceline.engine.cpu.model import CpuModel, DecoderModel
 from paceline.engine.executor import Capabilities, Executor, Result
 from paceline.engine.pooling import PooledStates, pool_chunk
 from paceline.model.decoder import Attend, Decoder
+from paceline.model.rank_group import gather_logits
 from paceline.sampling.logprobs import LogprobRequest, LogprobTable, output_logprobs, prompt_runs
 from paceline.sampling.sampler import Sampler
+from paceline.sampling.sharded import ShardedSampler
 from paceline.sampling.types import Bits, Drafts, LogprobRun, Masks
 from paceline.scheduler.plan import NO_TOKENS, Column, Plan
 
@@ -77,6 +79,9 @@ class CpuModelRunner:
         self.attention: AttentionBackend[Inputs, Attend] = CpuAttention(self.cache, spec)
         self.tables = SlotTables(max_running, max_row_tokens, page_size)
         self.sampler = Sampler(spec.vocab_size, max_running)
+        self._sharded = None
+        if decoder.group is not None:
+            self._sharded = ShardedSampler(self.sampler, decoder.group, spec)
         self._logprobs = LogprobTable(max_running, spec.vocab_size)
         self._pooling: dict[int, str] = {}  # slot -> kind, for prompts that are embedded
         self._draft_model = None
@@ -126,16 +131,22 @@ class CpuModelRunner:
             return Result(NO_TOKENS, counts=none, num_drafts=none, prompt_logprobs=runs, pooled=pooled)
         if len(inputs.sampled) < len(hidden):
             hidden = hidden[torch.from_numpy(inputs.sampled)]
-        logits = self.logits(hidden)
         width = self._logprobs.of_output(plan)
+        local = None  # one rank's logits
+        if self._sharded is None or width is not None or host is not None:
+            logits = self.logits(hidden)
+        else:
+            local = self.decoder.logits(hidden)
         logprobs_of = None if width is None else output_logprobs(self._logprobs, width, inputs.sampled_slots, logits)
         allowed = None
         if host is not None:
             masks = host.wait_masks()
             allowed = _unpacked(masks if checked is None else checked.masks(masks), *logits.shape)
-        tokens = self.sampler.sample(
-            logits, inputs.sampled_slots, inputs.sampled_positions, self.tables.tokens, allowed
-        )
+        slots, positions = inputs.sampled_slots, inputs.sampled_positions
+        if local is not None and self._sharded is not None:
+            tokens = self._sharded.sample(local, slots, positions, self.tables.tokens)
+        else:
+            tokens = self.sampler.sample(logits, slots, positions, self.tables.tokens, allowed)
         valid = np.maximum(tokens, 0)  # a row with NO_TOKEN continues with a valid id until the host has seen it
         self.tables.store(inputs, valid)
         logprobs, counts = None if logprobs_of is None else logprobs_of(valid), None
@@ -183,7 +194,8 @@ class CpuModelRunner:
                 yield PooledStates(row, int(plan.starts[row]), pool_chunk(pooling, states))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.decoder.logits(hidden)
+        """Of the whole vocabulary."""
+        return gather_logits(self.decoder.group, self.decoder.spec, self.decoder.logits(hidden))
 
 
 def _unpacked(masks: Masks, num_rows: int, vocab_size: int) -> Tensor:
@@ -276,6 +288,10 @@ class CpuExecutor(Executor):
         assert not self._closed, "a pass was launched on a closed executor"
         self._queue.put(pending)
         return pending
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def close(self) -> None:
         """Waits for launched passes and ends the thread."""

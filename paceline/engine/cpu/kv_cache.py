@@ -36,7 +36,7 @@ class KVCache:
     def swap(self, swap: Swap) -> None:
         """Copies pages to the host tier, then others from it."""
         spill_pages, spill_hosts, fetch_pages, fetch_hosts = (
-            torch.from_numpy(ids).long()
+            torch.from_numpy(ids.astype(np.int64))
             for ids in (swap.spill_pages, swap.spill_hosts, swap.fetch_pages, swap.fetch_hosts)
         )
         for layer, host in zip(self._pages, self._hosts, strict=True):

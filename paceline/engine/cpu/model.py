@@ -18,11 +18,11 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.engine.kv_sizing import free_memory
 from paceline.model.decoder import Attend, Decoder, DecoderLayer, Mlp, soft_cap
+from paceline.model.rank_group import RankGroup, embed
 from paceline.model.spec import ModelSpec
 
 _PACKED_MEMORY_FRACTION = 0.2  # of the free memory: the most that the packed copies may take
@@ -34,7 +34,13 @@ class DecoderModel(Protocol):
     """A decoder with its weights: `model.decoder.Decoder`, or `CpuModel` with the weights rearranged."""
 
     @property
-    def spec(self) -> ModelSpec: ...
+    def spec(self) -> ModelSpec: ...  # of this rank, if the model is sharded
+
+    @property
+    def whole_spec(self) -> ModelSpec: ...
+
+    @property
+    def group(self) -> RankGroup | None: ...
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -116,6 +122,7 @@ class CpuModel:
     def __init__(self, decoder: Decoder) -> None:
         assert decoder.dtype == torch.float32 and decoder.device.type == "cpu", "made for float32 on the CPU"
         self.spec, self.dtype = decoder.spec, decoder.dtype
+        self.whole_spec, self.group = decoder.whole_spec, decoder.group
         self._embedding = decoder.embedding
         self._eps = torch.full((1, 1), decoder.spec.rms_eps)
         self._ropes = [_swap_table(table) for table in decoder.rope_tables]
@@ -135,7 +142,7 @@ class CpuModel:
         num_qk, size, eps = spec.num_heads + spec.num_kv_heads, spec.head_dim, self._eps
         has_pre_norm = spec.norm_placement != "post"
         rotations = [table[positions].unsqueeze(1).chunk(2, dim=-1) for table in self._ropes]
-        x = F.embedding(tokens, self._embedding)
+        x = embed(self.group, spec, self._embedding, tokens)
         for index, layer in enumerate(self._layers):
             heads = layer.qkv(_normed(x, eps) if has_pre_norm else x).view(-1, num_qk + spec.num_kv_heads, size)
             qk, v = torch.split(heads, [num_qk, spec.num_kv_heads], dim=1)
@@ -152,9 +159,10 @@ class CpuModel:
 
     def _add(self, x: Tensor, block: _Linear | CpuMlp, y: Tensor, post_norm: Tensor | None) -> Tensor:
         """x + norm(block(y))."""
-        if post_norm is None:
+        if self.group is None and post_norm is None:
             return block.add_to(x, y)
-        return torch.addcmul(x, _normed(block(y), self._eps), post_norm)
+        out = block(y) if self.group is None else self.group.all_reduce(block(y))
+        return x + out if post_norm is None else torch.addcmul(x, _normed(out, self._eps), post_norm)
 
     @torch.inference_mode()
     def states(self, hidden: Tensor) -> Tensor:

@@ -59,10 +59,11 @@ def build_cuda(
     share_rule: Callable[[int, int], ShareRule] = ShareRule,
     prefill_sizes: Sequence[int] = PREFILL_SIZES,
     draft: Decoder | None = None,
+    agree: Callable[[int], int] = lambda num_pages: num_pages,
 ) -> tuple[CudaExecutor, SchedulerConfig]:
     """The executor, and the scheduler's options with the number of pages, which follows from the free memory and the
     scheduler options in `given`; None: the number in `scheduler` is used. draft: a draft model. The decoders must not
-    be used afterwards."""
+    be used afterwards. agree: as in `build_executor`."""
     streams = streams_of(decoder.device)
     max_rows = scheduler.max_running
     if scheduler.draft_tokens:
@@ -85,7 +86,7 @@ def build_cuda(
             default_fraction=_KV_FRACTION,
             max_contexts=scheduler.max_running,
         )
-        scheduler = replace(scheduler, num_pages=num_pages)
+        scheduler = replace(scheduler, num_pages=agree(num_pages))
     executor = CudaExecutor(
         model,
         streams,

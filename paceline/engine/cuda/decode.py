@@ -36,7 +36,16 @@ class DecodeForward:
             rows, state.num_rows, key.shared_block_m, key.short_contexts, step, defer_norm=defer_norm
         )
         slots, positions = self._slots[:rows], self._positions[:rows]
-        gather_tokens(state, model.embedding, model.input(rows), slots, positions, squares=model.squares(rows))
+        gather_tokens(
+            state,
+            model.embedding,
+            model.input(rows),
+            slots,
+            positions,
+            squares=model.squares(rows),
+            first_id=model.first_id,
+        )
+        model.sum_input(rows)
         return model.logits(model.forward(rows, attend, fused=True, defer_norm=defer_norm, pdl=pdl))
 
     def states(self, rows: int, new_tokens: NewTokens, token_rows: Tensor, step: Tensor | None = None) -> Tensor:
@@ -53,7 +62,9 @@ class DecodeForward:
             token_rows,
             new_tokens.query_starts,
             squares=squares,
+            first_id=model.first_id,
         )
+        model.sum_input(num_tokens)
         pdl = squares is not None and model.uses_pdl(num_tokens)
         return model.forward(num_tokens, attend, fused=squares is not None, pdl=pdl)
 

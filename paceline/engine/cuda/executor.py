@@ -60,6 +60,7 @@ from paceline.sampling.types import Bits, Drafts, Masks
 from paceline.scheduler.plan import NO_TOKENS, Plan, Swap
 
 _DEPTH = 4  # passes that have buffers; at most two are in flight
+_RANK_CAPTURES = 16  # as many on every rank of tensor parallelism
 _CAPTURE_SECONDS = 0.15  # for capturing graphs at start, 5 to 10 ms each; the others are captured in idle time
 
 
@@ -101,7 +102,7 @@ class CudaPending:
     def drafts(self) -> Drafts:
         if not self.num_drafts:
             return ()
-        self._buffers.drafts_copied.synchronize()
+        self._executor.wait_event(self._buffers.drafts_copied)
         rows = self._buffers.drafts[: self._packed.num_sampled].tolist()
         return [row[DraftWord.TOKENS : DraftWord.TOKENS + row[DraftWord.NUM_FED] - 1] for row in rows]
 
@@ -122,7 +123,7 @@ class CudaPending:
         if self._result is None:
             began = time.perf_counter()
             buffers, stats = self._buffers, self._executor.stats
-            buffers.copied.synchronize()
+            self._executor.wait_event(buffers.copied)
             device_s = buffers.began.elapsed_time(buffers.ended) / 1e3
             stats.wait_s += time.perf_counter() - began
             stats.add_pass(self.bucket, device_s)
@@ -202,7 +203,9 @@ class CudaExecutor(Executor):
         # One more than a row can have, since the last sampled token is stored and never fed.
         max_length = max_row_tokens + 1
         self.state = SlotState.empty(max_running, max_length, page_size, max_running, device)
-        self.graphs = CudaGraphs(streams, max_running, self.run_pass)
+        is_capturable = model.group is None or model.group.is_capturable
+        self.graphs = CudaGraphs(streams, max_running, self.run_pass, is_enabled=is_capturable)
+        self.guard: Callable[[], None] | None = None  # raises if a rank is lost, which a pass would wait for forever
         self.draft_sizes = draft_sizes(self.graphs.sizes, model.max_rows, max_drafts)
         capacity = max_units(self.graphs.sizes, max_length, attention.chunks, self.draft_sizes)
         self.attention = CudaAttention(
@@ -315,9 +318,10 @@ class CudaExecutor(Executor):
         with self._streams.use(self._streams.engine), no_garbage_collection():
             if self.swap is not None:
                 self.swap.warm_up()
-            for graph in self._likely_graphs():
+            for count, graph in enumerate(self._likely_graphs(), 1):
                 self.graphs.capture(*graph)
-                if time.perf_counter() > deadline:
+                # All ranks must have the same graphs, however fast they are.
+                if time.perf_counter() > deadline if self.model.group is None else count == _RANK_CAPTURES:
                     break
 
     def _likely_graphs(self) -> Iterator[tuple[int, GraphKey]]:
@@ -561,13 +565,29 @@ class CudaExecutor(Executor):
         assert previous is None or previous.is_over, "the previous pass may still read its masks"
         return self.sampling.masks.host_bits(num_masks, num_words)
 
+    def wait_event(self, event: CudaEvent) -> None:
+        """Blocks until the event has occurred. With ranks, raises if one is lost meanwhile."""
+        if self.guard is None:
+            event.synchronize()
+            return
+        while not event.query():
+            self.guard()
+            time.sleep(0)  # other threads may need the GIL
+
+    def check(self) -> None:
+        last = self._last_end
+        if last is not None:
+            last.query()  # raises if the device has failed
+
     @property
     def slow_launches(self) -> Mapping[str, int]:
         return self.watch.slow
 
     def close(self) -> None:
-        self._streams.synchronize()
         self.watch.close()
+        if self._last_end is not None:
+            self.wait_event(self._last_end)
+        self._streams.synchronize()
 
     def _swap_pages(self, swap: Swap, buffers: PassBuffers, packed: PackedBatch) -> None:
         assert self.swap is not None, "a plan moves pages to host memory, and the executor has none"

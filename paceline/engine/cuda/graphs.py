@@ -88,10 +88,13 @@ Sized = tuple[int, GraphKey]  # a graph: its number of rows and its key
 class CudaGraphs:
     """Captured graphs by number of rows and key, least recently used first."""
 
-    def __init__(self, streams: Streams, max_rows: int, run: Callable[[int, GraphKey], None]) -> None:
-        """`run(rows, key)` is a forward pass of so many rows."""
+    def __init__(
+        self, streams: Streams, max_rows: int, run: Callable[[int, GraphKey], None], *, is_enabled: bool = True
+    ) -> None:
+        """`run(rows, key)` is a forward pass of so many rows. is_enabled: otherwise no graph is ever captured."""
         self.sizes = buckets(max_rows)
         self.capture_s = 0.0  # host time so far
+        self.is_enabled = is_enabled
         self._streams, self._run = streams, run
         self._graphs: dict[Sized, Graph] = {}
         self._misses: Counter[Sized] = Counter()  # of graphs that do not exist
@@ -112,6 +115,8 @@ class CudaGraphs:
 
     def capture(self, size: int, key: GraphKey) -> None:
         """Captures a graph. The least recently used one is dropped if there are too many."""
+        if not self.is_enabled:
+            return
         began = time.perf_counter()
         self._graphs[size, key] = self._streams.capture(lambda: self._run(size, key))
         self._misses.pop((size, key), None)
@@ -132,7 +137,7 @@ class CudaGraphs:
 
     def capture_next(self, likely: Iterable[Sized]) -> bool:
         """Captures one graph that was missed or is likely to be used; returns False if there is none."""
-        if len(self._graphs) >= MAX_GRAPHS:
+        if len(self._graphs) >= MAX_GRAPHS or not self.is_enabled:
             return False
         missing = (graph for graph in (*self._misses, *likely) if graph not in self._graphs)
         graph = next(missing, None)

@@ -9,6 +9,11 @@ With few rows each of the four GEMMs is one fused kernel that also applies RMSNo
 stream (kernels/linear.py); with many rows cuBLAS is faster. The weight of a norm is folded into the GEMM after it when
 the model is built. What remains of the norm is one factor per row. After a cuBLAS GEMM, attention and SiLU apply it
 when they read the GEMM's output (`defer_norm`), where they can, so that a layer takes six launches instead of eight.
+
+With tensor parallelism the model has one rank's weights. The outputs of `out` and `down` are summed over the ranks, and
+the norm that follows adds them to the residual stream:
+
+    a layer:  [+ x, norm] qkv -> attention -> out -> all-reduce -> [+ x, norm] gate,up -> silu -> down -> all-reduce
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from paceline.kernels.linear import LinearTuning, LinearWorkspace, decode_tuning
 from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.silu_mul import silu_mul
 from paceline.model.decoder import Decoder
+from paceline.model.rank_group import RankGroup, vocabulary_widths
 from paceline.model.spec import ModelSpec
 
 GemmTuning = Callable[[int, int, bool], LinearTuning | None]  # rows, columns, gated -> fused kernel; None: cuBLAS
@@ -110,6 +116,9 @@ class CudaModel:
         spec = decoder.spec
         check_supported(spec)
         self.spec, self.device, self.dtype = spec, decoder.device, decoder.dtype
+        self.group = decoder.group
+        # The first token id whose embedding this rank has; None: it has all.
+        self.first_id = None if self.group is None else self.group.shard.vocabulary(spec).start
         self.embedding, self.head, self.norm = decoder.embedding, decoder.head, decoder.norm
         self.max_tokens, self.max_rows = max_tokens, max_rows
         self._tuning = tuning
@@ -117,7 +126,9 @@ class CudaModel:
         identity_rope = torch.zeros_like(decoder.rope_tables[0])  # for layers without RoPE: cos 1, sin 0
         identity_rope[:, : spec.head_dim // 2] = 1
         self.layers = [self._take_over(decoder, index, identity_rope) for index in range(spec.num_layers)]
-        self._max_fused_rows = _MAX_FUSED_ROWS if self._largest_weight() < _LARGE_WEIGHT else 0
+        # Fused GEMMs add to the residual stream and use its squares, which ranks know only after an all-reduce.
+        is_fused = self._largest_weight() < _LARGE_WEIGHT and self.group is None
+        self._max_fused_rows = _MAX_FUSED_ROWS if is_fused else 0
 
         def empty(rows: int, columns: int) -> Tensor:
             # Zeros: padding rows of a graph are computed like all others, and must not become NaN or infinite.
@@ -129,6 +140,10 @@ class CudaModel:
         self._gate_up, self._act = empty(max_tokens, 2 * spec.ffn_size), empty(max_tokens, spec.ffn_size)
         self._selected, self._selected_attended = empty(max_rows, spec.hidden_size), empty(max_rows, spec.q_size)
         self._logits = empty(max_rows, spec.vocab_size)
+        if self.group is not None:
+            self._widths = vocabulary_widths(self.group.shard.size, spec)
+            self._own_logits = empty(max_rows, max(self._widths))  # all_gather needs the same shape on every rank
+            self._partial = empty(max_tokens, spec.hidden_size)
         self._squares = torch.zeros(max_rows, cdiv(spec.hidden_size, 16), device=self.device)
         fused_rows = min(max_rows, self._max_fused_rows)
         widest = max(spec.hidden_size, spec.q_size + 2 * spec.kv_size)
@@ -184,8 +199,16 @@ class CudaModel:
         return self._x[:num_tokens]
 
     def squares(self, num_tokens: int) -> Tensor | None:
-        """The buffer for the sums of squares of the embeddings, [T, 1]; None for many tokens, which need none."""
-        return self._squares[:num_tokens, :1] if num_tokens <= len(self._squares) else None
+        """The buffer for the sums of squares of the embeddings, [T, 1]; None for many tokens, which need none, and for
+        ranks, which have only some of the embeddings."""
+        return self._squares[:num_tokens, :1] if num_tokens <= len(self._squares) and self.group is None else None
+
+    def sum_input(self, num_tokens: int) -> None:
+        """Sums the embeddings in `input` over all ranks: each token's is on one of them."""
+        if self.group is not None:
+            found = self.group.all_reduce(self.input(num_tokens))
+            if found.data_ptr() != self._x.data_ptr():
+                self.input(num_tokens).copy_(found)
 
     def attention_buffers(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """The qkv and out that `forward` passes to `attend` in every layer."""
@@ -214,8 +237,9 @@ class CudaModel:
         return self.can_defer_norm(qkv) and not (fused and self.fused_tuning(qkv, num_tokens) is not None)
 
     def can_defer_norm(self, weights: LinearWeights) -> bool:
-        """A bias must be added after the factor is applied; and hidden states before the norm overflow float16."""
-        return weights.bias is None and self.dtype is not torch.float16
+        """A bias must be added after the factor is applied; and hidden states before the norm overflow float16. With
+        ranks the norm adds to the residual stream."""
+        return weights.bias is None and self.dtype is not torch.float16 and self.group is None
 
     def uses_pdl(self, num_tokens: int) -> bool:
         """Whether a decode batch uses programmatic dependent launch (PDL): 4 to 6% faster where GEMMs are fused
@@ -227,8 +251,15 @@ class CudaModel:
         return torch.index_select(hidden, 0, index, out=self._selected[: len(index)])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, V]; the next pass overwrites them."""
-        return torch.mm(hidden, self.head.T, out=self._logits[: len(hidden)])
+        """[N, V]; the next pass overwrites them. Ranks gather theirs, so that all of them sample in the same way."""
+        found = self._logits[: len(hidden)]
+        if self.group is None:
+            return torch.mm(hidden, self.head.T, out=found)
+        own = self._own_logits[: len(hidden)]
+        torch.mm(hidden, self.head.T, out=own[:, : len(self.head)])
+        gathered = self.group.all_gather(own)
+        parts = [part[:, :width] for part, width in zip(gathered, self._widths, strict=True)]
+        return torch.cat(parts, dim=1, out=found)
 
     def last_states(self, num_tokens: int) -> Tensor:
         """The hidden states of the last pass, if it computed those of all its tokens."""
@@ -282,6 +313,7 @@ class ForwardPass:
         self.gate_up, self.act = model._gate_up[:num_tokens], model._act[:num_tokens]
         self.square_columns = 1
         self.eps = model.spec.rms_eps
+        self.partial: Tensor | None = None  # summed over ranks, and not yet added to x
 
     def run(self, attend: AttentionKernels, output_tokens: Tensor | None) -> Tensor:
         model = self.model
@@ -331,6 +363,9 @@ class ForwardPass:
 
     def add_linear(self, weights: LinearWeights, source: Tensor) -> None:
         """x += linear(source)"""
+        if self.model.group is not None:
+            self._sum_linear(weights, source, self.model.group)
+            return
         tuning = self._tuning(weights)
         if tuning is None:
             torch.addmm(self.x, source, weights.weight.T, out=self.x)
@@ -351,6 +386,13 @@ class ForwardPass:
             pdl=self.pdl,
         )
 
+    def _sum_linear(self, weights: LinearWeights, source: Tensor, group: RankGroup) -> None:
+        """partial = the sum of linear(source) over ranks, which the next norm adds to x."""
+        out = torch.mm(source, weights.weight.T, out=self.model._partial[: len(source)])
+        if weights.bias is not None:
+            out.add_(weights.bias)
+        self.partial = group.all_reduce(out)
+
     def _select(self, rows: Tensor) -> None:
         model, count = self.model, len(rows)
         assert not self.fused, "the sums of squares are not selected"
@@ -362,7 +404,11 @@ class ForwardPass:
         return self.model.fused_tuning(weights, len(self.x)) if self.fused else None
 
     def _norm(self, weight: Tensor) -> None:
-        rms_norm(self.x, weight, self.eps, self.normed, pdl=self.pdl)
+        if self.partial is None:
+            rms_norm(self.x, weight, self.eps, self.normed, pdl=self.pdl)
+        else:
+            rms_norm(self.partial, weight, self.eps, self.normed, residual=self.x, pdl=self.pdl)
+            self.partial = None
 
     def _squares(self) -> Tensor:
         return self.model._squares[: len(self.x), : self.square_columns]

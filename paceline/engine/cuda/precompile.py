@@ -31,6 +31,7 @@ from paceline.kernels.binaries import CannotPrecompile, KernelStore, compile_var
 from paceline.kernels.driver import use_binaries
 from paceline.kernels.variants import KernelVariant
 from paceline.model.fetch import cache_folder
+from paceline.model.layout import WHOLE_MODEL, Shard
 from paceline.model.spec import ModelSpec
 
 log = logging.getLogger("paceline.engine")
@@ -53,10 +54,12 @@ def precompile(
     also: Sequence[Path] = (),
     jobs: int | None = None,
     progress: Progress | None = None,
+    shard: Shard = WHOLE_MODEL,
 ) -> tuple[list[KernelVariant], int]:
     """Compiles into a folder what it and those of `also` lack for a model, and its draft model if `specs` has a second,
-    in `jobs` processes (default: one per core). Returns all variants of the model, and how many were compiled."""
-    store, name = KernelStore(folder, arch, also), f"{_list_name(specs, dtype, scheduler)}.list"
+    in `jobs` processes (default: one per core). Returns all variants of the model, and how many were compiled. shard:
+    for this rank's part of the model."""
+    store, name = KernelStore(folder, arch, also), f"{_list_name(specs, dtype, scheduler, shard)}.list"
     variants = next(filter(None, (_read_list(one / name) for one in (*also, folder))), None)
     if variants is not None and not store.missing(variants):
         return variants, 0
@@ -65,7 +68,7 @@ def precompile(
         compile_workers(jobs or min(len(os.sched_getaffinity(0)), _MAX_JOBS), arch, scratch) as workers,
     ):
         if variants is None:
-            variants = workers.submit(kernel_variants, specs, dtype, scheduler).result()
+            variants = workers.submit(kernel_variants, specs, dtype, scheduler, shard).result()
             log.debug("listed %d kernels", len(variants))
         missing = sorted(store.missing(variants), key=lambda variant: variant.name not in _SLOW)
         tasks = [workers.submit(_compile, variant, folder, arch) for variant in missing]
@@ -81,16 +84,23 @@ class KernelPreparation:
     """Compiles what is missing while weights and libraries are loaded."""
 
     def __init__(
-        self, specs: Sequence[ModelSpec], dtype: str, scheduler: SchedulerConfig, prepared: str | None
+        self,
+        specs: Sequence[ModelSpec],
+        dtype: str,
+        scheduler: SchedulerConfig,
+        prepared: str | None,
+        shard: Shard = WHOLE_MODEL,
     ) -> None:
         """specs: of the model, and of its draft model if it has one. `prepared`: a folder written by `paceline
-        compile`."""
+        compile`. shard: this rank's part of the model."""
         major, minor = torch.cuda.get_device_capability()
         self._arch, self._prepared = 10 * major + minor, [] if prepared is None else [Path(prepared)]
         self._folder = _writable(cache_folder() / "kernels")
         self._began = time.perf_counter()
         pool = ThreadPoolExecutor(1, "paceline-compile")
-        self._task = pool.submit(precompile, specs, dtype, scheduler, self._folder, self._arch, also=self._prepared)
+        self._task = pool.submit(
+            precompile, specs, dtype, scheduler, self._folder, self._arch, also=self._prepared, shard=shard
+        )
         pool.shutdown(wait=False)
 
     def finish(self) -> None:
@@ -136,10 +146,10 @@ def _compile(variant: KernelVariant, folder: Path, arch: int) -> None:
 # ---------------------------------------------------------------------- the list of variants
 
 
-def _list_name(specs: Sequence[ModelSpec], dtype: str, scheduler: SchedulerConfig) -> str:
+def _list_name(specs: Sequence[ModelSpec], dtype: str, scheduler: SchedulerConfig, shard: Shard) -> str:
     """Changes with everything that the list depends on: model, options and the code that launches kernels."""
     options = [getattr(scheduler, name) for name in VARIANT_OPTIONS]
-    digest = hashlib.sha256(repr((list(specs), dtype, options, source_digest())).encode())
+    digest = hashlib.sha256(repr((list(specs), dtype, options, shard, source_digest())).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:32]

@@ -135,7 +135,9 @@ class PrefillRunner:
             positions,
             inputs.token_rows[:num_tokens],
             inputs.query_starts,
+            first_id=model.first_id,
         )
+        model.sum_input(num_tokens)
         defer_norm = not shared_block_m and model.defers_norm(num_tokens, fused=False)
         tiles = PrefillTiles(
             positions, slots, inputs.query_starts, inputs.prefill_range, inputs.units, inputs.merges, num_splits, shared

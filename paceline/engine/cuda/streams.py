@@ -25,6 +25,9 @@ class CudaEvent(Protocol):
 
     def synchronize(self) -> None: ...
 
+    def query(self) -> bool:
+        """Whether it has completed."""
+
     def elapsed_time(self, end: Any) -> float:
         """Milliseconds from this event to `end`; both have completed."""
 
@@ -123,6 +126,9 @@ class _HostEvent:
     def wait(self, stream: Any) -> None: ...
 
     def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
 
     def elapsed_time(self, end: Any) -> float:
         return float(end._at - self._at) * 1e3

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cuda.build import build_cuda
@@ -28,18 +29,39 @@ from paceline.kernels.pool_states import pool_states
 from paceline.kernels.slot_state import apply_diff
 from paceline.kernels.variants import KernelVariant, recorded_launches
 from paceline.model.decoder import Decoder
-from paceline.model.layout import target_shapes
+from paceline.model.layout import WHOLE_MODEL, Shard, target_shapes
 from paceline.model.spec import ModelSpec
 
 # The scheduler options that the list depends on. It depends on no others, such as the size of the KV cache.
 VARIANT_OPTIONS = ("max_running", "max_batch_tokens", "page_size", "draft_tokens")
 
 
-def kernel_variants(specs: Sequence[ModelSpec], dtype: str, scheduler: SchedulerConfig) -> list[KernelVariant]:
-    """What a model with these options, and its draft model if `specs` has a second, can launch on one GPU, in order."""
+def kernel_variants(
+    specs: Sequence[ModelSpec], dtype: str, scheduler: SchedulerConfig, shard: Shard = WHOLE_MODEL
+) -> list[KernelVariant]:
+    """What a model with these options, and its draft model if `specs` has a second, can launch on one GPU, in order.
+    shard: on the GPU of this rank."""
     with recorded_launches() as found, torch.inference_mode(), _without_gemms():
-        launch_all(_dry_executor([_two_of_each_layer(spec) for spec in specs], dtype, scheduler))
+        launch_all(_dry_executor([_two_of_each_layer(spec) for spec in specs], dtype, scheduler, shard))
     return sorted(found, key=repr)
+
+
+class DryGroup:
+    """Collectives of tensors that have no data."""
+
+    is_capturable = True
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor.new_empty(self.shard.size, *tensor.shape)
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        return tensor
 
 
 @contextmanager
@@ -61,11 +83,13 @@ def _two_of_each_layer(spec: ModelSpec) -> ModelSpec:
     return replace(spec, num_layers=len(kinds), windows=windows, layer_ropes=ropes)
 
 
-def _dry_executor(specs: Sequence[ModelSpec], dtype: str, scheduler: SchedulerConfig) -> CudaExecutor:
+def _dry_executor(specs: Sequence[ModelSpec], dtype: str, scheduler: SchedulerConfig, shard: Shard) -> CudaExecutor:
+    group = DryGroup(shard) if shard.size > 1 else None
+
     def decoder(spec: ModelSpec) -> Decoder:
-        shapes = target_shapes(spec).items()
+        shapes = target_shapes(spec, shard).items()
         weights = {name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, shape in shapes}
-        return Decoder(spec, weights, max_positions=scheduler.context_tokens)
+        return Decoder(spec, weights, max_positions=scheduler.context_tokens, group=group)
 
     model, draft = decoder(specs[0]), decoder(specs[1]) if len(specs) > 1 else None
     return build_cuda(model, EngineConfig(), scheduler, None, draft=draft)[0]

@@ -1,0 +1,129 @@
+"""The process of one rank of tensor parallelism other than 0: executes what rank 0 sends.
+
+It builds the same executor as rank 0, with its own part of the model, and exits when the engine is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+import msgspec
+
+from paceline.engine.executor import Executor, Pending
+from paceline.engine.rank_messages import (
+    LaunchPass,
+    RankFailed,
+    RankReady,
+    RankReport,
+    RankSetup,
+    RankSized,
+    RankStarted,
+    RunBackgroundWork,
+    SamplePass,
+    StopRank,
+    UsePages,
+    to_rank,
+)
+from paceline.model.layout import Shard
+from paceline.parallel.ring import RingReader
+from paceline.request import PacelineError
+from paceline.sampling.types import Masks
+
+_BEAT_S = 0.25
+
+
+def run_rank(executor: Executor, read: Callable[[], bytes | None]) -> bool:
+    """Executes passes until rank 0 stops it. False: rank 0 is gone."""
+    launched: list[Pending] = []  # the last two: an earlier one has ended
+    while (data := read()) is not None:
+        match to_rank.decode(data):
+            case LaunchPass(plan, False):
+                launched = [*launched[-1:], executor.launch(plan)]
+            case LaunchPass(plan, True):
+                delayed = executor.launch_delayed(plan)
+                launched = [*launched[-1:], delayed]
+            case SamplePass(masks):
+                if len(launched) > 1:
+                    launched[0].wait()  # it may still read its own masks
+                bits = delayed.mask_buffer(*masks.bits.shape)
+                bits[:] = masks.bits
+                delayed.sample(Masks(masks.rows.copy(), bits))  # what was decoded is read-only
+            case RunBackgroundWork():
+                executor.run_background_work()
+            case StopRank():
+                executor.close()
+                return True
+            case other:
+                raise AssertionError(f"{type(other).__name__} is no message of a running engine")
+    return False
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends rank 0, and that ends the pipes
+    rank, size, memory = map(int, sys.argv[1:])
+    reports = os.dup(1)
+    os.dup2(2, 1)  # what libraries print is no report
+    reader = RingReader(memory, rank - 1, 0)
+    built: list[Executor] = []
+    threading.Thread(target=_live, args=(reader, os.getppid(), built), name="paceline-beat", daemon=True).start()
+
+    def report(message: RankReport) -> None:
+        os.write(reports, msgspec.json.encode(message) + b"\n")
+
+    def agree(num_pages: int) -> int:
+        report(RankSized(num_pages))
+        answer = _read(reader)
+        assert isinstance(answer, UsePages), f"the number of pages is expected, not {answer}"
+        return answer.num_pages
+
+    try:
+        from paceline.engine.build import (
+            build_rank,
+        )  # torch takes seconds to import, and the parent may be gone by then
+
+        report(RankStarted())
+        setup = _read(reader)
+        assert isinstance(setup, RankSetup), f"the setup is expected, not {setup}"
+        executor = build_rank(setup, Shard(rank, size), agree)
+        built.append(executor)
+        report(RankReady())
+    except Exception as error:  # rank 0 reports it
+        is_usage = isinstance(error, PacelineError)
+        if not is_usage:
+            traceback.print_exc()
+        report(RankFailed(str(error) if is_usage else repr(error), is_usage))
+        raise SystemExit(1) from None
+    has_stopped = run_rank(executor, reader.read)
+    sys.stderr.flush()
+    os._exit(0 if has_stopped else 1)  # device libraries may have threads that never end
+
+
+def _read(reader: RingReader) -> object:
+    data = reader.read()
+    if data is None:
+        os._exit(1)  # rank 0 is gone
+    return to_rank.decode(data)
+
+
+def _live(reader: RingReader, parent: int, built: list[Executor]) -> None:
+    """Shows rank 0 that this process is alive. Ends it with rank 0, and if a pass has failed, whatever the main thread
+    waits for: the other ranks would wait for this one."""
+    pause = threading.Event()
+    try:
+        while os.getppid() == parent:
+            for executor in built:
+                executor.check()
+            reader.beat()
+            pause.wait(_BEAT_S)
+    except Exception:
+        traceback.print_exc()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

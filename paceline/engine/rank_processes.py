@@ -1,0 +1,205 @@
+"""The processes of the ranks other than 0: starts them, sends them messages, notices when one dies or hangs.
+
+If one does, all of them are killed. That ends the collectives that this process waits in, and so the pass, and the
+engine fails with the reason. In the other direction, a rank exits when its pipes end or its parent is another process:
+no rank outlives the engine, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import TypeVar
+
+import msgspec
+
+from paceline.codec import encode
+from paceline.config import ConfigError
+from paceline.engine.rank_messages import (
+    MessageToRank,
+    RankFailed,
+    RankReady,
+    RankReport,
+    RankSetup,
+    RankSized,
+    RankStarted,
+    StopRank,
+    UsePages,
+)
+from paceline.parallel.ring import RingWriter, create_memory
+from paceline.request import PacelineError
+
+log = logging.getLogger("paceline.engine")
+_BEAT_CHECK_S = 0.5
+_MISSED_BEATS = 20  # consecutive checks without a sign of life; counted, since a machine may have been suspended
+_STOP_S = 5.0
+_Report = TypeVar("_Report", bound=RankReport)
+
+
+class RankLost(PacelineError):
+    """A rank has died, hangs, or could not be started."""
+
+
+class RankProcesses:
+    """The ranks 1 to `size` - 1 as processes of this machine."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.failure: PacelineError | None = None
+        self._on_failure: Callable[[BaseException], None] = lambda _: None
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._decoder = msgspec.json.Decoder(RankReport)
+        memory = create_memory()
+        try:
+            self._processes = [self._start(rank, memory) for rank in range(1, size)]
+            doorbells = [one.stdin.fileno() for one in self._processes if one.stdin is not None]
+            self._ring = RingWriter(memory, doorbells, self.check)
+        finally:
+            os.close(memory)
+        self._reports: list[SimpleQueue[RankReport | PacelineError]] = [SimpleQueue() for _ in self._processes]
+        self._threads = [
+            threading.Thread(target=self._listen, args=(index,), name=f"paceline-rank-{index + 1}", daemon=True)
+            for index in range(len(self._processes))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _start(self, rank: int, memory: int) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        command = [sys.executable, "-P", "-m", "paceline.engine.rank_process", str(rank), str(self._size), str(memory)]
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env=environment,
+            pass_fds=(memory,),
+        )
+
+    # ------------------------------------------------------------------ building
+
+    def connect(self, setup: RankSetup) -> None:
+        """Sends the setup, once all processes run; they connect next."""
+        self._wait_for(RankStarted)
+        self.send(setup)
+
+    def agree(self, num_pages: int) -> int:
+        """The least number of pages that fits on all ranks, which all of them use."""
+        least = min([num_pages, *(report.num_pages for report in self._wait_for(RankSized))])
+        self.send(UsePages(least))
+        return least
+
+    def wait_ready(self) -> None:
+        self._wait_for(RankReady)
+
+    def _wait_for(self, kind: type[_Report]) -> list[_Report]:
+        """The next report of every rank, which is of this kind. Raises what a rank reports instead."""
+        found: list[_Report] = []
+        for rank, queue in enumerate(self._reports, 1):
+            report = queue.get()
+            if isinstance(report, RankFailed):
+                raise (ConfigError if report.is_usage else RankLost)(f"rank {rank} of {self._size}: {report.message}")
+            if isinstance(report, PacelineError):
+                raise report
+            assert isinstance(report, kind), f"rank {rank} reports {report} instead of {kind.__name__}"
+            found.append(report)
+        return found
+
+    def watch(self, on_failure: Callable[[BaseException], None]) -> None:
+        """From now on ranks that hang are noticed, too."""
+        self._on_failure = on_failure
+        if self.failure is not None:
+            on_failure(self.failure)
+        thread = threading.Thread(target=self._watch, name="paceline-ranks", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    # ------------------------------------------------------------------ passes
+
+    def send(self, message: MessageToRank) -> None:
+        self.check()
+        try:
+            self._ring.write(encode(message))
+        except BrokenPipeError:
+            self.wait_failure()
+            raise
+
+    def check(self) -> None:
+        """Raises if a rank was lost."""
+        if self.failure is not None:
+            raise self.failure
+
+    def wait_failure(self) -> None:
+        """Raises if a rank was lost, or is found to be within a second: a collective that fails is often the first
+        sign of it."""
+        for _ in range(100):
+            self.check()
+            self._closing.wait(0.01)
+
+    # ------------------------------------------------------------------ threads
+
+    def _listen(self, index: int) -> None:
+        process, rank = self._processes[index], index + 1
+        assert process.stdout is not None, "stdout is a pipe"
+        for line in process.stdout:
+            self._reports[index].put(self._decoder.decode(line))
+        status = process.wait()
+        ended = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        error = RankLost(f"rank {rank} of {self._size} ended unexpectedly ({ended})")
+        self._reports[index].put(error)
+        self._fail(error)
+
+    def _watch(self) -> None:
+        before, missed = self._ring.beats(), [0] * len(self._processes)
+        while not self._closing.wait(_BEAT_CHECK_S) and self.failure is None:
+            beats = self._ring.beats()
+            missed = [0 if new != old else count + 1 for new, old, count in zip(beats, before, missed, strict=True)]
+            before = beats
+            for rank, count in enumerate(missed, 1):
+                if count >= _MISSED_BEATS:
+                    seconds = count * _BEAT_CHECK_S
+                    self._fail(RankLost(f"rank {rank} of {self._size} has not responded for {seconds:g} s"))
+
+    def _fail(self, error: PacelineError) -> None:
+        with self._lock:
+            if self._closing.is_set() or self.failure is not None:
+                return
+            self.failure = error
+        log.error("%s: tensor parallelism needs all ranks, the engine ends", error)
+        self._kill()
+        self._on_failure(error)
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Ends the processes: they finish what was launched, unless this takes long."""
+        with self._lock:
+            was_closing = self._closing.is_set()
+            self._closing.set()
+        if was_closing:
+            return
+        with contextlib.suppress(PacelineError, OSError):
+            self.send(StopRank())
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+        self._kill()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        for process in self._processes:
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()

@@ -1,0 +1,1 @@
+"""Tensor parallelism: collectives between ranks, the processes of ranks, and how plans reach them."""

@@ -1,0 +1,86 @@
+"""TorchGroup: collectives between processes by torch.distributed, gloo on a CPU and NCCL on GPUs.
+
+The process group is an object of this module alone: torch's global one is left to the application. Sockets listen on
+the loopback interface only.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed
+from torch import Tensor
+
+from paceline.model.layout import Shard
+
+dist: Any = torch.distributed  # much of it is untyped
+_TIMEOUT = timedelta(minutes=30)  # of a collective: ranks that die are noticed otherwise, and much earlier
+_HOST = "127.0.0.1"
+
+
+def listen() -> tuple[Any, int]:
+    """The store by which the ranks of a new group find each other, and the port of it."""
+    listener = socket.create_server((_HOST, 0))
+    port = listener.getsockname()[1]
+    # The store takes the descriptor over.
+    store = dist.TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store, port
+
+
+def connect(port: int) -> Any:
+    """The store of a group, for ranks other than 0."""
+    return dist.TCPStore(_HOST, port, is_master=False, wait_for_workers=False)
+
+
+class TorchGroup:
+    """One rank of a group of processes. `backend`: gloo or nccl. With gloo, tensors of a GPU are copied to the host and
+    back: slow, and no CUDA graph can contain it; for tests with several ranks on one GPU."""
+
+    def __init__(self, shard: Shard, store: Any, backend: str) -> None:
+        self.shard = shard
+        self.store = store
+        self.is_capturable = backend == "nccl"  # into CUDA graphs
+        prefix = dist.PrefixStore(backend, store)
+        self._group: Any
+        if backend == "gloo":
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=_HOST)]
+            options._timeout = _TIMEOUT
+            self._group = dist.ProcessGroupGloo(prefix, shard.rank, shard.size, options)
+        else:
+            # One machine. Registering the buffers of a captured graph would need all ranks at the same time.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+            self._group = dist.ProcessGroupNCCL(prefix, shard.rank, shard.size, _TIMEOUT)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return self._reduce(tensor, dist.ReduceOp.SUM)
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        return self._reduce(tensor, dist.ReduceOp.MAX)
+
+    def _reduce(self, tensor: Tensor, operation: Any) -> Tensor:
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        if self.is_capturable:
+            self._group.allreduce([tensor], options).wait()
+            return tensor
+        host = tensor.cpu()
+        if tensor.is_floating_point():
+            host = host.float()  # gloo sums 16-bit numbers in 16 bits
+        self._group.allreduce([host], options).wait()
+        return tensor.copy_(host) if host is not tensor else tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        source = tensor if self.is_capturable else tensor.cpu()
+        found = source.new_empty(self.shard.size, *tensor.shape)
+        self._group.allgather([list(found.unbind(0))], [source.contiguous()]).wait()
+        return found if found.device == tensor.device else found.to(tensor.device)
+
+    def abort(self) -> None:
+        """Ends collectives in progress, where the backend can."""
+        if self.is_capturable:
+            self._group.abort()

@@ -1,0 +1,107 @@
+"""Tensor parallelism in one process: ranks as threads, on the real ring, with the real executors."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.codec import encode
+from paceline.config import EngineConfig
+from paceline.engine.build import assemble, build_executor
+from paceline.engine.cpu.model import CpuModel
+from paceline.engine.executor import Executor
+from paceline.engine.rank_messages import MessageToRank, StopRank
+from paceline.engine.rank_process import run_rank
+from paceline.llm import LLM
+from paceline.model.decoder import Decoder
+from paceline.model.spec import ModelSpec
+from paceline.model.weights import random_weights, shard_weights
+from paceline.parallel.ring import RingReader, RingWriter, create_memory
+from paceline.parallel.threads import ThreadGroup
+from paceline.text.synthetic import synthetic_tokenizer
+
+BASE: dict[str, Any] = {"num_pages": 256, "page_size": 4, "max_running": 8, "context_tokens": 256}
+
+
+class ThreadRanks:
+    """The ranks from 1 on."""
+
+    def __init__(self, executors: Sequence[Executor]) -> None:
+        self._executors = executors
+        self._pipes = [os.pipe() for _ in executors]
+        memory = create_memory(1 << 14)  # so small that passes wait for room
+        self._ring = RingWriter(memory, [write for _, write in self._pipes], lambda: None)
+        self.readers = [RingReader(memory, index, read) for index, (read, _) in enumerate(self._pipes)]
+        os.close(memory)
+        self.num_messages = 0
+        self.stopped: list[bool] = []
+        self._threads = [
+            threading.Thread(target=self._run, args=pair, daemon=True)
+            for pair in zip(executors, self.readers, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, executor: Executor, reader: RingReader) -> None:
+        self.stopped.append(run_rank(executor, reader.read))
+
+    def agree(self, num_pages: int) -> int:
+        return num_pages
+
+    def wait_ready(self) -> None: ...
+
+    def watch(self, on_failure: Callable[[BaseException], None]) -> None: ...
+
+    def check(self) -> None: ...
+
+    def wait_failure(self) -> None: ...
+
+    def send(self, message: MessageToRank) -> None:
+        self.num_messages += 1
+        self._ring.write(encode(message))
+
+    def close(self) -> None:
+        self.send(StopRank())
+        for thread in self._threads:
+            thread.join()
+        for pipe in self._pipes:
+            for end in pipe:
+                os.close(end)
+
+
+def sharded_decoders(spec: ModelSpec, weights: Mapping[str, Tensor], size: int) -> list[Decoder]:
+    groups = ThreadGroup.of_size(size)
+    return [Decoder(spec, shard_weights(spec, weights, group.shard), group=group) for group in groups]
+
+
+def cpu_llm(spec: ModelSpec, weights: Mapping[str, Tensor], size: int, **options: Any) -> LLM:
+    """An LLM on `size` ranks of the CPU; on one, without any of this, if that is 1."""
+    if size > 1:
+        return llm_of(sharded_decoders(spec, weights, size), **options)
+    return llm_of([Decoder(spec, {name: weight.clone() for name, weight in weights.items()})], **options)
+
+
+def llm_of(decoders: Sequence[Decoder], *, overlap: str = "on", **options: Any) -> LLM:
+    """An LLM on decoders that have the parts of one model, in order of rank."""
+    options = {**BASE, **options}
+    config = EngineConfig(threads=1, overlap=overlap)
+    tokenizer = synthetic_tokenizer(decoders[0].whole_spec.vocab_size)
+    first, *others = (CpuModel(one) for one in decoders)
+    ranks = ThreadRanks([build_executor(one, config, options).executor for one in others]) if others else None
+    return LLM.from_engine(assemble(first, tokenizer, config, options, ranks=ranks))
+
+
+def make_weights(spec: ModelSpec) -> dict[str, Tensor]:
+    """Random weights whose norms and biases change the result."""
+    weights, generator = random_weights(spec, seed=5, dtype="float32"), torch.Generator().manual_seed(1)
+    for name, weight in weights.items():
+        if name.endswith("norm"):
+            weight.mul_(1 + 0.3 * torch.randn(weight.shape[-1], generator=generator))
+            if name.endswith("qk_norm"):  # one for all query heads, another for all key heads
+                weight[: spec.num_heads] = weight[0] * 1.1
+    return weights

@@ -1,0 +1,170 @@
+"""Tensor parallelism on the CUDA executor, in Triton's interpreter: the tokens are those of one CPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.config import EngineConfig, SchedulerConfig
+from paceline.engine.cuda.attention import AttentionChoices
+from paceline.engine.cuda.build import build_cuda
+from paceline.engine.cuda.executor import CudaExecutor
+from paceline.engine.cuda.sharing import ShareRule
+from paceline.engine.engine import Engine
+from paceline.engine.executor import DelayedPending, Executor, Pending
+from paceline.engine.parallel_executor import ParallelExecutor
+from paceline.kernels.decode_units import Chunks
+from paceline.llm import LLM
+from paceline.model.decoder import Decoder
+from paceline.model.layout import Shard, target_shapes
+from paceline.model.weights import shard_weights
+from paceline.parallel.threads import ThreadGroup
+from paceline.request import Grammar, SamplingParams
+from paceline.sampling.types import Bits, Drafts, Masks
+from paceline.scheduler import Scheduler
+from paceline.scheduler.plan import Plan
+from paceline.text.synthetic import synthetic_tokenizer
+from tests.engine.cuda.interpreted import BASE, CONTEXT, GREEDY, INTERPRETED, PROMPTS, decoder, expected, small_tiles
+from tests.parallel.ranks import ThreadRanks
+
+pytestmark = INTERPRETED
+
+# The interpreter runs one kernel at a time in a process: a rank holds this lock except while it waits for others.
+LOCK = threading.RLock()
+
+
+class TurnGroup(ThreadGroup):
+    def _together(self, tensor: Tensor, function: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        copy = tensor.clone()  # the other rank may read it when this one has gone on
+        LOCK.release()
+        try:
+            return super()._together(copy, function)
+        finally:
+            LOCK.acquire()
+
+
+class TurnPending:
+    def __init__(self, pending: Any) -> None:
+        self._pending: DelayedPending = pending
+
+    def drafts(self) -> Drafts:
+        return self._pending.drafts()
+
+    def mask_buffer(self, num_masks: int, num_words: int) -> Bits:
+        return self._pending.mask_buffer(num_masks, num_words)
+
+    def sample(self, masks: Masks) -> None:
+        with LOCK:
+            self._pending.sample(masks)
+
+    def wait(self) -> Any:
+        return self._pending.wait()
+
+
+class TurnExecutor(Executor):
+    """Holds the lock while it launches, which here is while it computes."""
+
+    def __init__(self, executor: CudaExecutor) -> None:
+        self._executor = executor
+        self.capabilities = executor.capabilities
+
+    def launch(self, plan: Plan) -> Pending:
+        with LOCK:
+            return self._executor.launch(plan)
+
+    def prepare(self, plan: Plan) -> None:
+        with LOCK:
+            self._executor.prepare(plan)
+
+    def launch_delayed(self, plan: Plan) -> TurnPending:
+        with LOCK:
+            return TurnPending(self._executor.launch_delayed(plan))
+
+    def run_background_work(self) -> bool:
+        with LOCK:
+            return self._executor.run_background_work()
+
+
+def on_ranks(name: str, size: int, **options: Any) -> tuple[LLM, list[CudaExecutor]]:
+    whole = decoder(name)
+    weights = _fused(whole)
+    config = SchedulerConfig(**{**BASE, **options})
+    executors = []
+    for group in TurnGroup.of_size(size):
+        part = Decoder(
+            whole.whole_spec,
+            shard_weights(whole.whole_spec, weights, group.shard),
+            max_positions=CONTEXT,
+            group=group,
+        )
+        executors.append(
+            build_cuda(
+                part,
+                EngineConfig(),
+                config,
+                None,
+                tuning=small_tiles,
+                attention=AttentionChoices(chunks=lambda rows: Chunks(16, 64, 4)),
+                share_rule=partial(ShareRule, chunks=(32, 16), align=4, min_pair_tokens=16),
+                prefill_sizes=(16,),
+            )[0]
+        )
+    executor: Executor = TurnExecutor(executors[0])
+    if size > 1:
+        executor = ParallelExecutor(executor, ThreadRanks([TurnExecutor(one) for one in executors[1:]]))
+    vocab_size = whole.spec.vocab_size
+    engine = Engine(Scheduler(config), executor, synthetic_tokenizer(vocab_size), vocab_size=vocab_size)
+    return LLM.from_engine(engine), executors
+
+
+def _fused(whole: Decoder) -> dict[str, Tensor]:
+    """The fused tensors of a decoder."""
+    weights = {"embedding": whole.embedding, "norm": whole.norm}
+    if not whole.spec.tied:
+        weights["head"] = whole.head
+    for name in target_shapes(whole.spec):
+        layer, _, part = name.partition(".")
+        if part:
+            owner = whole.layers[int(layer)]
+            weights[name] = getattr(owner.mlp if part.startswith(("gate_up", "down")) else owner, part)
+    return weights
+
+
+@pytest.mark.parametrize(("name", "size"), [("tiny-qwen3", 2), ("tiny-qwen2", 2), ("tiny-smollm", 4)])
+def test_ranks_give_the_tokens_of_the_cpu(name: str, size: int) -> None:
+    llm, executors = on_ranks(name, size)
+    with llm:
+        found = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+    assert found == expected(name, PROMPTS, GREEDY)
+    tokens = [executor.state.token_pool for executor in executors]
+    assert all(torch.equal(one, tokens[0]) for one in tokens), "all ranks have the same tokens"
+    assert all(executor.stats.graphs > 0 for executor in executors)
+
+
+def test_masks_filters_and_drafts_give_the_tokens_of_one_rank() -> None:
+    params = [
+        SamplingParams(temperature=0, max_tokens=5, grammar=Grammar("regex", "[0-9]{9}")),
+        SamplingParams(seed=3, top_k=9, max_tokens=4, ignore_eos=True),
+        SamplingParams(seed=4, max_tokens=4, ignore_eos=True),
+        SamplingParams(temperature=0, logprobs=2, repetition_penalty=1.2, max_tokens=4, ignore_eos=True),
+    ]
+    found = []
+    for size in (1, 2):
+        llm, _ = on_ranks("tiny-llama", size, draft_tokens=2)
+        with llm:
+            found.append([output.token_ids for output in llm.generate(PROMPTS, params)])
+    assert found[0] == found[1]
+
+
+def test_one_rank_in_a_group_computes_what_a_model_without_a_group_does() -> None:
+    llm, _ = on_ranks("tiny-qwen3", 1)
+    with llm:
+        found = [output.token_ids for output in llm.generate(PROMPTS[:2], GREEDY)]
+    assert found == expected("tiny-qwen3", PROMPTS[:2], GREEDY)
+    assert Shard(0, 1).spec(decoder("tiny-qwen3").spec) == decoder("tiny-qwen3").spec

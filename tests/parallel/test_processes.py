@@ -1,0 +1,141 @@
+"""Tensor parallelism with a process for every rank: generation, failure, and nothing that is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+
+from paceline.config import ConfigError, EngineConfig
+from paceline.engine import rank_processes
+from paceline.engine.output import EngineFailed
+from paceline.engine.rank_messages import RankSetup
+from paceline.engine.rank_processes import RankProcesses
+from paceline.llm import LLM
+from paceline.request import SamplingParams
+from tests.server.process import serving
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [list(range(3, 3 + count)) for count in (5, 23, 40)]
+TINY: dict[str, Any] = {"load": "random", "shape": "tiny-llama", "kv_tokens": 4096}
+
+
+def ranks_of(pid: int) -> list[psutil.Process]:
+    children = psutil.Process(pid).children(recursive=True)
+    return [child for child in children if "paceline.engine.rank_process" in child.cmdline()]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened for a minute"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 2, "executor": "virtual"}, "tp is 2 and executor is 'virtual'"),
+        ({"tp": 2, "speculate": "draft", "draft_model": "x"}, "a draft model is not supported with tensor parallelism"),
+        ({"collectives": "gloo"}, "collectives is 'gloo' and tp is 1"),
+    ],
+)
+def test_what_is_not_supported_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**options)
+
+
+def test_more_ranks_than_heads_are_refused_before_a_process_is_started() -> None:
+    with pytest.raises(ValueError, match="num_heads is 6, which 8 ranks cannot divide"):
+        LLM(**TINY, tp=8)
+    assert not ranks_of(os.getpid())
+
+
+@pytest.mark.cluster
+def test_two_processes_generate_and_end_with_the_engine() -> None:
+    with LLM(**TINY) as llm:
+        expected = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+    with LLM(**TINY, tp=2) as llm:
+        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
+        assert len(ranks_of(os.getpid())) == 1
+    assert not ranks_of(os.getpid())
+
+
+@pytest.mark.cluster
+def test_a_rank_that_is_killed_ends_the_engine_with_the_reason() -> None:
+    llm = LLM(**TINY, tp=3)
+    llm.generate(PROMPTS, GREEDY)
+    ranks_of(os.getpid())[0].kill()
+    wait_until(lambda: llm.engine.failure is not None)
+    with pytest.raises(EngineFailed, match=r"rank \d of 3 ended unexpectedly \(signal SIGKILL\)"):
+        llm.generate(PROMPTS, GREEDY)
+    llm.close()
+    assert not ranks_of(os.getpid())
+
+
+@pytest.mark.cluster
+def test_a_rank_that_hangs_ends_the_pass_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "_MISSED_BEATS", 4)
+    llm = LLM(**TINY, tp=2)
+    llm.generate(PROMPTS, GREEDY)
+    ranks_of(os.getpid())[0].suspend()
+    with pytest.raises(EngineFailed, match="rank 1 of 2 has not responded for"):
+        llm.generate(PROMPTS, GREEDY)
+    llm.close()
+    assert not ranks_of(os.getpid())
+
+
+@pytest.mark.cluster
+def test_a_rank_that_cannot_be_built_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = RankProcesses.connect
+
+    def with_another_shape(ranks: RankProcesses, setup: RankSetup) -> None:
+        connect(ranks, msgspec.structs.replace(setup, shape="gone"))
+
+    monkeypatch.setattr(RankProcesses, "connect", with_another_shape)
+    with pytest.raises(ConfigError, match="rank 1 of 2: shape is 'gone', which is not known"):
+        LLM(**TINY, tp=2)
+    assert not ranks_of(os.getpid())
+
+
+@pytest.mark.cluster
+def test_no_rank_outlives_an_engine_that_is_killed() -> None:
+    code = f"from paceline.llm import LLM; llm = LLM(**{TINY!r}, tp=3); print('up', flush=True); input()"
+    files = set(os.listdir("/dev/shm"))
+    parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert parent.stdout is not None and parent.stdout.readline() == b"up\n"
+    ranks = ranks_of(parent.pid)
+    assert len(ranks) == 2
+    parent.kill()
+    parent.communicate()
+    wait_until(lambda: not any(rank.is_running() for rank in ranks))
+    assert set(os.listdir("/dev/shm")) <= files
+
+
+@pytest.mark.cluster
+def test_a_server_restarts_its_engine_when_a_rank_is_killed() -> None:
+    body = {"model": "tiny-llama", "prompt": PROMPTS[1], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    options = ["--load", "random", "--shape", "tiny-llama", "--kv-tokens", "4096", "--tp", "2"]
+    with serving(*options) as server:
+
+        def complete() -> httpx.Response:
+            return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+
+        expected = complete().json()["choices"][0]["text"]
+        (engine,) = server.children["engine"]
+        (rank,) = ranks_of(engine)
+        os.kill(rank.pid, signal.SIGKILL)
+        wait_until(lambda: server.children["engine"] not in ([engine], []))
+        wait_until(lambda: complete().status_code == 200)
+        assert complete().json()["choices"][0]["text"] == expected
+        assert not psutil.pid_exists(engine)
+    assert not rank.is_running()
