@@ -373,6 +373,12 @@ SPECULATE: Mapping[str, str] = {
     "ngram": "what followed the last tokens of a request when they occurred before in it (prompt lookup)",
     "draft": "what a draft model predicts (draft_model), with as many drafts as make a pass profitable, or none",
 }
+ROLES: Mapping[str, str] = {
+    "both": "prompts and outputs",
+    "prefill": "prompts, whose KV it sends to decode engines, beside requests of its own",
+    "decode": "outputs, and prompts that no prefill engine computes for it; KV arrives in its host memory "
+    "(host_kv_tokens)",
+}
 DRAFT_ACCEPTANCE = 0.7  # of a virtual GPU, where nothing else is given or recorded
 VIRTUAL_TOKENS = ("prompt", "clock")
 DEVICES = ("auto", "cpu", "cuda")
@@ -421,8 +427,15 @@ class EngineConfig:
     host_kv_tokens: int = option(
         0,
         "size in tokens of the host memory for evicted KV, which is fetched back where that is faster than recomputing "
-        "it (vLLM: KV offloading connector; SGLang: HiCache); 0: none",
+        "it (vLLM: KV offloading connector; SGLang: HiCache); 0: none, but role decode then has 4 GiB, or an eighth of "
+        "the free memory if that is less",
         low=0,
+    )
+    role: str = option(
+        "both",
+        "prefill/decode disaggregation: which part of requests this engine computes (SGLang: disaggregation_mode; "
+        "vLLM: kv_transfer_config)",
+        choices=ROLES,
     )
     kv_memory_fraction: float | None = option(
         None,
@@ -471,6 +484,10 @@ class EngineConfig:
         if self.draft_model is not None and self.executor == "virtual":
             raise ConfigError(
                 f"draft_model is {self.draft_model!r} and executor is 'virtual', which runs no model: remove one."
+            )
+        if self.role != "both" and self.executor == "virtual":
+            raise ConfigError(
+                f"role is {self.role!r} and executor is 'virtual', which computes no KV to send or receive: remove one."
             )
         if self.speculate == "draft" and not self.draft_model:
             raise ConfigError(f"speculate is 'draft' and draft_model is {self.draft_model!r}: name a draft model.")
