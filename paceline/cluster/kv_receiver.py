@@ -314,8 +314,6 @@ class RemotePrefill:
         scheduler.release_received(id)
 
     def _add(self, waiting: _WaitingJob) -> None:
-        with self._lock:
-            self._jobs.pop(waiting.id, None)
         job = waiting.job
         if job.timeout_s is not None:
             job = replace(job, timeout_s=max(_MIN_WAIT_S, job.timeout_s - (self.clock() - waiting.began)))
@@ -323,8 +321,10 @@ class RemotePrefill:
             request_id = self._engine.submit(job, waiting.sink)
         except PacelineError as error:
             waiting.sink.refuse(error)
-            return
-        if waiting.ended is not None:
+            request_id = None
+        with self._lock:  # after the submission: `finish` must find the request either here or in the engine
+            self._jobs.pop(waiting.id, None)
+        if waiting.ended is not None and request_id is not None:
             self._engine.finish(request_id, waiting.ended)
 
     def _guarded(self, waiting: _WaitingJob, action: Callable[[], None]) -> None:

@@ -71,12 +71,13 @@ def build_engine(
     trace: Trace | None = None,
     hooks: EngineHooks | None = None,
     detokenize: bool = True,
+    role: str = "both",
     **options: Any,
 ) -> Engine:
     """Builds the engine for a model: a folder, a .gguf file, a hub id, or the default model if None. With
-    `load="random"`, weights are random (from `seed`) in a named shape."""
+    `load="random"`, weights are random (from `seed`) in a named shape. `role`: of prefill/decode disaggregation."""
     engine_options, scheduler_options = split_options(options, ("model", "load", "shape", "seed"))
-    config = EngineConfig(**engine_options)
+    config = EngineConfig(**engine_options, role=role)
     if model is not None and (not isinstance(model, str | Path) or model == ""):
         raise ConfigError(f"model is {short(model)}: give a folder, a .gguf file or a Hugging Face id.")
     if not isinstance(seed, int):
