@@ -554,11 +554,13 @@ OFFLINE_PARTS: Mapping[str, str] = {
     "soak": "random joins, aborts and retractions, with invariants checked at every step",
     "swap": "KV pages fetched from host memory are bitwise equal to those spilled",
     "weights": "weights replaced in a running engine, compared with an engine that loaded them; and how long it takes",
+    "pd": "prefill/decode disaggregation, two engines on one device: rate of the KV against a pinned copy, and tokens",
     "sanitizer": "a short run under compute-sanitizer, if installed",
     "tiny": "that short run without compute-sanitizer",
     "first-token": "one token, and the age of the process (used by startup and cold)",
     "first-uses": "the first runs of nano, gsp and zipf, of every feature, and a mix of all (used by cold)",
     "first-fetch": "the first fetches from host memory (used by cold)",
+    "pd-prefill": "the prefill engine of pd (used by pd)",
 }  # what `paceline bench offline` runs; from `check` on, a part prints PASS or FAIL
 
 

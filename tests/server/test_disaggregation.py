@@ -70,7 +70,7 @@ def test_answers_and_usage_are_those_of_one_engine(pair: ServerProcess, one: lis
     assert metric(pair, "kv_transfer_bytes_total", direction="received") > 1e6
     assert metric(pair, "router_prefills_total") == len(PROMPTS)
     computed = [metric(pair, "prompt_tokens_total", replica=replica) for replica in "01"]
-    assert computed[0] > 10 * computed[1], "prompts by the first, outputs by the second"
+    assert computed[0] > 3 * computed[1], "prompts by the first, outputs by the second"
     assert_nothing_is_left(pair)
 
 
