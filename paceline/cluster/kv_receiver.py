@@ -190,6 +190,11 @@ class RemotePrefill:
         """Jobs that are not added to the engine yet."""
         return len(self._jobs)
 
+    def waiting_jobs(self) -> list[tuple[Job, float, str]]:
+        """Jobs that are not added to the engine yet, when they were submitted, and where their prompt is computed."""
+        with self._lock:
+            return [(one.job, one.began, one.peer) for one in self._jobs.values()]
+
     # ------------------------------------------------------------------ any thread
 
     def submit(self, job: Job, sink: Sink, front_end: str = "") -> None:

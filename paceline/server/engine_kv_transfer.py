@@ -48,6 +48,10 @@ class EngineKvTransfer:
         """Ends a request that is not in the engine yet. Returns whether there is one."""
         return self._receiver is not None and self._receiver.finish(request_id, reason)
 
+    def waiting_jobs(self) -> list[tuple[Job, float, str]]:
+        """As `RemotePrefill.waiting_jobs`."""
+        return [] if self._receiver is None else self._receiver.waiting_jobs()
+
     def after_step(self) -> None:
         """On the engine's thread."""
         if self._sender is not None:

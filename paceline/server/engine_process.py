@@ -120,7 +120,7 @@ class EngineProcess:
             self.queries.metrics.kv_events = publisher
         if kv_transfer is not None:
             self._kv_transfer = EngineKvTransfer(self.engine, kv_transfer, name, self._received)
-            self.queries.metrics.kv_transfer = self._kv_transfer
+            self.queries.kv_transfer = self.queries.metrics.kv_transfer = self._kv_transfer
         self._limiter = RateLimiter(tenants)
         self._context = zmq.Context()
         self._receiver = self._context.socket(zmq.PULL)
