@@ -373,6 +373,12 @@ SPECULATE: Mapping[str, str] = {
     "ngram": "what followed the last tokens of a request when they occurred before in it (prompt lookup)",
     "draft": "what a draft model predicts (draft_model), with as many drafts as make a pass profitable, or none",
 }
+ROLES: Mapping[str, str] = {
+    "both": "prompts and outputs",
+    "prefill": "prompts, whose KV it sends to decode engines, beside requests of its own",
+    "decode": "outputs, and prompts that no prefill engine computes for it; KV arrives in its host memory "
+    "(host_kv_tokens)",
+}
 DRAFT_ACCEPTANCE = 0.7  # of a virtual GPU, where nothing else is given or recorded
 VIRTUAL_TOKENS = ("prompt", "clock")
 DEVICES = ("auto", "cpu", "cuda")
@@ -439,8 +445,15 @@ class EngineConfig:
     host_kv_tokens: int = option(
         0,
         "size in tokens of the host memory for evicted KV, which is fetched back where that is faster than recomputing "
-        "it (vLLM: KV offloading connector; SGLang: HiCache); 0: none",
+        "it (vLLM: KV offloading connector; SGLang: HiCache); 0: none, but role decode then has 4 GiB, or an eighth of "
+        "the free memory if that is less",
         low=0,
+    )
+    role: str = option(
+        "both",
+        "prefill/decode disaggregation: prefill exports pages, decode has host memory that others write",
+        choices=ROLES,
+        hidden="set the role of the server instead",
     )
     kv_memory_fraction: float | None = option(
         None,
@@ -569,10 +582,12 @@ OFFLINE_PARTS: Mapping[str, str] = {
     "swap": "KV pages fetched from host memory are bitwise equal to those spilled",
     "tp": "tensor parallelism with two ranks on one device: greedy tokens within tolerance of float32",
     "weights": "weights replaced in a running engine, compared with an engine that loaded them; and how long it takes",
+    "pd": "prefill/decode disaggregation, two engines on one device: rate of the KV against a pinned copy, and tokens",
     "sanitizer": "a short run under compute-sanitizer, if installed",
     "tiny": "that short run without compute-sanitizer",
     "first-uses": "the first runs of nano, gsp and zipf, of every feature, and a mix of all (used by cold)",
     "first-fetch": "the first fetches from host memory (used by cold)",
+    "pd-prefill": "the prefill engine of pd (used by pd)",
 }  # what `paceline bench offline` runs; from `check` on, a part prints PASS or FAIL
 
 
@@ -692,6 +707,14 @@ class ReplicaConfig:
 class ServerConfig(ReplicaConfig):
     """Replicas, address, processes, limits and logs of the HTTP server."""
 
+    prefill_replicas: int = option(
+        0,
+        "of the replicas, how many compute prompts for the others, which decode (prefill/decode disaggregation); 0: "
+        "every replica does both",
+        low=0,
+        high=63,
+    )
+
     # Server
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all interfaces")
     port: int = option(8000, "port to listen on; 0: any free port", low=0, high=65535)
@@ -723,6 +746,31 @@ class ServerConfig(ReplicaConfig):
         True,
         "return the reasoning of a model in reasoning_content, not in content (vLLM, SGLang: reasoning_parser); a "
         "request can override it",
+    )
+
+    role: str = option(
+        "both",
+        "prefill/decode disaggregation: which part of requests this server computes (SGLang: disaggregation_mode; "
+        "vLLM: kv_transfer_config)",
+        choices=ROLES,
+    )
+    kv_listen: str | None = option(
+        None, "role prefill: address for the decode engines of other servers, such as tcp://10.0.0.1:5600"
+    )
+    prefill_peers: str = option("", "role decode: addresses of prefill engines (their kv_listen), separated by commas")
+    kv_token: str | None = option(
+        None, "secret that prefill and decode engines of several servers share: only who knows it can connect"
+    )
+    prefill_from_tokens: int = option(
+        512,
+        "prefill/decode disaggregation: prompts with fewer tokens to compute are computed by the decode engine, since "
+        "a transfer would take longer",
+        low=1,
+    )
+    prefill_timeout_s: float = option(
+        30.0,
+        "prefill/decode disaggregation: seconds to wait for the KV of a prompt; then the decode engine computes it",
+        low=0.001,
     )
 
     kv_events: str | None = option(
@@ -788,6 +836,7 @@ class ServerConfig(ReplicaConfig):
             )
         if self.admin_key is not None:
             check_key("admin_key", self.admin_key)
+        self._check_roles()
         for name in ("kv_events", "kv_events_replay"):
             address = getattr(self, name)
             if address is not None and not re.fullmatch(r"tcp://.+:(\d+|\*)|ipc://.+", address):
@@ -806,6 +855,39 @@ class ServerConfig(ReplicaConfig):
                     "without a path."
                 )
 
+    def _check_roles(self) -> None:
+        """Prefill/decode disaggregation."""
+        if self.prefill_replicas and self.prefill_replicas >= self.replicas:
+            raise ConfigError(
+                f"prefill_replicas is {self.prefill_replicas} and replicas is {self.replicas}: at least one replica "
+                "must decode; raise replicas."
+            )
+        if self.role != "both" and self.replicas > 1:
+            raise ConfigError(
+                f"role is {self.role!r} and replicas is {self.replicas}: give prefill_replicas instead of role, or one "
+                "replica."
+            )
+        for name, role in (("kv_listen", "prefill"), ("prefill_peers", "decode")):
+            value = getattr(self, name)
+            if (self.role == role) != bool(value):
+                raise ConfigError(
+                    f"role is {self.role!r} and {name} is {value!r}: role {role} and {name} belong together."
+                )
+            for address in filter(None, (one.strip() for one in (value or "").split(","))):
+                if not re.fullmatch(r"tcp://.+:\d+", address):
+                    raise ConfigError(f"{name} has {address!r}: expected tcp://<host>:<port>.")
+        if (self.role != "both") != (self.kv_token is not None):
+            raise ConfigError(
+                f"role is {self.role!r} and kv_token is {'given' if self.kv_token else 'not given'}: engines of role "
+                "prefill and decode need the same secret, such as the output of `openssl rand -hex 32`."
+            )
+        if self.kv_token is not None:
+            check_key("kv_token", self.kv_token)
+
+    @property
+    def prefill_addresses(self) -> tuple[str, ...]:
+        return tuple(one.strip() for one in self.prefill_peers.split(",") if one.strip())
+
     @property
     def allowed_origins(self) -> list[str]:
         return [origin.strip() for origin in self.cors_origins.split(",") if origin.strip()]
@@ -813,6 +895,15 @@ class ServerConfig(ReplicaConfig):
 
 def check_replicas(config: ServerConfig, engine: EngineConfig, tenants: Iterable[TenantConfig]) -> None:
     """Raises ConfigError for what several engines cannot do together."""
+    if config.role != "both" or config.prefill_replicas:
+        name = "role" if config.role != "both" else "prefill_replicas"
+        value = getattr(config, name)
+        if engine.executor == "virtual":
+            raise ConfigError(
+                f"{name} is {value!r} and executor is 'virtual', which computes no KV to send: remove one."
+            )
+        if engine.tp > 1:
+            raise ConfigError(f"{name} is {value!r} and tp is {engine.tp}: ranks cannot send their KV yet; remove one.")
     if config.replicas == 1:
         if config.router != "cache":
             raise ConfigError(f"router is {config.router!r}, but there is one replica: give replicas, too.")

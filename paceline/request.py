@@ -384,6 +384,8 @@ class Request:
     compute_from: int | None = None  # positions from here on are computed even if cached
     expected_tokens: int | None = None  # the caller's estimate of the output length, for policy and memory forecast
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # of params.bad_words: no last token may follow the others
+    is_exported: bool = False  # its prompt pages are copied to another engine; see `Memory.holds`
+    num_prefilled: int = 0  # prompt tokens that another engine computed for it: they do not count as cached
     # Speculative decoding: tokens that the output may follow. It never changes the output.
     draft_source: Tokens = field(default_factory=lambda: np.empty(0, np.int32))
 

@@ -73,6 +73,15 @@ def reference_tokens(request: Request, vocab: int) -> tuple[list[int], FinishRea
         tokens = output[-1:]
 
 
+def reference_kv(request: Request, num_tokens: int) -> np.ndarray:
+    """The KV of the first tokens of a prompt."""
+    total, found = _seed(request.namespace), []
+    for position, token in enumerate(request.prompt[:num_tokens].tolist()):
+        found.append(_kv(token, position, total))
+        total = (total + found[-1]) & _MASK
+    return np.array(found, np.uint64)
+
+
 @dataclass(slots=True)
 class ScriptedPending:
     executor: ScriptedExecutor
@@ -156,6 +165,21 @@ class ScriptedExecutor(Executor):
             first = self._queue.pop(0)
             first.result = self._run(first.plan, first.faulty_rows)
         return pending.result
+
+    def run_launched(self) -> None:
+        """Runs everything that was launched."""
+        if self._queue:
+            self._run_through(self._queue[-1])
+
+    def read_pages(self, pages: Collection[int]) -> np.ndarray:
+        """The KV [pages, positions] of pages on the device, after everything launched."""
+        self.run_launched()
+        return self._memory.reshape(-1, self.page_size)[list(pages)]
+
+    def write_host(self, pages: Collection[int], kv: np.ndarray) -> None:
+        """Another engine writes host pages [pages, positions], after everything launched."""
+        self.run_launched()
+        self._host[list(pages)] = kv
 
     def _run(self, plan: Plan, faulty_rows: Collection[int]) -> Result:
         if plan.swap is not None:

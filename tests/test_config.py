@@ -79,6 +79,31 @@ CONFIGS = (SchedulerConfig, EngineConfig, ServerConfig, OfflineConfig, TenantCon
             "kv_events_replay is given without kv_events: give the address of kv_events too.",
         ),
         (
+            {"replicas": 2, "prefill_replicas": 2},
+            "prefill_replicas is 2 and replicas is 2: at least one replica must decode; raise replicas.",
+        ),
+        (
+            {"replicas": 2, "role": "decode"},
+            "role is 'decode' and replicas is 2: give prefill_replicas instead of role, or one replica.",
+        ),
+        (
+            {"role": "prefill", "kv_token": "secret"},
+            "role is 'prefill' and kv_listen is None: role prefill and kv_listen belong together.",
+        ),
+        (
+            {"prefill_peers": "tcp://10.0.0.1:5600"},
+            "role is 'both' and prefill_peers is 'tcp://10.0.0.1:5600': role decode and prefill_peers belong together.",
+        ),
+        (
+            {"role": "decode", "prefill_peers": "10.0.0.1", "kv_token": "secret"},
+            "prefill_peers has '10.0.0.1': expected tcp://<host>:<port>.",
+        ),
+        (
+            {"role": "decode", "prefill_peers": "tcp://10.0.0.1:5600"},
+            "role is 'decode' and kv_token is not given: engines of role prefill and decode need the same secret, such "
+            "as the output of `openssl rand -hex 32`.",
+        ),
+        (
             {"kv_events_topic": "kv@"},
             "kv_events_topic is given without kv_events: give the address of kv_events too.",
         ),

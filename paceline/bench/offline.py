@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from paceline import checks
+from paceline.bench.disaggregation import run_pd, run_pd_prefill
 from paceline.bench.parts import PARTS
 from paceline.bench.runner import BenchRunner, device_name
 from paceline.bench.startup import CHILD_PARTS, run_cold, run_startup
@@ -111,6 +112,8 @@ def _actions(
     return {
         **{name: partial(part, runner) for name, part in {**PARTS, **CHILD_PARTS}.items()},
         **{name: partial(check, setup) for name, check in checks.CHECKS.items()},
+        "pd": lambda: run_pd(runner, command, setup.shape or None),
+        "pd-prefill": lambda: run_pd_prefill(runner),
         "startup": lambda: run_startup(runner, given),
         "cold": lambda: run_cold(runner, command, given),
         "long": lambda: checks.check_inter_token_latency(setup, config.running),

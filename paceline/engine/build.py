@@ -6,6 +6,7 @@ from the model and the free memory, and steps are short on a CPU.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -67,6 +68,8 @@ _CPU_DEFAULTS: dict[str, Any] = {
 }
 _GPU_DEFAULTS: dict[str, Any] = {name: getattr(SchedulerConfig(), name) for name in ("max_running", "max_batch_tokens")}
 _LOAD = ("weights", "random")
+_DECODE_HOST_BYTES = 4 << 30  # of host memory for received KV, where no size is given
+log = logging.getLogger("paceline.engine")
 
 
 def build_engine(
@@ -79,13 +82,15 @@ def build_engine(
     trace: Trace | None = None,
     hooks: EngineHooks | None = None,
     detokenize: bool = True,
+    role: str = "both",
     text: LoadedText | None = None,
     **options: Any,
 ) -> Engine:
     """Builds the engine for a model: a folder, a .gguf file, a hub id, or the default model if None. With
-    `load="random"`, weights are random (from `seed`) in a named shape. text: if it is loaded already (`start.py`)."""
+    `load="random"`, weights are random (from `seed`) in a named shape. role: of prefill/decode disaggregation. text: if
+    it is loaded already (`start.py`)."""
     engine_options, scheduler_options = split_options(options, ("model", "load", "shape", "seed"))
-    config = EngineConfig(**engine_options)
+    config = EngineConfig(**engine_options, role=role)
     if model is not None and (not isinstance(model, str | Path) or model == ""):
         raise ConfigError(f"model is {short(model)}: give a folder, a .gguf file or a Hugging Face id.")
     if not isinstance(seed, int):
@@ -112,6 +117,8 @@ def build_engine(
         path = find_model(DEFAULT_MODEL if model is None else model, progress=progress)
         spec = read_spec(path)
     # Invalid options are reported before the weights are loaded.
+    if config.role != "both" and not scheduler_options.get("prefix_cache", True):
+        raise ConfigError(f"role is {config.role!r} and prefix_cache is off: KV is sent and received by prefix.")
     scheduler_config = _scheduler_config(spec, scheduler_options, device)
     config.num_kv_pages(scheduler_config, scheduler_options)
     context = scheduler_config.context_tokens
@@ -423,11 +430,14 @@ def _host_options(
 ) -> dict[str, Any]:
     """The scheduler's options for the host memory tier, if it is enabled."""
     count = config.num_host_pages(page_size, given)
-    if not count:
-        return {}
     dtype_bytes = decoder.dtype.itemsize
     page_bytes = page_size * decoder.spec.kv_bytes_per_token(dtype_bytes)
     free = free_memory() // shard_of(decoder.group).size - (0 if device == "cuda" else given["num_pages"] * page_bytes)
+    if not count and config.role == "decode":
+        count = max(1, min(_DECODE_HOST_BYTES, free // 8) // page_bytes)
+        log.info("role is decode: %d tokens of host memory receive KV (host_kv_tokens)", count * page_size)
+    if not count:
+        return {}
     check_host_fits(count, page_bytes, page_size, free=max(free, 0))
     found: dict[str, Any] = {"num_host_pages": count}
     if device == "cuda" and "host_page_cost" not in given:

@@ -399,6 +399,8 @@ class Engine:
             cache_salt=job.cache_salt,
             pooling=job.pooling,
             bad_word_ids=self._bad_word_ids(params.bad_words),
+            is_exported=job.is_exported,
+            num_prefilled=job.num_prefilled,
             draft_source=job.draft_source if self.scheduler.config.draft_tokens else NO_TOKENS,
         )
         active = ActiveRequest(

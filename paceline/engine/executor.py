@@ -16,6 +16,7 @@ import numpy as np
 from paceline.engine.pooling import PooledStates
 from paceline.sampling.types import Bits, Drafts, LogprobRun, Logprobs, Masks
 from paceline.scheduler.plan import Column, Plan
+from paceline.shared_pages import SharedPages
 
 if TYPE_CHECKING:
     from paceline.model.decoder import Decoder
@@ -28,6 +29,7 @@ class Capabilities:
     logits: bool = False  # logprobs, and grammar masks through `launch_delayed`
     pooling: bool = False  # embeddings: pooled hidden states of prompts
     weights: bool = False  # `load_weights`
+    kv_transfer: bool = False  # `export_pages`, and `host_pages` that others may write
 
 
 class Result(NamedTuple):
@@ -78,6 +80,13 @@ class DelayedPending(Pending, Protocol):
         """Launches sampling. The masks' bits are in the mask buffer. Called once, before `wait`."""
 
 
+class Completion(Protocol):
+    """Copies that may still be running."""
+
+    def wait(self) -> None:
+        """Blocks until they have ended. May be called on any thread."""
+
+
 class Executor(ABC):
     """Executes plans on one device. Not thread-safe: the engine's thread is the only caller."""
 
@@ -110,6 +119,27 @@ class Executor(ABC):
         """Replaces the weights by those of a decoder of the same spec, which is taken over. No pass is in flight.
         Requires `capabilities.weights`."""
         raise NotImplementedError(f"{type(self).__name__} has no weights")
+
+    @property
+    def host_pages(self) -> SharedPages | None:
+        """The host memory tier, if other processes may write pages of it that the scheduler has reserved."""
+        return None
+
+    def map_pages(self, target: SharedPages) -> None:  # noqa: B027 -- optional
+        """Prepares memory as a target of `export_pages`. May be called on any thread."""
+
+    def unmap_pages(self, target: SharedPages) -> None:  # noqa: B027 -- optional
+        """The inverse of `map_pages`; nothing is copied there any more."""
+
+    def export_pages(self, pages: Column, target: SharedPages, targets: Column) -> Completion:
+        """Copies device pages, as passes launched so far leave them, to pages of `target`. Later passes may overwrite
+        them. Requires `capabilities.kv_transfer`."""
+        raise NotImplementedError(f"{type(self).__name__} cannot export pages")
+
+    def after_launched(self) -> Completion:
+        """The end of everything launched so far, copies to and from host memory included. Requires
+        `capabilities.kv_transfer`."""
+        raise NotImplementedError(f"{type(self).__name__} cannot export pages")
 
     def run_background_work(self) -> bool:
         """Runs one unit of background work, such as capturing a CUDA graph; returns whether there was any. No pass is

@@ -25,6 +25,10 @@ class Job:
     stream: bool = True  # False: a single output at the end is enough
     draft_source: Tokens = field(default_factory=lambda: NO_TOKENS)  # tokens that the output is likely to have
 
+    prefill_at: str = ""  # address of a prefill engine that may compute the prompt
+    is_exported: bool = False  # the pages of its prompt are copied to another engine
+    num_prefilled: int = 0  # prompt tokens that another engine has computed for it: they do not count as cached
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", as_tokens(self.prompt))
         object.__setattr__(self, "draft_source", as_tokens(self.draft_source, "draft_source"))

@@ -139,9 +139,9 @@ class OutputProcessor:
             text += active.text.close()
         usage = TokenUsage(
             len(request.prompt),
-            request.num_cached,
+            max(0, request.num_cached - request.num_prefilled),
             active.num_tokens,
-            request.num_fetched,
+            max(0, request.num_fetched - request.num_prefilled),
             request.num_drafted,
             min(request.num_accepted, active.num_tokens),  # a stop string may cut off accepted ones
         )

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
 _LIBCUDA = "libcuda.so.1"
-_ARGUMENTS, _CALLBACKS = ("load", "shape", "seed"), ("progress", "trace", "hooks", "detokenize")  # of `build_engine`
+_ARGUMENTS, _CALLBACKS = (
+    ("load", "shape", "seed"),
+    ("progress", "trace", "hooks", "detokenize", "role"),
+)  # of `build_engine`
 
 
 def start_engine(model: str | Path | None = None, **options: Any) -> Engine:
@@ -42,7 +45,7 @@ def start_engine(model: str | Path | None = None, **options: Any) -> Engine:
 
 def _has_gpu(options: Mapping[str, Any]) -> bool:
     """Whether the engine is going to use a GPU, as far as one can tell without torch."""
-    given = {name: value for name, value in options.items() if name not in (*_ARGUMENTS, *_CALLBACKS)}
+    given = {name: value for name, value in options.items() if name not in (*_ARGUMENTS, *_INTERNAL)}
     config = EngineConfig(**split_options(given, ("model", *_ARGUMENTS))[0])
     if config.executor == "virtual" or config.device == "cpu":
         return False

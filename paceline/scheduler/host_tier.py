@@ -8,6 +8,12 @@ Only eviction spills, and only a prompt that reaches the node fetches. The pages
 tree, so they take the same path. The host copy stays when the pages are fetched: the KV of a tree page never changes,
 so evicting it again needs no second copy.
 
+Pages may also come from another engine, which computes prompts for this one. Host pages are reserved for them while
+they are in transit; then they become copies like any other, of nodes that no request here has computed.
+
+    pool.free ──reserve──▶ reserved ──place──▶ tree, a copy on the host
+                              └──release: they never came, or came damaged──▶ pool.free
+
 Pages are copied with a plan, before its pass: first all spills, then all fetches. The one thing to know before changing
 this: in one plan no host page is both written and read, and none is written twice, so an executor needs no order
 between the two directions. Hence a node that is spilled or fetched by the plan being made (`swap_step`) is neither
@@ -16,11 +22,13 @@ fetched nor forgotten before the next plan.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
 
 from paceline.config import SchedulerConfig
+from paceline.request import Request
 from paceline.scheduler.journal import Counters
 from paceline.scheduler.kv_events import Medium
 from paceline.scheduler.node import Node
@@ -29,6 +37,22 @@ from paceline.scheduler.plan import Swap
 from paceline.scheduler.prefix_tree import TOKEN_BYTES, PrefixTree
 
 Key = tuple[int, int]
+# Computed the nodes of received pages: whoever reads NaN from them is computed again and does not fail.
+_NO_REQUEST = -1
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """Host pages for prompt pages `first_page` .. `end_page` of `request`, which another engine computes."""
+
+    request: Request
+    first_page: int  # those before it are cached here
+    pages: Pages
+    is_void: bool = False  # the KV was computed with weights that were replaced since
+
+    @property
+    def end_page(self) -> int:
+        return self.first_page + len(self.pages)
 
 
 def _key(node: Node) -> Key:
@@ -43,6 +67,7 @@ class HostTier:
         self.from_token = config.host_from_token  # tokens before it are cheaper to compute than to fetch
         self._max_swap_pages = config.max_swap_pages  # in each direction, per pass
         self._min_fetch_tokens = config.prefix_wait_tokens
+        self.reserved: dict[str, Reservation] = {}  # by transfer
         self._lru: list[tuple[Key, int, Node]] = []  # heap of nodes with host pages; keys may be out of date
         # Of the plan being made
         self._spills: list[tuple[Pages, Pages]] = []  # device pages, host pages
@@ -59,6 +84,10 @@ class HostTier:
     def num_fetchable(self) -> int:
         """Pages that the plan being made may still fetch."""
         return self._max_swap_pages - self._num_fetched
+
+    @property
+    def num_pages_reserved(self) -> int:
+        return sum(len(one.pages) for one in self.reserved.values())
 
     def tokens_below(self, top: Node, node: Node) -> int:
         """Tokens between `top` and the end of its descendant `node` that are only in host memory."""
@@ -179,6 +208,57 @@ class HostTier:
         self._spills, self._fetches = [], []
         self._num_spilled = self._num_fetched = 0
         self._forget(self.pool.num_pages, step=-1)  # of no plan
+        for one in self.reserved.values():
+            one.is_void = True
+
+    # ------------------------------------------------------------------ pages of another engine
+
+    def reserve(self, name: str, request: Request, first_page: int, end_page: int, step: int) -> Reservation | None:
+        """Takes host pages for KV that another engine sends. None if not so many can be free.
+
+        Copies that were launched before may still read or write these pages: an executor is asked when they have
+        ended (`Executor.after_launched`)."""
+        assert name not in self.reserved, f"host pages are reserved for transfer {name} already"
+        count = end_page - first_page
+        if count > self.pool.num_pages - self.num_pages_reserved:  # before others are forgotten in vain
+            return None
+        self._forget(count, step)
+        if count > self.pool.num_free:
+            return None
+        self.reserved[name] = one = Reservation(request, first_page, self.pool.allocate(count))
+        return one
+
+    def release(self, name: str) -> None:
+        """Frees the pages of a transfer: nothing writes them any more."""
+        self.pool.free(self.reserved.pop(name).pages)
+
+    def place(self, name: str, key: bytes) -> int:
+        """Makes received pages part of the tree. Returns how many: those that are cached by now are freed."""
+        one, tree = self.reserved.pop(name), self._tree
+        if one.is_void:
+            self.pool.free(one.pages)
+            return 0
+        above, _ = tree.insert_path(one.request, key, one.first_page)
+        end, _ = tree.insert_path(one.request, key, one.end_page)
+        count, node = 0, end
+        while node is not above:
+            stop = node.depth // tree.page_size - one.first_page
+            pages = one.pages[stop - len(node.key) // tree.page_bytes : stop]
+            if node.resident or len(node.host_pages):
+                self.pool.free(pages)
+            else:
+                count += len(pages)
+                node.host_pages = pages
+                node.unproven = _NO_REQUEST
+                tree.touch(node)
+                self.track(node)
+                if tree.listener is not None:
+                    tree.listener.stored(node, Medium.CPU)
+            assert node.parent is not None, "one node is below the other"
+            node = node.parent
+        tree.prune(end)
+        self._counters.received_pages += count
+        return count
 
     # ------------------------------------------------------------------ fetch
 

@@ -125,7 +125,10 @@ def _path_key(node: Node | None) -> bytes:
 def _tree(state: SchedulerState) -> list[str]:
     """Locks, waiting requests and residency, counted again."""
     tree, faults = state.memory.tree, []
-    locks = _count_up([*state.memory.locked_nodes.values(), *(pin.node for pin in state.memory.pins.values())])
+    memory = state.memory
+    locks = _count_up(
+        [*memory.locked_nodes.values(), *(pin.node for pin in memory.pins.values()), *memory.holds.values()]
+    )
     waiting = _count_up(tree.waiting_nodes.values())
     num_pages = num_locked = 0
     leaves = tree.leaves.node_ids()
@@ -166,12 +169,13 @@ def _tree(state: SchedulerState) -> list[str]:
 
 
 def _host(state: SchedulerState) -> list[str]:
-    """Every host page is free or belongs to one node, and every such node can be forgotten."""
+    """Every host page is free, reserved or belongs to one node, and every such node can be forgotten."""
     host, tree, faults = state.memory.host, state.memory.tree, []
     owners = [node for node in tree.nodes() if len(node.host_pages)]
     if host is None:
         return ["nodes have host pages and there is no host memory"] if owners else []
-    pages = np.concatenate([host.pool.free_pages(), *(node.host_pages for node in owners)])
+    reserved = [one.pages for one in host.reserved.values()]
+    pages = np.concatenate([host.pool.free_pages(), *reserved, *(node.host_pages for node in owners)])
     counts = np.bincount(pages, minlength=host.pool.num_pages)
     if (counts != 1).any():
         faults.append(f"host pages with no owner or several: {np.flatnonzero(counts != 1).tolist()[:8]}")

@@ -26,6 +26,7 @@ class EventKind(StrEnum):
     EVICT = "evict"  # detail: pages
     SPILL = "spill"  # detail: evicted pages copied to host memory, host pages forgotten to make space
     FETCH = "fetch"  # detail: tokens fetched from host memory instead of computed
+    RECEIVE = "receive"  # detail: pages that another engine computed, now in host memory
     RETRACT = "retract"  # detail: what needed the memory, pages released
     DUPLICATE = "duplicate"  # detail: pages that two rows computed
     RESERVE = "reserve"  # freed memory is kept for this request
@@ -64,6 +65,7 @@ class Counters:
     evicted_pages: int = 0
     spilled_pages: int = 0  # of these, copied to host memory
     forgotten_pages: int = 0  # dropped from host memory to make space
+    received_pages: int = 0  # computed by another engine and placed in host memory
     duplicate_pages: int = 0
     overtakes: int = 0
     nan_dropped_pages: int = 0  # on the device and in host memory, because they may contain NaN

@@ -6,7 +6,8 @@
                                   ▼ filled page)           │
                               pool.free               tree, evictable
 
-Evicted KV may be kept in host memory and fetched from there: host_tier.py.
+Evicted KV may be kept in host memory and fetched from there, and KV that another engine computed comes the same way:
+host_tier.py.
 A row reads tree pages up to `locked_nodes[request].depth` and private pages from there on. Freed pages may be given to
 a later pass although a pass in flight still writes them: passes run in order, so whatever that pass writes is
 overwritten before anything reads it. What a discarded row wrote is never inserted into the tree.
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 from paceline.config import SchedulerConfig
 from paceline.request import PacelineError, Request
-from paceline.scheduler.host_tier import HostTier
+from paceline.scheduler.host_tier import HostTier, Reservation
 from paceline.scheduler.journal import EventKind, Journal
 from paceline.scheduler.node import Node
 from paceline.scheduler.now import Now
@@ -55,6 +56,8 @@ class Memory:
         self.pins: dict[str, Pin] = {}
         # The deepest node that each running request has locked; its private pages begin below.
         self.locked_nodes: dict[Request, Node] = {}
+        # Prompts of requests that left before all pages were copied to another engine: locked until `release_hold`.
+        self.holds: dict[str, Node] = {}
         self.num_promised_pages = 0  # of all running requests at full length, as if they shared nothing
         self._duplicates: list[Request] = []  # rows that computed what the tree already had
 
@@ -225,6 +228,10 @@ class Memory:
             request.key = token_key(request)
             self._insert_computed(request, num_valid // self.page_size * self.page_size, now)
         self.pool.free(self.slots.row(slot)[self.locked_nodes[request].depth // self.page_size :])
+        if request.is_exported:
+            self.release_hold(request.id)
+            self.holds[request.id] = node = self.locked_nodes[request]
+            self.tree.lock(None, node)
         self.unlock_prefix(request)
         assert request.exclusive_pages == 0, f"request {request.id} left and still owns {request.exclusive_pages} pages"
         self.slots.release(request)
@@ -255,6 +262,30 @@ class Memory:
             self._journal.write(now, EventKind.DUPLICATE, request.id, len(copies))
             node = child
         self._set_locked_node(request, node)
+
+    def release_hold(self, request_id: str) -> None:
+        """The pages of a request that has left need not be kept any more."""
+        node = self.holds.pop(request_id, None)
+        if node is not None:
+            self.tree.unlock(None, node)
+
+    def exported_pages(self, request: Request) -> Pages:
+        """The pages, from the first on, of what has been planned of the prompt of a request. Its slot, or a hold, keeps
+        them; without either there are none."""
+        if request.slot is not None:
+            return self.slots.row(request.slot)[: int(self.slots.computed[request.slot]) // self.page_size]
+        node = self.holds.get(request.id)
+        return NO_PAGES if node is None else self.tree.path_pages(node)
+
+    # ------------------------------------------------------------------ pages of another engine
+
+    def reserve(self, name: str, request: Request, step: int) -> Reservation | None:
+        """Reserves host pages for what is not cached here of a prompt. None: there is nothing to send, or no space."""
+        end = self.num_cacheable_pages(request)
+        held = self.tree.match_held(request.namespace, token_key(request), end * self.page_size) // self.page_size
+        if self.host is None or held >= end:
+            return None
+        return self.host.reserve(name, request, held, end, step)
 
     def _set_locked_node(self, request: Request, node: Node) -> None:
         self.locked_nodes[request] = node
@@ -322,6 +353,8 @@ class Memory:
         """Drops `top` and everything below it; no request and no pin uses it. Returns the pages freed, with those in
         host memory."""
         before = self._num_free_pages
+        for request_id in [one for one, node in self.holds.items() if self.tree.is_below(node, top)]:
+            self.release_hold(request_id)
         self.pool.free(self.tree.drop(top))
         return self._num_free_pages - before
 
@@ -342,6 +375,8 @@ class Memory:
     def clear(self, step: int) -> int:
         """Drops all KV, in host memory too, while no request runs and nothing is pinned. Returns the pages freed."""
         assert not self.locked_nodes and not self.pins, "running requests and pins use their KV"
+        for request_id in list(self.holds):
+            self.release_hold(request_id)
         count = self.flush(step)
         if self.host is not None:
             self.host.clear()

@@ -88,6 +88,20 @@ class PrefixTree:
             node = child
         return 0
 
+    def match_held(self, namespace: tuple[str, str, str], key: bytes, end: int) -> int:
+        """Number of tokens of `key`, up to token `end`, that are resident or in host memory. Changes nothing."""
+        tenant, salt, adapter = namespace
+        node = self.root.children.get(tenant)
+        node = node.children.get((salt, adapter)) if node else None
+        depth = 0
+        while node is not None and (found := self.find_child(node, key, end)) is not None:
+            child, common = found
+            if not child.resident and not len(child.host_pages):
+                break
+            depth = node.depth + common // TOKEN_BYTES
+            node = child if common == len(child.key) else None
+        return depth
+
     def hit(self, node: Node, step: int) -> Node:
         """The deepest node at or above `node` whose KV the pass `step`, being planned, can read."""
         while not node.resident or node.computed_step == step:
@@ -166,6 +180,18 @@ class PrefixTree:
     def enqueue(self, request: Request, key: bytes, num_pages: int) -> int:
         """Inserts the first `num_pages` pages of `key`, as ghosts where nothing is resident. Returns how many tokens of
         it are cached, or will be once the older waiting requests have run."""
+        node, known = self.insert_path(request, key, num_pages)
+        self.waiting_nodes[request] = node
+        self.num_foreground += not request.background
+        request.skipped = False
+        node.num_waiting_here += 1
+        heappush(node.waiters, (request.number, request))
+        self._add_waiting(node, 1)
+        return known
+
+    def insert_path(self, request: Request, key: bytes, num_pages: int) -> tuple[Node, int]:
+        """The node that ends with the first `num_pages` pages of `key`; nodes are split and ghosts added for it. Also
+        returns how many of its tokens the tree had. The caller gives the ghosts a reason to exist, or prunes them."""
         node = self.namespace(request)
         known = 0
         end = num_pages * self.page_bytes
@@ -181,13 +207,12 @@ class PrefixTree:
                     child = self.split(child, common)
                 known = child.depth
             node = child
-        self.waiting_nodes[request] = node
-        self.num_foreground += not request.background
-        request.skipped = False
-        node.num_waiting_here += 1
-        heappush(node.waiters, (request.number, request))
-        self._add_waiting(node, 1)
-        return known
+        return node, known
+
+    def touch(self, node: Node) -> None:
+        """Makes `node` the most recently used."""
+        self._ticks += 1
+        node.last_used = self._ticks
 
     def dequeue(self, request: Request) -> None:
         """Removes a request, and the ghosts that no other request waits for."""

@@ -25,10 +25,11 @@ from paceline.request import FinishReason, InvalidRequest, Phase, Refused, Reque
 from paceline.scheduler.admission import MIN_CHUNK_TOKENS, Admission
 from paceline.scheduler.draft_depth import DraftDepth
 from paceline.scheduler.explain import explain
+from paceline.scheduler.host_tier import Reservation
 from paceline.scheduler.invariants import find_faults
 from paceline.scheduler.journal import Counters, EventKind, Journal
 from paceline.scheduler.kv_events import KvListener
-from paceline.scheduler.memory import Memory, PinError
+from paceline.scheduler.memory import Memory, PinError, token_key
 from paceline.scheduler.memory_forecast import Ints, OutputLengths
 from paceline.scheduler.node import Node
 from paceline.scheduler.now import Now
@@ -766,7 +767,8 @@ class Scheduler:
     def check_idle(self, now: float) -> list[str]:
         """Checks all invariants if nothing runs or waits. If one is violated, the state is reset: the cache is lost,
         but the process continues. Returns the violations."""
-        if self.has_work:
+        host = self.memory.host
+        if self.has_work or self.memory.holds or (host is not None and host.reserved):
             return []
         faults = find_faults(self)
         if faults:
@@ -780,6 +782,27 @@ class Scheduler:
         hears of all cached pages once more."""
         self._kv_listener = listener
         self.memory.tree.listen(listener)
+
+    def reserve_received(self, name: str, request: Request) -> Reservation | None:
+        """Reserves host memory for the part of a prompt that another engine computes, as transfer `name`; `request`
+        itself is not added. None: there is nothing to send, or no space. The reservation lasts until `place_received`
+        or `release_received`."""
+        return self.memory.reserve(name, request, self.step)
+
+    def place_received(self, name: str, now: float) -> int:
+        """The pages of a transfer are there: they can be fetched from host memory. Returns how many were not cached by
+        other means meanwhile."""
+        host = self.memory.host
+        assert host is not None, "pages are received in host memory"
+        request = host.reserved[name].request
+        num_pages = host.place(name, token_key(request))
+        self.journal.write(Now(self.step, now), EventKind.RECEIVE, request.id, num_pages)
+        return num_pages
+
+    def release_received(self, name: str) -> None:
+        """The pages of a transfer never came, and nothing writes them any more."""
+        assert self.memory.host is not None, "pages are received in host memory"
+        self.memory.host.release(name)
 
     def hold_new_requests(self, hold: bool) -> None:
         """While held, requests that were never admitted wait, whatever memory there is."""

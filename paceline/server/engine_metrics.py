@@ -11,6 +11,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.output import OutputDelta
 from paceline.scheduler import Scheduler
 from paceline.scheduler.background import fair_tenants
+from paceline.server.engine_kv_transfer import EngineKvTransfer
 from paceline.server.metrics import TOKENS, Histogram, MetricFamily, counter, gauge
 
 
@@ -27,6 +28,7 @@ class EngineMetrics:
     refused: Counter[str] = field(default_factory=Counter)  # by tenant
     num_tokens: int = 0
     kv_events: KvEventPublisher | None = None
+    kv_transfer: EngineKvTransfer | None = None
     num_open: Callable[[], int] = lambda: 0  # requests whose output a front end awaits
 
     def add_finished(self, output: OutputDelta) -> None:
@@ -118,4 +120,5 @@ class EngineMetrics:
             histogram("request_queue_time_seconds", "From arrival to admission.", self.queue),
             histogram("request_prompt_tokens", "Prompt tokens per request.", self.prompt_tokens),
             histogram("request_generation_tokens", "Generated tokens per request.", self.output_tokens),
+            *([] if self.kv_transfer is None else self.kv_transfer.metrics(scheduler)),
         ]  # fmt: skip

@@ -30,9 +30,10 @@ from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.engine.start import start_engine
 from paceline.engine.weight_update import update_weights
-from paceline.request import InvalidRequest, PacelineError, SamplingParams, as_tokens
+from paceline.request import FinishReason, InvalidRequest, PacelineError, SamplingParams, as_tokens
 from paceline.server.engine_device import choose_device
 from paceline.server.engine_kv_events import EngineKvEvents, bind_publisher
+from paceline.server.engine_kv_transfer import EngineKvTransfer
 from paceline.server.engine_queries import EngineQueries, served_model
 from paceline.server.engine_reports import ReplicaReporter
 from paceline.server.logs import set_up_logs
@@ -52,6 +53,7 @@ from paceline.server.process_messages import (
     EngineReady,
     EngineSetup,
     KvEventsSetup,
+    KvTransferSetup,
     LineDecoder,
     LoadingProgress,
     StartupFailed,
@@ -102,11 +104,14 @@ class EngineProcess:
         on_failure: Callable[[BaseException], None] = lambda _: None,
         on_weights: Callable[[str, str], None] = lambda path, version: None,
         kv_events: KvEventsSetup | None = None,
+        kv_transfer: KvTransferSetup | None = None,
+        name: str = "",
     ) -> None:
-        """`make_engine` builds the engine with these hooks; it must not detokenize."""
+        """`make_engine` builds the engine with these hooks; it must not detokenize. `name`: of the served model."""
         self.outputs: list[tuple[_FrontEndSink, OutputDelta]] = []  # of this step; used by the engine thread alone
         self._kv_events: EngineKvEvents | None = None
         self._reporter: ReplicaReporter | None = None
+        self._kv_transfer: EngineKvTransfer | None = None
         publisher = None if kv_events is None else bind_publisher(kv_events)  # fails before a model is loaded
         self.engine = make_engine(EngineHooks(after_step=self._after_step, on_failure=on_failure))
         self.queries = EngineQueries(self.engine, stall_s, on_weights)
@@ -114,6 +119,9 @@ class EngineProcess:
         if publisher is not None:
             self._kv_events = EngineKvEvents(self.engine, publisher)
             self.queries.metrics.kv_events = publisher
+        if kv_transfer is not None:
+            self._kv_transfer = EngineKvTransfer(self.engine, kv_transfer, name, self._received)
+            self.queries.kv_transfer = self.queries.metrics.kv_transfer = self._kv_transfer
         self._limiter = RateLimiter(tenants)
         self._context = zmq.Context()
         self._receiver = self._context.socket(zmq.PULL)
@@ -147,7 +155,7 @@ class EngineProcess:
             case SubmitJob():
                 self._submit(message)
             case FinishRequest():
-                self.engine.finish(message.id, message.reason)
+                self._finish(message.id, message.reason)
             case QueryRequest():
                 self._query(message)
             case RegisterFrontEnd():
@@ -163,8 +171,7 @@ class EngineProcess:
 
     def _submit(self, message: SubmitJob) -> None:
         job = message.job
-        if self._reporter is not None:
-            self._reporter.received(message.front_end)
+        self._received(message.front_end)
         sink = _FrontEndSink(self, message.front_end, message.number, job.id, job.tenant)
         try:
             self._limiter.acquire(job.tenant, len(job.prompt), time.monotonic())
@@ -175,10 +182,22 @@ class EngineProcess:
         with self._lock:
             self._sinks.setdefault(message.front_end, {})[job.id] = sink
         try:
-            self.engine.submit(job, sink)
+            if self._kv_transfer is None:
+                self.engine.submit(job, sink)
+            else:
+                self._kv_transfer.submit(job, sink, message.front_end)
         except PacelineError as error:
             self.remove(sink)
             self.send(message.front_end, ErrorReply.of(message.number, error))
+
+    def _received(self, front_end: str) -> None:
+        """A job of a front end, or a prompt of one, was received."""
+        if self._reporter is not None:
+            self._reporter.received(front_end)
+
+    def _finish(self, request_id: str, reason: FinishReason) -> None:
+        if self._kv_transfer is None or not self._kv_transfer.finish(request_id, reason):
+            self.engine.finish(request_id, reason)
 
     def _query(self, message: QueryRequest) -> None:
         def reply(future: Future[Any]) -> None:
@@ -213,7 +232,7 @@ class EngineProcess:
         if self._reporter is not None:
             self._reporter.unsubscribe(front_end)
         for request_id in request_ids:
-            self.engine.abort(request_id)
+            self._finish(request_id, FinishReason.ABORT)
 
     def remove(self, sink: _FrontEndSink, num_output_tokens: int = 0) -> None:
         """Forgets a request that has finished."""
@@ -229,6 +248,8 @@ class EngineProcess:
 
     def _after_step(self) -> None:
         self._send_outputs()
+        if self._kv_transfer is not None:
+            self._kv_transfer.after_step()
         if self._kv_events is not None:
             self._kv_events.publish()
         if self._reporter is not None:
@@ -265,6 +286,8 @@ class EngineProcess:
                 sender.send(data)
 
     def close(self) -> None:
+        if self._kv_transfer is not None:
+            self._kv_transfer.close()
         self.engine.close()
         if self._kv_events is not None:
             self._kv_events.close()
@@ -299,6 +322,7 @@ def build(setup: EngineSetup, progress: Callable[[int, int], None], hooks: Engin
         progress=progress,
         hooks=hooks,
         detokenize=False,
+        role="both" if setup.kv_transfer is None else setup.kv_transfer.role,
         **engine_options,
         **scheduler_options,
     )
@@ -381,6 +405,8 @@ def main() -> None:
             on_failure=on_failure,
             on_weights=lambda path, version: send_to_supervisor(WeightsReplaced(str(Path(path).resolve()), version)),
             kv_events=setup.kv_events,
+            kv_transfer=setup.kv_transfer,
+            name=setup.name,
         )
     except PacelineError as error:
         send_to_supervisor(StartupFailed(str(error)))

@@ -19,6 +19,7 @@ from paceline.request import FinishReason, Request
 from paceline.scheduler import Scheduler
 from paceline.server.auth import owner_of
 from paceline.server.engine_client import ServedModel
+from paceline.server.engine_kv_transfer import EngineKvTransfer
 from paceline.server.engine_metrics import EngineMetrics
 from paceline.server.queries import (
     LONG_QUERIES,
@@ -81,6 +82,7 @@ class EngineQueries:
         `on_weights` is called after every weight update with its path and version."""
         self._engine, self._stall_s, self._on_weights = engine, stall_s, on_weights
         self.metrics = EngineMetrics()
+        self.kv_transfer: EngineKvTransfer | None = None
         self._responses = ResponseStore()
         self._monitor = EngineMonitor(engine.scheduler, engine.clock)
 
@@ -131,14 +133,14 @@ class EngineQueries:
                 return lambda scheduler: _stats(scheduler, self._engine)
             case GetRequests():
                 return lambda scheduler: [
-                    _state(scheduler, request, self._engine.clock())
-                    for request in _select(scheduler, query.tenant, query.id)[: query.limit]
-                ]
+                    *(
+                        _state(scheduler, request, self._engine.clock())
+                        for request in _select(scheduler, query.tenant, query.id)
+                    ),
+                    *self._waiting_for_kv(query.tenant, query.id),
+                ][: query.limit]
             case AbortRequests():
-                return lambda scheduler: sum(
-                    scheduler.finish(request.id, FinishReason.ABORT, self._engine.clock())
-                    for request in _select(scheduler, query.tenant, query.id)
-                )
+                return lambda scheduler: self._abort(scheduler, query)
             case GetMetrics():
                 return lambda scheduler: self.metrics.collect(scheduler, self._engine)
             case GetMonitor():
@@ -167,6 +169,36 @@ class EngineQueries:
             case _:
                 raise AssertionError(f"unknown query: {query}")
 
+    def _abort(self, scheduler: Scheduler, query: AbortRequests) -> int:
+        selected = _select(scheduler, query.tenant, query.id)
+        count = sum(scheduler.finish(one.id, FinishReason.ABORT, self._engine.clock()) for one in selected)
+        for one in self._waiting_for_kv(query.tenant, query.id):
+            assert self.kv_transfer is not None, "a request waits for its KV"
+            count += self.kv_transfer.finish(one.id, FinishReason.ABORT)
+        return count
+
+    def _waiting_for_kv(self, tenant: str | None, response_id: str | None) -> list[RequestState]:
+        """Requests that the scheduler does not know yet: a prefill engine computes their prompt."""
+        jobs = [] if self.kv_transfer is None else self.kv_transfer.waiting_jobs()
+        return [
+            RequestState(
+                id=job.id,
+                tenant=job.tenant,
+                state="waiting",
+                prompt_tokens=len(job.prompt),
+                cached_tokens=0,
+                fetched_tokens=0,
+                output_tokens=0,
+                max_tokens=job.params.max_tokens or 0,
+                age_s=self._engine.clock() - began,
+                priority=job.priority,
+                retractions=0,
+                why=f"Request {job.id} waits for the KV of its prompt, which the prefill engine at {peer} computes.",
+            )
+            for job, began, peer in jobs
+            if _is_selected(job.id, job.tenant, tenant, response_id)
+        ]
+
     def _health(self) -> Health:
         engine, progress = self._engine, self._engine.progress
         if engine.failure is not None:
@@ -183,9 +215,14 @@ def _select(scheduler: Scheduler, tenant: str | None, response_id: str | None) -
     return [
         request
         for request in scheduler.requests.values()
-        if (tenant is None or owner_of(request.tenant) == tenant)
-        and (response_id is None or response_id in (request.id, response_id_of(request.id)))
+        # Prompts that are computed for a decode engine are listed there.
+        if not request.is_exported and _is_selected(request.id, request.tenant, tenant, response_id)
     ]
+
+
+def _is_selected(id: str, owner: str, tenant: str | None, response_id: str | None) -> bool:
+    is_owned = tenant is None or owner_of(owner) == tenant
+    return is_owned and (response_id is None or response_id in (id, response_id_of(id)))
 
 
 def _state(scheduler: Scheduler, request: Request, now: float) -> RequestState:

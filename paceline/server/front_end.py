@@ -119,7 +119,7 @@ class _FrontEnd:
         while line := await reader.readline():
             match message := decoder.decode(line):
                 case EngineUp():
-                    self._client.connect(message.replica, message.address, message.model)
+                    self._client.connect(message.replica, message.address, message.model, message.kv_address)
                 case EngineDown():
                     self._client.disconnect(message.replica, EngineGone(message.reason))
                 case EngineLoading():

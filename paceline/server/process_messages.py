@@ -46,6 +46,17 @@ class KvEventsSetup(msgspec.Struct, frozen=True):
     topic: str
 
 
+class KvTransferSetup(msgspec.Struct, frozen=True):
+    """Prefill/decode disaggregation: the role of an engine, and how it meets the others."""
+
+    role: str
+    token: str
+    listen: str = ""  # prefill: the address it binds
+    peers: tuple[str, ...] = ()  # decode: prefill engines for jobs that name none
+    from_tokens: int = 0  # decode: shorter prompts are computed there
+    timeout_s: float = 0.0
+
+
 class EngineSetup(msgspec.Struct, frozen=True):
     """The first line to the engine process."""
 
@@ -60,6 +71,7 @@ class EngineSetup(msgspec.Struct, frozen=True):
     replica: int = 0
     num_replicas: int = 1
     kv_events: KvEventsSetup | None = None
+    kv_transfer: KvTransferSetup | None = None
 
 
 def engine_name(replica: int, num_replicas: int) -> str:
@@ -86,6 +98,7 @@ class EngineUp(msgspec.Struct, frozen=True, tag=True):
     address: str
     model: ServedModel
     replica: int = 0
+    kv_address: str = ""  # of a prefill engine: where decode engines connect
 
 
 class EngineDown(msgspec.Struct, frozen=True, tag=True):

@@ -8,6 +8,7 @@ nothing is routed, and calls go straight to its `RemoteClient`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from paceline.cluster.router import NoReplica, Router, RouteRequest
+from paceline.cluster.router import Decision, NoReplica, Router, RouteRequest
 from paceline.config import ServerConfig, TenantConfig
 from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta
@@ -49,6 +50,7 @@ class _RoutedJob:
     route_id: str = ""
     replica: int = 0
     number: int | None = None  # of the job, at its replica; None: not sent
+    is_prefilled: bool = False  # a prefill engine computes its prompt
     has_output: bool = False
     was_retried: bool = False
     is_finished: bool = False
@@ -69,25 +71,40 @@ class ReplicaClient:
             ]
         )
         self._strategy = config.router
-        self._router: Router | None = None  # from the first connection on: the page size is known then
+        # From the first connection on: the page size is known then. Prefill engines have a router of their own.
+        self._router: Router | None = None
+        self._prefill_router: Router | None = None
+        self._num_prefill, self._prefill_from_tokens = config.prefill_replicas, config.prefill_from_tokens
+        self._kv_addresses: dict[int, str] = {}  # of prefill engines
         self._route_ids = map(str, itertools.count())
         self._limiter = RateLimiter([*tenants, *batch_tenants(tenants)])
         self._refused: Counter[str] = Counter()  # by tenant
         self._reasons: Counter[str] = Counter()  # of decisions
-        self._num_retried = 0
+        self._num_retried = self._num_prefilled = 0
 
     # ------------------------------------------------------------------ connections to the engines
 
-    def connect(self, replica: int, address: str, model: ServedModel) -> None:
+    def connect(self, replica: int, address: str, model: ServedModel, kv_address: str = "") -> None:
+        """`kv_address`: where decode engines reach a prefill engine."""
         self._replicas[replica].connect(address, model)
         if len(self._replicas) > 1:
             if self._router is None:
                 self._router = Router(len(self._replicas), model.page_size, self._strategy)
-            self._router.start(replica, time.monotonic())
+                if self._num_prefill:
+                    self._prefill_router = Router(len(self._replicas), model.page_size, self._strategy)
+            self._kv_addresses[replica] = kv_address
+            router = self._router_of(replica)
+            assert router is not None, "it was made above"
+            router.start(replica, time.monotonic())
+
+    def _router_of(self, replica: int) -> Router | None:
+        """In each router, the replicas of the other one are down."""
+        return self._prefill_router if replica < self._num_prefill else self._router
 
     def disconnect(self, replica: int, error: PacelineError) -> None:
-        if self._router is not None:
-            self._router.stop(replica)  # first: jobs are sent elsewhere
+        router = self._router_of(replica)
+        if router is not None:
+            router.stop(replica)  # first: jobs are sent elsewhere
         self._replicas[replica].disconnect(error)
 
     def set_loading(self, replica: int) -> None:
@@ -111,9 +128,10 @@ class ReplicaClient:
             await one.close()
 
     def _on_report(self, replica: int, report: ReplicaReport) -> None:
-        if self._router is not None:
-            report.changes.apply(self._router, replica)
-            self._router.report(replica, report.load, time.monotonic(), report.num_received)
+        router = self._router_of(replica)
+        if router is not None:
+            report.changes.apply(router, replica)
+            router.report(replica, report.load, time.monotonic(), report.num_received)
 
     # ------------------------------------------------------------------ requests
 
@@ -143,10 +161,14 @@ class ReplicaClient:
                     if not isinstance(item, EngineGone) or one.has_output or one.was_retried:
                         raise item
                     one.was_retried = True
+                    if one.is_prefilled:
+                        self._prefill_ended(one)
                     self._num_retried += 1
                     self._submit(index, one, queue)
                     continue
                 one.has_output = True
+                if one.is_prefilled:
+                    self._prefill_ended(one)
                 if item.finish_reason is not None:
                     self._end(one, 0 if item.usage is None else item.usage.completion_tokens)
                     num_unfinished -= 1
@@ -177,23 +199,52 @@ class ReplicaClient:
         namespace = (job.tenant, job.cache_salt, "")
         one.route_id = next(self._route_ids)
         request = RouteRequest(one.route_id, job.prompt, namespace, job.tenant, job.params.max_tokens)
-        try:
-            decision = self._router.choose(request, now)
-        except NoReplica:
-            assert self.model, "raises what happened to the engines"
-            raise
+        decision = self._choose(request, now)
         self._reasons[decision.reason.value] += 1
         one.replica = decision.replica
+        if one.replica >= self._num_prefill > 0:
+            job = self._with_prefill(one, request, decision.num_cached_tokens, now)
         if one.was_retried:
             log.warning("request %s is sent to engine %d: the other one exited", job.id, one.replica)
             if job.timeout_s is not None:
                 job = replace(job, timeout_s=max(1e-3, job.timeout_s - (now - one.began)))
         one.number = self._replicas[one.replica].submit(index, job, queue)
 
+    def _choose(self, request: RouteRequest, now: float) -> Decision:
+        """The replica that decodes; if all of those are down, a prefill engine computes the whole request."""
+        for router in (self._router, self._prefill_router):
+            with contextlib.suppress(NoReplica):
+                if router is not None:
+                    return router.choose(request, now)
+        assert self.model, "raises what happened to the engines"
+        raise NoReplica("Every replica is down or draining: retry in a moment.")
+
+    def _with_prefill(self, one: _RoutedJob, request: RouteRequest, num_cached: int, now: float) -> Job:
+        """The job, with the prefill engine that computes its prompt if that is worth a transfer."""
+        job = one.job
+        if len(job.prompt) - num_cached < self._prefill_from_tokens or self._prefill_router is None:
+            return job
+        try:
+            # No output: the least wait and the longest cached prefix decide.
+            decision = self._prefill_router.choose(replace(request, max_tokens=0), now)
+        except NoReplica:
+            return job
+        one.is_prefilled = True
+        self._num_prefilled += 1
+        return replace(job, prefill_at=self._kv_addresses[decision.replica])
+
+    def _prefill_ended(self, one: _RoutedJob) -> None:
+        assert self._prefill_router is not None, "the prompt was routed"
+        one.is_prefilled = False
+        self._prefill_router.finished(one.route_id)
+
     def _end(self, one: _RoutedJob, num_output_tokens: int) -> None:
-        assert self._router is not None, "the job was routed"
+        router = self._router_of(one.replica)
+        assert router is not None, "the job was routed"
         one.is_finished = True
-        self._router.finished(one.route_id, num_output_tokens)
+        if one.is_prefilled:
+            self._prefill_ended(one)
+        router.finished(one.route_id, num_output_tokens)
         self._limiter.release(one.job.tenant, num_output_tokens)
 
     # ------------------------------------------------------------------ queries
@@ -238,6 +289,7 @@ class ReplicaClient:
                 "Requests routed to an engine, by reason.",
                 [({**label, "reason": reason}, count) for reason, count in sorted(self._reasons.items())],
             ),
+            counter("router_prefills", "Prompts sent to a prefill engine.", self._num_prefilled, label),
             counter(
                 "router_retries", "Requests sent to another engine because theirs exited.", self._num_retried, label
             ),

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -41,6 +42,7 @@ from paceline.server.process_messages import (
     FrontEndListening,
     FrontEndSetup,
     KvEventsSetup,
+    KvTransferSetup,
     LineDecoder,
     LoadingProgress,
     ModelSource,
@@ -139,6 +141,7 @@ class Supervisor:
         self._setup, self._listening_socket = setup, listening_socket
         self._on_loading, self._on_ready = on_loading, on_ready
         self._folder = Path(tempfile.mkdtemp(prefix="paceline-"))
+        self._kv_token = secrets.token_hex(32)  # of the engines of this server
         self._front_ends: dict[str, ChildProcess[FromFrontEnd]] = {}
         self._engines: dict[int, ChildProcess[FromEngine]] = {}  # by replica
         self._engine_states: list[EngineUp | EngineDown | EngineLoading] = [
@@ -203,6 +206,24 @@ class Supervisor:
             return None
         return KvEventsSetup(config.kv_events, config.kv_events_replay, config.kv_events_topic)
 
+    def _kv_transfer(self, replica: int, generation: int) -> KvTransferSetup | None:
+        config = self._setup.config
+        if config.role == "both" and not config.prefill_replicas:
+            return None
+        setup = KvTransferSetup(
+            config.role,
+            config.kv_token or self._kv_token,
+            config.kv_listen or "",
+            config.prefill_addresses,
+            config.prefill_from_tokens,
+            config.prefill_timeout_s,
+        )
+        if not config.prefill_replicas:
+            return setup
+        if replica >= config.prefill_replicas:
+            return msgspec.structs.replace(setup, role="decode")
+        return msgspec.structs.replace(setup, role="prefill", listen=f"unix:{self._folder}/kv-{replica}-{generation}")
+
     async def _run_engine(self, replica: int) -> None:
         delay, generation = _MIN_RESTART_DELAY_S, 0
         config = self._setup.config
@@ -221,6 +242,7 @@ class Supervisor:
                 log_format=config.log_format,
                 weights=self._weights,
                 kv_events=self._kv_events,
+                kv_transfer=self._kv_transfer(replica, generation),
                 replica=replica,
                 num_replicas=config.replicas,
             )
@@ -270,7 +292,8 @@ class Supervisor:
                     self._engines[setup.replica].kill()
                     return
                 self._up_since[setup.replica] = asyncio.get_running_loop().time()
-                self._set_engine_state(EngineUp(setup.address, message.model, setup.replica))
+                kv_address = "" if setup.kv_transfer is None else setup.kv_transfer.listen
+                self._set_engine_state(EngineUp(setup.address, message.model, setup.replica, kv_address))
                 log.info("%s is up", engine_name(setup.replica, self._setup.config.replicas))
                 self._report_ready_once()
 

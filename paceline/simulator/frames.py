@@ -31,6 +31,7 @@ _SENTENCES = {
     EventKind.ADMIT: "is admitted: {0} tokens cached, {1} to compute",
     EventKind.WAIT: "waits for {0}",
     EventKind.EVICT: "cached pages evicted: {0}",
+    EventKind.RECEIVE: "pages of another engine are in host memory: {0}",
     EventKind.SPILL: "evicted pages copied to host memory: {0}; older pages dropped there: {1}",
     EventKind.FETCH: "fetches {0} tokens from host memory",
     EventKind.RETRACT: "is retracted for {0}; {1} pages become free or evictable",

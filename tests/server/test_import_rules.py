@@ -15,6 +15,7 @@ from tests.test_imports import PACKAGE, imports
 ENGINE_SIDE = {
     "engine_device.py",
     "engine_kv_events.py",
+    "engine_kv_transfer.py",
     "engine_metrics.py",
     "engine_process.py",
     "engine_queries.py",

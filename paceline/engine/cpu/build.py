@@ -18,6 +18,7 @@ def build_cpu(
         max_running=scheduler.max_running,
         max_row_tokens=min(scheduler.context_tokens, scheduler.num_pages * scheduler.page_size),
         num_host_pages=scheduler.num_host_pages,
+        share_host=config.role == "decode",
         adapt_drafts=not scheduler.adaptive_drafts,
         draft=draft,
     )

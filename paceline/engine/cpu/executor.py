@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -34,6 +34,7 @@ from paceline.sampling.sampler import Sampler
 from paceline.sampling.sharded import ShardedSampler
 from paceline.sampling.types import Bits, Drafts, LogprobRun, Masks
 from paceline.scheduler.plan import NO_TOKENS, Column, Plan
+from paceline.shared_pages import SharedPages
 
 
 class ExecutorFailed(RuntimeError):
@@ -51,6 +52,8 @@ class MaskSource(Protocol):
 
 
 class ModelRunner(Protocol):
+    cache: KVCache
+
     def run(self, plan: Plan, host: MaskSource | None) -> Result:
         """Executes one plan. With `host`, masks are applied."""
 
@@ -70,12 +73,13 @@ class CpuModelRunner:
         max_running: int,
         max_row_tokens: int,
         num_host_pages: int = 0,
+        share_host: bool = False,
         adapt_drafts: bool = True,
         draft: DecoderModel | None = None,
     ) -> None:
         spec = decoder.spec
         self.decoder = decoder
-        self.cache = KVCache(spec, num_pages, page_size, decoder.dtype, num_host_pages)
+        self.cache = KVCache(spec, num_pages, page_size, decoder.dtype, num_host_pages, share_host=share_host)
         self.attention: AttentionBackend[Inputs, Attend] = CpuAttention(self.cache, spec)
         self.tables = SlotTables(max_running, max_row_tokens, page_size)
         self.sampler = Sampler(spec.vocab_size, max_running)
@@ -258,13 +262,36 @@ class _CpuPending:
         return self._result
 
 
+class _CpuTask:
+    """Something that the worker does between two passes."""
+
+    __slots__ = ("_done", "_error", "_function")
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+        self._done = threading.Event()
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._function()
+        except Exception as error:  # of who waits for it; passes are not affected
+            self._error = error
+        self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
 class CpuExecutor(Executor):
-    capabilities = Capabilities(logits=True, pooling=True, weights=True)
+    capabilities = Capabilities(logits=True, pooling=True, weights=True, kv_transfer=True)
 
     def __init__(self, runner: ModelRunner, *, num_threads: int | None = None) -> None:
         self.runner = runner
         self._num_threads = num_threads
-        self._queue: SimpleQueue[_CpuPending | None] = SimpleQueue()
+        self._queue: SimpleQueue[_CpuPending | _CpuTask | None] = SimpleQueue()
         self._error: ExecutorFailed | None = None
         self._closed = False
         self._delayed: weakref.ref[_CpuPending] | None = None
@@ -293,6 +320,23 @@ class CpuExecutor(Executor):
         if self._error is not None:
             raise self._error
 
+    @property
+    def host_pages(self) -> SharedPages | None:
+        return self.runner.cache.host
+
+    def export_pages(self, pages: Column, target: SharedPages, targets: Column) -> _CpuTask:
+        pages, targets = pages.copy(), targets.copy()
+        return self._do(lambda: self.runner.cache.export(pages, target, targets))
+
+    def after_launched(self) -> _CpuTask:
+        return self._do(lambda: None)
+
+    def _do(self, function: Callable[[], None]) -> _CpuTask:
+        assert not self._closed, "pages are copied on a closed executor"
+        task = _CpuTask(function)
+        self._queue.put(task)
+        return task
+
     def close(self) -> None:
         """Waits for launched passes and ends the thread."""
         if not self._closed:
@@ -308,6 +352,9 @@ class CpuExecutor(Executor):
             torch.set_num_threads(self._num_threads)
         ended: float | None = None
         while (pending := self._queue.get()) is not None:
+            if isinstance(pending, _CpuTask):
+                pending.run()
+                continue
             if self._error is not None:
                 pending.settle(None, self._error)
                 continue

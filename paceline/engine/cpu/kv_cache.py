@@ -13,13 +13,22 @@ import torch
 from torch import Tensor
 
 from paceline.model.spec import ModelSpec
-from paceline.scheduler.plan import Swap
+from paceline.scheduler.plan import Column, Swap
+from paceline.shared_pages import SharedPages
 
 
 class KVCache:
     def __init__(
-        self, spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype, num_host_pages: int = 0
+        self,
+        spec: ModelSpec,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        num_host_pages: int = 0,
+        *,
+        share_host: bool = False,
     ) -> None:
+        """share_host: other processes may write the host tier."""
         self.page_size, self.num_pages = page_size, num_pages
         shape = (2, num_pages * page_size, spec.num_kv_heads, spec.head_dim)
         layers = [_zeros(shape, dtype) for _ in range(spec.num_layers)]
@@ -31,7 +40,13 @@ class KVCache:
         self._scratch = torch.empty(0, dtype=dtype)
         # Main memory is already the device's memory here, so a host tier only adds capacity. It is the reference
         # implementation of the GPU's.
-        self._hosts = [_zeros((2, num_host_pages, pages.shape[1]), dtype) for pages in self._pages]
+        self.page_bytes = 2 * spec.num_layers * self._pages[0].shape[1] * dtype.itemsize
+        self.host: SharedPages | None = None
+        if share_host:
+            self.host = SharedPages.create(num_host_pages, self.page_bytes)
+            self._hosts = self._whole_pages(self.host)
+        else:
+            self._hosts = _zeros((num_host_pages, spec.num_layers, 2, self._pages[0].shape[1]), dtype)
 
     def swap(self, swap: Swap) -> None:
         """Copies pages to the host tier, then others from it."""
@@ -39,10 +54,26 @@ class KVCache:
             torch.from_numpy(ids.astype(np.int64))
             for ids in (swap.spill_pages, swap.spill_hosts, swap.fetch_pages, swap.fetch_hosts)
         )
-        for layer, host in zip(self._pages, self._hosts, strict=True):
+        for index, layer in enumerate(self._pages):
             pages = layer.view(2, self.num_pages, -1)
-            host[:, spill_hosts] = pages[:, spill_pages]
-            pages[:, fetch_pages] = host[:, fetch_hosts]
+            self._hosts[spill_hosts, index] = pages[:, spill_pages].transpose(0, 1)
+            pages[:, fetch_pages] = self._hosts[fetch_hosts, index].transpose(0, 1)
+
+    def export(self, page_ids: Column, target: SharedPages, targets: Column) -> None:
+        """Copies pages to `target`."""
+        pages, ids, into = (
+            torch.from_numpy(page_ids).long(),
+            torch.from_numpy(targets).long(),
+            self._whole_pages(target),
+        )
+        for index, layer in enumerate(self._pages):
+            into[ids, index] = layer.view(2, self.num_pages, -1)[:, pages].transpose(0, 1)
+
+    def _whole_pages(self, shared: SharedPages) -> Tensor:
+        """[pages, layers, keys and values, elements]"""
+        assert shared.page_bytes == self.page_bytes, f"pages of {shared.page_bytes} and {self.page_bytes} bytes"
+        layers, dtype = len(self._pages), self._pages[0].dtype
+        return torch.from_numpy(shared.array).view(dtype).view(shared.num_pages, layers, 2, -1)
 
     def gather(self, layer: int, page_ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """Keys and values [rows, positions, KV heads, D] of `page_ids`: the pages of the keys, then those of the

@@ -76,7 +76,7 @@ def build_cuda(
     model, draft_model = models[0], models[1] if draft is not None else None
     page_size, context = scheduler.page_size, scheduler.context_tokens
     if given is not None:
-        free = streams.free_memory() - sum(_workspace_bytes(one, scheduler, attention) for one in models)
+        free = streams.free_memory() - sum(_workspace_bytes(one, config, scheduler, attention) for one in models)
         num_pages = num_kv_pages(
             config,
             sum(one.spec.kv_bytes_per_token(one.dtype.itemsize) for one in models),
@@ -96,6 +96,7 @@ def build_cuda(
         max_row_tokens=min(context, scheduler.num_pages * page_size),
         num_host_pages=scheduler.num_host_pages,
         max_swap_pages=scheduler.max_swap_pages,
+        role=config.role,
         attention=attention,
         share_rule=share_rule,
         prefill_sizes=prefill_sizes,
@@ -105,7 +106,9 @@ def build_cuda(
     return executor, scheduler
 
 
-def _workspace_bytes(model: CudaModel, scheduler: SchedulerConfig, attention: AttentionChoices) -> int:
+def _workspace_bytes(
+    model: CudaModel, config: EngineConfig, scheduler: SchedulerConfig, attention: AttentionChoices
+) -> int:
     """Device memory besides weights, activations and the KV cache: partial results, token and page tables, queries,
     adjustments, masks and swap buffers."""
     rows, context, spec = scheduler.max_running, scheduler.context_tokens, model.spec
@@ -118,6 +121,7 @@ def _workspace_bytes(model: CudaModel, scheduler: SchedulerConfig, attention: At
     tables = rows * context * (3 if scheduler.draft_tokens else 2)
     adjustments, masks = rows * adjust_words(context + 1), mask_words(model.max_rows, spec.vocab_size)
     page_bytes = scheduler.page_size * spec.kv_bytes_per_token(model.dtype.itemsize)
-    buffers = buffer_bytes(scheduler.max_swap_pages, page_bytes) if scheduler.num_host_pages else 0
+    copies = scheduler.num_host_pages or config.role == "prefill"
+    buffers = buffer_bytes(scheduler.max_swap_pages, page_bytes) if copies else 0
     queries = scheduler.max_batch_tokens * spec.q_size * model.dtype.itemsize
     return buffers + queries + 4 * (partials + tables + adjustments + masks)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -57,7 +57,8 @@ from paceline.kernels.pool_states import pool_states
 from paceline.kernels.slot_state import SlotState, apply_diff
 from paceline.model.decoder import Decoder
 from paceline.sampling.types import Bits, Drafts, Masks
-from paceline.scheduler.plan import NO_TOKENS, Plan, Swap
+from paceline.scheduler.plan import NO_TOKENS, Column, Plan, Swap
+from paceline.shared_pages import SharedPages
 
 _DEPTH = 4  # passes that have buffers; at most two are in flight
 _RANK_CAPTURES = 16  # as many on every rank of tensor parallelism
@@ -172,10 +173,19 @@ class CudaPending:
         return tuple(map(PooledStates, rows.tolist(), starts.tolist(), states))
 
 
+@dataclass(frozen=True, slots=True)
+class _CopyEnd:
+    events: Sequence[CudaEvent]
+
+    def wait(self) -> None:
+        for event in self.events:
+            event.synchronize()
+
+
 class CudaExecutor(Executor):
     """Executes plans on a GPU. On a CPU device it runs in Triton's interpreter, for tests."""
 
-    capabilities = Capabilities(logits=True, pooling=True, weights=True)
+    capabilities = Capabilities(logits=True, pooling=True, weights=True, kv_transfer=True)
 
     def __init__(
         self,
@@ -188,6 +198,7 @@ class CudaExecutor(Executor):
         max_row_tokens: int,
         num_host_pages: int = 0,
         max_swap_pages: int = 0,
+        role: str = "both",
         attention: AttentionChoices = AttentionChoices(),  # noqa: B008  (frozen)
         share_rule: Callable[[int, int], ShareRule] = ShareRule,
         prefill_sizes: Sequence[int] = PREFILL_SIZES,
@@ -219,7 +230,9 @@ class CudaExecutor(Executor):
             max_drafts=max_drafts,
         )
         self.kv = self.attention.kv
-        self.swap = CudaSwap(streams, self.kv, num_host_pages, max_swap_pages) if num_host_pages else None
+        self.swap = None
+        if num_host_pages or role == "prefill":
+            self.swap = CudaSwap(streams, self.kv, num_host_pages, max_swap_pages, share_host=role == "decode")
         self.sampling = CudaSampling(
             streams, self.state, model.max_rows, spec.vocab_size, _DEPTH, has_drafts=max_drafts > 0
         )
@@ -582,6 +595,31 @@ class CudaExecutor(Executor):
     @property
     def slow_launches(self) -> Mapping[str, int]:
         return self.watch.slow
+
+    @property
+    def host_pages(self) -> SharedPages | None:
+        return None if self.swap is None else self.swap.host
+
+    def map_pages(self, target: SharedPages) -> None:
+        assert self.swap is not None, "pages are exported by an engine of role prefill"
+        self.swap.map_pages(target)
+
+    def unmap_pages(self, target: SharedPages) -> None:
+        assert self.swap is not None, "pages are exported by an engine of role prefill"
+        self.swap.unmap_pages(target)
+
+    @torch.inference_mode()
+    def export_pages(self, pages: Column, target: SharedPages, targets: Column) -> _CopyEnd:
+        assert self.swap is not None, "pages are exported by an engine of role prefill"
+        with self._streams.use(self._streams.engine):
+            return _CopyEnd(self.swap.export(pages, target, targets))
+
+    def after_launched(self) -> _CopyEnd:
+        streams = self._streams
+        ends = [streams.event() for _ in range(3)]
+        for event, stream in zip(ends, (streams.engine, streams.spill, streams.fetch), strict=True):
+            event.record(stream)
+        return _CopyEnd(ends)
 
     def close(self) -> None:
         self.watch.close()

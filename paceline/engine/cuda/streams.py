@@ -11,10 +11,18 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 _cuda: Any = torch.cuda  # most of it is untyped
+_PORTABLE = 1  # cudaHostRegisterPortable
+
+
+def _check(status: Any) -> None:
+    if int(status):
+        raise RuntimeError(f"CUDA error {int(status)}: {_cuda.cudart().cudaGetErrorString(status)}")
 
 
 class CudaEvent(Protocol):
@@ -55,6 +63,11 @@ class Streams(Protocol):
     def pinned(self, size: int) -> Tensor:
         """int32 in pinned host memory, so that copies are asynchronous."""
 
+    def register(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Pins memory that torch has not allocated."""
+
+    def unregister(self, memory: npt.NDArray[np.uint8]) -> None: ...
+
     def capture(self, work: Callable[[], None]) -> Graph:
         """Captures what `work` launches, without executing it. Work of earlier passes may be running."""
 
@@ -90,6 +103,14 @@ class CudaStreams:
 
     def pinned(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32, pin_memory=True)
+
+    def register(self, memory: npt.NDArray[np.uint8]) -> None:
+        with torch.cuda.device(self.device):
+            _check(_cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE))
+
+    def unregister(self, memory: npt.NDArray[np.uint8]) -> None:
+        with torch.cuda.device(self.device):
+            _check(_cuda.cudart().cudaHostUnregister(memory.ctypes.data))
 
     def capture(self, work: Callable[[], None]) -> Graph:
         graph = torch.cuda.CUDAGraph()
@@ -160,6 +181,10 @@ class HostStreams:
 
     def pinned(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32)
+
+    def register(self, memory: npt.NDArray[np.uint8]) -> None: ...
+
+    def unregister(self, memory: npt.NDArray[np.uint8]) -> None: ...
 
     def capture(self, work: Callable[[], None]) -> Graph:
         def replay() -> None:

@@ -9,6 +9,9 @@ there while the pass runs. Pages that it fetches are copied into another buffer 
 are placed before the pass. The host waits for nothing. The pass waits for the pages it fetches, and for a buffer if the
 spill before last is still being copied.
 
+Pages are exported to another engine as they are spilled: to memory that both processes have mapped and pinned. There
+may be several exports in a row, so the host waits before an export until few copies are left.
+
 Each direction alternates between two buffers. The order between the directions:
 - A fetch waits for the copy that filled its host pages, however long ago that was launched.
 - A spill writes host pages that a fetch of an earlier plan may have read. That fetch was placed before this spill is
@@ -29,6 +32,7 @@ from paceline.config import ConfigError
 from paceline.engine.cuda.streams import CudaEvent, Streams
 from paceline.kernels.move_pages import collect_pages, place_pages
 from paceline.scheduler.plan import Column
+from paceline.shared_pages import SharedPages
 
 # Spills whose copies may still be running. Earlier ones have ended: a spill waits for the copy before last, at most
 # four passes are in flight, and the host has waited for all passes before these.
@@ -42,8 +46,11 @@ def buffer_bytes(max_pages: int, page_bytes: int) -> int:
 
 
 class CudaSwap:
-    def __init__(self, streams: Streams, kv: Tensor, num_host_pages: int, max_pages: int) -> None:
-        """`kv` [parts, pages, ...] is the whole KV cache; one pass spills, and fetches, at most `max_pages`."""
+    def __init__(
+        self, streams: Streams, kv: Tensor, num_host_pages: int, max_pages: int, *, share_host: bool = False
+    ) -> None:
+        """`kv` [parts, pages, ...] is the whole KV cache; one pass spills, and fetches, at most `max_pages`.
+        share_host: other processes may write the host pages."""
         self._streams = streams
         self._kv = kv.flatten(2)
         parts, _, size = self._kv.shape
@@ -52,13 +59,19 @@ class CudaSwap:
         )
         page_bytes = parts * size * kv.dtype.itemsize
         self._per_block = max(1, _BLOCK_BYTES // page_bytes)
+        self.host = SharedPages.create(num_host_pages, page_bytes) if share_host else None
         try:
-            self._blocks = [
-                streams.pinned(min(self._per_block, num_host_pages - first) * page_bytes // 4)
-                .view(kv.dtype)
-                .view(-1, parts, size)
-                for first in range(0, num_host_pages, self._per_block)
-            ]
+            if self.host is not None:
+                self._per_block = num_host_pages
+                self.map_pages(self.host)
+                self._blocks = [self._whole_pages(self.host)]
+            else:
+                self._blocks = [
+                    streams.pinned(min(self._per_block, num_host_pages - first) * page_bytes // 4)
+                    .view(kv.dtype)
+                    .view(-1, parts, size)
+                    for first in range(0, num_host_pages, self._per_block)
+                ]
         except RuntimeError as error:
             raise ConfigError(
                 f"{num_host_pages * page_bytes / 2**30:.2f} GiB of host memory for KV cannot be pinned ({error}): "
@@ -69,6 +82,8 @@ class CudaSwap:
         self._num_spills = self._num_fetches = 0
         self._filled_by = np.full(num_host_pages, -_RECENT, np.int64)  # the spill that wrote each host page last
 
+        self._page_ids = streams.pinned(_RECENT * max_pages).view(_RECENT, max_pages)  # of exports
+
     def warm_up(self) -> None:
         """Compiles the kernels: copies a page out and back."""
         page = torch.zeros(1, dtype=torch.int32, device=self._kv.device)
@@ -77,19 +92,44 @@ class CudaSwap:
 
     def spill(self, pages: Tensor, hosts: Column) -> None:
         """Copies device pages [N] to host pages. Called with the engine stream as the current stream."""
+        self._filled_by[hosts] = self._num_spills
+        self._copy_out(pages, [(host, first, end) for host, first, end in self._runs(hosts)], len(hosts))
+
+    def export(self, pages: Column, target: SharedPages, targets: Column) -> list[CudaEvent]:
+        """Copies device pages to pages of `target`, which was mapped. Called with the engine stream as the current
+        stream. Returns the events that end the copies."""
+        into, most, ends = self._whole_pages(target), self._page_ids.shape[1], []
+        for start in range(0, len(pages), most):
+            ids, hosts = pages[start : start + most], targets[start : start + most]
+            self._wait_recent()  # before its page ids are overwritten
+            staged = self._page_ids[self._num_spills % _RECENT][: len(ids)]
+            staged.numpy()[:] = ids
+            borders = [0, *(np.flatnonzero(np.diff(hosts) != 1) + 1).tolist(), len(hosts)]
+            runs = [(into[hosts[first] : hosts[end - 1] + 1], first, end) for first, end in itertools.pairwise(borders)]
+            self._copy_out(staged.to(self._kv.device, non_blocking=True), runs, len(ids))
+            ends.append(self._streams.event())
+            ends[-1].record(self._streams.spill)
+        return ends
+
+    def _wait_recent(self) -> None:
+        """Waits on the host until at most `_RECENT` - 1 copies may be running. With spills alone that is always so."""
+        if self._num_spills + 1 >= _RECENT:
+            self._copied[(self._num_spills + 1) % _RECENT].synchronize()
+
+    def _copy_out(self, pages: Tensor, runs: list[tuple[Tensor, int, int]], count: int) -> None:
         streams, number = self._streams, self._num_spills
+        self._wait_recent()
         self._num_spills += 1
-        buffer, collected = self._out[number % 2][: len(hosts)], self._collected[number % 2]
+        buffer, collected = self._out[number % 2][:count], self._collected[number % 2]
         if number >= 2:
             self._copied[(number - 2) % _RECENT].wait(streams.engine)  # it read this buffer
         collect_pages(self._kv, pages, buffer)
         collected.record(streams.engine)
         with streams.use(streams.spill):
             collected.wait(streams.spill)
-            for host, first, end in self._runs(hosts):
+            for host, first, end in runs:
                 host.copy_(buffer[first:end], non_blocking=True)
             self._copied[number % _RECENT].record(streams.spill)
-        self._filled_by[hosts] = number
 
     def fetch(self, pages: Tensor, hosts: Column, began: CudaEvent, arrived: CudaEvent) -> None:
         """Copies host pages to device pages [N], before the next work of the engine stream (the current stream). The
@@ -110,6 +150,19 @@ class CudaSwap:
         arrived.wait(streams.engine)
         place_pages(self._kv, pages, buffer)
         placed.record(streams.engine)
+
+    def map_pages(self, target: SharedPages) -> None:
+        """Pins memory that other processes share, so that copies to and from it are asynchronous."""
+        self._streams.register(target.array)
+
+    def unmap_pages(self, target: SharedPages) -> None:
+        self._streams.unregister(target.array)
+
+    def _whole_pages(self, shared: SharedPages) -> Tensor:
+        """[pages, parts, elements]"""
+        parts, _, size = self._kv.shape
+        assert shared.page_bytes == parts * size * self._kv.dtype.itemsize, f"pages of {shared.page_bytes} bytes"
+        return torch.from_numpy(shared.array).view(self._kv.dtype).view(-1, parts, size)
 
     def _runs(self, hosts: Column) -> Iterator[tuple[Tensor, int, int]]:
         """Runs of consecutive host pages, and their range of the buffer: one copy each."""

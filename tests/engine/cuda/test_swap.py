@@ -22,6 +22,7 @@ from paceline.engine.cuda.streams import HostStreams
 from paceline.engine.cuda.swap import CudaSwap
 from paceline.model.registry import shape
 from paceline.scheduler.invariants import check as check_invariants
+from paceline.shared_pages import SharedPages
 from tests.engine.cuda.interpreted import GREEDY, INTERPRETED, PROMPTS, expected, on_kernels
 
 pytestmark = INTERPRETED
@@ -133,7 +134,7 @@ def merge(clock: dict[str, int], other: dict[str, int]) -> None:
         clock[stream] = max(clock.get(stream, 0), number)
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, seed: int) -> Watch:
+def watched(monkeypatch: pytest.MonkeyPatch, seed: int, *, with_exports: bool = False) -> Watch:
     """Random plans as the scheduler may make them, on streams that run in any order that the events allow."""
     rng, watch = random.Random(seed), Watch()
     num_pages, num_hosts, most = 12, 10, 4
@@ -142,9 +143,14 @@ def watched(monkeypatch: pytest.MonkeyPatch, seed: int) -> Watch:
     host_at = swap._blocks[0].data_ptr()
     page_bytes = swap._blocks[0][0].numel() * 4
 
+    other = SharedPages.create(7, page_bytes)
+    other_at = other.array.ctypes.data
+
     def part(tensor: torch.Tensor) -> set[Any]:
-        """The pages of a host block or a buffer that this view covers."""
+        """The pages of a host block, of another engine's memory or of a buffer that this view covers."""
         at = tensor.data_ptr()
+        if other_at <= at < other_at + other.array.nbytes:
+            return {("other", (at - other_at) // page_bytes + index) for index in range(len(tensor))}
         if host_at <= at < host_at + num_hosts * page_bytes:
             return {("host", (at - host_at) // page_bytes + index) for index in range(len(tensor))}
         base = max(start for start in buffers if start <= at)
@@ -164,8 +170,11 @@ def watched(monkeypatch: pytest.MonkeyPatch, seed: int) -> Watch:
         fetches = rng.sample(filled, rng.choice([0, 0, 1, min(3, len(filled))])) if len(filled) > 2 else []
         spills = rng.sample([one for one in range(num_hosts) if one not in fetches], rng.choice([0, 1, 2, most]))
         pages = rng.sample(range(num_pages), most)
+        exports = with_exports and rng.random() < 0.5
         if spills:
             swap.spill(torch.tensor(pages[: len(spills)]), np.array(spills, np.int32))
+        if exports:  # several in a row, of pages that the pass then writes
+            swap.export(np.array(rng.choices(pages, k=7), np.int32), other, np.arange(7, dtype=np.int32))
         if fetches:  # also into pages that were just spilled
             ids = np.array(fetches, np.int32)
             swap.fetch(torch.tensor(pages[: len(fetches)]), ids, watch.event(), watch.event())  # type: ignore[arg-type]
@@ -177,9 +186,12 @@ def watched(monkeypatch: pytest.MonkeyPatch, seed: int) -> Watch:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_operations_on_the_same_memory_are_ordered(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+@pytest.mark.parametrize("with_exports", [False, True])
+def test_operations_on_the_same_memory_are_ordered(
+    monkeypatch: pytest.MonkeyPatch, seed: int, with_exports: bool
+) -> None:
     with monkeypatch.context() as patch:
-        watch = watched(patch, seed)
+        watch = watched(patch, seed, with_exports=with_exports)
     assert sum(op.stream == "fetch" for op in watch.ops) > 20 and sum(op.stream == "spill" for op in watch.ops) > 40
     assert watch.races() == []
 

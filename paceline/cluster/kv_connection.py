@@ -1,0 +1,277 @@
+"""KvConnection: framed messages over a socket, in both directions, each on a thread of its own.
+
+Sending never blocks the caller: messages are queued, and each may wait for copies that must end before it is sent. Over
+a Unix socket pages are in shared memory, whose descriptor is passed along; over TCP they follow their message.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from paceline.cluster.kv_protocol import (
+    Challenge,
+    Hello,
+    KvLayout,
+    KvMessage,
+    KvProtocolError,
+    KvRejected,
+    PagesSent,
+    Rejected,
+    Welcome,
+    encode_frame,
+    is_proof,
+    prove,
+    read_message,
+)
+from paceline.request import PacelineError
+from paceline.shared_pages import SharedPages
+
+_HANDSHAKE_S = 10.0
+_SEND_TIMEOUT_S = 30.0  # a peer that reads nothing for so long is lost
+_NONCE_BYTES = 32
+_EMPTY: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+
+
+class Waitable(Protocol):
+    def wait(self) -> None: ...
+
+
+class Handler(Protocol):
+    """Called on the connection's reading thread."""
+
+    def on_message(self, message: KvMessage, payload: npt.NDArray[np.uint8]) -> None: ...
+
+    def on_closed(self, reason: str) -> None:
+        """Called once, after the last message. Queued messages that were not sent are dropped, their copies ended."""
+
+
+def parse_address(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
+    """unix:<path> or tcp://<host>:<port>."""
+    if address.startswith("unix:"):
+        return socket.AF_UNIX, address.removeprefix("unix:")
+    host, separator, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or not separator or not port.isdigit() or not host:
+        raise PacelineError(f"the address {address!r} is not unix:<path> or tcp://<host>:<port>.")
+    return socket.AF_INET6 if ":" in host else socket.AF_INET, (host.strip("[]").replace("*", "0.0.0.0"), int(port))
+
+
+def connect(address: str, timeout_s: float = _HANDSHAKE_S) -> socket.socket:
+    family, where = parse_address(address)
+    found = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        found.settimeout(timeout_s)
+        found.connect(where)
+        _set_options(found)
+    except BaseException:
+        found.close()
+        raise
+    return found
+
+
+def bind(address: str) -> socket.socket:
+    family, where = parse_address(address)
+    found = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family != socket.AF_UNIX:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(where)
+        found.listen()
+    except OSError as error:
+        found.close()
+        raise PacelineError(
+            f"cannot listen for decode engines on {address}: {error}: choose another address."
+        ) from None
+    return found
+
+
+def _set_options(found: socket.socket) -> None:
+    if found.family != socket.AF_UNIX:
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+# ---------------------------------------------------------------------- handshake
+
+
+def greet(peer: socket.socket, token: str, layout: KvLayout, shared: SharedPages | None) -> None:
+    """The decode engine's side. `shared`: its memory, which the prefill engine writes. Raises KvRejected."""
+    read = _reader(peer)
+    challenge = read_message(read)
+    if not isinstance(challenge, Challenge):
+        raise KvProtocolError("the peer is not a prefill engine: it began with another message.")
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    answer = prove(token, "decode", challenge.nonce)
+    frame = encode_frame(Hello(answer, nonce, layout, 0 if shared is None else shared.num_pages))
+    if shared is None:
+        peer.sendall(frame)
+    else:  # the descriptor travels with the first byte
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [shared.descriptor]))]
+        peer.sendall(frame[peer.sendmsg([frame], rights) :])
+    reply = read_message(read)
+    if isinstance(reply, Rejected):
+        raise KvRejected(reply.reason)
+    if not isinstance(reply, Welcome) or not is_proof(reply.answer, token, "prefill", nonce):
+        raise KvRejected("the prefill engine does not know kv_token: start both with the same one.")
+
+
+def welcome(peer: socket.socket, token: str, layout: KvLayout) -> SharedPages | None:
+    """The prefill engine's side. Returns the decode engine's memory, if pages are written there. Raises KvRejected."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    peer.sendall(encode_frame(Challenge(nonce)))
+    descriptors: list[int] = []
+    try:
+        hello = read_message(_reader(peer, descriptors))
+        if not isinstance(hello, Hello) or not is_proof(hello.answer, token, "decode", nonce):
+            reason = "kv_token is another one: start both engines with the same."
+        elif differences := layout.differences(hello.layout):
+            reason = f"the KV layouts differ: {differences}."
+        elif hello.num_shared_pages and not descriptors:
+            reason = "the descriptor of the shared memory is missing."
+        else:
+            shared = None
+            if hello.num_shared_pages:
+                shared = SharedPages(descriptors[0], hello.num_shared_pages, layout.page_bytes)
+                del descriptors[0]  # it owns it
+            peer.sendall(encode_frame(Welcome(prove(token, "prefill", hello.nonce))))
+            return shared
+        peer.sendall(encode_frame(Rejected(reason)))
+        raise KvRejected(reason)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _reader(peer: socket.socket, descriptors: list[int] | None = None) -> Callable[[int], bytes]:
+    def read(count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            if descriptors is not None and peer.family == socket.AF_UNIX:
+                piece, found, _, _ = socket.recv_fds(peer, count - len(data), 1)
+                descriptors.extend(found)
+            else:
+                piece = peer.recv(min(count - len(data), 1 << 20))
+            if not piece:
+                raise KvProtocolError("the connection ended within a message.")
+            data += piece
+        return bytes(data)
+
+    return read
+
+
+# ---------------------------------------------------------------------- connection
+
+
+@dataclass(frozen=True, slots=True)
+class _Sending:
+    write: Callable[[], None]
+    after: Iterable[Waitable]
+    then: Callable[[], None] = lambda: None
+
+
+class KvConnection:
+    def __init__(self, peer: socket.socket, handler: Handler, name: str) -> None:
+        """Takes over a socket after the handshake."""
+        self._peer, self._handler = peer, handler
+        self._queue: SimpleQueue[_Sending | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._has_ended = False  # nothing is sent any more
+        self._closed = threading.Event()
+        self._reason = ""
+        peer.settimeout(None)
+        seconds = int(_SEND_TIMEOUT_S)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, np.array([seconds, 0], np.int64).tobytes())
+        self._writer = threading.Thread(target=self._write, name=f"{name}-write", daemon=True)
+        self._writer.start()
+        threading.Thread(target=self._read, name=f"{name}-read", daemon=True).start()
+
+    def send(
+        self,
+        message: KvMessage,
+        *,
+        after: Iterable[Waitable] = (),
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Sends a message once `after` has ended. `then` is called in any case, sent or not."""
+        self._put(_Sending(lambda: self._peer.sendall(encode_frame(message)), after, then))
+
+    def send_pages(
+        self, message: PagesSent, memory: npt.NDArray[np.uint8], pages: npt.NDArray[np.int32], after: Iterable[Waitable]
+    ) -> None:
+        """Sends a message with these pages of `memory` as its payload, once `after` has ended."""
+
+        def write() -> None:
+            payload = memory[pages]
+            checked = msgspec.structs.replace(message, num_bytes=payload.nbytes, checksum=zlib.crc32(payload.data))
+            self._peer.sendall(encode_frame(checked))
+            self._peer.sendall(payload.data)
+
+        self._put(_Sending(write, after))
+
+    def _put(self, sending: _Sending) -> None:
+        with self._lock:
+            if not self._has_ended:
+                self._queue.put(sending)
+                return
+        sending.then()
+
+    def close(self, reason: str) -> None:
+        """Ends the connection; the handler is told."""
+        self._reason = self._reason or reason
+        self._closed.set()
+        with contextlib.suppress(OSError):  # the peer may be gone already
+            self._peer.shutdown(socket.SHUT_RDWR)
+
+    def _write(self) -> None:
+        while (sending := self._queue.get()) is not None:
+            try:
+                for one in sending.after:
+                    one.wait()
+                if not self._closed.is_set():
+                    sending.write()
+            except Exception as error:  # of the socket or of the copies: the transfers of this connection are lost
+                self.close(f"sending failed: {error or type(error).__name__}")
+            finally:
+                sending.then()
+
+    def _read(self) -> None:
+        read, buffer = _reader(self._peer), _EMPTY
+        try:
+            while not self._closed.is_set():
+                message = read_message(read)
+                payload = _EMPTY
+                if isinstance(message, PagesSent) and message.num_bytes:
+                    if len(buffer) < message.num_bytes:
+                        buffer = np.empty(message.num_bytes, np.uint8)
+                    payload = buffer[: message.num_bytes]
+                    self._fill(payload)
+                self._handler.on_message(message, payload)
+        except Exception as error:
+            self.close(str(error) or type(error).__name__)
+        with self._lock:
+            self._has_ended = True
+            self._queue.put(None)
+        self._writer.join()  # copies that were launched have ended
+        self._peer.close()
+        self._handler.on_closed(self._reason)
+
+    def _fill(self, payload: npt.NDArray[np.uint8]) -> None:
+        view = payload.data
+        while view:
+            count = self._peer.recv_into(view)
+            if not count:
+                raise KvProtocolError("the connection ended within pages.")
+            view = view[count:]

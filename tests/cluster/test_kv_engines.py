@@ -1,0 +1,288 @@
+"""Prefill/decode disaggregation with two engines in one process: same tokens, and a fault costs only time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.cluster import kv_connection
+from paceline.cluster.kv_protocol import KvMessage, PagesSent, PrefillDone
+from paceline.cluster.kv_transfer import GRACE_S
+from paceline.engine.build import build_engine
+from paceline.engine.job import Job
+from paceline.request import FinishReason, SamplingParams
+from tests.cluster.disaggregated import TINY, Answer, Pair
+
+RNG = np.random.default_rng(3)
+SHARED = RNG.integers(3, 500, 24).tolist()
+PROMPTS = [[*SHARED, *RNG.integers(3, 500, 10 + 9 * number).tolist()] for number in range(6)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    engine = build_engine(**TINY)
+    found = []
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    for tokens in PROMPTS:
+        engine.submit(Job(tokens, params), answer := Answer())
+        answer.result()
+        found.append(answer.token_ids)
+    engine.close()
+    return found
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.01)
+
+
+def ask_all(pair: Pair, expected: list[list[int]]) -> list[Any]:
+    answers = [pair.submit(tokens) for tokens in PROMPTS]
+    last = [answer.result() for answer in answers]
+    assert [answer.token_ids for answer in answers] == expected
+    return last
+
+
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_tokens_are_those_of_one_engine(
+    tmp_path: Path, expected: list[list[int]], transport: str, overlap: str
+) -> None:
+    with Pair(tmp_path, transport, options={**TINY, "overlap": overlap}) as pair:
+        ask_all(pair, expected)
+        counters = pair.decode.scheduler.counters
+        assert counters.received_pages > 40
+        assert counters.computed_tokens < 4 * len(PROMPTS) + 8, "only the ends of the prompts"
+        assert pair.remote.num_completed == len(PROMPTS) and pair.remote.num_recomputed == 0
+        assert pair.remote.num_bytes == pair.server.num_bytes > 0
+        pair.check()
+        assert pair.num_reserved() == 0
+
+
+def test_prompt_tokens_that_were_computed_for_the_request_do_not_count_as_cached(tmp_path: Path) -> None:
+    with Pair(tmp_path) as pair:
+        first = pair.submit(PROMPTS[0]).result()
+        assert first.usage.cached_tokens == 0 and first.usage.prompt_tokens == len(PROMPTS[0])
+        again = pair.submit(PROMPTS[0]).result()
+        assert again.usage.cached_tokens == len(PROMPTS[0]) // 4 * 4
+        other = pair.submit(PROMPTS[3]).result()
+        assert other.usage.cached_tokens == len(SHARED), "the beginning, which the decode engine has"
+        pair.decode.call(lambda scheduler: scheduler.flush_cache()).result()
+        other = pair.submit(PROMPTS[4]).result()
+        assert other.usage.cached_tokens == len(SHARED), "the beginning, which the prefill engine has"
+
+
+def test_pages_that_the_decode_engine_has_are_not_sent(tmp_path: Path) -> None:
+    with Pair(tmp_path) as pair:
+        pair.submit(PROMPTS[1]).result()
+        sent = pair.server.num_bytes
+        pair.submit([*PROMPTS[1][:40], *range(3, 19)]).result()
+        assert pair.server.num_bytes - sent <= 5 * pair.remote.layout.page_bytes
+        sent = pair.server.num_bytes
+        pair.submit([*PROMPTS[1], 5]).result()
+        assert pair.server.num_bytes == sent, "too little is missing: it is computed there"
+
+
+def test_short_prompts_are_computed_by_the_decode_engine(tmp_path: Path) -> None:
+    with Pair(tmp_path, min_tokens=40) as pair:
+        pair.submit(PROMPTS[0]).result()
+        assert pair.remote.num_started == 0 and pair.server.num_started == 0
+
+
+def test_host_memory_that_is_too_small_means_computing(tmp_path: Path, expected: list[list[int]]) -> None:
+    with Pair(tmp_path, decode={"num_host_pages": 9}) as pair:
+        ask_all(pair, expected)
+        assert pair.remote.num_started < len(PROMPTS)
+        pair.check()
+
+
+def test_little_memory_on_both_sides_gives_the_same_tokens(tmp_path: Path, expected: list[list[int]]) -> None:
+    with Pair(tmp_path, "tcp", prefill={"num_pages": 30}, decode={"num_pages": 30, "num_host_pages": 30}) as pair:
+        for _ in range(3):
+            ask_all(pair, expected)
+        pair.check()
+        assert pair.prefill.scheduler.counters.evicted_pages > 0
+
+
+# ---------------------------------------------------------------------- failure
+
+
+def test_without_a_prefill_engine_prompts_are_computed(tmp_path: Path, expected: list[list[int]]) -> None:
+    with Pair(tmp_path) as pair:
+        pair.server.close()
+        pair.prefill.close()
+        ask_all(pair, expected)
+        assert pair.remote.failures.get("connection", 0) == pair.remote.num_recomputed
+        wait_until(lambda: pair.num_reserved() == 0, GRACE_S + 30)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"decode_token": "wrong"}, "kv_token"),
+        ({"model": "other"}, "model is 'm' here and 'other' there"),
+        ({"decode": {"page_size": 8}}, "page_size is 4 here and 8 there"),
+    ],
+)
+def test_a_peer_that_does_not_fit_is_rejected_with_a_reason(
+    tmp_path: Path, expected: list[list[int]], caplog: pytest.LogCaptureFixture, fields: dict[str, Any], message: str
+) -> None:
+    with caplog.at_level("WARNING"), Pair(tmp_path, "tcp", **fields) as pair:
+        ask_all(pair, expected)
+        assert pair.remote.num_completed == 0
+        wait_until(lambda: pair.server.failures["rejected"])
+    assert message in caplog.text
+
+
+def change_messages(monkeypatch: pytest.MonkeyPatch, change: Callable[[KvMessage], list[KvMessage]]) -> None:
+    """Changes what the prefill engine sends: a list of messages for each."""
+
+    def send(self: Any, message: KvMessage, **options: Any) -> None:
+        for one in change(message):
+            plain(self, one, **options)
+
+    def send_pages(self: Any, message: PagesSent, *rest: Any) -> None:
+        for one in change(message):
+            plain_pages(self, one, *rest)
+
+    plain, plain_pages = kv_connection.KvConnection.send, kv_connection.KvConnection.send_pages
+    monkeypatch.setattr(kv_connection.KvConnection, "send", send)
+    monkeypatch.setattr(kv_connection.KvConnection, "send_pages", send_pages)
+
+
+def lose_pages(message: KvMessage) -> list[KvMessage]:
+    return [] if isinstance(message, PagesSent) and message.first else [message]
+
+
+def repeat(message: KvMessage) -> list[KvMessage]:
+    return [message, message] if isinstance(message, PagesSent) else [message]
+
+
+def wrong_id(message: KvMessage) -> list[KvMessage]:
+    if isinstance(message, PagesSent) and message.first:
+        return [PagesSent("no such transfer", message.first, message.count), message]
+    return [message]
+
+
+def wrong_count(message: KvMessage) -> list[KvMessage]:
+    return [PrefillDone(message.id, 99, 0, "0")] if isinstance(message, PrefillDone) else [message]
+
+
+def wrong_weights(message: KvMessage) -> list[KvMessage]:
+    return [PrefillDone(message.id, message.num_pages, 0, "x")] if isinstance(message, PrefillDone) else [message]
+
+
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+@pytest.mark.parametrize("fault", [lose_pages, repeat, wrong_id, wrong_count, wrong_weights])
+def test_faulty_messages_cost_only_time(
+    tmp_path: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, transport: str, fault: Any
+) -> None:
+    change_messages(monkeypatch, fault)
+    with Pair(tmp_path, transport) as pair:
+        ask_all(pair, expected)
+        pair.check()
+        wait_until(lambda: pair.num_reserved() == 0)
+        assert bool(pair.remote.failures) == (fault not in (repeat, wrong_id))
+
+
+def test_damaged_pages_are_noticed_over_tcp(
+    tmp_path: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = kv_connection.KvConnection.send_pages
+
+    def send_pages(self: Any, message: PagesSent, memory: Any, pages: Any, after: Any) -> None:
+        def damage() -> None:
+            data = memory[pages]
+            data[0, 0] ^= 1
+            header = PagesSent(message.id, message.first, message.count, data.nbytes, 12345)
+            self._peer.sendall(kv_connection.encode_frame(header))
+            self._peer.sendall(data.data)
+
+        if message.first:
+            self._put(kv_connection._Sending(damage, after))
+        else:
+            plain(self, message, memory, pages, after)
+
+    monkeypatch.setattr(kv_connection.KvConnection, "send_pages", send_pages)
+    with Pair(tmp_path, "tcp") as pair:
+        ask_all(pair, expected)
+        assert pair.remote.failures["damaged"] == pair.remote.num_recomputed > 0
+        assert pair.num_reserved() == 0
+        pair.check()
+
+
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+def test_a_prefill_engine_that_never_answers_is_given_up(
+    tmp_path: Path, expected: list[list[int]], transport: str
+) -> None:
+    with Pair(tmp_path, transport, timeout_s=0.2) as pair:
+        pair.prefill.pause().result()
+        ask_all(pair, expected)
+        assert pair.remote.num_recomputed == len(PROMPTS)
+        # The prefill engine knows the deadline too, and may be the first to give up.
+        assert sum(pair.remote.failures.values()) == len(PROMPTS) and pair.remote.failures.keys() <= {
+            "timeout",
+            "refused",
+        }
+        pair.prefill.resume()
+        wait_until(lambda: pair.num_reserved() == 0 and pair.server.num_open == 0)
+        pair.check()
+
+
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+def test_an_aborted_request_ends_on_both_sides(tmp_path: Path, transport: str) -> None:
+    with Pair(tmp_path, transport) as pair:
+        pair.prefill.pause().result()
+        answer = pair.submit(PROMPTS[5], id="aborted")
+        wait_until(lambda: pair.prefill.scheduler.requests)
+        assert pair.remote.finish("aborted", FinishReason.ABORT)
+        assert answer.result().finish_reason is FinishReason.ABORT
+        wait_until(lambda: not pair.prefill.scheduler.requests and pair.num_reserved() == 0)
+        assert not pair.remote.finish("aborted", FinishReason.ABORT)
+        pair.prefill.resume()
+        pair.check()
+
+
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+def test_a_lost_connection_at_any_moment_costs_only_time(
+    tmp_path: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """The connection ends before message 1, 2, 3 … of the prefill engine."""
+    count = threading.Semaphore(0)
+
+    def cut(message: KvMessage) -> list[KvMessage]:
+        if isinstance(message, PagesSent | PrefillDone) and not count.acquire(blocking=False):
+            for link in list(pair.server._links):
+                link.connection.close("cut")
+            return []
+        return [message]
+
+    change_messages(monkeypatch, cut)
+    for number in range(5):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with Pair(folder, transport) as pair:
+            while count.acquire(blocking=False):
+                pass
+            for _ in range(number):
+                count.release()
+            ask_all(pair, expected)
+            assert pair.remote.failures.get("connection", 0) >= 1
+            wait_until(lambda: pair.server.num_open == 0)
+            pair.check()
+            wait_until(lambda: pair.num_reserved() == 0, GRACE_S + 30)
+
+
+def test_new_weights_on_one_side_are_noticed(tmp_path: Path, expected: list[list[int]]) -> None:
+    with Pair(tmp_path) as pair:
+        pair.prefill.weights.replace("1", 0.0)
+        ask_all(pair, expected)
+        assert pair.remote.failures == {"refused": len(PROMPTS)}
