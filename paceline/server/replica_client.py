@@ -35,7 +35,7 @@ from paceline.server.queries import (
     StoreResponse,
 )
 from paceline.server.rate_limiter import RateLimiter
-from paceline.server.remote_client import OutputQueue, RemoteClient, wait_aborted
+from paceline.server.remote_client import MessageClient, OutputQueue, RemoteClient, wait_aborted
 from paceline.server.replica_queries import PINS, READ_ONLY, combine
 from paceline.text.tokenizer import Tokenizer
 
@@ -43,7 +43,9 @@ log = logging.getLogger("paceline.server")
 
 
 @dataclass(slots=True, eq=False)
-class _RoutedJob:
+class RoutedJob:
+    """A job and where it was sent."""
+
     job: Job
     began: float
     route_id: str = ""
@@ -59,15 +61,8 @@ class ReplicaClient:
         self, name: str, address: str, tokenizer: Tokenizer, config: ServerConfig, tenants: Sequence[TenantConfig] = ()
     ) -> None:
         """Binds `address`, or addresses that begin with it, and receives on the running event loop."""
-        count, self._name = config.replicas, name
-        self._replicas = (
-            [RemoteClient(name, address, tokenizer)]
-            if count == 1
-            else [
-                RemoteClient(name, f"{address}-{replica}", tokenizer, partial(self._on_report, replica))
-                for replica in range(count)
-            ]
-        )
+        self._name = name
+        self._replicas = self._make_replicas(address, tokenizer, config)
         self._strategy = config.router
         self._router: Router | None = None  # from the first connection on: the page size is known then
         self._route_ids = map(str, itertools.count())
@@ -77,6 +72,14 @@ class ReplicaClient:
         self._num_retried = 0
 
     # ------------------------------------------------------------------ connections to the engines
+
+    def _make_replicas(self, address: str, tokenizer: Tokenizer, config: ServerConfig) -> Sequence[MessageClient]:
+        if config.replicas == 1:
+            return [RemoteClient(self._name, address, tokenizer)]
+        return [
+            RemoteClient(self._name, f"{address}-{replica}", tokenizer, partial(self._on_report, replica))
+            for replica in range(config.replicas)
+        ]
 
     def connect(self, replica: int, address: str, model: ServedModel) -> None:
         self._replicas[replica].connect(address, model)
@@ -129,11 +132,11 @@ class ReplicaClient:
     ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         queue: OutputQueue = asyncio.Queue()
         assert self.model, "raises if there is no engine"
-        routed: list[_RoutedJob] = []
+        routed: list[RoutedJob] = []
         try:
             for index, job in enumerate(jobs):
                 self._acquire(job)
-                routed.append(_RoutedJob(job, time.monotonic()))
+                routed.append(RoutedJob(job, time.monotonic()))
                 self._submit(index, routed[-1], queue)
             num_unfinished = len(jobs)
             while num_unfinished:
@@ -171,7 +174,12 @@ class ReplicaClient:
             self._refused[job.tenant] += 1
             raise
 
-    def _submit(self, index: int, one: _RoutedJob, queue: OutputQueue) -> None:
+    def _submit(self, index: int, one: RoutedJob, queue: OutputQueue) -> None:
+        self._route(one)
+        one.number = self._replicas[one.replica].submit(index, self._job_to_send(one), queue)
+
+    def _route(self, one: RoutedJob) -> None:
+        """Chooses the replica of a job."""
         assert self._router is not None, "an engine is, or was, connected"
         job, now = one.job, time.monotonic()
         namespace = (job.tenant, job.cache_salt, "")
@@ -186,11 +194,14 @@ class ReplicaClient:
         one.replica = decision.replica
         if one.was_retried:
             log.warning("request %s is sent to engine %d: the other one exited", job.id, one.replica)
-            if job.timeout_s is not None:
-                job = replace(job, timeout_s=max(1e-3, job.timeout_s - (now - one.began)))
-        one.number = self._replicas[one.replica].submit(index, job, queue)
 
-    def _end(self, one: _RoutedJob, num_output_tokens: int) -> None:
+    def _job_to_send(self, one: RoutedJob) -> Job:
+        """A job that is sent again has less time left."""
+        if not one.was_retried or one.job.timeout_s is None:
+            return one.job
+        return replace(one.job, timeout_s=max(1e-3, one.job.timeout_s - (time.monotonic() - one.began)))
+
+    def _end(self, one: RoutedJob, num_output_tokens: int) -> None:
         assert self._router is not None, "the job was routed"
         one.is_finished = True
         self._router.finished(one.route_id, num_output_tokens)
@@ -216,7 +227,7 @@ class ReplicaClient:
         found = combine(query, answers)
         return [*found, *self._metrics()] if isinstance(query, GetMetrics) else found
 
-    async def _ask(self, query: EngineQuery, up: dict[int, RemoteClient]) -> dict[int, Any]:
+    async def _ask(self, query: EngineQuery, up: dict[int, MessageClient]) -> dict[int, Any]:
         found = await asyncio.gather(*(one.query(query) for one in up.values()), return_exceptions=True)
         answers = dict(zip(up, found, strict=True))
         errors = {replica: one for replica, one in answers.items() if isinstance(one, BaseException)}
