@@ -21,7 +21,6 @@ from paceline.config import (
     SchedulerConfig,
     ServerConfig,
     TenantConfig,
-    check_replicas,
     split_options,
 )
 from paceline.config_file import read_file
@@ -86,8 +85,12 @@ def read_args(args: Mapping[str, Any], cluster_gpus: float = 0) -> RaySetup:
     engine_options, _ = split_options(given, (*_MODEL_OPTIONS, *(name for kind in kinds[:2] for name in _names(kind))))
     engine = EngineConfig(**engine_options)
     ApiKeys(tenants, config.admin_key)
-    if config.replicas > 1 or ray.max_replicas is None:
-        check_replicas(config, engine, tenants)
+    limited = [one.name for one in tenants if one.max_requests is not None or one.tokens_per_minute is not None]
+    if limited and config.workers > 1:
+        raise ConfigError(
+            f"workers is {config.workers} and tenant {limited[0]!r} has max_requests or tokens_per_minute, which one "
+            "ingress has to count: set workers to 1, or remove the limits."
+        )
     if ray.max_replicas is not None and ray.max_replicas < config.replicas:
         raise ConfigError(f"max_replicas is {ray.max_replicas} and replicas is {config.replicas}: raise max_replicas.")
     if load not in ("weights", "random"):
@@ -208,6 +211,7 @@ def build_app(args: dict[str, Any]) -> Any:
         IngressSetup(
             name=setup.name,
             tokenizer=(source.model or model_name(None)) if has_model else None,
+            weights=source.weights_id,
             config=setup.config,
             tenants=setup.tenants,
             num_slots=2 * setup.max_replicas,  # in an update old ones stop while new ones serve

@@ -1,4 +1,4 @@
-"""Arguments of the handle calls to an engine deployment of Ray Serve: the request router reads them.
+"""What the ingress and the engine deployment of Ray Serve exchange: arguments of handle calls, read by the router too.
 
 This module imports no Ray, and Ray's copies of the router import it by name: both sides have the same classes.
 """
@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
+from paceline.codec import TypedDecoder
 from paceline.engine.job import Job
+from paceline.server.engine_client import ServedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +28,15 @@ class RunJob:
     front_end: str
     number: int
     job: Job
+
+
+class StreamStart(msgspec.Struct):
+    """The first message of a stream from a replica."""
+
+    weights: str  # which ones it runs: an ingress uses replicas of its own model only
+    address: str  # identifies the engine in its reports
+    model: ServedModel
+
+
+_starts: TypedDecoder[StreamStart] = TypedDecoder(StreamStart)
+decode_start = _starts.decode

@@ -19,15 +19,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paceline.codec import TypedDecoder
+from paceline.cluster.router import NoReplica, Router
 from paceline.config import ServerConfig, TenantConfig
 from paceline.engine.output import Conflict, EngineFailed
 from paceline.request import FinishReason, PacelineError
 from paceline.server.engine_client import EngineGone, ServedModel
 from paceline.server.messages import FinishRequest, MessageToEngine, ReplicaReport
-from paceline.server.process_messages import EngineUp
 from paceline.server.queries import EngineQuery, GetMonitor, UpdateWeights
-from paceline.server.ray_calls import RunJob, ToReplica
+from paceline.server.ray_calls import RunJob, ToReplica, decode_start
 from paceline.server.remote_client import MessageClient, OutputQueue
 from paceline.server.replica_client import ReplicaClient, RoutedJob
 from paceline.text.tokenizer import Tokenizer
@@ -36,7 +35,6 @@ log = logging.getLogger("paceline.server")
 _RENEW_S = 10.0
 _RECONNECT_S = 1.0
 _WAIT_FOR_ENGINE_S = 30.0  # of a job, while Ray starts one
-_decode_up = TypedDecoder[EngineUp](EngineUp).decode
 
 
 @dataclass(slots=True, eq=False)
@@ -56,16 +54,18 @@ class _Slot(MessageClient):
     def __init__(
         self,
         name: str,
-        tokenizer: Tokenizer,
         on_report: Callable[[ReplicaReport], None],
         tell: Callable[[str, MessageToEngine], None],
         cancel: Callable[[int], None],
     ) -> None:
-        super().__init__(name, tokenizer, on_report)
+        super().__init__(name, None, on_report)
         self._tell, self._cancel = tell, cancel
         self.replica_id = ""  # of Ray; "": the slot is free
         self.reading: asyncio.Task[None] | None = None
         self.is_draining = False  # Ray is about to stop it, and sends it no calls
+
+    def use(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
 
     @property
     def is_up(self) -> bool:
@@ -107,32 +107,47 @@ class RayClient(ReplicaClient):
         self,
         name: str,
         handle: Any,
-        tokenizer: Tokenizer,
-        model: ServedModel,
+        weights: str,
         config: ServerConfig,
         tenants: Sequence[TenantConfig],
         num_slots: int,
     ) -> None:
+        """Uses replicas with these weights only: in an update to another model there are others. Call `start` next."""
         self.loop = asyncio.get_running_loop()
-        self._handle, self._num_slots, self._last_model = handle, num_slots, model
+        self._handle, self._weights, self._num_slots = handle, weights, num_slots
+        self._last_model: ServedModel | None = None
         self._numbers = itertools.count()  # of jobs, at all replicas
         self._calls: dict[int, _Call] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._gone: set[str] = set()  # replicas whose stream has just ended
+        self._foreign: set[str] = set()  # replicas of another model
         self._changed = asyncio.Event()
-        super().__init__(name, "", tokenizer, config, tenants)
-        self._start(self._renew())
-        DIRECTORY.attach(self)
+        super().__init__(name, "", None, config, tenants)
 
-    def _make_replicas(self, address: str, tokenizer: Tokenizer, config: ServerConfig) -> Sequence[MessageClient]:
+    async def start(self, load: Callable[[ServedModel], Tokenizer]) -> Tokenizer:
+        """Waits for the first replica. `load` loads the tokenizer of its model."""
+        self._spawn(self._renew())
+        DIRECTORY.attach(self)
+        self._handle.options(stream=True)  # creates Ray's router, which learns which replicas there are
+        while self._last_model is None:
+            await self._changed.wait()
+        tokenizer = load(self._last_model)
+        for slot in self._slots:
+            slot.use(tokenizer)
+        return tokenizer
+
+    def _make_replicas(
+        self, address: str, tokenizer: Tokenizer | None, config: ServerConfig
+    ) -> Sequence[MessageClient]:
         self._slots = [
-            _Slot(self._name, tokenizer, partial(self._on_report, slot), self._tell, self._cancel)
+            _Slot(self._name, partial(self._on_report, slot), self._tell, self._cancel)
             for slot in range(self._num_slots)
         ]
         return self._slots
 
     @property
     def model(self) -> ServedModel:
+        assert self._last_model is not None, "start comes first"
         return self._last_model  # requests wait while Ray replaces an engine
 
     @property
@@ -146,7 +161,7 @@ class RayClient(ReplicaClient):
         await asyncio.gather(*tasks, return_exceptions=True)
         await super().close()
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """In a context of its own: Ray would take its calls for parts of the HTTP request that is being handled."""
         task = self.loop.create_task(work, context=contextvars.Context())
         self._tasks.add(task)
@@ -165,14 +180,14 @@ class RayClient(ReplicaClient):
                     self._router.drain(index, True)
                 self._close_if_drained(index)
         for replica_id in ids:
-            if replica_id not in known | self._gone:
+            if replica_id not in known | self._gone | self._foreign:
                 free = next((index for index, slot in enumerate(self._slots) if not slot.replica_id), None)
                 if free is None:
                     log.error("replica %s gets no requests: there are %d of them", replica_id, len(self._slots))
                     continue
                 slot = self._slots[free]
                 slot.replica_id, slot.is_draining = replica_id, False
-                slot.reading = self._start(self._read(free, replica_id))
+                slot.reading = self._spawn(self._read(free, replica_id))
 
     async def _read(self, index: int, replica_id: str) -> None:
         slot, reason = self._slots[index], f"Replica {replica_id} has stopped."
@@ -182,16 +197,21 @@ class RayClient(ReplicaClient):
                 for data in batch:
                     if slot.is_connected:
                         slot.receive(data)
-                    else:
-                        up = _decode_up(data)
-                        self.connect(index, up.address, up.model)
-                        self._router_of().drain(index, slot.is_draining)
-                        self._last_model = up.model
-                        self._changed.set()
+                        continue
+                    start = decode_start(data)
+                    if start.weights != self._weights:
+                        self._foreign.add(replica_id)
+                        reason = f"Replica {replica_id} runs another model."
+                        stream.cancel()
+                        return
+                    self.connect(index, start.address, start.model)
+                    self._router_of().drain(index, slot.is_draining)
+                    self._last_model = start.model
+                    self._changed.set()
         except asyncio.CancelledError:
             stream.cancel()
             raise
-        except Exception as error:  # Ray has many: the replica was killed, its node is gone, ...
+        except Exception as error:
             reason = f"Replica {replica_id} exited unexpectedly ({type(error).__name__}) and is replaced: retry soon."
             log.error("%s", reason)
         finally:
@@ -200,7 +220,7 @@ class RayClient(ReplicaClient):
             slot.replica_id, slot.reading = "", None
             self.disconnect(index, EngineGone(reason))
 
-    def _router_of(self) -> Any:
+    def _router_of(self) -> Router:
         assert self._router is not None, "an engine is connected"
         return self._router
 
@@ -219,10 +239,10 @@ class RayClient(ReplicaClient):
             await asyncio.sleep(_RENEW_S)
             for slot in self._slots:
                 if slot.is_up:
-                    self._start(self._send("renew", slot.replica_id, self._name))
+                    self._spawn(self._send("renew", slot.replica_id, self._name))
 
     def _tell(self, replica_id: str, message: MessageToEngine) -> None:
-        self._start(self._send("tell", replica_id, message))
+        self._spawn(self._send("tell", replica_id, message))
 
     async def _send(self, method: str, replica_id: str, argument: Any) -> None:
         try:
@@ -235,22 +255,28 @@ class RayClient(ReplicaClient):
     def _submit(self, index: int, one: RoutedJob, queue: OutputQueue) -> None:
         one.number, one.replica, one.route_id = next(self._numbers), 0, ""
         call = self._calls[one.number] = _Call(index, one, queue)
-        call.task = self._start(self._run(one.number, call))
+        call.task = self._spawn(self._run(one.number, call))
 
     async def _run(self, number: int, call: _Call) -> None:
-        waiting = self.loop.call_later(_WAIT_FOR_ENGINE_S, self._give_up, number)
-        response = self._handle.run.remote(RunJob(self._name, number, self._job_to_send(call.one)))
         try:
-            await response
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
-        except Exception as error:
+            # Here and not in `choose`: Ray routes a few calls at a time, and a stream has to be among them.
+            async with asyncio.timeout(_WAIT_FOR_ENGINE_S):
+                while not any(slot.is_up for slot in self._slots):
+                    self._changed.clear()
+                    await self._changed.wait()
+            response = self._handle.run.remote(RunJob(self._name, number, self._job_to_send(call.one)))
+            try:
+                await response
+            except asyncio.CancelledError:
+                response.cancel()
+                raise
+        except TimeoutError:
+            self._fail(number, call, EngineFailed(f"No engine is up for {_WAIT_FOR_ENGINE_S:.0f} s: retry later."))
+        except Exception as error:  # Ray has many: the replica was killed, its node is gone, ...
             self._fail(
                 number, call, EngineGone(f"The engine exited unexpectedly ({type(error).__name__}): retry soon.")
             )
         finally:
-            waiting.cancel()
             self._calls.pop(number, None)
 
     def _fail(self, number: int, call: _Call, error: PacelineError) -> None:
@@ -260,37 +286,32 @@ class RayClient(ReplicaClient):
             slot.forget(number)
             call.queue.put_nowait((call.index, error))
 
-    def _give_up(self, number: int) -> None:
-        call = self._calls.get(number)
-        if call is not None and not call.is_routed:
-            self._fail(number, call, EngineFailed(f"No engine is running for {_WAIT_FOR_ENGINE_S:.0f} s: retry later."))
-            self._cancel(number)
-
     def _cancel(self, number: int) -> None:
         call = self._calls.get(number)
         if call is not None and call.task is not None:
             call.task.cancel()
 
-    async def choose(self, number: int, ids: Sequence[str]) -> str | None:
-        """The replica of a job. None: the job has ended. `ids`: the replicas that Ray knows. Ray asks again if it could
+    def choose(self, number: int, ids: Sequence[str]) -> str | None:
+        """The replica of a job, or None if it has ended. `ids`: the replicas that Ray knows. Ray asks again if it could
         not send the job there."""
         self.set_replicas(ids)
-        while True:
-            call = self._calls.get(number)
-            if call is None:
-                return None
-            if call.is_routed:
-                self._router_of().finished(call.one.route_id)
-                self._slots[call.one.replica].forget(number)
-                call.is_routed = False
-            if any(slot.is_up for slot in self._slots):
-                self._route(call.one)
-                slot = self._slots[call.one.replica]
-                slot.expect(number, call.index, call.one.job, call.queue)
-                call.is_routed = True
-                return slot.replica_id
-            self._changed.clear()
-            await self._changed.wait()
+        call = self._calls.get(number)
+        if call is None:
+            return None
+        if call.is_routed:
+            self._router_of().finished(call.one.route_id)
+            self._slots[call.one.replica].forget(number)
+            call.is_routed = False
+        try:
+            self._route(call.one)
+        except NoReplica as error:  # the last one has just gone; the job is sent again, once
+            self._fail(number, call, EngineGone(str(error)))
+            self._cancel(number)
+            return None
+        slot = self._slots[call.one.replica]
+        slot.expect(number, call.index, call.one.job, call.queue)
+        call.is_routed = True
+        return slot.replica_id
 
     def _end(self, one: RoutedJob, num_output_tokens: int) -> None:
         if self._router is not None:
@@ -334,8 +355,11 @@ class ReplicaDirectory:
         client = self._client
         if client is None:  # a handle outside the ingress: by Ray's queue lengths
             return None
-        chosen = client.choose(call.number, ids)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(chosen, client.loop))
+
+        async def choose() -> str | None:
+            return client.choose(call.number, ids)
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(choose(), client.loop))
 
 
 DIRECTORY = ReplicaDirectory()

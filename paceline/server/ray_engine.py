@@ -7,6 +7,7 @@ Ray. If the process exits, the replica exits: its callers learn of both in one w
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import shutil
@@ -25,19 +26,19 @@ from paceline.engine.output import EngineFailed
 from paceline.request import FinishReason
 from paceline.server.engine_client import EngineGone, ServedModel
 from paceline.server.logs import set_up_logs
-from paceline.server.messages import FinishRequest, MessageToEngine, RegisterFrontEnd, ReplicaReport, SubmitJob
+from paceline.server.messages import FinishRequest, QueryRequest, RegisterFrontEnd, ReplicaReport, SubmitJob
 from paceline.server.process_messages import (
     EngineReady,
     EngineSetup,
-    EngineUp,
     FromEngine,
     FrontEndGone,
     LineDecoder,
     ModelSource,
+    ProtocolError,
     StartupFailed,
 )
 from paceline.server.queries import GetHealth
-from paceline.server.ray_calls import RunJob, ToReplica
+from paceline.server.ray_calls import RunJob, StreamStart, ToReplica
 from paceline.server.remote_client import RemoteClient
 from paceline.server.supervisor import ChildProcess, describe_status
 
@@ -94,13 +95,15 @@ class EngineReplica:
         self._loop = asyncio.get_running_loop()
         self._folder = tempfile.mkdtemp(prefix="paceline-")
         setup = msgspec.structs.replace(setup, address=f"ipc://{self._folder}/engine", **_share(setup.source, num_cpus))
-        self._setup, self._ready = setup, self._loop.create_future()
+        self._setup, self._weights, self._ready = setup, setup.source.weights_id, self._loop.create_future()
         decoder: LineDecoder[FromEngine] = LineDecoder(FromEngine)
         self._child = ChildProcess("paceline.server.engine_process", setup, decoder, self._on_message)
         self._is_closing = False
         self._supervised = self._loop.create_task(self._supervise())
         self._running: dict[tuple[str, int], asyncio.Future[None]] = {}  # by front end and number
-        self._renewed: dict[str, float] = {}  # by front end
+        self._streams: dict[str, str] = {}  # front end -> its name at the engine, another one for each stream
+        self._renewed: dict[str, float] = {}  # by that name
+        self._num_streams = itertools.count()
         self._load = LoadReport()
         self._context = zmq.asyncio.Context()
         self._model: ServedModel = await self._ready
@@ -110,7 +113,10 @@ class EngineReplica:
     # ------------------------------------------------------------------ the engine process
 
     async def _supervise(self) -> None:
-        status = describe_status(await self._child.run())
+        try:
+            status = describe_status(await self._child.run())
+        except ProtocolError as error:
+            status = str(error)
         if not self._ready.done():
             self._ready.set_exception(EngineFailed(f"The engine exited before it was ready: {status}."))
         elif not self._is_closing and not self._ready.exception():
@@ -129,22 +135,20 @@ class EngineReplica:
 
     # ------------------------------------------------------------------ calls of the ingress
 
-    async def model(self) -> ServedModel:
-        return self._model
-
     async def outputs(self, to: ToReplica, front_end: str) -> AsyncGenerator[list[bytes], None]:
-        """Everything that the engine sends to a front end: first `EngineUp`, then one message per step, several of them
-        in one item where Ray is slower. Closing the stream, or not renewing it, aborts the jobs of the front end."""
+        """What the engine sends to a front end: first `StreamStart`, then one message per step, or several in one item
+        where Ray is slower. Closing the stream, or not renewing it, aborts the jobs of the front end."""
         self._check(to)
-        address = f"ipc://{self._folder}/{front_end}"
+        name = self._streams[front_end] = f"{front_end}.{next(self._num_streams)}"
+        address = f"ipc://{self._folder}/{name}"
         socket = self._context.socket(zmq.PULL)
         socket.set_hwm(0)
         socket.bind(address)
-        self._renewed[front_end] = self._loop.time()
+        self._renewed[name] = self._loop.time()
         try:
-            self._control.send(RegisterFrontEnd(front_end, address, reports=True))
-            yield [encode(EngineUp(self._setup.address, self._model))]
-            while self._loop.time() - self._renewed[front_end] < self._lease_s:
+            self._control.send(RegisterFrontEnd(name, address, reports=True))
+            yield [encode(StreamStart(self._weights, self._setup.address, self._model))]
+            while self._loop.time() - self._renewed[name] < self._lease_s:
                 if not await socket.poll(1000):
                     continue
                 batch: list[bytes] = []
@@ -153,45 +157,52 @@ class EngineReplica:
                 yield batch
                 for data in batch:
                     for number in ended_jobs(data):
-                        self._end(front_end, number)
-            log.warning("front end %s has not renewed its stream for %.0f s: it is closed", front_end, self._lease_s)
+                        self._end(name, number)
+            log.warning("%s has not renewed its stream for %.0f s: its requests are aborted", front_end, self._lease_s)
         finally:
-            self._child.send(FrontEndGone(front_end))
-            del self._renewed[front_end]
+            self._child.send(FrontEndGone(name))
             socket.close(linger=0)
-            for name, number in list(self._running):
-                if name == front_end:
-                    self._end(name, number)
+            del self._renewed[name]
+            if self._streams[front_end] == name:
+                del self._streams[front_end]
+            for key in list(self._running):
+                if key[0] == name:
+                    self._end(*key)
 
-    def _end(self, front_end: str, number: int) -> None:
-        done = self._running.get((front_end, number))
+    def _end(self, name: str, number: int) -> None:
+        done = self._running.get((name, number))
         if done is not None and not done.done():
             done.set_result(None)
 
     async def run(self, call: RunJob) -> None:
         """Runs a job. Returns when its last output is sent, so that Ray knows how many are in progress; if Ray cancels
         the call, the job is aborted."""
-        if call.front_end not in self._renewed:
-            raise EngineGone(f"Replica {self._id} has no stream to front end {call.front_end}.")
-        done = self._running[call.front_end, call.number] = self._loop.create_future()
+        key = self._stream_of(call.front_end), call.number
+        done = self._running[key] = self._loop.create_future()
         try:
-            self._control.send(SubmitJob(call.front_end, call.number, call.job))
+            self._control.send(SubmitJob(*key, call.job))
             await done
         except asyncio.CancelledError:
             self._control.send(FinishRequest(call.job.id, FinishReason.ABORT))
             raise
         finally:
-            del self._running[call.front_end, call.number]
+            del self._running[key]
 
-    async def tell(self, to: ToReplica, message: MessageToEngine) -> None:
+    async def tell(self, to: ToReplica, message: FinishRequest | QueryRequest) -> None:
         """A message to the engine; an answer comes by the stream."""
         self._check(to)
+        if isinstance(message, QueryRequest):
+            message = msgspec.structs.replace(message, front_end=self._stream_of(message.front_end))
         self._control.send(message)
 
     async def renew(self, to: ToReplica, front_end: str) -> None:
         self._check(to)
-        if front_end in self._renewed:
-            self._renewed[front_end] = self._loop.time()
+        self._renewed[self._stream_of(front_end)] = self._loop.time()
+
+    def _stream_of(self, front_end: str) -> str:
+        if front_end not in self._streams:
+            raise EngineGone(f"Replica {self._id} has no stream to {front_end}.")
+        return self._streams[front_end]
 
     def _check(self, to: ToReplica) -> None:
         if to.replica != self._id:  # the router sends a call for a replica that is gone to any other one

@@ -22,6 +22,7 @@ from paceline.text.load import load_tokenizer
 class IngressSetup(msgspec.Struct, frozen=True):
     name: str  # of the served model
     tokenizer: str | None  # a model, by path or name; None: synthetic
+    weights: str  # which the engines run
     config: ServerConfig
     tenants: tuple[TenantConfig, ...]
     num_slots: int  # replicas that there can be, those that are stopping included
@@ -58,14 +59,16 @@ class Ingress:
         global _app  # noqa: PLW0603
         name = f"ingress-{uuid.uuid4().hex[:12]}"
         set_up_logs(setup.config.log_level, setup.config.log_format, name)
-        model: ServedModel = await engines.model.remote()  # waits for the first engine
-        source = model.vocab_size if setup.tokenizer is None else setup.tokenizer
-        tokenizer = load_tokenizer(source)
-        self._client = RayClient(name, engines, tokenizer, model, setup.config, setup.tenants, setup.num_slots)
+        self._client = RayClient(name, engines, setup.weights, setup.config, setup.tenants, setup.num_slots)
+
+        def source(model: ServedModel) -> str | int:
+            return model.vocab_size if setup.tokenizer is None else setup.tokenizer
+
+        tokenizer = await self._client.start(lambda model: load_tokenizer(source(model)))
         self._state = ServerState(
             client=self._client,
             tokenizer=tokenizer,
-            workers=BodyWorkers(tokenizer, source),
+            workers=BodyWorkers(tokenizer, source(self._client.model)),
             config=setup.config,
             model_name=setup.name,
             api_keys=ApiKeys(setup.tenants, setup.config.admin_key),

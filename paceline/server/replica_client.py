@@ -58,7 +58,12 @@ class RoutedJob:
 
 class ReplicaClient:
     def __init__(
-        self, name: str, address: str, tokenizer: Tokenizer, config: ServerConfig, tenants: Sequence[TenantConfig] = ()
+        self,
+        name: str,
+        address: str,
+        tokenizer: Tokenizer | None,
+        config: ServerConfig,
+        tenants: Sequence[TenantConfig] = (),
     ) -> None:
         """Binds `address`, or addresses that begin with it, and receives on the running event loop."""
         self._name = name
@@ -73,7 +78,9 @@ class ReplicaClient:
 
     # ------------------------------------------------------------------ connections to the engines
 
-    def _make_replicas(self, address: str, tokenizer: Tokenizer, config: ServerConfig) -> Sequence[MessageClient]:
+    def _make_replicas(
+        self, address: str, tokenizer: Tokenizer | None, config: ServerConfig
+    ) -> Sequence[MessageClient]:
         if config.replicas == 1:
             return [RemoteClient(self._name, address, tokenizer)]
         return [
