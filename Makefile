@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 # What serving needs and no more: a first `make serve` downloads no test tools.
 RUNTIME := .venv/.runtime
-# Ray, for the tests of several engines only: 80 MB to download, 300 MB on the disk.
+# Ray, for the tests of several engines only: half a minute, 370 MB on the disk.
 WITH_RAY := .venv/.ray
 # Tests start hundreds of processes: without cached bytecode each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
