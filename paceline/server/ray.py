@@ -172,7 +172,7 @@ def engine_options(setup: RaySetup) -> dict[str, Any]:
         "upscale_delay_s": ray.scale_up_s,
         "downscale_delay_s": ray.scale_down_s,
         "look_back_period_s": max(1.0, min(ray.scale_up_s, 30.0)),
-        "policy": {"policy_function": "paceline.server.ray_router:scale_by_queue_time"},
+        "policy": {"policy_function": "paceline.server.ray_scaling:scale_by_queue_time"},
     }
     return options | {"autoscaling_config": scaling}
 

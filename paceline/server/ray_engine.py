@@ -122,6 +122,7 @@ class EngineReplica:
         elif not self._is_closing and not self._ready.exception():
             log.error("the engine exited unexpectedly (%s): this replica exits, and Ray starts another one", status)
             logging.shutdown()
+            shutil.rmtree(self._folder, ignore_errors=True)
             os._exit(1)
 
     def _on_message(self, message: FromEngine) -> None:
@@ -216,7 +217,7 @@ class EngineReplica:
             raise EngineFailed(health.failure)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For `ray_router.scale_by_queue_time`."""
+        """For `ray_scaling.scale_by_queue_time`."""
         busy = (self._load.num_running + self._load.num_waiting) / self._model.max_running
         return {"queue_time": self._load.wait_s / self._target_queue_s, "busy": busy}
 

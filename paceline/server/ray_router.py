@@ -1,4 +1,4 @@
-"""What Ray Serve calls to choose a replica and the number of replicas. Ray copies this module to its processes.
+"""What Ray Serve calls to choose a replica. Ray copies this module to its processes.
 
 `PrefixRouter` runs in the process of the ingress, on a thread of its own; the decision is made by the client of that
 process (`ray_client.py`), which has the reports of the engines.
@@ -6,18 +6,12 @@ process (`ray_client.py`), which has the reports of the engines.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
-from ray.serve.config import AutoscalingContext
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from paceline.server import ray_client
 from paceline.server.ray_calls import RunJob, ToReplica
-
-_ENOUGH = 0.5  # of the slots for running requests may be in use on average after an engine is stopped
-_MAX_GROWTH = 2.0  # in one decision
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
@@ -49,19 +43,3 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
     def _publish(self) -> None:
         ray_client.DIRECTORY.publish([one.unique_id for one in self.curr_replicas])
-
-
-def scale_by_queue_time(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """The number of engines, by the statistics of `EngineReplica.record_autoscaling_stats`. Ray applies the delays and
-    the bounds."""
-    current, metrics = context.current_num_replicas, context.aggregated_metrics or {}
-    queue_time = list(metrics.get("queue_time", {}).values())
-    busy = sum(metrics.get("busy", {}).values())
-    if not queue_time:  # none has reported yet
-        return context.target_num_replicas, {}
-    mean = sum(queue_time) / len(queue_time)
-    if mean > 1:
-        return math.ceil(current * min(mean, _MAX_GROWTH)), {}
-    if current > 1 and mean < 0.5 and busy / (current - 1) <= _ENOUGH:
-        return current - 1, {}
-    return context.target_num_replicas, {}

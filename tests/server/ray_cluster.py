@@ -37,6 +37,7 @@ class RayCluster:
     log: Path
     address: str
     port: int
+    deployed: dict[str, Any] | None = None
 
     @property
     def url(self) -> str:
@@ -53,8 +54,10 @@ class RayCluster:
         return answer["result"]
 
     def deploy(self, **args: Any) -> None:
-        """Deploys the app, or updates it, and waits until it runs."""
-        self.call("deploy", args=args)
+        """Deploys the app, or updates it, and waits until it runs; nothing if it has these arguments."""
+        if args != self.deployed:
+            self.call("deploy", args=args)
+            self.deployed = args
 
     @property
     def engines(self) -> list[psutil.Process]:
@@ -92,7 +95,7 @@ def ray_cluster() -> Iterator[RayCluster]:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env={**os.environ, **_ENVIRONMENT},
+            env={**os.environ, **_ENVIRONMENT, "TMPDIR": str(folder)},  # killed replicas leave folders
         )
     cluster = RayCluster(process, log, "", port)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from paceline.request import FinishReason
 from paceline.server.messages import ErrorReply, OutputBatch, QueryResult
 from paceline.server.ray import build_app, engine_options, engine_setup, read_args
 from paceline.server.ray_engine import ended_jobs
+from paceline.server.ray_scaling import scale_by_queue_time
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -106,3 +108,25 @@ def test_a_replica_sees_which_jobs_a_message_ends() -> None:
     assert ended_jobs(encode(OutputBatch([(4, delta), (5, last), (6, delta), (7, last)]))) == [5, 7]
     assert ended_jobs(encode(ErrorReply.of(8, EngineFailed("x")))) == [8]
     assert ended_jobs(encode(QueryResult(9, b"\x01"))) == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("current", "queue_time", "busy", "expected"),
+    [
+        (2, [1.5, 1.5], [1.0, 1.0], 3),
+        (2, [50.0, 50.0], [1.0, 1.0], 4),  # at most twice as many at once
+        (2, [0.8, 0.8], [0.1, 0.1], 2),
+        (3, [0.0, 0.0, 0.0], [0.2, 0.2, 0.2], 2),
+        (3, [0.0, 0.0, 0.0], [0.5, 0.5, 0.5], 3),  # two would be three quarters full
+        (1, [0.0], [0.0], 1),
+        (1, [], [], 1),
+    ],
+)
+def test_the_number_of_engines_follows_from_their_queue_time(
+    current: int, queue_time: list[float], busy: list[float], expected: int
+) -> None:
+    metrics = {"queue_time": dict(enumerate(queue_time)), "busy": dict(enumerate(busy))}
+    context = SimpleNamespace(
+        current_num_replicas=current, target_num_replicas=current, aggregated_metrics=metrics if queue_time else None
+    )
+    assert scale_by_queue_time(context)[0] == expected

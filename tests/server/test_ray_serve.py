@@ -26,7 +26,10 @@ pytest.importorskip("ray", reason="`make test-cluster` installs Ray")
 
 ROOT = Path(__file__).parent.parent.parent
 VIRTUAL = {"executor": "virtual", "log_level": "warning", "replicas": 2, "num_cpus": 0.1}
-SCALING = {"replicas": 1, "max_replicas": 2, "target_queue_s": 0.1, "scale_up_s": 0, "scale_down_s": 0}
+SCALED = VIRTUAL | {
+    "replicas": 1, "max_replicas": 2, "target_queue_s": 0.1, "scale_up_s": 0, "scale_down_s": 0, "virtual_slowdown": 20,
+    "max_running": 2,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +183,7 @@ def test_an_update_of_the_app_loses_no_request(virtual_gpus: RayCluster) -> None
     with ThreadPoolExecutor(2) as pool:
         senders = [pool.submit(send) for _ in range(2)]
         try:
-            virtual_gpus.deploy(**VIRTUAL | SCALING, virtual_slowdown=20, max_running=2)
+            virtual_gpus.deploy(**SCALED)
         finally:
             stop.set()
         assert all(sender.result() > 0 for sender in senders)
@@ -189,7 +192,7 @@ def test_an_update_of_the_app_loses_no_request(virtual_gpus: RayCluster) -> None
 
 
 def test_engines_are_started_and_stopped_by_queue_time(virtual_gpus: RayCluster) -> None:
-    """With the configuration of the test before."""
+    virtual_gpus.deploy(**SCALED)
     wait_until(lambda: metric(virtual_gpus, "replicas_up") == 1 and len(virtual_gpus.engines) == 1)
     scaled = threading.Event()
 
