@@ -921,6 +921,42 @@ def check_replicas(config: ServerConfig, engine: EngineConfig, tenants: Iterable
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayConfig:
+    """Engines as replicas of a Ray Serve deployment."""
+
+    max_replicas: int | None = option(
+        None,
+        "scale between `replicas` and this number of engines, by predicted queue time; default: always `replicas`",
+        low=1,
+        high=64,
+    )
+    target_queue_s: float = option(
+        2.0, "autoscaling: predicted queue time in seconds above which engines are started", low=1e-3
+    )
+    scale_up_s: float = option(
+        10.0, "autoscaling: seconds that more engines must have been needed before they are started", low=0.0
+    )
+    scale_down_s: float = option(
+        300.0, "autoscaling: seconds that one engine less must have been enough before one is stopped", low=0.0
+    )
+    num_cpus: float = option(
+        1.0, "CPUs that Ray reserves for an engine; on device cpu it has that many threads", low=0.0, high=1024
+    )
+    num_gpus: int | None = option(
+        None,
+        "GPUs that Ray reserves for an engine; default: as many as it uses, or none where the cluster has none",
+        low=0,
+        high=64,
+    )
+    drain_s: float = option(
+        600.0, "seconds that the requests of an engine get to finish when Ray stops it, such as in an update", low=0.0
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
 def split_options(options: Mapping[str, Any], others: Iterable[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits options into those of the engine and those of the scheduler. Unknown and hidden options are errors, which
     may suggest one of `others` too: the arguments of the caller."""

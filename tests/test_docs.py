@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from paceline import config
-from paceline.config import BATCHING, EVICTION, POLICIES, EngineConfig, SchedulerConfig, ServerConfig
+from paceline.config import BATCHING, EVICTION, POLICIES, EngineConfig, RayConfig, SchedulerConfig, ServerConfig
 from tests.mutants import MUTANTS
 
 ROOT = Path(__file__).parent.parent
@@ -139,6 +139,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "scheduler-options": lambda: options(SchedulerConfig),
     "engine-options": lambda: options(EngineConfig),
     "server-options": lambda: options(ServerConfig),
+    "ray-options": lambda: options(RayConfig),
     "offline-parts": lambda: choices("part", config.OFFLINE_PARTS),
     "experiments": experiments,
     "routes": routes,
@@ -241,7 +242,7 @@ def terms(heading: str) -> dict[str, list[str]]:
 
 def test_options_named_in_the_concepts_exist() -> None:
     """The column `option` of the terms."""
-    known = {item.name for kind in (SchedulerConfig, EngineConfig, ServerConfig) for item in visible(kind)}
+    known = {item.name for kind in (SchedulerConfig, EngineConfig, ServerConfig, RayConfig) for item in visible(kind)}
     for term, cells in terms("Terms").items():
         for name in re.findall(r"`([a-z_]+)(?: [a-z0-9.-]+)?`", cells[4]):
             assert name in known, f"{term} names the option {name}"

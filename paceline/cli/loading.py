@@ -67,15 +67,9 @@ def fetch(model: str | None) -> Path:
 
 def name_of(model: str | None, path: Path | None, shape: str | None) -> str:
     """The name of a model: its id, or the name of its file or folder."""
-    from paceline.model.fetch import DEFAULT_MODEL
+    from paceline.text.load import model_name
 
-    if path is None:
-        return shape or "random"
-    if model is None:
-        return DEFAULT_MODEL
-    if not Path(model).expanduser().exists():
-        return model  # a Hugging Face id, or the name of the default model
-    return path.stem if path.is_file() else path.resolve().name
+    return shape or "random" if path is None else model_name(model)
 
 
 def load_engine(model: str | None, load: str, shape: str | None, options: dict[str, Any]) -> LoadedEngine:

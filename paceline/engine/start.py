@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
 _LIBCUDA = "libcuda.so.1"
-_ARGUMENTS, _CALLBACKS = (
-    ("load", "shape", "seed"),
-    ("progress", "trace", "hooks", "detokenize", "role"),
-)  # of `build_engine`
+_ARGUMENTS = ("load", "shape", "seed")  # of `build_engine`, beside the options
+_INTERNAL = ("progress", "trace", "hooks", "detokenize", "role")
 
 
 def start_engine(model: str | Path | None = None, **options: Any) -> Engine:

@@ -30,6 +30,11 @@ class ModelSource(msgspec.Struct, frozen=True):
     shape: str | None = None
     options: dict[str, Any] = {}  # of EngineConfig and SchedulerConfig
 
+    @property
+    def weights_id(self) -> str:
+        """Equal for engines whose requests have the same tokens."""
+        return ":".join(map(str, (self.model, self.load, self.shape, self.options.get("executor"))))
+
 
 class WeightsReplaced(msgspec.Struct, frozen=True, tag=True):
     """From the engine: its weights were replaced. A restarted engine loads them again."""

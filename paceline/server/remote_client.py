@@ -1,4 +1,4 @@
-"""The interface to an engine in another process.
+"""The interface to an engine in another process, by messages: `MessageClient`, and its transport over ZeroMQ.
 
 The engine may exit and be restarted while the front end keeps running: `disconnect` fails everything in progress at
 once, `connect` connects to the next engine. Numbers are never reused, so late messages of an old engine are ignored.
@@ -49,7 +49,7 @@ OutputQueue = asyncio.Queue[tuple[int, OutputDelta | PacelineError]]  # index of
 class _JobOutput:
     """Turns the output of one job into text and puts it into the queue of its response."""
 
-    client: RemoteClient
+    client: MessageClient
     index: int
     job: Job
     text: TextStream
@@ -97,49 +97,36 @@ async def wait_aborted(queue: OutputQueue, num_unfinished: int, on_aborted: OnAb
                 num_unfinished -= item.finish_reason is not None
 
 
-class RemoteClient:
+class MessageClient:
+    """An `EngineClient` of one engine. Subclasses transport the messages: they implement `send` and call `receive`."""
+
     def __init__(
-        self,
-        name: str,
-        address: str,
-        tokenizer: Tokenizer,
-        on_report: Callable[[ReplicaReport], None] | None = None,
+        self, name: str, tokenizer: Tokenizer | None, on_report: Callable[[ReplicaReport], None] | None = None
     ) -> None:
-        """Binds `address` and receives on the running event loop."""
-        self._on_report, self._engine = on_report, ""
-        self._name, self._address, self._tokenizer = name, address, tokenizer
+        """`tokenizer`: None for a client that has queries and no jobs."""
+        self._name, self._tokenizer, self._on_report, self._engine = name, tokenizer, on_report, ""
         self._loop = asyncio.get_running_loop()
-        self._context = zmq.Context()
-        self._receiver = self._context.socket(zmq.PULL)
-        self._receiver.set_hwm(0)
-        self._receiver.bind(address)
-        self._sender: zmq.Socket[bytes] | None = None
         self._model: ServedModel | None = None
         self.loading = True
         self._unavailable_reason = "The engine is loading: retry in a moment."
         self._numbers = itertools.count()
         self._jobs: dict[int, _JobOutput] = {}
         self._queries: dict[int, tuple[EngineQuery, asyncio.Future[Any]]] = {}
-        self._loop.add_reader(self._receiver.fileno(), self._receive)
 
     # ------------------------------------------------------------------ connection to the engine
 
+    def send(self, message: MessageToEngine) -> None:
+        raise NotImplementedError
+
     def connect(self, address: str, model: ServedModel) -> None:
-        assert self._sender is None, "disconnect first"
-        self._sender = self._context.socket(zmq.PUSH)
-        self._sender.set_hwm(0)
-        self._sender.linger = 0
-        self._sender.connect(address)
+        """`address` identifies the engine in its reports."""
+        assert self._model is None, "disconnect first"
         self._model, self.loading, self._engine = model, False, address
-        self.send(RegisterFrontEnd(self._name, self._address, self._on_report is not None))
 
     def disconnect(self, error: PacelineError) -> None:
         """The engine is gone: fails jobs and queries in progress, and new ones until `connect`."""
         self._unavailable_reason = str(error)
         self._model, self.loading, self._engine = None, False, ""
-        if self._sender is not None:
-            self._sender.close(linger=0)
-            self._sender = None
         self.fail_all(error)
         queries, self._queries = self._queries, {}
         for _, future in queries.values():
@@ -193,9 +180,14 @@ class RemoteClient:
     def submit(self, index: int, job: Job, queue: OutputQueue) -> int:
         """Sends a job, whose output goes into `queue`. Returns its number."""
         number = next(self._numbers)
-        self._jobs[number] = _JobOutput(self, index, job, TextStream.of(self._tokenizer, job.params), queue)
+        self.expect(number, index, job, queue)
         self.send(SubmitJob(self._name, number, job))
         return number
+
+    def expect(self, number: int, index: int, job: Job, queue: OutputQueue) -> None:
+        """The output of job `number` goes into `queue`."""
+        assert self._tokenizer is not None, "a client with jobs has a tokenizer"
+        self._jobs[number] = _JobOutput(self, index, job, TextStream.of(self._tokenizer, job.params), queue)
 
     def abort(self, number: int) -> bool:
         """Aborts a job, unless it has finished; what it has produced still comes until `forget`. Returns whether it was
@@ -225,27 +217,10 @@ class RemoteClient:
 
     async def close(self) -> None:
         self.disconnect(EngineFailed("The front end was closed."))
-        self._loop.remove_reader(self._receiver.fileno())
-        self._receiver.close(linger=0)
-        self._context.term()
-
-    def send(self, message: MessageToEngine) -> None:
-        if self._sender is not None:
-            self._sender.send(encode(message), zmq.NOBLOCK)
 
     # ------------------------------------------------------------------ messages from the engine
 
-    def _receive(self) -> None:
-        # The file descriptor signals once for any number of messages, so all of them must be received. But only one per
-        # callback: an engine that is faster than this process would otherwise keep it reading, and nothing would be
-        # sent to clients in the meantime.
-        if self._receiver.closed:
-            return
-        try:
-            data = self._receiver.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            return
-        self._loop.call_soon(self._receive)
+    def receive(self, data: bytes) -> None:
         message = decode_to_front_end(data)
         if isinstance(message, OutputBatch):
             for number, output in message.outputs:
@@ -272,3 +247,61 @@ class RemoteClient:
         _, future = self._queries.get(message.number, (None, None))
         if future is not None and not future.done():
             future.set_exception(message.error())
+
+
+class RemoteClient(MessageClient):
+    """The transport over ZeroMQ, between processes of one machine."""
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        tokenizer: Tokenizer | None,
+        on_report: Callable[[ReplicaReport], None] | None = None,
+    ) -> None:
+        """Binds `address` and receives on the running event loop."""
+        super().__init__(name, tokenizer, on_report)
+        self._address = address
+        self._context = zmq.Context()
+        self._receiver = self._context.socket(zmq.PULL)
+        self._receiver.set_hwm(0)
+        self._receiver.bind(address)
+        self._sender: zmq.Socket[bytes] | None = None
+        self._loop.add_reader(self._receiver.fileno(), self._receive)
+
+    def connect(self, address: str, model: ServedModel) -> None:
+        super().connect(address, model)
+        self._sender = self._context.socket(zmq.PUSH)
+        self._sender.set_hwm(0)
+        self._sender.linger = 0
+        self._sender.connect(address)
+        self.send(RegisterFrontEnd(self._name, self._address, self._on_report is not None))
+
+    def disconnect(self, error: PacelineError) -> None:
+        if self._sender is not None:
+            self._sender.close(linger=0)
+            self._sender = None
+        super().disconnect(error)
+
+    def send(self, message: MessageToEngine) -> None:
+        if self._sender is not None:
+            self._sender.send(encode(message), zmq.NOBLOCK)
+
+    async def close(self) -> None:
+        await super().close()
+        self._loop.remove_reader(self._receiver.fileno())
+        self._receiver.close(linger=0)
+        self._context.term()
+
+    def _receive(self) -> None:
+        # The file descriptor signals once for any number of messages, so all of them must be received. But only one per
+        # callback: an engine that is faster than this process would otherwise keep it reading, and nothing would be
+        # sent to clients in the meantime.
+        if self._receiver.closed:
+            return
+        try:
+            data = self._receiver.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        self._loop.call_soon(self._receive)
+        self.receive(data)

@@ -36,7 +36,7 @@ from paceline.server.queries import (
     StoreResponse,
 )
 from paceline.server.rate_limiter import RateLimiter
-from paceline.server.remote_client import OutputQueue, RemoteClient, wait_aborted
+from paceline.server.remote_client import MessageClient, OutputQueue, RemoteClient, wait_aborted
 from paceline.server.replica_queries import PINS, READ_ONLY, combine
 from paceline.text.tokenizer import Tokenizer
 
@@ -44,13 +44,15 @@ log = logging.getLogger("paceline.server")
 
 
 @dataclass(slots=True, eq=False)
-class _RoutedJob:
+class RoutedJob:
+    """A job and where it was sent."""
+
     job: Job
     began: float
     route_id: str = ""
     replica: int = 0
     number: int | None = None  # of the job, at its replica; None: not sent
-    is_prefilled: bool = False  # a prefill engine computes its prompt
+    prefill_at: str = ""  # address of the engine that computes its prompt, until that is done; "": its own
     has_output: bool = False
     was_retried: bool = False
     is_finished: bool = False
@@ -58,18 +60,16 @@ class _RoutedJob:
 
 class ReplicaClient:
     def __init__(
-        self, name: str, address: str, tokenizer: Tokenizer, config: ServerConfig, tenants: Sequence[TenantConfig] = ()
+        self,
+        name: str,
+        address: str,
+        tokenizer: Tokenizer | None,
+        config: ServerConfig,
+        tenants: Sequence[TenantConfig] = (),
     ) -> None:
         """Binds `address`, or addresses that begin with it, and receives on the running event loop."""
-        count, self._name = config.replicas, name
-        self._replicas = (
-            [RemoteClient(name, address, tokenizer)]
-            if count == 1
-            else [
-                RemoteClient(name, f"{address}-{replica}", tokenizer, partial(self._on_report, replica))
-                for replica in range(count)
-            ]
-        )
+        self._name = name
+        self._replicas = self._make_replicas(address, tokenizer, config)
         self._strategy = config.router
         # From the first connection on: the page size is known then. Prefill engines have a router of their own.
         self._router: Router | None = None
@@ -83,6 +83,16 @@ class ReplicaClient:
         self._num_retried = self._num_prefilled = 0
 
     # ------------------------------------------------------------------ connections to the engines
+
+    def _make_replicas(
+        self, address: str, tokenizer: Tokenizer | None, config: ServerConfig
+    ) -> Sequence[MessageClient]:
+        if config.replicas == 1:
+            return [RemoteClient(self._name, address, tokenizer)]
+        return [
+            RemoteClient(self._name, f"{address}-{replica}", tokenizer, partial(self._on_report, replica))
+            for replica in range(config.replicas)
+        ]
 
     def connect(self, replica: int, address: str, model: ServedModel, kv_address: str = "") -> None:
         """`kv_address`: where decode engines reach a prefill engine."""
@@ -147,11 +157,11 @@ class ReplicaClient:
     ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         queue: OutputQueue = asyncio.Queue()
         assert self.model, "raises if there is no engine"
-        routed: list[_RoutedJob] = []
+        routed: list[RoutedJob] = []
         try:
             for index, job in enumerate(jobs):
                 self._acquire(job)
-                routed.append(_RoutedJob(job, time.monotonic()))
+                routed.append(RoutedJob(job, time.monotonic()))
                 self._submit(index, routed[-1], queue)
             num_unfinished = len(jobs)
             while num_unfinished:
@@ -161,13 +171,13 @@ class ReplicaClient:
                     if not isinstance(item, EngineGone) or one.has_output or one.was_retried:
                         raise item
                     one.was_retried = True
-                    if one.is_prefilled:
+                    if one.prefill_at:
                         self._prefill_ended(one)
                     self._num_retried += 1
                     self._submit(index, one, queue)
                     continue
                 one.has_output = True
-                if one.is_prefilled:
+                if one.prefill_at:
                     self._prefill_ended(one)
                 if item.finish_reason is not None:
                     self._end(one, 0 if item.usage is None else item.usage.completion_tokens)
@@ -193,7 +203,12 @@ class ReplicaClient:
             self._refused[job.tenant] += 1
             raise
 
-    def _submit(self, index: int, one: _RoutedJob, queue: OutputQueue) -> None:
+    def _submit(self, index: int, one: RoutedJob, queue: OutputQueue) -> None:
+        self._route(one)
+        one.number = self._replicas[one.replica].submit(index, self._job_to_send(one), queue)
+
+    def _route(self, one: RoutedJob) -> None:
+        """Chooses the replica of a job."""
         assert self._router is not None, "an engine is, or was, connected"
         job, now = one.job, time.monotonic()
         namespace = (job.tenant, job.cache_salt, "")
@@ -203,12 +218,16 @@ class ReplicaClient:
         self._reasons[decision.reason.value] += 1
         one.replica = decision.replica
         if one.replica >= self._num_prefill > 0:
-            job = self._with_prefill(one, request, decision.num_cached_tokens, now)
+            self._choose_prefill(one, request, decision.num_cached_tokens, now)
         if one.was_retried:
             log.warning("request %s is sent to engine %d: the other one exited", job.id, one.replica)
-            if job.timeout_s is not None:
-                job = replace(job, timeout_s=max(1e-3, job.timeout_s - (now - one.began)))
-        one.number = self._replicas[one.replica].submit(index, job, queue)
+
+    def _job_to_send(self, one: RoutedJob) -> Job:
+        """With its prefill engine. A job that is sent again has less time left."""
+        job = replace(one.job, prefill_at=one.prefill_at) if one.prefill_at else one.job
+        if not one.was_retried or job.timeout_s is None:
+            return job
+        return replace(job, timeout_s=max(1e-3, job.timeout_s - (time.monotonic() - one.began)))
 
     def _choose(self, request: RouteRequest, now: float) -> Decision:
         """The replica that decodes; if all of those are down, a prefill engine computes the whole request."""
@@ -219,30 +238,26 @@ class ReplicaClient:
         assert self.model, "raises what happened to the engines"
         raise NoReplica("Every replica is down or draining: retry in a moment.")
 
-    def _with_prefill(self, one: _RoutedJob, request: RouteRequest, num_cached: int, now: float) -> Job:
-        """The job, with the prefill engine that computes its prompt if that is worth a transfer."""
-        job = one.job
-        if len(job.prompt) - num_cached < self._prefill_from_tokens or self._prefill_router is None:
-            return job
-        try:
+    def _choose_prefill(self, one: RoutedJob, request: RouteRequest, num_cached: int, now: float) -> None:
+        """Chooses the prefill engine that computes the prompt, if that is worth a transfer."""
+        if len(one.job.prompt) - num_cached < self._prefill_from_tokens or self._prefill_router is None:
+            return
+        with contextlib.suppress(NoReplica):
             # No output: the least wait and the longest cached prefix decide.
             decision = self._prefill_router.choose(replace(request, max_tokens=0), now)
-        except NoReplica:
-            return job
-        one.is_prefilled = True
-        self._num_prefilled += 1
-        return replace(job, prefill_at=self._kv_addresses[decision.replica])
+            one.prefill_at = self._kv_addresses[decision.replica]
+            self._num_prefilled += 1
 
-    def _prefill_ended(self, one: _RoutedJob) -> None:
+    def _prefill_ended(self, one: RoutedJob) -> None:
         assert self._prefill_router is not None, "the prompt was routed"
-        one.is_prefilled = False
+        one.prefill_at = ""
         self._prefill_router.finished(one.route_id)
 
-    def _end(self, one: _RoutedJob, num_output_tokens: int) -> None:
+    def _end(self, one: RoutedJob, num_output_tokens: int) -> None:
         router = self._router_of(one.replica)
         assert router is not None, "the job was routed"
         one.is_finished = True
-        if one.is_prefilled:
+        if one.prefill_at:
             self._prefill_ended(one)
         router.finished(one.route_id, num_output_tokens)
         self._limiter.release(one.job.tenant, num_output_tokens)
@@ -267,7 +282,7 @@ class ReplicaClient:
         found = combine(query, answers)
         return [*found, *self._metrics()] if isinstance(query, GetMetrics) else found
 
-    async def _ask(self, query: EngineQuery, up: dict[int, RemoteClient]) -> dict[int, Any]:
+    async def _ask(self, query: EngineQuery, up: dict[int, MessageClient]) -> dict[int, Any]:
         found = await asyncio.gather(*(one.query(query) for one in up.values()), return_exceptions=True)
         answers = dict(zip(up, found, strict=True))
         errors = {replica: one for replica, one in answers.items() if isinstance(one, BaseException)}

@@ -9,6 +9,7 @@ from typing import Any
 
 import tokenizers
 
+from paceline.model.fetch import DEFAULT_MODEL, find_model
 from paceline.model.gguf_file import is_gguf, open_gguf
 from paceline.model.registry import token_ids
 from paceline.model.spec import ModelError
@@ -18,13 +19,23 @@ from paceline.text.tokenizer import Tokenizer
 
 
 def load_tokenizer(source: str | Path | int) -> Tokenizer:
-    """The tokenizer of the model at a path, or a synthetic one with that many tokens."""
+    """The tokenizer of a model, by path or name, or a synthetic one with that many tokens."""
     if isinstance(source, int):
         return synthetic_tokenizer(source)
-    path = Path(source)
+    path = find_model(source)
     if is_gguf(path):
         return gguf_tokenizer(open_gguf(path))
     return _folder_tokenizer(path)
+
+
+def model_name(model: str | None) -> str:
+    """What clients call a model: its id, or the name of its file or folder."""
+    if model is None:
+        return DEFAULT_MODEL
+    path = Path(model).expanduser()
+    if not path.exists():
+        return model  # a Hugging Face id, or the name of the default model
+    return path.stem if path.is_file() else path.resolve().name
 
 
 def _folder_tokenizer(folder: Path) -> Tokenizer:
