@@ -49,12 +49,12 @@ _NOT_HERE = {
     **dict.fromkeys(
         (
             "role",
+            "kv_listen",
+            "kv_token",
+            "prefill_peers",
             "prefill_replicas",
             "prefill_from_tokens",
             "prefill_timeout_s",
-            "kv_listen",
-            "prefill_peers",
-            "kv_token",
         ),
         "its engines compute prompts and outputs",
     ),
