@@ -54,7 +54,10 @@ class TorchGroup:
             # One machine. Registering the buffers of a captured graph would need all ranks at the same time.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-            self._group = dist.ProcessGroupNCCL(prefix, shard.rank, shard.size, _TIMEOUT)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = _TIMEOUT
+            self._group = dist.ProcessGroupNCCL(prefix, shard.rank, shard.size, options)
+            self.all_reduce(torch.zeros(1, device="cuda"))  # it connects now, and has its memory before the KV cache
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return self._reduce(tensor, dist.ReduceOp.SUM)
@@ -77,8 +80,11 @@ class TorchGroup:
     def all_gather(self, tensor: Tensor) -> Tensor:
         source = tensor if self.is_capturable else tensor.cpu()
         found = source.new_empty(self.shard.size, *tensor.shape)
+        if self.is_capturable:
+            self._group._allgather_base(found, source.contiguous()).wait()
+            return found
         self._group.allgather([list(found.unbind(0))], [source.contiguous()]).wait()
-        return found if found.device == tensor.device else found.to(tensor.device)
+        return found.to(tensor.device)
 
     def abort(self) -> None:
         """Ends collectives in progress, where the backend can."""

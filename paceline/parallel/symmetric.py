@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed._symmetric_memory as symmetric_memory
+import torch.distributed._symmetric_memory
 from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
@@ -20,7 +20,6 @@ from paceline.parallel.collectives import TorchGroup, dist
 
 _SMALL_BYTES = 512 << 10  # up to which one GPU reads the messages of all others faster than a ring sends them
 _PART_BYTES = 8 << 20  # without a group underneath that graphs can capture
-_NAME = "paceline"
 _CHANNEL = 0
 
 
@@ -33,9 +32,11 @@ class SymmetricGroup:
         self._size = _SMALL_BYTES if base.is_capturable else _PART_BYTES
         store = dist.PrefixStore("symmetric", base.store)
         set_group_info: Any = _SymmetricMemory.set_group_info
-        set_group_info(_NAME, self.shard.rank, self.shard.size, store)
-        self._bytes = symmetric_memory.empty(self._size, dtype=torch.uint8, device=device)
-        self._handle: Any = symmetric_memory.rendezvous(self._bytes, _NAME)  # type: ignore[arg-type, unused-ignore]
+        self._name: Any = f"paceline-{base.store.port}"  # unique in this process, and the same on all ranks
+        set_group_info(self._name, self.shard.rank, self.shard.size, store)
+        symmetric_memory: Any = torch.distributed._symmetric_memory
+        self._bytes: Tensor = symmetric_memory.empty(self._size, dtype=torch.uint8, device=device)
+        self._handle: Any = symmetric_memory.rendezvous(self._bytes, self._name)
         self._operations: Any = torch.ops.symm_mem
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ class SymmetricGroup:
     def _reduce(self, tensor: Tensor, out: Tensor) -> Tensor:
         flat = tensor.view(-1)
         buffer = self._bytes[: tensor.nbytes].view(tensor.dtype)
-        self._operations.one_shot_all_reduce_copy_out(buffer, flat, "sum", _NAME, out.view(-1))
+        self._operations.one_shot_all_reduce_copy_out(buffer, flat, "sum", self._name, out.view(-1))
         return out
 
     def all_gather(self, tensor: Tensor) -> Tensor:

@@ -590,7 +590,8 @@ class CudaExecutor(Executor):
     def check(self) -> None:
         last = self._last_end
         if last is not None:
-            last.query()  # raises if the device has failed
+            with self._streams.use(self._streams.engine):  # on another thread, another GPU may be the current one
+                last.query()  # raises if the device has failed
 
     @property
     def slow_launches(self) -> Mapping[str, int]:
