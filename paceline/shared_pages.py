@@ -20,11 +20,13 @@ LAYOUT_VERSION = 1  # of a page, as above
 class SharedPages:
     def __init__(self, descriptor: int, num_pages: int, page_bytes: int) -> None:
         """Maps a file of that size, and owns the descriptor from then on."""
-        self.descriptor, self.num_pages, self.page_bytes = descriptor, num_pages, page_bytes
+        self.descriptor = -1  # if it cannot be mapped, it stays the caller's
+        self.num_pages, self.page_bytes = num_pages, page_bytes
         size = num_pages * page_bytes
         if os.fstat(descriptor).st_size < size:  # reading behind the end of a file would crash the process
             raise ValueError(f"the shared memory has {os.fstat(descriptor).st_size} bytes, not {size}")
         self._map = mmap.mmap(descriptor, size)
+        self.descriptor = descriptor
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8).reshape(num_pages, page_bytes)
 
     @classmethod
@@ -43,3 +45,6 @@ class SharedPages:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+
+    def __del__(self) -> None:
+        self.close()

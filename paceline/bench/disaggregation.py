@@ -84,6 +84,7 @@ def run_pd(runner: BenchRunner, command: Sequence[str], shape: str | None) -> Ch
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
+            child.stdout.close()
 
 
 class _Measurement:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from paceline import checks
-from paceline.bench.disaggregation import run_pd, run_pd_prefill
 from paceline.bench.parts import PARTS
 from paceline.bench.runner import BenchRunner, device_name
 from paceline.bench.startup import CHILD_PARTS, run_cold, run_startup
@@ -112,14 +111,28 @@ def _actions(
     return {
         **{name: partial(part, runner) for name, part in {**PARTS, **CHILD_PARTS}.items()},
         **{name: partial(check, setup) for name, check in checks.CHECKS.items()},
-        "pd": lambda: run_pd(runner, command, setup.shape or None),
-        "pd-prefill": lambda: run_pd_prefill(runner),
+        "pd": lambda: _run_pd(runner, command, setup.shape or None),
+        "pd-prefill": lambda: _run_pd_prefill(runner),
         "startup": lambda: run_startup(runner, given),
         "cold": lambda: run_cold(runner, command, given),
         "long": lambda: checks.check_inter_token_latency(setup, config.running),
         "soak": lambda: checks.check_soak(setup, config.soak_seconds),
         "sanitizer": lambda: checks.run_sanitizer([*command, "tiny"]),
     }
+
+
+def _run_pd(runner: BenchRunner, command: Sequence[str], shape: str | None) -> CheckResult:
+    try:
+        from paceline.bench.disaggregation import run_pd
+    except ModuleNotFoundError as error:  # msgspec, which a minimal GPU host may lack
+        return CheckResult(None, f"{error.name} is not installed, which KV transfers need: pip install {error.name}.")
+    return run_pd(runner, command, shape)
+
+
+def _run_pd_prefill(runner: BenchRunner) -> None:
+    from paceline.bench.disaggregation import run_pd_prefill  # the same
+
+    run_pd_prefill(runner)
 
 
 def _run_part(part: str, action: Callable[[], CheckResult | None], runner: BenchRunner) -> bool:

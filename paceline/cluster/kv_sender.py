@@ -155,6 +155,8 @@ class PrefillServer:
             links = list(self._links)
         for link in links:
             link.connection.close("the prefill engine is closed")
+        if self._staging is not None:
+            self._staging.close()
 
     # ------------------------------------------------------------------ connections
 

@@ -130,6 +130,17 @@ def test_it_runs_without_the_packages_of_command_line_and_server() -> None:
     assert len(results(run.stdout)) == 1
 
 
+@pytest.mark.cluster
+def test_prefill_and_decode_engines_in_two_processes_are_measured_and_checked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert offline.main(("pd", "--shape=tiny-llama", "--threads=1")) == 0
+    printed = capsys.readouterr().out
+    (found,) = results(printed)
+    assert found["workload"] == "pd" and found["bytes"] > 1e6 and found["bytes_per_s"] > 0
+    assert "failures: none" in printed and "4 of 4 outputs equal those of one engine" in printed
+
+
 def test_a_failed_check_is_printed_and_sets_the_exit_status(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +177,9 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: tu
 
 
 def test_every_part_exists() -> None:
-    assert {*PARTS, *CHILD_PARTS, *offline.checks.CHECKS, "startup", "cold", "sanitizer"} == set(OFFLINE_PARTS)
+    assert {*PARTS, *CHILD_PARTS, *offline.checks.CHECKS, "startup", "cold", "sanitizer", "pd", "pd-prefill"} == set(
+        OFFLINE_PARTS
+    )
     with pytest.raises(ConfigError, match="overlap is 'maybe'"):
         OfflineConfig(overlap="maybe")
 
