@@ -110,7 +110,9 @@ class _Measurement:
         for _ in range(_ROUNDS):
             self._flush()
             rounds.append(self._round())
-        copied = _pinned_rates(runner.device, self._num_bytes // len(self._prompts))
+        # On the engine's thread: it captures CUDA graphs when it is idle, and meanwhile nobody may synchronise.
+        num_bytes = self._num_bytes // len(self._prompts)
+        copied = self._engine.call(lambda _: _pinned_rates(runner.device, num_bytes)).result()
         failures, completed = dict(self._remote.failures), self._remote.num_completed
         check = self._check_tokens(runner, shape)
         self._remote.close()

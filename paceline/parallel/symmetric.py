@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed._symmetric_memory
 from torch import Tensor
-from torch._C._distributed_c10d import _SymmetricMemory
+from torch._C._distributed_c10d import _register_process_group
 
 from paceline.parallel.collectives import TorchGroup, dist
 
@@ -31,9 +31,11 @@ class SymmetricGroup:
         self.shard, self._base = base.shard, base
         self._size = _SMALL_BYTES if base.is_capturable else _PART_BYTES
         store = dist.PrefixStore("symmetric", base.store)
-        set_group_info: Any = _SymmetricMemory.set_group_info
         self._name: Any = f"paceline-{base.store.port}"  # unique in this process, and the same on all ranks
-        set_group_info(self._name, self.shard.rank, self.shard.size, store)
+        # torch finds the ranks by the name of a group; it needs its store only, so the group has no backend.
+        self._group: Any = dist.ProcessGroup(store, self.shard.rank, self.shard.size)
+        register: Any = _register_process_group
+        register(self._name, self._group)
         symmetric_memory: Any = torch.distributed._symmetric_memory
         self._bytes: Tensor = symmetric_memory.empty(self._size, dtype=torch.uint8, device=device)
         self._handle: Any = symmetric_memory.rendezvous(self._bytes, self._name)
