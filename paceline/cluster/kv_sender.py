@@ -346,9 +346,11 @@ class PrefillServer:
 
     def _end(self, one: _Outgoing) -> None:
         start, link = one.start, one.link
-        if one.request is not None:
-            one.request.is_exported = False  # it may still run
-            self._engine.scheduler.memory.release_hold(one.request.id)
+        # If it is aborted it may have been added since the last step, and may run once more.
+        request = one.request or self._engine.scheduler.requests.get(one.job_id)
+        if request is not None:
+            request.is_exported = False
+            self._engine.scheduler.memory.release_hold(request.id)
         with self._lock:
             self._transfers.pop(one.job_id, None)
             link.transfers.pop(start.id, None)

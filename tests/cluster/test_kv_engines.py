@@ -286,3 +286,25 @@ def test_new_weights_on_one_side_are_noticed(tmp_path: Path, expected: list[list
         pair.prefill.weights.replace("1", 0.0)
         ask_all(pair, expected)
         assert pair.remote.failures == {"refused": len(PROMPTS)}
+
+
+def test_a_prompt_that_is_given_up_before_its_first_step_leaves_no_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transfer ends between the arrival of the request and its first pass; its abort comes after that pass."""
+    with Pair(tmp_path) as pair:
+        add, finish, aborted = pair.prefill.scheduler.add, pair.prefill.finish, threading.Event()
+
+        def add_and_fail(request: Any, now: float) -> None:
+            add(request, now)
+            monkeypatch.setattr(pair.prefill, "finish", lambda *_: None)
+            for one in list(pair.server._transfers.values()):
+                pair.server._abort(one, "connection")
+            monkeypatch.setattr(pair.prefill, "finish", finish)
+            aborted.set()
+
+        monkeypatch.setattr(pair.prefill.scheduler, "add", add_and_fail)
+        pair.submit(PROMPTS[0]).result()
+        assert aborted.wait(30)
+        wait_until(lambda: not pair.prefill.scheduler.has_work)
+        pair.check()

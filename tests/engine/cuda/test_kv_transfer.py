@@ -60,5 +60,6 @@ def test_tokens_of_two_executors_are_those_of_the_cpu(tmp_path: Path, transport:
         assert [answer.token_ids for answer in answers] == wanted
         counters = pair.decode.scheduler.counters
         assert counters.received_pages > 6 and counters.computed_tokens < 30
-        assert pair.remote.num_completed == 3 and not pair.remote.failures
+        # The second has the beginning of the first, which may be there by then.
+        assert pair.remote.num_completed == pair.remote.num_started >= 2 and not pair.remote.failures
         pair.check()
