@@ -39,14 +39,18 @@ _BEAT_S = 0.25
 
 def run_rank(executor: Executor, read: Callable[[], bytes | None]) -> bool:
     """Executes passes until rank 0 stops it. False: rank 0 is gone."""
-    launched: list[Pending] = []  # the last two: an earlier one has ended
+    launched: list[Pending] = []  # the last two
     while (data := read()) is not None:
-        match to_rank.decode(data):
+        message = to_rank.decode(data)
+        if isinstance(message, LaunchPass) and len(launched) == 2:
+            # As rank 0 did before it sent this one. Passes are waited for in order: their events are used again.
+            launched.pop(0).wait()
+        match message:
             case LaunchPass(plan, False):
-                launched = [*launched[-1:], executor.launch(plan)]
+                launched.append(executor.launch(plan))
             case LaunchPass(plan, True):
                 delayed = executor.launch_delayed(plan)
-                launched = [*launched[-1:], delayed]
+                launched.append(delayed)
             case SamplePass(masks):
                 if len(launched) > 1:
                     launched[0].wait()  # it may still read its own masks
