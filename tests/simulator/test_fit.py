@@ -15,7 +15,7 @@ from paceline.config import ConfigError, SchedulerConfig, WorkloadConfig
 from paceline.engine.executor import Executor, Pending
 from paceline.engine.loop import Loop
 from paceline.engine.pass_features import FinishedRequests, PassFeatures, read_features
-from paceline.engine.recording import RecordedPass, Recorder, read_recording
+from paceline.engine.recording import Mark, RecordedPass, Recorder, read_recording
 from paceline.engine.virtual.executor import VirtualClock, VirtualExecutor
 from paceline.scheduler import Scheduler
 from paceline.scheduler.plan import Finished, Plan
@@ -228,6 +228,28 @@ def test_requests_before_the_first_pass_are_replayed_together(tmp_path: Path) ->
     record(tmp_path / "run.jsonl", requests=12, gap_s=0.05)
     (run,) = replay(tmp_path / "run.jsonl", Recording.read(tmp_path / "run.jsonl"), QUICK)
     assert run.simulated_passes == run.measured_passes
+
+
+def test_a_replay_waits_where_the_caller_waited(tmp_path: Path) -> None:
+    """Two turns within one run are each simulated faster than recorded if the profile is that of a faster device, and
+    as far apart as recorded."""
+    path = tmp_path / "run.jsonl"
+    record(path, runs=2, requests=100)
+    faster = msgspec.structs.replace(QUICK, bucket_s=[seconds / 2 for seconds in QUICK.bucket_s])
+    apart = replay(path, Recording.read(path), faster)
+    lines = []
+    for line in read_recording(path):
+        if not isinstance(line, Mark) or line.name == "run 0":
+            lines.append(line)
+        elif line.name == "end of run 1":
+            lines.append(msgspec.structs.replace(line, name="end of run 0"))
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    (whole,) = replay(path, Recording.read(path), faster)
+    gap_s = whole.measured_s - sum(one.measured_s for one in apart)
+    assert gap_s == pytest.approx(1.0, abs=0.01)
+    assert all(one.total_error < -0.1 for one in apart)
+    assert whole.simulated_s == pytest.approx(sum(one.simulated_s for one in apart) + gap_s, rel=0.005)
+    assert whole.simulated_passes == sum(one.simulated_passes for one in apart)
 
 
 H200 = Path(__file__).parent / "data" / "h200-qwen3-0.6b.jsonl.gz"  # a run of nano and one of gsp; see cut_data.py
