@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -318,9 +319,7 @@ def _draft_times(profile: Profile, passes: Sequence[RecordedPass]) -> dict[int, 
         seconds: dict[int, list[float]] = defaultdict(list)
         for one in passes:
             features = one.features
-            # With more tokens than the largest bucket has rows there is no graph: fewer drafts run than were planned.
-            has_graph = not features.has_prompts and features.bucket * (1 + depth) <= profile.buckets[-1]
-            if has_graph and features.num_drafts == depth * features.num_decodes:
+            if not features.has_prompts and features.num_drafts == depth * features.num_decodes:
                 seconds[features.bucket].append((one.device_s or 0.0) - profile.batch_s(features))
         known = sorted(bucket for bucket, found in seconds.items() if len(found) >= _DRAFTED)
         if known:
@@ -330,6 +329,13 @@ def _draft_times(profile: Profile, passes: Sequence[RecordedPass]) -> dict[int, 
             more = np.where(np.array(profile.buckets) > known[-1], beyond, 0.0)
             times[depth] = (np.interp(profile.buckets, known, added) + more).tolist()
     return times
+
+
+def _has_graph(features: PassFeatures, buckets: Sequence[int]) -> bool:
+    """Whether the drafts of a pass ran as planned: for more tokens than the largest bucket has rows there is no graph,
+    and fewer ran."""
+    depth = math.ceil(features.num_drafts / max(1, features.num_decodes))
+    return not depth or not buckets or features.bucket * (1 + depth) <= buckets[-1]
 
 
 def _seconds(passes: Iterable[RecordedPass]) -> Matrix:
@@ -350,6 +356,7 @@ def fit(recordings: Sequence[Recording], source: str) -> FitResult:
         for line in one.passes
         if line.device_s and line.launch_s <= _COMPILED_S
         if line.features.num_drafts or not has_drafts or all(drafted)
+        if _has_graph(line.features, one.header.buckets)
     ]
     first = _fit(_without_outliers(steps), largest, source)
     steps = [one for one in steps if (one.line.device_s or 0.0) <= _FAR * first.device_s(one.line.features)]

@@ -28,7 +28,8 @@ from paceline.simulator.traces import read_trace
 from paceline.simulator.workloads import make_workload
 
 H200 = load_profile("h200-qwen3-14b")
-QUICK = msgspec.structs.replace(H200, launch_s=0.0005)
+UNMEASURED = msgspec.structs.replace(H200, draft_s={})
+QUICK = msgspec.structs.replace(UNMEASURED, launch_s=0.0005)
 WORK = WorkloadConfig(requests=40, rate=100, prompt_tokens=200, output_tokens=40, groups=4)
 
 
@@ -83,11 +84,12 @@ def features(rows: int, num_drafts: int, num_prompts: int = 0) -> PassFeatures:
 
 @pytest.mark.parametrize("rows", [1, 8, 48, 100, 256, 300])
 def test_a_draft_is_cheaper_than_a_row_and_never_free_of_cost_in_a_large_batch(rows: int) -> None:
-    token_s = H200.prompt.per["num_prompt_tokens"]
-    before = H200.device_s(features(rows, 0))
+    """Where their time was not measured."""
+    token_s = UNMEASURED.prompt.per["num_prompt_tokens"]
+    before = UNMEASURED.device_s(features(rows, 0))
     for drafts in (rows, 4 * rows, 7 * rows):
-        more_s = H200.device_s(features(rows, drafts)) - before
-        assert 0 <= more_s <= drafts * token_s * 1.01
+        more_s = UNMEASURED.device_s(features(rows, drafts)) - before
+        assert 0 <= more_s <= drafts * token_s * 1.01 + 0.03 * before, "graphs of few rows differ by noise"
         if rows + drafts > 256:
             assert more_s >= (rows + drafts - max(rows, 256)) * token_s * 0.99, "past the weights, compute is the limit"
 
@@ -118,7 +120,7 @@ def test_drafts_add_the_time_of_their_graph() -> None:
 
 
 def test_more_rows_than_any_graph_has_are_charged_as_without_a_table() -> None:
-    assert planted(H200).device_s(features(300, 600)) == H200.device_s(features(300, 600))
+    assert planted(H200).device_s(features(300, 600)) == UNMEASURED.device_s(features(300, 600))
 
 
 def record(path: Path, draft_tokens: int, profile: Profile, seed: int = 0, chance: float = 0.5) -> SimulationResult:
@@ -181,23 +183,21 @@ def test_a_recording_with_drafts_says_nothing_about_passes_without(tmp_path: Pat
 
 def test_a_fit_without_drafts_keeps_what_was_measured_before(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    plain = msgspec.structs.replace(H200, draft_s={})
     planted(H200).save(path)
     kept = load_profile(str(path)).draft_s
     assert kept[4] == pytest.approx(planted(H200).draft_s[4])
-    assert keep_measured(plain, path).draft_s == kept
+    assert keep_measured(UNMEASURED, path).draft_s == kept
     newer = msgspec.structs.replace(H200, draft_s={2: [1e-3] * len(H200.buckets)})
     assert keep_measured(newer, path) == newer
 
 
 def test_profiles_from_before_the_field_are_read(tmp_path: Path) -> None:
     path = tmp_path / "old.json"
-    plain = msgspec.structs.replace(H200, draft_s={})
-    fields = msgspec.to_builtins(plain)
+    fields = msgspec.to_builtins(UNMEASURED)
     del fields["draft_s"]
     for old in (fields, fields | {"draft_factor": None}):
         path.write_bytes(msgspec.json.encode(old))
-        assert load_profile(str(path)) == plain
+        assert load_profile(str(path)) == UNMEASURED
 
 
 def test_a_measured_draft_factor_is_refused_and_not_ignored(tmp_path: Path) -> None:
