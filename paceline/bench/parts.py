@@ -104,21 +104,22 @@ def _chats(runner: BenchRunner, name: str, shift: int, overlap: str) -> None:
     work = runner.fitted(chats().shifted(shift))
     turns: list[BenchRun] = []
     link_bytes, link_s, found = 0, 0.0, Counter[str]()
-    for turn in range(CHAT_TURNS):
-        turns.append(run := runner.timed_as_is(llm, work, f"{name} turn {turn}", overlap))
-        for prompt, output in zip(work.prompts, run.outputs, strict=True):
-            found["prompt"] += len(prompt)
-            found["cached"] += output.num_cached_tokens
-            found["fetched"] += output.num_fetched_tokens
-        if device is not None:
-            link_bytes += device.stats.fetched_pages * device.kv[:, 0].nbytes
-            link_s += device.stats.fetch_s
-        question = max(1, round(400 * runner.scale))
-        prompts = [
-            [*prompt, *output.token_ids, *(rng.choice(prompt) for _ in range(question))]
-            for prompt, output in zip(work.prompts, run.outputs, strict=True)
-        ]
-        work = work._replace(prompts=prompts)
+    with runner.recorded_run(llm, name):  # all turns: the later ones read what the first ones cached
+        for _ in range(CHAT_TURNS):
+            turns.append(run := runner.timed_as_is(llm, work, overlap))
+            for prompt, output in zip(work.prompts, run.outputs, strict=True):
+                found["prompt"] += len(prompt)
+                found["cached"] += output.num_cached_tokens
+                found["fetched"] += output.num_fetched_tokens
+            if device is not None:
+                link_bytes += device.stats.fetched_pages * device.kv[:, 0].nbytes
+                link_s += device.stats.fetch_s
+            question = max(1, round(400 * runner.scale))
+            prompts = [
+                [*prompt, *output.token_ids, *(rng.choice(prompt) for _ in range(question))]
+                for prompt, output in zip(work.prompts, run.outputs, strict=True)
+            ]
+            work = work._replace(prompts=prompts)
     seconds, tokens = sum(run.seconds for run in turns), sum(run.num_tokens for run in turns)
     hits, computed = found["cached"] - found["fetched"], found["prompt"] - found["cached"]
     rate = round(link_bytes / link_s / 1e9, 2) if link_s else None

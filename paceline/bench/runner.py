@@ -6,7 +6,8 @@ import gc
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -143,9 +144,21 @@ class BenchRunner:
 
     def timed(self, work: OfflineWorkload, name: str, overlap: str) -> BenchRun:
         llm = self.llm
-        return self.timed_as_is(llm, self.fitted(work), name, overlap)
+        with self.recorded_run(llm, name):
+            return self.timed_as_is(llm, self.fitted(work), overlap)
 
-    def timed_as_is(self, llm: LLM, work: OfflineWorkload, name: str, overlap: str) -> BenchRun:
+    @contextmanager
+    def recorded_run(self, llm: LLM, name: str) -> Iterator[None]:
+        """Marks what is generated inside as one run of a recording: the simulator replays it from an empty cache."""
+        engine = llm.engine
+        if (recorder := engine.recorder) is None:
+            yield
+            return
+        engine.call(lambda _: recorder.mark(name)).result()
+        yield
+        engine.call(lambda _: recorder.mark(f"end of {name}")).result()
+
+    def timed_as_is(self, llm: LLM, work: OfflineWorkload, overlap: str) -> BenchRun:
         """Times a workload that is `fitted` already."""
         engine, timeline = llm.engine, Timeline()
         device = engine.executor.local if isinstance(engine.executor.local, CudaExecutor) else None
@@ -155,13 +168,9 @@ class BenchRunner:
             engine.loop.trace = timeline
             if device is not None:
                 device.reset_stats()
-            if engine.recorder is not None:
-                engine.recorder.mark(name)
 
         def end(_: object) -> None:
             engine.loop.trace = None
-            if engine.recorder is not None:
-                engine.recorder.mark(f"end of {name}")
 
         engine.call(begin).result()
         began = time.perf_counter()

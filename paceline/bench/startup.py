@@ -187,7 +187,7 @@ def _features(llm: LLM) -> dict[str, Callable[[OfflineWorkload], OfflineWorkload
 
 def _timed(runner: BenchRunner, work: OfflineWorkload, name: str) -> tuple[float, float]:
     """Seconds of the run, and of its longest launch."""
-    run = runner.timed_as_is(runner.llm, runner.fitted(work), name, runner.config.overlap_modes[0])
+    run = runner.timed(work, name, runner.config.overlap_modes[0])
     return run.seconds, _longest_launch(run.timeline)
 
 

@@ -464,7 +464,8 @@ def _speculation() -> Report:
         ],
         "Speed-up: time per output token without drafts over that with drafts, by number of running requests, "
         f"prompts of 64 tokens, {LARGE} and {SMALL}. Acceptance: probability that a draft is right if those before it "
-        "are; tokens/row: output tokens of a decode row in a forward pass. The time of draft tokens is an estimate.",
+        "are; tokens/row: output tokens of a decode row in a forward pass. Passes of more than 256 tokens are "
+        "an estimate: an engine has no CUDA graph for them and verifies fewer drafts.",
         [
             [
                 panel("14B", by_acceptance, f"Qwen3-14B, {depth} drafts"),

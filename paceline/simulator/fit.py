@@ -3,13 +3,15 @@
 Decode batches, prefill batches and the host are fitted separately, by non-negative least squares in which short passes
 have more weight. Passes that load, compile or wait for their launch say nothing about the device and are left out: by
 run where marks name runs, otherwise by pass. Every fifth pass is held out for the error that is printed; the profile
-that is saved is fitted to all of them. Passes with drafts (speculative decoding) are fitted last, by one factor.
+that is saved is fitted to all of them. Passes with drafts (speculative decoding) are fitted last, on top of the others:
+by number of rows and of drafts per row, as there is a CUDA graph for each.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,11 +25,12 @@ import numpy.typing as npt
 from paceline.config import ConfigError
 from paceline.engine.pass_features import FinishedRequests, PassFeatures
 from paceline.engine.recording import Header, Mark, RecordedPass, RecordedRequest, read_recording
+from paceline.scheduler.plan import DRAFT_DEPTHS
 from paceline.simulator.profile import DECODE_TERMS, ENDED_TERMS, HOST_TERMS, PROMPT_TERMS, Linear, Profile
 
 Matrix = npt.NDArray[np.float64]
 _HELD_OUT = 5
-_DECODES, _PROMPTS = 20, 5  # minimum number of passes for a fit
+_DECODES, _PROMPTS, _DRAFTED = 20, 5, 5  # minimum number of passes for a fit; of one graph with drafts
 _FAR = 1.5  # times the prediction of a first fit: the pass loaded or compiled something
 _COMPILED_S = 0.05  # a longer launch compiles or waits
 _ROUNDING_S = 2e-6  # accumulated rounding of recorded times
@@ -230,11 +233,13 @@ def _mean(rows: Matrix, seconds: Matrix) -> Matrix:
 
 
 def _robust(rows: Matrix, seconds: Matrix) -> Matrix:
-    """Absolute instead of squared errors above 3 ms, since other processes delay the host at times."""
-    weights = 1 / np.sqrt(np.maximum(seconds, 1e-9))
+    """Absolute instead of squared errors above 0.3 ms, since other processes delay the host at times. Short times have
+    more weight: in small batches they are all that a pass waits for."""
+    relative = 1 / np.sqrt(np.maximum(seconds, 2e-4))
+    weights = relative
     for _ in range(20):
         found = non_negative(rows * weights[:, None], seconds * weights)
-        weights = 1 / np.sqrt(np.maximum(np.abs(rows @ found - seconds), 3e-3))
+        weights = relative / np.sqrt(np.maximum(np.abs(rows @ found - seconds), 3e-4))
     return found
 
 
@@ -303,15 +308,34 @@ def _fit(every: Sequence[LoopStep], header: Header, source: str) -> Profile:
     )
     if len(drafted) < _DECODES:
         return profile
-    return msgspec.structs.replace(profile, draft_factor=_draft_factor(profile, drafted))
+    return msgspec.structs.replace(profile, draft_s=_draft_times(profile, drafted))
 
 
-def _draft_factor(profile: Profile, passes: Sequence[RecordedPass]) -> float:
-    """From what is left of the passes' time, by a profile without it."""
-    unit_s = np.array([profile.unit_draft_s(one.features) for one in passes])
-    rest_s = _seconds(passes) - np.array([profile.device_s(one.features) for one in passes]) + unit_s
-    weights = 1 / np.sqrt(_seconds(passes))
-    return float(non_negative((unit_s * weights)[:, None], rest_s * weights)[0])
+def _draft_times(profile: Profile, passes: Sequence[RecordedPass]) -> dict[int, list[float]]:
+    """What drafts add to the time of each bucket, by drafts per row: the median of the passes with that many. Buckets
+    without any are interpolated; beyond the last one the time grows as that of as many more rows."""
+    times: dict[int, list[float]] = {}
+    for depth in DRAFT_DEPTHS:
+        seconds: dict[int, list[float]] = defaultdict(list)
+        for one in passes:
+            features = one.features
+            if not features.has_prompts and features.num_drafts == depth * features.num_decodes:
+                seconds[features.bucket].append((one.device_s or 0.0) - profile.batch_s(features))
+        known = sorted(bucket for bucket, found in seconds.items() if len(found) >= _DRAFTED)
+        if known:
+            added = [max(0.0, float(np.median(seconds[bucket]))) for bucket in known]
+            rows_s = np.array([profile.draft_rows_s(bucket, depth * bucket) for bucket in profile.buckets])
+            beyond = np.maximum(0.0, rows_s - rows_s[profile.buckets.index(known[-1])])
+            more = np.where(np.array(profile.buckets) > known[-1], beyond, 0.0)
+            times[depth] = (np.interp(profile.buckets, known, added) + more).tolist()
+    return times
+
+
+def _has_graph(features: PassFeatures, buckets: Sequence[int]) -> bool:
+    """Whether the drafts of a pass ran as planned: for more tokens than the largest bucket has rows there is no graph,
+    and fewer ran."""
+    depth = math.ceil(features.num_drafts / max(1, features.num_decodes))
+    return not depth or not buckets or features.bucket * (1 + depth) <= buckets[-1]
 
 
 def _seconds(passes: Iterable[RecordedPass]) -> Matrix:
@@ -324,11 +348,15 @@ def fit(recordings: Sequence[Recording], source: str) -> FitResult:
     if len(headers) > 1:
         raise ConfigError(f"the recordings are of different devices, models or CUDA graph sizes: {sorted(headers)}.")
     largest = max((one.header for one in recordings), key=lambda header: header.num_pages)
+    # Of recordings with drafts only passes with drafts count, if there are others: such an engine runs more kernels.
+    drafted = [any(line.features.num_drafts for line in one.passes) for one in recordings]
     steps = [
         LoopStep(line, one.ended.get(line.step, FinishedRequests()))
-        for one in recordings
+        for one, has_drafts in zip(recordings, drafted, strict=True)
         for line in one.passes
         if line.device_s and line.launch_s <= _COMPILED_S
+        if line.features.num_drafts or not has_drafts or all(drafted)
+        if _has_graph(line.features, one.header.buckets)
     ]
     first = _fit(_without_outliers(steps), largest, source)
     steps = [one for one in steps if (one.line.device_s or 0.0) <= _FAR * first.device_s(one.line.features)]

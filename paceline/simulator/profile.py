@@ -4,8 +4,9 @@ A decode batch runs as a CUDA graph: it takes the base time of the graph's bucke
 for rows that share a prefix. A prefill or mixed batch takes a term per new token, per query-key pair in attention, and
 per KV position that its decodes read; its kernels are launched one by one while the device runs the first of them.
 Host time is results, text and planning, most of it when requests finish or join. Pages are spilled to host memory and
-fetched beside the passes (`HostLink`), at a fixed rate each way. Draft tokens (speculative decoding) take as long as
-more rows would, times `draft_factor`. No coefficient is negative: more work never takes less time.
+fetched beside the passes (`HostLink`), at a fixed rate each way. Draft tokens (speculative decoding) add a time by
+graph and depth (`draft_s`), or what as many more rows would take where that was not measured. No coefficient is
+negative: more work never takes less time.
 """
 
 from __future__ import annotations
@@ -26,8 +27,24 @@ from paceline.scheduler.plan import Finished, Plan
 _FOLDER = Path(__file__).parent / "profiles"
 # Terms of each kind of batch and of the host: fields of PassFeatures, and of FinishedRequests
 DECODE_TERMS = ("own_tokens", "has_repeated", "longest_context")
-PROMPT_TERMS = ("num_prompt_tokens", "prompt_pairs", "own_tokens", "repeated_tokens", "num_decodes", "has_decodes")
-HOST_TERMS = ("num_decodes", "has_prompts", "num_joins", "join_tokens", "num_page_changes", "num_moved_pages")
+PROMPT_TERMS = (
+    "num_prompt_tokens",
+    "prompt_pairs",
+    "own_tokens",
+    "repeated_tokens",
+    "num_decodes",
+    "has_decodes",
+    "num_moved_pages",
+)
+HOST_TERMS = (
+    "num_decodes",
+    "has_prompts",
+    "num_joins",
+    "join_tokens",
+    "num_page_changes",
+    "num_spilled_pages",
+    "num_fetched_pages",
+)
 ENDED_TERMS = ("num_requests", "prompt_tokens", "output_tokens")
 
 
@@ -60,28 +77,43 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
     launch_s: float  # host time to launch a prefill batch while the device runs its first kernels
     swap_token_s: float | None = None  # to copy the KV of a token to or from host memory; None: unknown
     swap_source: str = ""  # where swap_token_s comes from
-    draft_factor: float | None = None  # time of draft tokens, relative to `unit_draft_s`; None: not measured, 1
+    draft_s: dict[int, list[float]] = {}  # by drafts per row: what they add to the time of each bucket
 
     @cached_property
     def _by_bucket(self) -> dict[int, float]:
         return dict(zip(self.buckets, self.bucket_s, strict=True))
 
     def device_s(self, features: PassFeatures) -> float:
-        seconds = self._batch_s(features)
+        seconds = self.batch_s(features)
         if features.num_drafts:
-            seconds += self.unit_draft_s(features) * (1.0 if self.draft_factor is None else self.draft_factor)
+            seconds += self._draft_s(features)
         return seconds
 
-    def unit_draft_s(self, features: PassFeatures) -> float:
-        """What the drafts of a pass would take if each were a row without KV to read: weights are read once for all
-        rows of a decode batch. Beside prompts, and past the largest bucket, where compute is the limit, each takes as
-        long as a prompt token."""
-        token_s = self.prompt.per.get("num_prompt_tokens", 0.0)
+    def _draft_s(self, features: PassFeatures) -> float:
         if features.has_prompts:
-            return token_s * features.num_drafts
-        last, tokens = self.buckets[-1], features.bucket + features.num_drafts
-        before, after = np.interp([features.bucket, tokens], self.buckets, self._rising_s)
-        return float(after - before) + token_s * (max(last, tokens) - max(last, features.bucket))
+            return self._token_s * features.num_drafts
+        if features.bucket not in self._by_bucket or not self.draft_s:
+            return self.draft_rows_s(features.bucket, features.num_drafts)
+        index = self.buckets.index(features.bucket)
+        depths = sorted(self.draft_s)
+        times = [0.0, *(self.draft_s[depth][index] for depth in depths)]
+        found = float(np.interp(features.num_drafts / features.num_decodes, [0, *depths], times))
+        deepest = depths[-1] * features.num_decodes
+        if features.num_drafts > deepest:
+            rows_s = [self.draft_rows_s(features.bucket, count) for count in (deepest, features.num_drafts)]
+            found += rows_s[1] - rows_s[0]
+        return found
+
+    def draft_rows_s(self, bucket: int, num_drafts: int) -> float:
+        """What the drafts of a decode batch would take if each were a row without KV to read: weights are read once for
+        all rows. Past the largest bucket, where compute is the limit, each takes as long as a prompt token."""
+        last, tokens = self.buckets[-1], bucket + num_drafts
+        before, after = np.interp([bucket, tokens], self.buckets, self._rising_s)
+        return float(after - before) + self._token_s * (max(last, tokens) - max(last, bucket))
+
+    @property
+    def _token_s(self) -> float:
+        return self.prompt.per.get("num_prompt_tokens", 0.0)
 
     @cached_property
     def _rising_s(self) -> list[float]:
@@ -89,7 +121,8 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
         rising: list[float] = np.maximum.accumulate(self.bucket_s).tolist()
         return rising
 
-    def _batch_s(self, features: PassFeatures) -> float:
+    def batch_s(self, features: PassFeatures) -> float:
+        """Without drafts."""
         if features.has_prompts:
             return self.prompt.seconds(features)
         base = self._by_bucket.get(features.bucket)
@@ -140,6 +173,12 @@ class _Optional(msgspec.Struct, frozen=True):
 
     swap_token_s: float | None = None
     swap_source: str = ""
+    draft_s: dict[int, list[float]] = {}
+
+
+class _Removed(msgspec.Struct, frozen=True):
+    """Fields that profiles had once."""
+
     draft_factor: float | None = None
 
 
@@ -153,8 +192,8 @@ def keep_measured(profile: Profile, path: Path) -> Profile:
         raise ConfigError(f"{path.name} exists and is not a profile: {error}.") from None
     if profile.swap_token_s is None:
         profile = msgspec.structs.replace(profile, swap_token_s=kept.swap_token_s, swap_source=kept.swap_source)
-    if profile.draft_factor is None:
-        profile = msgspec.structs.replace(profile, draft_factor=kept.draft_factor)
+    if not profile.draft_s:
+        profile = msgspec.structs.replace(profile, draft_s=kept.draft_s)
     return profile
 
 
@@ -172,9 +211,16 @@ def load_profile(name: str) -> Profile:
                 f"gpu is {name!r}: choose one of {', '.join(profile_names())}, or give a file written by `sim fit`."
             )
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Profile)
+        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
+        removed = msgspec.json.decode(path.read_bytes(), type=_Removed)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise ConfigError(f"{path.name} is not a profile: {error}.") from None
+    if removed.draft_factor is not None:
+        raise ConfigError(
+            f"{path.name} has a draft_factor of {removed.draft_factor:g}, which draft_s replaces: fit the profile "
+            "again, or remove the field."
+        )
+    return profile
 
 
 class ProfileTiming:

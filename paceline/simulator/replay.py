@@ -3,14 +3,15 @@
 A recording is split into runs at its marks. The requests of a run arrive as recorded, in an engine with the recorded
 options, and the time to the last token is compared with the recording. Time counts from the arrival of the last request
 that the first pass was planned with. (A caller measures a little more: reading prompts before and collecting outputs
-after.)
+after.) Where a caller waited for all outputs before it sent more, as between turns of chats, so does the replay:
+otherwise an error of one turn would be hidden by the recorded beginning of the next.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,21 @@ def span_of(recording: Recording, run: RecordedRun) -> tuple[float, float]:
     """Start and end of a run: the last arrival before the first launch, whose plan saw all requests until then, and the
     last token."""
     requests = [one for one in recording.requests if one.at in run]
-    launched = min(one.at for one in recording.passes if one.at in run)
+    launched = min((one.at for one in recording.passes if one.at in run), default=math.inf)
     first = max((one.at for one in requests if one.at <= launched), default=requests[0].at)
     return first, max(one.at + (one.finished_s or 0.0) for one in requests)
+
+
+def _turns(recording: Recording, run: RecordedRun) -> list[RecordedRun]:
+    """The parts of a run that begin with a request whose caller had waited for all earlier ones."""
+    turns: list[RecordedRun] = []
+    for one in sorted((one for one in recording.requests if one.at in run), key=lambda one: one.at):
+        ends = one.at + (one.finished_s or 0.0)
+        if turns and one.at <= turns[-1].ends:
+            turns[-1] = replace(turns[-1], ends=max(ends, turns[-1].ends))
+        else:
+            turns.append(replace(run, begins=one.at, ends=ends))
+    return turns
 
 
 def _replay(
@@ -86,15 +99,22 @@ def _replay(
     passes = [one for one in recording.passes if one.at in run and one.device_s]
     if not requests or not passes:
         return
-    first, last = span_of(recording, run)
     if profile.swap_token_s is None:  # no KV was fetched, or copies are part of the passes, as on a CPU
         profile = msgspec.structs.replace(profile, swap_token_s=0.0)
-    coming = [one.later(-min(one.at, first)) for one in arrivals if one.at in run]
-    found = simulate(coming, recorded_config(recording.header), profile, overlap=recording.header.overlap != "off")
+    config, overlap = recorded_config(recording.header), recording.header.overlap != "off"
+    turns = _turns(recording, run)
+    coming: list[Arrival] = []
+    starts_s, ended = 0.0, span_of(recording, turns[0])[0]
+    for turn in turns:
+        first, last = span_of(recording, turn)
+        starts_s += first - ended
+        coming += [one.later(starts_s - min(one.at, first)) for one in arrivals if one.at in turn]
+        found = simulate(coming, config, profile, overlap=overlap)
+        starts_s, ended = found.seconds, last
     measured = sum(one.device_s or 0.0 for one in passes)
     yield ReplayedRun(
         run.name,
-        last - first,
+        ended - span_of(recording, turns[0])[0],
         found.seconds,
         measured / len(passes),
         found.busy_s / found.passes,

@@ -49,7 +49,7 @@ _SHOWN = {**DEFAULTS, "acceptance": DRAFT_ACCEPTANCE}  # the latter is what a si
 # Of workloads whose subject is not visible with the defaults above. Tenants compete if there is work for all of them
 # at any time, and a turn of policy fair is about one of these requests instead of twenty.
 WORKLOAD_DEFAULTS: dict[str, dict[str, Any]] = {
-    "tenants": {"tenants": 4, "rate": 160.0, "fair_quantum": 256},
+    "tenants": {"tenants": 4, "rate": 400.0, "fair_quantum": 256},
     "one-long": workloads.DEFAULTS["one-long"],
 }
 

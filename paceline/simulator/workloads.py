@@ -185,7 +185,7 @@ WORKLOADS: dict[str, Callable[[WorkloadConfig], Iterator[Arrival]]] = {
 # policy decides nothing while no request waits; `one-long` is the example by which continuous batching is explained:
 # one request of 500 tokens and seven of 10 in eight slots, and more of 10 that wait.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "tenants": {"requests": 800, "rate": 400.0, "tenants": 4},
+    "tenants": {"requests": 800, "rate": 800.0, "tenants": 4},
     "one-long": {"requests": 351, "arrivals": "once", "prompt_tokens": 16, "output_tokens": 10},
 }
 # Number of requests of the published benchmarks, which have no other option

@@ -13,9 +13,10 @@ import pytest
 from paceline.bench import offline, runner
 from paceline.bench.parts import PARTS
 from paceline.bench.startup import CHILD_PARTS
-from paceline.bench.workloads import gsp_offline, long_prompts, nano
+from paceline.bench.workloads import CHAT_TURNS, gsp_offline, long_prompts, nano
 from paceline.checks import CheckResult
 from paceline.config import OFFLINE_PARTS, ConfigError, OfflineConfig
+from paceline.simulator.fit import Recording
 
 KEYS = {
     "workload", "shape", "seconds", "tokens_per_s", "gpu_idle_share", "host_us_per_step", "hit_rate", "startup_s",
@@ -63,6 +64,17 @@ def test_chats_reports_cached_fetched_and_computed_tokens(
     assert found.keys() >= KEYS and found["workload"] == "chats" and found["computed_tokens"] > 0
     assert bool(found["fetched_tokens"]) == bool(found["fetch_rate"]) == bool(host)
     assert f"{found['fetched_tokens']:,} fetched" in printed
+
+
+def test_chats_are_recorded_as_one_run(tmp_path: Path) -> None:
+    """Later turns use what the first ones cached: a replay begins with the first."""
+    path = tmp_path / "run.jsonl"
+    assert offline.main(("chats", "nano", *TINY, "--repeats=1", f"--record={path}")) == 0
+    recording = Recording.read(path)
+    sizes = {run.name: sum(one.at in run for one in recording.requests) for run in recording.runs}
+    turns, rest = divmod(sizes["chats 0"], CHAT_TURNS)
+    assert sizes.keys() == {"chats 0", "nano 0"} and turns > 0 and not rest and sizes["nano 0"] > 0
+    assert all(any(one.at in run for run in recording.runs) for one in recording.passes[-20:])
 
 
 def test_embed_compares_embeddings_with_one_output_token_of_uncached_texts(
