@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from pathlib import Path
@@ -174,11 +175,32 @@ def test_a_fit_recovers_the_time_of_drafts(tmp_path: Path) -> None:
 def test_a_recording_with_drafts_says_nothing_about_passes_without(tmp_path: Path) -> None:
     """An engine with drafts runs more kernels in them."""
     record(tmp_path / "plain.jsonl", 0, QUICK)
-    slow = msgspec.structs.replace(QUICK, prompt=msgspec.structs.replace(QUICK.prompt, base=1.0))
+    slower = {term: 1.2 * seconds for term, seconds in QUICK.prompt.per.items()}
+    slow = msgspec.structs.replace(QUICK, prompt=msgspec.structs.replace(QUICK.prompt, per=slower))
     record(tmp_path / "drafts.jsonl", 4, slow)
     plain, drafts = (Recording.read(tmp_path / f"{name}.jsonl") for name in ("plain", "drafts"))
     alone, both = fit([plain], "x").profile, fit([plain, drafts], "x").profile
     assert both.draft_s and msgspec.structs.replace(both, draft_s={}) == alone
+
+
+def test_passes_with_more_tokens_than_the_largest_graph_are_left_out(tmp_path: Path) -> None:
+    """An engine has no graph for their drafts and verifies fewer than planned."""
+    last = UNMEASURED.buckets.index(32) + 1
+    small = msgspec.structs.replace(QUICK, buckets=QUICK.buckets[:last], bucket_s=QUICK.bucket_s[:last])
+    record(tmp_path / "plain.jsonl", 0, small)
+    record(tmp_path / "drafts.jsonl", 4, small)
+    plain, drafts = (Recording.read(tmp_path / f"{name}.jsonl") for name in ("plain", "drafts"))
+    beyond = {
+        one.step
+        for one in drafts.passes
+        if one.features.num_drafts == 4 * one.features.num_decodes and one.features.bucket * 5 > 32
+    }
+    assert len(beyond) > 20
+    slow = [
+        msgspec.structs.replace(one, device_s=1.2 * (one.device_s or 0.0)) if one.step in beyond else one
+        for one in drafts.passes
+    ]
+    assert fit([plain, drafts], "x") == fit([plain, dataclasses.replace(drafts, passes=slow)], "x")
 
 
 def test_a_fit_without_drafts_keeps_what_was_measured_before(tmp_path: Path) -> None:
