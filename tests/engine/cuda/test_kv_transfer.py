@@ -59,7 +59,7 @@ def test_tokens_of_two_executors_are_those_of_the_cpu(tmp_path: Path, transport:
             answer.result(200)
         assert [answer.token_ids for answer in answers] == wanted
         counters = pair.decode.scheduler.counters
-        assert counters.received_pages > 6 and counters.computed_tokens < 30
+        assert counters.received_pages > 6 and counters.fetched_tokens > 0, "what arrived was used"
         # The second has the beginning of the first, which may be there by then.
         assert pair.remote.num_completed == pair.remote.num_started >= 2 and not pair.remote.failures
         pair.check()
