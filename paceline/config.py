@@ -200,6 +200,13 @@ class SchedulerConfig:
         "with adaptive_drafts: drafts come from a draft model, not from the text of a request",
         hidden="set speculate instead",
     )
+    num_stages: int = option(
+        1,
+        "stages of the pipeline that executes passes: decode rows are divided among so many passes, which alternate",
+        low=1,
+        high=64,
+        hidden="set by the engine",
+    )
     itl_target: float = option(
         0.125,
         "target inter-token latency in seconds: while requests decode, a forward pass has only as many prompt tokens "
@@ -293,6 +300,10 @@ class SchedulerConfig:
             raise ConfigError(
                 f"max_batch_tokens is {self.max_batch_tokens}, too small for a decode batch of max_running = "
                 f"{self.max_running} requests: raise it to {decode_tokens} or lower max_running."
+            )
+        if self.num_stages > 1 and self.draft_tokens:
+            raise ConfigError(
+                f"num_stages is {self.num_stages} and draft_tokens is {self.draft_tokens}: a pipeline has no drafts."
             )
         if self.pin_quota_pages >= self.num_pages:
             raise ConfigError(

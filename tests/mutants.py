@@ -295,8 +295,8 @@ MUTANTS = [
     Mutant(
         "decodes stall behind prompts",
         "scheduler/scheduler.py",
-        "        decode = bool(running.decoding) and not (prefill_first and admission.chunks)",
-        "        decode = bool(running.decoding) and not admission.chunks",
+        "        decode = len(self._decode_rows) > 0 and not (prefill_first and admission.chunks)",
+        "        decode = len(self._decode_rows) > 0 and not admission.chunks",
     ),
     Mutant(
         "stop ids are ignored when no request has left",
@@ -314,13 +314,13 @@ MUTANTS = [
     Mutant(
         "the slots of decoding requests are cached too long",
         "scheduler/running_set.py",
-        "        self._decode_slots, self._sharing_is_known = None, False",
-        "        self._sharing_is_known = False",
+        "        self._decode_slots = None\n        self._decode_sharing.clear()",
+        "        self._decode_sharing.clear()",
     ),
     Mutant(
         "the sharing of decoding requests is cached too long",
         "scheduler/running_set.py",
-        "        self._decode_slots, self._sharing_is_known = None, False",
+        "        self._decode_slots = None\n        self._decode_sharing.clear()",
         "        self._decode_slots = None",
     ),
     Mutant(
@@ -332,8 +332,8 @@ MUTANTS = [
     Mutant(
         "masks are computed before the last token is known",
         "engine/loop.py",
-        "        if self._launched:\n            launched.delayed",
-        "        if False:\n            launched.delayed",
+        "        if self._launched and (not is_pipeline or self._samples_again(launched.sampled)):\n",
+        "        if False:\n",
         ["tests/sampling/test_grammar.py"],
     ),
     Mutant(
@@ -881,6 +881,42 @@ MUTANTS = [
         "        if found is None or tenant not in (None, found.tenant) or found.file.expires_at",
         "        if found is None or found.file.expires_at",
         ("tests/server/test_batches.py",),
+    ),
+    Mutant(
+        "a row of a pipeline is planned in every pass",
+        "scheduler/scheduler.py",
+        "max(self.step - self.config.num_stages, oldest - 1)",
+        "self.step",
+    ),
+    Mutant(
+        "a row of a pipeline is planned only when its token is known",
+        "scheduler/scheduler.py",
+        "max(self.step - self.config.num_stages, oldest - 1)",
+        "oldest - 1",
+    ),
+    Mutant(
+        "a pass of a pipeline has all rows that are ready",
+        "scheduler/running_set.py",
+        "        num_rows = -(-len(rows) // self._num_stages)\n",
+        "        num_rows = len(rows)\n",
+    ),
+    Mutant(
+        "a pass of a pipeline has rows that were retracted",
+        "scheduler/scheduler.py",
+        "        return self._due[np.isin(self._due, self.running.decode_slots)]\n",
+        "        return self._due\n",
+    ),
+    Mutant(
+        "a pass of a pipeline is charged to the tenants of all rows",
+        "scheduler/scheduler.py",
+        "            if num_decodes < len(self.running.decoding):\n                tenants",
+        "            if False:\n                tenants",
+    ),
+    Mutant(
+        "a pipeline has two passes in flight",
+        "scheduler/scheduler.py",
+        "        self.max_in_flight = config.num_stages + 1 ",
+        "        self.max_in_flight = 2 ",
     ),
 ]
 
