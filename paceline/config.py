@@ -205,7 +205,7 @@ class SchedulerConfig:
         "stages of the pipeline that executes passes: decode rows are divided among so many passes, which alternate",
         low=1,
         high=64,
-        hidden="set by the engine",
+        hidden="set pp instead",
     )
     itl_target: float = option(
         0.125,
@@ -423,6 +423,13 @@ class EngineConfig:
         low=1,
         high=64,
     )
+    pp: int = option(
+        1,
+        "pipeline parallelism: number of processes on a CPU among which the layers are divided; GPUs are not supported "
+        "yet (vLLM: pipeline_parallel_size; SGLang: pp_size)",
+        low=1,
+        high=64,
+    )
     collectives: str = option(
         "auto", "how the ranks of tensor parallelism exchange tensors; with tp", choices=COLLECTIVES
     )
@@ -521,10 +528,31 @@ class EngineConfig:
                 f"tp is {self.tp} and draft_model is {self.draft_model!r}: a draft model is not supported with tensor "
                 "parallelism; set speculate to ngram or auto."
             )
+        self._check_pipeline()
         if self.collectives != "auto" and self.tp == 1:
             raise ConfigError(f"collectives is {self.collectives!r} and tp is 1: give tp, too.")
         if self.speculate == "draft" and not self.draft_model:
             raise ConfigError(f"speculate is 'draft' and draft_model is {self.draft_model!r}: name a draft model.")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that have a part of the model."""
+        return self.tp * self.pp
+
+    def _check_pipeline(self) -> None:
+        if self.pp == 1:
+            return
+        for name, remedy in (
+            ("tp", "tensor and pipeline parallelism cannot be combined yet; set one of them to 1"),
+            ("executor", "it runs no model; remove one"),
+            ("speculate", "a pipeline has no speculative decoding; set it to off"),
+            ("record", "passes of a pipeline cannot be recorded; remove one"),
+            ("role", "stages cannot send their KV yet; remove one"),
+        ):
+            value = getattr(self, name)
+            default = next(item.default for item in dataclasses.fields(self) if item.name == name)
+            if value != default:
+                raise ConfigError(f"pp is {self.pp} and {name} is {value!r}: {remedy}.")
 
     def num_kv_pages(self, scheduler: SchedulerConfig, given: Mapping[str, Any]) -> int | None:
         """`kv_tokens` in pages, or `num_pages` of `given`, the scheduler options; None if neither is given."""
@@ -915,6 +943,10 @@ def check_replicas(config: ServerConfig, engine: EngineConfig, tenants: Iterable
             )
         if engine.tp > 1:
             raise ConfigError(f"{name} is {value!r} and tp is {engine.tp}: ranks cannot send their KV yet; remove one.")
+        if engine.pp > 1:
+            raise ConfigError(
+                f"{name} is {value!r} and pp is {engine.pp}: stages cannot send their KV yet; remove one."
+            )
     if config.replicas == 1:
         if config.router != "cache":
             raise ConfigError(f"router is {config.router!r}, but there is one replica: give replicas, too.")

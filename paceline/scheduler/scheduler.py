@@ -573,7 +573,7 @@ class Scheduler:
         assert one.plan.step == plan.step, "passes are committed in the order they were planned"
         at = Now(self.step, now)
         if device_s is not None:
-            self.counters.device_s += device_s
+            self.counters.device_s += device_s / self.config.num_stages  # of each stage, on average
             self._observe_time(plan, one.requests, device_s)
             self._service_time.observe(plan, one.requests, device_s)
             self.mixed_batches.observe(plan, device_s)

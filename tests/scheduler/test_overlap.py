@@ -270,3 +270,17 @@ def test_the_serial_loop_gives_the_tokens_of_a_pipeline(num_stages: int) -> None
         serial = outputs(False, False, **options)
         assert outputs(False, False, num_stages=num_stages, **options) == serial
         assert outputs(True, True, num_stages=num_stages, **options) == serial
+
+
+def test_every_token_of_a_pipeline_is_charged_once() -> None:
+    def services(num_stages: int) -> dict[str, float]:
+        subject = harness(overlap=True, num_stages=num_stages)
+        subject.add(*(request(prompt(n, n), 9, tenant="ab"[n % 2], id=f"r{n}") for n in range(6)))
+        tenants = fair_tenants(subject.scheduler.policy)
+        found: dict[str, float] = {}
+        while subject.scheduler.has_work:
+            subject.step()
+            found |= {name: tenant.service for name, tenant in tenants.items()}
+        return found
+
+    assert services(3) == services(1) and services(1)
