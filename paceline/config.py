@@ -200,6 +200,13 @@ class SchedulerConfig:
         "with adaptive_drafts: drafts come from a draft model, not from the text of a request",
         hidden="set speculate instead",
     )
+    num_stages: int = option(
+        1,
+        "stages of the pipeline that executes passes: decode rows are divided among so many passes, which alternate",
+        low=1,
+        high=64,
+        hidden="set pp instead",
+    )
     itl_target: float = option(
         0.125,
         "target inter-token latency in seconds: while requests decode, a forward pass has only as many prompt tokens "
@@ -293,6 +300,10 @@ class SchedulerConfig:
             raise ConfigError(
                 f"max_batch_tokens is {self.max_batch_tokens}, too small for a decode batch of max_running = "
                 f"{self.max_running} requests: raise it to {decode_tokens} or lower max_running."
+            )
+        if self.num_stages > 1 and self.draft_tokens:
+            raise ConfigError(
+                f"num_stages is {self.num_stages} and draft_tokens is {self.draft_tokens}: a pipeline has no drafts."
             )
         if self.pin_quota_pages >= self.num_pages:
             raise ConfigError(
@@ -412,6 +423,13 @@ class EngineConfig:
         low=1,
         high=64,
     )
+    pp: int = option(
+        1,
+        "pipeline parallelism: number of processes on a CPU among which the layers are divided; GPUs are not supported "
+        "yet (vLLM: pipeline_parallel_size; SGLang: pp_size)",
+        low=1,
+        high=64,
+    )
     collectives: str = option(
         "auto", "how the ranks of tensor parallelism exchange tensors; with tp", choices=COLLECTIVES
     )
@@ -510,10 +528,31 @@ class EngineConfig:
                 f"tp is {self.tp} and draft_model is {self.draft_model!r}: a draft model is not supported with tensor "
                 "parallelism; set speculate to ngram or auto."
             )
+        self._check_pipeline()
         if self.collectives != "auto" and self.tp == 1:
             raise ConfigError(f"collectives is {self.collectives!r} and tp is 1: give tp, too.")
         if self.speculate == "draft" and not self.draft_model:
             raise ConfigError(f"speculate is 'draft' and draft_model is {self.draft_model!r}: name a draft model.")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that have a part of the model."""
+        return self.tp * self.pp
+
+    def _check_pipeline(self) -> None:
+        if self.pp == 1:
+            return
+        for name, remedy in (
+            ("tp", "tensor and pipeline parallelism cannot be combined yet; set one of them to 1"),
+            ("executor", "it runs no model; remove one"),
+            ("speculate", "a pipeline has no speculative decoding; set it to off"),
+            ("record", "passes of a pipeline cannot be recorded; remove one"),
+            ("role", "stages cannot send their KV yet; remove one"),
+        ):
+            value = getattr(self, name)
+            default = next(item.default for item in dataclasses.fields(self) if item.name == name)
+            if value != default:
+                raise ConfigError(f"pp is {self.pp} and {name} is {value!r}: {remedy}.")
 
     def num_kv_pages(self, scheduler: SchedulerConfig, given: Mapping[str, Any]) -> int | None:
         """`kv_tokens` in pages, or `num_pages` of `given`, the scheduler options; None if neither is given."""
@@ -904,6 +943,10 @@ def check_replicas(config: ServerConfig, engine: EngineConfig, tenants: Iterable
             )
         if engine.tp > 1:
             raise ConfigError(f"{name} is {value!r} and tp is {engine.tp}: ranks cannot send their KV yet; remove one.")
+        if engine.pp > 1:
+            raise ConfigError(
+                f"{name} is {value!r} and pp is {engine.pp}: stages cannot send their KV yet; remove one."
+            )
     if config.replicas == 1:
         if config.router != "cache":
             raise ConfigError(f"router is {config.router!r}, but there is one replica: give replicas, too.")

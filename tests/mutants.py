@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TESTS = ("tests/scheduler", "tests/simulator", "tests/test_request.py")
+PIPELINE = ("tests/scheduler/test_overlap.py", "tests/scheduler/test_state_machine.py")
 
 
 @dataclass(frozen=True)
@@ -295,8 +296,8 @@ MUTANTS = [
     Mutant(
         "decodes stall behind prompts",
         "scheduler/scheduler.py",
-        "        decode = bool(running.decoding) and not (prefill_first and admission.chunks)",
-        "        decode = bool(running.decoding) and not admission.chunks",
+        "        decode = len(self._decode_rows) > 0 and not (prefill_first and admission.chunks)",
+        "        decode = len(self._decode_rows) > 0 and not admission.chunks",
     ),
     Mutant(
         "stop ids are ignored when no request has left",
@@ -314,13 +315,13 @@ MUTANTS = [
     Mutant(
         "the slots of decoding requests are cached too long",
         "scheduler/running_set.py",
-        "        self._decode_slots, self._sharing_is_known = None, False",
-        "        self._sharing_is_known = False",
+        "        self._decode_slots = None\n        self._decode_sharing.clear()",
+        "        self._decode_sharing.clear()",
     ),
     Mutant(
         "the sharing of decoding requests is cached too long",
         "scheduler/running_set.py",
-        "        self._decode_slots, self._sharing_is_known = None, False",
+        "        self._decode_slots = None\n        self._decode_sharing.clear()",
         "        self._decode_slots = None",
     ),
     Mutant(
@@ -332,8 +333,8 @@ MUTANTS = [
     Mutant(
         "masks are computed before the last token is known",
         "engine/loop.py",
-        "        if self._launched:\n            launched.delayed",
-        "        if False:\n            launched.delayed",
+        "        if self._launched and (not is_pipeline or self._samples_again(launched.sampled)):\n",
+        "        if False:\n",
         ["tests/sampling/test_grammar.py"],
     ),
     Mutant(
@@ -881,6 +882,90 @@ MUTANTS = [
         "        if found is None or tenant not in (None, found.tenant) or found.file.expires_at",
         "        if found is None or found.file.expires_at",
         ("tests/server/test_batches.py",),
+    ),
+    Mutant(
+        "a row of a pipeline is planned in every pass",
+        "scheduler/scheduler.py",
+        "max(self.step - self.config.num_stages, oldest - 1)",
+        "self.step",
+        PIPELINE,
+    ),
+    Mutant(
+        "a row of a pipeline is planned only when its token is known",
+        "scheduler/scheduler.py",
+        "max(self.step - self.config.num_stages, oldest - 1)",
+        "oldest - 1",
+        PIPELINE,
+    ),
+    Mutant(
+        "a pass of a pipeline has all rows that are ready",
+        "scheduler/running_set.py",
+        "        num_rows = -(-len(rows) // self._num_stages)\n",
+        "        num_rows = len(rows)\n",
+        PIPELINE,
+    ),
+    Mutant(
+        "a pass of a pipeline has rows that were retracted",
+        "scheduler/scheduler.py",
+        "        return self._due[np.isin(self._due, self.running.decode_slots)]\n",
+        "        return self._due\n",
+        PIPELINE,
+    ),
+    Mutant(
+        "a pass of a pipeline is charged to the tenants of all rows",
+        "scheduler/scheduler.py",
+        "            if num_decodes < len(self.running.decoding):\n                tenants",
+        "            if False:\n                tenants",
+        PIPELINE,
+    ),
+    Mutant(
+        "a pipeline has two passes in flight",
+        "scheduler/scheduler.py",
+        "        self.max_in_flight = config.num_stages + 1 ",
+        "        self.max_in_flight = 2 ",
+        PIPELINE,
+    ),
+    Mutant(
+        "a pipeline computes masks before the last token is known",
+        "engine/loop.py",
+        "        return any(not wanted.isdisjoint(one.sampled) for one in self._launched if one is not behind)\n",
+        "        return False\n",
+        ("tests/parallel/test_pipeline.py",),
+    ),
+    Mutant(
+        "a pipeline launches a pass behind one that cannot sample yet",
+        "engine/loop.py",
+        "        while len(self._launched) < depth and not self._must_commit():\n",
+        "        while len(self._launched) < depth:\n",
+        ("tests/parallel/test_pipeline.py",),
+    ),
+    Mutant(
+        "the first stage of a pipeline does not wait for tokens",
+        "engine/cpu/stages.py",
+        "wait=self._stored_step < needed",
+        "wait=False",
+        ("tests/parallel/test_pipeline.py",),
+    ),
+    Mutant(
+        "the first stage of a pipeline stores late tokens in slots of other requests",
+        "engine/cpu/stages.py",
+        "        is_same = self._joined_step[plan.slots[rows]] <= plan.step\n",
+        "        is_same = self._joined_step[plan.slots[rows]] >= 0\n",
+        ("tests/parallel/test_pipeline.py",),
+    ),
+    Mutant(
+        "the stages of a pipeline have the windows of the first layers",
+        "model/layout.py",
+        "spec.windows[layers], spec.layer_ropes[layers]",
+        "spec.windows[: len(self.layers(spec))], spec.layer_ropes[layers]",
+        ("tests/parallel/test_pipeline.py",),
+    ),
+    Mutant(
+        "the stages of a pipeline rotate as the first layers do",
+        "model/layout.py",
+        "spec.windows[layers], spec.layer_ropes[layers]",
+        "spec.windows[layers], spec.layer_ropes[: len(self.layers(spec))]",
+        ("tests/parallel/test_pipeline.py",),
     ),
 ]
 

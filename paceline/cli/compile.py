@@ -45,6 +45,8 @@ def compile(
 
     engine_options, scheduler_options = split_options(options, ("model", "shape", "output", "arch", "jobs"))
     config = EngineConfig(**engine_options)
+    if config.pp > 1:
+        raise ConfigError(f"pp is {config.pp}: pipeline parallelism runs on CPUs only so far, which need no kernels.")
     what = kernel_options(model, shape, config, scheduler_options)
     try:
         output.mkdir(parents=True, exist_ok=True)

@@ -33,12 +33,13 @@ from paceline.engine.virtual.build import build_virtual
 from paceline.model.decoder import Decoder
 from paceline.model.fetch import DEFAULT_MODEL, find_model
 from paceline.model.layout import WHOLE_MODEL, Shard
-from paceline.model.rank_group import RankGroup, shard_of
+from paceline.model.rank_group import RankGroup, StageLink, shard_of
 from paceline.model.read_spec import read_spec
 from paceline.model.registry import shape as named_shape
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import load_decoder, random_decoder
 from paceline.parallel.collectives import TorchGroup, connect, listen
+from paceline.parallel.stages import StagePipe
 from paceline.request import short
 from paceline.sampling.grammar import Grammars
 from paceline.scheduler import Scheduler
@@ -98,6 +99,8 @@ def build_engine(
     if load not in _LOAD:
         raise ConfigError(f"load is {load!r}: choose one of {', '.join(_LOAD)}.")
     scheduler_options = _with_drafts(config, scheduler_options)
+    if config.pp > 1:
+        scheduler_options["num_stages"] = config.pp
     if config.executor == "virtual":
         if model is not None or shape is not None or load != "weights":
             raise ConfigError("executor is 'virtual', which runs no model: remove model, load and shape.")
@@ -130,13 +133,14 @@ def build_engine(
     free = torch.cuda.mem_get_info()[0] * config.tp if device == "cuda" else None
     check_models_fit(specs, _num_bytes(config.dtype), free=free)
     with ExitStack() as stack:
-        ranks, group = None, None
-        if config.tp > 1:
+        ranks, group, stages = None, None, None
+        if config.num_ranks > 1:
             from paceline.engine.rank_processes import RankProcesses  # needs msgspec, which a minimal GPU host may lack
 
-            ranks = RankProcesses(config.tp)
+            ranks = RankProcesses(config.num_ranks)
             stack.callback(ranks.close)
-            group = _connected(ranks, path, load, shape, seed, device, config, scheduler_options)
+            store = _connected(ranks, path, load, shape, seed, device, config, scheduler_options)
+            group, stages = _links(config, _backend(config, device), 0, store, device)
         kernels = None
         if device == "cuda":
             kernels = _prepare_kernels(specs, config.dtype, scheduler_config, config, shard_of(group))
@@ -146,7 +150,7 @@ def build_engine(
             else:
                 tokenizer = synthetic_tokenizer(spec.vocab_size) if path is None else load_tokenizer(path)
             tokenizer.check_fits(spec.vocab_size)
-            decoder = _load(path, spec, seed, config, device, context, progress, group)
+            decoder = _load(path, spec, seed, config, device, context, progress, group, stages)
             drafter = None
             if draft is not None:
                 check_tokenizer(draft, tokenizer)
@@ -170,20 +174,21 @@ def build_engine(
     return engine
 
 
-def build_rank(setup: RankSetup, shard: Shard, agree: Callable[[int], int]) -> Executor:
+def build_rank(setup: RankSetup, rank: int, size: int, agree: Callable[[int], int]) -> Executor:
     """The executor of a rank other than 0. agree: returns the number of pages that all ranks use."""
     config = EngineConfig(**setup.engine_options)
     if setup.device == "cuda":
-        torch.cuda.set_device(shard.rank % torch.cuda.device_count())
-    group = _group(setup.backend, shard, connect(setup.port), setup.device)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    assert size == config.num_ranks, f"{size} processes for {config.num_ranks} ranks"
+    group, stages = _links(config, setup.backend, rank, connect(setup.port), setup.device)
     path = None if setup.model is None else Path(setup.model)
     spec = named_shape(setup.shape) if path is None and setup.shape is not None else read_spec(str(path))
     scheduler = _scheduler_config(spec, setup.scheduler_options, setup.device)
     kernels = None
     if setup.device == "cuda":
-        kernels = _prepare_kernels([spec], config.dtype, scheduler, config, shard)
+        kernels = _prepare_kernels([spec], config.dtype, scheduler, config, shard_of(group))
     with _one_thread():
-        decoder = _load(path, spec, setup.seed, config, setup.device, scheduler.context_tokens, None, group)
+        decoder = _load(path, spec, setup.seed, config, setup.device, scheduler.context_tokens, None, group, stages)
         fast = _arranged(decoder)
         del decoder
     return build_executor(fast, config, setup.scheduler_options, kernels=kernels, agree=agree).executor
@@ -198,9 +203,10 @@ def _load(
     max_positions: int,
     progress: Progress | None,
     group: RankGroup | None,
+    stages: StageLink | None,
 ) -> Decoder:
     options: dict[str, Any] = {"dtype": config.dtype, "device": device, "max_positions": max_positions}
-    options |= {"progress": progress, "group": group}
+    options |= {"progress": progress, "group": group, "stages": stages}
     return random_decoder(spec, seed=seed, **options) if path is None else load_decoder(path, **options)
 
 
@@ -220,14 +226,19 @@ def _with_dtype(config: EngineConfig, device: str) -> EngineConfig:
 
 def _with_threads(config: EngineConfig, device: str) -> EngineConfig:
     """On a CPU the ranks share the threads."""
-    if config.tp == 1 or config.threads is not None or device != "cpu":
+    if config.num_ranks == 1 or config.threads is not None or device != "cpu":
         return config
-    return replace(config, threads=max(1, torch.get_num_threads() // config.tp))
+    return replace(config, threads=max(1, torch.get_num_threads() // config.num_ranks))
 
 
 def _check_ranks(config: EngineConfig, spec: ModelSpec, device: str) -> None:
     """Raises if the model cannot be divided, or the GPUs do not suffice."""
-    Shard(0, config.tp).spec(spec)
+    Shard(0, config.tp, 0, config.pp).spec(spec)
+    if device == "cuda" and config.pp > 1:
+        raise ConfigError(
+            f"pp is {config.pp} and the device is a GPU: pipeline parallelism runs on CPUs only so far; use tp, or set "
+            "device to cpu."
+        )
     shares_gpu = config.collectives == "gloo" or os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
     if device == "cuda" and not shares_gpu and torch.cuda.device_count() < config.tp:
         raise ConfigError(
@@ -252,8 +263,8 @@ def _connected(
     device: str,
     config: EngineConfig,
     scheduler_options: Mapping[str, Any],
-) -> RankGroup:
-    """The group of all ranks, once they have the same setup."""
+) -> Any:
+    """The store by which all ranks find each other, once they have the same setup."""
     from paceline.engine.rank_messages import RankSetup
 
     store, port = listen()
@@ -261,7 +272,16 @@ def _connected(
     model = None if path is None else str(path.resolve())
     engine_options = {**asdict(config), "record": None}
     ranks.connect(RankSetup(port, backend, model, load, shape, seed, device, engine_options, dict(scheduler_options)))
-    return _group(backend, Shard(0, config.tp), store, device)
+    return store
+
+
+def _links(
+    config: EngineConfig, backend: str, rank: int, store: Any, device: str
+) -> tuple[RankGroup | None, StageLink | None]:
+    """What this process has to do with the others: its place among the ranks, or among the stages."""
+    if config.pp > 1:
+        return None, StagePipe(TorchGroup(Shard(rank, config.pp), store, backend))
+    return _group(backend, Shard(rank, config.tp), store, device), None
 
 
 def _group(backend: str, shard: Shard, store: Any, device: str) -> RankGroup:
@@ -325,7 +345,7 @@ def build_executor(
     """The executor of a loaded decoder, which it takes over, or of one rank's part. agree: gets the number of pages
     that fit here and returns how many all ranks use."""
     device = _device_of(decoder)
-    dtype, size = decoder.dtype, shard_of(decoder.group).size
+    dtype, size = decoder.dtype, decoder.shard.num_ranks
     given = scheduler_options
     scheduler_config = _scheduler_config(decoder.whole_spec, given, device)
     page_size = scheduler_config.page_size
@@ -343,7 +363,7 @@ def build_executor(
     assert isinstance(decoder, Decoder), "CUDA takes over a Decoder"
     assert draft is None or isinstance(draft, Decoder), "CUDA takes over a Decoder"
     specs = [decoder.whole_spec] if draft is None else [decoder.whole_spec, draft.spec]
-    shard = shard_of(decoder.group)
+    shard = decoder.shard
     kernels = kernels or _prepare_kernels(specs, str(dtype).removeprefix("torch."), scheduler_config, config, shard)
     executor, scheduler_config = build_cuda(decoder, config, scheduler_config, given, draft=draft, agree=agree)
     executor.load_libraries()
@@ -386,11 +406,15 @@ def assemble(
     executor: Executor = built.executor
     if ranks is not None:
         from paceline.engine.parallel_executor import ParallelExecutor
+        from paceline.engine.pipeline_executor import PipelineExecutor
 
         ranks.wait_ready()
-        if not isinstance(built.executor, CpuExecutor):  # there collectives raise when a rank is killed
-            built.executor.guard = ranks.check
-        executor = ParallelExecutor(built.executor, ranks)
+        if isinstance(built.executor, CpuExecutor) and decoder.stages is not None:
+            executor = PipelineExecutor(built.executor, ranks)
+        else:
+            if not isinstance(built.executor, CpuExecutor):  # there collectives raise when a rank is killed
+                built.executor.guard = ranks.check
+            executor = ParallelExecutor(built.executor, ranks)
     scheduler_config, device_name = built.scheduler, built.device_name
     scheduler = Scheduler(scheduler_config)
     if device_name == "cpu":
@@ -402,7 +426,7 @@ def assemble(
         spec.family,
         spec.num_parameters,
         str(dtype).removeprefix("torch."),
-        device_text if ranks is None else f"{config.tp} x {device_text}",
+        device_text if ranks is None else f"{decoder.shard.num_ranks} x {device_text}",
         spec.kv_bytes_per_token(dtype.itemsize),
     )
     engine = Engine(
@@ -432,7 +456,7 @@ def _host_options(
     count = config.num_host_pages(page_size, given)
     dtype_bytes = decoder.dtype.itemsize
     page_bytes = page_size * decoder.spec.kv_bytes_per_token(dtype_bytes)
-    free = free_memory() // shard_of(decoder.group).size - (0 if device == "cuda" else given["num_pages"] * page_bytes)
+    free = free_memory() // decoder.shard.num_ranks - (0 if device == "cuda" else given["num_pages"] * page_bytes)
     if not count and config.role == "decode":
         count = max(1, min(_DECODE_HOST_BYTES, free // 8) // page_bytes)
         log.info("role is decode: %d tokens of host memory receive KV (host_kv_tokens)", count * page_size)

@@ -74,7 +74,7 @@ class DelayedPending(Pending, Protocol):
 
     def mask_buffer(self, num_masks: int, num_words: int) -> Bits:
         """The buffer for the bits of this pass's masks: memory that the device reads without another copy. Called once,
-        after the pass before was waited for and before another is launched."""
+        after the pass before was waited for (of a pipeline: one with the same rows) and before another is launched."""
 
     def sample(self, masks: Masks) -> None:
         """Launches sampling. The masks' bits are in the mask buffer. Called once, before `wait`."""

@@ -2,7 +2,8 @@
 
 Serial: plan, launch, wait, commit. Overlapped: pass N+1 is planned and launched before the loop waits for N, so the
 device always has work queued while the host is busy. Nothing else differs; both produce the same tokens. `sync` plans
-as overlapped does but synchronises with the device before each launch: a fault that disappears under it is a race.
+as overlapped does but synchronises with the device before each launch: a fault that disappears under it is a race. With
+a pipeline of several stages, overlapped has a pass more in flight than there are stages.
 
 For rows with a grammar, the tokens allowed next depend on the last token. A pass with such rows is launched up to its
 logits; while the device computes them, the pass before is committed and the grammars advance by its tokens. Masks are
@@ -114,9 +115,9 @@ class Loop:
     def step(self, *, launch: bool = True) -> StepOutput | None:
         """Launches what can be launched and commits the oldest pass. None if there was nothing to commit.
         `launch=False` only commits: after a few steps no pass is in flight."""
-        # Overlapped, one pass is in flight when this begins and a second is launched behind it.
-        depth = (2 if self.overlap else 1) if launch else 0
-        while len(self._launched) < depth:
+        # Overlapped, one pass (of each stage) is in flight when this begins and another is launched behind it.
+        depth = (self.scheduler.max_in_flight if self.overlap else 1) if launch else 0
+        while len(self._launched) < depth and not self._must_commit():
             began = self.clock()
             plan = self.scheduler.plan(began)
             if plan is None:
@@ -152,8 +153,8 @@ class Loop:
         if self.constraints is not None:
             began = self.clock()
             failures = self.constraints.advance(updates)
-            behind = self._launched[0] if self._launched else None
-            if behind is not None and behind.delayed is not None:
+            behind = self._launched[-1] if self._launched else None
+            if behind is not None and behind.delayed is not None and not self._samples_again(behind.sampled, behind):
                 delayed = behind.delayed
                 self.constraints.start_masks(behind.sampled, delayed.mask_buffer, delayed.drafts())
                 self._masking = behind
@@ -180,12 +181,22 @@ class Loop:
             return _Launched(plan, requests, self.executor.launch(plan))
         pending = self.executor.launch_delayed(plan)
         launched = _Launched(plan, requests, pending)
-        if self._launched:
+        is_pipeline = self.scheduler.config.num_stages > 1
+        if self._launched and (not is_pipeline or self._samples_again(launched.sampled)):
             launched.delayed = pending
         else:
-            # No pass is in flight before it, so the allowed tokens are known.
+            # No pass in flight before it has one of its rows, so the allowed tokens are known.
             pending.sample(self.constraints.masks(launched.sampled, pending.mask_buffer, pending.drafts()))
         return launched
+
+    def _samples_again(self, sampled: Iterable[Request], behind: _Launched | None = None) -> bool:
+        """Whether a launched pass, before `behind`, samples for one of these requests."""
+        wanted = set(sampled)
+        return any(not wanted.isdisjoint(one.sampled) for one in self._launched if one is not behind)
+
+    def _must_commit(self) -> bool:
+        """Whether the pass launched last cannot sample yet, for tokens that one in flight yields."""
+        return bool(self._launched) and self._launched[-1].delayed is not None and self._masking is None
 
     def _sample_delayed(self) -> None:
         """Launches the sampling of the pass whose masks are being computed, if there is one."""

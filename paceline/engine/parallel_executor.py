@@ -59,7 +59,7 @@ class ParallelExecutor(Executor):
 
     def launch(self, plan: Plan) -> Pending:
         self._ranks.send(LaunchPass(plan))  # first: the others begin while this rank launches
-        with _rank_errors(self._ranks):
+        with rank_errors(self._ranks):
             return _ParallelPending(self.local.launch(plan), self._ranks)
 
     def prepare(self, plan: Plan) -> None:
@@ -67,7 +67,7 @@ class ParallelExecutor(Executor):
 
     def launch_delayed(self, plan: Plan) -> DelayedPending:
         self._ranks.send(LaunchPass(plan, delayed=True))
-        with _rank_errors(self._ranks):
+        with rank_errors(self._ranks):
             return _ParallelDelayed(self.local.launch_delayed(plan), self._ranks)
 
     def run_background_work(self) -> bool:
@@ -81,7 +81,7 @@ class ParallelExecutor(Executor):
 
 
 @contextmanager
-def _rank_errors(ranks: RankLink) -> Iterator[None]:
+def rank_errors(ranks: RankLink) -> Iterator[None]:
     """If a rank was lost, that is the reason of an error."""
     try:
         yield
@@ -97,7 +97,7 @@ class _ParallelPending:
         self._pending, self._ranks = pending, ranks
 
     def wait(self) -> Result:
-        with _rank_errors(self._ranks):
+        with rank_errors(self._ranks):
             return self._pending.wait()
 
 
@@ -116,5 +116,5 @@ class _ParallelDelayed(_ParallelPending):
 
     def sample(self, masks: Masks) -> None:
         self._ranks.send(SamplePass(masks))
-        with _rank_errors(self._ranks):
+        with rank_errors(self._ranks):
             self._delayed.sample(masks)

@@ -1,4 +1,4 @@
-"""Messages between rank 0, which is the engine, and the other ranks of tensor parallelism.
+"""Messages between rank 0, which is the engine, and the other ranks of tensor parallelism or stages of a pipeline.
 
 To the ranks by the ring, from them one line of JSON each by their standard output. The first message to a rank is its
 setup; then come the passes in launch order.

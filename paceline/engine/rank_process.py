@@ -1,4 +1,4 @@
-"""The process of one rank of tensor parallelism other than 0: executes what rank 0 sends.
+"""The process of one rank of tensor parallelism, or stage of a pipeline, other than 0: executes what rank 0 sends.
 
 It builds the same executor as rank 0, with its own part of the model, and exits when the engine is gone.
 """
@@ -29,7 +29,6 @@ from paceline.engine.rank_messages import (
     UsePages,
     to_rank,
 )
-from paceline.model.layout import Shard
 from paceline.parallel.ring import RingReader
 from paceline.request import PacelineError
 from paceline.sampling.types import Masks
@@ -93,7 +92,7 @@ def main() -> None:
         report(RankStarted())
         setup = _read(reader)
         assert isinstance(setup, RankSetup), f"the setup is expected, not {setup}"
-        executor = build_rank(setup, Shard(rank, size), agree)
+        executor = build_rank(setup, rank, size, agree)
         built.append(executor)
         report(RankReady())
     except Exception as error:  # rank 0 reports it

@@ -173,7 +173,7 @@ class RankProcesses:
             if self._closing.is_set() or self.failure is not None:
                 return
             self.failure = error
-        log.error("%s: tensor parallelism needs all ranks, the engine ends", error)
+        log.error("%s: each rank has a part of the model, so the engine ends", error)
         self._kill()
         self._on_failure(error)
 

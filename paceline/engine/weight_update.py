@@ -42,7 +42,8 @@ def update_weights(
         raise InvalidRequest(f"path is {short(path)}: give a folder or a .gguf file.")
     if engine.spec is None or not engine.executor.capabilities.weights:
         raise InvalidRequest(
-            "this engine cannot replace weights: weight updates need a model on one CPU or GPU (executor torch, tp 1)."
+            "this engine cannot replace weights: weight updates need a model on one CPU or GPU (executor torch, tp 1, "
+            "pp 1)."
         )
     if not engine.weights.updating.acquire(blocking=False):
         raise Conflict("another weight update is in progress: wait until it has ended.")

@@ -10,6 +10,9 @@ here reads a value on the host or loops over requests, so a whole step can be on
 With a `RankGroup` (tensor parallelism) a decoder has the weights of one rank: `spec` has its heads and MLP columns, and
 the outputs of attention and MLP are summed over all ranks. Logits are those of the rank's part of the vocabulary.
 
+With a `StageLink` (pipeline parallelism) it has the layers of one stage: the stage before sends the hidden states that
+it begins with, and all but the last send theirs on.
+
 What differs between families is a field of `ModelSpec`; there is one `if` per option and no class per model. This is
 the reference implementation: `CpuModel` and `CudaModel` compute the same with rearranged weights.
 """
@@ -23,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.model.rank_group import RankGroup, embed, shard_of
+from paceline.model.rank_group import RankGroup, StageLink, embed, shard_of
 from paceline.model.rope import rope_table, rotate
 from paceline.model.spec import ModelSpec
 
@@ -80,32 +83,42 @@ class Decoder:
         *,
         max_positions: int | None = None,
         group: RankGroup | None = None,
+        stages: StageLink | None = None,
     ) -> None:
         """`spec` is that of the whole model, `weights` are the fused tensors of `layout.target_shapes(spec, shard)`.
         Positions below `max_positions` (default: the model's context) can be used."""
-        self.whole_spec, self.group = spec, group
-        self.spec = spec = shard_of(group).spec(spec)
-        self.embedding = weights["embedding"]
-        self.head = weights["embedding" if spec.tied else "head"]
-        self.norm = weights["norm"]
-        self.device = self.embedding.device
-        self.dtype = self.embedding.dtype
+        self.whole_spec, self.group, self.stages = spec, group, stages
+        self.shard = shard_of(group or stages)
+        self.spec = spec = self.shard.spec(spec)
+        some = weights["0.qkv"]
+        self.device, self.dtype = some.device, some.dtype
+        none = some.new_empty(0)  # of a stage that does not need it
+        self.embedding = weights["embedding"] if self.shard.is_first else none
+        self.head = weights["embedding" if spec.tied else "head"] if self.shard.is_last else none
+        self.norm = weights["norm"] if self.shard.is_last else none
         self.max_positions = max_positions or spec.context_tokens
         self.rope_tables = [rope_table(rope, spec.head_dim, self.max_positions, self.device) for rope in spec.ropes]
         self.layers = [_layer(spec, weights, f"{layer}.") for layer in range(spec.num_layers)]
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [T, hidden] after the final norm, of tokens[T] at positions[T] (both integer)."""
+        """Hidden states [T, hidden] after the final norm, of tokens[T] at positions[T] (both integer). Of a stage that
+        is not the last: before the norm, and sent on."""
         # One gather per rope for all layers; [T, 1, D] broadcasts over heads.
         rotations = [table[positions].unsqueeze(1) for table in self.rope_tables]
-        x = embed(self.group, self.spec, self.embedding, tokens)
+        if self.stages is None or self.shard.is_first:
+            x = embed(self.group, self.spec, self.embedding, tokens)
+        else:
+            x = self.stages.receive(len(tokens), self.spec.hidden_size, self.dtype)
         for index, layer in enumerate(self.layers):
             rope = self.spec.layer_ropes[index]
             cos_sin = None if rope is None else rotations[rope]
             attended = self._sum(self._attention(index, self._norm(x, layer.attention_norm), cos_sin, attend))
             x = x + self._norm(attended, layer.attention_post_norm)
             x = x + self._norm(self._sum(layer.mlp(self._norm(x, layer.mlp_norm))), layer.mlp_post_norm)
+        if self.stages is not None and not self.shard.is_last:
+            self.stages.send(x)
+            return x
         return self._norm(x, self.norm)
 
     def states(self, hidden: Tensor) -> Tensor:

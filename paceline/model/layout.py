@@ -9,6 +9,9 @@ A `Shard` selects the part of one rank for tensor parallelism:
     split by columns (row-parallel)     out, down; the sum over ranks is the layer's output, so only rank 0 has the bias
     replicated                          norms; KV heads if there are fewer of them than ranks
 
+or that of one stage for pipeline parallelism: consecutive layers, the first stage with the embedding, the last with the
+final norm and the head.
+
 Parts need not be equal: nine query heads of three KV heads are three and six for two ranks. Kernels need the same
 number of query heads for every KV head of a rank, so KV heads are divided with all their query heads, unless there are
 fewer of them than ranks: then ranks share a KV head and divide its query heads.
@@ -30,16 +33,47 @@ _ALIGN = 64  # columns of the MLP and rows of the vocabulary that stay together,
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a model that rank `rank` of `size` holds. The default is the whole model."""
+    """The part of a model that one process holds: rank `rank` of `size` (tensor parallelism) of stage `stage` of
+    `num_stages` (pipeline parallelism). The default is the whole model."""
 
     rank: int = 0
     size: int = 1
+    stage: int = 0
+    num_stages: int = 1
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ModelError(f"shard size is {self.size}: give at least 1 rank.")
         if not 0 <= self.rank < self.size:
             raise ModelError(f"shard rank is {self.rank}: give a rank from 0 to {self.size - 1}.")
+        if not 0 <= self.stage < self.num_stages:
+            raise ModelError(f"shard stage is {self.stage}: give a stage from 0 to {self.num_stages - 1}.")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that have a part of the model."""
+        return self.size * self.num_stages
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    def layers(self, spec: ModelSpec) -> range:
+        """The layers of this stage. In a decode batch all stages take about as long: the head counts as the layers that
+        have as many parameters."""
+        return range(self._first_layer(spec, self.stage), self._first_layer(spec, self.stage + 1))
+
+    def _first_layer(self, spec: ModelSpec, stage: int) -> int:
+        if stage == self.num_stages:
+            return spec.num_layers
+        head = spec.vocab_size * spec.hidden_size
+        layer = (spec.num_parameters - head * (1 if spec.tied else 2)) / spec.num_layers
+        even = int((spec.num_layers + head / layer) * stage / self.num_stages + 0.5)
+        return max(stage, min(even, spec.num_layers - (self.num_stages - stage)))  # each has one at least
 
     def part(self, count: int, first: int = 0) -> slice:
         """This rank's part of `count` items from `first` on. Parts differ by one item at most."""
@@ -69,14 +103,23 @@ class Shard:
         return self.aligned_part(spec.vocab_size)
 
     def spec(self, spec: ModelSpec) -> ModelSpec:
-        """`spec` with the sizes of this rank: its heads, KV heads and MLP columns. The vocabulary stays whole: token
-        ids mean the same on every rank."""
+        """`spec` with the sizes of this rank: its layers, heads, KV heads and MLP columns. The vocabulary stays whole:
+        token ids mean the same on every rank."""
+        if spec.num_layers < self.num_stages:
+            raise ModelError(
+                f"num_layers is {spec.num_layers}, which {self.num_stages} stages cannot divide among them: "
+                f"choose pp {spec.num_layers} or less."
+            )
         for name in ("num_heads", "ffn_size", "vocab_size"):
             if getattr(spec, name) < self.size:
                 raise ModelError(
                     f"{name} is {getattr(spec, name)}, which {self.size} ranks cannot divide among them: "
                     f"choose tp {getattr(spec, name)} or less."
                 )
+        if self.num_stages > 1:
+            layers = slice(self.layers(spec).start, self.layers(spec).stop)
+            windows, ropes = spec.windows[layers], spec.layer_ropes[layers]
+            spec = replace(spec, num_layers=len(windows), windows=windows, layer_ropes=ropes)
         if self.size == 1:
             return spec
         queries, kv = self.heads(spec)
@@ -147,10 +190,14 @@ def target_shapes(spec: ModelSpec, shard: Shard = WHOLE_MODEL) -> dict[str, tupl
     hidden, qkv = spec.hidden_size, local.q_size + 2 * local.kv_size
     ids = shard.vocabulary(spec)
     vocabulary = (ids.stop - ids.start, hidden)
-    shapes: dict[str, tuple[int, ...]] = {"embedding": vocabulary, "norm": (hidden,)}
-    if not spec.tied:
-        shapes["head"] = vocabulary
-    for layer in range(spec.num_layers):
+    shapes: dict[str, tuple[int, ...]] = {}
+    if shard.is_first or (shard.is_last and spec.tied):
+        shapes["embedding"] = vocabulary
+    if shard.is_last:
+        shapes["norm"] = (hidden,)
+        if not spec.tied:
+            shapes["head"] = vocabulary
+    for layer in range(local.num_layers):
         at = f"{layer}."
         shapes.update({at + name: (hidden,) for name in _NORMS[spec.norm_placement].values()})
         shapes[at + "qkv"] = (qkv, hidden)
@@ -174,14 +221,15 @@ def stored_parts(spec: ModelSpec, shard: Shard = WHOLE_MODEL) -> dict[str, Store
     """The parameters that one rank reads, by their Hugging Face names."""
     shard.spec(spec)  # raises if there are too many ranks
     vocabulary, shape = shard.vocabulary(spec), (spec.vocab_size, spec.hidden_size)
-    parts = {
-        "model.embed_tokens.weight": _rows("embedding", shape, vocabulary),
-        "model.norm.weight": _whole("norm", (spec.hidden_size,)),
-    }
-    if not spec.tied:
-        parts["lm_head.weight"] = _rows("head", shape, vocabulary)
-    for layer in range(spec.num_layers):
-        parts.update(_layer_parts(spec, shard, f"model.layers.{layer}.", f"{layer}."))
+    parts: dict[str, StoredPart] = {}
+    if shard.is_first or (shard.is_last and spec.tied):
+        parts["model.embed_tokens.weight"] = _rows("embedding", shape, vocabulary)
+    if shard.is_last:
+        parts["model.norm.weight"] = _whole("norm", (spec.hidden_size,))
+        if not spec.tied:
+            parts["lm_head.weight"] = _rows("head", shape, vocabulary)
+    for index, layer in enumerate(shard.layers(spec)):
+        parts.update(_layer_parts(spec, shard, f"model.layers.{layer}.", f"{index}."))
     return parts
 
 

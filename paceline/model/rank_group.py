@@ -1,7 +1,8 @@
-"""RankGroup: the ranks that a model is sharded over, and the collectives that its forward pass needs.
+"""RankGroup: the ranks that a model is sharded over, and the collectives that its forward pass needs; StageLink: the
+stages that its layers are divided among.
 
-The interface is here because the decoder uses it; `parallel/` implements it. Where there is no group the whole model is
-on one device, and nothing is communicated.
+The interfaces are here because the decoder uses them; `parallel/` implements them. Where there is neither, the whole
+model is on one device, and nothing is communicated.
 """
 
 from __future__ import annotations
@@ -37,7 +38,33 @@ class RankGroup(Protocol):
         """The maximum over ranks of int64 numbers. `tensor` may be overwritten and returned."""
 
 
-def shard_of(group: RankGroup | None) -> Shard:
+class StageLink(Protocol):
+    """One stage of a pipeline. Hidden states are sent in the order of the passes."""
+
+    @property
+    def shard(self) -> Shard: ...
+
+    def begin(self) -> None:
+        """The first stage begins a pass."""
+
+    def receive(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
+        """Hidden states [T, H] of the stage before."""
+
+    def send(self, hidden: Tensor) -> None:
+        """To the stage behind. `hidden` is not changed any more."""
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time that the pass has taken on this stage and those before, without waiting for other passes."""
+
+    def send_result(self, data: bytes) -> None:
+        """From the last stage to the first."""
+
+    def receive_result(self) -> bytes:
+        """Blocks until the last stage has sent the next result. Called by another thread than the others."""
+
+
+def shard_of(group: RankGroup | StageLink | None) -> Shard:
     return WHOLE_MODEL if group is None else group.shard
 
 

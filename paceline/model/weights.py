@@ -20,7 +20,7 @@ from paceline.model.decoder import Decoder
 from paceline.model.gguf import gguf_tensors
 from paceline.model.gguf_file import is_gguf, open_gguf
 from paceline.model.layout import WHOLE_MODEL, Shard, StoredPart, StoredTensor, stored_parts, target_shapes
-from paceline.model.rank_group import RankGroup, shard_of
+from paceline.model.rank_group import RankGroup, StageLink, shard_of
 from paceline.model.read_spec import read_json, read_spec
 from paceline.model.spec import DTYPES, ModelError, ModelSpec
 
@@ -38,14 +38,15 @@ def load_decoder(
     max_positions: int | None = None,
     progress: Progress | None = None,
     group: RankGroup | None = None,
+    stages: StageLink | None = None,
 ) -> Decoder:
-    """Loads the model at `path`, a Hugging Face folder or a GGUF file. `dtype` defaults to the stored one. `group`:
-    loads this rank's part."""
+    """Loads the model at `path`, a Hugging Face folder or a GGUF file. `dtype` defaults to the stored one. `group`,
+    `stages`: loads this rank's part."""
     spec, stored = _open(Path(path))
     weights = fuse_weights(
-        spec, stored, source=str(path), dtype=dtype, device=device, progress=progress, shard=shard_of(group)
+        spec, stored, source=str(path), dtype=dtype, device=device, progress=progress, shard=shard_of(group or stages)
     )
-    return Decoder(spec, weights, max_positions=max_positions, group=group)
+    return Decoder(spec, weights, max_positions=max_positions, group=group, stages=stages)
 
 
 def _open(path: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
@@ -69,11 +70,13 @@ def random_decoder(
     max_positions: int | None = None,
     progress: Progress | None = None,
     group: RankGroup | None = None,
+    stages: StageLink | None = None,
 ) -> Decoder:
     """A model of this shape with random weights. The same seed, device and dtype give the same weights, on all ranks of
     a group together too."""
-    weights = random_weights(spec, seed=seed, dtype=dtype, device=device, progress=progress, shard=shard_of(group))
-    return Decoder(spec, weights, max_positions=max_positions, group=group)
+    shard = shard_of(group or stages)
+    weights = random_weights(spec, seed=seed, dtype=dtype, device=device, progress=progress, shard=shard)
+    return Decoder(spec, weights, max_positions=max_positions, group=group, stages=stages)
 
 
 def fuse_weights(
@@ -148,7 +151,7 @@ def random_weights(
             weight.fill_(2.0 if name.endswith("qk_norm") else 1.0)  # the gain that qkv has without a norm
         else:
             weight.normal_(0.0, _scale(spec, name, shape), generator=generator)
-        weights.update(_part_of(name, weight, parts) if shard.size > 1 else {name: weight})
+        weights.update({name: weight} if shard == WHOLE_MODEL else _part_of(name, weight, parts))
         done += weight.numel() * torch_dtype.itemsize
         if progress:
             progress(done, total)
@@ -165,23 +168,24 @@ def shard_weights(spec: ModelSpec, weights: Mapping[str, Tensor], shard: Shard) 
 
 
 def fused_parts(spec: ModelSpec, shard: Shard) -> dict[str, list[tuple[StoredPart, StoredPart]]]:
-    """For every fused tensor of a rank, the stored parameters in it: where each is in the whole tensor, and what of it
-    the rank has."""
+    """For every fused tensor of the whole model, the stored parameters in it that a rank has: where each is in the
+    tensor, and what of it the rank has."""
     whole = stored_parts(spec)
     parts: dict[str, list[tuple[StoredPart, StoredPart]]] = {}
     for name, part in stored_parts(spec, shard).items():
-        parts.setdefault(part.target, []).append((whole[name], part))
+        parts.setdefault(whole[name].target, []).append((whole[name], part))
     return parts
 
 
 def _part_of(name: str, weight: Tensor, parts: Mapping[str, list[tuple[StoredPart, StoredPart]]]) -> dict[str, Tensor]:
     """The part of a whole fused tensor; nothing if the rank has none of it."""
-    pieces = []
+    pieces, target = [], name
     for whole, part in parts.get(name, ()):
+        target = part.target
         rows = weight[whole.row : whole.row + whole.num_rows]
         # A norm that is stored once and repeated for every head is the same in all rows.
         pieces.append(rows[: part.num_rows] if len(whole.shape) < weight.ndim else rows[part.source])
-    return {name: torch.cat(pieces)} if pieces else {}
+    return {target: torch.cat(pieces)} if pieces else {}
 
 
 def _scale(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> float:

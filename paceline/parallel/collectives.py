@@ -86,6 +86,14 @@ class TorchGroup:
         self._group.allgather([list(found.unbind(0))], [source.contiguous()]).wait()
         return found.to(tensor.device)
 
+    def send(self, tensor: Tensor, rank: int) -> Any:
+        """Starts to send a tensor, which must not change until `wait` of what is returned has returned."""
+        return self._group.send([tensor], rank, 0)
+
+    def receive(self, tensor: Tensor, rank: int) -> None:
+        """Fills `tensor` with what `rank` sends. Several threads may receive, from different ranks."""
+        self._group.recv([tensor], rank, 0).wait()
+
     def abort(self) -> None:
         """Ends collectives in progress, where the backend can."""
         if self.is_capturable:

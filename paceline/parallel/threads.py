@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -20,6 +21,11 @@ class _Meeting:
 
     barrier: threading.Barrier
     tensors: list[Tensor] = field(default_factory=list)
+    sent: dict[tuple[int, int], SimpleQueue[Tensor]] = field(default_factory=dict)  # by ranks: from, to
+
+
+class _Sent:
+    def wait(self) -> None: ...
 
 
 class ThreadGroup:
@@ -35,6 +41,7 @@ class ThreadGroup:
     def of_size(cls, size: int) -> list[ThreadGroup]:
         """All ranks of a group."""
         meeting = _Meeting(threading.Barrier(size, timeout=_TIMEOUT_S), [torch.empty(0)] * size)
+        meeting.sent.update({(one, other): SimpleQueue() for one in range(size) for other in range(size)})
         return [cls(Shard(rank, size), meeting) for rank in range(size)]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -45,6 +52,13 @@ class ThreadGroup:
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
         return self._together(tensor, lambda tensors: torch.stack(tensors).amax(dim=0))
+
+    def send(self, tensor: Tensor, rank: int) -> _Sent:
+        self._meeting.sent[self.shard.rank, rank].put(tensor.clone())
+        return _Sent()
+
+    def receive(self, tensor: Tensor, rank: int) -> None:
+        tensor.copy_(self._meeting.sent[rank, self.shard.rank].get(timeout=_TIMEOUT_S))
 
     def _together(self, tensor: Tensor, function: Callable[[list[Tensor]], Tensor]) -> Tensor:
         meeting = self._meeting

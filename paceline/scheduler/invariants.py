@@ -36,6 +36,9 @@ class SchedulerState(Protocol):
     @property
     def admission(self) -> Admission: ...
 
+    @property
+    def sampled_in_flight(self) -> list[tuple[Request, ...]]: ...
+
 
 class BrokenInvariant(AssertionError):
     """The scheduler state is inconsistent."""
@@ -111,6 +114,8 @@ def _running(state: SchedulerState) -> list[str]:
         faults.append("the cached slots of decoding requests are out of date")
     if running.decodes_by_tenant != Counter(request.tenant for request in running.decoding):
         faults.append("the decoding requests of a tenant are miscounted")
+    in_flight = Counter(request.id for sampled in state.sampled_in_flight for request in sampled)
+    faults += [f"request {one} samples in {count} passes in flight" for one, count in in_flight.items() if count > 2]
     return faults
 
 

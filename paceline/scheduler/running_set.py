@@ -3,13 +3,17 @@
 A steady decode step changes nothing here, so what every step needs (slots, sharing and tenants of the decodes) is
 cached. The one thing to know before changing it: only the methods of this class change the two lists, and each of them
 invalidates what it must.
+
+With a pipeline of N stages a row's next token is known N passes later. So decodes are divided among N passes, which
+alternate: a pass has an Nth of them, those that have waited longest. Which rows are together follows from that alone,
+and in a steady state it is always the same ones.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -22,15 +26,15 @@ from paceline.scheduler.sharing import find_sharing
 class RunningSet:
     """Requests that hold a slot and have tokens that are not planned yet."""
 
-    def __init__(self, memory: Memory, *, shared_reads: bool) -> None:
+    def __init__(self, memory: Memory, *, shared_reads: bool, num_stages: int = 1) -> None:
         self._memory = memory
         self._shared_reads = shared_reads
+        self._num_stages = num_stages
         self.decoding: list[Request] = []
         self.prefilling: list[Request] = []  # admitted, prompt not fully planned; most senior first
         self.decodes_by_tenant: Counter[str] = Counter()
         self._decode_slots: Column | None = None
-        self._decode_sharing: Sharing | None = None
-        self._sharing_is_known = False
+        self._decode_sharing: dict[bytes, Sharing | None] = {}  # by slots of the batch
 
     def __len__(self) -> int:
         return len(self.decoding) + len(self.prefilling)
@@ -71,10 +75,11 @@ class RunningSet:
 
     def rows_remapped(self) -> None:
         """Rows read other pages than before, so the sharing of decodes has changed."""
-        self._sharing_is_known = False
+        self._decode_sharing.clear()
 
     def _decodes_changed(self) -> None:
-        self._decode_slots, self._sharing_is_known = None, False
+        self._decode_slots = None
+        self._decode_sharing.clear()
 
     # ------------------------------------------------------------------ derived
 
@@ -86,11 +91,29 @@ class RunningSet:
             self._decode_slots.flags.writeable = False
         return self._decode_slots
 
-    def decode_sharing(self, starts: Column, step: int) -> Sharing | None:
-        """Of the decode batch of `step`: one row per decoding request, with `starts` positions in memory."""
-        if not self._sharing_is_known:
-            self._decode_sharing, self._sharing_is_known = self.sharing(self.decoding, starts, step), True
-        return self._decode_sharing
+    def due_slots(self, latest: int) -> Column:
+        """Slots of the decodes for the next pass, in row order: at most an Nth of all, of those whose last pass is not
+        after step `latest`. Read-only."""
+        rows = self.decode_slots
+        if self._num_stages == 1:
+            return rows
+        last_steps = self._memory.slots.last_step[rows]
+        ready = np.flatnonzero(last_steps <= latest)
+        num_rows = -(-len(rows) // self._num_stages)
+        if len(ready) > num_rows:
+            longest = np.argsort(last_steps[ready], kind="stable")[:num_rows]
+            ready = np.sort(ready[longest])
+        due: Column = rows[ready]
+        return due
+
+    def decode_sharing(self, requests: Sequence[Request], rows: Column, starts: Column, step: int) -> Sharing | None:
+        """Of the decode batch of `step`: `requests` in slots `rows`, with `starts` positions in memory."""
+        key = rows.tobytes()
+        if key not in self._decode_sharing:
+            if len(self._decode_sharing) >= self._num_stages:
+                self._decode_sharing.clear()
+            self._decode_sharing[key] = self.sharing(requests, starts, step)
+        return self._decode_sharing[key]
 
     def sharing(self, requests: Iterable[Request], starts: Column, step: int) -> Sharing | None:
         """Of a batch with these rows. Its version is the step that found it, so it never repeats."""

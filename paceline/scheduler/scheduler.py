@@ -4,7 +4,8 @@ Before every forward pass it decides which requests run, on which pages, in whic
 clock and no device: the time is an argument, and the decision is a Plan that an executor executes. The one thing to
 know before changing it: a plan may be requested while the previous one is still in flight, so between two calls the
 last sampled tokens of the running rows may be unknown. What is planned (`slots.computed`, `slots.remaining`) is ahead
-of what is known (`request.output`).
+of what is known (`request.output`). It is ahead by one token at most, with a pipeline too: there more passes are in
+flight, and the passes in between have other rows.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ from paceline.scheduler.service_time import ServiceTime
 from paceline.scheduler.step_time import MixedBatchTimes, StepTimeFit
 from paceline.scheduler.validation import QueueLimits, validate
 
-MAX_IN_FLIGHT = 2  # passes that are planned and not committed
 MAX_PREFILL_BATCHES = 8  # batching prefill-first: in a row, while requests could decode
 
 
@@ -82,6 +82,8 @@ class Scheduler:
         self.draft_depth = (
             DraftDepth(config.draft_tokens, has_model=config.model_drafts) if config.adaptive_drafts else None
         )
+        self.max_in_flight = config.num_stages + 1  # passes that are planned and not committed
+        self._due: Column = NO_TOKENS  # slots of the decode rows of the pass being planned
         self._num_drafts = config.draft_tokens  # per decode row of the pass being planned, at most
         self._lengths = OutputLengths()
         self.step = 1  # number of the pass being planned, or of the next one
@@ -105,7 +107,7 @@ class Scheduler:
     def _reset_state(self) -> None:
         """Empty memory and queues."""
         self.memory = Memory(self.config, self.journal)
-        self.running = RunningSet(self.memory, shared_reads=self.config.shared_reads)
+        self.running = RunningSet(self.memory, shared_reads=self.config.shared_reads, num_stages=self.config.num_stages)
         self.policy = make_policy(self.memory.tree, self.config)
         self.admission = Admission(
             self.config,
@@ -138,6 +140,11 @@ class Scheduler:
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def sampled_in_flight(self) -> list[tuple[Request, ...]]:
+        """The requests that get tokens, by pass in flight."""
+        return [one.sampled for one in self._in_flight]
 
     @property
     def has_work(self) -> bool:
@@ -266,8 +273,8 @@ class Scheduler:
     # ------------------------------------------------------------------ plan
 
     def plan(self, now: float) -> Plan | None:
-        """The next forward pass, or None: there is nothing to do, or the pass in flight must be committed first."""
-        assert len(self._in_flight) < MAX_IN_FLIGHT, "commit the older pass before planning another"
+        """The next forward pass, or None: there is nothing to do, or a pass in flight must be committed first."""
+        assert len(self._in_flight) < self.max_in_flight, "commit the older pass before planning another"
         return self._plan(Now(self.step, now))
 
     def _plan(self, now: Now) -> Plan | None:
@@ -279,24 +286,25 @@ class Scheduler:
         admission.begin_step()
         if self.draft_depth is not None:
             self._num_drafts = self.draft_depth.choose(running.decoding)
+        self._due = self._find_due()
         may_admit = self.config.batching != "static" or not running
         prefill_first = self.config.batching == "prefill-first"
-        can_decode = bool(running.decoding)
+        can_decode = len(self._due) > 0
         decodes_are_due = self._num_prefill_batches >= MAX_PREFILL_BATCHES
         if not prefill_first or decodes_are_due:
             self._ensure_decode_pages(now)
-        if not (decodes_are_due and running.decoding):
+        if not (decodes_are_due and len(self._decode_rows)):
             self._plan_prefills(may_admit, now)
         if prefill_first and not admission.chunks:
             self._ensure_decode_pages(now)
-            if not running.decoding:  # they were retracted, so prompts may have memory now
+            if not len(self._decode_rows):  # they were retracted, so prompts may have memory now
                 self._plan_prefills(False, now)
         while not admission.chunks and not running.decoding and running.prefilling and not self._in_flight:
             # Partly computed prompts fill all memory and none can continue: retract one.
             if not self._retract_one(now, "a prompt that cannot continue"):
                 break
             self._plan_prefills(False, now)
-        decode = bool(running.decoding) and not (prefill_first and admission.chunks)
+        decode = len(self._decode_rows) > 0 and not (prefill_first and admission.chunks)
         if self.draft_depth is not None and admission.chunks:
             self._num_drafts = 0
         self._num_prefill_batches = self._num_prefill_batches + 1 if can_decode and not decode else 0
@@ -329,12 +337,25 @@ class Scheduler:
                 if request.slot is not None:
                     self._release(request, request.num_tokens, now)
 
+    def _find_due(self) -> Column:
+        """Slots of the decode rows that this pass can have. A row may be in flight once: in the pass that is as many
+        passes ago as there are stages. If it is in a later one, it waits until that one is committed."""
+        oldest = self._in_flight[0].plan.step if self._in_flight else self.step
+        return self.running.due_slots(max(self.step - self.config.num_stages, oldest - 1))
+
+    @property
+    def _decode_rows(self) -> Column:
+        """Slots of the decode rows of this pass. Of those that were due, some may have been retracted for others."""
+        if self.config.num_stages == 1:
+            return self.running.decode_slots
+        return self._due[np.isin(self._due, self.running.decode_slots)]
+
     def _ensure_decode_pages(self, now: Now) -> None:
-        """Allocates a page for the next token of every decoding request that needs one, and retracts if there are not
+        """Allocates a page for the next token of every decode row that needs one, and retracts if there are not
         enough."""
         memory, slots, draft = self.memory, self.memory.slots, self._num_drafts
         while True:
-            rows = self.running.decode_slots
+            rows = self._due = self._find_due()
             reach = slots.computed[rows]
             if self.config.draft_tokens:
                 reach = np.minimum(reach + slots.ahead[rows] + draft, slots.max_lengths[rows] - 1)
@@ -357,7 +378,7 @@ class Scheduler:
     def _prefill_budget(self) -> int:
         """Prompt tokens of this pass: what the token limits and the inter-token latency target leave."""
         config = self.config
-        num_decodes = 0 if config.batching == "prefill-first" else len(self.running.decoding)
+        num_decodes = 0 if config.batching == "prefill-first" else len(self._decode_rows)
         # With adaptive drafts, a mixed batch has none.
         decode_tokens = num_decodes * (1 if config.adaptive_drafts else 1 + config.draft_tokens)
         budget = min(config.max_prefill_tokens, config.max_batch_tokens - decode_tokens)
@@ -371,8 +392,8 @@ class Scheduler:
 
     def _build(self, decode: bool) -> Plan:
         slots, chunks = self.memory.slots, self.admission.chunks.values()
-        rows: Column = self.running.decode_slots if decode else NO_TOKENS
-        requests = sampled = tuple(self.running.decoding) if decode else ()
+        rows: Column = self._decode_rows if decode else NO_TOKENS
+        requests = sampled = self._requests_in(rows)
         read: tuple[Node, ...] = ()
         num_decodes = len(requests)
         starts, drafts, num_drafts = slots.computed[rows], None, 0
@@ -390,7 +411,10 @@ class Scheduler:
         lengths, samples = self._ones[:num_decodes], self._trues[:num_decodes]
         max_lengths = slots.max_lengths[rows]
         if decode:
-            for tenant, count in self.running.decodes_by_tenant.items():
+            tenants = self.running.decodes_by_tenant
+            if num_decodes < len(self.running.decoding):
+                tenants = Counter(request.tenant for request in requests)
+            for tenant, count in tenants.items():
                 self.policy.charge(tenant, count * self.config.output_weight)
         self.counters.decoded_tokens += num_decodes
         if chunks:
@@ -408,7 +432,8 @@ class Scheduler:
         if chunks:
             sharing = self.running.sharing(requests, starts, self.step)
         else:
-            sharing = self.running.decode_sharing(starts, self.step)
+            sharing = self.running.decode_sharing(requests, rows, starts, self.step)
+        slots.last_step[rows] = self.step
         for request in ending:
             if request.phase is Phase.DECODING:
                 self.running.stop_decoding(request)
@@ -436,6 +461,13 @@ class Scheduler:
         )
         self._in_flight.append(_PassInFlight(plan, requests, sampled, ending, self._departures, read))
         return plan
+
+    def _requests_in(self, rows: Column) -> tuple[Request, ...]:
+        """The decoding requests in these slots."""
+        if len(rows) == len(self.running.decoding):
+            return tuple(self.running.decoding)
+        found = tuple(self.memory.slots.requests[slot] for slot in rows.tolist())
+        return tuple(request for request in found if request is not None)
 
     def _limit_running_time(self, request_id: str) -> None:
         request = self.requests.get(request_id)  # None: it has ended since it was admitted
@@ -541,7 +573,7 @@ class Scheduler:
         assert one.plan.step == plan.step, "passes are committed in the order they were planned"
         at = Now(self.step, now)
         if device_s is not None:
-            self.counters.device_s += device_s
+            self.counters.device_s += device_s / self.config.num_stages  # of each stage, on average
             self._observe_time(plan, one.requests, device_s)
             self._service_time.observe(plan, one.requests, device_s)
             self.mixed_batches.observe(plan, device_s)

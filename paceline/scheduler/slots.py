@@ -31,6 +31,7 @@ class Slots:
         self.prompt_tokens: Column = np.zeros(max_running, np.int32)  # to prefill; after a retraction, output too
         self.runs_full_length: npt.NDArray[np.bool_] = np.zeros(max_running, np.bool_)  # is counted at full length
         self.num_pages: Column = np.zeros(max_running, np.int32)
+        self.last_step: npt.NDArray[np.int64] = np.zeros(max_running, np.int64)  # of the last pass with this row
         # calloc: rows that are never used cost address space, not memory
         self.page_table: npt.NDArray[np.int32] = np.zeros((max_running, max_row_pages), np.int32)
         self._free = list(range(max_running - 1, -1, -1))

@@ -1,4 +1,4 @@
-"""Tensor parallelism in one process: ranks as threads, on the real ring, with the real executors."""
+"""Tensor and pipeline parallelism in one process: ranks as threads, on the real ring, with the real executors."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from paceline.model.decoder import Decoder
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import random_weights, shard_weights
 from paceline.parallel.ring import RingReader, RingWriter, create_memory
+from paceline.parallel.stages import StagePipe
 from paceline.parallel.threads import ThreadGroup
 from paceline.text.synthetic import synthetic_tokenizer
 
@@ -77,6 +78,18 @@ class ThreadRanks:
 def sharded_decoders(spec: ModelSpec, weights: Mapping[str, Tensor], size: int) -> list[Decoder]:
     groups = ThreadGroup.of_size(size)
     return [Decoder(spec, shard_weights(spec, weights, group.shard), group=group) for group in groups]
+
+
+def staged_decoders(spec: ModelSpec, weights: Mapping[str, Tensor], num_stages: int) -> list[Decoder]:
+    pipes = [StagePipe(group) for group in ThreadGroup.of_size(num_stages)]
+    return [Decoder(spec, shard_weights(spec, weights, pipe.shard), stages=pipe) for pipe in pipes]
+
+
+def pipeline_llm(spec: ModelSpec, weights: Mapping[str, Tensor], num_stages: int, **options: Any) -> LLM:
+    """An LLM on a pipeline of the CPU; on one stage, without any of this, if that is 1."""
+    if num_stages == 1:
+        return cpu_llm(spec, weights, 1, **options)
+    return llm_of(staged_decoders(spec, weights, num_stages), num_stages=num_stages, **options)
 
 
 def cpu_llm(spec: ModelSpec, weights: Mapping[str, Tensor], size: int, **options: Any) -> LLM:

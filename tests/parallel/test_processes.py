@@ -1,4 +1,4 @@
-"""Tensor parallelism with a process for every rank: generation, failure, and nothing that is left behind."""
+"""Tensor and pipeline parallelism with a process for every rank: generation, failure, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -54,6 +55,12 @@ def test_what_is_not_supported_is_refused(options: dict[str, Any], message: str)
         EngineConfig(**options)
 
 
+def test_more_stages_than_layers_are_refused_before_a_process_is_started() -> None:
+    with pytest.raises(ValueError, match="num_layers is 4, which 5 stages cannot divide"):
+        LLM(**TINY, pp=5)
+    assert not ranks_of(os.getpid())
+
+
 def test_more_ranks_than_heads_are_refused_before_a_process_is_started() -> None:
     with pytest.raises(ValueError, match="num_heads is 6, which 8 ranks cannot divide"):
         LLM(**TINY, tp=8)
@@ -67,6 +74,42 @@ def test_two_processes_generate_and_end_with_the_engine() -> None:
     with LLM(**TINY, tp=2) as llm:
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
         assert len(ranks_of(os.getpid())) == 1
+    assert not ranks_of(os.getpid())
+
+
+@pytest.mark.cluster
+def test_two_stages_of_the_default_model_generate_and_end_with_the_engine(smollm2_path: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(str(smollm2_path), pp=2, dtype="float32", kv_tokens=512) as llm:
+        outputs = llm.generate([[504, 3575, 282, 4649, 314], [504, 3575]], params)
+        assert outputs[0].token_ids == [7042, 30, 198, 198, 504, 2988, 314, 42]
+        assert len(ranks_of(os.getpid())) == 1
+    assert not ranks_of(os.getpid())
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_stage_that_is_killed_ends_the_engine_with_the_reason(stage: int) -> None:
+    with LLM(**TINY) as llm:
+        expected = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+    llm = LLM(**TINY, pp=3)
+    assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
+    next(rank for rank in ranks_of(os.getpid()) if rank.cmdline()[-3] == str(stage)).kill()
+    with pytest.raises(EngineFailed, match=rf"rank {stage} of 3 ended unexpectedly \(signal SIGKILL\)"):
+        llm.generate(PROMPTS, GREEDY)
+    llm.close()
+    assert not ranks_of(os.getpid())
+
+
+@pytest.mark.cluster
+def test_a_stage_that_hangs_ends_the_pass_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "_MISSED_BEATS", 4)
+    llm = LLM(**TINY, pp=2)
+    llm.generate(PROMPTS, GREEDY)
+    ranks_of(os.getpid())[0].suspend()
+    with pytest.raises(EngineFailed, match="rank 1 of 2 has not responded for"):
+        llm.generate(PROMPTS, GREEDY)
+    llm.close()
     assert not ranks_of(os.getpid())
 
 

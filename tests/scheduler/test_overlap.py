@@ -205,3 +205,82 @@ def test_accepted_drafts_are_charged_to_the_tenant() -> None:
         return tenant.service
 
     assert service(4) - service(1) == 3 * 2.0
+
+
+def test_passes_of_a_pipeline_alternate_and_keep_all_stages_busy() -> None:
+    """With three stages, a pass has every third row, and four passes are in flight: one for each stage and one that
+    waits for its tokens."""
+    subject = harness(overlap=True, num_stages=3, max_running=7)
+    subject.add(*(request(prompt(n, n), 12, id=f"r{n}") for n in range(7)))
+    in_flight = []
+    while subject.scheduler.has_work:
+        subject.step()
+        in_flight.append(subject.scheduler.num_in_flight)
+    subject.assert_reference()
+    plans = [plan.slots.tolist() for plan in subject.executor.plans]
+    assert sorted(map(len, plans[1:4])) == [1, 3, 3]
+    for index in range(1, 28):
+        assert plans[index] == plans[index + 3], "the same rows are together"
+        assert not set(plans[index]) & set(plans[index + 1]) and not set(plans[index]) & set(plans[index + 2])
+    assert in_flight[8:25] == [3] * 17, "all stages are busy while the host commits"
+    assert subject.scheduler.counters.discarded_tokens == 0
+
+
+def test_rows_of_a_pipeline_are_divided_again_when_requests_leave() -> None:
+    subject = harness(overlap=True, num_stages=2)
+    lengths = [40, 3, 40, 3, 40, 3, 40, 3]
+    subject.add(*(request(prompt(n, n), length, id=f"r{n}") for n, length in enumerate(lengths)))
+    subject.run()
+    subject.assert_reference()
+    assert {len(plan.slots) for plan in subject.executor.plans[20:60]} == {2}
+
+
+def test_a_late_stop_token_in_a_pipeline_costs_one_discarded_token() -> None:
+    """A pass that was launched behind it has the row, as without a pipeline; the passes in between have other rows."""
+    subject = harness(overlap=True, num_stages=2, vocab=4)
+    stopping = request(prompt(1, 2, 3), 50, eos_token_ids=(EOS,))
+    subject.add(stopping, request(prompt(3, 2), 60), request(prompt(3, 1), 60))
+    subject.run()
+    subject.assert_reference()
+    assert stopping.finish_reason is FinishReason.STOP
+    assert subject.scheduler.counters.discarded_tokens == 1
+
+
+def test_a_request_alone_in_a_pipeline_is_planned_when_its_token_is_known() -> None:
+    subject = harness(overlap=True, num_stages=3)
+    subject.add(request(max_tokens=6))
+    assert subject.run() == 6
+    subject.assert_reference()
+    assert subject.scheduler.counters.discarded_tokens == 0
+
+
+def test_chunks_of_a_prompt_follow_each_other_through_a_pipeline() -> None:
+    """They need no token, so they need not wait for the pass before."""
+    subject = harness(overlap=True, num_stages=3, chunk_tokens=4)
+    subject.add(request(range(1, 30), 2))
+    subject.step()
+    assert [int(plan.starts[0]) for plan in subject.executor.plans] == [0, 4, 8, 12]
+    subject.run()
+    subject.assert_reference()
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_the_serial_loop_gives_the_tokens_of_a_pipeline(num_stages: int) -> None:
+    for options in ({}, {"num_pages": 20}, {"chunk_tokens": 3}):
+        serial = outputs(False, False, **options)
+        assert outputs(False, False, num_stages=num_stages, **options) == serial
+        assert outputs(True, True, num_stages=num_stages, **options) == serial
+
+
+def test_every_token_of_a_pipeline_is_charged_once() -> None:
+    def services(num_stages: int) -> dict[str, float]:
+        subject = harness(overlap=True, num_stages=num_stages)
+        subject.add(*(request(prompt(n, n), 9, tenant="ab"[n % 2], id=f"r{n}") for n in range(6)))
+        tenants = fair_tenants(subject.scheduler.policy)
+        found: dict[str, float] = {}
+        while subject.scheduler.has_work:
+            subject.step()
+            found |= {name: tenant.service for name, tenant in tenants.items()}
+        return found
+
+    assert services(3) == services(1) and services(1)

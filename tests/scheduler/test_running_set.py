@@ -61,12 +61,13 @@ def test_sharing_is_kept_until_a_decode_joins_or_leaves_or_rows_are_remapped() -
         subject.step()
     running, starts = subject.scheduler.running, np.full(3, 10, np.int32)
     step = subject.scheduler.step
-    sharing = running.decode_sharing(starts, step)
+    requests, rows = running.decoding, running.decode_slots
+    sharing = running.decode_sharing(requests, rows, starts, step)
     assert sharing is not None and sharing.common.tolist() == [8, 8]
-    assert running.decode_sharing(starts, step + 1) is sharing
+    assert running.decode_sharing(requests, rows, starts, step + 1) is sharing
     running.rows_remapped()
-    again = running.decode_sharing(starts, step + 2)
+    again = running.decode_sharing(requests, rows, starts, step + 2)
     assert again is not None and again.common.tolist() == [8, 8] and again.version == step + 2 != sharing.version
     running.stop_decoding(running.decoding[-1])
-    fewer = running.decode_sharing(starts[:2], step + 3)
+    fewer = running.decode_sharing(running.decoding, running.decode_slots, starts[:2], step + 3)
     assert fewer is not None and fewer.common.tolist() == [8]

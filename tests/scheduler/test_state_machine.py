@@ -40,6 +40,7 @@ def options(draw: Any) -> dict[str, Any]:
     smallest = -(-40 // page_size)
     draft_tokens, max_running = draw([0, 0, 0, 1, 3, 7]), draw([1, 2, 4, 8])
     return {
+        "num_stages": 1 if draft_tokens else draw([1, 2, 3]),
         "page_size": page_size,
         "num_pages": smallest + draw([0, 0, 1, 2, smallest, 4 * smallest]),
         "context_tokens": 64,
@@ -94,13 +95,17 @@ class Run:
     def __init__(
         self, draw: Any, *, listen: Callable[[Scheduler], CheckedEvents] = ReplayedEvents, **more: Any
     ) -> None:
-        config = SchedulerConfig(**options(draw) | more)
+        chosen = options(draw) | more
+        if chosen["draft_tokens"]:
+            chosen["num_stages"] = 1
+        config = SchedulerConfig(**chosen)
         scheduler = Scheduler(config)
         if config.adaptive_drafts and draw([False, True, True]):
             scheduler.draft_depth = RandomDepth(config.draft_tokens, draw)
         vocab = draw([1, 8, 64]) if config.adaptive_drafts else draw([8, 64])
         self.harness = Harness(scheduler, overlap=draw([False, True]), lazy=draw([False, True]), vocab=vocab)
         self.kv_events = listen(scheduler)
+        self.most_in_flight = 0
         self.aborted: set[str] = set()
         self.failed_outside: set[str] = set()
 
@@ -135,6 +140,7 @@ class Run:
 
     def step(self) -> None:
         self.harness.step()
+        self.most_in_flight = max(self.most_in_flight, self.harness.scheduler.num_in_flight + 1)
         self.kv_events.check()
 
     def check(self) -> None:
@@ -265,6 +271,19 @@ def test_a_million_random_steps_break_no_invariant() -> None:
     while steps < 1_000_000:
         steps += random_run(seed, max_requests=60, steps=300).harness.scheduler.counters.steps
         seed += 1
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_random_runs_of_a_pipeline_end_with_the_tokens_of_the_reference(num_stages: int) -> None:
+    totals = dict.fromkeys(("retractions", "duplicate_pages", "evicted_pages", "discarded_tokens"), 0)
+    most = 0
+    for seed in range(200, 230):
+        run = random_run(seed, faults=0.02, num_stages=num_stages, draft_tokens=0, adaptive_drafts=False)
+        most = max(most, run.most_in_flight)
+        for name in totals:
+            totals[name] += getattr(run.harness.scheduler.counters, name)
+    assert all(count > 10 for count in totals.values()), totals
+    assert most == num_stages + 1
 
 
 def test_random_depths_with_faulty_passes_and_retractions_give_the_tokens_of_the_reference() -> None:

@@ -5,21 +5,28 @@ from __future__ import annotations
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner
 from paceline.engine.cpu.model import DecoderModel
+from paceline.engine.cpu.stages import LastStageRunner, StageRunner
 
 
 def build_cpu(
     decoder: DecoderModel, config: EngineConfig, scheduler: SchedulerConfig, draft: DecoderModel | None = None
 ) -> CpuExecutor:
     """draft: a draft model."""
+    sizes: dict[str, int] = {
+        "num_pages": scheduler.num_pages,
+        "page_size": scheduler.page_size,
+        "max_running": scheduler.max_running,
+        "max_row_tokens": min(scheduler.context_tokens, scheduler.num_pages * scheduler.page_size),
+        "num_host_pages": scheduler.num_host_pages,
+    }
+    stages = decoder.stages
+    if stages is not None and not stages.shard.is_last:
+        return CpuExecutor(StageRunner(decoder, stages, **sizes), num_threads=config.threads)
     runner = CpuModelRunner(
         decoder,
-        num_pages=scheduler.num_pages,
-        page_size=scheduler.page_size,
-        max_running=scheduler.max_running,
-        max_row_tokens=min(scheduler.context_tokens, scheduler.num_pages * scheduler.page_size),
-        num_host_pages=scheduler.num_host_pages,
+        **sizes,
         share_host=config.role == "decode",
         adapt_drafts=not scheduler.adaptive_drafts,
         draft=draft,
     )
-    return CpuExecutor(runner, num_threads=config.threads)
+    return CpuExecutor(runner if stages is None else LastStageRunner(runner, stages), num_threads=config.threads)

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from paceline.engine.kv_sizing import free_memory
 from paceline.model.decoder import Attend, Decoder, DecoderLayer, Mlp, soft_cap
-from paceline.model.rank_group import RankGroup, embed
+from paceline.model.layout import Shard
+from paceline.model.rank_group import RankGroup, StageLink, embed
 from paceline.model.spec import ModelSpec
 
 _PACKED_MEMORY_FRACTION = 0.2  # of the free memory: the most that the packed copies may take
@@ -41,6 +42,12 @@ class DecoderModel(Protocol):
 
     @property
     def group(self) -> RankGroup | None: ...
+
+    @property
+    def stages(self) -> StageLink | None: ...
+
+    @property
+    def shard(self) -> Shard: ...
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -123,6 +130,7 @@ class CpuModel:
         assert decoder.dtype == torch.float32 and decoder.device.type == "cpu", "made for float32 on the CPU"
         self.spec, self.dtype = decoder.spec, decoder.dtype
         self.whole_spec, self.group = decoder.whole_spec, decoder.group
+        self.stages, self.shard = decoder.stages, decoder.shard
         self._embedding = decoder.embedding
         self._eps = torch.full((1, 1), decoder.spec.rms_eps)
         self._ropes = [_swap_table(table) for table in decoder.rope_tables]
@@ -130,19 +138,24 @@ class CpuModel:
             decoder.spec.num_parameters * 4 <= _PACKED_MEMORY_FRACTION * free_memory()
         )
         self._norm = decoder.norm
-        self._head = _Linear(decoder.head * decoder.norm, None, packed=packed)
+        if self.shard.is_last:
+            self._head = _Linear(decoder.head * decoder.norm, None, packed=packed)
         self._layers: list[_CpuLayer] = []
         while decoder.layers:
             self._layers.append(_CpuLayer(decoder.layers.pop(0), packed=packed))
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [T, hidden], scaled to unit mean square; the final norm's weight is folded into the head."""
+        """Hidden states [T, hidden], scaled to unit mean square; the final norm's weight is folded into the head. Of a
+        stage that is not the last: not scaled, and sent on."""
         spec = self.spec
         num_qk, size, eps = spec.num_heads + spec.num_kv_heads, spec.head_dim, self._eps
         has_pre_norm = spec.norm_placement != "post"
         rotations = [table[positions].unsqueeze(1).chunk(2, dim=-1) for table in self._ropes]
-        x = embed(self.group, spec, self._embedding, tokens)
+        if self.stages is None or self.shard.is_first:
+            x = embed(self.group, spec, self._embedding, tokens)
+        else:
+            x = self.stages.receive(len(tokens), spec.hidden_size, self.dtype)
         for index, layer in enumerate(self._layers):
             heads = layer.qkv(_normed(x, eps) if has_pre_norm else x).view(-1, num_qk + spec.num_kv_heads, size)
             qk, v = torch.split(heads, [num_qk, spec.num_kv_heads], dim=1)
@@ -155,6 +168,9 @@ class CpuModel:
             q, k = torch.split(qk, [spec.num_heads, spec.num_kv_heads], dim=1)
             x = self._add(x, layer.out, attend(index, q, k, v), layer.attention_post_norm)
             x = self._add(x, layer.mlp, _normed(x, eps) if has_pre_norm else x, layer.mlp_post_norm)
+        if self.stages is not None and not self.shard.is_last:
+            self.stages.send(x)
+            return x
         return _normed(x, eps)
 
     def _add(self, x: Tensor, block: _Linear | CpuMlp, y: Tensor, post_norm: Tensor | None) -> Tensor:
