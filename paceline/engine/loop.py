@@ -117,7 +117,7 @@ class Loop:
         `launch=False` only commits: after a few steps no pass is in flight."""
         # Overlapped, one pass (of each stage) is in flight when this begins and another is launched behind it.
         depth = (self.scheduler.max_in_flight if self.overlap else 1) if launch else 0
-        while len(self._launched) < depth and not self._must_commit():
+        while len(self._launched) < depth:
             began = self.clock()
             plan = self.scheduler.plan(began)
             if plan is None:
@@ -153,8 +153,10 @@ class Loop:
         if self.constraints is not None:
             began = self.clock()
             failures = self.constraints.advance(updates)
+            # Only the pass launched last can be delayed. What it waits for is the oldest pass, which was this one: as
+            # many passes as there are stages are between two passes with the same rows.
             behind = self._launched[-1] if self._launched else None
-            if behind is not None and behind.delayed is not None and not self._samples_again(behind.sampled, behind):
+            if behind is not None and behind.delayed is not None:
                 delayed = behind.delayed
                 self.constraints.start_masks(behind.sampled, delayed.mask_buffer, delayed.drafts())
                 self._masking = behind
@@ -189,14 +191,10 @@ class Loop:
             pending.sample(self.constraints.masks(launched.sampled, pending.mask_buffer, pending.drafts()))
         return launched
 
-    def _samples_again(self, sampled: Iterable[Request], behind: _Launched | None = None) -> bool:
-        """Whether a launched pass, before `behind`, samples for one of these requests."""
+    def _samples_again(self, sampled: Iterable[Request]) -> bool:
+        """Whether a pass in flight samples for one of these requests."""
         wanted = set(sampled)
-        return any(not wanted.isdisjoint(one.sampled) for one in self._launched if one is not behind)
-
-    def _must_commit(self) -> bool:
-        """Whether the pass launched last cannot sample yet, for tokens that one in flight yields."""
-        return bool(self._launched) and self._launched[-1].delayed is not None and self._masking is None
+        return any(not wanted.isdisjoint(one.sampled) for one in self._launched)
 
     def _sample_delayed(self) -> None:
         """Launches the sampling of the pass whose masks are being computed, if there is one."""
