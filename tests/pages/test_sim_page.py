@@ -402,7 +402,9 @@ def test_tooltips_of_selects_are_the_sentences_of_the_config(page: Page, url: st
 
 
 def test_the_journal_gives_reasons(page: Page, url: str) -> None:
-    page.goto(f"{url}/#policy=fair&against=none&at=0.2&num_pages=64")
+    frames = run_frames({"policy": "fair", "num_pages": 64})["frames"]
+    frame = max(frames, key=lambda one: one["num_waiting"])
+    page.goto(f"{url}/#policy=fair&against=none&at={frame['time']}&num_pages=64")
     settled(page)
     text = page.get_by_label("journal").inner_text()
     assert "is admitted:" in text and "tokens cached" in text
