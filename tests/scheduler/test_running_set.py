@@ -71,3 +71,19 @@ def test_sharing_is_kept_until_a_decode_joins_or_leaves_or_rows_are_remapped() -
     running.stop_decoding(running.decoding[-1])
     fewer = running.decode_sharing(running.decoding, running.decode_slots, starts[:2], step + 3)
     assert fewer is not None and fewer.common.tolist() == [8]
+
+
+def test_sharing_is_not_kept_for_another_request_in_the_same_slot() -> None:
+    subject = harness(max_running=2)
+    subject.add(request(prompt(range(1, 10), 20), 30), other := request(prompt(range(1, 10), 21), 30))
+    for _ in range(3):
+        subject.step()
+    before = subject.executor.plans[-1]
+    assert before.sharing is not None and before.num_decodes == 2
+    subject.scheduler.abort(other.id, subject.clock())
+    subject.add(request(prompt(range(30, 40)), 30))
+    for _ in range(3):
+        subject.step()
+    after = subject.executor.plans[-1]
+    assert after.slots.tolist() == before.slots.tolist() and after.num_decodes == 2
+    assert after.sharing is None or after.sharing.common.tolist() == [0]
