@@ -5,7 +5,6 @@ from __future__ import annotations
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner
 from paceline.engine.cpu.model import DecoderModel
-from paceline.engine.cpu.stages import LastStageRunner, StageRunner
 
 
 def build_cpu(
@@ -21,6 +20,8 @@ def build_cpu(
     }
     stages = decoder.stages
     if stages is not None and not stages.shard.is_last:
+        from paceline.engine.cpu.stages import StageRunner
+
         return CpuExecutor(StageRunner(decoder, stages, **sizes), num_threads=config.threads)
     runner = CpuModelRunner(
         decoder,
@@ -29,4 +30,8 @@ def build_cpu(
         adapt_drafts=not scheduler.adaptive_drafts,
         draft=draft,
     )
-    return CpuExecutor(runner if stages is None else LastStageRunner(runner, stages), num_threads=config.threads)
+    if stages is None:
+        return CpuExecutor(runner, num_threads=config.threads)
+    from paceline.engine.cpu.stages import LastStageRunner  # with msgspec, which one process does not need
+
+    return CpuExecutor(LastStageRunner(runner, stages), num_threads=config.threads)
