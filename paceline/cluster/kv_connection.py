@@ -12,9 +12,11 @@ import os
 import secrets
 import socket
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -23,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.cluster.kv_protocol import (
+    MAX_HANDSHAKE_BYTES,
     Challenge,
     Hello,
     KvLayout,
@@ -40,7 +43,7 @@ from paceline.cluster.kv_protocol import (
 from paceline.request import PacelineError
 from paceline.shared_pages import SharedPages
 
-_HANDSHAKE_S = 10.0
+HANDSHAKE_S = 10.0  # for all of it, however slowly the peer sends
 _SEND_TIMEOUT_S = 30.0  # a peer that reads nothing for so long is lost
 _NONCE_BYTES = 32
 _EMPTY: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -69,7 +72,7 @@ def parse_address(address: str) -> tuple[socket.AddressFamily, str | tuple[str, 
     return socket.AF_INET6 if ":" in host else socket.AF_INET, (host.strip("[]").replace("*", "0.0.0.0"), int(port))
 
 
-def connect(address: str, timeout_s: float = _HANDSHAKE_S) -> socket.socket:
+def connect(address: str, timeout_s: float = HANDSHAKE_S) -> socket.socket:
     family, where = parse_address(address)
     found = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -109,8 +112,8 @@ def _set_options(found: socket.socket) -> None:
 
 def greet(peer: socket.socket, token: str, layout: KvLayout, shared: SharedPages | None) -> None:
     """The decode engine's side. `shared`: its memory, which the prefill engine writes. Raises KvRejected."""
-    read = _reader(peer)
-    challenge = read_message(read)
+    read = _handshake_reader(peer)
+    challenge = read_message(read, MAX_HANDSHAKE_BYTES)
     if not isinstance(challenge, Challenge):
         raise KvProtocolError("the peer is not a prefill engine: it began with another message.")
     nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -121,7 +124,7 @@ def greet(peer: socket.socket, token: str, layout: KvLayout, shared: SharedPages
     else:  # the descriptor travels with the first byte
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [shared.descriptor]))]
         peer.sendall(frame[peer.sendmsg([frame], rights) :])
-    reply = read_message(read)
+    reply = read_message(read, MAX_HANDSHAKE_BYTES)
     if isinstance(reply, Rejected):
         raise KvRejected(reply.reason)
     if not isinstance(reply, Welcome) or not is_proof(reply.answer, token, "prefill", nonce):
@@ -131,10 +134,11 @@ def greet(peer: socket.socket, token: str, layout: KvLayout, shared: SharedPages
 def welcome(peer: socket.socket, token: str, layout: KvLayout) -> SharedPages | None:
     """The prefill engine's side. Returns the decode engine's memory, if pages are written there. Raises KvRejected."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
-    peer.sendall(encode_frame(Challenge(nonce)))
     descriptors: list[int] = []
+    read = _handshake_reader(peer, descriptors)
+    peer.sendall(encode_frame(Challenge(nonce)))
     try:
-        hello = read_message(_reader(peer, descriptors))
+        hello = read_message(read, MAX_HANDSHAKE_BYTES)
         if not isinstance(hello, Hello) or not is_proof(hello.answer, token, "decode", nonce):
             reason = "kv_token is another one: start both engines with the same."
         elif differences := layout.differences(hello.layout):
@@ -155,21 +159,33 @@ def welcome(peer: socket.socket, token: str, layout: KvLayout) -> SharedPages | 
             os.close(descriptor)
 
 
-def _reader(peer: socket.socket, descriptors: list[int] | None = None) -> Callable[[int], bytes]:
-    def read(count: int) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            if descriptors is not None and peer.family == socket.AF_UNIX:
-                piece, found, _, _ = socket.recv_fds(peer, count - len(data), 1)
-                descriptors.extend(found)
-            else:
-                piece = peer.recv(min(count - len(data), 1 << 20))
-            if not piece:
-                raise KvProtocolError("the connection ended within a message.")
-            data += piece
-        return bytes(data)
+def _handshake_reader(peer: socket.socket, descriptors: list[int] | None = None) -> Callable[[int], bytes]:
+    """Reads until HANDSHAKE_S from now. descriptors: gets those that a Unix socket passes along."""
+    deadline = time.monotonic() + HANDSHAKE_S
+    peer.settimeout(HANDSHAKE_S)
 
-    return read
+    def receive(count: int) -> bytes:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise KvProtocolError(f"the handshake has not ended after {HANDSHAKE_S:g} s.")
+        peer.settimeout(left_s)
+        if descriptors is None or peer.family != socket.AF_UNIX:
+            return peer.recv(count)
+        data, found, _, _ = socket.recv_fds(peer, count, 1)
+        descriptors.extend(found)
+        return data
+
+    return partial(_read_exactly, receive)
+
+
+def _read_exactly(receive: Callable[[int], bytes], count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        piece = receive(min(count - len(data), 1 << 20))
+        if not piece:
+            raise KvProtocolError("the connection ended within a message.")
+        data += piece
+    return bytes(data)
 
 
 # ---------------------------------------------------------------------- connection
@@ -248,7 +264,7 @@ class KvConnection:
                 sending.then()
 
     def _read(self) -> None:
-        read, buffer = _reader(self._peer), _EMPTY
+        read, buffer = partial(_read_exactly, self._peer.recv), _EMPTY
         try:
             while not self._closed.is_set():
                 message = read_message(read)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
 MAX_HEADER_BYTES = 8 << 20  # a prompt of two million tokens
+MAX_HANDSHAKE_BYTES = 64 << 10  # of a peer that has not proved yet that it knows the token
 MAX_PAYLOAD_BYTES = 64 << 20
 _LENGTH = struct.Struct(">I")
 
@@ -145,11 +146,11 @@ def encode_frame(message: KvMessage) -> bytes:
     return _LENGTH.pack(len(header)) + header
 
 
-def read_message(read: Callable[[int], bytes]) -> KvMessage:
+def read_message(read: Callable[[int], bytes], max_bytes: int = MAX_HEADER_BYTES) -> KvMessage:
     """The next message; its payload is read by the caller. `read` returns exactly so many bytes, or raises."""
     (length,) = _LENGTH.unpack(read(_LENGTH.size))
-    if length > MAX_HEADER_BYTES:
-        raise KvProtocolError(f"a header of {length} bytes was announced: at most {MAX_HEADER_BYTES} are allowed.")
+    if length > max_bytes:
+        raise KvProtocolError(f"a header of {length} bytes was announced: at most {max_bytes} are allowed.")
     try:
         message = _decoder.decode(read(length))
     except msgspec.DecodeError as error:

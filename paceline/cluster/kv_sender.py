@@ -17,6 +17,7 @@ import itertools
 import logging
 import socket
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from paceline.cluster.kv_connection import KvConnection, bind, welcome
+from paceline.cluster.kv_connection import HANDSHAKE_S, KvConnection, bind, welcome
 from paceline.cluster.kv_protocol import (
     CancelPrefill,
     KvLayout,
@@ -48,7 +49,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("paceline.kv")
 STAGING_BYTES = 1 << 30  # for pages that wait for a socket
 _MESSAGE_BYTES = 4 << 20  # of pages in one message over TCP
-_HANDSHAKE_S = 10.0
+_MAX_HANDSHAKES = 16  # at the same time: each has a thread, and anybody can connect
+_ACCEPT_RETRY_S = 0.1
 # Greedy, and one token: it proves that the KV is free of NaN.
 _PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
@@ -128,6 +130,7 @@ class PrefillServer:
             self._pool = PagePool(self._staging.num_pages)
             engine.executor.map_pages(self._staging)
         self._is_closed = False
+        self._handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
         # Metrics
         self.num_bytes = self.num_started = self.num_completed = 0
         self.failures: Counter[str] = Counter()  # by cause
@@ -164,17 +167,27 @@ class PrefillServer:
         while True:
             try:
                 peer, _ = self._socket.accept()
-            except OSError:
+            except OSError as error:
                 if self._is_closed:
                     return
-                log.exception("cannot accept a decode engine")
-                return
+                log.warning("cannot accept a decode engine, will try again: %s", error)  # no descriptors left, ...
+                time.sleep(_ACCEPT_RETRY_S)
+                continue
+            if not self._handshakes.acquire(blocking=False):
+                self.failures["rejected"] += 1
+                peer.close()
+                continue
             threading.Thread(target=self._welcome, args=(peer,), name="paceline-kv-welcome", daemon=True).start()
 
     def _welcome(self, peer: socket.socket) -> None:
+        try:
+            self._connect(peer)
+        finally:
+            self._handshakes.release()
+
+    def _connect(self, peer: socket.socket) -> None:
         name = f"decode-{next(self._numbers)}"
         try:
-            peer.settimeout(_HANDSHAKE_S)
             shared = welcome(peer, self._token, self._layout)
             if shared is not None:
                 self._engine.executor.map_pages(shared)
@@ -204,7 +217,7 @@ class PrefillServer:
             shared = link.shared
             try:
                 executor = self._engine.executor
-                self._engine.call(lambda _: executor.after_launched()).result(_HANDSHAKE_S).wait()
+                self._engine.call(lambda _: executor.after_launched()).result(HANDSHAKE_S).wait()
                 executor.unmap_pages(shared)
             except (PacelineError, TimeoutError):
                 log.debug("the engine has ended: its memory is unmapped with it")

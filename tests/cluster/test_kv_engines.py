@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.cluster import kv_connection
+from paceline.cluster import kv_connection, kv_sender
 from paceline.cluster.kv_protocol import KvMessage, PagesSent, PrefillDone
 from paceline.cluster.kv_transfer import GRACE_S
 from paceline.engine.build import build_engine
@@ -308,3 +311,64 @@ def test_a_prompt_that_is_given_up_before_its_first_step_leaves_no_hold(
         assert aborted.wait(30)
         wait_until(lambda: not pair.prefill.scheduler.has_work)
         pair.check()
+
+
+# ---------------------------------------------------------------------- strangers at the address of a prefill engine
+
+
+def test_a_flood_of_connections_harms_no_transfer(tmp_path: Path, expected: list[list[int]]) -> None:
+    with Pair(tmp_path, "tcp") as pair:
+        address = ("127.0.0.1", pair.server.port)
+        strangers = [socket.create_connection(address) for _ in range(kv_sender._MAX_HANDSHAKES + 4)]
+        wait_until(lambda: pair.server.failures["rejected"] >= 4)
+        ask_all(pair, expected)
+        for one in strangers:
+            one.close()
+        wait_until(lambda: pair.server._handshakes._value == kv_sender._MAX_HANDSHAKES)
+        assert pair.server.failures["rejected"] == len(strangers)
+
+
+def test_a_stranger_that_sends_byte_by_byte_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_connection, "HANDSHAKE_S", 0.3)
+    with Pair(tmp_path, "tcp") as pair, socket.create_connection(("127.0.0.1", pair.server.port)) as stranger:
+        stranger.sendall(struct.pack(">I", 60_000))
+
+        def is_cut_off() -> bool:
+            try:
+                stranger.sendall(b"x")
+            except (BrokenPipeError, ConnectionResetError):
+                return True
+            return False
+
+        wait_until(is_cut_off)
+        assert pair.server.failures["rejected"] == 1
+
+
+def test_a_stranger_cannot_announce_a_long_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_connection, "HANDSHAKE_S", 120.0)  # it is not the deadline that ends the connection
+    with Pair(tmp_path, "tcp") as pair, socket.create_connection(("127.0.0.1", pair.server.port)) as stranger:
+        stranger.sendall(struct.pack(">I", 1 << 20))
+        wait_until(lambda: pair.server.failures["rejected"] == 1)
+
+
+def test_a_failed_accept_is_tried_again(tmp_path: Path, expected: list[list[int]]) -> None:
+    """As when the process has no descriptor left."""
+    with Pair(tmp_path, "tcp") as pair:
+        listener, errors = pair.server._socket, [OSError(errno.EMFILE, "too many open files")]
+
+        class Failing:
+            def accept(self) -> Any:
+                if errors:
+                    raise errors.pop()
+                return listener.accept()
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(listener, name)
+
+        pair.server._socket = Failing()  # type: ignore[assignment]
+        for number in range(1, 3):  # the first is accepted by the call that waits already
+            with socket.create_connection(("127.0.0.1", pair.server.port)) as stranger:
+                stranger.sendall(struct.pack(">I", 1 << 20))
+                wait_until(lambda count=number: pair.server.failures["rejected"] == count)  # type: ignore[misc]
+        assert not errors
+        ask_all(pair, expected)
