@@ -394,6 +394,12 @@ DRAFT_ACCEPTANCE = 0.7  # of a virtual GPU, where nothing else is given or recor
 VIRTUAL_TOKENS = ("prompt", "clock")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATION: Mapping[str, str] = {
+    "auto": "on a CPU, weights of a quantised GGUF file stay in 4 or 8 bits, unless dtype is given",
+    "none": "weights are expanded to dtype",
+    "q8": "weights are rounded to 8 bits in groups of 32 (CPU only)",
+    "q4": "weights are rounded to 4 bits in groups of 32 (CPU only)",
+}
 OVERLAP_VARIABLE = "PACELINE_OVERLAP"  # read when the option is not given
 
 
@@ -447,6 +453,7 @@ class EngineConfig:
     dtype: str = option(
         "auto", "data type of weights and KV cache; auto: float32 on a CPU, bfloat16 on a GPU", choices=DTYPE_NAMES
     )
+    quantization: str = option("auto", "weights with fewer bits than dtype", choices=QUANTIZATION)
     threads: int | None = option(None, "number of CPU threads for compute; default: one per core", low=1, high=1024)
     overlap: str | None = option(
         None,

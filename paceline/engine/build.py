@@ -23,6 +23,8 @@ from paceline.config import MAX_PAGES, ConfigError, EngineConfig, SchedulerConfi
 from paceline.engine.cpu.build import build_cpu
 from paceline.engine.cpu.executor import CpuExecutor
 from paceline.engine.cpu.model import CpuModel, DecoderModel
+from paceline.engine.cpu.native import NativeError, native_library
+from paceline.engine.cpu.quantised_model import QuantisedModel
 from paceline.engine.draft_model import check_tokenizer, find_draft_model
 from paceline.engine.engine import Engine, EngineHooks, ModelInfo
 from paceline.engine.kv_sizing import check_host_fits, check_models_fit, free_memory, num_kv_pages
@@ -32,12 +34,15 @@ from paceline.engine.recent_outputs import RecentOutputs
 from paceline.engine.virtual.build import build_virtual
 from paceline.model.decoder import Decoder
 from paceline.model.fetch import DEFAULT_MODEL, find_model
+from paceline.model.gguf_file import is_gguf, open_gguf
+from paceline.model.gguf_tensors import is_quantised
 from paceline.model.layout import WHOLE_MODEL, Shard
+from paceline.model.quantised import GROUP
 from paceline.model.rank_group import RankGroup, StageLink, shard_of
 from paceline.model.read_spec import read_spec
 from paceline.model.registry import shape as named_shape
 from paceline.model.spec import ModelSpec
-from paceline.model.weights import load_decoder, random_decoder
+from paceline.model.weights import QuantisedWeights, load_decoder, random_decoder
 from paceline.parallel.collectives import TorchGroup, connect, listen
 from paceline.parallel.stages import StagePipe
 from paceline.request import short
@@ -106,7 +111,6 @@ def build_engine(
             raise ConfigError("executor is 'virtual', which runs no model: remove model, load and shape.")
         return build_virtual(config, scheduler_options, trace=trace, hooks=hooks, detokenize=detokenize)
     device = choose_device(config)
-    config = _with_dtype(_with_threads(config, device), device)
     path: Path | None = None
     if load == "random":
         if model is not None:
@@ -119,6 +123,7 @@ def build_engine(
             raise ConfigError(f"shape is {shape!r}, which requires load='random': leave it out.")
         path = find_model(DEFAULT_MODEL if model is None else model, progress=progress)
         spec = read_spec(path)
+    config = choose_precision(_with_threads(config, device), device, path)
     # Invalid options are reported before the weights are loaded.
     if config.role != "both" and not scheduler_options.get("prefix_cache", True):
         raise ConfigError(f"role is {config.role!r} and prefix_cache is off: KV is sent and received by prefix.")
@@ -131,7 +136,7 @@ def build_engine(
     specs = [spec] if draft is None else [spec, draft.spec]
     _check_ranks(config, spec, device)
     free = torch.cuda.mem_get_info()[0] * config.tp if device == "cuda" else None
-    check_models_fit(specs, _num_bytes(config.dtype), free=free)
+    check_models_fit(specs, _num_bytes(config), free=free)
     with ExitStack() as stack:
         ranks, group, stages = None, None, None
         if config.num_ranks > 1:
@@ -150,13 +155,13 @@ def build_engine(
             else:
                 tokenizer = synthetic_tokenizer(spec.vocab_size) if path is None else load_tokenizer(path)
             tokenizer.check_fits(spec.vocab_size)
-            decoder = _load(path, spec, seed, config, device, context, progress, group, stages)
-            drafter = None
+            fast = _load_model(path, spec, seed, config, device, context, progress, group, stages)
+            fast_drafter = None
             if draft is not None:
                 check_tokenizer(draft, tokenizer)
-                drafter = draft.load(dtype=config.dtype, device=device, max_positions=context, seed=seed)
-            fast, fast_drafter = _arranged(decoder), None if drafter is None else _arranged(drafter)
-            del decoder, drafter
+                fast_drafter = _arranged(
+                    draft.load(dtype=config.dtype, device=device, max_positions=context, seed=seed)
+                )
         engine = assemble(
             fast,
             tokenizer,
@@ -188,13 +193,11 @@ def build_rank(setup: RankSetup, rank: int, size: int, agree: Callable[[int], in
     if setup.device == "cuda":
         kernels = _prepare_kernels([spec], config.dtype, scheduler, config, shard_of(group))
     with _one_thread():
-        decoder = _load(path, spec, setup.seed, config, setup.device, scheduler.context_tokens, None, group, stages)
-        fast = _arranged(decoder)
-        del decoder
+        fast = _load_model(path, spec, setup.seed, config, setup.device, scheduler.context_tokens, None, group, stages)
     return build_executor(fast, config, setup.scheduler_options, kernels=kernels, agree=agree).executor
 
 
-def _load(
+def _load_model(
     path: Path | None,
     spec: ModelSpec,
     seed: int,
@@ -204,10 +207,17 @@ def _load(
     progress: Progress | None,
     group: RankGroup | None,
     stages: StageLink | None,
-) -> Decoder:
+) -> DecoderModel:
+    if config.quantization != "none":
+        assert path is not None, "only weights of a file are quantised"
+        weights = QuantisedWeights(path, quantization=config.quantization, progress=progress)
+        model = QuantisedModel(native_library(), spec, weights.vectors, weights.matrix, max_positions=max_positions)
+        if is_gguf(path):
+            open_gguf(path).release_memory()
+        return model
     options: dict[str, Any] = {"dtype": config.dtype, "device": device, "max_positions": max_positions}
     options |= {"progress": progress, "group": group, "stages": stages}
-    return random_decoder(spec, seed=seed, **options) if path is None else load_decoder(path, **options)
+    return _arranged(random_decoder(spec, seed=seed, **options) if path is None else load_decoder(path, **options))
 
 
 def group_of_one() -> RankGroup:
@@ -218,10 +228,40 @@ def group_of_one() -> RankGroup:
 # ---------------------------------------------------------------------- ranks
 
 
-def _with_dtype(config: EngineConfig, device: str) -> EngineConfig:
+def choose_precision(config: EngineConfig, device: str, path: Path | None) -> EngineConfig:
+    """With a dtype, and with quantization as it will be: none, or how the weights in `path` are quantised."""
+    given = config.quantization
+    if given in ("q4", "q8"):
+        for refused, what in (
+            (device == "cuda", "the device is a GPU: set device to cpu, or quantization to none"),
+            (config.num_ranks > 1, "tp or pp is given: set them to 1, or quantization to none"),
+            (path is None, "load is 'random': give a model, or set quantization to none"),
+            (config.dtype in ("bfloat16", "float16"), f"dtype is {config.dtype!r}: leave it out"),
+        ):
+            if refused:
+                raise ConfigError(f"quantization is {given!r} and {what}.")
+        try:
+            native_library()
+        except NativeError as error:
+            raise ConfigError(
+                f"quantization is {given!r}, which needs kernels compiled for this CPU: {error}; or set it to none."
+            ) from None
+    elif given == "auto":
+        is_kept = device == "cpu" and config.dtype == "auto" and config.num_ranks == 1 and _is_quantised(path)
+        if is_kept:
+            try:
+                native_library()
+            except NativeError as error:
+                log.warning("weights are expanded to float32, which is slower: kernels for 4 and 8 bits: %s", error)
+                is_kept = False
+        config = replace(config, quantization="auto" if is_kept else "none")
     if config.dtype != "auto":
         return config
     return replace(config, dtype="bfloat16" if device == "cuda" else "float32")
+
+
+def _is_quantised(path: Path | None) -> bool:
+    return path is not None and is_gguf(path) and is_quantised(open_gguf(path))
 
 
 def _with_threads(config: EngineConfig, device: str) -> EngineConfig:
@@ -425,7 +465,7 @@ def assemble(
     info = ModelInfo(
         spec.family,
         spec.num_parameters,
-        str(dtype).removeprefix("torch."),
+        decoder.precision,
         device_text if ranks is None else f"{decoder.shard.num_ranks} x {device_text}",
         spec.kv_bytes_per_token(dtype.itemsize),
     )
@@ -544,5 +584,8 @@ def _with_drafts(config: EngineConfig, scheduler_options: Mapping[str, Any]) -> 
     }
 
 
-def _num_bytes(dtype: str) -> int:
-    return 4 if dtype == "float32" else 2
+def _num_bytes(config: EngineConfig) -> float:
+    """Of a weight, at most: quantised ones have scales and offsets."""
+    if config.quantization != "none":
+        return 1 + 4 / GROUP
+    return 4 if config.dtype == "float32" else 2

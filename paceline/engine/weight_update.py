@@ -43,7 +43,7 @@ def update_weights(
     if engine.spec is None or not engine.executor.capabilities.weights:
         raise InvalidRequest(
             "this engine cannot replace weights: weight updates need a model on one CPU or GPU (executor torch, tp 1, "
-            "pp 1)."
+            "pp 1, quantization none)."
         )
     if not engine.weights.updating.acquire(blocking=False):
         raise Conflict("another weight update is in progress: wait until it has ended.")

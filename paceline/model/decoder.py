@@ -92,6 +92,7 @@ class Decoder:
         self.spec = spec = self.shard.spec(spec)
         some = weights["0.qkv"]
         self.device, self.dtype = some.device, some.dtype
+        self.precision = str(self.dtype).removeprefix("torch.")
         none = some.new_empty(0)  # of a stage that does not need it
         self.embedding = weights["embedding"] if self.shard.is_first else none
         self.head = weights["embedding" if spec.tied else "head"] if self.shard.is_last else none

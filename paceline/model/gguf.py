@@ -1,6 +1,6 @@
-"""GGUF files: metadata, spec and dequantised tensors.
+"""GGUF files: metadata, spec and tensors.
 
-The `gguf` package dequantises the tensors at load: the decoder computes with floating-point weights only.
+`gguf_tensors.py` reads the values of tensors.
 
 llama.cpp stores q and k of the llama family with the two halves of each head interleaved. `_unpermute` reverts this, so
 that the decoder has only one layout.
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from paceline.model.gguf_file import GGUFFile, TensorInfo, num_stored_bytes
+from paceline.model.gguf_tensors import dequantise, read_quantised
 from paceline.model.layout import StoredTensor
 from paceline.model.registry import ModelFamily, gguf_family_of, nope_layers
 from paceline.model.spec import ModelError, ModelSpec, RopeSpec, yarn_attention_factor
@@ -20,29 +19,7 @@ from paceline.model.spec import ModelError, ModelSpec, RopeSpec, yarn_attention_
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-def dequantise(file: GGUFFile, info: TensorInfo) -> Tensor:
-    """One tensor in float32, or in its stored 16-bit type."""
-    import torch  # not at the top: a spec is read before torch is imported
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    kind = GGMLQuantizationType(info.type_id)
-    num_bytes = num_stored_bytes(info)
-    raw = np.frombuffer(file.data, dtype=np.uint8, count=num_bytes, offset=info.offset)
-    if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
-        values = raw.view(np.float32 if kind == GGMLQuantizationType.F32 else np.float16)
-        return torch.from_numpy(values.reshape(info.shape).copy())
-    if kind == GGMLQuantizationType.BF16:
-        return torch.from_numpy(raw.view(np.int16).reshape(info.shape).copy()).view(torch.bfloat16)
-    block, block_bytes = GGML_QUANT_SIZES[kind]
-    try:
-        rows = raw.reshape(*info.shape[:-1], info.shape[-1] // block * block_bytes)
-        return torch.from_numpy(dequantize(rows, kind))
-    except NotImplementedError:
-        raise ModelError(
-            f"{info.name} is stored as {kind.name}, which is not supported: use a Q4_K or Q8_0 file."
-        ) from None
+    from paceline.model.quantised import QuantisedTensor
 
 
 # Names in GGUF files and the Hugging Face names of the same parameters.
@@ -91,7 +68,11 @@ def gguf_tensors(file: GGUFFile) -> dict[str, StoredTensor]:
             tensor = dequantise(file, info)
             return (_unpermute(tensor, heads[part]) if permuted else tensor)[rows_and_columns]
 
-        return StoredTensor(info.shape, num_stored_bytes(info), read)
+        def quantised() -> QuantisedTensor:
+            tensor = read_quantised(file, info)
+            return tensor.map_rows(lambda rows: _unpermute(rows, heads[part])) if permuted else tensor
+
+        return StoredTensor(info.shape, num_stored_bytes(info), read, quantised if len(info.shape) == 2 else None)
 
     return {_hugging_face_name(name): stored(info) for name, info in file.tensors.items() if name not in _IN_SPEC}
 

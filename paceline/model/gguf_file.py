@@ -55,6 +55,10 @@ class GGUFFile:
     def architecture(self) -> str:
         return str(self.get("general.architecture"))
 
+    def release_memory(self) -> None:
+        """Lets the system take back the memory of what was read."""
+        self.data.madvise(mmap.MADV_DONTNEED)
+
     def get(self, key: str) -> Any:
         if key not in self.metadata:
             raise ModelError(f"{self.path} lacks the metadata {key!r}: the file is incomplete, fetch another one.")

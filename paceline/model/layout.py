@@ -28,6 +28,8 @@ from paceline.model.spec import ModelError, ModelSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from paceline.model.quantised import QuantisedTensor
+
 _ALIGN = 64  # columns of the MLP and rows of the vocabulary that stay together, where the size allows: kernels like it
 
 
@@ -154,6 +156,8 @@ class StoredTensor:
     # The rows and columns of these slices, or all of it, on the CPU, in the dtype it is stored in. A file that can be
     # read in part is: a rank never has more of a model in memory than its own part and one tensor.
     read: Callable[[tuple[slice, ...]], Tensor]
+    # All of it, in the bits it is stored in; None: it is not quantised.
+    read_quantised: Callable[[], QuantisedTensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +219,11 @@ def target_shapes(spec: ModelSpec, shard: Shard = WHOLE_MODEL) -> dict[str, tupl
         if spec.qk_norm:
             shapes[at + "qk_norm"] = (local.num_heads + local.num_kv_heads, spec.head_dim)
     return shapes
+
+
+def is_matrix(name: str) -> bool:
+    """Whether a fused tensor is multiplied, and not a norm or a bias."""
+    return name.rpartition(".")[2] in ("embedding", "head", "qkv", "out", "gate_up", "down")
 
 
 def stored_parts(spec: ModelSpec, shard: Shard = WHOLE_MODEL) -> dict[str, StoredPart]:

@@ -19,7 +19,16 @@ from torch import Tensor
 from paceline.model.decoder import Decoder
 from paceline.model.gguf import gguf_tensors
 from paceline.model.gguf_file import is_gguf, open_gguf
-from paceline.model.layout import WHOLE_MODEL, Shard, StoredPart, StoredTensor, stored_parts, target_shapes
+from paceline.model.layout import (
+    WHOLE_MODEL,
+    Shard,
+    StoredPart,
+    StoredTensor,
+    is_matrix,
+    stored_parts,
+    target_shapes,
+)
+from paceline.model.quantised import QuantisedTensor, concatenate, quantise
 from paceline.model.rank_group import RankGroup, StageLink, shard_of
 from paceline.model.read_spec import read_json, read_spec
 from paceline.model.spec import DTYPES, ModelError, ModelSpec
@@ -88,10 +97,15 @@ def fuse_weights(
     device: str | torch.device,
     progress: Progress | None,
     shard: Shard = WHOLE_MODEL,
+    only_vectors: bool = False,
 ) -> dict[str, Tensor]:
-    """Copies the stored parameters of one rank into the fused tensors of the decoder."""
+    """Copies the stored parameters of one rank into the fused tensors of the decoder. only_vectors: norms and biases,
+    no matrices."""
     _check_names(stored_parts(spec), stored, tied=spec.tied, source=source)
     parts, shapes = stored_parts(spec, shard), target_shapes(spec, shard)
+    if only_vectors:
+        shapes = {name: shape for name, shape in shapes.items() if not is_matrix(name)}
+        parts = {name: part for name, part in parts.items() if part.target in shapes}
     torch_dtype = _torch_dtype(dtype or spec.dtype)
     weights = {name: torch.empty(shape, dtype=torch_dtype, device=device) for name, shape in shapes.items()}
     total, done = sum(stored[name].num_bytes for name in parts), 0
@@ -102,6 +116,43 @@ def fuse_weights(
         if progress:
             progress(done, total)
     return weights
+
+
+class QuantisedWeights:
+    """The weights of a model in 4 or 8 bits, read one after the other."""
+
+    def __init__(self, path: str | Path, *, quantization: str, progress: Progress | None = None) -> None:
+        """quantization: auto keeps a quantised file as it is; q4 and q8 round the weights."""
+        self.spec, self._stored = _open(Path(path))
+        self._bits = {"q4": 4, "q8": 8}.get(quantization)
+        self._progress, self._done = progress, 0
+        self._total = sum(one.num_bytes for one in self._stored.values())
+        self._parts: dict[str, list[str]] = {}  # of every matrix, in the order of its rows
+        for name, part in stored_parts(self.spec).items():
+            self._parts.setdefault(part.target, []).append(name)
+        self.vectors = fuse_weights(
+            self.spec,
+            self._stored,
+            source=str(path),
+            dtype="float32",
+            device="cpu",
+            progress=None,
+            only_vectors=True,
+        )
+
+    def matrix(self, name: str) -> QuantisedTensor:
+        return concatenate([self._read(self._stored[part]) for part in self._parts[name]])
+
+    def _read(self, stored: StoredTensor) -> QuantisedTensor:
+        if self._bits is None:
+            assert stored.read_quantised is not None, "the file is not quantised"
+            found = stored.read_quantised()
+        else:
+            found = quantise(stored.read(()), self._bits)
+        self._done += stored.num_bytes
+        if self._progress:
+            self._progress(self._done, self._total)
+        return found
 
 
 def _check_names(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner
 from paceline.engine.cpu.model import DecoderModel
+from paceline.engine.cpu.quantised_model import QuantisedModel
 
 
 def build_cpu(
@@ -31,7 +34,10 @@ def build_cpu(
         draft=draft,
     )
     if stages is None:
-        return CpuExecutor(runner, num_threads=config.threads)
+        executor = CpuExecutor(runner, num_threads=config.threads)
+        if isinstance(decoder, QuantisedModel):
+            executor.capabilities = replace(executor.capabilities, weights=False)
+        return executor
     from paceline.engine.cpu.stages import LastStageRunner  # with msgspec, which one process does not need
 
     return CpuExecutor(LastStageRunner(runner, stages), num_threads=config.threads)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paceline.engine.cpu.attention import CpuAttention
 from paceline.engine.cpu.drafts import NgramDrafts
 from paceline.engine.cpu.inputs import Index, Inputs, SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.cpu.model import DecoderModel
+from paceline.engine.cpu.quantised_model import attention_for
 from paceline.sampling.sampler import Sampler
 from paceline.scheduler.plan import Join
 
@@ -26,7 +26,7 @@ class ModelDrafts:
         self, decoder: DecoderModel, sampler: Sampler, *, num_pages: int, page_size: int, max_running: int
     ) -> None:
         self._decoder, self._sampler = decoder, sampler
-        self._attention = CpuAttention(KVCache(decoder.spec, num_pages, page_size, decoder.dtype), decoder.spec)
+        self._attention = attention_for(decoder, KVCache(decoder.spec, num_pages, page_size, decoder.dtype))
         self._sources = NgramDrafts(max_running, adapts=False)
 
     def join(self, join: Join) -> None:

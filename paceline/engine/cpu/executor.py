@@ -18,16 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.engine.attention import AttentionBackend
-from paceline.engine.cpu.attention import CpuAttention
 from paceline.engine.cpu.draft_model import ModelDrafts
 from paceline.engine.cpu.drafts import DraftProposer, NgramDrafts, Verification, verification
 from paceline.engine.cpu.inputs import Index, Inputs, SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.cpu.model import CpuModel, DecoderModel
+from paceline.engine.cpu.quantised_model import QuantisedModel, attention_for
 from paceline.engine.executor import Capabilities, Executor, Result
 from paceline.engine.pooling import PooledStates, pool_chunk
-from paceline.model.decoder import Attend, Decoder
+from paceline.model.decoder import Decoder
 from paceline.model.rank_group import gather_logits
 from paceline.sampling.logprobs import LogprobRequest, LogprobTable, output_logprobs, prompt_runs
 from paceline.sampling.sampler import Sampler
@@ -80,7 +79,7 @@ class CpuModelRunner:
         spec = decoder.spec
         self.decoder = decoder
         self.cache = KVCache(spec, num_pages, page_size, decoder.dtype, num_host_pages, share_host=share_host)
-        self.attention: AttentionBackend[Inputs, Attend] = CpuAttention(self.cache, spec)
+        self.attention = attention_for(decoder, self.cache)
         self.tables = SlotTables(max_running, max_row_tokens, page_size)
         self.sampler = Sampler(spec.vocab_size, max_running)
         self._sharded = None
@@ -96,6 +95,7 @@ class CpuModelRunner:
         self._drafts: DraftProposer = self._draft_model or NgramDrafts(max_running, adapts=adapt_drafts)
 
     def load_weights(self, decoder: Decoder) -> None:
+        assert not isinstance(self.decoder, QuantisedModel), "weights of a quantised model cannot be replaced"
         self.decoder = CpuModel(decoder) if isinstance(self.decoder, CpuModel) else decoder
 
     @torch.inference_mode()

@@ -8,6 +8,9 @@ an earlier owner would still be NaN.
 
 from __future__ import annotations
 
+import ctypes
+from functools import cached_property
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -47,6 +50,12 @@ class KVCache:
             self._hosts = self._whole_pages(self.host)
         else:
             self._hosts = _zeros((num_host_pages, spec.num_layers, 2, self._pages[0].shape[1]), dtype)
+
+    @cached_property
+    def addresses(self) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]]:
+        """The addresses of the keys and of the values, by layer."""
+        array = ctypes.c_void_p * len(self.keys)
+        return array(*(one.data_ptr() for one in self.keys)), array(*(one.data_ptr() for one in self.values))
 
     def swap(self, swap: Swap) -> None:
         """Copies pages to the host tier, then others from it."""

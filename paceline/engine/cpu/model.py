@@ -50,7 +50,10 @@ class DecoderModel(Protocol):
     def shard(self) -> Shard: ...
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype: ...  # of the KV cache
+
+    @property
+    def precision(self) -> str: ...  # of the weights, for humans
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor: ...
 
@@ -128,7 +131,7 @@ class CpuModel:
 
     def __init__(self, decoder: Decoder) -> None:
         assert decoder.dtype == torch.float32 and decoder.device.type == "cpu", "made for float32 on the CPU"
-        self.spec, self.dtype = decoder.spec, decoder.dtype
+        self.spec, self.dtype, self.precision = decoder.spec, decoder.dtype, decoder.precision
         self.whole_spec, self.group = decoder.whole_spec, decoder.group
         self.stages, self.shard = decoder.stages, decoder.shard
         self._embedding = decoder.embedding

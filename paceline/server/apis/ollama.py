@@ -37,7 +37,7 @@ from paceline.text.reasoning import reasoning_markers_of
 from paceline.text.tools import style_of
 
 _NS = 1_000_000_000
-_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "8-bit": 1, "4- and 8-bit": 0.75, "4-bit": 0.625}
 
 # ---------------------------------------------------------------------- requests
 
@@ -389,7 +389,7 @@ class OllamaVersion(msgspec.Struct):
 
 async def list_tags(call: Call) -> Response:
     state, model = call.state, call.state.client.model
-    size = model.num_parameters * _DTYPE_BYTES.get(model.dtype, 2)
+    size = int(model.num_parameters * _DTYPE_BYTES.get(model.dtype, 2))
     # Clients use the digest as an identifier.
     digest = hashlib.sha256(state.model_name.encode()).hexdigest()
     found = OllamaModel(state.model_name, state.model_name, _time(state.created), size, digest, _details(state))

@@ -1,0 +1,762 @@
+/* Forward passes with quantised weights on a CPU. `native.py` compiles this file for the machine it runs on.
+
+   Weights stay in 4 or 8 bits: w = scale * q + offset, with one scale and one offset per group of 32 columns. The input
+   of every matrix is rounded to 15 bits per group of 32, in two bytes, so that the sum of a group is one of integers and
+   exact. This changes outputs no more than float32 itself does; 8 bits would change them visibly. Sums over groups are
+   float32 and always in the same order, and so is attention: a token's result has the same bits whatever else is in the
+   batch, however its prompt is cut into chunks, and wherever its pages are.
+
+   The only code for one instruction set is the section "vectors". The reference implementation is
+   `model/quantised.py` together with `model.decoder.Decoder`. */
+
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#define GROUP 32   /* columns with one scale */
+#define LARGEST 16256 /* 127 * 128: an input after rounding */
+#define STEPS 8    /* of 4 columns each, in a group */
+#define KEYS 32    /* positions that attention reads at a time, from a multiple of it on */
+#define QUERIES 8  /* tokens of one request whose attention is computed together */
+#define INLINE static inline __attribute__((always_inline))
+
+/* ---------------------------------------------------------------- vectors
+
+   vb: LANES channels with 4 columns each, as bytes. Inputs: those of a group of columns, of one row.
+   dot4(acc, w, x, step): acc + the sums of w * x over the 4 columns of a step. */
+
+#if defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD) && !defined(PACELINE_PORTABLE)
+#include <arm_neon.h>
+#define ISA "neon dotprod"
+#define LANES 4
+#define ROWS 2
+#define SIGNED 1
+#elif defined(__AVX512VNNI__) && defined(__AVX512BW__) && !defined(PACELINE_PORTABLE)
+#include <immintrin.h>
+#define ISA "avx512 vnni"
+#define LANES 16
+#define ROWS 4
+#define SIGNED 0 /* vpdpbusd multiplies unsigned weights by signed inputs */
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(PACELINE_PORTABLE)
+#include <immintrin.h>
+#define ISA "avx2"
+#define LANES 8
+#define ROWS 2
+#define SIGNED 1
+#else
+#define ISA "portable"
+#define LANES 4
+#define ROWS 2
+#define SIGNED 1
+#endif
+
+#define VECS 2                /* vectors of channels that are computed together */
+#define TILE (VECS * LANES)   /* channels whose weights are stored together */
+
+typedef int32_t vi __attribute__((vector_size(LANES * 4)));
+typedef float vf __attribute__((vector_size(LANES * 4)));
+typedef uint8_t vb __attribute__((vector_size(LANES * 4)));
+
+INLINE vb load_bytes(const uint8_t *p) { vb v; memcpy(&v, p, sizeof v); return v; }
+INLINE vf load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+INLINE vf splat(float x) { return x - (vf){0}; }
+
+#if defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD) && !defined(PACELINE_PORTABLE)
+typedef struct { int8x16_t halves[2]; } Inputs;
+INLINE Inputs load_inputs(const int8_t *x) { return (Inputs){{vld1q_s8(x), vld1q_s8(x + 16)}}; }
+INLINE vi dot4(vi acc, vb w, Inputs x, int step) {
+    int32x4_t a = (int32x4_t)acc;
+    int8x16_t b = (int8x16_t)w, half = x.halves[step / 4];
+    switch (step % 4) { /* the lane must be a constant */
+    case 0: return (vi)vdotq_laneq_s32(a, b, half, 0);
+    case 1: return (vi)vdotq_laneq_s32(a, b, half, 1);
+    case 2: return (vi)vdotq_laneq_s32(a, b, half, 2);
+    default: return (vi)vdotq_laneq_s32(a, b, half, 3);
+    }
+}
+INLINE vf fma_(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+INLINE vf to_float(vi a) { return (vf)vcvtq_f32_s32((int32x4_t)a); }
+INLINE vf load_half(const uint16_t *p) { return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+#else
+typedef const int8_t *Inputs;
+INLINE Inputs load_inputs(const int8_t *x) { return x; }
+#if LANES == 16
+INLINE vi dot4(vi acc, vb w, Inputs x, int step) {
+    int32_t four;
+    memcpy(&four, x + 4 * step, 4);
+    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(four));
+}
+INLINE vf fma_(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+INLINE vf to_float(vi a) { return (vf)_mm512_cvtepi32_ps((__m512i)a); }
+INLINE vf load_half(const uint16_t *p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+#elif LANES == 8
+INLINE vi dot4(vi acc, vb w, Inputs x, int step) {
+    int32_t four;
+    memcpy(&four, x + 4 * step, 4);
+    __m256i a = (__m256i)w, b = _mm256_set1_epi32(four); /* bytes 0 and 2, then 1 and 3, as 16-bit integers */
+    __m256i even = _mm256_madd_epi16(_mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8),
+                                     _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
+    __m256i odd = _mm256_madd_epi16(_mm256_srai_epi16(a, 8), _mm256_srai_epi16(b, 8));
+    return (vi)_mm256_add_epi32((__m256i)acc, _mm256_add_epi32(even, odd));
+}
+INLINE vf fma_(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+INLINE vf to_float(vi a) { return (vf)_mm256_cvtepi32_ps((__m256i)a); }
+INLINE vf load_half(const uint16_t *p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+#else
+INLINE vi dot4(vi acc, vb w, Inputs x, int step) {
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < 4; j++) acc[i] += (int8_t)w[4 * i + j] * x[4 * step + j];
+    return acc;
+}
+INLINE vf fma_(vf a, vf b, vf c) { return a * b + c; }
+INLINE vf to_float(vi a) {
+    vf v;
+    for (int i = 0; i < LANES; i++) v[i] = (float)a[i];
+    return v;
+}
+INLINE float half_to_float(uint16_t h) {
+    uint32_t exponent = (h >> 10) & 31, mantissa = h & 1023, bits;
+    float value;
+    if (exponent == 0) {
+        value = (float)mantissa * 0x1p-24f;
+    } else {
+        bits = exponent == 31 ? 0x7f800000u | mantissa << 13 : (exponent + 112) << 23 | mantissa << 13;
+        memcpy(&value, &bits, 4);
+    }
+    return h >> 15 ? -value : value;
+}
+INLINE vf load_half(const uint16_t *p) {
+    vf v;
+    for (int i = 0; i < LANES; i++) v[i] = half_to_float(p[i]);
+    return v;
+}
+#endif
+#endif
+
+INLINE vf choose(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
+
+/* exp of x <= 88; 0 below -87. NaN stays NaN. */
+INLINE vf exp_(vf x) {
+    vi tiny = x < splat(-87.0f);
+    vf low = choose(tiny, splat(-87.0f), x);
+    vf shifted = fma_(low, splat(1.44269504f), splat(12582912.0f)); /* its last bits are the nearest integer */
+    vf n = shifted - splat(12582912.0f);
+    vf r = fma_(n, splat(2.12194440e-4f), fma_(n, splat(-0.693359375f), low));
+    vf p = splat(1.0f / 720);
+    p = fma_(p, r, splat(1.0f / 120));
+    p = fma_(p, r, splat(1.0f / 24));
+    p = fma_(p, r, splat(1.0f / 6));
+    p = fma_(p, r, splat(0.5f));
+    p = fma_(p, r, splat(1.0f));
+    p = fma_(p, r, splat(1.0f));
+    vf scale = (vf)(((vi)shifted - 0x4b400000 + 127) << 23);
+    return choose(tiny, splat(0.0f), p * scale);
+}
+
+/* ---------------------------------------------------------------- quantised matrices */
+
+typedef struct {
+    const uint8_t *data; /* see pack() */
+    const float *bias;   /* or NULL */
+    int32_t rows, columns, bits, unused;
+} Matrix;
+
+typedef struct { /* the rows of a batch, rounded to 15 bits: x = scale * (128 * high + low) */
+    int8_t *high, *low;
+    float *scales, *sums; /* [rows, groups]; a sum is that of the rounded x, over a group */
+    int64_t columns;      /* a multiple of GROUP: the rest is zero */
+} Rounded;
+
+INLINE int64_t groups_of(int64_t columns) { return (columns + GROUP - 1) / GROUP; }
+INLINE int64_t block_bytes(int bits) { return TILE * 4 + TILE * GROUP * bits / 8; }
+
+const char *isa(void) { return ISA; }
+
+int64_t packed_bytes(int64_t rows, int64_t columns, int32_t bits) {
+    return (rows + TILE - 1) / TILE * groups_of(columns) * block_bytes(bits);
+}
+
+static uint16_t to_half(float x) {
+    uint32_t bits, sign;
+    memcpy(&bits, &x, 4);
+    sign = bits >> 16 & 0x8000;
+    bits &= 0x7fffffff;
+    if (bits >= 0x47800000) return sign | (bits > 0x7f800000 ? 0x7e00 : 0x7c00);
+    if (bits < 0x38800000) { /* subnormal: units of 2^-24 */
+        float magnitude;
+        memcpy(&magnitude, &bits, 4);
+        return sign | (uint16_t)rintf(magnitude * 0x1p24f);
+    }
+    uint32_t rest = bits & 0x1fff, half = (bits - 0x38000000) >> 13;
+    return sign | (half + (rest > 0x1000 || (rest == 0x1000 && (half & 1))));
+}
+
+/* Arranges a matrix by tiles of TILE rows (channels), in each by groups of columns. A block: the scales and the offsets
+   of all channels as float16, then the values, by steps of 4 columns. Two steps of 4-bit values share their bytes.
+   values[rows, columns]: 0 to 15, or with 8 bits -128 to 127. */
+void pack(const int8_t *values, const float *scales, const float *offsets, int64_t rows, int64_t columns, int32_t bits,
+          uint8_t *out) {
+    int64_t groups = groups_of(columns);
+    memset(out, 0, packed_bytes(rows, columns, bits));
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t lane = row % TILE, vec = lane / LANES, in_vec = lane % LANES;
+        for (int64_t g = 0; g < groups; g++) {
+            uint8_t *block = out + (row / TILE * groups + g) * block_bytes(bits);
+            uint16_t *halves = (uint16_t *)block;
+            float scale = scales[row * groups + g], offset = offsets[row * groups + g];
+            if (bits == 8 && !SIGNED) offset -= 128 * scale;
+            halves[lane] = to_half(scale);
+            halves[TILE + lane] = to_half(offset);
+            uint8_t *packed = block + TILE * 4;
+            for (int k = 0; k < GROUP; k++) {
+                int64_t column = g * GROUP + k;
+                int value = column < columns ? values[row * columns + column] : 0;
+                int step = k / 4;
+                if (bits == 4)
+                    packed[((step / 2) * VECS + vec) * LANES * 4 + in_vec * 4 + k % 4] |= value << (step % 2 * 4);
+                else
+                    packed[(step * VECS + vec) * LANES * 4 + in_vec * 4 + k % 4] = SIGNED ? value : value + 128;
+            }
+        }
+    }
+}
+
+/* TILE channels of M rows of x. */
+INLINE void tile_product(const uint8_t *tile, const Rounded *x, int64_t row, const int M, const int bits,
+                         vf out[ROWS][VECS]) {
+    const int64_t groups = x->columns / GROUP;
+    const int8_t *high = x->high + row * x->columns, *low = x->low + row * x->columns;
+    const float *scales = x->scales + row * groups, *sums = x->sums + row * groups;
+    vf total[ROWS][VECS];
+    for (int r = 0; r < M; r++)
+        for (int v = 0; v < VECS; v++) total[r][v] = (vf){0};
+    for (int64_t g = 0; g < groups; g++, tile += block_bytes(bits), high += GROUP, low += GROUP) {
+        const uint8_t *w = tile + TILE * 4;
+        Inputs inputs[2 * ROWS]; /* the high parts of all rows, then the low parts */
+        vi acc[2 * ROWS][VECS];
+        for (int r = 0; r < M; r++) {
+            inputs[r] = load_inputs(high + r * x->columns);
+            inputs[M + r] = load_inputs(low + r * x->columns);
+        }
+        for (int r = 0; r < 2 * M; r++)
+            for (int v = 0; v < VECS; v++) acc[r][v] = (vi){0};
+#pragma GCC unroll 8
+        for (int s = 0; s < STEPS; s += 8 / bits)
+#pragma GCC unroll 2
+            for (int v = 0; v < VECS; v++, w += LANES * 4) {
+                vb bytes = load_bytes(w), first = bits == 4 ? bytes & 15 : bytes;
+#pragma GCC unroll 4
+                for (int r = 0; r < 2 * M; r++) acc[r][v] = dot4(acc[r][v], first, inputs[r], s);
+                if (bits == 8) continue;
+#pragma GCC unroll 4
+                for (int r = 0; r < 2 * M; r++) acc[r][v] = dot4(acc[r][v], bytes >> 4, inputs[r], s + 1);
+            }
+        const uint16_t *halves = (const uint16_t *)tile;
+#pragma GCC unroll 2
+        for (int v = 0; v < VECS; v++) {
+            vf scale = load_half(halves + v * LANES), offset = load_half(halves + TILE + v * LANES);
+#pragma GCC unroll 4
+            for (int r = 0; r < M; r++) {
+                total[r][v] = fma_(to_float((acc[r][v] << 7) + acc[M + r][v]), scale * splat(scales[r * groups + g]), total[r][v]);
+                total[r][v] = fma_(offset, splat(sums[r * groups + g]), total[r][v]);
+            }
+        }
+    }
+    for (int r = 0; r < M; r++)
+        for (int v = 0; v < VECS; v++) out[r][v] = total[r][v];
+}
+
+/* A tile of 4-bit values as one of 8-bit values, which are faster to read again and again. */
+static void expand(const uint8_t *tile, int64_t groups, uint8_t *out) {
+    for (int64_t g = 0; g < groups; g++, tile += block_bytes(4), out += block_bytes(8)) {
+        memcpy(out, tile, TILE * 4);
+        const uint8_t *packed = tile + TILE * 4;
+        uint8_t *values = out + TILE * 4;
+        for (int s = 0; s < STEPS; s += 2)
+            for (int v = 0; v < VECS; v++, packed += LANES * 4) {
+                vb bytes = load_bytes(packed), low = bytes & 15, high = bytes >> 4;
+                memcpy(values + (s * VECS + v) * LANES * 4, &low, sizeof low);
+                memcpy(values + ((s + 1) * VECS + v) * LANES * 4, &high, sizeof high);
+            }
+    }
+}
+
+/* Channels first to first + TILE - 1 of M rows of y = x W' + bias, or y + that. */
+INLINE void product_rows(const Matrix *w, const uint8_t *tile, int64_t first, const Rounded *x, int64_t row,
+                         const int M, const int bits, float *y, int add) {
+    vf out[ROWS][VECS];
+    tile_product(tile, x, row, M, bits, out);
+    int64_t count = w->rows - first < TILE ? w->rows - first : TILE;
+    for (int r = 0; r < M; r++) {
+        float *target = y + (row + r) * w->rows + first;
+        if (count == TILE) {
+            for (int v = 0; v < VECS; v++) {
+                vf value = out[r][v];
+                if (w->bias) value += load(w->bias + first + v * LANES);
+                if (add) value += load(target + v * LANES);
+                store(target + v * LANES, value);
+            }
+        } else {
+            float values[TILE];
+            for (int v = 0; v < VECS; v++) store(values + v * LANES, out[r][v]);
+            for (int64_t i = 0; i < count; i++) {
+                float value = values[i];
+                if (w->bias) value += w->bias[first + i];
+                target[i] = add ? target[i] + value : value;
+            }
+        }
+    }
+}
+
+/* y[rows, w.rows] = x W' + bias, or y + that. Called by all threads; tiles are divided among them. */
+static void product(const Matrix *w, const Rounded *x, int64_t rows, float *y, int add) {
+    int64_t tiles = (w->rows + TILE - 1) / TILE, groups = x->columns / GROUP;
+    int expands = w->bits == 4 && rows >= 4 * ROWS;
+    uint8_t expanded[expands ? groups * block_bytes(8) : 1];
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < tiles; t++) {
+        const uint8_t *tile = w->data + t * groups * block_bytes(w->bits);
+        int64_t row = 0;
+        if (expands) expand(tile, groups, expanded);
+        if (w->bits == 4 && !expands) {
+            for (; row + ROWS <= rows; row += ROWS) product_rows(w, tile, t * TILE, x, row, ROWS, 4, y, add);
+            for (; row < rows; row++) product_rows(w, tile, t * TILE, x, row, 1, 4, y, add);
+        } else {
+            if (expands) tile = expanded;
+            for (; row + ROWS <= rows; row += ROWS) product_rows(w, tile, t * TILE, x, row, ROWS, 8, y, add);
+            for (; row < rows; row++) product_rows(w, tile, t * TILE, x, row, 1, 8, y, add);
+        }
+    }
+}
+
+/* ---------------------------------------------------------------- rows */
+
+/* Rounds one row. A value that is not finite makes all of its group NaN. */
+static void round_row(const float *x, int64_t columns, Rounded *to, int64_t row) {
+    int64_t groups = to->columns / GROUP;
+    int8_t *high = to->high + row * to->columns, *low = to->low + row * to->columns;
+    for (int64_t g = 0; g < groups; g++) {
+        float part[GROUP] = {0}, largest = 0;
+        int finite = 1, total = 0;
+        int64_t count = columns - g * GROUP < GROUP ? columns - g * GROUP : GROUP;
+        memcpy(part, x + g * GROUP, count * sizeof(float));
+        for (int i = 0; i < GROUP; i++) {
+            float size = fabsf(part[i]);
+            finite &= size <= FLT_MAX;
+            largest = size > largest ? size : largest;
+        }
+        float scale = finite ? largest / LARGEST : NAN;
+        float inverse = finite && largest > 0 ? LARGEST / largest : 0;
+        if (!(inverse <= FLT_MAX)) inverse = scale = 0; /* all values are subnormal */
+        for (int i = 0; i < GROUP; i++) {
+            float value = finite ? part[i] * inverse : 0;
+            int rounded = (int)(value + (value < 0 ? -0.5f : 0.5f)), upper = (rounded + 64) >> 7;
+            high[g * GROUP + i] = (int8_t)upper;
+            low[g * GROUP + i] = (int8_t)(rounded - upper * 128);
+            total += rounded;
+        }
+        to->scales[row * groups + g] = scale;
+        to->sums[row * groups + g] = scale * (float)total;
+    }
+}
+
+/* 1 / root mean square */
+INLINE float inverse_rms(const float *x, int64_t count, float eps) {
+    float lanes[16] = {0}, total = 0;
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16)
+        for (int j = 0; j < 16; j++) lanes[j] += x[i + j] * x[i + j];
+    for (int j = 0; j < 16; j++) total += lanes[j];
+    for (; i < count; i++) total += x[i] * x[i];
+    return 1.0f / sqrtf(total / (float)count + eps);
+}
+
+INLINE void norm_row(const float *x, const float *weight, int64_t count, float eps, float *out) {
+    float factor = inverse_rms(x, count, eps);
+    for (int64_t i = 0; i < count; i++) out[i] = x[i] * factor * weight[i];
+}
+
+INLINE void rotate(float *x, const float *cos_sin, int64_t size) {
+    int64_t half = size / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float real = x[i], imaginary = x[half + i], c = cos_sin[i], s = cos_sin[half + i];
+        x[i] = real * c - imaginary * s;
+        x[half + i] = imaginary * c + real * s;
+    }
+}
+
+/* ---------------------------------------------------------------- the decoder */
+
+typedef struct {
+    Matrix qkv, out, gate_up, down;
+    const float *attention_norm, *attention_post_norm, *mlp_norm, *mlp_post_norm; /* or NULL */
+    const float *qk_norm, *rope;                                                  /* or NULL */
+    int64_t window;                                                               /* 0: all positions */
+} Layer;
+
+typedef struct {
+    const Layer *layers;
+    const float *norm;
+    int64_t num_layers, hidden, num_heads, num_kv_heads, head_dim, ffn;
+    float eps, scale, score_cap; /* score_cap 0: none */
+    int32_t activation;          /* 0: silu, 1: gelu, tanh form */
+} Model;
+
+typedef struct { /* see engine/cpu/inputs.py */
+    int64_t num_tokens, num_rows, page_size, num_pages; /* num_pages: columns of pages */
+    const int64_t *positions, *kv_indices, *starts, *lengths, *offsets;
+    const int32_t *pages;
+    float *const *keys, *const *values; /* by layer: [positions of the KV cache, KV heads, head_dim] */
+    float *x;                           /* [tokens, hidden]: in and out */
+    uint8_t *scratch;                   /* scratch_bytes() */
+    int64_t num_threads;
+} Batch;
+
+typedef struct {
+    Rounded rounded;
+    float *qkv, *attended, *gate_up, *block; /* block: what a block adds to x, where a norm follows it */
+    int64_t *task_rows, *task_firsts;        /* of attention: row, and its first token in the row */
+    int64_t num_tasks;
+} Scratch;
+
+INLINE int64_t max3(int64_t a, int64_t b, int64_t c) { return a > b ? (a > c ? a : c) : (b > c ? b : c); }
+INLINE int64_t padded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+INLINE int64_t qkv_size(const Model *m) { return (m->num_heads + 2 * m->num_kv_heads) * m->head_dim; }
+
+static int64_t lay_out(const Model *m, int64_t tokens, uint8_t *at, Scratch *s) {
+    uint8_t *first = at;
+    int64_t groups = groups_of(max3(m->hidden, m->num_heads * m->head_dim, m->ffn));
+#define TAKE(field, type, count) s->field = (type *)at, at += padded((count) * (int64_t)sizeof(type))
+    TAKE(rounded.high, int8_t, tokens * groups * GROUP);
+    TAKE(rounded.low, int8_t, tokens * groups * GROUP);
+    TAKE(rounded.scales, float, tokens * groups);
+    TAKE(rounded.sums, float, tokens * groups);
+    TAKE(qkv, float, tokens * qkv_size(m));
+    TAKE(attended, float, tokens * m->num_heads * m->head_dim);
+    TAKE(gate_up, float, tokens * 2 * m->ffn);
+    TAKE(block, float, tokens * m->hidden);
+    TAKE(task_rows, int64_t, tokens);
+    TAKE(task_firsts, int64_t, tokens);
+#undef TAKE
+    return at - first;
+}
+
+int64_t scratch_bytes(const Model *model, int64_t tokens) {
+    Scratch unused;
+    return lay_out(model, tokens, (uint8_t *)64, &unused);
+}
+
+/* to[size, KEYS] = the keys by dimension, zeros after the last. */
+INLINE void transpose(const float *const *keys, int count, int64_t size, float *to) {
+    typedef float v4 __attribute__((vector_size(16)));
+    typedef int32_t i4 __attribute__((vector_size(16)));
+    int j = 0;
+    for (; j + 4 <= count; j += 4) {
+        int64_t d = 0;
+        for (; d + 4 <= size; d += 4) {
+            v4 row[4], pair[4];
+            for (int i = 0; i < 4; i++) memcpy(row + i, keys[j + i] + d, 16);
+            for (int i = 0; i < 4; i += 2) {
+                pair[i] = __builtin_shuffle(row[i], row[i + 1], (i4){0, 4, 1, 5});
+                pair[i + 1] = __builtin_shuffle(row[i], row[i + 1], (i4){2, 6, 3, 7});
+            }
+            for (int i = 0; i < 2; i++) {
+                v4 first = __builtin_shuffle(pair[i], pair[i + 2], (i4){0, 1, 4, 5});
+                v4 second = __builtin_shuffle(pair[i], pair[i + 2], (i4){2, 3, 6, 7});
+                memcpy(to + (d + 2 * i) * KEYS + j, &first, 16);
+                memcpy(to + (d + 2 * i + 1) * KEYS + j, &second, 16);
+            }
+        }
+        for (; d < size; d++)
+            for (int i = 0; i < 4; i++) to[d * KEYS + j + i] = keys[j + i][d];
+    }
+    for (; j < KEYS; j++)
+        for (int64_t d = 0; d < size; d++) to[d * KEYS + j] = j < count ? keys[j][d] : 0;
+}
+
+/* Scores of KEYS keys[size, KEYS] for N queries[N, size]. */
+INLINE void scores_of(const float *queries, const float *keys, int64_t size, const int N, float scores[][KEYS]) {
+    vf acc[2][KEYS / LANES];
+#pragma GCC unroll 2
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 8
+        for (int v = 0; v < KEYS / LANES; v++) acc[n][v] = (vf){0};
+    for (int64_t d = 0; d < size; d++)
+#pragma GCC unroll 8
+        for (int v = 0; v < KEYS / LANES; v++) {
+            vf key = load(keys + d * KEYS + v * LANES);
+#pragma GCC unroll 2
+            for (int n = 0; n < N; n++) acc[n][v] = fma_(splat(queries[n * size + d]), key, acc[n][v]);
+        }
+#pragma GCC unroll 2
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 8
+        for (int v = 0; v < KEYS / LANES; v++) store(scores[n] + v * LANES, acc[n][v]);
+}
+
+/* out[N, size] = out * factor + the sum of weights[j] * values[j], j from first to last. */
+INLINE void add_values(float *out, const float *factors, float weights[][KEYS], const float *const *values, int first,
+                       int last, int64_t size, const int N) {
+    int64_t d = 0;
+    for (; d + 8 * LANES <= size; d += 8 * LANES) {
+        vf acc[2][8];
+#pragma GCC unroll 2
+        for (int n = 0; n < N; n++)
+#pragma GCC unroll 8
+            for (int u = 0; u < 8; u++) acc[n][u] = load(out + n * size + d + u * LANES) * splat(factors[n]);
+        for (int j = first; j <= last; j++)
+#pragma GCC unroll 8
+            for (int u = 0; u < 8; u++) {
+                vf value = load(values[j] + d + u * LANES);
+#pragma GCC unroll 2
+                for (int n = 0; n < N; n++) acc[n][u] = fma_(splat(weights[n][j]), value, acc[n][u]);
+            }
+#pragma GCC unroll 2
+        for (int n = 0; n < N; n++)
+#pragma GCC unroll 8
+            for (int u = 0; u < 8; u++) store(out + n * size + d + u * LANES, acc[n][u]);
+    }
+    for (; d < size; d++)
+        for (int n = 0; n < N; n++) {
+            float total = out[n * size + d] * factors[n];
+            for (int j = first; j <= last; j++) total += weights[n][j] * values[j][d];
+            out[n * size + d] = total;
+        }
+}
+
+typedef struct { /* attention of some queries of one row, for the query heads of one KV head */
+    float *queries, *out, *top, *totals; /* [count, size], the same, [count], [count] */
+    int64_t size, window, first, per_token; /* position of the first query; queries per token */
+    float cap;
+} Attention;
+
+/* Adds the keys from position `base` on to queries i to i + N - 1. */
+INLINE void add_keys(const Attention *a, int64_t i, const int N, int64_t base, int num, const float *keys,
+                     const float *const *values) {
+    float scores[2][KEYS], weights[2][KEYS], factors[2];
+    int first = KEYS, last = -1;
+    scores_of(a->queries + i * a->size, keys, a->size, N, scores);
+    for (int n = 0; n < N; n++) {
+        int64_t position = a->first + (i + n) / a->per_token;
+        int newest = (int)(position - base < num - 1 ? position - base : num - 1); /* that this query sees */
+        int oldest = a->window && position - a->window >= base ? (int)(position - a->window - base) + 1 : 0;
+        if (a->cap > 0)
+            for (int j = 0; j < num; j++) scores[n][j] = a->cap * tanhf(scores[n][j] / a->cap);
+        if (oldest > 0 || newest < KEYS - 1)
+            for (int j = 0; j < KEYS; j++) scores[n][j] = j >= oldest && j <= newest ? scores[n][j] : -INFINITY;
+        vf most = load(scores[n]), sum = {0};
+        for (int v = 1; v < KEYS / LANES; v++) most = larger(load(scores[n] + v * LANES), most);
+        float before = a->top[i + n], largest = before, total = 0;
+        for (int l = 0; l < LANES; l++) largest = most[l] > largest ? most[l] : largest;
+        if (largest == -INFINITY) largest = 0; /* no key is visible yet, or all scores are NaN */
+        for (int v = 0; v < KEYS / LANES; v++) {
+            vf weight = exp_(load(scores[n] + v * LANES) - splat(largest));
+            store(weights[n] + v * LANES, weight);
+            sum += weight;
+        }
+        for (int l = 0; l < LANES; l++) total += sum[l];
+        factors[n] = before == -INFINITY ? 0 : exp_(splat(before - largest))[0];
+        if (oldest <= newest) {
+            a->totals[i + n] = a->totals[i + n] * factors[n] + total;
+            a->top[i + n] = largest;
+            first = oldest < first ? oldest : first;
+            last = newest > last ? newest : last;
+        } else {
+            factors[n] = 1;
+        }
+    }
+    add_values(a->out + i * a->size, factors, weights, values, first, last, a->size, N);
+}
+
+/* Causal attention of up to QUERIES tokens of a row. */
+static void attend(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, int64_t index, int64_t row,
+                   int64_t first, int64_t head) {
+    int64_t size = m->head_dim, group = m->num_heads / m->num_kv_heads, stride = qkv_size(m);
+    int64_t tokens = b->lengths[row] - first < QUERIES ? b->lengths[row] - first : QUERIES, count = tokens * group;
+    int64_t start = b->starts[row] + first, end = start + tokens, kv_stride = m->num_kv_heads * size;
+    float queries[count * size], out[count * size], top[count], totals[count], by_dimension[size * KEYS];
+    const float *keys[KEYS], *values[KEYS];
+    Attention a = {queries, out, top, totals, size, layer->window, start, group, m->score_cap};
+    for (int64_t i = 0; i < count; i++) {
+        const float *q = s->qkv + (b->offsets[row] + first + i / group) * stride + (head * group + i % group) * size;
+        for (int64_t d = 0; d < size; d++) queries[i * size + d] = q[d] * m->scale;
+        top[i] = -INFINITY, totals[i] = 0;
+    }
+    memset(out, 0, sizeof out);
+    int64_t oldest = layer->window && start - layer->window + 1 > 0 ? start - layer->window + 1 : 0;
+    for (int64_t base = oldest / KEYS * KEYS; base < end; base += KEYS) {
+        int num = (int)(end - base < KEYS ? end - base : KEYS);
+        for (int j = 0; j < num; j++) {
+            int64_t position = base + j;
+            int64_t page = b->pages[row * b->num_pages + position / b->page_size];
+            int64_t at = (page * b->page_size + position % b->page_size) * kv_stride + head * size;
+            keys[j] = b->keys[index] + at, values[j] = b->values[index] + at;
+        }
+        transpose(keys, num, size, by_dimension);
+        int64_t i = 0;
+        for (; i + 2 <= count; i += 2) add_keys(&a, i, 2, base, num, by_dimension, values);
+        if (i < count) add_keys(&a, i, 1, base, num, by_dimension, values);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        float *to = s->attended + ((b->offsets[row] + first + i / group) * m->num_heads + head * group + i % group) * size;
+        for (int64_t d = 0; d < size; d++) to[d] = out[i * size + d] / totals[i];
+    }
+}
+
+/* The functions below are called by all threads of a team. */
+
+/* Rounds x, or norm(x), for a matrix with `columns` columns. */
+static void round_rows(const Model *m, const Batch *b, Scratch *s, const float *x, int64_t columns, const float *norm) {
+    Rounded to = s->rounded;
+    to.columns = groups_of(columns) * GROUP;
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < b->num_tokens; t++) {
+        float normed[norm ? columns : 1];
+        if (norm) norm_row(x + t * columns, norm, columns, m->eps, normed);
+        round_row(norm ? normed : x + t * columns, columns, &to, t);
+    }
+}
+
+static void apply(const Matrix *w, const Batch *b, const Scratch *s, float *y, int add) {
+    Rounded x = s->rounded;
+    x.columns = groups_of(w->columns) * GROUP;
+    product(w, &x, b->num_tokens, y, add);
+}
+
+/* x += matrix(rounded), with a norm in between where the model has one. */
+static void add_block(const Model *m, const Matrix *w, const Batch *b, Scratch *s, const float *post_norm) {
+    apply(w, b, s, post_norm ? s->block : b->x, !post_norm);
+    if (!post_norm) return;
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < b->num_tokens; t++) {
+        const float *y = s->block + t * m->hidden;
+        float factor = inverse_rms(y, m->hidden, m->eps), *x = b->x + t * m->hidden;
+        for (int64_t i = 0; i < m->hidden; i++) x[i] += y[i] * factor * post_norm[i];
+    }
+}
+
+static void run_layer(const Model *m, const Batch *b, Scratch *s, int64_t index) {
+    const Layer *layer = m->layers + index;
+    int64_t size = m->head_dim, num_qk = m->num_heads + m->num_kv_heads, stride = qkv_size(m);
+    round_rows(m, b, s, b->x, m->hidden, layer->attention_norm);
+    apply(&layer->qkv, b, s, s->qkv, 0);
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < b->num_tokens; t++) {
+        float *heads = s->qkv + t * stride;
+        for (int64_t h = 0; h < num_qk; h++) {
+            float *one = heads + h * size;
+            if (layer->qk_norm) norm_row(one, layer->qk_norm + h * size, size, m->eps, one);
+            if (layer->rope) rotate(one, layer->rope + b->positions[t] * size, size);
+        }
+        int64_t at = b->kv_indices[t] * m->num_kv_heads * size, bytes = m->num_kv_heads * size * sizeof(float);
+        memcpy(b->keys[index] + at, heads + m->num_heads * size, bytes);
+        memcpy(b->values[index] + at, heads + num_qk * size, bytes);
+    }
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < s->num_tasks * m->num_kv_heads; task++) {
+        int64_t head = task / s->num_tasks, one = s->num_tasks - 1 - task % s->num_tasks; /* most keys first */
+        attend(m, layer, b, s, index, s->task_rows[one], s->task_firsts[one], head);
+    }
+    round_rows(m, b, s, s->attended, m->num_heads * size, NULL);
+    add_block(m, &layer->out, b, s, layer->attention_post_norm);
+
+    round_rows(m, b, s, b->x, m->hidden, layer->mlp_norm);
+    apply(&layer->gate_up, b, s, s->gate_up, 0);
+    Rounded to = s->rounded;
+    to.columns = groups_of(m->ffn) * GROUP;
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < b->num_tokens; t++) {
+        float *gate = s->gate_up + t * 2 * m->ffn, *up = gate + m->ffn;
+        if (m->activation == 0)
+            for (int64_t i = 0; i < m->ffn; i += LANES) {
+                int64_t count = m->ffn - i < LANES ? m->ffn - i : LANES;
+                float part[LANES] = {0};
+                memcpy(part, gate + i, count * sizeof(float));
+                vf x = load(part), negated = choose(x < splat(-88.0f), splat(88.0f), -x);
+                store(part, x / (splat(1.0f) + exp_(negated)));
+                for (int64_t j = 0; j < count; j++) gate[i + j] = part[j] * up[i + j];
+            }
+        else
+            for (int64_t i = 0; i < m->ffn; i++) {
+                float x = gate[i];
+                gate[i] = 0.5f * x * (1 + tanhf(0.7978845608f * (x + 0.044715f * x * x * x))) * up[i];
+            }
+        round_row(gate, m->ffn, &to, t);
+    }
+    add_block(m, &layer->down, b, s, layer->mlp_post_norm);
+}
+
+/* All layers and the final norm: x[tokens, hidden] in and out. */
+void forward(const Model *model, const Batch *batch) {
+    Scratch scratch;
+    lay_out(model, batch->num_tokens, batch->scratch, &scratch);
+    scratch.num_tasks = 0;
+    for (int64_t row = 0; row < batch->num_rows; row++)
+        for (int64_t first = 0; first < batch->lengths[row]; first += QUERIES) {
+            scratch.task_rows[scratch.num_tasks] = row;
+            scratch.task_firsts[scratch.num_tasks++] = first;
+        }
+#pragma omp parallel num_threads(batch->num_threads)
+    {
+        Scratch own = scratch;
+        for (int64_t index = 0; index < model->num_layers; index++) run_layer(model, batch, &own, index);
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < batch->num_tokens; t++) {
+            float *x = batch->x + t * model->hidden;
+            norm_row(x, model->norm, model->hidden, model->eps, x);
+        }
+    }
+}
+
+/* ---------------------------------------------------------------- single matrices */
+
+int64_t rounded_bytes(int64_t rows, int64_t columns) {
+    int64_t groups = groups_of(columns);
+    return 2 * (padded(rows * groups * GROUP) + padded(rows * groups * sizeof(float)));
+}
+
+/* y[rows, w.rows] = x[rows, w.columns] W' + bias. scratch: rounded_bytes(). */
+void linear(const Matrix *w, const float *x, int64_t rows, float *y, uint8_t *scratch, int64_t num_threads) {
+    int64_t groups = groups_of(w->columns);
+    Rounded to = {.columns = groups * GROUP, .high = (int8_t *)scratch};
+    to.low = to.high + padded(rows * groups * GROUP);
+    to.scales = (float *)(to.low + padded(rows * groups * GROUP));
+    to.sums = to.scales + padded(rows * groups * sizeof(float)) / sizeof(float);
+#pragma omp parallel num_threads(num_threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++) round_row(x + row * w->columns, w->columns, &to, row);
+        product(w, &to, rows, y, 0);
+    }
+}
+
+/* out[count, w.columns]: rows of the matrix. */
+void gather(const Matrix *w, const int64_t *rows, int64_t count, float *out) {
+    int64_t groups = groups_of(w->columns);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t lane = rows[i] % TILE, vec = lane / LANES, in_vec = lane % LANES;
+        for (int64_t g = 0; g < groups; g++) {
+            const uint8_t *block = w->data + (rows[i] / TILE * groups + g) * block_bytes(w->bits);
+            const uint16_t *halves = (const uint16_t *)block;
+            float scale = load_half(halves + vec * LANES)[in_vec], offset = load_half(halves + TILE + vec * LANES)[in_vec];
+            for (int k = 0; k < GROUP && g * GROUP + k < w->columns; k++) {
+                const uint8_t *packed = block + TILE * 4 + in_vec * 4 + k % 4;
+                int step = k / 4, value;
+                if (w->bits == 4) {
+                    value = packed[(step / 2 * VECS + vec) * LANES * 4] >> (step % 2 * 4) & 15;
+                } else {
+                    uint8_t byte = packed[(step * VECS + vec) * LANES * 4];
+                    value = SIGNED ? (int8_t)byte : byte;
+                }
+                out[i * w->columns + g * GROUP + k] = scale * (float)value + offset;
+            }
+        }
+    }
+}

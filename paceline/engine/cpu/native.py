@@ -1,0 +1,251 @@
+"""Compiles `native.c` for this CPU, once, and loads it.
+
+The library is kept in the cache folder, under a name made of its source, the compiler and the CPU. It uses the thread
+pool of torch. Before it is used, its results are compared with the reference; a library that cannot be built or gives
+other results is reported, and weights are then expanded to floating point, which needs no compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.model.fetch import cache_folder
+from paceline.model.quantised import GROUP, QuantisedTensor, quantise
+
+SOURCE = Path(__file__).with_suffix(".c")
+_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp")
+_COMPILE_S = 120
+_TOLERANCE = 1e-4  # of a result of magnitude 1: sums of float32 in another order
+log = logging.getLogger("paceline.engine")
+
+
+class NativeError(RuntimeError):
+    """The library cannot be used. The message says why."""
+
+
+class Matrix(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("rows", ctypes.c_int32),
+        ("columns", ctypes.c_int32),
+        ("bits", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        ("qkv", Matrix),
+        ("out", Matrix),
+        ("gate_up", Matrix),
+        ("down", Matrix),
+        ("attention_norm", ctypes.c_void_p),
+        ("attention_post_norm", ctypes.c_void_p),
+        ("mlp_norm", ctypes.c_void_p),
+        ("mlp_post_norm", ctypes.c_void_p),
+        ("qk_norm", ctypes.c_void_p),
+        ("rope", ctypes.c_void_p),
+        ("window", ctypes.c_int64),
+    )
+
+
+class Model(ctypes.Structure):
+    _fields_ = (
+        ("layers", ctypes.POINTER(Layer)),
+        ("norm", ctypes.c_void_p),
+        ("num_layers", ctypes.c_int64),
+        ("hidden", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("ffn", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("score_cap", ctypes.c_float),
+        ("activation", ctypes.c_int32),
+    )
+
+
+class Batch(ctypes.Structure):
+    _fields_ = (
+        ("num_tokens", ctypes.c_int64),
+        ("num_rows", ctypes.c_int64),
+        ("page_size", ctypes.c_int64),
+        ("num_pages", ctypes.c_int64),
+        ("positions", ctypes.c_void_p),
+        ("kv_indices", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("num_threads", ctypes.c_int64),
+    )
+
+
+class PackedMatrix:
+    """A quantised matrix in the library's layout."""
+
+    __slots__ = ("_data", "struct")
+
+    def __init__(self, library: NativeLibrary, weight: QuantisedTensor, bias: Tensor | None = None) -> None:
+        rows, columns = weight.values.shape
+        self._data = (library.pack(weight), bias)
+        pointer = None if bias is None else bias.data_ptr()
+        self.struct = Matrix(self._data[0].data_ptr(), pointer, rows, columns, weight.bits, 0)
+
+
+class NativeLibrary:
+    """The functions of `native.c`."""
+
+    def __init__(self, path: Path) -> None:
+        _share_openmp()
+        try:
+            self._library = library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise NativeError(f"{path} cannot be loaded ({error})") from None
+        pointer, integer = ctypes.c_void_p, ctypes.c_int64
+        for name, result, arguments in (
+            ("isa", ctypes.c_char_p, ()),
+            ("packed_bytes", integer, (integer, integer, ctypes.c_int32)),
+            ("pack", None, (pointer, pointer, pointer, integer, integer, ctypes.c_int32, pointer)),
+            ("scratch_bytes", integer, (pointer, integer)),
+            ("rounded_bytes", integer, (integer, integer)),
+            ("forward", None, (pointer, pointer)),
+            ("linear", None, (pointer, pointer, integer, pointer, pointer, integer)),
+            ("gather", None, (pointer, pointer, integer, pointer)),
+        ):
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+        self.forward, self.scratch_bytes = library.forward, library.scratch_bytes
+        self.isa: str = library.isa().decode()
+
+    def pack(self, weight: QuantisedTensor) -> Tensor:
+        (rows, columns), bits = weight.values.shape, weight.bits
+        packed = torch.empty(self._library.packed_bytes(rows, columns, bits), dtype=torch.uint8)
+        values, scales, offsets = (one.contiguous() for one in (weight.values, weight.scales, weight.offsets))
+        self._library.pack(
+            values.data_ptr(), scales.data_ptr(), offsets.data_ptr(), rows, columns, bits, packed.data_ptr()
+        )
+        return packed
+
+    def linear(self, matrix: PackedMatrix, x: Tensor) -> Tensor:
+        """x W' + b, with x [rows, columns] rounded to 15 bits."""
+        x, rows = x.contiguous(), len(x)
+        out = torch.empty(rows, matrix.struct.rows)
+        scratch = torch.empty(self._library.rounded_bytes(rows, matrix.struct.columns), dtype=torch.uint8)
+        self._library.linear(
+            ctypes.byref(matrix.struct),
+            x.data_ptr(),
+            rows,
+            out.data_ptr(),
+            scratch.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def gather(self, matrix: PackedMatrix, rows: Tensor) -> Tensor:
+        """Rows of the matrix in float32."""
+        rows = rows.to(torch.int64).contiguous()
+        out = torch.empty(len(rows), matrix.struct.columns)
+        self._library.gather(ctypes.byref(matrix.struct), rows.data_ptr(), len(rows), out.data_ptr())
+        return out
+
+
+@lru_cache(maxsize=1)
+def native_library() -> NativeLibrary:
+    """The library for this machine. Raises NativeError, always the same, if there is none."""
+    library = NativeLibrary(_compiled())
+    _check(library)
+    return library
+
+
+def round_inputs(x: Tensor) -> Tensor:
+    """x as the library rounds it before a multiplication: 15 bits in groups of 32. The reference."""
+    rest = -x.shape[-1] % GROUP
+    groups = torch.nn.functional.pad(x, (0, rest)).view(len(x), -1, GROUP)
+    scales = groups.abs().amax(-1, keepdim=True) / (127 * 128)
+    scaled = groups * torch.where(scales > 0, 1 / scales, 0.0)
+    rounded = torch.trunc(scaled + torch.copysign(torch.full_like(scaled, 0.5), scaled))  # halves away from zero
+    return (rounded * scales).view(len(x), -1)[:, : x.shape[-1]]
+
+
+def _check(library: NativeLibrary) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for bits in (4, 8):
+        weight = quantise(torch.randn(37, 80, generator=generator) / 9, bits)
+        x = torch.randn(5, 80, generator=generator)
+        expected = round_inputs(x) @ weight.dequantise().T
+        error = float((library.linear(PackedMatrix(library, weight), x) - expected).abs().max())
+        if not error < _TOLERANCE:
+            raise NativeError(f"its results with {bits} bits ({library.isa}) differ from the reference by {error:.3g}")
+
+
+def _share_openmp() -> None:
+    """Lets the library find the OpenMP functions that torch has loaded, so that the two use one pool of threads."""
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        found = [line.split()[-1] for line in maps if "libgomp" in line]
+    if found:
+        ctypes.CDLL(found[0], mode=ctypes.RTLD_GLOBAL)
+
+
+def _compiled() -> Path:
+    """The path of the library, which is compiled if it is not in the cache."""
+    if platform.system() != "Linux":
+        raise NativeError(f"it is made for Linux, not for {platform.system()}")
+    compiler = os.environ.get("CC") or next((name for name in ("gcc", "cc", "clang") if shutil.which(name)), None)
+    if compiler is None:
+        raise NativeError("there is no C compiler: install gcc")
+    flags = (*_FLAGS, "-mcpu=native" if platform.machine() == "aarch64" else "-march=native")
+    version = _run([compiler, "--version"])
+    key = hashlib.sha256("\0".join([SOURCE.read_text(encoding="utf-8"), version, *flags, _cpu()]).encode()).hexdigest()
+    folder = cache_folder() / "cpu-kernels"
+    target = folder / f"{key[:32]}.so"
+    if target.is_file():
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            unlinked, linked = Path(scratch) / "native.o", Path(scratch) / "native.so"
+            _run([compiler, *flags, "-c", str(SOURCE), "-o", str(unlinked)])
+            _run([compiler, "-shared", str(unlinked), "-lm", "-o", str(linked)])  # without OpenMP: torch has it
+            linked.rename(target)
+    except OSError as error:
+        raise NativeError(
+            f"{folder} cannot be written ({error.strerror}): set PACELINE_HOME to another folder"
+        ) from None
+    log.info("compiled kernels for this CPU into %s", target)
+    return target
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        output = getattr(error, "stderr", None) or str(error)
+        raise NativeError(f"{' '.join(command[:1])} failed: {output.strip().splitlines()[-1]}") from None
+    return done.stdout
+
+
+def _cpu() -> str:
+    """What distinguishes CPUs whose machine code differs."""
+    names = ("flags", "Features", "CPU implementer", "CPU part", "model name")
+    with open("/proc/cpuinfo", encoding="utf-8") as lines:
+        found = {line.split(":")[0].strip(): line for line in lines if line.split(":")[0].strip() in names}
+    return platform.machine() + "".join(found.values())

@@ -1,0 +1,158 @@
+"""A decoder with quantised weights on the CPU: one call of `native.c` computes all layers.
+
+The reference implementation is `model.decoder.Decoder` with the dequantised weights, whose inputs of matrices are
+rounded to 15 bits as here; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from paceline.engine.attention import AttentionBackend
+from paceline.engine.cpu.attention import CpuAttention
+from paceline.engine.cpu.inputs import Inputs
+from paceline.engine.cpu.kv_cache import KVCache
+from paceline.engine.cpu.model import DecoderModel
+from paceline.engine.cpu.native import Batch, Layer, Model, NativeLibrary, PackedMatrix
+from paceline.model.decoder import Attend, soft_cap
+from paceline.model.layout import WHOLE_MODEL
+from paceline.model.quantised import QuantisedTensor
+from paceline.model.rope import rope_table
+from paceline.model.spec import ACTIVATIONS, ModelSpec
+
+_NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "qk_norm")
+_MATRICES = ("qkv", "out", "gate_up", "down")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativePass:
+    """What a forward pass reads of a batch and of the KV cache."""
+
+    cache: KVCache
+    inputs: Inputs
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
+        raise TypeError("a quantised model computes attention itself, not layer by layer")
+
+
+class NativeAttention:
+    """The attention backend of a quantised model: `native.c` computes it."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    def begin(self, inputs: Inputs) -> NativePass:
+        return NativePass(self._cache, inputs)
+
+
+def attention_for(decoder: DecoderModel, cache: KVCache) -> AttentionBackend[Inputs, Attend]:
+    return NativeAttention(cache) if isinstance(decoder, QuantisedModel) else CpuAttention(cache, decoder.spec)
+
+
+class QuantisedModel:
+    dtype = torch.float32  # of the KV cache, and of all that is not a matrix
+    group = None
+    stages = None
+    shard = WHOLE_MODEL
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        spec: ModelSpec,
+        vectors: Mapping[str, Tensor],
+        read_matrix: Callable[[str], QuantisedTensor],
+        *,
+        max_positions: int | None = None,
+    ) -> None:
+        """vectors, read_matrix: the fused tensors of `layout.target_shapes(spec)`. Matrices are read and packed one
+        after the other."""
+        self.spec = self.whole_spec = spec
+        self._library = library
+        bits: list[int] = []
+
+        def matrix(name: str, bias: str | None = None) -> PackedMatrix:
+            weight = read_matrix(name)
+            bits.append(weight.bits)
+            return PackedMatrix(library, weight, None if bias is None else vectors.get(bias))
+
+        positions = max_positions or spec.context_tokens
+        self._ropes = [rope_table(rope, spec.head_dim, positions, torch.device("cpu")) for rope in spec.ropes]
+        self._embedding = matrix("embedding")
+        self._head = self._embedding if spec.tied else matrix("head")
+        self._norm = vectors["norm"]
+        self._keep: list[object] = [vectors]  # what the structs below point to
+        layers = (Layer * spec.num_layers)()
+        for index, layer in enumerate(layers):
+            for name in _MATRICES:
+                packed = matrix(f"{index}.{name}", f"{index}.{name}_bias")
+                self._keep.append(packed)
+                setattr(layer, name, packed.struct)
+            for name in _NORMS:
+                if f"{index}.{name}" in vectors:
+                    setattr(layer, name, vectors[f"{index}.{name}"].data_ptr())
+            rope = spec.layer_ropes[index]
+            layer.rope = None if rope is None else self._ropes[rope].data_ptr()
+            layer.window = spec.windows[index] or 0
+        self._layers = layers
+        self._model = Model(
+            layers=layers,
+            norm=self._norm.data_ptr(),
+            num_layers=spec.num_layers,
+            hidden=spec.hidden_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            ffn=spec.ffn_size,
+            eps=spec.rms_eps,
+            scale=spec.attention_scale or spec.head_dim**-0.5,
+            score_cap=spec.score_cap or 0.0,
+            activation=ACTIVATIONS.index(spec.activation),
+        )
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        fewest, most = min(bits), max(bits)
+        self.precision = f"{fewest}-bit" if fewest == most else f"{fewest}- and {most}-bit"
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [T, hidden] after the final norm. attend: a `NativePass`."""
+        assert isinstance(attend, NativePass), "the attention backend of a quantised model is NativeAttention"
+        cache, inputs = attend.cache, attend.inputs
+        x = self._library.gather(self._embedding, tokens)
+        model = ctypes.byref(self._model)
+        needed = self._library.scratch_bytes(model, len(tokens)) + 64
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(needed * 5 // 4, dtype=torch.uint8)
+        pages = inputs.page_rows if inputs.page_rows.flags.c_contiguous else inputs.page_rows.copy()
+        keys, values = cache.addresses
+        batch = Batch(
+            num_tokens=len(tokens),
+            num_rows=len(inputs.lengths),
+            page_size=cache.page_size,
+            num_pages=pages.shape[1],
+            positions=positions.data_ptr(),
+            kv_indices=inputs.kv_indices.ctypes.data,
+            starts=inputs.starts.ctypes.data,
+            lengths=inputs.lengths.ctypes.data,
+            offsets=inputs.offsets.ctypes.data,
+            pages=pages.ctypes.data,
+            keys=ctypes.addressof(keys),
+            values=ctypes.addressof(values),
+            x=x.data_ptr(),
+            scratch=-(-self._scratch.data_ptr() // 64) * 64,
+            num_threads=torch.get_num_threads(),
+        )
+        self._library.forward(model, ctypes.byref(batch))
+        return x
+
+    def states(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        return soft_cap(self._library.linear(self._head, hidden), self.spec.logit_cap)

@@ -1,0 +1,64 @@
+"""Quantised weights: 4 or 8 bits per value, and a scale and an offset for every group of 32 columns.
+
+    w = scale * q + offset
+
+`dequantise` is the reference. `gguf_tensors.py` reads such weights from files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GROUP = 32  # columns with one scale and one offset
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantisedTensor:
+    bits: int  # 4 or 8
+    values: Tensor  # [rows, columns] int8: 0 to 15 with 4 bits
+    scales: Tensor  # [rows, groups] float32, with the precision of float16; so are the offsets
+    offsets: Tensor
+
+    def dequantise(self) -> Tensor:
+        columns = self.values.shape[1]
+        scales, offsets = (one.repeat_interleave(GROUP, dim=1)[:, :columns] for one in (self.scales, self.offsets))
+        return torch.addcmul(offsets, self.values.float(), scales)
+
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> QuantisedTensor:
+        """With the rows rearranged or selected."""
+        return QuantisedTensor(self.bits, function(self.values), function(self.scales), function(self.offsets))
+
+
+def concatenate(tensors: Sequence[QuantisedTensor]) -> QuantisedTensor:
+    """The rows of all of them, with the most bits of any: 4-bit values are 8-bit values too."""
+    values, scales, offsets = (
+        torch.cat([getattr(one, name) for one in tensors]) for name in ("values", "scales", "offsets")
+    )
+    return QuantisedTensor(max(one.bits for one in tensors), values, scales, offsets)
+
+
+def quantise(weight: Tensor, bits: int) -> QuantisedTensor:
+    """Rounds to 8 bits by the largest value of a group, or to 4 bits between its smallest and its largest."""
+    weight = weight.float()
+    rows, columns = weight.shape
+    rest = -columns % GROUP
+    groups = torch.nn.functional.pad(weight, (0, rest), "replicate" if rest else "constant").view(rows, -1, GROUP)
+    if bits == 8:
+        scales = to_half_precision(groups.abs().amax(-1) / 127)
+        offsets = torch.zeros_like(scales)
+        low, high = -127, 127
+    else:
+        smallest, largest = groups.amin(-1), groups.amax(-1)
+        scales, offsets = to_half_precision((largest - smallest) / 15), to_half_precision(smallest)
+        low, high = 0, 15
+    inverse = torch.where(scales > 0, 1 / scales, 0.0)
+    values = ((groups - offsets[..., None]) * inverse[..., None]).round_().clamp_(low, high).to(torch.int8)
+    return QuantisedTensor(bits, values.view(rows, -1)[:, :columns].contiguous(), scales, offsets)
+
+
+def to_half_precision(values: Tensor) -> Tensor:
+    return values.half().float()

@@ -1,0 +1,178 @@
+"""`native.c` against its reference, and what happens where it cannot be compiled."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.config import ConfigError
+from paceline.engine import build
+from paceline.engine.cpu import native
+from paceline.engine.cpu.native import NativeError, NativeLibrary, PackedMatrix, native_library, round_inputs
+from paceline.model.quantised import quantise
+from tests.model.test_quantised import Q, write
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module", params=["this CPU", "portable"])
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
+    """The library with the vectors of this CPU, and without any."""
+    if request.param == "this CPU":
+        return native_library()
+    target = tmp_path_factory.mktemp("native") / "portable.so"
+    flags = ["-DPACELINE_PORTABLE", "-O1", "-fPIC", "-shared", "-std=gnu11", "-ffp-contract=off", "-fopenmp"]
+    subprocess.run(["cc", *flags, str(native.SOURCE), "-lm", "-o", str(target)], check=True)
+    made = NativeLibrary(target)
+    assert made.isa == "portable"
+    return made
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("rows", "channels", "columns"), [(1, 1, 32), (3, 70, 96), (9, 33, 80), (4, 16, 7)])
+def test_a_product_equals_the_reference(
+    library: NativeLibrary, bits: int, rows: int, channels: int, columns: int
+) -> None:
+    weight, x, bias = quantise(random(channels, columns), bits), random(rows, columns, seed=1), random(channels, seed=2)
+    x[0] *= 100
+    expected = round_inputs(x).double() @ weight.dequantise().double().T + bias
+    found = library.linear(PackedMatrix(library, weight, bias), x)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_row_does_not_depend_on_the_other_rows(library: NativeLibrary, bits: int) -> None:
+    matrix, x = PackedMatrix(library, quantise(random(48, 128), bits)), random(11, 128, seed=1)
+    together = library.linear(matrix, x)
+    for row in range(len(x)):
+        assert torch.equal(library.linear(matrix, x[row : row + 1])[0], together[row])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_of_a_matrix_are_gathered(library: NativeLibrary, bits: int) -> None:
+    weight = quantise(random(75, 80), bits)
+    ids = torch.tensor([74, 0, 33, 33, 8])
+    torch.testing.assert_close(
+        library.gather(PackedMatrix(library, weight), ids), weight.dequantise()[ids], rtol=0, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_not_finite_stays_in_its_row(library: NativeLibrary, value: float) -> None:
+    matrix, x = PackedMatrix(library, quantise(random(32, 64), 4)), random(6, 64, seed=1)
+    expected = library.linear(matrix, x)
+    x[2, 40] = value
+    found = library.linear(matrix, x)
+    assert found[2].isnan().all()
+    rest = [0, 1, 3, 4, 5]
+    assert torch.equal(found[rest], expected[rest])
+
+
+def test_rows_of_zeros_and_of_tiny_values_give_zeros(library: NativeLibrary) -> None:
+    x = torch.zeros(2, 64)
+    x[1] = 1e-42
+    found = library.linear(PackedMatrix(library, quantise(random(16, 64), 8)), x)
+    assert (found.abs() < 1e-30).all()
+
+
+# ---------------------------------------------------------------------- machines where it cannot be used
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    native_library.cache_clear()
+    yield
+    native_library.cache_clear()
+
+
+def test_without_a_compiler_weights_are_expanded_and_the_log_says_so(
+    no_compiler: None, smollm2_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "paceline.engine"):
+        config = build.choose_precision(build.EngineConfig(), "cpu", smollm2_path)
+    assert (config.dtype, config.quantization) == ("float32", "none")
+    assert "there is no C compiler: install gcc" in caplog.text
+
+
+def test_without_a_compiler_quantization_that_was_asked_for_is_an_error(no_compiler: None, smollm2_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'q8', which needs kernels compiled for this CPU: there is no C compiler"):
+        build.choose_precision(build.EngineConfig(quantization="q8"), "cpu", smollm2_path)
+
+
+def test_a_compiler_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\n[ $1 = --version ] && exit 0\necho 'native.c: no such instruction' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    with pytest.raises(NativeError, match="no such instruction"):
+        native._compiled()
+    assert not list(tmp_path.glob("cpu-kernels/*")), "something was left behind"
+
+
+def test_a_folder_that_cannot_be_written_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "file"))
+    with pytest.raises(NativeError, match="set PACELINE_HOME to another folder"):
+        native._compiled()
+
+
+def test_a_library_with_other_results_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = NativeLibrary.linear
+    monkeypatch.setattr(NativeLibrary, "linear", lambda self, matrix, x: right(self, matrix, x) * 1.001)
+    native_library.cache_clear()
+    try:
+        with pytest.raises(NativeError, match="differ from the reference"):
+            native_library()
+    finally:
+        monkeypatch.undo()
+        native_library.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "expected"),
+    [
+        ({}, "cpu", ("float32", "auto")),
+        ({"dtype": "float32"}, "cpu", ("float32", "none")),
+        ({"dtype": "bfloat16"}, "cpu", ("bfloat16", "none")),
+        ({"quantization": "none"}, "cpu", ("float32", "none")),
+        ({"quantization": "q8"}, "cpu", ("float32", "q8")),
+        ({"tp": 2}, "cpu", ("float32", "none")),
+        ({}, "cuda", ("bfloat16", "none")),
+    ],
+)
+def test_precision_that_is_chosen(
+    options: dict[str, Any], device: str, expected: tuple[str, str], smollm2_path: Path
+) -> None:
+    config = build.choose_precision(build.EngineConfig(**options), device, smollm2_path)
+    assert (config.dtype, config.quantization) == expected
+
+
+def test_a_file_of_sixteen_bits_and_random_weights_are_not_quantised(tmp_path: Path) -> None:
+    write(tmp_path / "t.gguf", Q.F16)
+    for path in (tmp_path / "t.gguf", None):
+        assert build.choose_precision(build.EngineConfig(), "cpu", path).quantization == "none"
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "message"),
+    [
+        ({}, "cuda", "the device is a GPU"),
+        ({"tp": 2}, "cpu", "tp or pp is given"),
+        ({"dtype": "bfloat16"}, "cpu", "dtype is 'bfloat16'"),
+    ],
+)
+def test_quantization_that_is_not_possible_is_refused(
+    options: dict[str, Any], device: str, message: str, smollm2_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build.choose_precision(build.EngineConfig(quantization="q4", **options), device, smollm2_path)

@@ -1,0 +1,140 @@
+"""Quantised models on the CPU give the logits of the reference decoder with the same weights and rounding, and the same
+bits whatever else is in a batch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import FAMILIES, NUM_TOKENS, PROMPTS, make_llm, pair, retract_often
+
+from paceline.engine.cpu.inputs import SlotTables
+from paceline.engine.cpu.kv_cache import KVCache
+from paceline.engine.cpu.native import native_library, round_inputs
+from paceline.engine.cpu.quantised_model import QuantisedModel, attention_for
+from paceline.llm import RequestOutput
+from paceline.model.decoder import Decoder
+from paceline.model.layout import is_matrix, target_shapes
+from paceline.model.quantised import QuantisedTensor, quantise
+from paceline.model.spec import ModelSpec
+from paceline.model.weights import random_weights
+from paceline.request import SamplingParams
+
+WITH_LOGPROBS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "chunks": {"chunk_tokens": 3},
+    "pages of 1": {"page_size": 1},
+    "pages of 3": {"page_size": 3, "chunk_tokens": 7},
+    "no prefix cache": {"prefix_cache": False},
+    "retracted": {"retract_every": 1},
+    "little memory": {"num_pages": -(-(len(PROMPTS[-1]) + NUM_TOKENS + 30) // 16)},
+    "host tier": {"num_pages": 12, "num_host_pages": 64},
+    "no overlap": {"overlap": "off"},
+    "drafts": {"draft_tokens": 4, "max_running": 4},
+}
+
+
+def weights_of(family: str) -> dict[str, torch.Tensor]:
+    decoder = pair(family).reference
+    found = {"embedding": decoder.embedding, "norm": decoder.norm, "head": decoder.head}
+    for index, layer in enumerate(decoder.layers):
+        for name in target_shapes(decoder.spec):
+            at, _, part = name.partition(".")
+            if at == str(index):
+                found[name] = getattr(layer.mlp if part.startswith(("gate_up", "down")) else layer, part)
+    return found
+
+
+def quantised(spec: ModelSpec, weights: dict[str, torch.Tensor], bits: int) -> tuple[QuantisedModel, Decoder]:
+    """The model, and the reference decoder with its weights."""
+    matrices: dict[str, QuantisedTensor] = {
+        name: quantise(weight, bits) for name, weight in weights.items() if is_matrix(name)
+    }
+    vectors = {name: weight.contiguous() for name, weight in weights.items() if not is_matrix(name)}
+    model = QuantisedModel(native_library(), spec, vectors, matrices.__getitem__)
+    return model, Decoder(spec, vectors | {name: one.dequantise() for name, one in matrices.items()})
+
+
+def compare(model: QuantisedModel, reference: Decoder) -> None:
+    """The logits of both. A sum in another order may round an input to the next integer, and change all that follows
+    a little."""
+    found, linear = logits_in_chunks(model), F.linear
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "linear", lambda x, weight, bias=None: linear(round_inputs(x), weight, bias))
+        expected = logits_in_chunks(reference)
+    difference, spread = (found - expected).abs(), float(expected.std())
+    assert float(difference.mean()) < 5e-4 * spread
+    assert float(difference.max()) < 5e-3 * spread
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gives_the_logits_of_the_reference(family: str, bits: int) -> None:
+    compare(*quantised(pair(family).reference.spec, weights_of(family), bits))
+
+
+@cache
+def alone(family: str) -> tuple[QuantisedModel, list[RequestOutput]]:
+    """A model, and its outputs for one prompt after the other, each computed in one pass."""
+    model, _ = quantised(pair(family).reference.spec, weights_of(family), 4)
+    with make_llm(model, max_running=1, prefix_cache=False, overlap="off") as llm:
+        return model, llm.generate(PROMPTS, WITH_LOGPROBS)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("family", ["qwen2", "smollm"])  # full and windowed layers, biases; one KV head
+def test_scheduling_changes_no_bit(family: str, options: dict[str, Any]) -> None:
+    options = dict(options)
+    retract_every = options.pop("retract_every", None)
+    model, expected = alone(family)
+    with make_llm(model, **options) as llm:
+        if retract_every is not None:
+            retract_often(llm, retract_every)
+        found = llm.generate(PROMPTS, WITH_LOGPROBS)
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+    assert [output.logprobs for output in found] == [output.logprobs for output in expected]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"norm_placement": "post", "qk_norm": True},
+        {"norm_placement": "both", "activation": "gelu_tanh", "logit_cap": 5.0},
+        {"out_bias": True, "mlp_bias": True, "qkv_bias": True, "attention_scale": 0.2},
+        {"windows": (5, None), "layer_ropes": (None, 0), "tied": True},
+        {"head_dim": 64, "num_heads": 16, "num_kv_heads": 1},
+        {"head_dim": 36},
+    ],
+    ids=str,
+)
+def test_every_option_of_a_spec_gives_the_logits_of_the_reference(options: dict[str, Any]) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    sizes |= {"ffn_size": 96, "vocab_size": 120, "context_tokens": 256, "family": "llama"}
+    spec = ModelSpec(**{**sizes, **options})
+    weights = random_weights(spec, seed=4, dtype="float32")
+    if spec.tied:
+        weights["head"] = weights["embedding"]
+    model, reference = quantised(spec, weights, 8)
+    compare(model, reference)
+
+
+def logits_in_chunks(model: Any) -> torch.Tensor:
+    """Of two rows: one computed in three chunks beside the other, on pages in no order."""
+    tokens = torch.randint(0, 120, (2, 60), generator=torch.Generator().manual_seed(2)).numpy()
+    tables = SlotTables(2, 64, 4)
+    tables.tokens[:, :60] = tokens
+    tables.pages[:] = np.random.default_rng(3).permutation(40)[: tables.pages.size].reshape(tables.pages.shape)
+    attention = attention_for(model, KVCache(model.spec, 40, 4, torch.float32))
+    parts = []
+    for starts, lengths in (([0, 0], [13, 1]), ([13, 1], [33, 58]), ([46, 59], [1, 1]), ([47], [12])):
+        inputs = tables.row_inputs(np.arange(len(starts)), np.array(starts), np.array(lengths))
+        hidden = model.forward(
+            torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), attention.begin(inputs)
+        )
+        parts.append(model.logits(hidden))
+    return torch.cat(parts)
