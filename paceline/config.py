@@ -521,8 +521,10 @@ class EngineConfig:
             raise ConfigError(
                 f"draft_model is {self.draft_model!r} and executor is 'virtual', which runs no model: remove one."
             )
-        if self.tp > 1 and self.executor == "virtual":
-            raise ConfigError(f"tp is {self.tp} and executor is 'virtual', which runs no model: remove one.")
+        if self.collectives != "auto" and self.executor == "virtual":
+            raise ConfigError(
+                f"collectives is {self.collectives!r} and executor is 'virtual', which sends no tensors: remove one."
+            )
         if self.tp > 1 and self.draft_model is not None:
             raise ConfigError(
                 f"tp is {self.tp} and draft_model is {self.draft_model!r}: a draft model is not supported with tensor "
@@ -1021,6 +1023,19 @@ ARRIVALS: Mapping[str, str] = {
     "gamma": "clustered arrivals",
     "onoff": "bursts, then pauses",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedReplicaConfig(ReplicaConfig):
+    """The virtual GPUs of a simulation."""
+
+    tp: int = option(
+        1,
+        "tensor parallelism: number of virtual GPUs of each replica, among which every layer is divided; predicted "
+        "from the profile of one GPU, not measured",
+        low=1,
+        high=8,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
