@@ -49,6 +49,7 @@ class KvEventsSetup(msgspec.Struct, frozen=True):
     address: str
     replay_address: str | None
     topic: str
+    rank: int = 0  # data parallel rank: of the replica
 
 
 class KvTransferSetup(msgspec.Struct, frozen=True):

@@ -199,12 +199,22 @@ class Supervisor:
             tenants = [replace(tenant, max_requests=None, tokens_per_minute=None) for tenant in tenants]
         return tuple(tenants)
 
-    @property
-    def _kv_events(self) -> KvEventsSetup | None:
-        config = self._setup.config
-        if config.kv_events is None:
+    def _kv_events(self, replica: int) -> KvEventsSetup | None:
+        events, replay = self._setup.config.kv_event_addresses(replica)
+        if events is None:
             return None
-        return KvEventsSetup(config.kv_events, config.kv_events_replay, config.kv_events_topic)
+        return KvEventsSetup(events, replay, self._setup.config.kv_events_topic, replica)
+
+    def _source(self, replica: int, generation: int) -> ModelSource:
+        """What an engine process loads. It records to a file of its own: one that has exited keeps its recording."""
+        source = self._setup.source
+        if source.options.get("record") is None:
+            return source
+        path = Path(source.options["record"])
+        name = path.stem + (f"-{replica}" if self._setup.config.replicas > 1 else "")
+        name += f".{generation}" if generation > 1 else ""
+        options = {**source.options, "record": str(path.with_name(name + path.suffix))}
+        return msgspec.structs.replace(source, options=options)
 
     def _kv_transfer(self, replica: int, generation: int) -> KvTransferSetup | None:
         config = self._setup.config
@@ -235,13 +245,13 @@ class Supervisor:
             setup = EngineSetup(
                 name=self._setup.name,
                 address=f"ipc://{self._folder}/engine-{replica}-{generation}",
-                source=self._setup.source,
+                source=self._source(replica, generation),
                 stall_s=config.stall_s,
                 tenants=self._engine_tenants,
                 log_level=config.log_level,
                 log_format=config.log_format,
                 weights=self._weights,
-                kv_events=self._kv_events,
+                kv_events=self._kv_events(replica),
                 kv_transfer=self._kv_transfer(replica, generation),
                 replica=replica,
                 num_replicas=config.replicas,
