@@ -47,6 +47,7 @@ from paceline.server.process_messages import (
     LoadingProgress,
     ModelSource,
     SetDraining,
+    SetPaused,
     Shutdown,
     StartupFailed,
     ToFrontEnd,
@@ -151,6 +152,7 @@ class Supervisor:
         self._weights: WeightsReplaced | None = None
         self._up_since = [0.0] * setup.config.replicas
         self._draining = False
+        self._paused = False  # the engines, by the operator
         self._shutting_down = False
         self._reported_ready = False
         self._startup_error: str | None = None
@@ -290,6 +292,9 @@ class Supervisor:
                     self._on_loading(sum(one.done for one in progress), sum(one.total for one in progress))
             case WeightsReplaced():
                 self._weights = message
+            case SetPaused():
+                if isinstance(self._engine_states[setup.replica], EngineUp):  # else it does what it was told to
+                    self._paused = message.paused
             case StartupFailed():
                 if self._reported_ready and self._setup.config.replicas > 1:  # the others still serve
                     name = engine_name(setup.replica, self._setup.config.replicas)
@@ -300,6 +305,9 @@ class Supervisor:
             case EngineReady():
                 if setup.weights != self._weights:  # they were replaced while it loaded
                     self._engines[setup.replica].kill()
+                    return
+                if message.paused != self._paused:  # no front end may reach it before it is as the others are
+                    self._engines[setup.replica].send(SetPaused(self._paused))
                     return
                 self._up_since[setup.replica] = asyncio.get_running_loop().time()
                 kv_address = "" if setup.kv_transfer is None else setup.kv_transfer.listen

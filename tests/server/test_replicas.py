@@ -169,6 +169,38 @@ def test_pausing_stops_both_engines_and_resuming_starts_them(server: ServerProce
     assert complete(server, [1, 2], 2).status_code == 200
 
 
+def test_an_engine_that_restarts_is_as_paused_as_the_others() -> None:
+    with virtual("--replicas", "2", "--admin-key", ADMIN) as server:
+
+        def kill_engines(count: int) -> None:
+            victims = server.children["engine"][:count]
+            for victim in victims:
+                os.kill(victim, signal.SIGKILL)
+            wait_until(lambda: len(set(server.children["engine"]) - set(victims)) == 2)
+            wait_until(lambda: metric(server, "replicas_up") == 2)
+
+        def paused() -> list[float]:
+            return [metric(server, "engine_paused", replica=replica) for replica in "01"]
+
+        assert admin(server, "POST", "/admin/pause", mode="wait").json()["paused"]
+        for count in (1, 2):  # also if none is left that knows of the pause
+            kill_engines(count)
+            assert paused() == [1, 1] and get(server, "/ready").status_code == 503
+        with ThreadPoolExecutor(2) as pool:
+            found = [pool.submit(complete, server, [number] * 20, 5) for number in (1, 2)]
+            wait_until(lambda: get(server, "/health").json()["num_waiting"] == 2)
+            assert metric(server, "generation_tokens_total") == 0
+            assert not admin(server, "POST", "/admin/resume").json()["paused"]
+            assert [one.result().status_code for one in found] == [200, 200]
+        for path, expected in (("pause", [1, 1]), ("resume", [0, 0])):  # while one restarts, or before that is noticed
+            victim = server.children["engine"][0]
+            os.kill(victim, signal.SIGKILL)
+            wait_until(lambda path=path: admin(server, "POST", f"/admin/{path}").status_code == 200)
+            wait_until(lambda: metric(server, "replicas_up") == 2)
+            assert paused() == expected and victim not in server.children["engine"]
+        assert complete(server, [3] * 20, 5).status_code == 200
+
+
 def test_requests_of_both_engines_are_listed_and_can_be_aborted() -> None:
     with virtual("--replicas", "2", "--virtual-slowdown", "20") as server:
         threads = [
