@@ -500,7 +500,8 @@ class EngineConfig:
     )
     record: str | None = option(
         None,
-        "file to record every request (token hashes, no text) and every forward pass to, for `paceline sim`",
+        "file to record every request (token hashes, no text) and every forward pass to, for `paceline sim`; replicas, "
+        "and engines that are restarted, have files of their own",
     )
     virtual_slowdown: float = option(
         1.0, "executor virtual: slowdown factor relative to an H200 running a 0.6B model", low=1e-6
@@ -528,8 +529,10 @@ class EngineConfig:
             raise ConfigError(
                 f"draft_model is {self.draft_model!r} and executor is 'virtual', which runs no model: remove one."
             )
-        if self.tp > 1 and self.executor == "virtual":
-            raise ConfigError(f"tp is {self.tp} and executor is 'virtual', which runs no model: remove one.")
+        if self.collectives != "auto" and self.executor == "virtual":
+            raise ConfigError(
+                f"collectives is {self.collectives!r} and executor is 'virtual', which sends no tensors: remove one."
+            )
         if self.tp > 1 and self.draft_model is not None:
             raise ConfigError(
                 f"tp is {self.tp} and draft_model is {self.draft_model!r}: a draft model is not supported with tensor "
@@ -822,10 +825,13 @@ class ServerConfig(ReplicaConfig):
     kv_events: str | None = option(
         None,
         "ZeroMQ address to publish KV events on, such as tcp://*:5557, for routers that send a request where its "
-        "prefix is cached (vLLM: kv_events_config); they have the token ids of all prompts",
+        "prefix is cached (vLLM: kv_events_config); they have the token ids of all prompts; each of several replicas "
+        "has a port of its own, from this one on",
     )
     kv_events_replay: str | None = option(
-        None, "ZeroMQ address, such as tcp://*:5558, where subscribers ask for KV events that they missed"
+        None,
+        "ZeroMQ address, such as tcp://*:5558, where subscribers ask for KV events that they missed; with replicas, as "
+        "kv_events",
     )
     kv_events_topic: str = option("", "topic of KV events; llm-d expects kv@<pod address>@<model>")
 
@@ -875,11 +881,6 @@ class ServerConfig(ReplicaConfig):
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.replicas > 1 and self.kv_events is not None:
-            raise ConfigError(
-                f"kv_events is {self.kv_events!r} and replicas is {self.replicas}: the engines would publish at one "
-                "address; remove one of the two."
-            )
         if self.admin_key is not None:
             check_key("admin_key", self.admin_key)
         self._check_roles()
@@ -890,8 +891,7 @@ class ServerConfig(ReplicaConfig):
         for name in ("kv_events_replay", "kv_events_topic"):
             if getattr(self, name) and self.kv_events is None:
                 raise ConfigError(f"{name} is given without kv_events: give the address of kv_events too.")
-        if self.kv_events is not None and self.kv_events == self.kv_events_replay:
-            raise ConfigError(f"kv_events and kv_events_replay are both {self.kv_events!r}: give different ports.")
+        self._check_event_addresses()
         for origin in self.allowed_origins:
             parts = urlsplit(origin)
             is_origin = parts.scheme in ("http", "https") and origin == f"{parts.scheme}://{parts.netloc}"
@@ -900,6 +900,25 @@ class ServerConfig(ReplicaConfig):
                     f"cors_origins has {origin!r}: expected * or origins such as https://chat.example:8443, "
                     "without a path."
                 )
+
+    def kv_event_addresses(self, replica: int) -> tuple[str | None, str | None]:
+        """Where a replica publishes and replays KV events."""
+        given = self.kv_events, self.kv_events_replay
+        events, replay = (None if one is None else _replica_address(one, replica) for one in given)
+        return events, replay
+
+    def _check_event_addresses(self) -> None:
+        used: set[str] = set()
+        for replica in range(self.replicas):
+            for address in self.kv_event_addresses(replica):
+                if address in used and not address.endswith("*"):  # *: any free one
+                    apart = "" if self.replicas == 1 else f", at least {self.replicas} apart: one for each replica"
+                    raise ConfigError(
+                        f"kv_events is {self.kv_events!r} and kv_events_replay is {self.kv_events_replay!r}, which "
+                        f"both use {address!r}: give different ports{apart}."
+                    )
+                if address is not None:
+                    used.add(address)
 
     def _check_roles(self) -> None:
         """Prefill/decode disaggregation."""
@@ -939,6 +958,16 @@ class ServerConfig(ReplicaConfig):
         return [origin.strip() for origin in self.cors_origins.split(",") if origin.strip()]
 
 
+def _replica_address(address: str, replica: int) -> str:
+    """As vLLM offsets an address by the data parallel rank: the next ports."""
+    if replica == 0 or address.endswith("*"):
+        return address
+    if address.startswith("ipc:"):
+        return f"{address}_dp{replica}"
+    host, port = address.rsplit(":", 1)
+    return f"{host}:{int(port) + replica}"
+
+
 def check_replicas(config: ServerConfig, engine: EngineConfig, tenants: Iterable[TenantConfig]) -> None:
     """Raises ConfigError for what several engines cannot do together."""
     if config.role != "both" or config.prefill_replicas:
@@ -958,11 +987,6 @@ def check_replicas(config: ServerConfig, engine: EngineConfig, tenants: Iterable
         if config.router != "cache":
             raise ConfigError(f"router is {config.router!r}, but there is one replica: give replicas, too.")
         return
-    if engine.record is not None:
-        raise ConfigError(
-            f"record is {engine.record!r} and replicas is {config.replicas}: the engines would write one file; record "
-            "with one replica."
-        )
     limited = [one.name for one in tenants if one.max_requests is not None or one.tokens_per_minute is not None]
     if limited and config.workers > 1:
         raise ConfigError(
@@ -1028,6 +1052,19 @@ ARRIVALS: Mapping[str, str] = {
     "gamma": "clustered arrivals",
     "onoff": "bursts, then pauses",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedReplicaConfig(ReplicaConfig):
+    """The virtual GPUs of a simulation."""
+
+    tp: int = option(
+        1,
+        "tensor parallelism: number of virtual GPUs of each replica, among which every layer is divided; predicted "
+        "from the profile of one GPU, not measured",
+        low=1,
+        high=8,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ MUTANTS = [
     Mutant(
         "a page that is evicted is not reported",
         "scheduler/prefix_tree.py",
-        "            self.listener.removed(node, Medium.GPU)\n",
+        "            listener.removed(node, Medium.GPU)\n",
         "            pass\n",
         ("tests/scheduler/test_kv_events.py",),
     ),

@@ -110,7 +110,8 @@ CONFIGS = (SchedulerConfig, EngineConfig, ServerConfig, RayConfig, OfflineConfig
         ),
         (
             {"kv_events": "tcp://*:1", "kv_events_replay": "tcp://*:1"},
-            "kv_events and kv_events_replay are both 'tcp://*:1': give different ports.",
+            "kv_events is 'tcp://*:1' and kv_events_replay is 'tcp://*:1', which both use 'tcp://*:1': give different "
+            "ports.",
         ),
     ],
 )

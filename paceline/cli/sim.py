@@ -15,7 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli.options import takes
-from paceline.config import POLICIES, ConfigError, ReplicaConfig, SchedulerConfig, SpeculationConfig, WorkloadConfig
+from paceline.config import (
+    POLICIES,
+    ConfigError,
+    SchedulerConfig,
+    SimulatedReplicaConfig,
+    SpeculationConfig,
+    WorkloadConfig,
+)
 
 if TYPE_CHECKING:
     from paceline.simulator.fit import Recording
@@ -83,15 +90,28 @@ def split_options(options: Mapping[str, Any]) -> tuple[float | None, dict[str, A
     return speculation.acceptance, scheduler
 
 
-def replica_config(options: Mapping[str, Any]) -> ReplicaConfig:
-    names = ReplicaConfig.__dataclass_fields__
+def replica_config(options: Mapping[str, Any]) -> SimulatedReplicaConfig:
+    names = SimulatedReplicaConfig.__dataclass_fields__
     if "router" in options and options.get("replicas", 1) == 1:
         raise ConfigError(f"router is {options['router']!r}, but there is one replica: give replicas, too.")
-    return ReplicaConfig(**{name: value for name, value in options.items() if name in names})
+    return SimulatedReplicaConfig(**{name: value for name, value in options.items() if name in names})
+
+
+def _profile(gpu: str, replicas: SimulatedReplicaConfig) -> Profile:
+    from paceline.simulator.profile import load_profile
+    from paceline.simulator.tensor_parallel import shard_profile
+
+    return shard_profile(load_profile(gpu), replicas.tp)
+
+
+def _caption(replicas: SimulatedReplicaConfig) -> str | None:
+    from paceline.engine.virtual.tensor_parallel import PREDICTED
+
+    return None if replicas.tp == 1 else f"Tensor parallelism on {replicas.tp} GPUs is {PREDICTED}."
 
 
 @app.command()
-@takes(WorkloadConfig, ReplicaConfig, SpeculationConfig, SchedulerConfig)
+@takes(WorkloadConfig, SimulatedReplicaConfig, SpeculationConfig, SchedulerConfig)
 def run(
     options: dict[str, Any],
     workload: Workload = "prefixes",
@@ -104,28 +124,27 @@ def run(
 ) -> None:
     """Simulate a workload or a trace, and print its metrics."""
     from paceline.simulator.compare import scheduler_config
-    from paceline.simulator.profile import load_profile
     from paceline.simulator.run import simulate
 
-    profile = load_profile(gpu)
+    replicas = replica_config(options)
+    profile = _profile(gpu, replicas)
     arrivals = load_arrivals(workload, options, speed=speed, limit=limit)
     acceptance, given = split_options(options)
     config = scheduler_config(arrivals, profile, given)
-    replicas = replica_config(options)
     found = simulate(arrivals, config, profile, overlap=overlap, acceptance=acceptance, replicas=replicas)
     where = gpu if replicas.replicas == 1 else f"{replicas.replicas} {gpu}, router {replicas.router}"
     title = f"{workload} on {where}, policy {config.policy}, {config.num_pages:,} pages of {config.page_size}"
-    table = Table(title=title, show_header=False)
+    table = Table(title=title, show_header=False, caption=_caption(replicas))
     for name, value in found.summary().items():
         table.add_row(name, f"{value:,.4f}".rstrip("0").rstrip("."))
     console = Console()
     console.print(table)
     console.print(_simulation_speed(found))
-    _write(json_file, plot, workload, profile, {config.policy: found})
+    _write(json_file, plot, workload, profile, replicas, {config.policy: found})
 
 
 @app.command()
-@takes(WorkloadConfig, ReplicaConfig, SpeculationConfig, SchedulerConfig)
+@takes(WorkloadConfig, SimulatedReplicaConfig, SpeculationConfig, SchedulerConfig)
 def compare(
     options: dict[str, Any],
     workload: Workload = "prefixes",
@@ -150,7 +169,6 @@ def compare(
 ) -> None:
     """Simulate the same arrivals under several policies, and compare hit rate, TTFT and waiting time."""
     from paceline.simulator.compare import Comparison, scheduler_config
-    from paceline.simulator.profile import load_profile
 
     names = [name.strip() for name in policies.split(",") if name.strip()]
     if not names:
@@ -161,12 +179,12 @@ def compare(
     if "policy" in options:
         raise ConfigError("policy is an option of `sim run`: use --policies here.")
     console = Console()
-    profile = load_profile(gpu)
+    replicas = replica_config(options)
+    profile = _profile(gpu, replicas)
     arrivals = load_arrivals(workload, options, speed=speed, limit=limit)
     acceptance, given = split_options(options)
     config = scheduler_config(arrivals, profile, given)
     configs = {name: dataclasses.replace(config, policy=name) for name in names}
-    replicas = replica_config(options)
     with Comparison(arrivals, profile, overlap=overlap, acceptance=acceptance, replicas=replicas) as comparison:
         faster = 1.0
         if queue is not None:
@@ -177,7 +195,8 @@ def compare(
             )
         runs = dict(comparison.runs(configs, faster))
     table = Table(
-        title=f"{workload}, {len(arrivals):,} requests on {gpu}, {config.num_pages:,} pages of {config.page_size}"
+        title=f"{workload}, {len(arrivals):,} requests on {gpu}, {config.num_pages:,} pages of {config.page_size}",
+        caption=_caption(replicas),
     )
     table.add_column("policy")
     for name in runs:
@@ -193,7 +212,7 @@ def compare(
             table.add_row(f"mean wait of {tenant}, s", *(f"{found.get(tenant, 0.0):,.3f}" for found in waits))
     console.print(table)
     console.print(_simulation_speed(*runs.values()))
-    _write(json_file, plot, workload, profile, runs)
+    _write(json_file, plot, workload, profile, replicas, runs)
 
 
 @app.command()
@@ -338,14 +357,20 @@ def _simulation_speed(*runs: SimulationResult) -> str:
 
 
 def _write(
-    json_file: Path | None, plot: Path | None, workload: str, profile: Profile, runs: Mapping[str, SimulationResult]
+    json_file: Path | None,
+    plot: Path | None,
+    workload: str,
+    profile: Profile,
+    replicas: SimulatedReplicaConfig,
+    runs: Mapping[str, SimulationResult],
 ) -> None:
     if json_file is not None:
         found = {
             name: {"summary": one.summary(), "series": dataclasses.asdict(one.series), "journal": one.journal}
             for name, one in runs.items()
         }
-        about = {"workload": workload, "device": profile.device, "model": profile.model}
+        about: dict[str, Any] = {"workload": workload, "device": profile.device, "model": profile.model}
+        about |= {"tp": replicas.tp, "note": _caption(replicas)} if replicas.tp > 1 else {}
         json_file.write_text(json.dumps({**about, "runs": found}) + "\n")
     if plot is not None:
         from paceline.simulator.plots import plot_runs

@@ -59,8 +59,9 @@ class _Queue:
 class KvEventPublisher:
     """Binds its sockets at once, publishes after `start`."""
 
-    def __init__(self, address: str, *, replay_address: str | None = None, topic: str = "") -> None:
-        self._topic = topic.encode()
+    def __init__(self, address: str, *, replay_address: str | None = None, topic: str = "", rank: int = 0) -> None:
+        """`rank`: the data parallel rank in every batch."""
+        self._topic, self._rank = topic.encode(), rank
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         self.addresses: list[str] = []  # of the publisher and the replay socket, with the port that * became
@@ -172,10 +173,10 @@ class KvEventPublisher:
             for event in events:
                 messages.append(to_message(event))
                 time.sleep(0)  # offers the interpreter lock
-            payload = encode(KvEventBatch(time.time(), messages, 0))
+            payload = encode(KvEventBatch(time.time(), messages, self._rank))
         except Exception:  # a bug of ours; routers must not keep what may be wrong now
             log.exception("cannot encode KV events: a clear is published instead")
-            payload = encode(KvEventBatch(time.time(), [to_message(ClearedPages())], 0))
+            payload = encode(KvEventBatch(time.time(), [to_message(ClearedPages())], self._rank))
             self._wants_snapshot = True
         self._publisher.send_multipart((self._topic, self.num_published.to_bytes(8, "big"), payload))
         self.num_published += 1

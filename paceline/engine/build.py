@@ -520,7 +520,7 @@ def _recorder(config: EngineConfig, scheduler: Scheduler, device: str, buckets: 
         scheduler,
         time.monotonic,
         device=device,
-        model=f"{spec.family}-{spec.num_parameters / 1e9:.2f}b",
+        model=spec.size_name,
         overlap=config.overlap_mode,
         buckets=buckets,
     )

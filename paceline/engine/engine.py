@@ -33,7 +33,7 @@ from paceline.engine.job import Job
 from paceline.engine.loop import Loop, Trace
 from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.engine.output_processor import ActiveRequest, OutputProcessor, Sink
-from paceline.engine.pausing import PauseControl, PauseMode
+from paceline.engine.pausing import OPERATOR, PauseControl, PauseMode
 from paceline.engine.pooling import Pooler
 from paceline.engine.recent_outputs import RecentOutputs
 from paceline.engine.weight_versions import WeightVersions
@@ -96,6 +96,7 @@ class EngineHooks:
 
     after_step: Callable[[], None] = _nothing  # all deltas of a step were delivered to their sinks
     on_failure: Callable[[BaseException], None] = _nothing  # the engine failed and every request was answered
+    on_pause: Callable[[bool], None] = _nothing  # the operator has paused (True) or resumed
     on_close: Callable[[], None] = _nothing  # the thread has ended; called on the thread that closes the engine
 
 
@@ -248,7 +249,7 @@ class Engine:
         self._post([reply])
         return answer
 
-    def pause(self, mode: PauseMode = PauseMode.WAIT, *, who: str = "operator") -> Future[None]:
+    def pause(self, mode: PauseMode = PauseMode.WAIT, *, who: str = OPERATOR) -> Future[None]:
         """Stops launching passes until `resume`. The result comes when no pass is in flight. Requests can be added and
         aborted meanwhile."""
         at_rest: Future[None] = Future()
@@ -258,13 +259,21 @@ class Engine:
                 self._pauses.pause(who, mode, at_rest)
             except PacelineError as error:
                 at_rest.set_exception(error)
+                return
+            if who == OPERATOR:
+                self._hooks.on_pause(True)
 
         self._post([begin])
         return at_rest
 
-    def resume(self, *, who: str = "operator") -> None:
+    def resume(self, *, who: str = OPERATOR) -> None:
+        def end() -> None:
+            self._pauses.resume(who)
+            if who == OPERATOR:
+                self._hooks.on_pause(False)
+
         with contextlib.suppress(EngineFailed):  # then there is nothing to resume
-            self._post([lambda: self._pauses.resume(who)])
+            self._post([end])
 
     @property
     def is_paused(self) -> bool:

@@ -15,6 +15,8 @@ from paceline.engine.output import Conflict
 from paceline.request import FinishReason
 from paceline.scheduler.scheduler import Scheduler
 
+OPERATOR = "operator"  # who pauses by the admin route, or the Python interface
+
 
 class PauseMode(StrEnum):
     WAIT = "wait"

@@ -155,6 +155,11 @@ class ModelSpec:
         return max(1, gemms // (4 * self.q_size))
 
     @property
+    def size_name(self) -> str:
+        """Family and size: the name of the model in recordings and in profiles fitted to them."""
+        return f"{self.family}-{self.num_parameters / 1e9:.2f}b"
+
+    @property
     def num_parameters(self) -> int:
         """Parameters as stored: a tied LM head counts once."""
         per_layer = (

@@ -144,8 +144,8 @@ class HostTier:
         self._spills.append((node.pages, node.host_pages))
         self._num_spilled += count
         self._counters.spilled_pages += count
-        if self._tree.listener is not None:
-            self._tree.listener.stored(node, Medium.CPU)
+        for listener in self._tree.listeners:
+            listener.stored(node, Medium.CPU)
         self.track(node)
         return parts
 
@@ -194,8 +194,8 @@ class HostTier:
         self._free_pages(node)
 
     def _free_pages(self, node: Node) -> None:
-        if self._tree.listener is not None:
-            self._tree.listener.removed(node, Medium.CPU)
+        for listener in self._tree.listeners:
+            listener.removed(node, Medium.CPU)
         self.pool.free(node.host_pages)
         node.host_pages = NO_PAGES
 
@@ -252,8 +252,8 @@ class HostTier:
                 node.unproven = _NO_REQUEST
                 tree.touch(node)
                 self.track(node)
-                if tree.listener is not None:
-                    tree.listener.stored(node, Medium.CPU)
+                for listener in tree.listeners:
+                    listener.stored(node, Medium.CPU)
             assert node.parent is not None, "one node is below the other"
             node = node.parent
         tree.prune(end)

@@ -61,7 +61,7 @@ class PrefixTree:
         self.leaves = EvictableLeaves(eviction)
         self.needed_evicted_step = -1_000_000  # when a prefix that waiting requests need was last evicted
         self.host: SpillTarget | None = None
-        self.listener: KvListener | None = None
+        self.listeners: list[KvListener] = []
         self.num_foreground = 0  # waiting requests that are not of background tenants
         self._hidden: list[Node] = []
         self.root = self._new(None, None, b"", 0)
@@ -400,7 +400,8 @@ class PrefixTree:
 
     def listen(self, listener: KvListener) -> None:
         """Reports everything that is cached now, and from now on every change of it."""
-        self.listener = listener
+        if listener not in self.listeners:
+            self.listeners.append(listener)
         listener.cleared()
         for node in self.nodes():
             if len(node.pages):
@@ -525,8 +526,8 @@ class PrefixTree:
         node.pages = pages
         self.num_pages += len(pages)
         node.parent.num_resident_children += 1
-        if self.listener is not None:
-            self.listener.stored(node, Medium.GPU)
+        for listener in self.listeners:
+            listener.stored(node, Medium.GPU)
         if node.num_waiting:
             if not node.hidden:
                 node.parent.num_waiting_resident += node.num_waiting
@@ -536,8 +537,8 @@ class PrefixTree:
     def _make_ghost(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None, "the root is never evicted"
-        if self.listener is not None:
-            self.listener.removed(node, Medium.GPU)
+        for listener in self.listeners:
+            listener.removed(node, Medium.GPU)
         node.resident = False
         node.priority = -math.inf
         self.num_pages -= len(node.pages)

@@ -87,7 +87,7 @@ class Scheduler:
         self._num_drafts = config.draft_tokens  # per decode row of the pass being planned, at most
         self._lengths = OutputLengths()
         self.step = 1  # number of the pass being planned, or of the next one
-        self._kv_listener: KvListener | None = None
+        self._kv_listeners: list[KvListener] = []
         self._reset_state()
         self.requests: dict[str, Request] = {}  # accepted and not finished
         self._arrivals = 0
@@ -120,8 +120,8 @@ class Scheduler:
             self._retract_for,
         )
         self._queue_limits = QueueLimits(self.config, self.admission)
-        if self._kv_listener is not None:
-            self.listen(self._kv_listener)
+        for listener in self._kv_listeners:
+            self.memory.tree.listen(listener)
 
     # ------------------------------------------------------------------ queries
 
@@ -812,7 +812,8 @@ class Scheduler:
     def listen(self, listener: KvListener) -> None:
         """Reports all cached pages to `listener`, and from now on every change. May be called again: the listener then
         hears of all cached pages once more."""
-        self._kv_listener = listener
+        if listener not in self._kv_listeners:
+            self._kv_listeners.append(listener)  # also of the next tree, after a repair
         self.memory.tree.listen(listener)
 
     def reserve_received(self, name: str, request: Request) -> Reservation | None:

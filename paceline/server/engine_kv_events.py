@@ -16,7 +16,7 @@ log = logging.getLogger("paceline.engine")
 
 
 def bind_publisher(setup: KvEventsSetup) -> KvEventPublisher:
-    return KvEventPublisher(setup.address, replay_address=setup.replay_address, topic=setup.topic)
+    return KvEventPublisher(setup.address, replay_address=setup.replay_address, topic=setup.topic, rank=setup.rank)
 
 
 class EngineKvEvents:

@@ -52,10 +52,12 @@ from paceline.server.messages import (
 from paceline.server.process_messages import (
     EngineReady,
     EngineSetup,
+    FrontEndGone,
     KvEventsSetup,
     KvTransferSetup,
     LineDecoder,
     LoadingProgress,
+    SetPaused,
     StartupFailed,
     ToEngine,
     WeightsReplaced,
@@ -103,6 +105,7 @@ class EngineProcess:
         tenants: Sequence[TenantConfig] = (),
         on_failure: Callable[[BaseException], None] = lambda _: None,
         on_weights: Callable[[str, str], None] = lambda path, version: None,
+        on_pause: Callable[[bool], None] = lambda paused: None,
         kv_events: KvEventsSetup | None = None,
         kv_transfer: KvTransferSetup | None = None,
         name: str = "",
@@ -113,7 +116,7 @@ class EngineProcess:
         self._reporter: ReplicaReporter | None = None
         self._kv_transfer: EngineKvTransfer | None = None
         publisher = None if kv_events is None else bind_publisher(kv_events)  # fails before a model is loaded
-        self.engine = make_engine(EngineHooks(after_step=self._after_step, on_failure=on_failure))
+        self.engine = make_engine(EngineHooks(after_step=self._after_step, on_failure=on_failure, on_pause=on_pause))
         self.queries = EngineQueries(self.engine, stall_s, on_weights)
         self._address = address
         if publisher is not None:
@@ -404,6 +407,7 @@ def main() -> None:
             tenants=setup.tenants,
             on_failure=on_failure,
             on_weights=lambda path, version: send_to_supervisor(WeightsReplaced(str(Path(path).resolve()), version)),
+            on_pause=lambda paused: send_to_supervisor(SetPaused(paused)),
             kv_events=setup.kv_events,
             kv_transfer=setup.kv_transfer,
             name=setup.name,
@@ -422,10 +426,19 @@ def main() -> None:
             process.engine.grammars.set_up()  # before requests can come: it holds the GIL
         except InvalidRequest as error:
             log.info("requests with a grammar are refused: %s", error)
-    send_to_supervisor(EngineReady(served_model(process.engine, setup.name)))
+    ready = EngineReady(served_model(process.engine, setup.name))
+    send_to_supervisor(ready)
     decoder: LineDecoder[ToEngine] = LineDecoder(ToEngine)
     for line in sys.stdin.buffer:
-        process.disconnect(decoder.decode(line).name)
+        match decoder.decode(line):
+            case FrontEndGone(name):
+                process.disconnect(name)
+            case SetPaused(paused):
+                if paused:
+                    process.engine.pause().result()  # at once: no front end knows this engine yet
+                else:
+                    process.engine.resume()
+                send_to_supervisor(msgspec.structs.replace(ready, paused=paused))
     # The supervisor has exited or is shutting down. Open streams have got their error by then.
     closing = threading.Thread(target=process.close, daemon=True)
     closing.start()

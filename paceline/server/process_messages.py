@@ -49,6 +49,7 @@ class KvEventsSetup(msgspec.Struct, frozen=True):
     address: str
     replay_address: str | None
     topic: str
+    rank: int = 0  # data parallel rank: of the replica
 
 
 class KvTransferSetup(msgspec.Struct, frozen=True):
@@ -127,6 +128,16 @@ class SetDraining(msgspec.Struct, frozen=True, tag=True):
     draining: bool
 
 
+# ---------------------------------------------------------------------- supervisor <-> engine
+
+
+class SetPaused(msgspec.Struct, frozen=True, tag=True):
+    """From an engine: the operator has paused or resumed it. To an engine that is ready: the others are paused, or not;
+    it does the same and is ready again."""
+
+    paused: bool
+
+
 # ---------------------------------------------------------------------- front end -> supervisor
 
 
@@ -159,12 +170,13 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """The engine has generated a token and accepts requests."""
 
     model: ServedModel
+    paused: bool = False
 
 
 ToFrontEnd = EngineUp | EngineDown | EngineLoading | Shutdown | SetDraining
 FromFrontEnd = FrontEndListening | StartupFailed | SetDraining
-ToEngine = FrontEndGone
-FromEngine = LoadingProgress | StartupFailed | EngineReady | WeightsReplaced
+ToEngine = FrontEndGone | SetPaused
+FromEngine = LoadingProgress | StartupFailed | EngineReady | WeightsReplaced | SetPaused
 
 
 class ProtocolError(PacelineError):

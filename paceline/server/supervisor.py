@@ -47,6 +47,7 @@ from paceline.server.process_messages import (
     LoadingProgress,
     ModelSource,
     SetDraining,
+    SetPaused,
     Shutdown,
     StartupFailed,
     ToFrontEnd,
@@ -151,6 +152,7 @@ class Supervisor:
         self._weights: WeightsReplaced | None = None
         self._up_since = [0.0] * setup.config.replicas
         self._draining = False
+        self._paused = False  # the engines, by the operator
         self._shutting_down = False
         self._reported_ready = False
         self._startup_error: str | None = None
@@ -199,12 +201,22 @@ class Supervisor:
             tenants = [replace(tenant, max_requests=None, tokens_per_minute=None) for tenant in tenants]
         return tuple(tenants)
 
-    @property
-    def _kv_events(self) -> KvEventsSetup | None:
-        config = self._setup.config
-        if config.kv_events is None:
+    def _kv_events(self, replica: int) -> KvEventsSetup | None:
+        events, replay = self._setup.config.kv_event_addresses(replica)
+        if events is None:
             return None
-        return KvEventsSetup(config.kv_events, config.kv_events_replay, config.kv_events_topic)
+        return KvEventsSetup(events, replay, self._setup.config.kv_events_topic, replica)
+
+    def _source(self, replica: int, generation: int) -> ModelSource:
+        """What an engine process loads. It records to a file of its own: one that has exited keeps its recording."""
+        source = self._setup.source
+        if source.options.get("record") is None:
+            return source
+        path = Path(source.options["record"])
+        name = path.stem + (f"-{replica}" if self._setup.config.replicas > 1 else "")
+        name += f".{generation}" if generation > 1 else ""
+        options = {**source.options, "record": str(path.with_name(name + path.suffix))}
+        return msgspec.structs.replace(source, options=options)
 
     def _kv_transfer(self, replica: int, generation: int) -> KvTransferSetup | None:
         config = self._setup.config
@@ -235,13 +247,13 @@ class Supervisor:
             setup = EngineSetup(
                 name=self._setup.name,
                 address=f"ipc://{self._folder}/engine-{replica}-{generation}",
-                source=self._setup.source,
+                source=self._source(replica, generation),
                 stall_s=config.stall_s,
                 tenants=self._engine_tenants,
                 log_level=config.log_level,
                 log_format=config.log_format,
                 weights=self._weights,
-                kv_events=self._kv_events,
+                kv_events=self._kv_events(replica),
                 kv_transfer=self._kv_transfer(replica, generation),
                 replica=replica,
                 num_replicas=config.replicas,
@@ -280,6 +292,9 @@ class Supervisor:
                     self._on_loading(sum(one.done for one in progress), sum(one.total for one in progress))
             case WeightsReplaced():
                 self._weights = message
+            case SetPaused():
+                if isinstance(self._engine_states[setup.replica], EngineUp):  # else it does what it was told to
+                    self._paused = message.paused
             case StartupFailed():
                 if self._reported_ready and self._setup.config.replicas > 1:  # the others still serve
                     name = engine_name(setup.replica, self._setup.config.replicas)
@@ -290,6 +305,9 @@ class Supervisor:
             case EngineReady():
                 if setup.weights != self._weights:  # they were replaced while it loaded
                     self._engines[setup.replica].kill()
+                    return
+                if message.paused != self._paused:  # no front end may reach it before it is as the others are
+                    self._engines[setup.replica].send(SetPaused(self._paused))
                     return
                 self._up_since[setup.replica] = asyncio.get_running_loop().time()
                 kv_address = "" if setup.kv_transfer is None else setup.kv_transfer.listen

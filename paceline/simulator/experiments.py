@@ -1,19 +1,20 @@
 """Experiments that reproduce published effects of scheduling, on the real scheduler with a virtual GPU.
 
-`paceline sim experiment` prints each as a table and writes its plot; the scenarios are in `scenarios.py`.
+`paceline sim experiment` prints each as a table and writes its plot; the scenarios are in `scenarios.py`. Experiments
+with several GPUs are in `cluster_experiments.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from paceline.config import ROUTERS
+from paceline.simulator.cluster_experiments import CLUSTER_EXPERIMENTS
 from paceline.simulator.compare import process_pool
+from paceline.simulator.report import Experiment, Panel, Report
 from paceline.simulator.scenarios import (
     CHAT_POOL,
     CONDITIONS,
@@ -21,7 +22,6 @@ from paceline.simulator.scenarios import (
     MAX_WAITS,
     PREFIX_POLICIES,
     PREFIX_SHARES,
-    REPLICAS,
     SMALL,
     batching,
     cold_and_cached,
@@ -29,7 +29,6 @@ from paceline.simulator.scenarios import (
     long_prompts,
     overlap,
     prefill_overload,
-    routing,
     shared_prefixes,
     small_behind_large,
     small_pool,
@@ -37,36 +36,6 @@ from paceline.simulator.scenarios import (
     two_prefixes,
     waiting_curve,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """Bars, or one line per label: y[i][j] is the value of labels[i] at x[j]."""
-
-    kind: Literal["bars", "lines"]
-    x: Sequence[str] | Sequence[float]
-    y: list[list[float]]
-    labels: list[str]
-    x_title: str
-    y_title: str
-    title: str = ""
-    points: list[str] | None = None  # a label for each point of a line
-    baseline: tuple[float, str] | None = None  # a line at this value, with its label
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    columns: list[str]
-    rows: list[list[str | float]]
-    note: str
-    panels: list[list[Panel]]  # of the plot, by row
-
-
-@dataclass(frozen=True, slots=True)
-class Experiment:
-    title: str
-    answers: str  # the published figure or claim that it can be compared with
-    run: Callable[[], Report]
 
 
 def run_experiments(names: Sequence[str]) -> Iterator[tuple[str, Report]]:
@@ -545,35 +514,6 @@ def _host_memory() -> Report:
     )
 
 
-def _routing() -> Report:
-    found = {router: routing(router).summary() for router in ROUTERS}
-    rows: list[list[str | float]] = [
-        [
-            router,
-            round(run["hit_rate"], 3),
-            round(run["ttft_p50_ms"] / 1e3, 3),
-            round(run["ttft_p90_ms"] / 1e3, 3),
-            round(run["tpot_p50_ms"], 1),
-            round(run["tokens_per_s"]),
-        ]
-        for router, run in found.items()
-    ]
-    return Report(
-        ["router", "hit rate", "TTFT p50 s", "TTFT p90 s", "TPOT p50 ms", "tokens/s"],
-        rows,
-        f"{REPLICAS} replicas with a KV cache of {CHAT_POOL:,} tokens each, {LARGE}; 1,500 requests, 90 a second; 200 "
-        "system prompts of 1,840 tokens, their popularity follows Zipf's law, and 200 tokens of their own.",
-        [
-            [
-                Panel("bars", list(found), [[run["hit_rate"] for run in found.values()]], ["hit rate"], "router",
-                      "prefix cache hit rate"),
-                Panel("bars", list(found), [[run["ttft_p90_ms"] / 1e3 for run in found.values()]], ["TTFT p90"],
-                      "router", "TTFT p90, s"),
-            ]
-        ],
-    )  # fmt: skip
-
-
 EXPERIMENTS: dict[str, Experiment] = {
     "continuous-batching": Experiment(
         "Continuous and static batching: slots in use, requests per second",
@@ -635,9 +575,5 @@ EXPERIMENTS: dict[str, Experiment] = {
         "nano-vLLM deep dive, chapter 5: swap vs recompute; SGLang HiCache",
         _host_memory,
     ),
-    "routing": Experiment(
-        "Routing between replicas: hit rate and time to first token",
-        "SGLang v0.4 blog: cache-aware load balancer, up to 1.9x throughput and 3.8x hit rate against round-robin",
-        _routing,
-    ),
+    **CLUSTER_EXPERIMENTS,
 }

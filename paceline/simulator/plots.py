@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from paceline.config import ConfigError
-from paceline.simulator.experiments import Experiment, Panel
+from paceline.simulator.report import Experiment, Panel
 from paceline.simulator.run import SimulationResult
 
 # Safe for colour blindness (Okabe and Ito), in the order that the pages use

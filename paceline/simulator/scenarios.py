@@ -23,6 +23,7 @@ from paceline.scheduler import Plan, Scheduler
 from paceline.simulator.compare import scheduler_config
 from paceline.simulator.profile import load_profile
 from paceline.simulator.run import Column, SimulationResult, simulate
+from paceline.simulator.tensor_parallel import ShardedProfile, shard_profile
 from paceline.simulator.workloads import DEFAULTS, Arrival, make_workload, random_tokens, unique_ids
 from paceline.testing import Harness
 
@@ -326,7 +327,8 @@ def host_memory(host_tokens: int, requests: int = 300, gpu: str = LARGE) -> Simu
     return simulate(arrivals, scheduler_config(arrivals, profile, options), profile)
 
 
-# ---------------------------------------------------------------------- replicas
+# ---------------------------------------------------------------------- several GPUs
+
 
 REPLICAS = 4
 
@@ -337,3 +339,22 @@ def routing(router: str, requests: int = 1500, rate: float = 90.0) -> Simulation
     arrivals, profile = make_workload("prefixes", work), load_profile(LARGE)
     config = scheduler_config(arrivals, profile, {"num_pages": CHAT_POOL // 16})
     return simulate(arrivals, config, profile, replicas=ReplicaConfig(replicas=REPLICAS, router=router))
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    result: SimulationResult
+    itl: float  # seconds, p50: a decode batch of all rows
+    exchange_s: float  # the collectives of that batch
+
+
+def tensor_parallel(rows: int, num_ranks: int, gpu: str = LARGE) -> Ranks:
+    """`rows` requests of 1,024 prompt tokens and 128 output tokens, all at once, on `num_ranks` GPUs."""
+    rng, output = np.random.default_rng(0), np.zeros(128, np.int32)
+    arrivals = [Arrival(0.0, f"request-{number}", random_tokens(rng, 1024), output) for number in range(rows)]
+    profile = shard_profile(load_profile(gpu), num_ranks)
+    config = scheduler_config(arrivals, profile, {"max_running": rows})
+    recorder = TokenRecorder()
+    result = simulate(arrivals, config, profile, observer=recorder)
+    exchange_s = profile.work.exchange_s(rows, rows) if isinstance(profile, ShardedProfile) else 0.0
+    return Ranks(result, float(np.median(recorder.itl)), exchange_s)

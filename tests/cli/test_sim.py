@@ -44,6 +44,18 @@ def test_replicas_are_named_in_the_title_and_share_the_work() -> None:
     assert compared.exit_code == 0, compared.output
 
 
+def test_tensor_parallelism_is_labelled_as_predicted(tmp_path: Path) -> None:
+    label = "Tensor parallelism on 4 GPUs is predicted, not measured."
+    one, four = (sim("run", *SMALL, "--tp", count, "--json", str(tmp_path / f"{count}.json")) for count in ("1", "4"))
+    assert one.exit_code == four.exit_code == 0, four.output
+    assert label in " ".join(four.output.split()) and "predicted" not in one.output
+    alone, divided = (json.loads((tmp_path / f"{count}.json").read_text()) for count in (1, 4))
+    assert (divided["tp"], divided["note"]) == (4, label) and "note" not in alone
+    plain = sim("run", *SMALL, "--json", str(tmp_path / "plain.json"))
+    assert plain.exit_code == 0 and json.loads((tmp_path / "plain.json").read_text()) == alone
+    assert label in " ".join(sim("compare", *SMALL, "--tp", "4", "--policies", "fcfs").output.split())
+
+
 def test_fit_prints_the_held_out_error_and_saves_a_usable_profile(tmp_path: Path) -> None:
     record(tmp_path / "run.jsonl", noise=0.02, runs=3, requests=200, compile_s=0.3)
     result = sim(
@@ -107,6 +119,8 @@ def test_compare_prints_the_waiting_time_of_each_tenant() -> None:
         (("run", "--gpu", "abacus"), "gpu is 'abacus': choose one of h200"),
         (("run", "--requests", "0"), "requests is 0: must be at least 1."),
         (("run", "--router", "random"), "router is 'random', but there is one replica: give replicas, too."),
+        (("run", "--tp", "9"), "tp is 9: must be at most 8."),
+        (("compare", "--tp", "0"), "tp is 0: must be at least 1."),
         (("compare", "--policies", "fcfs,best"), "policies has 'best': choose from fair"),
         (("compare", "--policies", ","), "policies is empty: choose from fair"),
         (("experiment", "two-prefixes", "--plots", "plots", "--form", "pdf"), "expected a .png or .svg file."),

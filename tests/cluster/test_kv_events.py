@@ -122,6 +122,25 @@ def test_a_second_report_of_all_pages_equals_what_the_events_gave() -> None:
     assert events.known == known
 
 
+def test_two_listeners_hear_the_same_also_when_one_listens_again() -> None:
+    """A replica publishes its events, and reports them to the router."""
+    subject = harness(num_pages=6, num_host_pages=16)
+    first, second = HashedEvents(subject.scheduler), HashedEvents(subject.scheduler)
+    for each in (A, B, C):
+        subject.add(request(prompt(each, 91), max_tokens=1))
+        subject.run()
+        first.check()
+        subject.scheduler.listen(first.log)
+    assert first.read()[0] == {"type": "AllBlocksCleared"}
+    second.check()
+    assert first.known == second.known == first.cached()
+    subject.scheduler.memory.pool.allocate(1)  # without an owner
+    assert subject.scheduler.check_idle(1.0), "the state is reset"
+    for one in (first, second):
+        assert [event["type"] for event in one.read()] == ["AllBlocksCleared"]
+        assert len(subject.scheduler.memory.tree.listeners) == 2
+
+
 def test_pages_are_counted() -> None:
     subject = harness()
     events = HashedEvents(subject.scheduler)

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from paceline.checks.weights import write_folder
 from paceline.config import EngineConfig
 from paceline.engine.build import build_engine
 from paceline.engine.cache_flush import flush_when_idle
-from paceline.engine.engine import Engine
+from paceline.engine.engine import Engine, EngineHooks
 from paceline.engine.job import Job
 from paceline.engine.output import Conflict, EngineFailed, OutputDelta
 from paceline.engine.pausing import PauseMode
@@ -68,6 +69,23 @@ def stopped(engine: Engine, count: int) -> TimedSink:
     sink = on_first_token(engine, lambda: engine.pause(PauseMode.CONTINUE), greedy(count))
     sink.result.result(60)
     return sink
+
+
+def test_pauses_of_the_operator_are_reported_in_order_and_no_others() -> None:
+    found: list[bool] = []
+    engine = build_virtual(EngineConfig(executor="virtual"), {}, hooks=EngineHooks(on_pause=found.append))
+    with closing(engine):
+        sink = stopped(engine, 5)
+        with pytest.raises(Conflict):
+            engine.pause(PauseMode.WAIT).result(60)  # refused: the request cannot finish
+        engine.pause(PauseMode.CONTINUE, who="update").result(60)
+        engine.resume(who="update")
+        engine.resume()
+        assert reason(sink) is FinishReason.LENGTH
+        engine.pause().result(60)
+        engine.resume()
+        engine.call(lambda _: None).result(60)
+    assert found == [True, False, True, False]
 
 
 def reason(sink: TimedSink) -> FinishReason | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
+import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,11 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
+import psutil
 import pytest
 
+from paceline.cluster.block_hash import block_hashes, root_hash
 from paceline.config import ConfigError, EngineConfig, ServerConfig, TenantConfig, check_replicas
 from paceline.engine.kv_sizing import CPU_KV_FRACTION
+from paceline.engine.recording import RecordedRequest, read_recording
 from paceline.server.engine_device import choose_device
+from tests.cluster.subscriber import Subscriber
 from tests.server.process import ServerProcess
 from tests.server.test_processes import stream_all
 from tests.server.virtual import (
@@ -35,6 +43,7 @@ from tests.server.virtual import (
 )
 
 ADMIN = "admin-key"
+ROOT = root_hash(("default", "", ""))
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +167,38 @@ def test_pausing_stops_both_engines_and_resuming_starts_them(server: ServerProce
     finally:
         assert not admin(server, "POST", "/admin/resume").json()["paused"]
     assert complete(server, [1, 2], 2).status_code == 200
+
+
+def test_an_engine_that_restarts_is_as_paused_as_the_others() -> None:
+    with virtual("--replicas", "2", "--admin-key", ADMIN) as server:
+
+        def kill_engines(count: int) -> None:
+            victims = server.children["engine"][:count]
+            for victim in victims:
+                os.kill(victim, signal.SIGKILL)
+            wait_until(lambda: len(set(server.children["engine"]) - set(victims)) == 2)
+            wait_until(lambda: metric(server, "replicas_up") == 2)
+
+        def paused() -> list[float]:
+            return [metric(server, "engine_paused", replica=replica) for replica in "01"]
+
+        assert admin(server, "POST", "/admin/pause", mode="wait").json()["paused"]
+        for count in (1, 2):  # also if none is left that knows of the pause
+            kill_engines(count)
+            assert paused() == [1, 1] and get(server, "/ready").status_code == 503
+        with ThreadPoolExecutor(2) as pool:
+            found = [pool.submit(complete, server, [number] * 20, 5) for number in (1, 2)]
+            wait_until(lambda: get(server, "/health").json()["num_waiting"] == 2)
+            assert metric(server, "generation_tokens_total") == 0
+            assert not admin(server, "POST", "/admin/resume").json()["paused"]
+            assert [one.result().status_code for one in found] == [200, 200]
+        for path, expected in (("pause", [1, 1]), ("resume", [0, 0])):  # while one restarts, or before that is noticed
+            victim = server.children["engine"][0]
+            os.kill(victim, signal.SIGKILL)
+            wait_until(lambda path=path: admin(server, "POST", f"/admin/{path}").status_code == 200)
+            wait_until(lambda: metric(server, "replicas_up") == 2)
+            assert paused() == expected and victim not in server.children["engine"]
+        assert complete(server, [3] * 20, 5).status_code == 200
 
 
 def test_requests_of_both_engines_are_listed_and_can_be_aborted() -> None:
@@ -292,7 +333,6 @@ def test_the_limit_of_a_tenant_holds_for_all_engines_together(tmp_path: Path) ->
     ("server", "engine", "tenant", "message"),
     [
         ({"router": "random"}, {}, {}, "router is 'random', but there is one replica: give replicas, too."),
-        ({"replicas": 2}, {"record": "x.jsonl"}, {}, "record is 'x.jsonl' and replicas is 2"),
         ({"replicas": 2, "workers": 2}, {}, {"max_requests": 3}, "tenant 'a' has max_requests or tokens_per_minute"),
     ],
 )
@@ -303,9 +343,80 @@ def test_what_several_engines_cannot_do_is_refused(
         check_replicas(ServerConfig(**server), EngineConfig(**engine), [TenantConfig(name="a", **tenant)])
 
 
-def test_engines_cannot_publish_kv_events_at_one_address() -> None:
-    with pytest.raises(ConfigError, match="kv_events is 'tcp://\\*:1' and replicas is 2"):
-        ServerConfig(replicas=2, kv_events="tcp://*:1")
+@pytest.mark.parametrize(
+    ("events", "replay", "shared"),
+    [("tcp://*:5557", "tcp://*:5557", "tcp://*:5557"), ("tcp://*:5557", "tcp://*:5559", "tcp://*:5559"),
+     ("ipc:///x", "ipc:///x_dp1", "ipc:///x_dp1")],
+)  # fmt: skip
+def test_addresses_of_kv_events_that_overlap_are_refused(events: str, replay: str, shared: str) -> None:
+    with pytest.raises(ConfigError, match=f"use {re.escape(repr(shared))}: give different ports, at least 3 apart"):
+        ServerConfig(replicas=3, kv_events=events, kv_events_replay=replay)
+
+
+def test_each_replica_has_the_next_address_of_kv_events() -> None:
+    config = ServerConfig(replicas=3, kv_events="tcp://*:5557", kv_events_replay="ipc:///replay")
+    assert config.kv_event_addresses(0) == ("tcp://*:5557", "ipc:///replay")
+    assert config.kv_event_addresses(2) == ("tcp://*:5559", "ipc:///replay_dp2")
+    free = ServerConfig(replicas=2, kv_events="tcp://127.0.0.1:*", kv_events_replay="tcp://127.0.0.1:*")
+    assert free.kv_event_addresses(1) == ("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+    assert ServerConfig(replicas=2).kv_event_addresses(1) == (None, None)
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` consecutive ports that are free now."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            first = 0
+            with contextlib.suppress(OSError, OverflowError):
+                for number in range(count):
+                    probe = stack.enter_context(socket.socket())
+                    probe.bind(("127.0.0.1", first + number if first else 0))
+                    first = first or probe.getsockname()[1]
+                return first
+
+
+def test_each_replica_publishes_and_records_what_it_does_itself(tmp_path: Path) -> None:
+    first = free_ports(4)
+    events, replays = ([f"tcp://127.0.0.1:{first + 2 * kind + replica}" for replica in (0, 1)] for kind in (0, 1))
+    options = ("--kv-events", events[0], "--kv-events-replay", replays[0], "--record", str(tmp_path / "day.jsonl"))
+    prompts = [[number] * 70 for number in range(10, 18)]
+    pages = {
+        number: set(block_hashes(np.array([number] * 70, np.int32), 16, ROOT).tolist()) for number in range(10, 18)
+    }
+
+    def published(replica: int, wanted: int) -> set[int]:
+        """The hashes that one replica has published, once there are as many as wanted."""
+        with Subscriber(events[replica]) as subscriber:
+
+            def known() -> set[int]:
+                subscriber.known.clear()
+                for _, batch in subscriber.replay(replays[replica], 0):
+                    assert subscriber.apply(batch).data_parallel_rank == replica
+                return subscriber.known.get("GPU", set())
+
+            wait_until(lambda: len(known()) >= wanted)
+            return known()
+
+    with virtual("--replicas", "2", "--router", "round-robin", *options) as server:
+        for prompt in prompts:
+            assert complete(server, prompt, 1).status_code == 200
+        found = [published(replica, 16) for replica in (0, 1)]
+        assert found[0] | found[1] == set().union(*pages.values()) and not found[0] & found[1]
+        engine = next(pid for pid in server.children["engine"] if f":{first + 1}" in listening(pid))
+        os.kill(engine, signal.SIGKILL)
+        wait_until(lambda: metric(server, "replicas_up") == 2 and engine not in server.children["engine"])
+        assert published(1, 0) == set(), "it has begun again with a clear, at the same address"
+        assert published(0, 16) == found[0]
+        server.signal(signal.SIGTERM)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"day-0.jsonl", "day-1.jsonl", "day-1.2.jsonl"}
+    for name in ("day-0.jsonl", "day-1.jsonl"):
+        assert len([one for one in read_recording(tmp_path / name) if isinstance(one, RecordedRequest)]) >= 4
+
+
+def listening(pid: int) -> str:
+    """The ports that a process listens on."""
+    return " ".join(f":{one.laddr.port}" for one in psutil.Process(pid).net_connections() if one.status == "LISTEN")
 
 
 def test_each_replica_gets_a_gpu_or_its_share_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

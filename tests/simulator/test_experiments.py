@@ -10,8 +10,9 @@ import pytest
 from paceline.bench.scheduler import gsp_hit_rate
 from paceline.config import SchedulerConfig, WorkloadConfig
 from paceline.simulator.compare import scheduler_config
-from paceline.simulator.experiments import EXPERIMENTS, Report, run_experiments
+from paceline.simulator.experiments import EXPERIMENTS, run_experiments
 from paceline.simulator.profile import load_profile
+from paceline.simulator.report import Report
 from paceline.simulator.run import simulate
 from paceline.simulator.scenarios import (
     CHAT_POOL,

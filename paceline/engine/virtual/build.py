@@ -15,11 +15,14 @@ from paceline.engine.virtual.executor import (
     SMALL_MODEL_H200,
     ClockTokens,
     HostLink,
+    PassTime,
     VirtualExecutor,
     VirtualTokens,
     WallClock,
     slowed,
 )
+from paceline.engine.virtual.tensor_parallel import PREDICTED, RankWork, ShardedStepTime
+from paceline.model.registry import shape
 from paceline.scheduler import Scheduler
 from paceline.text.synthetic import MIN_VOCAB_SIZE, synthetic_tokenizer
 
@@ -41,8 +44,15 @@ def build_virtual(
     options = dict(scheduler_options)
     checked = SchedulerConfig(**{"num_pages": MAX_PAGES, **options})
     page_size = checked.page_size
-    options["num_pages"] = config.num_kv_pages(checked, options) or max(1, _KV_TOKENS // page_size)
+    kv_tokens, device = _KV_TOKENS, NAME
     page_s = page_size * KV_BYTES_PER_TOKEN / _LINK_RATE
+    step_time: PassTime = slowed(SMALL_MODEL_H200, config.virtual_slowdown)
+    if config.tp > 1:
+        work = RankWork(shape("qwen3-0.6b"), config.tp, KV_BYTES_PER_TOKEN / SMALL_MODEL_H200.per_context_token)
+        step_time = ShardedStepTime(SMALL_MODEL_H200, work, config.virtual_slowdown)
+        kv_tokens, page_s = work.kv_tokens(_KV_TOKENS), page_s * work.kv  # each GPU has a link
+        device = f"{config.tp} x {NAME}, {PREDICTED}"
+    options["num_pages"] = config.num_kv_pages(checked, options) or max(1, kv_tokens // page_size)
     if count := config.num_host_pages(page_size, options):
         options["num_host_pages"] = count
         options.setdefault("host_page_cost", page_s / SMALL_MODEL_H200.per_prefill_token)
@@ -58,22 +68,21 @@ def build_virtual(
         size = scheduler_config.max_running
         drafts = DraftVerifier(size, RandomDrafts(size, config.virtual_acceptance))
     executor = VirtualExecutor(
-        WallClock(), slowed(SMALL_MODEL_H200, config.virtual_slowdown), tokens,
-        link=HostLink(page_s * config.virtual_slowdown), drafts=drafts,
-    )  # fmt: skip
+        WallClock(), step_time, tokens, link=HostLink(page_s * config.virtual_slowdown), drafts=drafts
+    )
     scheduler = Scheduler(scheduler_config)
     recorder = None
     if config.record is not None:
         from paceline.engine.recording import Recorder
 
-        recorder = Recorder(Path(config.record), scheduler, time.monotonic, device=NAME, model=NAME,
+        recorder = Recorder(Path(config.record), scheduler, time.monotonic, device=device, model=NAME,
                             overlap=config.overlap_mode, buckets=[])  # fmt: skip
     return Engine(
         scheduler,
         executor,
         tokenizer,
         vocab_size=VOCAB_SIZE,
-        info=ModelInfo("virtual", 600_000_000, "bfloat16", "virtual", KV_BYTES_PER_TOKEN),
+        info=ModelInfo("virtual", 600_000_000, "bfloat16", device, KV_BYTES_PER_TOKEN),
         overlap=config.overlap_mode,
         clock=time.monotonic,
         detokenize=detokenize,
