@@ -22,6 +22,7 @@
 #define LARGEST 16256 /* 127 * 128: an input after rounding */
 #define STEPS 8    /* of 4 columns each, in a group */
 #define KEYS 32    /* positions that attention reads at a time, from a multiple of it on */
+#define CHUNK 64   /* positions whose attention is computed on its own, from a multiple of it on, and then merged */
 #define QUERIES 8  /* tokens of one request whose attention is computed together */
 #define INLINE static inline __attribute__((always_inline))
 
@@ -419,20 +420,50 @@ typedef struct { /* see engine/cpu/inputs.py */
     int64_t num_threads;
 } Batch;
 
+typedef struct { /* attention of up to QUERIES tokens of a row, to all positions or to one chunk of them */
+    int64_t row, first, chunk; /* first: of the row's tokens; chunk -1: all of them */
+    int64_t partial;           /* its place in the partial results, with a chunk */
+} Task;
+
 typedef struct {
     Rounded rounded;
     float *qkv, *attended, *gate_up, *block; /* block: what a block adds to x, where a norm follows it */
-    int64_t *task_rows, *task_firsts;        /* of attention: row, and its first token in the row */
-    int64_t num_tasks;
+    Task *tasks;
+    float *partials;
+    int64_t num_tasks, num_partials;
 } Scratch;
 
 INLINE int64_t max3(int64_t a, int64_t b, int64_t c) { return a > b ? (a > c ? a : c) : (b > c ? b : c); }
 INLINE int64_t padded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 INLINE int64_t qkv_size(const Model *m) { return (m->num_heads + 2 * m->num_kv_heads) * m->head_dim; }
 
-static int64_t lay_out(const Model *m, int64_t tokens, uint8_t *at, Scratch *s) {
+/* Queries of a task, at most, and the floats of their partial result: outputs, then maxima, then totals. */
+INLINE int64_t max_queries(const Model *m) { return QUERIES * m->num_heads; }
+INLINE int64_t partial_size(const Model *m) { return max_queries(m) * (m->head_dim + 2); }
+
+/* Lists the tasks of attention, longest first. Where there are few, those of one block of tokens are divided by chunks:
+   this changes who computes what and no result. */
+static void list_tasks(const Batch *b, Scratch *s) {
+    int64_t blocks = 0, num = 0, partials = 0;
+    for (int64_t row = 0; row < b->num_rows; row++) blocks += (b->lengths[row] + QUERIES - 1) / QUERIES;
+    int divides = blocks < 4 * b->num_threads;
+    for (int64_t row = b->num_rows - 1; row >= 0; row--)
+        for (int64_t first = (b->lengths[row] - 1) / QUERIES * QUERIES; first >= 0; first -= QUERIES) {
+            int64_t rest = b->lengths[row] - first;
+            int64_t end = b->starts[row] + first + (rest < QUERIES ? rest : QUERIES);
+            int64_t chunks = divides ? (end + CHUNK - 1) / CHUNK : 1;
+            for (int64_t chunk = 0; chunk < chunks; chunk++, num++)
+                if (s->tasks) s->tasks[num] = (Task){row, first, divides ? chunk : -1, divides ? partials++ : -1};
+                else partials += divides;
+        }
+    s->num_tasks = num, s->num_partials = partials;
+}
+
+static int64_t lay_out(const Model *m, const Batch *b, uint8_t *at, Scratch *s) {
     uint8_t *first = at;
-    int64_t groups = groups_of(max3(m->hidden, m->num_heads * m->head_dim, m->ffn));
+    int64_t tokens = b->num_tokens, groups = groups_of(max3(m->hidden, m->num_heads * m->head_dim, m->ffn));
+    s->tasks = NULL;
+    list_tasks(b, s);
 #define TAKE(field, type, count) s->field = (type *)at, at += padded((count) * (int64_t)sizeof(type))
     TAKE(rounded.high, int8_t, tokens * groups * GROUP);
     TAKE(rounded.low, int8_t, tokens * groups * GROUP);
@@ -442,15 +473,15 @@ static int64_t lay_out(const Model *m, int64_t tokens, uint8_t *at, Scratch *s) 
     TAKE(attended, float, tokens * m->num_heads * m->head_dim);
     TAKE(gate_up, float, tokens * 2 * m->ffn);
     TAKE(block, float, tokens * m->hidden);
-    TAKE(task_rows, int64_t, tokens);
-    TAKE(task_firsts, int64_t, tokens);
+    TAKE(tasks, Task, s->num_tasks);
+    TAKE(partials, float, s->num_partials * partial_size(m));
 #undef TAKE
     return at - first;
 }
 
-int64_t scratch_bytes(const Model *model, int64_t tokens) {
+int64_t scratch_bytes(const Model *model, const Batch *batch) {
     Scratch unused;
-    return lay_out(model, tokens, (uint8_t *)64, &unused);
+    return lay_out(model, batch, (uint8_t *)64, &unused);
 }
 
 /* to[size, KEYS] = the keys by dimension, zeros after the last. */
@@ -531,9 +562,9 @@ INLINE void add_values(float *out, const float *factors, float weights[][KEYS], 
         }
 }
 
-typedef struct { /* attention of some queries of one row, for the query heads of one KV head */
-    float *queries, *out, *top, *totals; /* [count, size], the same, [count], [count] */
-    int64_t size, window, first, per_token; /* position of the first query; queries per token */
+typedef struct {                         /* of the queries of a task, by head and then by token */
+    float *queries, *out, *top, *totals; /* [queries, size] twice, [queries] twice; top: the largest score so far */
+    int64_t size, window, first, tokens; /* first: position of the first token */
     float cap;
 } Attention;
 
@@ -544,7 +575,7 @@ INLINE void add_keys(const Attention *a, int64_t i, const int N, int64_t base, i
     int first = KEYS, last = -1;
     scores_of(a->queries + i * a->size, keys, a->size, N, scores);
     for (int n = 0; n < N; n++) {
-        int64_t position = a->first + (i + n) / a->per_token;
+        int64_t position = a->first + (i + n) % a->tokens;
         int newest = (int)(position - base < num - 1 ? position - base : num - 1); /* that this query sees */
         int oldest = a->window && position - a->window >= base ? (int)(position - a->window - base) + 1 : 0;
         if (a->cap > 0)
@@ -575,37 +606,103 @@ INLINE void add_keys(const Attention *a, int64_t i, const int N, int64_t base, i
     add_values(a->out + i * a->size, factors, weights, values, first, last, a->size, N);
 }
 
-/* Causal attention of up to QUERIES tokens of a row. */
-static void attend(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, int64_t index, int64_t row,
-                   int64_t first, int64_t head) {
-    int64_t size = m->head_dim, group = m->num_heads / m->num_kv_heads, stride = qkv_size(m);
-    int64_t tokens = b->lengths[row] - first < QUERIES ? b->lengths[row] - first : QUERIES, count = tokens * group;
-    int64_t start = b->starts[row] + first, end = start + tokens, kv_stride = m->num_kv_heads * size;
-    float queries[count * size], out[count * size], top[count], totals[count], by_dimension[size * KEYS];
+/* Attention to the positions of one chunk, from nothing. */
+static void attend_chunk(const Model *m, const Batch *b, const Attention *a, int64_t index, int64_t row, int64_t chunk) {
+    int64_t size = m->head_dim, per_head = m->num_heads / m->num_kv_heads * a->tokens, stride = m->num_kv_heads * size;
+    int64_t end = a->first + a->tokens < (chunk + 1) * CHUNK ? a->first + a->tokens : (chunk + 1) * CHUNK;
+    int64_t oldest = a->window && a->first - a->window + 1 > 0 ? a->first - a->window + 1 : 0, base = chunk * CHUNK;
+    float by_dimension[size * KEYS];
     const float *keys[KEYS], *values[KEYS];
-    Attention a = {queries, out, top, totals, size, layer->window, start, group, m->score_cap};
-    for (int64_t i = 0; i < count; i++) {
-        const float *q = s->qkv + (b->offsets[row] + first + i / group) * stride + (head * group + i % group) * size;
-        for (int64_t d = 0; d < size; d++) queries[i * size + d] = q[d] * m->scale;
-        top[i] = -INFINITY, totals[i] = 0;
-    }
-    memset(out, 0, sizeof out);
-    int64_t oldest = layer->window && start - layer->window + 1 > 0 ? start - layer->window + 1 : 0;
-    for (int64_t base = oldest / KEYS * KEYS; base < end; base += KEYS) {
+    for (int64_t i = 0; i < m->num_heads * a->tokens; i++) a->top[i] = -INFINITY, a->totals[i] = 0;
+    memset(a->out, 0, m->num_heads * a->tokens * size * sizeof(float));
+    for (; base < end; base += KEYS) {
         int num = (int)(end - base < KEYS ? end - base : KEYS);
-        for (int j = 0; j < num; j++) {
-            int64_t position = base + j;
-            int64_t page = b->pages[row * b->num_pages + position / b->page_size];
-            int64_t at = (page * b->page_size + position % b->page_size) * kv_stride + head * size;
-            keys[j] = b->keys[index] + at, values[j] = b->values[index] + at;
+        if (base + num <= oldest) continue;
+        for (int64_t head = 0; head < m->num_kv_heads; head++) {
+            for (int j = 0; j < num; j++) {
+                int64_t position = base + j, page = b->pages[row * b->num_pages + position / b->page_size];
+                int64_t at = (page * b->page_size + position % b->page_size) * stride + head * size;
+                keys[j] = b->keys[index] + at, values[j] = b->values[index] + at;
+            }
+            transpose(keys, num, size, by_dimension);
+            int64_t i = head * per_head, last = i + per_head;
+            for (; i + 2 <= last; i += 2) add_keys(a, i, 2, base, num, by_dimension, values);
+            if (i < last) add_keys(a, i, 1, base, num, by_dimension, values);
         }
-        transpose(keys, num, size, by_dimension);
-        int64_t i = 0;
-        for (; i + 2 <= count; i += 2) add_keys(&a, i, 2, base, num, by_dimension, values);
-        if (i < count) add_keys(&a, i, 1, base, num, by_dimension, values);
+    }
+}
+
+/* Merges the result over the positions of a chunk into that over the positions before. */
+static void merge(const Attention *to, const Attention *chunk, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        if (chunk->top[i] == -INFINITY) continue;
+        float largest = chunk->top[i] > to->top[i] ? chunk->top[i] : to->top[i];
+        float old = exp_(splat(to->top[i] - largest))[0], new = exp_(splat(chunk->top[i] - largest))[0];
+        to->totals[i] = to->totals[i] * old + chunk->totals[i] * new;
+        to->top[i] = largest;
+        float *out = to->out + i * to->size;
+        const float *more = chunk->out + i * to->size;
+        for (int64_t d = 0; d < to->size; d++) out[d] = out[d] * old + more[d] * new;
+    }
+}
+
+INLINE int64_t tokens_of(const Batch *b, const Task *task) {
+    int64_t rest = b->lengths[task->row] - task->first;
+    return rest < QUERIES ? rest : QUERIES;
+}
+
+INLINE Attention in_partial(const Model *m, const Batch *b, const Scratch *s, const Task *task) {
+    float *out = s->partials + task->partial * partial_size(m), *top = out + max_queries(m) * m->head_dim;
+    return (Attention){.out = out, .top = top, .totals = top + max_queries(m), .size = m->head_dim,
+                       .tokens = tokens_of(b, task)};
+}
+
+/* One task of attention: writes its partial result, or the result if it is not divided by chunks. */
+static void attend(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, int64_t index,
+                   const Task *task) {
+    int64_t size = m->head_dim, tokens = tokens_of(b, task), count = m->num_heads * tokens, stride = qkv_size(m);
+    int64_t token = b->offsets[task->row] + task->first, start = b->starts[task->row] + task->first;
+    float queries[count * size], own[task->chunk < 0 ? count * (size + 2) : 1];
+    for (int64_t i = 0; i < count; i++) {
+        const float *q = s->qkv + (token + i % tokens) * stride + i / tokens * size;
+        for (int64_t d = 0; d < size; d++) queries[i * size + d] = q[d] * m->scale;
+    }
+    Attention part = {queries, own, own + count * size, own + count * (size + 1), size, layer->window, start, tokens,
+                      m->score_cap};
+    if (task->chunk >= 0) {
+        Attention place = in_partial(m, b, s, task);
+        part.out = place.out, part.top = place.top, part.totals = place.totals;
+        attend_chunk(m, b, &part, index, task->row, task->chunk);
+        return;
+    }
+    float out[count * size], top[count], totals[count];
+    Attention all = {NULL, out, top, totals, size, 0, 0, tokens, 0};
+    for (int64_t i = 0; i < count; i++) top[i] = -INFINITY, totals[i] = 0;
+    memset(out, 0, sizeof out);
+    for (int64_t chunk = 0; chunk * CHUNK < start + tokens; chunk++) {
+        attend_chunk(m, b, &part, index, task->row, chunk);
+        merge(&all, &part, count);
     }
     for (int64_t i = 0; i < count; i++) {
-        float *to = s->attended + ((b->offsets[row] + first + i / group) * m->num_heads + head * group + i % group) * size;
+        float *to = s->attended + ((token + i % tokens) * m->num_heads + i / tokens) * size;
+        for (int64_t d = 0; d < size; d++) to[d] = out[i * size + d] / totals[i];
+    }
+}
+
+/* The result of a block of tokens from those of its chunks, of which `task` is the first. */
+static void attend_merged(const Model *m, const Batch *b, const Scratch *s, const Task *task, const Task *end) {
+    int64_t size = m->head_dim, tokens = tokens_of(b, task), count = m->num_heads * tokens;
+    int64_t token = b->offsets[task->row] + task->first;
+    float out[count * size], top[count], totals[count];
+    Attention all = {NULL, out, top, totals, size, 0, 0, tokens, 0};
+    for (int64_t i = 0; i < count; i++) top[i] = -INFINITY, totals[i] = 0;
+    memset(out, 0, sizeof out);
+    for (const Task *one = task; one < end && one->row == task->row && one->first == task->first; one++) {
+        Attention part = in_partial(m, b, s, one);
+        merge(&all, &part, count);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        float *to = s->attended + ((token + i % tokens) * m->num_heads + i / tokens) * size;
         for (int64_t d = 0; d < size; d++) to[d] = out[i * size + d] / totals[i];
     }
 }
@@ -660,9 +757,11 @@ static void run_layer(const Model *m, const Batch *b, Scratch *s, int64_t index)
         memcpy(b->values[index] + at, heads + num_qk * size, bytes);
     }
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < s->num_tasks * m->num_kv_heads; task++) {
-        int64_t head = task / s->num_tasks, one = s->num_tasks - 1 - task % s->num_tasks; /* most keys first */
-        attend(m, layer, b, s, index, s->task_rows[one], s->task_firsts[one], head);
+    for (int64_t task = 0; task < s->num_tasks; task++) attend(m, layer, b, s, index, s->tasks + task);
+    if (s->num_partials) {
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < s->num_tasks; task++)
+            if (s->tasks[task].chunk == 0) attend_merged(m, b, s, s->tasks + task, s->tasks + s->num_tasks);
     }
     round_rows(m, b, s, s->attended, m->num_heads * size, NULL);
     add_block(m, &layer->out, b, s, layer->attention_post_norm);
@@ -696,13 +795,8 @@ static void run_layer(const Model *m, const Batch *b, Scratch *s, int64_t index)
 /* All layers and the final norm: x[tokens, hidden] in and out. */
 void forward(const Model *model, const Batch *batch) {
     Scratch scratch;
-    lay_out(model, batch->num_tokens, batch->scratch, &scratch);
-    scratch.num_tasks = 0;
-    for (int64_t row = 0; row < batch->num_rows; row++)
-        for (int64_t first = 0; first < batch->lengths[row]; first += QUERIES) {
-            scratch.task_rows[scratch.num_tasks] = row;
-            scratch.task_firsts[scratch.num_tasks++] = first;
-        }
+    lay_out(model, batch, batch->scratch, &scratch);
+    list_tasks(batch, &scratch);
 #pragma omp parallel num_threads(batch->num_threads)
     {
         Scratch own = scratch;

@@ -125,7 +125,7 @@ class NativeLibrary:
             ("isa", ctypes.c_char_p, ()),
             ("packed_bytes", integer, (integer, integer, ctypes.c_int32)),
             ("pack", None, (pointer, pointer, pointer, integer, integer, ctypes.c_int32, pointer)),
-            ("scratch_bytes", integer, (pointer, integer)),
+            ("scratch_bytes", integer, (pointer, pointer)),
             ("rounded_bytes", integer, (integer, integer)),
             ("forward", None, (pointer, pointer)),
             ("linear", None, (pointer, pointer, integer, pointer, pointer, integer)),

@@ -125,9 +125,6 @@ class QuantisedModel:
         cache, inputs = attend.cache, attend.inputs
         x = self._library.gather(self._embedding, tokens)
         model = ctypes.byref(self._model)
-        needed = self._library.scratch_bytes(model, len(tokens)) + 64
-        if self._scratch.numel() < needed:
-            self._scratch = torch.empty(needed * 5 // 4, dtype=torch.uint8)
         pages = inputs.page_rows if inputs.page_rows.flags.c_contiguous else inputs.page_rows.copy()
         keys, values = cache.addresses
         batch = Batch(
@@ -144,9 +141,12 @@ class QuantisedModel:
             keys=ctypes.addressof(keys),
             values=ctypes.addressof(values),
             x=x.data_ptr(),
-            scratch=-(-self._scratch.data_ptr() // 64) * 64,
             num_threads=torch.get_num_threads(),
         )
+        needed = self._library.scratch_bytes(model, ctypes.byref(batch)) + 64
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(needed * 5 // 4, dtype=torch.uint8)
+        batch.scratch = -(-self._scratch.data_ptr() // 64) * 64
         self._library.forward(model, ctypes.byref(batch))
         return x
 
