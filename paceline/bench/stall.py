@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+from paceline.bench.apis import APIS
 from paceline.bench.serve import SseProtocol, StreamResult, post_bytes
 from paceline.bench.target import served_model, started
 from paceline.config import ConfigError
@@ -136,7 +137,7 @@ async def _measure(url: str, model: str, case: Hostile | None, streams: int, key
     for result in results:
         prompt = [rng.randint(300, 10_000) for _ in range(_PROMPT_TOKENS)]
         body = {"model": model, "prompt": prompt, "max_tokens": _OUTPUT_TOKENS, "ignore_eos": True, "stream": True}
-        make = partial(SseProtocol, post_bytes(url, body, key), result, None)
+        make = partial(SseProtocol, APIS["completions"], post_bytes(url, _COMPLETIONS, body, key), result, None)
         transports.append((await loop.create_connection(make, host, port))[0])
     deadline = time.monotonic() + _START_S
     while not all(result.times for result in results):

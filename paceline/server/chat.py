@@ -118,7 +118,10 @@ class ChatBuilder(ResponseBuilder):
     def parse(self, index: int, outputs: Sequence[OutputDelta]) -> tuple[list[OutputEvent], str | None]:
         """Events of further outputs of job `index`, and the finish reason with the last one."""
         parser, reason = self._parsers[index], finish_reason_of(outputs[-1])
-        events = parser.push(text_of(outputs))
+        text = outputs[0].text if len(outputs) == 1 else text_of(outputs)
+        if parser.is_trivial:
+            return [Content(text)] if text else [], reason
+        events = parser.push(text)
         if self._counters:
             for output in outputs:
                 self._counters[index].push(output.token_ids)
