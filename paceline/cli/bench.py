@@ -189,9 +189,10 @@ def stall(
         str | None, typer.Option(help="Start a server with these options of `paceline serve` (default: a virtual GPU).")
     ] = None,
     streams: Annotated[int, typer.Option(help="Number of streams.", min=1)] = 64,
+    only: Annotated[str, typer.Option(help="Only the rows that have this in their name.")] = "",
     key: Annotated[str | None, typer.Option(help="API key.")] = None,
 ) -> None:
     """Measure how long hostile requests delay the tokens of others. The last line is one JSON object."""
     from paceline.bench.stall import bench
 
-    bench(url=url, start=start, streams=streams, key=key)
+    bench(url=url, start=start, streams=streams, key=key, only=only)

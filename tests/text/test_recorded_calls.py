@@ -1,8 +1,8 @@
 """Outputs of a real model with tools, most of them malformed: the same calls at every split, and nothing is lost.
 
-`recorded_calls.jsonl` has a header (model, tools, prompts, how the outputs were recorded), then one output per line, with
-the content and the calls a client sees; `content` is null where all of the output is content. To record another model,
-append its outputs with the same fields.
+`recorded_calls.jsonl` has a header (model, tools, prompts, how the outputs were recorded), then one output a line, and
+the content and calls that a client sees of it; `content` is null where all of the output is content. To record another
+model, append its outputs with the same fields.
 """
 
 from __future__ import annotations
