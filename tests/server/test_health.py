@@ -217,8 +217,9 @@ def test_tokenize_and_detokenize_round_trip(engine: Engine) -> None:
 
 
 def test_a_health_check_at_the_end_of_a_front_end_leaves_no_traceback() -> None:
-    """The client is closed, then the event loop cancels what is left: in a task of its own, the failed query would be an
-    exception that nobody handles."""
+    """The client is closed, then the event loop cancels what is left. In a task of its own, the failed query would be
+    an exception that nobody handles."""
+
     reports: list[Any] = []
 
     class Closing:
