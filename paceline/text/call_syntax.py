@@ -19,7 +19,7 @@ CLOSE, FUNCTION = "</tool_call>", "<function="
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _MAX_HEAD = 1024  # characters; patterns are bounded, since they are matched again with every token
 _MAX_BLANKS = 64
-_NAME = re.compile(r"[\w.-]{1,256}")
+NAME = re.compile(r"[\w.-]{1,256}")
 # `name[ARGS]{`, and a pattern that all beginnings of it match.
 _NAMED_PREFIX = re.compile(r"\s{0,64}([\w.-]{1,256}(\[[A-Z_]{0,9}(\]([\w.-]{1,256}(\[[A-Z]{0,9}\]?)?)?)?)?\s{0,64})?")
 _NAMED = re.compile(r"\s{0,64}([\w.-]{1,256})(?:\[CALL_ID\][\w.-]{1,256})?(?:\[ARGS\])?\s{0,64}(?=\{)")
@@ -286,10 +286,10 @@ class XmlCall:
             return [], _skipped(text, FUNCTION, at_end) or 0
         end = text.find(">")
         name = text[: end if end >= 0 else len(text)]
-        if end >= 0 and _NAME.fullmatch(name):
+        if end >= 0 and NAME.fullmatch(name):
             self._start(name)
             return [], end + 1
-        self.failed = at_end or end >= 0 or bool(name and not _NAME.fullmatch(name))
+        self.failed = at_end or end >= 0 or bool(name and not NAME.fullmatch(name))
         return [], 0
 
     def _start(self, name: str) -> None:
