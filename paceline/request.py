@@ -22,6 +22,9 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.int32]
 
 
+GRAMMAR_LIMIT = "the grammar exceeded its cost limit"  # how the error of an output begins that ended for this reason
+
+
 class PacelineError(Exception):
     """The base of every error a caller can cause; the message is one sentence with a remedy."""
 

@@ -12,8 +12,10 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.error
 import urllib.request
+import venv
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +23,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
+from paceline import __version__
 from paceline.cli.environment import warnings
 from paceline.config_file import read_file
 from paceline.server import supervisor
@@ -237,6 +241,69 @@ def test_the_copied_files_exist_and_build_the_whole_package(tmp_path: Path) -> N
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     assert package_files() <= set(zipfile.ZipFile(wheel).namelist())
+
+
+# Commands of the container file that would change this machine: they only report what they were called with.
+STUB = '#!/bin/sh\necho "$(basename "$0") $*" >> "$CALLS"\n'
+# Offline, and into an environment that borrows this one's packages, as the dependencies would be installed.
+PIP = """#!/bin/sh
+echo "pip $*" >> "$CALLS"
+test "$1" = install && shift && exec "{python}" -m pip --python "{env}/bin/python" install --quiet --no-deps \\
+  --no-index --no-build-isolation --disable-pip-version-check "$@"
+"""
+
+
+def test_the_steps_of_the_image_install_a_command_that_needs_no_source(tmp_path: Path) -> None:
+    """Every COPY and RUN in order, on an empty folder in place of the image's root."""
+    programs, env, source = tmp_path / "bin", tmp_path / "env", tmp_path / "src"
+    programs.mkdir()
+    for name in ("apt-get", "useradd", "install"):
+        (programs / name).write_text(STUB)
+    (programs / "pip").write_text(PIP.format(python=sys.executable, env=env))
+    for path in programs.iterdir():
+        path.chmod(0o755)
+    venv.create(env, symlinks=True)
+    site = next((env / "lib").glob("python*/site-packages"))
+    borrowed = [path for path in sys.path if path and not (Path(path) / "paceline").is_dir()]
+    (site / "borrowed.pth").write_text("\n".join(borrowed) + "\n")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    around = {**clean, "CALLS": str(tmp_path / "calls"), "PATH": f"{programs}:{os.environ['PATH']}"}
+    folder = tmp_path
+    for name, value in instructions():
+        if name == "WORKDIR":
+            folder = Path(f"{tmp_path}{value}")
+            folder.mkdir(parents=True, exist_ok=True)
+        elif name == "COPY":
+            *sources, target = value.split()
+            for one in sources:
+                command = ["cp", "-R", str(ROOT / one), str(folder / target)]
+                subprocess.run(command, check=True)
+        elif name == "RUN":
+            here = value.replace("/src", str(source)).replace("/var/lib/apt", str(tmp_path / "apt"))
+            done = subprocess.run(
+                ["sh", "-ec", here], cwd=folder, env=around, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+    assert not source.exists(), "the image has no second copy of the source"
+    version = subprocess.run(
+        [env / "bin" / "paceline", "--version"], cwd=folder, env=clean, capture_output=True, text=True, check=False
+    )
+    assert version.stdout == f"paceline {__version__}\n", version.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call.split()[0] for call in calls] == ["apt-get", "apt-get", "pip", "useradd", "install"]
+    assert "-c constraints.txt" in calls[2], "the versions that were tested"
+    if shutil.which("useradd"):
+        known = subprocess.run(["useradd", "--help"], capture_output=True, text=True, check=False).stdout
+        assert all(option in known for option in calls[3].split() if option.startswith("--"))
+
+
+def test_every_instruction_of_the_image_is_tested() -> None:
+    """A new one needs a test here."""
+    tested = {"RUN", "COPY", "WORKDIR", "USER", "ENV", "VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "FROM"}
+    assert {name for name, _ in instructions()} == tested
+    ((image, version),) = (re.fullmatch(r"(\w+):([\d.]+)-slim", value).groups() for value in values("FROM"))  # type: ignore[union-attr]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert image == "python" and SpecifierSet(project["requires-python"]).contains(version)
 
 
 def test_the_image_serves_as_an_unprivileged_user(as_nobody: list[str], owned: Path) -> None:

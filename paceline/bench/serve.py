@@ -1,10 +1,11 @@
 """`paceline bench serve`: throughput and latency of a server under load, over HTTP.
 
-Works with every server that has OpenAI's /v1/completions:
+Works with every server that has OpenAI's /v1/completions, or another API named by `--api`:
 
     paceline bench serve --url http://127.0.0.1:8000                     a running server
     paceline bench serve --start "--load random --shape qwen3-0.6b"      starts a server and stops it
     ... --workload nano --offline                                        compares with the same workload offline
+    ... --api all                                                        compares the streaming APIs, in turns
 
 The client uses raw sockets on an event loop, in several processes if asked to, so that it is not the bottleneck.
 """
@@ -29,10 +30,13 @@ from multiprocessing import get_context
 from typing import Any
 from urllib.parse import urlsplit
 
+from paceline.bench.apis import APIS, StreamingApi
 from paceline.bench.target import ServerUnavailable, served_model, started
 from paceline.bench.workloads import OfflineWorkload, nano
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.request import SamplingParams
+
+_ERROR = re.compile(rb'"error":[{"]')
 
 
 @dataclass(slots=True)
@@ -41,7 +45,7 @@ class StreamResult:
 
     num_prompt_tokens: int
     sent: float = 0.0
-    times: list[float] = field(default_factory=list)  # of each event with a choice
+    times: list[float] = field(default_factory=list)  # of each event with output
     num_tokens: int = 0  # as reported in `usage`
     ended: float = 0.0
     error: str | None = None
@@ -51,8 +55,8 @@ class StreamResult:
 class SseProtocol(asyncio.Protocol):
     """One streaming request on its own connection."""
 
-    def __init__(self, request: bytes, result: StreamResult, clock: _ClockReader | None) -> None:
-        self._request, self._result, self._clock = request, result, clock
+    def __init__(self, api: StreamingApi, request: bytes, result: StreamResult, clock: _ClockReader | None) -> None:
+        self._api, self._request, self._result, self._clock = api, request, result, clock
         self._has_status = False
         self._tail = self._partial = b""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -70,19 +74,19 @@ class SseProtocol(asyncio.Protocol):
             if self._has_status and not data.startswith(b"HTTP/1.1 200"):
                 self._fail(data.decode("utf-8", "replace"), now)
                 return
-        whole, _, self._partial = data.rpartition(b"\n\n")  # an event may end in the next packet
-        count = whole.count(b'"finish_reason":')
+        whole, _, self._partial = data.rpartition(self._api.separator)  # an event may end in the next packet
+        count = whole.count(self._api.output)
         if count:
             self._result.times += [now] * count
             if self._clock is not None:
                 self._result.late += self._clock.ages(whole, now)
         self._tail = (self._tail + whole)[-2048:]
-        if b"data: [DONE]" in self._tail:
-            usage = re.search(rb'"completion_tokens":(\d+)', self._tail)
-            self._result.num_tokens = int(usage[1]) if usage else 0
+        if self._api.end in whole:
+            usage = self._api.usage.findall(self._tail)
+            self._result.num_tokens = int(usage[-1]) if usage else 0
             self._end(now)
-        elif b'data: {"error"' in self._tail:
-            self._fail(self._tail[self._tail.index(b'data: {"error"') :].decode("utf-8", "replace"), now)
+        elif error := _ERROR.search(whole):
+            self._fail(whole[error.start() :].decode("utf-8", "replace"), now)
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.done.done():
@@ -116,11 +120,11 @@ class _ClockReader:
         return [self._clock.age(self._ids[text], now) for text in texts if text in self._ids]
 
 
-def post_bytes(url: str, body: dict[str, Any], key: str | None) -> bytes:
+def post_bytes(url: str, path: str, body: dict[str, Any], key: str | None) -> bytes:
     parts = urlsplit(url)
     data = json.dumps(body).encode()
     authorization = f"Authorization: Bearer {key}\r\n" if key else ""
-    head = f"POST {parts.path}/v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\n{authorization}"
+    head = f"POST {parts.path}{path} HTTP/1.1\r\nHost: {parts.netloc}\r\n{authorization}"
     return f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -137,7 +141,7 @@ class TimedWorkload:
 
 
 def send_all(
-    url: str, model: str, load: TimedWorkload, key: str | None, begins: float, read_clock: bool
+    url: str, api: StreamingApi, model: str, load: TimedWorkload, key: str | None, begins: float, read_clock: bool
 ) -> list[StreamResult]:
     """Sends every request at its time and reads every response. `begins` is a time of `time.monotonic()`."""
     clock = _ClockReader() if read_clock else None
@@ -146,20 +150,11 @@ def send_all(
 
     async def one(prompt: list[int], params: SamplingParams, start: float) -> StreamResult:
         result = StreamResult(len(prompt))
-        body = {
-            "model": model,
-            "prompt": prompt,
-            "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-            "ignore_eos": params.ignore_eos,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        request = post_bytes(url, body, key)
+        request = post_bytes(url, api.path, api.body(model, prompt, params), key)
         await asyncio.sleep(max(0.0, begins + start - time.monotonic()))
         loop = asyncio.get_running_loop()
         try:
-            _, stream = await loop.create_connection(lambda: SseProtocol(request, result, clock), host, port)
+            _, stream = await loop.create_connection(lambda: SseProtocol(api, request, result, clock), host, port)
         except OSError as error:
             result.error = str(error)
             return result
@@ -174,15 +169,15 @@ def send_all(
 
 
 def run_load(
-    url: str, model: str, load: TimedWorkload, *, key: str | None, clients: int, read_clock: bool
+    url: str, api: StreamingApi, model: str, load: TimedWorkload, *, key: str | None, clients: int, read_clock: bool
 ) -> list[StreamResult]:
     """`send_all` from `clients` processes."""
     if clients == 1:
-        return send_all(url, model, load, key, time.monotonic() + 0.2, read_clock)
+        return send_all(url, api, model, load, key, time.monotonic() + 0.2, read_clock)
     begins = time.monotonic() + 1.0 + 0.5 * clients  # after all processes have started
     with ProcessPoolExecutor(clients, mp_context=get_context("spawn")) as pool:
         parts = [
-            pool.submit(send_all, url, model, load.part(index, clients), key, begins, read_clock)
+            pool.submit(send_all, url, api, model, load.part(index, clients), key, begins, read_clock)
             for index in range(clients)
         ]
         return [result for part in parts for result in part.result()]
@@ -242,6 +237,7 @@ def streams(count: int, prompt: int, output: int, seed: int) -> OfflineWorkload:
 class ServeBenchConfig:
     """Options of `paceline bench serve`."""
 
+    apis: Sequence[str] = ("completions",)  # measured in turns; the first is what others are compared with
     workload: str = "streams"
     count: int = 256  # requests
     prompt: int = 64  # tokens of each prompt, workload streams
@@ -298,39 +294,52 @@ def bench(config: ServeBenchConfig, *, url: str | None, start: str | None, offli
 
 
 def _repeat(url: str, config: ServeBenchConfig) -> dict[str, Any]:
-    """The run with the highest output throughput."""
+    """The run with the highest output throughput, of the first API; with several, the throughput of each."""
     model = served_model(url, config.key)
     url = url.rstrip("/")
     warm_up = TimedWorkload(config.warm_up, [0.0] * len(config.warm_up.prompts))
-    run_load(url, model, warm_up, key=config.key, clients=1, read_clock=False)
-    best: dict[str, Any] = {}
+    for name in config.apis:
+        run_load(url, APIS[name], model, warm_up, key=config.key, clients=1, read_clock=False)
+    best: dict[str, dict[str, Any]] = {}
     first_error: str | None = None
     for repeat in range(config.repeats):
         load = TimedWorkload(config.work(repeat), config.starts(repeat))
-        results = run_load(url, model, load, key=config.key, clients=config.clients, read_clock=config.late)
-        errors = [result.error for result in results if result.error is not None]
-        found = summary(results, config.goodput)
-        found["asked_output_tokens"] = load.work.num_output_tokens
-        late = (
-            f", token age median {found['median_late_ms']:.1f}, p99 {found['p99_late_ms']:.1f} ms"
-            if config.late
-            else ""
-        )
-        print(
-            f"{config.workload} run {repeat}: {found.get('duration', 0):.2f} s, "
-            f"{found.get('output_throughput', 0):.0f} tokens/s, "
-            f"{found['completed']} completed, {found['failed']} failed; TTFT p99 {found.get('p99_ttft_ms', 0):.1f} ms, "
-            f"ITL p99 {found.get('p99_itl_ms', 0):.1f} ms{late}",
-            flush=True,
-        )
-        if errors:
-            first_error = first_error or errors[0]
-            print(f"  first error: {errors[0]}", flush=True)
-        if not best or found.get("output_throughput", 0) > best.get("output_throughput", 0):
-            best = found
-    if not best["completed"]:
-        raise ServerUnavailable(f"no request was completed; the first error: {first_error}")
-    return best
+        for name in config.apis:
+            found, error = _run(url, name, model, load, repeat, config)
+            first_error = first_error or error
+            if name not in best or found.get("output_throughput", 0) > best[name].get("output_throughput", 0):
+                best[name] = found
+    for name, found in best.items():
+        if not found["completed"]:
+            raise ServerUnavailable(f"no request of {name} was completed; the first error: {first_error}")
+    first = best[config.apis[0]]
+    if len(best) > 1:
+        first["apis"] = {name: found["output_throughput"] for name, found in best.items()}
+        for name, throughput in first["apis"].items():
+            ratio = throughput / first["output_throughput"]
+            print(f"{name}: {throughput:.0f} tokens/s, {ratio:.2f}x of {config.apis[0]}", flush=True)
+    return first
+
+
+def _run(
+    url: str, name: str, model: str, load: TimedWorkload, repeat: int, config: ServeBenchConfig
+) -> tuple[dict[str, Any], str | None]:
+    """Metrics of one run of one API, and the first error."""
+    results = run_load(url, APIS[name], model, load, key=config.key, clients=config.clients, read_clock=config.late)
+    found = summary(results, config.goodput)
+    found["asked_output_tokens"] = load.work.num_output_tokens
+    late = f", token age median {found['median_late_ms']:.1f}, p99 {found['p99_late_ms']:.1f} ms" if config.late else ""
+    print(
+        f"{name}, {config.workload} run {repeat}: {found.get('duration', 0):.2f} s, "
+        f"{found.get('output_throughput', 0):.0f} tokens/s, "
+        f"{found['completed']} completed, {found['failed']} failed; TTFT p99 {found.get('p99_ttft_ms', 0):.1f} ms, "
+        f"ITL p99 {found.get('p99_itl_ms', 0):.1f} ms{late}",
+        flush=True,
+    )
+    error = next((result.error for result in results if result.error is not None), None)
+    if error is not None:
+        print(f"  first error: {error}", flush=True)
+    return found, error
 
 
 def _offline(start: str, config: ServeBenchConfig) -> float:

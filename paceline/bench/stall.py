@@ -2,6 +2,7 @@
 
     paceline bench stall                                                  starts a server on the virtual GPU
     paceline bench stall --url http://127.0.0.1:8000                      a running server
+    paceline bench stall --start "" --streams 4 --only logprobs           the rows with this word, on the default model
 
 Streams run while hostile requests arrive, one kind after the other: large bodies, many token ids, deep JSON. For each,
 the table has the longest time between two events of any stream and the longest response time of /health. The first row
@@ -17,12 +18,13 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+from paceline.bench.apis import APIS
 from paceline.bench.serve import SseProtocol, StreamResult, post_bytes
 from paceline.bench.target import served_model, started
 from paceline.config import ConfigError
@@ -91,6 +93,8 @@ CASES = (
     Hostile("/tokenize, 1 MB", "/tokenize", _text(_MB)),
     Hostile("/detokenize, 1 MB", "/detokenize",
             lambda model: b'{"model":"%s","tokens":%s}' % (model.encode(), _list(b"700", _MB))),
+    Hostile("4,000 prompt tokens", _COMPLETIONS, lambda model: _completion(
+        model, _list(b"8", 8000), b',"max_tokens":1,"stream":true')),
     # An error on the virtual GPU, which computes no logits.
     Hostile("20 logprobs of 4,000 prompt tokens", _COMPLETIONS, lambda model: _completion(
         model, _list(b"7", 8000), b',"echo":true,"logprobs":20,"max_tokens":1,"stream":true')),
@@ -100,22 +104,26 @@ CASES = (
 )  # fmt: skip
 
 
-def bench(*, url: str | None, start: str | None, streams: int, key: str | None) -> list[dict[str, Any]]:
-    """Measures `url`, or a server started with the options `start`, and prints a table."""
+def bench(*, url: str | None, start: str | None, streams: int, key: str | None, only: str = "") -> list[dict[str, Any]]:
+    """Measures `url`, or a server started with the options `start`, and prints a table of the cases that have `only` in
+    their name."""
     if url is not None and start is not None:
         raise ConfigError("url and start are both given: give one of them.")
+    cases = [case for case in CASES if only in case.name]
+    if not cases:
+        raise ConfigError(f"only is {only!r}, which no row has in its name: {', '.join(case.name for case in CASES)}.")
     if url is not None:
-        return _run(url, streams, key)
-    with started(start or DEFAULT_START) as address:
-        return _run(address, streams, key)
+        return _run(url, streams, key, cases)
+    with started(DEFAULT_START if start is None else start) as address:
+        return _run(address, streams, key, cases)
 
 
-def _run(url: str, streams: int, key: str | None) -> list[dict[str, Any]]:
+def _run(url: str, streams: int, key: str | None, cases: Sequence[Hostile]) -> list[dict[str, Any]]:
     model = served_model(url, key)
     sys.setswitchinterval(0.0002)  # the threads that send must not delay the streams' event loop in this process
     print("| request | status | response s | longest gap ms | longest /health ms |\n|---|---|---|---|---|", flush=True)
     rows = []
-    for case in (None, *CASES):
+    for case in (None, *cases):
         row = asyncio.run(_measure(url, model, case, streams, key))
         rows.append(row)
         print(
@@ -136,7 +144,7 @@ async def _measure(url: str, model: str, case: Hostile | None, streams: int, key
     for result in results:
         prompt = [rng.randint(300, 10_000) for _ in range(_PROMPT_TOKENS)]
         body = {"model": model, "prompt": prompt, "max_tokens": _OUTPUT_TOKENS, "ignore_eos": True, "stream": True}
-        make = partial(SseProtocol, post_bytes(url, body, key), result, None)
+        make = partial(SseProtocol, APIS["completions"], post_bytes(url, _COMPLETIONS, body, key), result, None)
         transports.append((await loop.create_connection(make, host, port))[0])
     deadline = time.monotonic() + _START_S
     while not all(result.times for result in results):

@@ -6,12 +6,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from paceline.bench.apis import APIS
 from paceline.cli.options import takes
 from paceline.config import OFFLINE_PARTS, ConfigError, EngineConfig, OfflineConfig, SchedulerConfig
 
 app = typer.Typer(help="Run benchmarks and checks on this machine.", no_args_is_help=True)
 
 _WORKLOADS = ("single", "batch", "prefix")
+_SERVE_APIS = tuple(APIS)
 
 
 @app.command()
@@ -112,6 +114,13 @@ def _compare(
 def serve(
     url: Annotated[str | None, typer.Option(help="URL of a running server.")] = None,
     start: Annotated[str | None, typer.Option(help="Start a server with these options of `paceline serve`.")] = None,
+    api: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Streaming API: {', '.join(_SERVE_APIS)}, or all; may be repeated. Several are measured in turns "
+            "and compared with the first (default: completions)."
+        ),
+    ] = None,
     workload: Annotated[
         Literal["streams", "nano"],
         typer.Option(help="streams: equal requests; nano: prompts and outputs of 100 to 1,024 tokens."),
@@ -139,6 +148,14 @@ def serve(
     from paceline.bench.serve import ServeBenchConfig, bench
     from paceline.bench.target import ServerUnavailable
 
+    for name in api or ():
+        if name != "all" and name not in _SERVE_APIS:
+            raise ConfigError(f"api is {name!r}: choose from all, {', '.join(_SERVE_APIS)}.")
+    apis = _SERVE_APIS if "all" in (api or ()) else tuple(dict.fromkeys(api or _SERVE_APIS[:1]))
+    if late and apis != _SERVE_APIS[:1]:
+        raise ConfigError(f"late needs the API completions and api is {', '.join(apis)}: remove one of them.")
+    if offline and len(apis) > 1:
+        raise ConfigError(f"offline is compared with one API and api is {', '.join(apis)}: give one.")
     bounds = {}
     for item in goodput or ():
         name, _, most = item.partition(":")
@@ -146,6 +163,7 @@ def serve(
             raise ConfigError(f"goodput is {item!r}: expected ttft, tpot or e2el with a bound in ms, such as ttft:200.")
         bounds[name] = float(most)
     config = ServeBenchConfig(
+        apis=apis,
         workload=workload,
         count=count,
         prompt=prompt,
@@ -171,9 +189,10 @@ def stall(
         str | None, typer.Option(help="Start a server with these options of `paceline serve` (default: a virtual GPU).")
     ] = None,
     streams: Annotated[int, typer.Option(help="Number of streams.", min=1)] = 64,
+    only: Annotated[str, typer.Option(help="Only the rows that have this in their name.")] = "",
     key: Annotated[str | None, typer.Option(help="API key.")] = None,
 ) -> None:
     """Measure how long hostile requests delay the tokens of others. The last line is one JSON object."""
     from paceline.bench.stall import bench
 
-    bench(url=url, start=start, streams=streams, key=key)
+    bench(url=url, start=start, streams=streams, key=key, only=only)

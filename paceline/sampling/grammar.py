@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.request import Grammar, InvalidRequest, Request
+from paceline.request import GRAMMAR_LIMIT, Grammar, InvalidRequest, Request
 from paceline.sampling.mask_worker import MaskWorker
 from paceline.sampling.matcher import Compiled, GrammarMatcher, MaskRow, consume, fill_draft_masks, fill_masks
 from paceline.sampling.types import Bits, Drafts, Masks
@@ -257,7 +257,7 @@ class Grammars:
         for request in consume(self._executor, consumed):
             self.detach(request)
             why = _one_line(consumed[request][0].state)
-            failures.append((request, f"the grammar exceeded its cost limit: {why}"))
+            failures.append((request, f"{GRAMMAR_LIMIT}: {why}"))
         return failures
 
 
@@ -358,6 +358,8 @@ def num_repeats(pattern: str) -> int:
 
 def _one_line(matcher: Any) -> str:
     text = " ".join(matcher.get_error().split())
+    if text.startswith("NoExtensionBias"):  # what llguidance says of a grammar without any text
+        return "a rule or $ref refers only to itself, so that no text matches it."
     return text if len(text) <= 300 else text[:297] + "..."
 
 

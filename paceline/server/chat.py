@@ -54,7 +54,7 @@ from paceline.text.output_parser import OutputEvent, OutputParser, Reasoning
 from paceline.text.reasoning import ReasoningCounter
 from paceline.text.tokenizer import Tokenizer
 from paceline.text.tool_calls import HERMES, ToolCallParser
-from paceline.text.tools import call_grammar, describe, make_call_id, markers, style_of
+from paceline.text.tools import call_grammar, can_call, describe, make_call_id, markers, style_of
 
 OutputPart = Reasoning | Content | FunctionCall
 
@@ -118,7 +118,10 @@ class ChatBuilder(ResponseBuilder):
     def parse(self, index: int, outputs: Sequence[OutputDelta]) -> tuple[list[OutputEvent], str | None]:
         """Events of further outputs of job `index`, and the finish reason with the last one."""
         parser, reason = self._parsers[index], finish_reason_of(outputs[-1])
-        events = parser.push(text_of(outputs))
+        text = outputs[0].text if len(outputs) == 1 else text_of(outputs)
+        if parser.is_trivial:
+            return [Content(text)] if text else [], reason
+        events = parser.push(text)
         if self._counters:
             for output in outputs:
                 self._counters[index].push(output.token_ids)
@@ -272,6 +275,14 @@ class _ToolSetup:
                     code="invalid_value",
                 )
         style = style_of("" if tokenizer.chat is None else tokenizer.chat.source)
+        for index, tool in enumerate(tools):
+            if not can_call(style, tool.function.name):
+                raise ApiError(
+                    f"tools[{index}].function.name is {short(tool.function.name)}: give a name of letters, digits, "
+                    "`_`, `.` and `-`, which this model can call.",
+                    param="tools",
+                    code="invalid_value",
+                )
         allowed = shown = msgspec.to_builtins(tools)
         if choice is None or choice == "auto":
             return cls(shown, style)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.config import ServerConfig
 from paceline.server.apis.dialects import Dialect, dialect_of
 from paceline.server.errors import ApiError
+from paceline.server.fields import short
 
 if TYPE_CHECKING:
     from paceline.server.connection import Connection
@@ -34,6 +35,14 @@ class ClientDisconnected(Exception):
 
 async def read_body(receive: Receive, headers: Mapping[bytes, bytes], config: ServerConfig) -> bytearray:
     # Before the first `receive`, which tells a client with `Expect: 100-continue` to send the body.
+    coding = headers.get(b"content-encoding", b"identity").decode("latin-1").strip().lower()
+    if coding not in ("", "identity"):
+        raise ApiError(
+            f"Content-Encoding is {short(coding)}: send the body uncompressed.",
+            status=415,
+            code="unsupported_content_encoding",
+            headers=_CLOSE,
+        )
     if int(headers.get(b"content-length", 0)) > config.max_body_bytes:
         raise _body_too_large(config.max_body_bytes)
     try:

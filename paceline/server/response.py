@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta, TokenLogprob, TokenUsage
-from paceline.request import FinishReason, SamplingParams
+from paceline.request import GRAMMAR_LIMIT, FinishReason, SamplingParams
 from paceline.server.errors import ApiError, aborted, engine_failed, shutting_down, timed_out
 from paceline.server.request_types import GenerationRequest, PoolingRequest
 from paceline.server.response_types import CachedTokens, CompletionDetails, TokenLogprobs, TopLogprob, UsageInfo
@@ -90,6 +90,10 @@ def finish_reason_of(output: OutputDelta) -> str | None:
         raise aborted() if output.error is None else shutting_down()
     if (error := timed_out(reason)) is not None:
         raise error
+    if output.error is not None and output.error.startswith(GRAMMAR_LIMIT):
+        raise ApiError(
+            f"Generation failed ({output.error}): simplify it.", param="grammar", code="grammar_too_expensive"
+        )
     raise engine_failed(f"Generation failed ({output.error}): retry the request.")
 
 

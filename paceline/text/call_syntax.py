@@ -18,7 +18,8 @@ from paceline.text.reasoning import overlap
 CLOSE, FUNCTION = "</tool_call>", "<function="
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _MAX_HEAD = 1024  # characters; patterns are bounded, since they are matched again with every token
-_NAME = re.compile(r"[\w.-]{1,256}")
+_MAX_BLANKS = 64
+NAME = re.compile(r"[\w.-]{1,256}")
 # `name[ARGS]{`, and a pattern that all beginnings of it match.
 _NAMED_PREFIX = re.compile(r"\s{0,64}([\w.-]{1,256}(\[[A-Z_]{0,9}(\]([\w.-]{1,256}(\[[A-Z]{0,9}\]?)?)?)?)?\s{0,64})?")
 _NAMED = re.compile(r"\s{0,64}([\w.-]{1,256})(?:\[CALL_ID\][\w.-]{1,256})?(?:\[ARGS\])?\s{0,64}(?=\{)")
@@ -40,6 +41,7 @@ _GLM_PREFIX = re.compile(
     rf"{_beginnings(KEY)}|{KEY}[^<>]{{1,256}}{_beginnings(KEY_END)}|"
     rf"{KEY}[^<>]{{1,256}}{KEY_END}\s{{0,64}}{_beginnings(VALUE)}"
 )
+_ESCAPABLE = frozenset('"\\/bfnrtu')  # after a backslash, in JSON
 _LITERALS = {"True": "true", "False": "false", "None": "null"}  # models at times write Python
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
@@ -83,19 +85,35 @@ class NoCall:
 
 
 class _JsonScanner:
-    """Finds the end of a JSON object or list, in text that grows."""
+    """Finds the end of a JSON object or list, in text that grows, and makes its strings valid: models write line breaks
+    and tabs as they are, and backslashes that escape nothing, as in a regular expression."""
 
     def __init__(self, depth: int = 0) -> None:
         self._depth, self._in_string, self._escaped = depth, False, False
         self.is_closed = False
         self.is_broken = False  # at a character that no JSON has there: a tag
 
-    def scan(self, text: str) -> int:
-        """Index after the last character that is part of it."""
+    def read(self, text: str) -> tuple[str, int]:
+        """The part of `text` that belongs to it, with valid strings, and the length of that part in `text`."""
+        repairs: list[tuple[int, str]] = []
+        end = self.scan(text, repairs)
+        shown, start = [], 0
+        for index, valid in repairs:
+            shown += [text[start:index], valid]
+            start = index + 1
+        return "".join([*shown, text[start:end]]), end
+
+    def scan(self, text: str, repairs: list[tuple[int, str]] | None = None) -> int:
+        """Index after the last character that is part of it. Adds characters to replace to `repairs`."""
         for index, character in enumerate(text):
             if self._in_string:
+                if character < " " and repairs is not None:
+                    # A backslash before it was a character of its own.
+                    repairs.append((index, ("\\" if self._escaped else "") + _escaped(character)))
                 if self._escaped:
                     self._escaped = False
+                    if character not in _ESCAPABLE and character >= " " and repairs is not None:
+                        repairs.append((index, "\\" + character))
                 elif character == "\\":
                     self._escaped = True
                 elif character == '"':
@@ -137,11 +155,11 @@ class _JsonCall:
         if self._stage is _Stage.HEAD:
             return self._read_head(text, at_end)
         if self._stage is _Stage.ARGUMENTS:
-            end = self._scanner.scan(text)
+            shown, end = self._scanner.read(text)
             if self._scanner.is_closed:
                 self._stage = _Stage.REST
             self.is_done = self._scanner.is_broken or (at_end and not self._scanner.is_closed)
-            return [ArgumentsDelta(text[:end])] if end else [], end
+            return [ArgumentsDelta(shown)] if shown else [], end
         stripped = text.lstrip()
         if self._stage is _Stage.REST and stripped:
             if stripped[0] not in ",}":  # the brace of the object is missing
@@ -174,7 +192,7 @@ class _JsonCall:
 
     def _read_whole(self, text: str) -> tuple[list[ToolCallEvent], int]:
         """A call with its keys in another order than usual, or text that is not a call."""
-        value = _parsed(text)
+        value = _parsed(text, strict=False)
         call = value if isinstance(value, dict) else {}
         key = next((key for key in ("arguments", "parameters") if key in call), None)
         name: Any = call.get("name")
@@ -212,6 +230,8 @@ class JsonCalls:
             self.failed = self._call.failed
             return events, size
         stripped = text.lstrip()
+        if stripped.startswith("}"):  # one too many
+            return [], len(text) - len(stripped) + 1
         if self._separator and stripped.startswith(self._separator):
             return self._read_next(text, len(text) - len(stripped) + len(self._separator), at_end)
         if not stripped and not at_end:
@@ -231,7 +251,10 @@ class JsonCalls:
 
 
 class XmlCall:
-    """`<function=name><parameter=key>value</parameter></function>`: values are text, typed by the tool's schema."""
+    """`<function=name><parameter=key>value</parameter></function>`: values are text, typed by the tool's schema.
+
+    The call begins with its first parameter or its end: a name alone may be followed by anything.
+    """
 
     _parameter = _PARAMETER
     _value_ends: Sequence[str] = _VALUE_ENDS
@@ -240,7 +263,7 @@ class XmlCall:
     def __init__(self, tools: Mapping[str, Tool], opening: str = "") -> None:
         self._tools, self._opening = tools, opening
         self._properties: Mapping[str, Any] = {}
-        self._began = False
+        self._name = ""
         self._num_values = 0
         self._in_value = self._is_string = False
         self._kinds: frozenset[str] = frozenset()  # of the value, by its schema
@@ -249,7 +272,7 @@ class XmlCall:
         self.is_done = self.failed = False
 
     def read(self, text: str, at_end: bool) -> tuple[list[ToolCallEvent], int]:
-        if not self._began:
+        if not self._name:
             return self._begin(text, at_end)
         if self._is_closed:
             size = _skipped(text, CLOSE, at_end)
@@ -263,16 +286,16 @@ class XmlCall:
             return [], _skipped(text, FUNCTION, at_end) or 0
         end = text.find(">")
         name = text[: end if end >= 0 else len(text)]
-        if end >= 0 and _NAME.fullmatch(name):
-            return [self._start(name)], end + 1
-        self.failed = at_end or end >= 0 or bool(name and not _NAME.fullmatch(name))
+        if end >= 0 and NAME.fullmatch(name):
+            self._start(name)
+            return [], end + 1
+        self.failed = at_end or end >= 0 or bool(name and not NAME.fullmatch(name))
         return [], 0
 
-    def _start(self, name: str) -> ToolCallStart:
+    def _start(self, name: str) -> None:
         parameters = self._tools.get(name, {}).get("parameters") or {}
         found = parameters.get("properties")
-        self._began, self._properties = True, found if isinstance(found, dict) else {}
-        return ToolCallStart(name)
+        self._name, self._properties = name, found if isinstance(found, dict) else {}
 
     def _may_be_parameter(self, text: str) -> bool:
         """Whether `text` is the beginning of a parameter's tag, or all of it."""
@@ -288,16 +311,25 @@ class XmlCall:
             self._kinds, self._num_searched = kinds_of(self._properties.get(match[1])), 0
             self._is_string = self._kinds <= {"string"}
             start = ("{" if self._num_values == 0 else ", ") + json.dumps(match[1], ensure_ascii=False) + ": "
+            begin = [] if self._num_values else [ToolCallStart(self._name)]
             self._num_values += 1
-            return [ArgumentsDelta(start + ('"' if self._is_string else ""))], match.end()
+            return [*begin, ArgumentsDelta(start + ('"' if self._is_string else ""))], match.end()
         if stripped.startswith(self._closing):
             self._is_closed, self.is_done = True, self._closing == CLOSE
-            return [ArgumentsDelta("}" if self._num_values else "{}")], blanks + len(self._closing)
-        if self._closing.startswith(stripped) or self._may_be_parameter(stripped):
+            size = blanks + len(self._closing)
+            return [ArgumentsDelta("}")] if self._num_values else self._empty(), size
+        may_continue = self._closing.startswith(stripped) or self._may_be_parameter(stripped)
+        if self._num_values == 0:
+            self.failed = at_end or not may_continue or blanks > _MAX_BLANKS
+            return [], 0
+        if may_continue:
             self.is_done = at_end  # cut off: the arguments stay incomplete
-            return [], len(text) if at_end else 0
+            return [], len(text) if at_end or not stripped else 0
         self._is_closed = True  # the tag is missing
-        return [ArgumentsDelta("}" if self._num_values else "{}")], 0
+        return [ArgumentsDelta("}")], 0
+
+    def _empty(self) -> list[ToolCallEvent]:
+        return [ToolCallStart(self._name), ArgumentsDelta("{}")]
 
     def _read_value(self, text: str, at_end: bool) -> tuple[list[ToolCallEvent], int]:
         begin, ending = find_first(text, self._value_ends, self._num_searched)
@@ -327,7 +359,8 @@ class GlmCall(XmlCall):
         rest = text[match.end() :] if match else text.lstrip()
         # Without arguments, any word within the tags would be a call.
         if match and (rest.startswith(KEY) or (rest.startswith(CLOSE) and match[1] in self._tools)):
-            return [self._start(match[1])], match.end()
+            self._start(match[1])
+            return [], match.end()
         is_begun = not rest or (bool(match) and (KEY.startswith(rest) or (CLOSE.startswith(rest) and rest != CLOSE)))
         self.failed = at_end or not is_begun
         return [], 0
@@ -345,9 +378,9 @@ class NamedCall:
 
     def read(self, text: str, at_end: bool) -> tuple[list[ToolCallEvent], int]:
         if self._arguments is not None:
-            end = self._arguments.scan(text)
+            shown, end = self._arguments.read(text)
             self.is_done = self._arguments.is_closed or self._arguments.is_broken or at_end
-            return [ArgumentsDelta(text[:end])] if end else [], end
+            return [ArgumentsDelta(shown)] if shown else [], end
         match = _NAMED.match(text)
         if match:
             self._arguments = _JsonScanner()
@@ -377,10 +410,10 @@ def overlap_of_any(text: str, markers: Sequence[str]) -> int:
     return max(overlap(text, marker) for marker in markers)
 
 
-def _parsed(text: str) -> Any:
-    """The value of a JSON text; None if it is not JSON."""
+def _parsed(text: str, *, strict: bool = True) -> Any:
+    """The value of a JSON text; None if it is not JSON. Unless `strict`, strings may have line breaks and tabs."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_refuse, strict=strict)
     except (ValueError, RecursionError):
         return None
 

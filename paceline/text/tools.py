@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.request import Grammar, InvalidRequest
-from paceline.text.call_syntax import CLOSE, KEY, KEY_END, VALUE, VALUE_END, Tool, kinds_of
+from paceline.text.call_syntax import CLOSE, KEY, KEY_END, NAME, VALUE, VALUE_END, Tool, kinds_of
 from paceline.text.json_schema import closed, with_options
 from paceline.text.tool_calls import ARGS, CALLS, GLM, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, OPEN, PYTHON, QWEN_XML
 
@@ -85,6 +85,11 @@ def markers(style: str) -> tuple[str, ...]:
     if style == GLM:
         return OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END
     return () if style == LLAMA else (OPEN, CLOSE)
+
+
+def can_call(style: str, name: str) -> bool:
+    """Whether a call of a function of this name can be written and parsed: JSON has any name, other formats do not."""
+    return bool(name) and (style in (HERMES, LLAMA, MISTRAL) or NAME.fullmatch(name) is not None)
 
 
 def make_call_id(style: str) -> str:

@@ -1,16 +1,22 @@
-"""`paceline bench serve` against servers that cannot be measured."""
+"""`paceline bench serve`: every streaming API, and servers that cannot be measured."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
+from paceline.bench.apis import APIS
+from paceline.bench.serve import SseProtocol, StreamResult
 from paceline.cli import app
 
 MODELS = b'{"data": [{"id": "m"}]}'
@@ -78,7 +84,7 @@ def test_a_server_that_completes_no_request_is_exit_status_1() -> None:
         result = bench(url)
     assert result.exit_code == 1
     assert "0 completed, 2 failed" in result.stdout
-    assert "paceline: no request was completed; the first error: HTTP/1.0 500" in result.stderr
+    assert "paceline: no request of completions was completed; the first error: HTTP/1.0 500" in result.stderr
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "https://localhost:8000", "http://", "ftp://host"])
@@ -93,3 +99,56 @@ def test_a_wrong_url_is_exit_status_2(url: str) -> None:
 def test_offline_without_start_is_refused_before_anything_runs() -> None:
     result = bench("http://127.0.0.1:9", "--offline")
     assert (result.exit_code, result.stdout) == (2, "") and "--offline needs --start" in result.stderr
+
+
+def test_every_streaming_api_is_measured_in_turns() -> None:
+    """The tokens of all APIs are counted, by what each reports as its usage."""
+    options = ["--start", "--executor virtual --virtual-tokens clock", "--api", "all"]
+    result = CliRunner().invoke(
+        app, ["bench", "serve", *options, "--count", "3", "--output", "5", "--repeats", "1"], catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    for name, line in zip(APIS, lines, strict=False):
+        assert line.startswith(f"{name}, streams run 0: ") and "3 completed, 0 failed" in line
+        assert re.search(r", [1-9]\d* tokens/s", line), "none lost"
+    found = json.loads(lines[-1])
+    assert list(found["apis"]) == list(APIS) and found["total_output_tokens"] == found["events"] == 15
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--api", "grpc"], "api is 'grpc': choose from all, completions, chat, "),
+        (["--api", "all", "--late"], "late needs the API completions"),
+        (["--api", "chat", "--api", "messages", "--offline"], "offline is compared with one API"),
+    ],
+)
+def test_apis_that_cannot_be_measured_are_refused(options: list[str], message: str) -> None:
+    result = bench("http://127.0.0.1:9", *options)
+    assert (result.exit_code, result.stdout) == (2, "") and message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "stream"),
+    [
+        ("chat", b'data: {"choices":[{"finish_reason":null}]}\n\ndata: {"error":{"message":"no"}}\n\n'),
+        ("messages", b'event: error\ndata: {"type":"error","error":{"message":"no"}}\n\n'),
+        ("responses", b'event: response.failed\ndata: {"response":{"usage":null,"error":{"message":"no"}}}\n\n'),
+        ("ollama-chat", b'{"message":{},"done":false}\n{"error":"no"}\n'),
+    ],
+)
+def test_a_stream_that_fails_is_counted_as_failed(name: str, stream: bytes) -> None:
+    async def read(pieces: list[bytes]) -> StreamResult:
+        result = StreamResult(1)
+        protocol = SseProtocol(APIS[name], b"", result, None)
+        protocol.connection_made(Mock())
+        for piece in pieces:
+            protocol.data_received(piece)
+        assert protocol.done.done()
+        return result
+
+    head = b"HTTP/1.1 200 OK\r\n\r\n"
+    for pieces in ([head + stream], [head, *(stream[index : index + 1] for index in range(len(stream)))]):
+        error = asyncio.run(read(pieces)).error
+        assert error is not None and '"no"' in error

@@ -267,3 +267,33 @@ def test_an_unknown_route_or_method_has_the_error_format(
     assert response.status_code == status
     assert response.json()["error"]["code"] == code
     assert ("allow" in response.headers) == (status == 405)
+
+
+def test_a_grammar_that_becomes_too_expensive_is_a_fault_of_the_request(caller: Caller) -> None:
+    """Its first mask is cheap, so it is accepted. A 503 would make clients try again."""
+    properties = {f"p{index}": {"type": "string"} for index in range(2000)}
+    schema = {
+        "type": "json_schema",
+        "json_schema": {"name": "a", "schema": {"type": "object", "properties": properties}},
+    }
+    for stream in (False, True):
+        response = caller.post(CHAT, {**HELLO, "max_tokens": 50}, response_format=schema, stream=stream)
+        text = response.text
+        assert response.status_code == 400 or stream, text
+        assert (
+            "the grammar exceeded its cost limit" in text and "simplify it" in text and "grammar_too_expensive" in text
+        )
+    caller.ok(CHAT, HELLO)
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}},
+        {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}},
+        {"guided_grammar": "start: start"},
+    ],
+)
+def test_a_grammar_that_refers_only_to_itself_is_explained(caller: Caller, constraint: dict[str, Any]) -> None:
+    message = refused(caller, CHAT, {**HELLO, **constraint})["message"]
+    assert message.endswith("a rule or $ref refers only to itself, so that no text matches it.")

@@ -14,6 +14,7 @@ from openai import AsyncOpenAI
 from paceline.config import TenantConfig
 from paceline.engine.engine import Engine
 from paceline.server.app import App
+from paceline.server.batches.lines import validate
 from tests.server.batching import all_results, jsonl, line, results, run_batches, start, wait_for
 from tests.server.serving import CHAT, COMPLETIONS, HELLO, TEXT, Caller, make_app
 
@@ -264,6 +265,29 @@ def test_an_invalid_file_fails_the_batch_with_line_numbers(make: MakeApp, monkey
         assert batch.output_file_id is None and batch.error_file_id is None
 
     run_batches(make(), use)
+
+
+DEEP = b"[" * 5000 + b"]" * 5000
+BODY = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": %b}'
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (b'{"a":' * 2000, "invalid_json_line"),
+        (DEEP, "invalid_request"),
+        (BODY % (b'{"x": %b}' % DEEP), "invalid_json_line"),
+        (BODY % b'{"stream": 1e400}', "invalid_request"),
+        (BODY % b'{"stream": "yes"}', "stream_not_supported"),
+        (BODY % b'{"user": "\\ud800"}', "invalid_json_line"),
+    ],
+)
+def test_no_line_stops_the_validation(tmp_path: Path, text: bytes, code: str) -> None:
+    """A batch whose validation ends with an exception would be validated forever."""
+    path = tmp_path / "lines"
+    path.write_bytes(text)
+    total, errors = validate(path, "/v1/completions")
+    assert total == 1 and [error.code for error in errors] == [code]
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -16,8 +18,12 @@ from paceline.cluster.kv_events import ClearedPages, KvEventLog, StoredPages
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine, EngineHooks
 from paceline.engine.job import Job
+from paceline.engine.output import EngineFailed
 from paceline.engine.virtual.build import build_virtual
 from paceline.request import SamplingParams
+from paceline.server.handlers.health import get_health
+from paceline.server.queries import GetHealth, Health
+from paceline.server.routing import Call
 from tests.server.serving import Caller, make_app
 from tests.server.virtual import wait_until
 
@@ -208,3 +214,35 @@ def test_tokenize_and_detokenize_round_trip(engine: Engine) -> None:
     ):
         assert post(path, **payload).status_code == 400, payload
     assert post("/tokenize", prompt="x", model="other").status_code == 404
+
+
+def test_a_health_check_at_the_end_of_a_front_end_leaves_no_traceback() -> None:
+    """The client is closed, then the event loop cancels what is left. In a task of its own, the failed query would be
+    an exception that nobody handles."""
+
+    reports: list[Any] = []
+
+    class Closing:
+        loading, model = False, True
+
+        def __init__(self) -> None:
+            self.stats: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            self.asked = asyncio.Event()
+
+        async def query(self, query: Any) -> Any:
+            if isinstance(query, GetHealth):
+                return Health(None)
+            self.asked.set()
+            return await asyncio.wait_for(self.stats, 60)
+
+    async def serve() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reports.append(context))
+        client = Closing()
+        state = SimpleNamespace(client=client, draining=False, model_name="tiny")
+        task = asyncio.create_task(get_health(Call(cast("Any", state), {}, None, None, None, cast("Any", None))))
+        await client.asked.wait()
+        client.stats.set_exception(EngineFailed("The front end was closed."))
+        assert not task.done()
+
+    asyncio.run(serve())
+    assert not reports

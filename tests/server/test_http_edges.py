@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from paceline.engine.engine import Engine
 from paceline.server.connection import _UvicornState
 from paceline.server.routes import ROUTES
 from tests.server.process import ServerProcess
-from tests.server.serving import COMPLETIONS, TEXT, Caller, make_app
+from tests.server.serving import CHAT, COMPLETIONS, HELLO, TEXT, Caller, make_app
 from tests.server.virtual import body, connect, virtual
 
 PAGE, OTHER = "https://chat.example", "https://other.example"
@@ -252,3 +253,13 @@ def test_curl_sees_the_413(server: ServerProcess, tmp_path: Any, more: list[str]
     command = ["curl", "-sS", "-w", " %{http_code}", *more, "--data-binary", f"@{file}", f"{server.url}{COMPLETIONS}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and done.stdout.endswith(" 413") and "body_too_large" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize", "/v1/messages", "/api/chat"])
+def test_a_compressed_body_is_refused_by_name(caller: Caller, path: str) -> None:
+    """It would be JSON that is malformed at its first byte, whatever the client does about it."""
+    body = gzip.compress(json.dumps(HELLO).encode())
+    reply = caller.request("POST", path, content=body, headers={"Content-Encoding": "gzip"})
+    assert reply.status_code == 415 and "Content-Encoding is 'gzip': send the body uncompressed." in reply.text
+    plain = caller.request("POST", CHAT, content=json.dumps(HELLO).encode(), headers={"Content-Encoding": "Identity"})
+    assert plain.status_code == 200

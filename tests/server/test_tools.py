@@ -121,3 +121,24 @@ def test_strict_closes_objects() -> None:
     for changes in strict_requests({"type": "object"}):
         error = caller.post(CHAT, {**BODY, **changes}).json()["error"]
         assert error["param"] in ("tools", "response_format") and "is an object without properties" in error["message"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_function_that_the_model_cannot_call_is_refused(family: str) -> None:
+    """A forced call of it would be written, and then not be parsed as a call."""
+    syntax, output, _ = FAMILIES[family]
+    caller, _ = scripted(TURNS + syntax + "{% endif %}", output)
+
+    def refused(name: str) -> bool:
+        tools = [TOOL, {"type": "function", "function": {"name": name}}]
+        reply = caller.post(CHAT, {**BODY, "tools": tools})
+        if reply.status_code == 400:
+            error = reply.json()["error"]
+            assert error["param"] == "tools" and error["message"].startswith(
+                f"tools[1].function.name is {name!r}: give"
+            )
+        return reply.status_code == 400
+
+    assert refused("") and not refused("get-weather_2.now")
+    has_json = family in ("qwen", "llama", "mistral")
+    assert [refused(name) for name in ("ns/tool", "a b", 'say "hi"', "<f>")] == [not has_json] * 4

@@ -230,7 +230,7 @@ class OllamaReply(msgspec.Struct, kw_only=True):
     """A response, or a line of a streamed one."""
 
     model: str
-    created_at: str
+    created_at: datetime
     done: bool
     done_reason: str | UnsetType = UNSET
     # Nanoseconds, and numbers of tokens; in the last line
@@ -278,34 +278,37 @@ class OllamaChatResponse(ChatBuilder):
             yield from self._send_call()
             if isinstance(event, ToolCallStart):
                 self._call = FunctionCall(event.name, "")
+            elif isinstance(event, Content):
+                yield self._encode(event.text, done=False)
             else:
-                yield self._encode([event], done=False)
+                yield self._encode("", event.text, done=False)
         if reason is not None:
             yield from self._send_call()
             self._end(reason, output)
 
     def last_chunks(self, usage: UsageInfo) -> Iterable[bytes]:
-        yield self._encode([], done=True, **self._statistics(usage))
+        yield self._encode("", done=True, **self._statistics(usage))
 
     def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
         parts: Sequence[OutputPart] = []
         if outputs:
             parts, reason = self.parts(0, outputs[0])
             self._end(reason, outputs[0][-1])
-        return self._encode(parts, done=True, **self._statistics(usage))
-
-    def _reply(self, parts: Sequence[OutputPart], **fields: Any) -> OllamaReply:
         calls = [part for part in parts if isinstance(part, FunctionCall)]
-        found = [OllamaCall(CalledFunction(call.name, arguments_of(call))) for call in calls]
-        message = OllamaMessage("assistant", _text(parts, Content), _text(parts, Reasoning) or UNSET, found or UNSET)
-        return OllamaChatReply(message=message, **fields)
+        text, thoughts = (_text(parts, kind) for kind in (Content, Reasoning))
+        return self._encode(text, thoughts, calls, done=True, **self._statistics(usage))
 
-    def _encode(self, parts: Sequence[OutputPart], **fields: Any) -> bytes:
-        return msgspec.json.encode(self._reply(parts, model=self.request.model, created_at=_now(), **fields))
+    def _reply(self, fields: Json, text: str, thoughts: str, calls: Sequence[FunctionCall]) -> OllamaReply:
+        found = [OllamaCall(CalledFunction(call.name, arguments_of(call))) for call in calls] if calls else UNSET
+        return OllamaChatReply(message=OllamaMessage("assistant", text, thoughts or UNSET, found), **fields)
+
+    def _encode(self, text: str, thoughts: str = "", calls: Sequence[FunctionCall] = (), **fields: Any) -> bytes:
+        fields["model"], fields["created_at"] = self.request.model, datetime.now(UTC)
+        return msgspec.json.encode(self._reply(fields, text, thoughts, calls))
 
     def _send_call(self) -> Iterator[bytes]:
         if self._call is not None:
-            yield self._encode([self._call], done=False)
+            yield self._encode("", calls=[self._call], done=False)
             self._call = None
 
     def _end(self, reason: str, output: OutputDelta) -> None:
@@ -339,9 +342,8 @@ class OllamaGenerateResponse(OllamaChatResponse):
             messages.insert(0, {"role": "system", "content": request.system})
         self._start(context, _to_chat(request, messages, None, context))
 
-    def _reply(self, parts: Sequence[OutputPart], **fields: Any) -> OllamaReply:
-        thoughts = _text(parts, Reasoning)
-        return OllamaGenerateReply(response=_text(parts, Content), thinking=thoughts or UNSET, **fields)
+    def _reply(self, fields: Json, text: str, thoughts: str, calls: Sequence[FunctionCall]) -> OllamaReply:
+        return OllamaGenerateReply(response=text, thinking=thoughts or UNSET, **fields)
 
 
 def _text(parts: Sequence[OutputPart], kind: type[Content | Reasoning]) -> str:
@@ -431,10 +433,6 @@ def _has_tools(template: str) -> bool:
         return bool(style_of(template))
     except InvalidRequest:  # it has a style of its own, which requests with tools are told
         return False
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 def _time(seconds: int) -> str:

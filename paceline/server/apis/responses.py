@@ -83,6 +83,17 @@ class ResponseObject(msgspec.Struct):
     truncation: str = "disabled"
 
 
+class TextDelta(msgspec.Struct, tag_field="type", tag="response.output_text.delta"):
+    """The event of a token: a struct costs half of what `named_event` does."""
+
+    sequence_number: int
+    item_id: str
+    output_index: int
+    delta: str
+    content_index: int = 0
+    logprobs: list[Json] = []
+
+
 class ResponseDeleted(msgspec.Struct):
     id: str
     object: str = "response"
@@ -190,12 +201,14 @@ class ResponsesResponse(ChatBuilder):
             self._extend(event.arguments)
             yield self._item_event("response.function_call_arguments.delta", delta=event.arguments)
             return
-        item = _text_item(event)
-        if not self._is_open or type(self._output[-1]) is not type(item):
-            yield from self._begin_item(item)
+        kind = OutputMessage if isinstance(event, Content) else OutputReasoning
+        if not self._is_open or not isinstance(self._output[-1], kind):
+            yield from self._begin_item(_text_item(event))
         self._extend(event.text)
         if isinstance(event, Content):
-            yield self._item_event("response.output_text.delta", content_index=0, delta=event.text, logprobs=[])
+            self._num_events += 1
+            number, index = self._num_events - 1, len(self._output) - 1
+            yield msgspec.json.encode(TextDelta(number, self._output[index].id, index, event.text))
         else:
             yield self._item_event("response.reasoning_text.delta", content_index=0, delta=event.text)
 

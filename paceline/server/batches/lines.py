@@ -122,9 +122,11 @@ def _check(line: bytes, endpoint: str, seen: set[str]) -> BatchError | None:
         return BatchError("line_too_long", f"The line is longer than {MAX_BATCH_LINE_BYTES} bytes.")
     try:
         found = _decoder.decode(line)
+        is_object = bytes(found.body).lstrip().startswith(b"{")
+        streams = is_object and _streams_decoder.decode(found.body).stream
     except msgspec.ValidationError as error:
         return BatchError("invalid_request", f"{error}: expected custom_id, method, url and body.")
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return BatchError("invalid_json_line", f"The line is not valid JSON: {error}.")
     name = found.custom_id
     if not 0 < len(name) <= MAX_CUSTOM_ID_CHARACTERS:
@@ -140,9 +142,9 @@ def _check(line: bytes, endpoint: str, seen: set[str]) -> BatchError | None:
     if found.url != endpoint:
         message = f"url is {short(found.url)}: give {endpoint}, the endpoint of the batch."
         return BatchError("invalid_url", message, None, "url")
-    if not bytes(found.body).lstrip().startswith(b"{"):
+    if not is_object:
         return BatchError("invalid_body", "body is not an object.", None, "body")
-    if _streams_decoder.decode(found.body).stream:
+    if streams:
         return BatchError(
             "stream_not_supported", "stream is true: a batch has no streams; omit it.", None, "body.stream"
         )

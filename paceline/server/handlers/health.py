@@ -35,7 +35,9 @@ async def get_health(call: Call) -> Response:
     if health.failure is not None:
         return json_response({**report, "status": "failed", "failure": health.failure}, 503)
     try:
-        stats = await asyncio.wait_for(client.query(GetStats()), _STATS_TIMEOUT_S)
+        # Not `wait_for`, which makes a task: when the server stops, nobody would handle its exception.
+        async with asyncio.timeout(_STATS_TIMEOUT_S):
+            stats = await client.query(GetStats())
     except (EngineFailed, TimeoutError):
         return json_response(report)
     return json_response({**report, **msgspec.to_builtins(stats)})
