@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import pytest
 
 from paceline.config import SchedulerConfig
 from paceline.request import Request, SamplingParams
@@ -85,6 +86,12 @@ class ReplayedEvents:
         size = self._scheduler.memory.tree.page_bytes
         ends = range(len(path) - len(node.key) + size, len(path) + 1, size)
         return {(medium, (tenant, salt, adapter), path[:end]) for end in ends}
+
+
+def seeds(few: int, many: int, first: int = 0) -> pytest.MarkDecorator:
+    """Random runs by seed, from `first` on: few of them in `make test`, many in `make test-slow`."""
+    deep = pytest.param(range(first, first + many), id="many", marks=(pytest.mark.slow, pytest.mark.timeout(3600)))
+    return pytest.mark.parametrize("seeds", [pytest.param(range(first, first + few), id="few"), deep])
 
 
 _numbers = itertools.count()
