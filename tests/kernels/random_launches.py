@@ -56,7 +56,7 @@ PARAMS: list[dict[str, Any]] = [
 
 def random_requests(llm: LLM, rng: random.Random, most: int) -> None:
     common = [rng.randrange(3, 500) for _ in range(most)]
-    for _ in range(6):
+    for _ in range(4):
         count = rng.choice([1, 2, 5, 30])
         prompts = [
             [
