@@ -121,6 +121,23 @@ def harness(*, overlap: bool = False, lazy: bool = False, vocab: int = 64, **opt
     return Harness(scheduler(**options), overlap=overlap, lazy=lazy, vocab=vocab)
 
 
+def retract_often(scheduler: Scheduler, every: int, first: int = 0) -> None:
+    """From now on, retracts a running request before every `every`-th plan, each time another one."""
+    plan, count = scheduler.plan, itertools.count()
+
+    def planning(now: float) -> Any:
+        number = next(count) - first
+        running = scheduler.running.requests
+        if running and number >= 0 and number % every == 0:
+            victim = running[number // every % len(running)]
+            if victim.retractions < 3:
+                scheduler.retract(victim.id, now, "a test")
+        # A retracted request is not admitted in the same step; if it was the only one, the next step admits it.
+        return plan(now) or plan(now)
+
+    scheduler.plan = planning  # type: ignore[method-assign]
+
+
 def admissions(subject: Scheduler) -> list[str]:
     """Request ids in the order they were admitted."""
     return [event.request_id for event in subject.journal.events if event.kind is EventKind.ADMIT]
