@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import pytest
 
 from paceline.config import SchedulerConfig
 from paceline.request import Request, SamplingParams
@@ -87,6 +88,12 @@ class ReplayedEvents:
         return {(medium, (tenant, salt, adapter), path[:end]) for end in ends}
 
 
+def seeds(few: int, many: int, first: int = 0) -> pytest.MarkDecorator:
+    """Random runs by seed, from `first` on: few of them in `make test`, many in `make test-slow`."""
+    deep = pytest.param(range(first, first + many), id="many", marks=(pytest.mark.slow, pytest.mark.timeout(3600)))
+    return pytest.mark.parametrize("seeds", [pytest.param(range(first, first + few), id="few"), deep])
+
+
 _numbers = itertools.count()
 
 
@@ -112,6 +119,23 @@ def scheduler(**options: Any) -> Scheduler:
 
 def harness(*, overlap: bool = False, lazy: bool = False, vocab: int = 64, **options: Any) -> Harness:
     return Harness(scheduler(**options), overlap=overlap, lazy=lazy, vocab=vocab)
+
+
+def retract_often(scheduler: Scheduler, every: int, first: int = 0) -> None:
+    """From now on, retracts a running request before every `every`-th plan, each time another one."""
+    plan, count = scheduler.plan, itertools.count()
+
+    def planning(now: float) -> Any:
+        number = next(count) - first
+        running = scheduler.running.requests
+        if running and number >= 0 and number % every == 0:
+            victim = running[number // every % len(running)]
+            if victim.retractions < 3:
+                scheduler.retract(victim.id, now, "a test")
+        # A retracted request is not admitted in the same step; if it was the only one, the next step admits it.
+        return plan(now) or plan(now)
+
+    scheduler.plan = planning  # type: ignore[method-assign]
 
 
 def admissions(subject: Scheduler) -> list[str]:

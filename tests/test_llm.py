@@ -30,9 +30,8 @@ from tests.server.scripted import tokenizer_with
 KNOWN = [7042, 30, 198, 198, 504, 2988, 314, 42]  # the greedy continuation of "The capital of France is"
 GREEDY_8 = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 TEXTS = [
-    "The capital of France is", "def fibonacci(n):", "Once upon a time", "1 2 3 4 5", "Liberté, égalité,", "你好，世界",
-    "Water boils at", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "A", "\n\n", "🙂🙃", "{\"name\": ",
-    "The quick brown fox jumps over the lazy dog. " * 6,
+    "The capital of France is", "Water boils at", "def fibonacci(n):", "Liberté, égalité,", "你好，世界", "🙂🙃", "A",
+    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "The quick brown fox jumps over the lazy dog. " * 3,
 ]  # fmt: skip
 
 
@@ -53,18 +52,12 @@ def test_greedy_decoding_gives_the_known_continuation(llm: LLM) -> None:
 
 def test_an_embedding_is_a_unit_vector_that_depends_on_the_text_alone(llm: LLM) -> None:
     for pooling in ("mean", "last"):
-        france, water = llm.embed(TEXTS[:1] + TEXTS[6:7], pooling)
+        france, water = llm.embed(TEXTS[:2], pooling)
         assert france.dtype == np.float32 and abs(float(france @ france) - 1) < 1e-5 and float(france @ water) < 0.99
         (alone,) = llm.embed([504, 3575, 282, 4649, 314], pooling)
         assert np.allclose(alone, france, atol=1e-4)
     with pytest.raises(InvalidRequest, match="pooling is 'max': choose one of mean, last"):
         llm.embed("a", "max")
-
-
-def test_another_overlap_mode_gives_the_same_tokens() -> None:
-    """`sync` here; tiny models cover all modes."""
-    with LLM(fetch_default(), threads=1, kv_tokens=2048, overlap="sync") as llm:
-        assert llm.generate("The capital of France is", GREEDY_8)[0].token_ids == KNOWN
 
 
 def test_chat_applies_the_template_and_stops_at_eos(llm: LLM) -> None:

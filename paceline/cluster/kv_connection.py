@@ -44,6 +44,7 @@ from paceline.request import PacelineError
 from paceline.shared_pages import SharedPages
 
 HANDSHAKE_S = 10.0  # for all of it, however slowly the peer sends
+JOIN_S = 10.0  # for threads to end; those that a dead device holds up are left behind
 _SEND_TIMEOUT_S = 30.0  # a peer that reads nothing for so long is lost
 _NONCE_BYTES = 32
 _EMPTY: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -212,7 +213,8 @@ class KvConnection:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, np.array([seconds, 0], np.int64).tobytes())
         self._writer = threading.Thread(target=self._write, name=f"{name}-write", daemon=True)
         self._writer.start()
-        threading.Thread(target=self._read, name=f"{name}-read", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name=f"{name}-read", daemon=True)
+        self._reader.start()
 
     def send(
         self,
@@ -250,6 +252,10 @@ class KvConnection:
         self._closed.set()
         with contextlib.suppress(OSError):  # the peer may be gone already
             self._peer.shutdown(socket.SHUT_RDWR)
+
+    def join(self) -> None:
+        """Waits until a closed connection has ended and the handler has been told. Not on its own threads."""
+        self._reader.join(JOIN_S)
 
     def _write(self) -> None:
         while (sending := self._queue.get()) is not None:

@@ -14,8 +14,10 @@ reserved pages are given back only when the state machine (kv_transfer.py) says 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import socket
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -26,7 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from paceline.cluster.kv_connection import KvConnection, Waitable, connect, greet
+from paceline.cluster.kv_connection import JOIN_S, KvConnection, Waitable, connect, greet
 from paceline.cluster.kv_protocol import (
     CancelPrefill,
     KvLayout,
@@ -75,6 +77,8 @@ class _Peer:
         self.is_shared = address.startswith("unix:")
         self._connection: KvConnection | None = None
         self._connecting = False
+        self._connector: threading.Thread | None = None  # the last one
+        self._greeted: socket.socket | None = None  # during the handshake
         self._unsent: list[tuple[StartPrefill, Sequence[Waitable]]] = []  # until it is connected
         self._retry_at, self._delay = 0.0, _RETRY_S
         self._lock = threading.Lock()
@@ -94,12 +98,13 @@ class _Peer:
     def connect(self) -> None:
         if not self._connecting:
             self._connecting = True
-            threading.Thread(target=self._connect, name="paceline-kv-connect", daemon=True).start()
+            self._connector = threading.Thread(target=self._connect, name="paceline-kv-connect", daemon=True)
+            self._connector.start()
 
     def _connect(self) -> None:
         owner = self._owner
         try:
-            peer = connect(self.address)
+            self._greeted = peer = connect(self.address)
             try:
                 greet(peer, owner.token, owner.layout, owner.shared if self.is_shared else None)
             except BaseException:
@@ -112,7 +117,10 @@ class _Peer:
                 self._connecting, self._retry_at = False, owner.clock() + self._delay
                 self._delay = min(2 * self._delay, _MAX_RETRY_S)
                 self._unsent.clear()
-            log.warning("cannot use the prefill engine at %s: %s; its prompts are computed here", self.address, error)
+            if not owner.is_closed:
+                log.warning(
+                    "cannot use the prefill engine at %s: %s; its prompts are computed here", self.address, error
+                )
             owner.lost(self, str(error))
             return
         with self._lock:
@@ -135,10 +143,19 @@ class _Peer:
         self._owner.lost(self, reason)
 
     def close(self) -> None:
+        """Ends the connection, and the threads of this object."""
+        with self._lock:
+            connector, greeted = self._connector, self._greeted if self._connecting else None
+        if greeted is not None:
+            with contextlib.suppress(OSError):  # the peer may be gone already
+                greeted.shutdown(socket.SHUT_RDWR)
+        if connector is not None:
+            connector.join(JOIN_S)
         with self._lock:
             connection = self._connection
         if connection is not None:
             connection.close("this engine is closed")
+            connection.join()
 
 
 class RemotePrefill:

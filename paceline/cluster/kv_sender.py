@@ -13,6 +13,7 @@ Passes are captured in graphs or launched as a whole, so pages are exported chun
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import socket
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from paceline.cluster.kv_connection import HANDSHAKE_S, KvConnection, bind, welcome
+from paceline.cluster.kv_connection import HANDSHAKE_S, JOIN_S, KvConnection, bind, welcome
 from paceline.cluster.kv_protocol import (
     CancelPrefill,
     KvLayout,
@@ -130,12 +131,13 @@ class PrefillServer:
             self._pool = PagePool(self._staging.num_pages)
             engine.executor.map_pages(self._staging)
         self._is_closed = False
-        self._handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
+        self._handshakes: dict[threading.Thread, socket.socket] = {}
         # Metrics
         self.num_bytes = self.num_started = self.num_completed = 0
         self.failures: Counter[str] = Counter()  # by cause
         self._socket = bind(address)
-        threading.Thread(target=self._accept, name="paceline-kv-accept", daemon=True).start()
+        self._accepter = threading.Thread(target=self._accept, name="paceline-kv-accept", daemon=True)
+        self._accepter.start()
 
     @property
     def port(self) -> int:
@@ -146,6 +148,7 @@ class PrefillServer:
         return len(self._transfers) + len(self._queued)
 
     def close(self) -> None:
+        """Ends all connections, and the threads of this object. Not on the engine's thread: they may wait for it."""
         with self._lock:
             self._is_closed = True
         # A thread in `accept` does not notice that the socket is closed, but that it is shut down.
@@ -154,10 +157,19 @@ class PrefillServer:
         except OSError:  # not every system allows it for a listening socket
             log.debug("cannot shut down the listening socket", exc_info=True)
         self._socket.close()
+        self._accepter.join(JOIN_S)
+        with self._lock:
+            handshakes = dict(self._handshakes)
+        for thread, peer in handshakes.items():
+            with contextlib.suppress(OSError):  # the peer may be gone already
+                peer.shutdown(socket.SHUT_RDWR)
+            thread.join(JOIN_S)
         with self._lock:
             links = list(self._links)
         for link in links:
             link.connection.close("the prefill engine is closed")
+        for link in links:
+            link.connection.join()
         if self._staging is not None:
             self._staging.close()
 
@@ -173,17 +185,23 @@ class PrefillServer:
                 log.warning("cannot accept a decode engine, will try again: %s", error)  # no descriptors left, ...
                 time.sleep(_ACCEPT_RETRY_S)
                 continue
-            if not self._handshakes.acquire(blocking=False):
+            thread = threading.Thread(target=self._welcome, args=(peer,), name="paceline-kv-welcome", daemon=True)
+            with self._lock:
+                is_welcome = len(self._handshakes) < _MAX_HANDSHAKES
+                if is_welcome:
+                    self._handshakes[thread] = peer
+            if is_welcome:
+                thread.start()
+            else:
                 self.failures["rejected"] += 1
                 peer.close()
-                continue
-            threading.Thread(target=self._welcome, args=(peer,), name="paceline-kv-welcome", daemon=True).start()
 
     def _welcome(self, peer: socket.socket) -> None:
         try:
             self._connect(peer)
         finally:
-            self._handshakes.release()
+            with self._lock:
+                del self._handshakes[threading.current_thread()]
 
     def _connect(self, peer: socket.socket) -> None:
         name = f"decode-{next(self._numbers)}"
@@ -200,8 +218,6 @@ class PrefillServer:
         with self._lock:
             self._links.add(link)
             link.connection = KvConnection(peer, link, f"paceline-kv-{name}")
-            if self._is_closed:
-                link.connection.close("the prefill engine is closed")
         log.info("%s is connected by %s", name, "TCP" if shared is None else "shared memory")
 
     def disconnected(self, link: _Link) -> None:

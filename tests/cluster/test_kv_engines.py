@@ -313,6 +313,29 @@ def test_a_prompt_that_is_given_up_before_its_first_step_leaves_no_hold(
         pair.check()
 
 
+def kv_threads() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name.startswith("paceline-kv")]
+
+
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+def test_no_thread_of_a_connection_outlives_its_engine(tmp_path: Path, transport: str) -> None:
+    with Pair(tmp_path, transport) as pair:
+        pair.submit(PROMPTS[0]).result()
+        assert kv_threads()
+    assert not kv_threads()
+
+
+def test_no_handshake_outlives_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither with a decode engine that says nothing, nor with such a prefill engine."""
+    monkeypatch.setattr(kv_connection, "HANDSHAKE_S", 120.0)
+    with Pair(tmp_path, "tcp") as pair, socket.create_server(("127.0.0.1", 0)) as silent:
+        pair.remote._peer(f"tcp://127.0.0.1:{silent.getsockname()[1]}").connect()
+        with silent.accept()[0], socket.create_connection(("127.0.0.1", pair.server.port)):
+            wait_until(lambda: pair.server._handshakes)
+            pair.close()
+            assert not kv_threads()
+
+
 # ---------------------------------------------------------------------- strangers at the address of a prefill engine
 
 
@@ -324,7 +347,7 @@ def test_a_flood_of_connections_harms_no_transfer(tmp_path: Path, expected: list
         ask_all(pair, expected)
         for one in strangers:
             one.close()
-        wait_until(lambda: pair.server._handshakes._value == kv_sender._MAX_HANDSHAKES)
+        wait_until(lambda: not pair.server._handshakes)
         assert pair.server.failures["rejected"] >= len(strangers)  # the decode engine may have tried meanwhile
 
 

@@ -31,14 +31,17 @@ def checked_bounds() -> Iterator[None]:
     kernel = ""
 
     def check(kind: str, pointers: Any, mask: Any) -> None:
-        addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)].reshape(-1)
-        if not len(addresses):
-            return
+        addresses = pointers.data
+        if not mask.data.all():
+            addresses = addresses[np.broadcast_to(mask.data, addresses.shape).astype(bool)]
+            if not addresses.size:
+                return
         size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8)
         first = int(np.searchsorted(begins, addresses.min(), side="right")) - 1
         if first >= 0 and addresses.max() + size <= ends[first]:
             return  # the usual case: all in one tensor
         # Extents may overlap: of all that begin at or before an address, the furthest end counts.
+        addresses = addresses.reshape(-1)
         at = np.searchsorted(begins, addresses, side="right") - 1
         outside = (at < 0) | (addresses + size > ends[at])
         if outside.any():

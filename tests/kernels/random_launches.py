@@ -56,7 +56,7 @@ PARAMS: list[dict[str, Any]] = [
 
 def random_requests(llm: LLM, rng: random.Random, most: int) -> None:
     common = [rng.randrange(3, 500) for _ in range(most)]
-    for _ in range(6):
+    for _ in range(4):
         count = rng.choice([1, 2, 5, 30])
         prompts = [
             [
@@ -90,7 +90,8 @@ def unlisted(name: str, options: dict[str, Any], seed: int) -> list[KernelVarian
     scheduler = SchedulerConfig(**{name: value for name, value in options.items() if name not in ("draft", "rank")})
     other = replace(scheduler, num_pages=2 * scheduler.num_pages + 1, policy="lpm", max_wait=3.0)
     variants = kernel_variants(specs, "float32", scheduler, shard)
-    assert variants == kernel_variants(specs, "float32", other, shard), "see VARIANT_OPTIONS"
+    if seed < 2:  # listing takes most of the time here
+        assert variants == kernel_variants(specs, "float32", other, shard), "see VARIANT_OPTIONS"
     listed = {_on_any_device(variant) for variant in variants}
     decoder, draft = (
         random_decoder(spec, dtype="float32", max_positions=scheduler.context_tokens, group=group) if spec else None

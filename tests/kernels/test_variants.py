@@ -43,7 +43,7 @@ def test_random_requests_launch_nothing_that_is_not_listed() -> None:
 
 
 def test_kernels_are_compiled_ahead_without_a_gpu(tmp_path: Path) -> None:
-    options = ("--shape", "tiny-qwen3", "--max-running", "4", "--speculate", "draft", "--draft-model", "tiny-qwen3")
+    options = ("--shape", "tiny-qwen3", "--max-running", "1", "--speculate", "draft", "--draft-model", "tiny-qwen3")
     command = ("-m", "paceline.cli", "compile", *options, "-o", str(tmp_path))
     first, files = run(*command), list(tmp_path.glob("*.kernel"))
     headers, cubins = zip(*(path.read_bytes().split(b"\n", 1) for path in files), strict=True)

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import NUM_TOKENS, PROMPTS, make_llm, pair, retract_often
+from tiny import NUM_TOKENS, PROMPTS, make_llm, pair
 
 from paceline.llm import LLM, RequestOutput
 from paceline.request import InvalidRequest, SamplingParams
+from tests.helpers import retract_often
 from tests.lazy import Lazy
 
 processors = Lazy("transformers.generation.logits_process")
@@ -80,7 +81,7 @@ def run(options: dict[str, Any], prompts: list[list[int]], each: list[SamplingPa
     with make_llm(pair(FAMILY).ours, **options) as llm:
         llm.generate([PROMPTS[2]], params({}))  # fills the prefix cache
         if every is not None:
-            retract_often(llm, every)
+            retract_often(llm.engine.scheduler, every)
         return llm.generate(prompts, each)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny import NUM_TOKENS, PROMPTS, make_llm, pair, retract_often
+from tiny import NUM_TOKENS, PROMPTS, make_llm, pair
 
 from paceline.request import SamplingParams
+from tests.helpers import retract_often
 
 PARAMS = [
     SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=seed, **options)
@@ -47,7 +48,7 @@ def test_a_seed_gives_the_same_tokens_in_every_setting(options: dict[str, Any]) 
     every = options.pop("retract_every", None)
     with make_llm(pair("qwen2").ours, **options) as llm:
         if every is not None:
-            retract_often(llm, every)
+            retract_often(llm.engine.scheduler, every)
         found = [output.token_ids for output in llm.generate(PROMPTS, PARAMS)]
     assert found == alone()
 

@@ -18,6 +18,7 @@ from paceline.model.decoder import Decoder
 from paceline.model.weights import load_decoder
 from paceline.request import SamplingParams
 from paceline.text.synthetic import synthetic_tokenizer
+from tests.helpers import retract_often
 from tests.lazy import Lazy
 
 transformers = Lazy("transformers")
@@ -110,30 +111,12 @@ def make_llm(decoder: Decoder | CpuModel, *, overlap: str = "on", trace: Any = N
     return LLM.from_engine(assemble(decoder, synthetic_tokenizer(VOCAB), config, options, trace=trace))
 
 
-def retract_often(llm: LLM, every: int, first: int = 0) -> None:
-    """From now on, retracts a running request before every `every`-th plan, each time another one."""
-    scheduler = llm.engine.scheduler
-    plan, count = scheduler.plan, iter(range(10**9))
-
-    def planning(now: float) -> Any:
-        number = next(count) - first
-        running = scheduler.running.requests
-        if running and number >= 0 and number % every == 0:
-            victim = running[number // every % len(running)]
-            if victim.retractions < 3:
-                scheduler.retract(victim.id, now, "a test")
-        # A retracted request is not admitted in the same step; if it was the only one, the next step admits it.
-        return plan(now) or plan(now)
-
-    scheduler.plan = planning  # type: ignore[method-assign]
-
-
 def greedy(family: str, *, retract_every: int | None = None, **options: Any) -> tuple[list[RequestOutput], Any]:
     """Runs all prompts at once through the engine and compares with transformers. Returns outputs and counters."""
     both = pair(family)
     with make_llm(both.ours, **options) as llm:
         if retract_every is not None:
-            retract_often(llm, retract_every)
+            retract_often(llm.engine.scheduler, retract_every)
         outputs = llm.generate(PROMPTS, GREEDY)
         assert [output.token_ids for output in outputs] == both.expected
         return outputs, llm.engine.scheduler.counters

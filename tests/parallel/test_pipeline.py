@@ -25,7 +25,7 @@ from paceline.parallel.stages import StagePipe
 from paceline.parallel.threads import ThreadGroup
 from paceline.request import Grammar, InvalidRequest, SamplingParams
 from paceline.scheduler import Scheduler
-from tests.helpers import request
+from tests.helpers import request, retract_often
 from tests.parallel.ranks import ThreadRanks, llm_of, pipeline_llm
 from tests.parallel.test_cpu import FAMILIES, GREEDY, PROMPTS, SAMPLED, embedding_of, model
 
@@ -75,18 +75,9 @@ def test_prefix_hits_give_the_same_tokens() -> None:
 @pytest.mark.parametrize("overlap", ["on", "off"])
 def test_retracted_requests_give_the_same_tokens(overlap: str) -> None:
     with pipeline_llm(*model("tiny-qwen3"), 3, overlap=overlap, chunk_tokens=16) as llm:
-        scheduler, count = llm.engine.scheduler, iter(range(10**9))
-        plan = scheduler.plan
-
-        def planning(now: float) -> Any:
-            running = scheduler.running.requests
-            if next(count) % 3 == 0 and running and running[0].retractions < 3:
-                scheduler.retract(running[0].id, now, "a test")
-            return plan(now) or plan(now)
-
-        scheduler.plan = planning  # type: ignore[method-assign]
+        retract_often(llm.engine.scheduler, every=3)
         found = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
-        assert scheduler.counters.retractions > 3
+        assert llm.engine.scheduler.counters.retractions > 3
     assert found == alone("tiny-qwen3")
 
 

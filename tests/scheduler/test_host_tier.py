@@ -14,7 +14,7 @@ from paceline.scheduler import EventKind
 from paceline.scheduler.invariants import find_faults
 from paceline.scheduler.now import Now
 from paceline.testing import Harness
-from tests.helpers import events, harness, prompt, request
+from tests.helpers import events, harness, prompt, request, seeds
 from tests.scheduler.test_state_machine import random_run
 
 A, B, C = range(1, 17), range(21, 37), range(41, 57)  # four pages each
@@ -297,11 +297,11 @@ def options(seed: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("block", range(3))
-def test_random_runs_end_with_the_tokens_of_the_reference(block: int) -> None:
+@seeds(25, 1000, first=5000)
+def test_random_runs_end_with_the_tokens_of_the_reference(seeds: range) -> None:
     """Joins, aborts, deadlines, retractions, tiny pools: a wrong fetched page would change every later token."""
     totals = dict.fromkeys(("retractions", "spilled_pages", "forgotten_pages", "fetched_tokens"), 0)
-    for seed in range(5000 + block * 25, 5000 + (block + 1) * 25):
+    for seed in seeds:
         scheduler = random_run(seed, **options(seed)).harness.scheduler
         host, nodes = scheduler.memory.host, scheduler.memory.tree.nodes()
         assert host.pool.num_free + sum(len(node.host_pages) for node in nodes) == host.pool.num_pages

@@ -13,7 +13,7 @@ from paceline.scheduler import EventKind
 from paceline.scheduler.now import Now
 from paceline.scheduler.retraction import MAX_RECOMPUTATIONS
 from paceline.testing import Harness
-from tests.helpers import events, harness, prompt, request
+from tests.helpers import events, harness, prompt, request, seeds
 from tests.scheduler.test_state_machine import random_run
 
 SYSTEM = range(1, 33)  # a system prompt of eight pages
@@ -311,19 +311,21 @@ def test_nobody_is_made_to_start_over_for_ever(overlap: bool) -> None:
 # ---------------------------------------------------------------------------------------------------- random runs
 
 
+@seeds(10, 400)
 @pytest.mark.parametrize("options", [{}, {"num_host_pages": 30, "prefix_cache": True}], ids=["device", "host"])
-def test_random_runs_with_faulty_passes(options: dict[str, Any]) -> None:
+def test_random_runs_with_faulty_passes(options: dict[str, Any], seeds: range) -> None:
     """`Run.end` compares with the reference, and knows who may fail."""
     dropped = sum(
-        random_run(seed, faults=0.05, **options).harness.scheduler.counters.nan_dropped_pages for seed in range(20)
+        random_run(seed, faults=0.05, **options).harness.scheduler.counters.nan_dropped_pages for seed in seeds
     )
-    assert dropped > 50
+    assert dropped > 25
 
 
+@seeds(15, 400)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_random_runs_of_one_system_prompt_with_one_faulty_pass(overlap: bool) -> None:
+def test_random_runs_of_one_system_prompt_with_one_faulty_pass(overlap: bool, seeds: range) -> None:
     recomputed = 0
-    for seed in range(30):
+    for seed in seeds:
         rng = random.Random(seed)
         subject = harness(
             overlap=overlap,
@@ -351,4 +353,4 @@ def test_random_runs_of_one_system_prompt_with_one_faulty_pass(overlap: bool) ->
         assert set(errors(subject)) <= subject.executor.faulty_ids, f"seed {seed}: another request failed"
         subject.assert_reference()
         recomputed += subject.scheduler.counters.nan_recomputations
-    assert recomputed > 10
+    assert recomputed > 5

@@ -113,7 +113,7 @@ def test_only_as_many_as_needed_are_retracted() -> None:
     assert 1 <= most <= 2, "the pages of one or two of the eight were enough"
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 100_000), overlap=st.booleans())
 def test_no_request_is_retracted_more_than_twice(seed: int, overlap: bool) -> None:
     """A pool barely larger than one request, and requests that are all longer than they claim."""

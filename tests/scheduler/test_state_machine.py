@@ -26,7 +26,7 @@ from paceline.scheduler.invariants import check
 from paceline.scheduler.journal import Counters
 from paceline.scheduler.retraction import MAX_RECOMPUTATIONS
 from paceline.testing import Harness
-from tests.helpers import EOS, CheckedEvents, RandomDepth, ReplayedEvents
+from tests.helpers import EOS, CheckedEvents, RandomDepth, ReplayedEvents, seeds
 from tests.reference import ReferenceScheduler
 
 # Few distinct tokens and prefixes, so that prompts often share one.
@@ -248,7 +248,7 @@ def counters_of_run(seed: int) -> Counters:
     return random_run(seed).harness.scheduler.counters
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(5))
 def test_random_runs_end_with_the_tokens_of_the_reference(block: int) -> None:
     for seed in range(block * 10, (block + 1) * 10):
         counters_of_run(seed)
@@ -273,11 +273,12 @@ def test_a_million_random_steps_break_no_invariant() -> None:
         seed += 1
 
 
+@seeds(12, 400, first=200)
 @pytest.mark.parametrize("num_stages", [2, 3])
-def test_random_runs_of_a_pipeline_end_with_the_tokens_of_the_reference(num_stages: int) -> None:
+def test_random_runs_of_a_pipeline_end_with_the_tokens_of_the_reference(num_stages: int, seeds: range) -> None:
     totals = dict.fromkeys(("retractions", "duplicate_pages", "evicted_pages", "discarded_tokens"), 0)
     most = 0
-    for seed in range(200, 230):
+    for seed in seeds:
         run = random_run(seed, faults=0.02, num_stages=num_stages, draft_tokens=0, adaptive_drafts=False)
         most = max(most, run.most_in_flight)
         for name in totals:
@@ -296,8 +297,9 @@ def test_random_depths_with_faulty_passes_and_retractions_give_the_tokens_of_the
     assert drafted > accepted > 100
 
 
-def test_pins_survive_random_runs() -> None:
-    for seed in range(20):
+@seeds(8, 200)
+def test_pins_survive_random_runs(seeds: range) -> None:
+    for seed in seeds:
         rng = random.Random(seed)
         page_size = rng.choice([1, 2, 4])
         config = SchedulerConfig(

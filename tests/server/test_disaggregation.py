@@ -21,8 +21,8 @@ from tests.server.virtual import get, metric, wait_until
 
 pytestmark = pytest.mark.cluster
 
-STORY = "The harbour was quiet that morning, and the boats lay still under a grey sky. " * 5
-PROMPTS = [f"Story {number}. {STORY} Now count from {number}:" for number in range(4)]
+STORY = "The harbour was quiet that morning, and the boats lay still under a grey sky. " * 3
+PROMPTS = [f"Story {number}. {STORY} Now count from {number}:" for number in range(3)]
 SECRET = ("--kv-token", "a-secret-of-both", "--threads", "1")
 LIMITS = ("--prefill-from-tokens", "48", "--kv-tokens", "8192", "--host-kv-tokens", "8192")
 
@@ -32,7 +32,7 @@ def common(model: Path) -> tuple[str, ...]:
 
 
 def complete(server: ServerProcess, prompt: str, **more: Any) -> httpx.Response:
-    payload = {"model": "default", "prompt": prompt, "max_tokens": 8, "temperature": 0, **more}
+    payload = {"model": "default", "prompt": prompt, "max_tokens": 5, "temperature": 0, **more}
     return httpx.post(f"{server.url}/v1/completions", json=payload, timeout=300)
 
 
@@ -102,7 +102,7 @@ def test_answers_and_usage_are_those_of_one_engine(pair: ServerProcess, one: lis
 def under_load(server: ServerProcess, expected: list[Any], victim: int) -> None:
     """Kills an engine while requests are in all stages: each is answered as ever, or ends with an error."""
     replies: list[str] = []
-    started = threading.Barrier(13)
+    started = threading.Barrier(9)
 
     def ask(number: int) -> None:
         started.wait(60)
@@ -112,14 +112,14 @@ def under_load(server: ServerProcess, expected: list[Any], victim: int) -> None:
         if number < len(PROMPTS) and number % 2 and response.status_code == 200:
             assert response.json()["choices"][0]["text"] == expected[prompt][0]
 
-    with ThreadPoolExecutor(12) as pool:
-        waiting = [pool.submit(ask, number) for number in range(12)]
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(ask, number) for number in range(8)]
         started.wait(60)
         wait_until(lambda: metric(server, "num_requests_open") > 2)
         os.kill(victim, signal.SIGKILL)
         for one in waiting:
             one.result()
-    assert len(replies) == 12 and all(text for text in replies), "every request got an answer"
+    assert len(replies) == 8 and all(text for text in replies), "every request got an answer"
     wait_for(lambda: metric(server, "replicas_up") == 2)
     assert_nothing_is_left(server)
 

@@ -238,44 +238,49 @@ def test_the_live_page_shows_the_replica_of_its_address(server: ServerProcess) -
 # ---------------------------------------------------------------------- failure
 
 
-def test_killing_an_engine_under_load_ends_or_retries_its_streams_and_no_others() -> None:
+@pytest.fixture(scope="module")
+def slow() -> Iterator[ServerProcess]:
+    """For tests that kill its engines, and wait until they are up again."""
     with virtual("--replicas", "2", "--virtual-slowdown", "4") as server:
-        engines = server.children["engine"]
-        payload = [body([500 + number] * 40, 1_500) for number in range(40)]
-        streams = asyncio.run(stream_all(server, payload, lambda: os.kill(engines[0], signal.SIGKILL)))
-        failed = 0
-        for number, raw in enumerate(streams):
-            found = events(raw)
-            expected = expected_text([500 + number] * 40, 1_500)
-            if found[-1] == b"[DONE]":
-                assert text_of(found) == expected
-            else:
-                failed += 1
-                assert found[-1]["error"]["code"] == "engine_failed" and "SIGKILL" in found[-1]["error"]["message"]
-                assert expected.startswith(text_of(found[:-1]))
-        assert 0 < failed < 40, "streams of the other engine went on"
-        wait_until(lambda: len(server.children["engine"]) == 2 and metric(server, "replicas_up") == 2)
-        assert engines[0] not in server.children["engine"] and engines[1] in server.children["engine"]
-        assert get(server, "/ready").status_code == 200
-        assert_nothing_is_left(server)
-        assert "Traceback" not in server.output
+        yield server
 
 
-def test_requests_without_output_are_retried_on_another_engine() -> None:
+def test_killing_an_engine_under_load_ends_or_retries_its_streams_and_no_others(slow: ServerProcess) -> None:
+    engines = slow.children["engine"]
+    payload = [body([500 + number] * 40, 1_500) for number in range(40)]
+    streams = asyncio.run(stream_all(slow, payload, lambda: os.kill(engines[0], signal.SIGKILL)))
+    failed = 0
+    for number, raw in enumerate(streams):
+        found = events(raw)
+        expected = expected_text([500 + number] * 40, 1_500)
+        if found[-1] == b"[DONE]":
+            assert text_of(found) == expected
+        else:
+            failed += 1
+            assert found[-1]["error"]["code"] == "engine_failed" and "SIGKILL" in found[-1]["error"]["message"]
+            assert expected.startswith(text_of(found[:-1]))
+    assert 0 < failed < 40, "streams of the other engine went on"
+    wait_until(lambda: len(slow.children["engine"]) == 2 and metric(slow, "replicas_up") == 2)
+    assert engines[0] not in slow.children["engine"] and engines[1] in slow.children["engine"]
+    assert get(slow, "/ready").status_code == 200
+    assert_nothing_is_left(slow)
+    assert "Traceback" not in slow.output
+
+
+def test_requests_without_output_are_retried_on_another_engine(slow: ServerProcess) -> None:
     """Responses that are not streamed have sent nothing before their end."""
-    with virtual("--replicas", "2", "--virtual-slowdown", "4") as server:
-        engines = server.children["engine"]
-        with ThreadPoolExecutor(24) as pool:
-            found = [pool.submit(complete, server, [700 + number] * 40, 600) for number in range(24)]
-            wait_until(lambda: min(metric(server, "num_requests_open", replica=replica) for replica in "01") > 0)
-            os.kill(engines[1], signal.SIGKILL)
-            responses = [one.result() for one in found]
-        assert [one.status_code for one in responses] == [200] * 24
-        for number, response in enumerate(responses):
-            assert response.json()["choices"][0]["text"] == expected_text([700 + number] * 40, 600)
-        assert metric(server, "router_retries_total") > 0
-        wait_until(lambda: metric(server, "replicas_up") == 2)
-        assert_nothing_is_left(server)
+    engines, retries = slow.children["engine"], metric(slow, "router_retries_total")
+    with ThreadPoolExecutor(24) as pool:
+        found = [pool.submit(complete, slow, [700 + number] * 40, 600) for number in range(24)]
+        wait_until(lambda: min(metric(slow, "num_requests_open", replica=replica) for replica in "01") > 0)
+        os.kill(engines[1], signal.SIGKILL)
+        responses = [one.result() for one in found]
+    assert [one.status_code for one in responses] == [200] * 24
+    for number, response in enumerate(responses):
+        assert response.json()["choices"][0]["text"] == expected_text([700 + number] * 40, 600)
+    assert metric(slow, "router_retries_total") > retries
+    wait_until(lambda: metric(slow, "replicas_up") == 2)
+    assert_nothing_is_left(slow)
 
 
 def test_requests_are_served_while_an_engine_restarts_and_again_by_all_afterwards() -> None:
@@ -290,15 +295,14 @@ def test_requests_are_served_while_an_engine_restarts_and_again_by_all_afterward
         assert shared_prefix_hit_rate(server, 3000) > 0.78, "a restarted engine reports its cache"
 
 
-def test_without_any_engine_requests_are_503_at_once_and_nothing_hangs() -> None:
-    with virtual("--replicas", "2") as server:
-        for engine in server.children["engine"]:
-            os.kill(engine, signal.SIGKILL)
-        wait_until(lambda: get(server, "/ready").status_code == 503)
-        response = complete(server, [7], 1)
-        assert response.status_code in (200, 503)  # 200: an engine was restarted already
-        wait_until(lambda: get(server, "/ready").status_code == 200)
-        assert complete(server, [7, 8, 9], 12).json()["choices"][0]["text"] == expected_text([7, 8, 9], 12)
+def test_without_any_engine_requests_are_503_at_once_and_nothing_hangs(slow: ServerProcess) -> None:
+    for engine in slow.children["engine"]:
+        os.kill(engine, signal.SIGKILL)
+    wait_until(lambda: get(slow, "/ready").status_code == 503)
+    response = complete(slow, [7], 1)
+    assert response.status_code in (200, 503)  # 200: an engine was restarted already
+    wait_until(lambda: get(slow, "/ready").status_code == 200)
+    assert complete(slow, [7, 8, 9], 12).json()["choices"][0]["text"] == expected_text([7, 8, 9], 12)
 
 
 def test_a_signal_ends_all_engines() -> None:

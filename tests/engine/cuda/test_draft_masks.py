@@ -25,12 +25,12 @@ from tests.engine.cuda.interpreted import (
 
 pytestmark = [*INTERPRETED, IN_BOUNDS]
 
-TEXT = RNG.integers(3, 512, 9).tolist()
-PROMPTS = [TEXT * 3, [5] * 20, RNG.integers(3, 512, 13).tolist(), TEXT * 2 + TEXT[:4]]
+TEXT = RNG.integers(3, 512, 7).tolist()
+PROMPTS = [TEXT * 2, [5] * 10, RNG.integers(3, 512, 6).tolist(), TEXT + TEXT[:4]]
 # Text that repeats itself; the drafts behind its last repetition are forbidden.
 MASKED = replace(GREEDY, max_tokens=14, ignore_eos=False, grammar=Grammar.regex("(ab){6}c{1,3}"))
 OTHER = replace(MASKED, grammar=Grammar.choice(["xyxyxyxyxyxyxyxyxyxy", "xyxyxyxyxyxyq"]))
-FREE = replace(GREEDY, max_tokens=14, logit_bias={7: 14.0, 9: 14.0})
+FREE = replace(GREEDY, max_tokens=6, logit_bias={7: 14.0, 9: 14.0})
 MIXED = [MASKED, FREE, OTHER, MASKED]
 
 
@@ -55,7 +55,7 @@ def facts(outputs: list[RequestOutput]) -> list[Any]:
     [
         ({}, {}),
         ({"temperature": 0.8, "seed": 3, "logprobs": 2}, {}),
-        ({"temperature": 0.9, "seed": 4, "top_p": 0.9, "repetition_penalty": 1.2, "min_tokens": 9}, {"overlap": "off"}),
+        ({"temperature": 0.9, "seed": 4, "top_p": 0.9, "repetition_penalty": 1.2, "min_tokens": 6}, {"overlap": "off"}),
         ({"frequency_penalty": 0.3, "logprobs": 0}, {"num_pages": 32, "disturb": True}),
     ],
     ids=str,
@@ -92,7 +92,7 @@ def test_nan_ends_its_request_and_leaves_nothing_to_others() -> None:
     """A grammar forces a token whose embedding is NaN, so the logits of every later pass are NaN."""
     llm, _ = on_kernels("tiny-qwen3", model=decoder("tiny-qwen3"), draft_tokens=7, num_pages=32)
     with llm:
-        expected = llm.generate([[5] * 20], MASKED)[0].token_ids
+        expected = llm.generate([[5] * 10], MASKED)[0].token_ids
     model = decoder("tiny-qwen3")
     model.embedding = model.embedding.clone()
     model.embedding[llm.tokenizer.encode("!", add_special=False)[0]] = torch.nan
@@ -100,5 +100,5 @@ def test_nan_ends_its_request_and_leaves_nothing_to_others() -> None:
     with llm:
         for _ in range(2):
             with pytest.raises(EngineFailed, match="logits contain NaN"):
-                llm.generate([[8] * 20], replace(MASKED, grammar=Grammar.regex("(!a){6}")))
-            assert llm.generate([[5] * 20], MASKED)[0].token_ids == expected
+                llm.generate([[8] * 10], replace(MASKED, grammar=Grammar.regex("(!a){6}")))
+            assert llm.generate([[5] * 10], MASKED)[0].token_ids == expected
