@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import FAMILIES, NUM_TOKENS, PROMPTS, make_llm, pair, retract_often
+from tiny import FAMILIES, NUM_TOKENS, PROMPTS, make_llm, pair
 
 from paceline.engine.cpu.inputs import SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
@@ -23,6 +23,7 @@ from paceline.model.quantised import QuantisedTensor, quantise
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import random_weights
 from paceline.request import SamplingParams
+from tests.helpers import retract_often
 
 WITH_LOGPROBS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -94,7 +95,7 @@ def test_scheduling_changes_no_bit(family: str, options: dict[str, Any]) -> None
     model, expected = alone(family)
     with make_llm(model, **options) as llm:
         if retract_every is not None:
-            retract_often(llm, retract_every)
+            retract_often(llm.engine.scheduler, retract_every)
         found = llm.generate(PROMPTS, WITH_LOGPROBS)
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
     assert [output.logprobs for output in found] == [output.logprobs for output in expected]
