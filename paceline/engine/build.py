@@ -155,7 +155,7 @@ def build_engine(
             else:
                 tokenizer = synthetic_tokenizer(spec.vocab_size) if path is None else load_tokenizer(path)
             tokenizer.check_fits(spec.vocab_size)
-            fast = _load_model(path, spec, seed, config, device, context, progress, group, stages)
+            fast = load_model(path, spec, seed, config, device, context, progress, group, stages)
             fast_drafter = None
             if draft is not None:
                 check_tokenizer(draft, tokenizer)
@@ -193,21 +193,22 @@ def build_rank(setup: RankSetup, rank: int, size: int, agree: Callable[[int], in
     if setup.device == "cuda":
         kernels = _prepare_kernels([spec], config.dtype, scheduler, config, shard_of(group))
     with _one_thread():
-        fast = _load_model(path, spec, setup.seed, config, setup.device, scheduler.context_tokens, None, group, stages)
+        fast = load_model(path, spec, setup.seed, config, setup.device, scheduler.context_tokens, None, group, stages)
     return build_executor(fast, config, setup.scheduler_options, kernels=kernels, agree=agree).executor
 
 
-def _load_model(
+def load_model(
     path: Path | None,
     spec: ModelSpec,
     seed: int,
     config: EngineConfig,
     device: str,
     max_positions: int,
-    progress: Progress | None,
-    group: RankGroup | None,
-    stages: StageLink | None,
+    progress: Progress | None = None,
+    group: RankGroup | None = None,
+    stages: StageLink | None = None,
 ) -> DecoderModel:
+    """A decoder with its weights, in the precision of `choose_precision`."""
     if config.quantization != "none":
         assert path is not None, "only weights of a file are quantised"
         weights = QuantisedWeights(path, quantization=config.quantization, progress=progress)
