@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from paceline.config import ConfigError, EngineConfig, QualityConfig
-from paceline.engine.build import choose_precision, load_model
+from paceline.engine.build import choose_precision, load_model, weight_bytes
 from paceline.engine.cpu.inputs import SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.cpu.model import DecoderModel
@@ -224,7 +224,7 @@ def _tokens_of(text: str, tokenizers: Sequence[Tokenizer], vocab_sizes: Sequence
 def _load(path: Path, dtype: str, quantization: str, max_positions: int) -> ScoredModel:
     config = choose_precision(EngineConfig(device="cpu", dtype=dtype, quantization=quantization), "cpu", path)
     spec = read_spec(path)
-    check_models_fit([spec], 4 if config.dtype == "float32" else 2)
+    check_models_fit([spec], weight_bytes(config, spec, path))
     return ScoredModel(load_model(path, spec, 0, config, "cpu", max_positions), max_positions)
 
 

@@ -10,42 +10,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from paceline.bench.quality import DEPTHS, TEXT, make_needles
 from paceline.cli import app
 from paceline.model.decoder import Decoder
-from paceline.model.layout import is_matrix, stored_parts, target_shapes
-from paceline.model.registry import spec_from_config
+from paceline.model.layout import is_matrix, target_shapes
 from paceline.model.weights import QuantisedWeights, load_decoder
 from paceline.text.synthetic import synthetic_tokenizer
 from tests.model.contiguous_cache import ContiguousCache
+from tests.tiny_folder import save_tiny_model
 
 WINDOW, NUM_TOKENS = 40, 100
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-5, "max_position_embeddings": 256,
-    "rope_theta": 10000.0, "hidden_act": "silu", "torch_dtype": "float32",
-}  # fmt: skip
 Folder = Callable[..., Path]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
     def make(vocab_size: int = 300, seed: int = 0) -> Path:
-        """A tiny model with random weights."""
-        path = tmp_path / f"{vocab_size}-{seed}"
-        path.mkdir()
-        config = {**CONFIG, "vocab_size": vocab_size}
-        (path / "config.json").write_text(json.dumps(config))
-        generator = torch.Generator().manual_seed(seed)
-        parts = stored_parts(spec_from_config(config)).items()
-        weights = {name: torch.randn(part.shape, generator=generator) * 0.3 for name, part in parts}
-        save_file(weights, path / "model.safetensors")
-        (path / "tokenizer.json").write_text(synthetic_tokenizer(vocab_size).to_json())
-        return path
+        return save_tiny_model(tmp_path / f"{vocab_size}-{seed}", vocab_size=vocab_size, seed=seed)
 
     return make
 
