@@ -111,8 +111,8 @@ def _compare(
 @app.command()
 @takes(QualityConfig)
 def quality(model: Model = None, *, options: dict[str, Any]) -> None:
-    """Compare the next-token distributions of two models, or of one in two precisions. The last line is one JSON
-    object."""
+    """Compare the next-token distributions of two models, or of one in two precisions, on the CPU. The last line is one
+    JSON object."""
     from paceline.bench.quality import bench
     from paceline.cli.loading import fetch
 
