@@ -680,6 +680,40 @@ class OfflineConfig:
         return [int(one) for one in self.batches.split(",")]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QualityConfig:
+    """Options of `paceline bench quality`."""
+
+    dtype: str = option("auto", "data type of the weights of model", choices=DTYPE_NAMES)
+    quantization: str = option("auto", "weights of model with fewer bits than dtype", choices=QUANTIZATION)
+    against: str | None = option(None, "model to compare with; default: the same")
+    against_dtype: str = option("float32", "data type of the weights of against", choices=DTYPE_NAMES)
+    against_quantization: str = option(
+        "auto", "weights of against with fewer bits than against_dtype", choices=QUANTIZATION
+    )
+    text: str | None = option(None, "UTF-8 text file; default: a text of Paceline's documentation")
+    text_tokens: int = option(1024, "number of tokens of the text that are compared", low=2)
+    window: int = option(256, "tokens of the text that are computed together; the first has no context", low=2)
+    needle_lengths: str = option(
+        "128,256,512", "prompt lengths in tokens of the needle-in-a-haystack test, separated by commas; none: no test"
+    )
+    needle_seed: int = option(0, "seed of the facts that the prompts hide", low=0)
+    threads: int | None = option(None, "number of CPU threads for compute; default: one per core", low=1, high=1024)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.needle_lengths != "none" and not all(
+            one.strip().isdecimal() and int(one) for one in self.needle_lengths.split(",")
+        ):
+            raise ConfigError(
+                f"needle_lengths is {self.needle_lengths!r}: expected positive integers such as 128,256, or none."
+            )
+
+    @property
+    def lengths(self) -> list[int]:
+        return [] if self.needle_lengths == "none" else [int(one) for one in self.needle_lengths.split(",")]
+
+
 BATCH_SUFFIX = ":batch"  # of the background tenant that the batches of a tenant run as
 
 

@@ -15,6 +15,7 @@ from paceline.config import (
     ConfigError,
     EngineConfig,
     OfflineConfig,
+    QualityConfig,
     RayConfig,
     SchedulerConfig,
     ServerConfig,
@@ -61,7 +62,16 @@ def test_an_invalid_value_is_reported_with_its_remedy(options: dict, message: st
     assert str(caught.value) == message
 
 
-CONFIGS = (SchedulerConfig, EngineConfig, ServerConfig, RayConfig, OfflineConfig, TenantConfig, WorkloadConfig)
+CONFIGS = (
+    SchedulerConfig,
+    EngineConfig,
+    ServerConfig,
+    RayConfig,
+    OfflineConfig,
+    QualityConfig,
+    TenantConfig,
+    WorkloadConfig,
+)
 
 
 @pytest.mark.parametrize(

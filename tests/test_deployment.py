@@ -330,6 +330,29 @@ def test_the_image_serves_as_an_unprivileged_user(as_nobody: list[str], owned: P
         assert process.wait(START_S) == 0, (owned / "output").read_text()
 
 
+@pytest.mark.parametrize("writable", [True, False], ids=["own volume", "read-only volume"])
+def test_the_user_of_the_image_compiles_the_kernels_of_the_cpu(
+    as_nobody: list[str], owned: Path, writable: bool
+) -> None:
+    volume, temporary = owned / "models", owned / "tmp"
+    for folder, mode, user in (
+        (volume, 0o755 if writable else 0o555, NOBODY if writable else 0),
+        (temporary, 0o700, NOBODY),
+    ):
+        folder.mkdir()
+        folder.chmod(mode)
+        if os.geteuid() == 0:
+            os.chown(folder, user, user)
+    moved = {name: value.replace("/models", str(volume)) for name, value in image_environment().items()}
+    bare = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "TMPDIR": str(temporary), **moved}
+    code = "from paceline.engine.cpu.native import native_library; print(native_library().isa)"
+    done = subprocess.run([*as_nobody, "-c", code], env=bare, cwd=owned, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+    assert len(list(volume.glob("cpu-kernels/*.so"))) == (1 if writable else 0)
+    assert ("kernels are compiled at every start" in done.stderr) is not writable
+    assert not list(temporary.iterdir()), "something was left behind"
+
+
 def test_the_image_has_a_user_a_volume_for_caches_and_a_compiler() -> None:
     environment = image_environment()
     (volume,) = values("VOLUME")
@@ -340,7 +363,7 @@ def test_the_image_has_a_user_a_volume_for_caches_and_a_compiler() -> None:
     (user,), steps = values("USER"), " ".join(values("RUN"))
     assert user.isdecimal() and int(user) > 0 and f"--uid {user}" in steps
     assert f"install -d -o paceline -g paceline {volume}" in steps
-    assert " gcc " in steps, "Triton compiles launchers"
+    assert " gcc libc6-dev " in steps, "Triton compiles launchers, and the kernels of a CPU are compiled"
     assert [name for name, _ in instructions()].index("USER") > max(
         index for index, (name, _) in enumerate(instructions()) if name == "RUN"
     )

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from paceline.bench.apis import APIS
-from paceline.cli.options import takes
-from paceline.config import OFFLINE_PARTS, ConfigError, EngineConfig, OfflineConfig, SchedulerConfig
+from paceline.cli.options import Model, takes
+from paceline.config import OFFLINE_PARTS, ConfigError, EngineConfig, OfflineConfig, QualityConfig, SchedulerConfig
 
 app = typer.Typer(help="Run benchmarks and checks on this machine.", no_args_is_help=True)
 
@@ -108,6 +108,18 @@ def _compare(
 
     chosen = {name: value for name, value in options.items() if name in ("threads", "scale")}
     compare_with_transformers(path, only=only or _WORKLOADS, **chosen)
+
+
+@app.command()
+@takes(QualityConfig)
+def quality(model: Model = None, *, options: dict[str, Any]) -> None:
+    """Compare the next-token distributions of two models, or of one in two precisions, on the CPU. The last line is one
+    JSON object."""
+    from paceline.bench.quality import bench
+    from paceline.cli.loading import fetch
+
+    config = QualityConfig(**options)
+    bench(config, fetch(model), fetch(model if config.against is None else config.against))
 
 
 @app.command()

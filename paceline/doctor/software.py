@@ -1,4 +1,4 @@
-"""Checks of Python, the packages, torch, the NVIDIA driver, the GPU and Triton."""
+"""Checks of Python, the packages, torch, the NVIDIA driver, the GPU, Triton and the kernels of the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-from paceline.doctor.finding import Check, Finding, ok, problem, warning
+from paceline.doctor.finding import Check, Finding, Status, ok, problem, warning
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _MIN_CAPABILITY = (8, 0)  # bfloat16 in hardware
@@ -29,6 +29,7 @@ def software_checks() -> list[tuple[str, Check]]:
         ("torch", check_torch),
         ("gpu", check_gpu),
         ("triton", check_triton),
+        ("cpu kernels", check_cpu_kernels),
     ]
 
 
@@ -179,3 +180,20 @@ def check_triton() -> Iterator[Finding]:
         yield problem("triton", f"{version}: a kernel does not run ({type(error).__name__}: {said[:200]})", remedy)
     else:
         yield ok("triton", f"{version}, a kernel was compiled and run in {seconds:.1f} s")
+
+
+def check_cpu_kernels() -> Iterator[Finding]:
+    """The kernels for weights in 4 and 8 bits on a CPU, which are compiled if they are not in the cache."""
+    torch = _import_torch()
+    if _is_available(torch)[0]:
+        yield ok("cpu kernels", "not tried: the model runs on the GPU")
+        return
+    from paceline.engine.cpu.native import NativeError, native_library
+
+    try:
+        library = native_library()
+    except NativeError as error:  # contains the remedy
+        text = f"quantised weights are expanded to float32, which is slower: {error}"
+        yield Finding("cpu kernels", Status.WARNING, text)
+    else:
+        yield ok("cpu kernels", f"compiled for this CPU and checked ({library.isa}): weights can stay in 4 or 8 bits")

@@ -25,7 +25,7 @@ from paceline.engine.cpu.executor import CpuExecutor
 from paceline.engine.cpu.model import CpuModel, DecoderModel
 from paceline.engine.cpu.native import NativeError, native_library
 from paceline.engine.cpu.quantised_model import QuantisedModel
-from paceline.engine.draft_model import check_tokenizer, find_draft_model
+from paceline.engine.draft_model import check_tokenizer, find_draft_model, with_vocabulary
 from paceline.engine.engine import Engine, EngineHooks, ModelInfo
 from paceline.engine.kv_sizing import check_host_fits, check_models_fit, free_memory, num_kv_pages
 from paceline.engine.loaded_text import LoadedText, set_up_grammars
@@ -37,12 +37,12 @@ from paceline.model.fetch import DEFAULT_MODEL, find_model
 from paceline.model.gguf_file import is_gguf, open_gguf
 from paceline.model.gguf_tensors import is_quantised
 from paceline.model.layout import WHOLE_MODEL, Shard
-from paceline.model.quantised import GROUP
+from paceline.model.quantised import QuantisedTensor
 from paceline.model.rank_group import RankGroup, StageLink, shard_of
 from paceline.model.read_spec import read_spec
 from paceline.model.registry import shape as named_shape
 from paceline.model.spec import ModelSpec
-from paceline.model.weights import QuantisedWeights, load_decoder, random_decoder
+from paceline.model.weights import QuantisedWeights, load_decoder, quantised_bytes, random_decoder
 from paceline.parallel.collectives import TorchGroup, connect, listen
 from paceline.parallel.stages import StagePipe
 from paceline.request import short
@@ -123,20 +123,24 @@ def build_engine(
             raise ConfigError(f"shape is {shape!r}, which requires load='random': leave it out.")
         path = find_model(DEFAULT_MODEL if model is None else model, progress=progress)
         spec = read_spec(path)
-    config = choose_precision(_with_threads(config, device), device, path)
+    given_config = _with_threads(config, device)
+    config = choose_precision(given_config, device, path)
     # Invalid options are reported before the weights are loaded.
     if config.role != "both" and not scheduler_options.get("prefix_cache", True):
         raise ConfigError(f"role is {config.role!r} and prefix_cache is off: KV is sent and received by prefix.")
     scheduler_config = _scheduler_config(spec, scheduler_options, device)
     config.num_kv_pages(scheduler_config, scheduler_options)
     context = scheduler_config.context_tokens
-    draft = None
+    draft, draft_config = None, config
+    specs, num_bytes = [spec], weight_bytes(config, spec, path)
     if config.draft_model is not None:
         draft = find_draft_model(config.draft_model, spec, random=load == "random", progress=progress)
-    specs = [spec] if draft is None else [spec, draft.spec]
+        draft_config = choose_precision(given_config, device, draft.path)
+        specs.append(draft.spec)
+        num_bytes += weight_bytes(draft_config, draft.spec, draft.path)
     _check_ranks(config, spec, device)
     free = torch.cuda.mem_get_info()[0] * config.tp if device == "cuda" else None
-    check_models_fit(specs, _num_bytes(config), free=free)
+    check_models_fit(specs, num_bytes, free=free)
     with ExitStack() as stack:
         ranks, group, stages = None, None, None
         if config.num_ranks > 1:
@@ -155,13 +159,11 @@ def build_engine(
             else:
                 tokenizer = synthetic_tokenizer(spec.vocab_size) if path is None else load_tokenizer(path)
             tokenizer.check_fits(spec.vocab_size)
-            fast = _load_model(path, spec, seed, config, device, context, progress, group, stages)
+            fast = load_model(path, spec, seed, config, device, context, progress, group, stages)
             fast_drafter = None
             if draft is not None:
                 check_tokenizer(draft, tokenizer)
-                fast_drafter = _arranged(
-                    draft.load(dtype=config.dtype, device=device, max_positions=context, seed=seed)
-                )
+                fast_drafter = load_model(draft.path, draft.spec, seed, draft_config, device, context)
         engine = assemble(
             fast,
             tokenizer,
@@ -193,31 +195,40 @@ def build_rank(setup: RankSetup, rank: int, size: int, agree: Callable[[int], in
     if setup.device == "cuda":
         kernels = _prepare_kernels([spec], config.dtype, scheduler, config, shard_of(group))
     with _one_thread():
-        fast = _load_model(path, spec, setup.seed, config, setup.device, scheduler.context_tokens, None, group, stages)
+        fast = load_model(path, spec, setup.seed, config, setup.device, scheduler.context_tokens, None, group, stages)
     return build_executor(fast, config, setup.scheduler_options, kernels=kernels, agree=agree).executor
 
 
-def _load_model(
+def load_model(
     path: Path | None,
     spec: ModelSpec,
     seed: int,
     config: EngineConfig,
     device: str,
     max_positions: int,
-    progress: Progress | None,
-    group: RankGroup | None,
-    stages: StageLink | None,
+    progress: Progress | None = None,
+    group: RankGroup | None = None,
+    stages: StageLink | None = None,
 ) -> DecoderModel:
+    """A decoder with its weights, in the precision of `choose_precision`. spec: that of the model at `path`; its
+    vocabulary may have another size, which a draft model gets."""
     if config.quantization != "none":
         assert path is not None, "only weights of a file are quantised"
         weights = QuantisedWeights(path, quantization=config.quantization, progress=progress)
-        model = QuantisedModel(native_library(), spec, weights.vectors, weights.matrix, max_positions=max_positions)
+
+        def matrix(name: str) -> QuantisedTensor:
+            weight = weights.matrix(name)
+            return weight.with_num_rows(spec.vocab_size) if name in ("embedding", "head") else weight
+
+        model = QuantisedModel(native_library(), spec, weights.vectors, matrix, max_positions=max_positions)
         if is_gguf(path):
             open_gguf(path).release_memory()
         return model
     options: dict[str, Any] = {"dtype": config.dtype, "device": device, "max_positions": max_positions}
     options |= {"progress": progress, "group": group, "stages": stages}
-    return _arranged(random_decoder(spec, seed=seed, **options) if path is None else load_decoder(path, **options))
+    if path is None:
+        return _arranged(random_decoder(spec, seed=seed, **options))
+    return _arranged(with_vocabulary(load_decoder(path, **options), spec.vocab_size))
 
 
 def group_of_one() -> RankGroup:
@@ -258,6 +269,14 @@ def choose_precision(config: EngineConfig, device: str, path: Path | None) -> En
     if config.dtype != "auto":
         return config
     return replace(config, dtype="bfloat16" if device == "cuda" else "float32")
+
+
+def weight_bytes(config: EngineConfig, spec: ModelSpec, path: Path | None) -> int:
+    """The memory of the weights, with a config of `choose_precision`."""
+    if config.quantization != "none":
+        assert path is not None, "only weights of a file are quantised"
+        return quantised_bytes(path, config.quantization)
+    return spec.num_parameters * (4 if config.dtype == "float32" else 2)
 
 
 def _is_quantised(path: Path | None) -> bool:
@@ -582,10 +601,3 @@ def _with_drafts(config: EngineConfig, scheduler_options: Mapping[str, Any]) -> 
         "model_drafts": config.speculate == "draft",
         **scheduler_options,
     }
-
-
-def _num_bytes(config: EngineConfig) -> float:
-    """Of a weight, at most: quantised ones have scales and offsets."""
-    if config.quantization != "none":
-        return 1 + 4 / GROUP
-    return 4 if config.dtype == "float32" else 2

@@ -18,7 +18,7 @@ from paceline.model.fetch import find_model
 from paceline.model.read_spec import read_spec
 from paceline.model.registry import shape
 from paceline.model.spec import ModelSpec
-from paceline.model.weights import Progress, load_decoder, random_decoder
+from paceline.model.weights import Progress
 from paceline.text.load import load_tokenizer
 from paceline.text.tokenizer import Tokenizer
 
@@ -29,12 +29,6 @@ class DraftSource:
 
     path: Path | None  # None: random weights
     spec: ModelSpec  # with the vocabulary size of the target model
-
-    def load(self, *, dtype: str, device: str, max_positions: int, seed: int = 0) -> Decoder:
-        if self.path is None:
-            return random_decoder(self.spec, seed=seed, dtype=dtype, device=device, max_positions=max_positions)
-        decoder = load_decoder(self.path, dtype=dtype, device=device, max_positions=max_positions)
-        return with_vocabulary(decoder, self.spec.vocab_size)
 
 
 def find_draft_model(name: str, target: ModelSpec, *, random: bool, progress: Progress | None = None) -> DraftSource:
@@ -66,11 +60,12 @@ def check_tokenizer(source: DraftSource, tokenizer: Tokenizer) -> None:
 def with_vocabulary(decoder: Decoder, vocab_size: int) -> Decoder:
     """The decoder with a vocabulary of so many tokens; those that it did not have get zeros."""
     spec = decoder.spec
-    if spec.vocab_size == vocab_size:
+    if decoder.whole_spec.vocab_size == vocab_size:
         return decoder
+    assert decoder.group is None and decoder.stages is None, "a draft model is not divided"
     decoder.embedding = _with_rows(decoder.embedding, vocab_size)
     decoder.head = decoder.embedding if spec.tied else _with_rows(decoder.head, vocab_size)
-    decoder.spec = replace(spec, vocab_size=vocab_size)
+    decoder.spec = decoder.whole_spec = replace(spec, vocab_size=vocab_size)
     return decoder
 
 

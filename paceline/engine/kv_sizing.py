@@ -69,14 +69,14 @@ def check_host_fits(num_host_pages: int, page_bytes: int, page_size: int, *, fre
         )
 
 
-def check_models_fit(specs: Sequence[ModelSpec], dtype_bytes: float, *, free: int | None = None) -> None:
-    """Raises if the weights of a model, and of its draft model, are larger than the `free` bytes (default: free main
-    memory). Called before the first byte is read."""
+def check_models_fit(specs: Sequence[ModelSpec], num_bytes: int, *, free: int | None = None) -> None:
+    """Raises if the weights of a model and of its draft model, `num_bytes`, are larger than the `free` bytes (default:
+    free main memory). Called before the first byte is read."""
     num_parameters = sum(spec.num_parameters for spec in specs)
-    need, free = int(num_parameters * dtype_bytes), free_memory() if free is None else free
-    if need > free:
+    free = free_memory() if free is None else free
+    if num_bytes > free:
         raise ConfigError(
-            f"the model's {num_parameters:,} parameters take {_gib(need)}, but only {_gib(free)} of memory are "
+            f"the model's {num_parameters:,} parameters take {_gib(num_bytes)}, but only {_gib(free)} of memory are "
             "free: choose a smaller model or a 16-bit dtype."
         )
 

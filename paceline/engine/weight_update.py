@@ -71,7 +71,7 @@ def _load(path: Path, spec: ModelSpec, dtype: str, context_tokens: int) -> Decod
     try:
         found = read_spec(path)
         _check_shape(found, spec)
-        check_models_fit([spec], 4 if dtype == "float32" else 2, free=free_memory())
+        check_models_fit([spec], spec.num_parameters * (4 if dtype == "float32" else 2), free=free_memory())
         return load_decoder(path, dtype=dtype, max_positions=context_tokens)
     except (ModelError, ConfigError) as error:  # to an engine that runs, a mistake of this request
         raise InvalidRequest(str(error)) from None

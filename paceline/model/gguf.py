@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.model.gguf_file import GGUFFile, TensorInfo, num_stored_bytes
-from paceline.model.gguf_tensors import dequantise, read_quantised
+from paceline.model.gguf_tensors import dequantise, quantised_bits, read_quantised
 from paceline.model.layout import StoredTensor
 from paceline.model.registry import ModelFamily, gguf_family_of, nope_layers
 from paceline.model.spec import ModelError, ModelSpec, RopeSpec, yarn_attention_factor
@@ -72,7 +72,10 @@ def gguf_tensors(file: GGUFFile) -> dict[str, StoredTensor]:
             tensor = read_quantised(file, info)
             return tensor.map_rows(lambda rows: _unpermute(rows, heads[part])) if permuted else tensor
 
-        return StoredTensor(info.shape, num_stored_bytes(info), read, quantised if len(info.shape) == 2 else None)
+        is_matrix = len(info.shape) == 2
+        return StoredTensor(
+            info.shape, num_stored_bytes(info), read, quantised if is_matrix else None, quantised_bits(info)
+        )
 
     return {_hugging_face_name(name): stored(info) for name, info in file.tensors.items() if name not in _IN_SPEC}
 

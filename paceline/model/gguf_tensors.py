@@ -75,6 +75,13 @@ def read_quantised(file: GGUFFile, info: TensorInfo) -> QuantisedTensor:
     )
 
 
+def quantised_bits(info: TensorInfo) -> int:
+    """How many bits `read_quantised` gives."""
+    from gguf.constants import GGMLQuantizationType
+
+    return 4 if GGMLQuantizationType(info.type_id).name in ("Q4_0", "Q4_1", "Q4_K") else 8
+
+
 def is_quantised(file: GGUFFile) -> bool:
     """Whether most weights of the file have 8 bits or less."""
     from gguf.constants import GGMLQuantizationType

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 GROUP = 32  # columns with one scale and one offset
@@ -32,6 +33,10 @@ class QuantisedTensor:
         """With the rows rearranged or selected."""
         return QuantisedTensor(self.bits, function(self.values), function(self.scales), function(self.offsets))
 
+    def with_num_rows(self, count: int) -> QuantisedTensor:
+        """The first rows; those that it did not have are zeros."""
+        return self.map_rows(lambda rows: F.pad(rows, (0, 0, 0, count - len(rows))))
+
 
 def concatenate(tensors: Sequence[QuantisedTensor]) -> QuantisedTensor:
     """The rows of all of them, with the most bits of any: 4-bit values are 8-bit values too."""
@@ -46,7 +51,7 @@ def quantise(weight: Tensor, bits: int) -> QuantisedTensor:
     weight = weight.float()
     rows, columns = weight.shape
     rest = -columns % GROUP
-    groups = torch.nn.functional.pad(weight, (0, rest), "replicate" if rest else "constant").view(rows, -1, GROUP)
+    groups = F.pad(weight, (0, rest), "replicate" if rest else "constant").view(rows, -1, GROUP)
     if bits == 8:
         scales = to_half_precision(groups.abs().amax(-1) / 127)
         offsets = torch.zeros_like(scales)

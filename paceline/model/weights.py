@@ -28,13 +28,14 @@ from paceline.model.layout import (
     stored_parts,
     target_shapes,
 )
-from paceline.model.quantised import QuantisedTensor, concatenate, quantise
+from paceline.model.quantised import GROUP, QuantisedTensor, concatenate, quantise
 from paceline.model.rank_group import RankGroup, StageLink, shard_of
 from paceline.model.read_spec import read_json, read_spec
 from paceline.model.spec import DTYPES, ModelError, ModelSpec
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
 
+_BITS = {"q4": 4, "q8": 8}  # others: as stored
 # Stored by some exporters, but computed here: rotary frequencies, causal masks.
 _IGNORED = re.compile(r"(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias)$")
 
@@ -124,7 +125,7 @@ class QuantisedWeights:
     def __init__(self, path: str | Path, *, quantization: str, progress: Progress | None = None) -> None:
         """quantization: auto keeps a quantised file as it is; q4 and q8 round the weights."""
         self.spec, self._stored = _open(Path(path))
-        self._bits = {"q4": 4, "q8": 8}.get(quantization)
+        self._bits = _BITS.get(quantization)
         self._progress, self._done = progress, 0
         self._total = sum(one.num_bytes for one in self._stored.values())
         self._parts: dict[str, list[str]] = {}  # of every matrix, in the order of its rows
@@ -153,6 +154,20 @@ class QuantisedWeights:
         if self._progress:
             self._progress(self._done, self._total)
         return found
+
+
+def quantised_bytes(path: str | Path, quantization: str) -> int:
+    """The memory of `QuantisedWeights`, before any is read. A fused matrix has the most bits of its parts."""
+    spec, stored = _open(Path(path))
+    given = _BITS.get(quantization)
+    bits: dict[str, int] = {}
+    for name, part in stored_parts(spec).items():
+        bits[part.target] = max(bits.get(part.target, 0), given or stored[name].quantised_bits)
+    num_bytes = 0
+    for name, shape in target_shapes(spec).items():
+        count = math.prod(shape)
+        num_bytes += count * bits[name] // 8 + 4 * shape[0] * -(-shape[1] // GROUP) if is_matrix(name) else 4 * count
+    return num_bytes
 
 
 def _check_names(

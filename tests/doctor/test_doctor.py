@@ -25,6 +25,7 @@ from paceline.doctor import machine, software
 from paceline.doctor.finding import Finding, Status, ok, run_checks
 from paceline.doctor.model_files import model_checks
 from paceline.engine import kv_sizing
+from paceline.engine.cpu.native import native_library
 from paceline.engine.cuda.self_test import launch_kernel
 from paceline.model.fetch import fetch_default
 from paceline.model.layout import stored_parts
@@ -49,7 +50,8 @@ def test_a_sound_machine_has_one_line_per_check_and_exit_status_0() -> None:
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert all(line.split()[0] in ("ok", "warning") for line in lines)
-    for name in ("python", "packages", "llguidance", "driver", "torch", "gpu", "triton", "memory", "port", "clock"):
+    names = "python, packages, llguidance, driver, torch, gpu, triton, cpu kernels, memory, port, clock"
+    for name in names.split(", "):
         assert any(line[9:].startswith(name) for line in lines), name
     assert "134.5 M parameters, all files complete" in result.stdout
     assert "49,152 tokens" in result.stdout
@@ -177,6 +179,26 @@ def test_the_kernel_of_the_check_agrees_with_its_reference() -> None:
     assert launch_kernel("cuda" if torch.cuda.is_available() else "cpu") > 0
 
 
+def test_the_kernels_of_quantised_weights_are_compiled_and_checked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(software, "_import_torch", lambda: fake_torch(available=False))
+    found = only(software.check_cpu_kernels())
+    assert found.status is Status.OK and f"checked ({native_library().isa})" in found.text
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    native_library.cache_clear()
+    try:
+        found = only(software.check_cpu_kernels())
+        assert found.status is Status.WARNING
+        assert found.text.endswith("expanded to float32, which is slower: there is no C compiler: install gcc")
+        assert "0.50 GiB fit on the CPU (float32)" in check(fetch_default())[-1].text
+    finally:
+        native_library.cache_clear()
+    monkeypatch.setattr(software, "_import_torch", fake_torch)
+    assert only(software.check_cpu_kernels()).text == "not tried: the model runs on the GPU"
+
+
 @pytest.mark.parametrize(
     ("script", "status", "text"),
     [
@@ -290,10 +312,12 @@ def test_a_damaged_folder_is_a_problem(folder: Path, damage: Callable[[Path], An
     assert found.status is Status.PROBLEM and text in found.text, found
 
 
-def test_a_model_that_does_not_fit_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_is_a_problem(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    assert check(fetch_default())[-1] == ok("model memory", "0.09 GiB fit on the CPU (quantised, as in the file)")
+    assert check(folder)[-1] == ok("model memory", "0.00 GiB fit on the CPU (float32)")
     monkeypatch.setattr(kv_sizing, "free_memory", lambda: 2**20)
     found = check(fetch_default())[-1]
-    assert found.status is Status.PROBLEM and "parameters take 0.50 GiB" in found.text
+    assert found.status is Status.PROBLEM and "parameters take 0.09 GiB" in found.text
 
 
 def test_a_model_that_is_not_on_the_machine_is_not_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

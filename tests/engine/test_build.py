@@ -113,7 +113,7 @@ def test_kv_memory_follows_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="choose a smaller model, free some memory, or raise kv_memory_fraction"):
         num_kv_pages(EngineConfig(), spec.kv_bytes_per_token(4), config, {})
     with pytest.raises(ConfigError, match=r"parameters take .*, but only .* of memory are free"):
-        check_models_fit([spec], 4)
+        check_models_fit([spec], 4 * spec.num_parameters)
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 uses BLAS

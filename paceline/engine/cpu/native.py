@@ -1,8 +1,10 @@
 """Compiles `native.c` for this CPU, once, and loads it.
 
-The library is kept in the cache folder, under a name made of its source, the compiler and the CPU. It uses the thread
-pool of torch. Before it is used, its results are compared with the reference; a library that cannot be built or gives
-other results is reported, and weights are then expanded to floating point, which needs no compiler.
+The library is kept in the cache folder, under a name made of its source, the compiler and the CPU: machine code for one
+CPU may not run on another, and several machines may share the folder. Where it cannot be written, each process compiles
+its own copy. The library uses the thread pool of torch. Before it is used, its results are compared with the reference;
+a library that cannot be built or gives other results is reported, and weights are then expanded to floating point,
+which needs no compiler.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
 
@@ -32,7 +36,7 @@ log = logging.getLogger("paceline.engine")
 
 
 class NativeError(RuntimeError):
-    """The library cannot be used. The message says why."""
+    """The library cannot be used. The message says why, and what to do."""
 
 
 class Matrix(ctypes.Structure):
@@ -119,7 +123,9 @@ class NativeLibrary:
         try:
             self._library = library = ctypes.CDLL(str(path))
         except OSError as error:
-            raise NativeError(f"{path} cannot be loaded ({error})") from None
+            raise NativeError(
+                f"{path} cannot be loaded ({error}): set PACELINE_HOME to a folder that is not mounted noexec"
+            ) from None
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         for name, result, arguments in (
             ("isa", ctypes.c_char_p, ()),
@@ -170,8 +176,9 @@ class NativeLibrary:
 
 @lru_cache(maxsize=1)
 def native_library() -> NativeLibrary:
-    """The library for this machine. Raises NativeError, always the same, if there is none."""
-    library = NativeLibrary(_compiled())
+    """The library for this machine. Raises NativeError if there is none."""
+    with _compiled() as path:
+        library = NativeLibrary(path)
     _check(library)
     return library
 
@@ -194,7 +201,10 @@ def _check(library: NativeLibrary) -> None:
         expected = round_inputs(x) @ weight.dequantise().T
         error = float((library.linear(PackedMatrix(library, weight), x) - expected).abs().max())
         if not error < _TOLERANCE:
-            raise NativeError(f"its results with {bits} bits ({library.isa}) differ from the reference by {error:.3g}")
+            raise NativeError(
+                f"their results with {bits} bits ({library.isa}) differ from the reference by {error:.3g}: set CC to "
+                "another compiler"
+            )
 
 
 def _share_openmp() -> None:
@@ -205,10 +215,11 @@ def _share_openmp() -> None:
         ctypes.CDLL(found[0], mode=ctypes.RTLD_GLOBAL)
 
 
-def _compiled() -> Path:
+@contextmanager
+def _compiled() -> Iterator[Path]:
     """The path of the library, which is compiled if it is not in the cache."""
     if platform.system() != "Linux":
-        raise NativeError(f"it is made for Linux, not for {platform.system()}")
+        raise NativeError(f"they are made for Linux, and this is {platform.system()}: use Linux")
     compiler = os.environ.get("CC") or next((name for name in ("gcc", "cc", "clang") if shutil.which(name)), None)
     if compiler is None:
         raise NativeError("there is no C compiler: install gcc")
@@ -217,21 +228,40 @@ def _compiled() -> Path:
     key = hashlib.sha256("\0".join([SOURCE.read_text(encoding="utf-8"), version, *flags, _cpu()]).encode()).hexdigest()
     folder = cache_folder() / "cpu-kernels"
     target = folder / f"{key[:32]}.so"
-    if target.is_file():
-        return target
+    with ExitStack() as stack:
+        if not target.is_file():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                scratch, is_kept = tempfile.TemporaryDirectory(dir=folder), True
+            except OSError as error:  # a read-only volume of models, or another user's
+                scratch, is_kept = _temporary_folder(folder, error), False
+            made = _compile(compiler, flags, Path(stack.enter_context(scratch)))
+            target = made.rename(target) if is_kept else made
+            log.info("compiled kernels for this CPU into %s", target)
+        yield target
+
+
+def _temporary_folder(cache: Path, error: OSError) -> tempfile.TemporaryDirectory[str]:
+    """For the time in which the library is compiled and loaded: a loaded one needs no file."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            unlinked, linked = Path(scratch) / "native.o", Path(scratch) / "native.so"
-            _run([compiler, *flags, "-c", str(SOURCE), "-o", str(unlinked)])
-            _run([compiler, "-shared", str(unlinked), "-lm", "-o", str(linked)])  # without OpenMP: torch has it
-            linked.rename(target)
-    except OSError as error:
+        found = tempfile.TemporaryDirectory(prefix="paceline-")
+    except OSError:
         raise NativeError(
-            f"{folder} cannot be written ({error.strerror}): set PACELINE_HOME to another folder"
+            f"{cache} cannot be written ({error.strerror}), nor a temporary folder: set PACELINE_HOME to another folder"
         ) from None
-    log.info("compiled kernels for this CPU into %s", target)
-    return target
+    log.warning(
+        "%s cannot be written (%s): kernels are compiled at every start; set PACELINE_HOME to another folder",
+        cache,
+        error.strerror,
+    )
+    return found
+
+
+def _compile(compiler: str, flags: Sequence[str], folder: Path) -> Path:
+    unlinked, linked = folder / "native.o", folder / "native.so"
+    _run([compiler, *flags, "-c", str(SOURCE), "-o", str(unlinked)])
+    _run([compiler, "-shared", str(unlinked), "-lm", "-o", str(linked)])  # without OpenMP: torch has it
+    return linked
 
 
 def _run(command: list[str]) -> str:
@@ -239,7 +269,8 @@ def _run(command: list[str]) -> str:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_S)
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or str(error)
-        raise NativeError(f"{' '.join(command[:1])} failed: {output.strip().splitlines()[-1]}") from None
+        said = (output.strip().splitlines() or ["no output"])[-1]
+        raise NativeError(f"{command[0]} failed ({said}): set CC to another compiler") from None
     return done.stdout
 
 

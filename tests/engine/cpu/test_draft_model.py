@@ -4,20 +4,27 @@ that of plain decoding."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
+from paceline.engine import build
+from paceline.engine.cpu.executor import CpuExecutor
+from paceline.engine.cpu.model import CpuModel, DecoderModel
+from paceline.engine.cpu.quantised_model import QuantisedModel
 from paceline.engine.draft_model import with_vocabulary
 from paceline.llm import LLM, RequestOutput
 from paceline.model.registry import shape
 from paceline.model.spec import ModelError
-from paceline.model.weights import random_decoder
+from paceline.model.weights import QuantisedWeights, random_decoder
 from paceline.request import Request, SamplingParams
 from paceline.scheduler.draft_depth import DraftDepth
 from paceline.scheduler.plan import DRAFT_DEPTHS
+from tests.tiny_folder import save_tiny_model
 
 RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(3, 400, count).tolist() for count in (40, 1, 17, 30)]
@@ -83,6 +90,52 @@ def test_a_vocabulary_of_another_size_is_cut_or_filled() -> None:
         common = min(size, len(before))
         assert decoder.embedding.shape[0] == decoder.head.shape[0] == decoder.spec.vocab_size == size
         assert (decoder.embedding[:common] == before[:common]).all() and not decoder.embedding[common:].any()
+
+
+def run_folder(path: Path, params: SamplingParams, **options: Any) -> tuple[list[RequestOutput], LLM]:
+    llm = LLM(str(path), threads=1, kv_tokens=2048, **options)
+    if llm.engine.scheduler.draft_depth is not None:
+        llm.engine.scheduler.draft_depth = FourDrafts(max(DRAFT_DEPTHS))
+    prompts = [[token % 290 for token in prompt] for prompt in PROMPTS]
+    with llm:
+        return llm.generate(prompts, params, progress=False), llm
+
+
+@pytest.mark.parametrize("params", [SAMPLED, replace(SAMPLED, temperature=0)], ids=["sampled", "greedy"])
+def test_drafts_of_a_quantised_model_change_nothing(tmp_path: Path, params: SamplingParams) -> None:
+    path = save_tiny_model(tmp_path / "model")
+    # Another model, with a vocabulary that is padded to another size.
+    other = save_tiny_model(tmp_path / "draft", vocab_size=297, num_tokens=280, seed=1)
+    (path / "tokenizer.json").write_bytes((other / "tokenizer.json").read_bytes())
+    plain, _ = run_folder(path, params, quantization="q4")
+    for draft, is_same in ((path, True), (other, False)):
+        options = {"quantization": "q4", "speculate": "draft", "draft_model": str(draft)}
+        outputs, llm = run_folder(path, params, **options)
+        assert tokens(outputs) == tokens(plain)
+        counters = llm.engine.scheduler.counters
+        assert counters.drafted_tokens > 40 and (counters.accepted_tokens == counters.drafted_tokens) is is_same
+
+
+def test_the_precision_of_a_draft_model_follows_from_its_own_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of any model: `auto` keeps a quantised file as it is, and only that."""
+    path, draft = (save_tiny_model(tmp_path / name, seed=index) for index, name in enumerate(("model", "draft")))
+    kept = QuantisedWeights(draft, quantization="q8")
+    monkeypatch.setattr(build, "_is_quantised", lambda found: found == draft)
+    monkeypatch.setattr(build, "QuantisedWeights", lambda found, **_: kept)
+    found: list[DecoderModel | None] = []
+    make = build.build_cpu
+
+    def record(decoder: DecoderModel, config: EngineConfig, scheduler: SchedulerConfig, draft: Any) -> CpuExecutor:
+        found.extend([decoder, draft])
+        return make(decoder, config, scheduler, draft)
+
+    monkeypatch.setattr(build, "build_cpu", record)
+    plain, _ = run_folder(path, SAMPLED)
+    outputs, _ = run_folder(path, SAMPLED, speculate="draft", draft_model=str(draft))
+    assert tokens(outputs) == tokens(plain)
+    assert [type(one) for one in found] == [CpuModel, type(None), CpuModel, QuantisedModel]
 
 
 @pytest.mark.parametrize(

@@ -114,16 +114,45 @@ def test_a_compiler_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
-    with pytest.raises(NativeError, match="no such instruction"):
-        native._compiled()
+    with pytest.raises(NativeError, match=r"no such instruction\): set CC to another compiler"), native._compiled():
+        pass
     assert not list(tmp_path.glob("cpu-kernels/*")), "something was left behind"
 
 
-def test_a_folder_that_cannot_be_written_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_nothing_can_be_kept_the_library_is_compiled_for_the_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "file"))
-    with pytest.raises(NativeError, match="set PACELINE_HOME to another folder"):
-        native._compiled()
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "file"))  # not writable for root either
+    monkeypatch.setattr(native.tempfile, "tempdir", str(tmp_path / "temporary"))
+    with caplog.at_level(logging.WARNING, "paceline.engine"), native._compiled() as path:
+        made = NativeLibrary(path)
+    native._check(made)
+    assert "cannot be written (Not a directory): kernels are compiled at every start; set PACELINE_HOME" in caplog.text
+    assert not list((tmp_path / "temporary").iterdir()), "something was left behind"
+    monkeypatch.setattr(native.tempfile, "tempdir", str(tmp_path / "file"))
+    with pytest.raises(NativeError, match="nor a temporary folder: set PACELINE_HOME to another"), native._compiled():
+        pass
+
+
+def test_a_folder_that_machines_share_has_a_library_for_each_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Machine code for one CPU may be illegal on another."""
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "_compile", lambda compiler, flags, folder: _touched(folder / "native.so"))
+    found = []
+    for cpu in ("flags: avx2", "flags: avx2 avx512f", "flags: avx2"):
+        monkeypatch.setattr(native, "_cpu", lambda cpu=cpu: cpu)
+        with native._compiled() as path:
+            found.append(path)
+    assert found[0] == found[2] != found[1] and {*found} == {*tmp_path.glob("cpu-kernels/*")}
+
+
+def _touched(path: Path) -> Path:
+    path.touch()
+    return path
 
 
 def test_a_library_with_other_results_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
