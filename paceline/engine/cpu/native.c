@@ -1,10 +1,10 @@
 /* Forward passes with quantised weights on a CPU. `native.py` compiles this file for the machine it runs on.
 
    Weights stay in 4 or 8 bits: w = scale * q + offset, with one scale and one offset per group of 32 columns. The input
-   of every matrix is rounded to 15 bits per group of 32, in two bytes, so that the sum of a group is one of integers and
-   exact. This changes outputs no more than float32 itself does; 8 bits would change them visibly. Sums over groups are
-   float32 and always in the same order, and so is attention: a token's result has the same bits whatever else is in the
-   batch, however its prompt is cut into chunks, and wherever its pages are.
+   of every matrix is rounded to 15 bits per group of 32, in two bytes, so that the sum of a group is one of integers
+   and exact. This changes outputs no more than float32 itself does; 8 bits would change them visibly. Sums over groups
+   are float32 and always in the same order, and so is attention: a token's result has the same bits whatever else is in
+   the batch, however its prompt is cut into chunks, and wherever its pages are.
 
    The only code for one instruction set is the section "vectors". The reference implementation is
    `model/quantised.py` together with `model.decoder.Decoder`. */
@@ -50,10 +50,12 @@
 #define ROWS 2
 #define SIGNED 1
 #else
-#define ISA "portable"
+#define ISA "portable" /* tests set the other two, to have the layout of any CPU */
+#ifndef LANES
 #define LANES 4
-#define ROWS 2
 #define SIGNED 1
+#endif
+#define ROWS 2
 #endif
 
 #define VECS 2                /* vectors of channels that are computed together */
@@ -87,7 +89,7 @@ INLINE vf load_half(const uint16_t *p) { return (vf)vcvt_f32_f16(vreinterpret_f1
 #else
 typedef const int8_t *Inputs;
 INLINE Inputs load_inputs(const int8_t *x) { return x; }
-#if LANES == 16
+#if LANES == 16 && !defined(PACELINE_PORTABLE)
 INLINE vi dot4(vi acc, vb w, Inputs x, int step) {
     int32_t four;
     memcpy(&four, x + 4 * step, 4);
@@ -96,7 +98,7 @@ INLINE vi dot4(vi acc, vb w, Inputs x, int step) {
 INLINE vf fma_(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 INLINE vf to_float(vi a) { return (vf)_mm512_cvtepi32_ps((__m512i)a); }
 INLINE vf load_half(const uint16_t *p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
-#elif LANES == 8
+#elif LANES == 8 && !defined(PACELINE_PORTABLE)
 INLINE vi dot4(vi acc, vb w, Inputs x, int step) {
     int32_t four;
     memcpy(&four, x + 4 * step, 4);
@@ -112,7 +114,7 @@ INLINE vf load_half(const uint16_t *p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si
 #else
 INLINE vi dot4(vi acc, vb w, Inputs x, int step) {
     for (int i = 0; i < LANES; i++)
-        for (int j = 0; j < 4; j++) acc[i] += (int8_t)w[4 * i + j] * x[4 * step + j];
+        for (int j = 0; j < 4; j++) acc[i] += (SIGNED ? (int8_t)w[4 * i + j] : w[4 * i + j]) * x[4 * step + j];
     return acc;
 }
 INLINE vf fma_(vf a, vf b, vf c) { return a * b + c; }
@@ -265,7 +267,8 @@ INLINE void tile_product(const uint8_t *tile, const Rounded *x, int64_t row, con
             vf scale = load_half(halves + v * LANES), offset = load_half(halves + TILE + v * LANES);
 #pragma GCC unroll 4
             for (int r = 0; r < M; r++) {
-                total[r][v] = fma_(to_float((acc[r][v] << 7) + acc[M + r][v]), scale * splat(scales[r * groups + g]), total[r][v]);
+                vf product = to_float((acc[r][v] << 7) + acc[M + r][v]);
+                total[r][v] = fma_(product, scale * splat(scales[r * groups + g]), total[r][v]);
                 total[r][v] = fma_(offset, splat(sums[r * groups + g]), total[r][v]);
             }
         }
@@ -606,15 +609,20 @@ INLINE void add_keys(const Attention *a, int64_t i, const int N, int64_t base, i
     add_values(a->out + i * a->size, factors, weights, values, first, last, a->size, N);
 }
 
+static void clear(const Attention *a, int64_t count) {
+    for (int64_t i = 0; i < count; i++) a->top[i] = -INFINITY, a->totals[i] = 0;
+    memset(a->out, 0, count * a->size * sizeof(float));
+}
+
 /* Attention to the positions of one chunk, from nothing. */
-static void attend_chunk(const Model *m, const Batch *b, const Attention *a, int64_t index, int64_t row, int64_t chunk) {
+static void attend_chunk(const Model *m, const Batch *b, const Attention *a, int64_t index, int64_t row,
+                         int64_t chunk) {
     int64_t size = m->head_dim, per_head = m->num_heads / m->num_kv_heads * a->tokens, stride = m->num_kv_heads * size;
     int64_t end = a->first + a->tokens < (chunk + 1) * CHUNK ? a->first + a->tokens : (chunk + 1) * CHUNK;
     int64_t oldest = a->window && a->first - a->window + 1 > 0 ? a->first - a->window + 1 : 0, base = chunk * CHUNK;
     float by_dimension[size * KEYS];
     const float *keys[KEYS], *values[KEYS];
-    for (int64_t i = 0; i < m->num_heads * a->tokens; i++) a->top[i] = -INFINITY, a->totals[i] = 0;
-    memset(a->out, 0, m->num_heads * a->tokens * size * sizeof(float));
+    clear(a, m->num_heads * a->tokens);
     for (; base < end; base += KEYS) {
         int num = (int)(end - base < KEYS ? end - base : KEYS);
         if (base + num <= oldest) continue;
@@ -643,6 +651,14 @@ static void merge(const Attention *to, const Attention *chunk, int64_t count) {
         float *out = to->out + i * to->size;
         const float *more = chunk->out + i * to->size;
         for (int64_t d = 0; d < to->size; d++) out[d] = out[d] * old + more[d] * new;
+    }
+}
+
+/* token: the first of the batch. */
+static void write_result(const Model *m, const Scratch *s, const Attention *a, int64_t token) {
+    for (int64_t i = 0; i < m->num_heads * a->tokens; i++) {
+        float *to = s->attended + ((token + i % a->tokens) * m->num_heads + i / a->tokens) * a->size;
+        for (int64_t d = 0; d < a->size; d++) to[d] = a->out[i * a->size + d] / a->totals[i];
     }
 }
 
@@ -677,16 +693,12 @@ static void attend(const Model *m, const Layer *layer, const Batch *b, const Scr
     }
     float out[count * size], top[count], totals[count];
     Attention all = {NULL, out, top, totals, size, 0, 0, tokens, 0};
-    for (int64_t i = 0; i < count; i++) top[i] = -INFINITY, totals[i] = 0;
-    memset(out, 0, sizeof out);
+    clear(&all, count);
     for (int64_t chunk = 0; chunk * CHUNK < start + tokens; chunk++) {
         attend_chunk(m, b, &part, index, task->row, chunk);
         merge(&all, &part, count);
     }
-    for (int64_t i = 0; i < count; i++) {
-        float *to = s->attended + ((token + i % tokens) * m->num_heads + i / tokens) * size;
-        for (int64_t d = 0; d < size; d++) to[d] = out[i * size + d] / totals[i];
-    }
+    write_result(m, s, &all, token);
 }
 
 /* The result of a block of tokens from those of its chunks, of which `task` is the first. */
@@ -695,16 +707,12 @@ static void attend_merged(const Model *m, const Batch *b, const Scratch *s, cons
     int64_t token = b->offsets[task->row] + task->first;
     float out[count * size], top[count], totals[count];
     Attention all = {NULL, out, top, totals, size, 0, 0, tokens, 0};
-    for (int64_t i = 0; i < count; i++) top[i] = -INFINITY, totals[i] = 0;
-    memset(out, 0, sizeof out);
+    clear(&all, count);
     for (const Task *one = task; one < end && one->row == task->row && one->first == task->first; one++) {
         Attention part = in_partial(m, b, s, one);
         merge(&all, &part, count);
     }
-    for (int64_t i = 0; i < count; i++) {
-        float *to = s->attended + ((token + i % tokens) * m->num_heads + i / tokens) * size;
-        for (int64_t d = 0; d < size; d++) to[d] = out[i * size + d] / totals[i];
-    }
+    write_result(m, s, &all, token);
 }
 
 /* The functions below are called by all threads of a team. */
@@ -839,7 +847,8 @@ void gather(const Matrix *w, const int64_t *rows, int64_t count, float *out) {
         for (int64_t g = 0; g < groups; g++) {
             const uint8_t *block = w->data + (rows[i] / TILE * groups + g) * block_bytes(w->bits);
             const uint16_t *halves = (const uint16_t *)block;
-            float scale = load_half(halves + vec * LANES)[in_vec], offset = load_half(halves + TILE + vec * LANES)[in_vec];
+            float scale = load_half(halves + vec * LANES)[in_vec];
+            float offset = load_half(halves + TILE + vec * LANES)[in_vec];
             for (int k = 0; k < GROUP && g * GROUP + k < w->columns; k++) {
                 const uint8_t *packed = block + TILE * 4 + in_vec * 4 + k % 4;
                 int step = k / 4, value;

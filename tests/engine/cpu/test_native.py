@@ -22,13 +22,25 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(scope="module", params=["this CPU", "portable"])
+@pytest.fixture(scope="module", params=["this CPU", "4 1", "8 1", "16 0"])
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
-    """The library with the vectors of this CPU, and without any."""
+    """The library with the instructions of this CPU, and in plain C with the layouts of other CPUs: the lanes of a
+    vector, and whether 8-bit weights are signed."""
     if request.param == "this CPU":
         return native_library()
     target = tmp_path_factory.mktemp("native") / "portable.so"
-    flags = ["-DPACELINE_PORTABLE", "-O1", "-fPIC", "-shared", "-std=gnu11", "-ffp-contract=off", "-fopenmp"]
+    lanes, signed = request.param.split()
+    flags = [
+        "-DPACELINE_PORTABLE",
+        f"-DLANES={lanes}",
+        f"-DSIGNED={signed}",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-std=gnu11",
+        "-ffp-contract=off",
+        "-fopenmp",
+    ]
     subprocess.run(["cc", *flags, str(native.SOURCE), "-lm", "-o", str(target)], check=True)
     made = NativeLibrary(target)
     assert made.isa == "portable"
