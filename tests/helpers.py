@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -19,6 +20,9 @@ from paceline.scheduler.node import Node
 from paceline.testing import Harness
 
 EOS = 0
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("gcc", "cc", "clang"))), reason="kernels for quantised weights need a C compiler"
+)
 
 
 class RandomDepth(DraftDepth):

@@ -29,6 +29,7 @@ from paceline import __version__
 from paceline.cli.environment import warnings
 from paceline.config_file import read_file
 from paceline.server import supervisor
+from tests.helpers import needs_compiler
 from tests.test_install import package_files
 
 ROOT = Path(__file__).parent.parent
@@ -330,6 +331,7 @@ def test_the_image_serves_as_an_unprivileged_user(as_nobody: list[str], owned: P
         assert process.wait(START_S) == 0, (owned / "output").read_text()
 
 
+@needs_compiler
 @pytest.mark.parametrize("writable", [True, False], ids=["own volume", "read-only volume"])
 def test_the_user_of_the_image_compiles_the_kernels_of_the_cpu(
     as_nobody: list[str], owned: Path, writable: bool

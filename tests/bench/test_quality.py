@@ -18,6 +18,7 @@ from paceline.model.decoder import Decoder
 from paceline.model.layout import is_matrix, target_shapes
 from paceline.model.weights import QuantisedWeights, load_decoder
 from paceline.text.synthetic import synthetic_tokenizer
+from tests.helpers import needs_compiler
 from tests.model.contiguous_cache import ContiguousCache
 from tests.tiny_folder import save_tiny_model
 
@@ -61,6 +62,7 @@ def rounded(path: Path) -> Decoder:
     return Decoder(weights.spec, weights.vectors | matrices)
 
 
+@needs_compiler
 @pytest.mark.parametrize("kind", ["rounded weights", "another model"])
 def test_figures_are_those_of_a_naive_computation(folder: Folder, kind: str) -> None:
     path, other = folder(), folder(seed=1)
@@ -90,6 +92,7 @@ def test_figures_are_those_of_a_naive_computation(folder: Folder, kind: str) -> 
     assert "needles" not in found
 
 
+@needs_compiler
 def test_more_bits_are_closer(folder: Folder) -> None:
     path = str(folder())
     four, eight = (report("--model", path, "--quantization", one, "--needle-lengths", "190") for one in ("q4", "q8"))

@@ -30,6 +30,7 @@ from paceline.engine.cuda.self_test import launch_kernel
 from paceline.model.fetch import fetch_default
 from paceline.model.layout import stored_parts
 from paceline.model.registry import spec_from_config
+from tests.helpers import needs_compiler
 
 GIB = 2**30
 
@@ -179,6 +180,7 @@ def test_the_kernel_of_the_check_agrees_with_its_reference() -> None:
     assert launch_kernel("cuda" if torch.cuda.is_available() else "cpu") > 0
 
 
+@needs_compiler
 def test_the_kernels_of_quantised_weights_are_compiled_and_checked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -23,7 +23,9 @@ from paceline.model.quantised import QuantisedTensor, quantise
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import random_weights
 from paceline.request import SamplingParams
-from tests.helpers import retract_often
+from tests.helpers import needs_compiler, retract_often
+
+pytestmark = needs_compiler
 
 WITH_LOGPROBS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
 OPTIONS: dict[str, dict[str, Any]] = {

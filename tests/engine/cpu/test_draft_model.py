@@ -24,6 +24,7 @@ from paceline.model.weights import QuantisedWeights, random_decoder
 from paceline.request import Request, SamplingParams
 from paceline.scheduler.draft_depth import DraftDepth
 from paceline.scheduler.plan import DRAFT_DEPTHS
+from tests.helpers import needs_compiler
 from tests.tiny_folder import save_tiny_model
 
 RNG = np.random.default_rng(5)
@@ -101,6 +102,7 @@ def run_folder(path: Path, params: SamplingParams, **options: Any) -> tuple[list
         return llm.generate(prompts, params, progress=False), llm
 
 
+@needs_compiler
 @pytest.mark.parametrize("params", [SAMPLED, replace(SAMPLED, temperature=0)], ids=["sampled", "greedy"])
 def test_drafts_of_a_quantised_model_change_nothing(tmp_path: Path, params: SamplingParams) -> None:
     path = save_tiny_model(tmp_path / "model")
@@ -116,6 +118,7 @@ def test_drafts_of_a_quantised_model_change_nothing(tmp_path: Path, params: Samp
         assert counters.drafted_tokens > 40 and (counters.accepted_tokens == counters.drafted_tokens) is is_same
 
 
+@needs_compiler
 def test_the_precision_of_a_draft_model_follows_from_its_own_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

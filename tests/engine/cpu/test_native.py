@@ -15,7 +15,10 @@ from paceline.engine import build
 from paceline.engine.cpu import native
 from paceline.engine.cpu.native import NativeError, NativeLibrary, PackedMatrix, native_library, round_inputs
 from paceline.model.quantised import quantise
+from tests.helpers import needs_compiler
 from tests.model.test_quantised import Q, write
+
+pytestmark = needs_compiler
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
