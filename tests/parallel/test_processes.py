@@ -45,7 +45,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tp": 2, "executor": "virtual"}, "tp is 2 and executor is 'virtual'"),
+        ({"collectives": "gloo", "tp": 2, "executor": "virtual"}, "collectives is 'gloo' and executor is 'virtual'"),
         ({"tp": 2, "speculate": "draft", "draft_model": "x"}, "a draft model is not supported with tensor parallelism"),
         ({"collectives": "gloo"}, "collectives is 'gloo' and tp is 1"),
     ],
