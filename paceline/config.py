@@ -529,6 +529,10 @@ class EngineConfig:
             raise ConfigError(
                 f"draft_model is {self.draft_model!r} and executor is 'virtual', which runs no model: remove one."
             )
+        if self.quantization not in ("auto", "none") and self.executor == "virtual":
+            raise ConfigError(
+                f"quantization is {self.quantization!r} and executor is 'virtual', which has no weights: remove one."
+            )
         if self.collectives != "auto" and self.executor == "virtual":
             raise ConfigError(
                 f"collectives is {self.collectives!r} and executor is 'virtual', which sends no tensors: remove one."

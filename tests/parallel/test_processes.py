@@ -48,6 +48,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         ({"collectives": "gloo", "tp": 2, "executor": "virtual"}, "collectives is 'gloo' and executor is 'virtual'"),
         ({"tp": 2, "speculate": "draft", "draft_model": "x"}, "a draft model is not supported with tensor parallelism"),
         ({"collectives": "gloo"}, "collectives is 'gloo' and tp is 1"),
+        ({"quantization": "q4", "executor": "virtual"}, "quantization is 'q4' and executor is 'virtual'"),
     ],
 )
 def test_what_is_not_supported_is_refused(options: dict[str, Any], message: str) -> None:
