@@ -764,7 +764,7 @@ static void run_layer(const Model *m, const Batch *b, Scratch *s, int64_t index)
         memcpy(b->keys[index] + at, heads + m->num_heads * size, bytes);
         memcpy(b->values[index] + at, heads + num_qk * size, bytes);
     }
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(static, 1)
     for (int64_t task = 0; task < s->num_tasks; task++) attend(m, layer, b, s, index, s->tasks + task);
     if (s->num_partials) {
 #pragma omp for schedule(static)

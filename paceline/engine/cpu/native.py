@@ -119,8 +119,8 @@ class NativeLibrary:
     """The functions of `native.c`."""
 
     def __init__(self, path: Path) -> None:
-        _share_openmp()
         try:
+            _share_openmp()
             self._library = library = ctypes.CDLL(str(path))
         except OSError as error:
             raise NativeError(
@@ -208,11 +208,11 @@ def _check(library: NativeLibrary) -> None:
 
 
 def _share_openmp() -> None:
-    """Lets the library find the OpenMP functions that torch has loaded, so that the two use one pool of threads."""
+    """Lets the library find the OpenMP functions that torch has loaded, so that the two use one pool of threads. Where
+    torch has another OpenMP, the one of the compiler is loaded."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         found = [line.split()[-1] for line in maps if "libgomp" in line]
-    if found:
-        ctypes.CDLL(found[0], mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(found[0] if found else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
 
 
 @contextmanager
