@@ -586,6 +586,8 @@ class Scheduler:
         if counts is not None:
             assert len(counts) == len(sampled), f"{len(counts)} counts for {len(sampled)} sampling rows"
             self._advance_by(one, counts)
+            if num_drafts is not None:
+                self.counters.drafted_tokens += int(num_drafts.sum())  # with those accepted, before anybody looks
             sampled = tuple(itertools.chain.from_iterable(map(itertools.repeat, sampled, counts.tolist())))
         assert len(tokens) == len(sampled), f"{len(tokens)} tokens for {len(sampled)} sampling rows"
         values: list[int] = tokens.tolist()
@@ -715,7 +717,6 @@ class Scheduler:
 
     def _count_drafts(self, one: _PassInFlight, num_drafts: Column, lengths: Sequence[int]) -> None:
         """Counts the drafts of requests that took tokens of this pass; before it their outputs had these `lengths`."""
-        self.counters.drafted_tokens += int(num_drafts.sum())
         planned = self._planned_drafts(one).tolist()
         for request, num, most, length in zip(one.sampled, num_drafts.tolist(), planned, lengths, strict=True):
             num_tokens = len(request.output) - length
