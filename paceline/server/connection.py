@@ -115,6 +115,9 @@ class Connection(H11Protocol):
         self._counters.connections -= 1
         self._stop_header_timer()
         super().connection_lost(exc)
+        # The scope of a request refers to its connection. Without these cycles, closed connections are freed at once,
+        # and not by the garbage collector, which runs once a minute under load.
+        self.app_state, self.cycle, self.scope = {}, None, None  # type: ignore[assignment]
 
     def handle_events(self) -> None:
         if self.transport.is_closing():

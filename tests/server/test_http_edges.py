@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import gzip
 import json
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +18,8 @@ import pytest
 
 from paceline.config import ConfigError, ServerConfig, TenantConfig
 from paceline.engine.engine import Engine
-from paceline.server.connection import _UvicornState
+from paceline.server.connection import Connection, _UvicornState, listen
+from paceline.server.metrics import ServerCounters
 from paceline.server.routes import ROUTES
 from tests.server.process import ServerProcess
 from tests.server.serving import CHAT, COMPLETIONS, HELLO, TEXT, Caller, make_app
@@ -263,3 +267,32 @@ def test_a_compressed_body_is_refused_by_name(caller: Caller, path: str) -> None
     assert reply.status_code == 415 and "Content-Encoding is 'gzip': send the body uncompressed." in reply.text
     plain = caller.request("POST", CHAT, content=json.dumps(HELLO).encode(), headers={"Content-Encoding": "Identity"})
     assert plain.status_code == 200
+
+
+@pytest.mark.parametrize("stays", [True, False], ids=["reads all", "leaves"])
+def test_a_closed_connection_is_freed_without_the_garbage_collector(engine: Engine, stays: bool) -> None:
+    app, text = make_app(engine), json.dumps({**TEXT, "stream": True, "max_tokens": 40}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(text)}\r\n\r\n"
+
+    async def run() -> None:
+        listening = socket.create_server(("127.0.0.1", 0))
+        server = await listen(app, ServerConfig(), listening, ServerCounters())
+        reader, writer = await asyncio.open_connection(*listening.getsockname())
+        writer.write(head.encode() + text)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        if stays:
+            assert (await reader.read()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+        while app.state.counters.in_progress:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
+        server.close()
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(run())
+        assert not [one for one in gc.get_objects() if isinstance(one, Connection)]
+    finally:
+        gc.enable()
