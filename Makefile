@@ -49,9 +49,11 @@ test: $(READY)
 test-pages: $(READY)
 	$(PYTEST) tests/pages $(ARGS)
 
-# Engines of several processes: replicas with the default model, and behind Ray Serve.
+# Engines of several processes: replicas with the default model, and behind Ray Serve. No other file is read: each
+# process would import all tests for a few of them. One of them: make test-cluster FILES=tests/parallel
+test-cluster: FILES ?= $(shell grep -rl --include='test_*.py' 'mark\.cluster' tests)
 test-cluster: $(WITH_RAY)
-	$(PYTEST) -m cluster $(ARGS)
+	$(PYTEST) -m cluster $(FILES) $(ARGS)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout 3600

@@ -66,7 +66,9 @@ SHARED = [
 ]
 
 
-def attention_of(rows: Rows, what: Scene, tuning: DecodeTuning, caches: torch.Tensor) -> Callable[[], None]:
+def attention_of(
+    rows: Rows, what: Scene, tuning: DecodeTuning, caches: torch.Tensor, scales: torch.Tensor | None = None
+) -> Callable[[], None]:
     batch = len(what.lengths)
     qkv = [randn(batch, (Q_HEADS + 2 * KV_HEADS) * HEAD) for _ in range(2)]
     out = torch.empty(batch, Q_HEADS * HEAD, device="cuda", dtype=BF16)
@@ -89,6 +91,7 @@ def attention_of(rows: Rows, what: Scene, tuning: DecodeTuning, caches: torch.Te
                 rows.workspace,
                 out,
                 tuning=tuning,
+                scales=scales,
             )
 
     return work

@@ -207,6 +207,13 @@ class SchedulerConfig:
         high=64,
         hidden="set pp instead",
     )
+    adapter_slots: int = option(
+        8,
+        "LoRA adapters that running requests can use at the same time",
+        low=1,
+        high=1024,
+        hidden="set max_loras instead",
+    )
     itl_target: float = option(
         0.125,
         "target inter-token latency in seconds: while requests decode, a forward pass has only as many prompt tokens "
@@ -395,10 +402,16 @@ VIRTUAL_TOKENS = ("prompt", "clock")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATION: Mapping[str, str] = {
-    "auto": "on a CPU, weights of a quantised GGUF file stay in 4 or 8 bits, unless dtype is given",
+    "auto": "weights of a quantised GGUF file on a CPU, and of an FP8 checkpoint on a GPU, stay as they are stored",
+    "fp8": "weights are rounded to FP8 (e4m3) with a scale per row; with many rows activations, too (GPU only)",
     "none": "weights are expanded to dtype",
     "q8": "weights are rounded to 8 bits in groups of 32 (CPU only)",
     "q4": "weights are rounded to 4 bits in groups of 32 (CPU only)",
+}
+KV_DTYPES: Mapping[str, str] = {
+    "auto": "that of dtype",
+    "bfloat16": "that of dtype, which must be bfloat16",
+    "fp8_e4m3": "8 bits, half the memory and bandwidth of bfloat16, with a scale per layer and KV head (GPU only)",
 }
 OVERLAP_VARIABLE = "PACELINE_OVERLAP"  # read when the option is not given
 
@@ -439,10 +452,10 @@ class EngineConfig:
     collectives: str = option(
         "auto", "how the ranks of tensor parallelism exchange tensors; with tp", choices=COLLECTIVES
     )
-    speculate: str = option(
-        "off",
+    speculate: str | None = option(
+        None,
         "speculative decoding: draft tokens that are verified in the same forward pass, with the same "
-        "output; auto: only where that is faster (vLLM: speculative_config; SGLang: speculative_algorithm)",
+        "output; default: auto on a CPU, off on a GPU (vLLM: speculative_config; SGLang: speculative_algorithm)",
         choices=SPECULATE,
     )
     draft_model: str | None = option(
@@ -450,10 +463,32 @@ class EngineConfig:
         "speculate draft: a smaller model with the same tokenizer: a folder, a .gguf file or a Hugging Face id; with "
         "load random, the name of a shape (vLLM: speculative_config; SGLang: speculative_draft_model_path)",
     )
+    lora: Mapping[str, str] = option(
+        {},
+        "LoRA adapters to load at the start, as name=folder, separated by commas; a request uses one by its name as "
+        "model (vLLM: lora_modules; SGLang: lora_paths)",
+    )
+    max_loras: int = option(
+        8,
+        "LoRA adapters that running requests can use at the same time (vLLM: max_loras; SGLang: max_loras_per_batch); "
+        "more can be loaded, and wait in host memory",
+        low=1,
+        high=1024,
+    )
+    max_lora_rank: int = option(
+        0,
+        "highest rank of LoRA adapters (vLLM: max_lora_rank); on a GPU, memory for max_loras adapters of this rank is "
+        "allocated at the start; 0: the highest of lora, on a CPU any",
+        low=0,
+        high=128,
+    )
     dtype: str = option(
         "auto", "data type of weights and KV cache; auto: float32 on a CPU, bfloat16 on a GPU", choices=DTYPE_NAMES
     )
     quantization: str = option("auto", "weights with fewer bits than dtype", choices=QUANTIZATION)
+    kv_dtype: str = option(
+        "auto", "data type of the KV cache (vLLM, SGLang: kv_cache_dtype, where fp8 is fp8_e4m3)", choices=KV_DTYPES
+    )
     threads: int | None = option(None, "number of CPU threads for compute; default: one per core", low=1, high=1024)
     overlap: str | None = option(
         None,
@@ -533,6 +568,8 @@ class EngineConfig:
             raise ConfigError(
                 f"quantization is {self.quantization!r} and executor is 'virtual', which has no weights: remove one."
             )
+        if self.kv_dtype != "auto" and self.executor == "virtual":
+            raise ConfigError(f"kv_dtype is {self.kv_dtype!r} and executor is 'virtual', which has no KV: remove one.")
         if self.collectives != "auto" and self.executor == "virtual":
             raise ConfigError(
                 f"collectives is {self.collectives!r} and executor is 'virtual', which sends no tensors: remove one."
@@ -543,10 +580,29 @@ class EngineConfig:
                 "parallelism; set speculate to ngram or auto."
             )
         self._check_pipeline()
+        self._check_lora()
         if self.collectives != "auto" and self.tp == 1:
             raise ConfigError(f"collectives is {self.collectives!r} and tp is 1: give tp, too.")
         if self.speculate == "draft" and not self.draft_model:
             raise ConfigError(f"speculate is 'draft' and draft_model is {self.draft_model!r}: name a draft model.")
+
+    def _check_lora(self) -> None:
+        default = next(item.default for item in dataclasses.fields(self) if item.name == "max_loras")
+        for name, value, is_given in (
+            ("lora", dict(self.lora), bool(self.lora)),
+            ("max_loras", self.max_loras, self.max_loras != default),
+            ("max_lora_rank", self.max_lora_rank, self.max_lora_rank > 0),
+        ):
+            if is_given and self.executor == "virtual":
+                raise ConfigError(f"{name} is {value!r} and executor is 'virtual', which runs no model: remove one.")
+            if is_given and self.role != "both":
+                raise ConfigError(
+                    f"{name} is {value!r} and role is {self.role!r}: KV of adapters is not sent between engines yet; "
+                    "remove one."
+                )
+        for adapter, path in self.lora.items():
+            if not isinstance(adapter, str) or not adapter or not isinstance(path, str) or not path:
+                raise ConfigError(f"lora has {adapter!r}: {path!r}: expected pairs such as name=folder.")
 
     @property
     def num_ranks(self) -> int:
@@ -556,10 +612,14 @@ class EngineConfig:
     def _check_pipeline(self) -> None:
         if self.pp == 1:
             return
+        if self.speculate not in (None, "off"):
+            raise ConfigError(
+                f"pp is {self.pp} and speculate is {self.speculate!r}: a pipeline has no speculative decoding; set it "
+                "to off."
+            )
         for name, remedy in (
             ("tp", "tensor and pipeline parallelism cannot be combined yet; set one of them to 1"),
             ("executor", "it runs no model; remove one"),
-            ("speculate", "a pipeline has no speculative decoding; set it to off"),
             ("record", "passes of a pipeline cannot be recorded; remove one"),
             ("role", "stages cannot send their KV yet; remove one"),
         ):
@@ -690,6 +750,7 @@ class QualityConfig:
 
     dtype: str = option("auto", "data type of the weights of model", choices=DTYPE_NAMES)
     quantization: str = option("auto", "weights of model with fewer bits than dtype", choices=QUANTIZATION)
+    kv_dtype: str = option("auto", "data type of the KV cache of model", choices=KV_DTYPES)
     against: str | None = option(None, "model to compare with; default: the same")
     against_dtype: str = option("float32", "data type of the weights of against", choices=DTYPE_NAMES)
     against_quantization: str = option(
@@ -873,6 +934,10 @@ class ServerConfig(ReplicaConfig):
     )
     kv_events_topic: str = option("", "topic of KV events; llm-d expects kv@<pod address>@<model>")
 
+    lora_folder: str | None = option(
+        None,
+        "folder below which POST /v1/load_lora_adapter may load LoRA adapters; without it none can be loaded over HTTP",
+    )
     batch_folder: str | None = option(
         None,
         "folder for the files of /v1/files and the state of /v1/batches; without it these routes are disabled; several "
@@ -1007,7 +1072,17 @@ def _replica_address(address: str, replica: int) -> str:
 
 
 def check_replicas(config: ServerConfig, engine: EngineConfig, tenants: Iterable[TenantConfig]) -> None:
-    """Raises ConfigError for what several engines cannot do together."""
+    """Raises ConfigError for what several engines cannot do together, or the engine cannot do for a server."""
+    if config.lora_folder is not None:
+        for name, value, default, reason in (
+            ("executor", engine.executor, "torch", "which runs no model"),
+            ("role", config.role, "both", "which has no adapters yet"),
+            ("prefill_replicas", config.prefill_replicas, 0, "which have no adapters yet"),
+        ):
+            if value != default:
+                raise ConfigError(
+                    f"lora_folder is {config.lora_folder!r} and {name} is {value!r}, {reason}: remove one of them."
+                )
     if config.role != "both" or config.prefill_replicas:
         name = "role" if config.role != "both" else "prefill_replicas"
         value = getattr(config, name)

@@ -10,11 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from paceline.engine.adapter_loading import load_adapter, unload_adapter
 from paceline.engine.engine import Engine, Prompt
 from paceline.engine.garbage import no_garbage_collection
 from paceline.engine.job import Job
@@ -36,6 +37,7 @@ from paceline.scheduler import Scheduler
 from paceline.text.reasoning import ReasoningMarkers, reasoning_markers_of
 
 Message = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = True,
+        lora: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Generates from one prompt or many and returns one output per prompt, in order.
 
@@ -151,14 +154,20 @@ class LLM:
         all prompts, or is a sequence with one entry per prompt; None is `SamplingParams()`. Without `max_tokens` an
         output has up to 256 tokens, or what context and memory leave. `progress` shows a line on stderr if that is a
         terminal and the call takes longer than half a second. If a prompt is invalid or refused, the call raises its
-        error and the others are aborted.
+        error and the others are aborted. `lora` names a loaded adapter for all prompts, or one per prompt; "" is the
+        base model.
         """
         listed, encoded = self._encode(prompts)
-        each = list(map(self._with_limit, encoded, _each_params(len(listed), params)))
+        each = list(map(self._with_limit, encoded, _each_params(params, len(listed))))
         # Each choice is a request of its own; those of one prompt share its KV through the prefix cache.
         variants = [one.each_choice() for one in each]
-        flat = [(prompt, one) for prompt, ones in zip(encoded, variants, strict=True) for one in ones]
-        left = iter(self._run([Job(prompt, one, stream=False) for prompt, one in flat], progress))
+        adapters = _each_adapter(lora, len(listed))
+        jobs = [
+            Job(prompt, one, stream=False, adapter=adapter)
+            for prompt, ones, adapter in zip(encoded, variants, adapters, strict=True)
+            for one in ones
+        ]
+        left = iter(self._run(jobs, progress))
         return [
             _output(given if isinstance(given, list) else prompt.tolist(), one, [next(left) for _ in ones])
             for given, prompt, one, ones in zip(listed, encoded, each, variants, strict=True)
@@ -166,16 +175,24 @@ class LLM:
 
     @no_garbage_collection()
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], pooling: str = "mean", progress: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: str = "mean",
+        progress: bool = True,
+        lora: str | Sequence[str] = "",
     ) -> list[npt.NDArray[np.float32]]:
         """The embedding of each prompt, in order: its hidden states, pooled (`mean` or `last`) and scaled to length 1.
 
-        Prompts are as in `generate`; nothing is generated.
+        Prompts and `lora` are as in `generate`; nothing is generated.
         """
         check_pooling(pooling)
         _, encoded = self._encode(prompts)
         params = SamplingParams(max_tokens=0)
-        sinks = self._run([Job(prompt, params, pooling=pooling, stream=False) for prompt in encoded], progress)
+        jobs = [
+            Job(prompt, params, pooling=pooling, stream=False, adapter=adapter)
+            for prompt, adapter in zip(encoded, _each_adapter(lora, len(encoded)), strict=True)
+        ]
+        sinks = self._run(jobs, progress)
         found = []
         for delta in map(_last, sinks):
             if delta.vector is None:
@@ -189,6 +206,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = True,
         separate_reasoning: bool = True,
+        lora: str | Sequence[str] = "",
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Generates the next assistant message of one conversation or of many; returns one output per conversation.
@@ -209,12 +227,13 @@ class LLM:
                 raise InvalidRequest(f"conversation {index}: {error}" if many else str(error)) from None
         markers = reasoning_markers_of(tokenizer.chat.source) if separate_reasoning and tokenizer.chat else None
         if markers is None:
-            return self.generate(prompts, params, progress)
-        each = _each_params(len(prompts), params)
+            return self.generate(prompts, params, progress, lora)
+        each = _each_params(params, len(prompts))
         outputs = self.generate(
             prompts,
             [markers.sampling_params(one, text, tokenizer) for one, text in zip(each, texts, strict=True)],
             progress,
+            lora,
         )
         return [_separated(output, markers, text) for output, text in zip(outputs, texts, strict=True)]
 
@@ -225,6 +244,15 @@ class LLM:
         continue with the new weights (`continue`). Outputs name the version they were computed with.
         """
         return update_weights(self.engine, path, mode=mode, version=version)
+
+    def load_lora_adapter(self, name: str, path: str | Path, *, load_inplace: bool = False) -> None:
+        """Loads a PEFT folder, so that requests can use it by `name` (`lora=name`). load_inplace: replaces a loaded
+        adapter of this name for new requests."""
+        load_adapter(self.engine, name, path, replace=load_inplace)
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Raises `Conflict` while requests use it."""
+        unload_adapter(self.engine, name)
 
     def close(self) -> None:
         self.engine.close()
@@ -280,17 +308,24 @@ class LLM:
         return params.with_max_tokens(min(max(DEFAULT_MAX_TOKENS, params.min_tokens), room))
 
 
-def _each_params(count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> Sequence[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    listed = _as_list("params", params, "SamplingParams, or a list with one for each prompt")
+def _each_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    return _each("params", SamplingParams() if params is None else params, SamplingParams, count, "SamplingParams")
+
+
+def _each_adapter(lora: str | Sequence[str], count: int) -> Sequence[str]:
+    return _each("lora", lora, str, count, "the name of an adapter (an empty string: none)")
+
+
+def _each(name: str, value: T | Sequence[T], kind: type[T], count: int, item: str) -> Sequence[T]:
+    """One value for each of `count` prompts. item: what to give, in words."""
+    if isinstance(value, kind):
+        return [value] * count
+    listed = _as_list(name, value, f"{item}, or a list with one for each prompt")
     for index, one in enumerate(listed):
-        if not isinstance(one, SamplingParams):
-            raise InvalidRequest(f"params[{index}] is {short(one)}: give SamplingParams.")
+        if not isinstance(one, kind):
+            raise InvalidRequest(f"{name}[{index}] is {short(one)}: give {item}.")
     if len(listed) != count:
-        raise InvalidRequest(f"params has {len(listed)} entries for {count} prompts: give one, or one per prompt.")
+        raise InvalidRequest(f"{name} has {len(listed)} entries for {count} prompts: give one, or one per prompt.")
     return listed
 
 

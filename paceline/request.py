@@ -381,7 +381,7 @@ class Request:
     running_timeout_s: float = math.inf  # from its first admission to its end; the same
     eos_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""  # requests share cached prefixes only within one tenant, salt and adapter
-    adapter: str = ""
+    adapter: str = ""  # a LoRA adapter, name and version; "": the base model
     prefill_only: bool = False  # embeddings, prompt logprobs: ends after prefill and samples nothing
     pooling: str | None = None  # mean or last: embeds the prompt and generates nothing
     compute_from: int | None = None  # positions from here on are computed even if cached
@@ -489,6 +489,11 @@ class Request:
         if phase not in _NEXT[self.phase]:
             raise IllegalTransition(f"request {self.id} cannot go from {self.phase.value} to {phase.value}.")
         self.phase = phase
+
+
+def adapter_name(adapter: str) -> str:
+    """The name that clients use for an adapter, which the engine calls name@digest (engine/adapters.py)."""
+    return adapter.rpartition("@")[0] or adapter
 
 
 def as_tokens(ids: Sequence[int] | npt.NDArray[Any], name: str = "the prompt") -> Tokens:

@@ -119,7 +119,8 @@ class ScriptedExecutor(Executor):
     _host: np.ndarray = field(init=False)  # [host pages, positions]
     _rows: dict[int, dict[int, int]] = field(default_factory=dict)  # slot -> index -> page
     _tokens: dict[int, list[int]] = field(default_factory=dict)
-    _seeds: dict[int, int] = field(default_factory=dict)
+    _spaces: dict[int, tuple[tuple[str, ...], int | None]] = field(default_factory=dict)  # tenant, salt; adapter slot
+    _adapters: dict[int, str] = field(default_factory=dict)  # by adapter slot
     _ids: dict[int, str] = field(default_factory=dict)
     _positions: dict[int, int] = field(default_factory=dict)  # of the next token to feed, by slot
     _queue: list[ScriptedPending] = field(default_factory=list)
@@ -184,9 +185,11 @@ class ScriptedExecutor(Executor):
     def _run(self, plan: Plan, faulty_rows: Collection[int]) -> Result:
         if plan.swap is not None:
             self._move(plan.swap)
+        for load in plan.adapter_loads:
+            self._adapters[load.slot] = load.adapter
         for join in plan.joins:
             self._tokens[join.slot] = join.tokens.tolist()
-            self._seeds[join.slot] = _seed(join.namespace)
+            self._spaces[join.slot] = (join.namespace[:2], join.adapter_slot)
             self._ids[join.slot] = join.request_id
         for slot, index, page in zip(plan.page_slots, plan.page_indices, plan.page_ids, strict=True):
             self._rows.setdefault(int(slot), {})[int(index)] = int(page)
@@ -248,10 +251,11 @@ class ScriptedExecutor(Executor):
     def _feed(self, slot: int, start: int, length: int, *, is_faulty: bool = False) -> int:
         """Writes the KV of `length` tokens from `start`, and returns the sum over the row so far."""
         row, size = self._rows.get(slot, {}), self.page_size
-        places = np.array([row[at // size] * size + at % size for at in range(start + length)], np.int64)
+        pages = np.array([row[index] for index in range(-(-(start + length) // size))], np.int64)
+        places = (pages[:, None] * size + np.arange(size)).reshape(-1)[: start + length]
         read = self._memory[places[:start]]
         with np.errstate(over="ignore"):
-            total = (self._seeds[slot] + int(read.sum(dtype=np.uint64))) & _MASK
+            total = (self._seed_of(slot) + int(read.sum(dtype=np.uint64))) & _MASK
         if is_faulty or (read == _NAN).any():
             total = _NAN
         for position in range(start, start + length):
@@ -261,6 +265,11 @@ class ScriptedExecutor(Executor):
             self._memory[places[position]] = value
             total = _NAN if is_nan else (total + value) & _MASK
         return total
+
+    def _seed_of(self, slot: int) -> int:
+        """With the adapter that is in the request's slot now: another one there would change its tokens."""
+        space, adapter_slot = self._spaces[slot]
+        return _seed((*space, "" if adapter_slot is None else self._adapters[adapter_slot]))
 
 
 class Harness:

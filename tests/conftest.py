@@ -1,9 +1,12 @@
 """What all tests share: hypothesis runs the same examples every time, so that a red test stays red."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,31 +30,45 @@ settings.load_profile("paceline")
 LONGEST = (
     "tests/pages/test_sim_page.py",
     "tests/server/test_ray_serve.py",
+    "tests/simulator/test_experiments.py",
     "tests/server/test_processes.py",
     "tests/engine/cuda/test_drafts.py",
     "tests/kernels/test_variants.py",
     "tests/oracle/test_axes.py",
     "tests/server/test_replicas.py",
     "tests/server/test_disaggregation.py",
+    "tests/parallel/test_processes.py",
+    "tests/bench/test_offline.py",
     "tests/engine/cuda/test_draft_model.py",
-    "tests/simulator/test_experiments.py",
     "tests/engine/cuda/test_executor.py",
     "tests/server/test_openapi.py",
-    "tests/engine/cuda/test_draft_masks.py",
-    "tests/engine/cuda/test_sampling.py",
-    "tests/bench/test_offline.py",
-    "tests/test_llm.py",
+    "tests/engine/cpu/test_drafts.py",
     "tests/checks/test_checks.py",
     "tests/scheduler/test_state_machine.py",
-    "tests/server/test_end_to_end.py",
+    "tests/test_deployment.py",
+    "tests/parallel/test_cpu.py",
+    "tests/test_llm.py",
+    "tests/simulator/test_fit.py",
+    "tests/scheduler/test_policy.py",
     "tests/sampling/test_grammar.py",
-    "tests/simulator/test_routing.py",
+    "tests/engine/cuda/test_draft_masks.py",
+    "tests/engine/cuda/test_sampling.py",
+    "tests/test_install.py",
+    "tests/engine/cpu/test_draft_masks.py",
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not hasattr(config, "workerinput"):  # one process: in the order of the command line
+        return
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(LONGEST)))
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector need not look at what was imported and collected again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -60,12 +77,36 @@ def pytest_xdist_auto_num_workers() -> int:
     return min((os.cpu_count() or 1) + 2, 8)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_ssl_context() -> Iterator[None]:
+    """Every `httpx.get` would read all certificates of the machine, which takes longer than most requests."""
+    if "httpx" not in sys.modules:
+        yield
+        return
+    from httpx._transports import default
+
+    with patch.object(default, "create_ssl_context", cache(default.create_ssl_context)):
+        yield
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model's file: fetched once per machine, then found in the cache."""
     from paceline.model.fetch import fetch_default
 
     return fetch_default()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_drafts_by_default() -> Iterator[None]:
+    """How many drafts a pass has depends on measured times, so tests that count passes or deltas ask for drafts."""
+    build = sys.modules.get("paceline.engine.build")
+    if build is None:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "default_speculation", lambda *_: "off")
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

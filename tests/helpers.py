@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import shutil
 from collections.abc import Callable, Sequence
@@ -149,3 +150,12 @@ def admissions(subject: Scheduler) -> list[str]:
 
 def events(subject: Scheduler, kind: EventKind, request_id: str | None = None) -> list[Any]:
     return [e for e in subject.journal.events if e.kind is kind and request_id in (None, e.request_id)]
+
+
+class Logprob(float):
+    """Equals those that differ by rounding only. Rounded to digits, two that are close may differ in the last one."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, float) and math.isclose(self, other, rel_tol=0, abs_tol=2e-3)
+
+    __hash__ = None  # type: ignore[assignment]

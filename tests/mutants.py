@@ -282,6 +282,24 @@ MUTANTS = [
         "",
     ),
     Mutant(
+        "an adapter in use is replaced",
+        "scheduler/adapter_slots.py",
+        "next((one for one in self.slots if one not in self.num_users), None)",
+        "next(iter(self.slots), None)",
+    ),
+    Mutant(
+        "no adapter slot is drained for a waiting request",
+        "scheduler/admission.py",
+        "        return adapters.num_available == 0 and request.adapter != self._draining_adapter()",
+        "        return True",
+    ),
+    Mutant(
+        "the slot of a reserved request's adapter is given away",
+        "scheduler/admission.py",
+        "            return adapters.num_available > is_kept",
+        "            return adapters.num_available > 0",
+    ),
+    Mutant(
         "namespaces are shared",
         "scheduler/prefix_tree.py",
         "        for name in (request.tenant, (request.cache_salt, request.adapter)):",
@@ -790,7 +808,7 @@ MUTANTS = [
         "scheduler/admission.py",
         "        self._room = min(self._config.chunk_tokens, self._budget * 3 // 4) if others_wait else 0",
         "        self._room = min(self._config.chunk_tokens, self._budget // 2) if others_wait else 0",
-        ("tests/simulator/test_experiments.py",),
+        ("tests/scheduler/test_admission.py",),
     ),
     Mutant(
         "the context of prompt tokens does not count in measured batches",
@@ -949,16 +967,44 @@ MUTANTS = [
     Mutant(
         "the stages of a pipeline have the windows of the first layers",
         "model/layout.py",
-        "spec.windows[layers], spec.layer_ropes[layers]",
-        "spec.windows[: len(self.layers(spec))], spec.layer_ropes[layers]",
+        "spec.with_layers(self.layers(spec))",
+        "replace(spec.with_layers(self.layers(spec)), windows=spec.windows[: len(self.layers(spec))])",
         ("tests/parallel/test_pipeline.py",),
     ),
     Mutant(
         "the stages of a pipeline rotate as the first layers do",
         "model/layout.py",
-        "spec.windows[layers], spec.layer_ropes[layers]",
-        "spec.windows[layers], spec.layer_ropes[: len(self.layers(spec))]",
+        "spec.with_layers(self.layers(spec))",
+        "replace(spec.with_layers(self.layers(spec)), layer_ropes=spec.layer_ropes[: len(self.layers(spec))])",
         ("tests/parallel/test_pipeline.py",),
+    ),
+    Mutant(
+        "gate and up of an expert are those of the next one",
+        "model/layout.py",
+        'names, row = f"{stored}mlp.experts.{expert}.", 2 * expert * num_rows',
+        'names, row = f"{stored}mlp.experts.{(expert + 1) % spec.num_experts}.", 2 * expert * num_rows',
+        ("tests/model/test_oracle.py",),
+    ),
+    Mutant(
+        "the blocks of experts overlap",
+        "kernels/route_experts.py",
+        "block = offset // BLOCK_M + column\n",
+        "block = offset // BLOCK_M\n",
+        ("tests/kernels/test_experts.py",),
+    ),
+    Mutant(
+        "padding rows choose experts",
+        "kernels/route_experts.py",
+        "is_live = is_live & (m < tl.load(live))",
+        "is_live = is_live",
+        ("tests/kernels/test_experts.py",),
+    ),
+    Mutant(
+        "the weights of experts are not multiplied in",
+        "kernels/experts.py",
+        "* up * weight[:, None]",
+        "* up",
+        ("tests/kernels/test_experts.py",),
     ),
 ]
 

@@ -20,6 +20,7 @@ import pytest
 
 from paceline import config
 from paceline.config import BATCHING, EVICTION, POLICIES, EngineConfig, RayConfig, SchedulerConfig, ServerConfig
+from paceline.model.family_table import HEAD, family_rows
 from tests.mutants import MUTANTS
 
 ROOT = Path(__file__).parent.parent
@@ -29,8 +30,8 @@ DOCS = [document for document in DOCUMENTS if "results" not in document.parts]  
 LOG = ROOT / "docs" / "log"
 LOG_PAGES = [
     "end-to-end", "scheduler", "prefix-cache", "shared-prefix-attention", "decode-attention", "prefill-attention",
-    "gemms", "cuda-graphs", "sampling", "grammars", "host-memory", "cpu", "server", "simulator", "hardware",
-    "correctness", "startup", "speculation", "routing",
+    "gemms", "experts", "lora", "cuda-graphs", "sampling", "grammars", "host-memory", "cpu", "server", "simulator",
+    "hardware", "correctness", "startup", "speculation", "routing",
 ]  # fmt: skip
 
 
@@ -141,6 +142,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "server-options": lambda: options(ServerConfig),
     "ray-options": lambda: options(RayConfig),
     "offline-parts": lambda: choices("part", config.OFFLINE_PARTS),
+    "families": lambda: table(HEAD, family_rows()),
     "experiments": experiments,
     "routes": routes,
     "tree": tree,

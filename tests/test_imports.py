@@ -37,10 +37,16 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Imports and classes of a file, inside functions and under TYPE_CHECKING too."""
+    wanted = (ast.Import, ast.ImportFrom, ast.ClassDef)
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, wanted)]
+
+
 def imports(path: Path) -> set[str]:
-    """Everything a file imports, inside functions and under TYPE_CHECKING too."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -105,12 +111,7 @@ def test_packages_form_layers() -> None:
 
 
 def test_no_class_name_is_defined_twice() -> None:
-    names = Counter(
-        node.name
-        for path in MODULES.values()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    )
+    names = Counter(node.name for path in MODULES.values() for node in nodes(path) if isinstance(node, ast.ClassDef))
     assert not [name for name, count in names.items() if count > 1]
 
 

@@ -106,9 +106,15 @@ class RunMetrics:
 
 
 def run_metrics(
-    timeline: Timeline, seconds: float, spec: ModelSpec, dtype_bytes: int, saved_tokens: int = 0
+    timeline: Timeline,
+    seconds: float,
+    spec: ModelSpec,
+    dtype_bytes: int,
+    saved_tokens: int = 0,
+    kv_dtype_bytes: int | None = None,
 ) -> RunMetrics:
-    """`saved_tokens`: KV positions that decode rows attend to and that were read once for several rows."""
+    """`saved_tokens`: KV positions that decode rows attend to and that were read once for several rows.
+    `kv_dtype_bytes`: if it is not `dtype_bytes`."""
     passes = timeline.passes
     decodes = [one for one in passes if not one.num_prompts]
     prefills = [one for one in passes if one.num_prompts]
@@ -117,9 +123,10 @@ def run_metrics(
     steady = [b for a, b in itertools.pairwise(passes) if not (a.num_prompts or b.num_prompts)]
     count, wait_s = max(len(passes), 1), timeline.host_s("wait")
     host_s = max(seconds - wait_s, 1e-9)
-    kv_bytes = spec.kv_bytes_per_token(dtype_bytes)
+    kv_bytes = spec.kv_bytes_per_token(dtype_bytes if kv_dtype_bytes is None else kv_dtype_bytes)
     addressed = sum(one.context_tokens for one in decodes)
-    weight_bytes = (spec.num_parameters - (0 if spec.tied else spec.vocab_size * spec.hidden_size)) * dtype_bytes
+    head = 0 if spec.tied else spec.vocab_size * spec.hidden_size
+    weight_bytes = sum(spec.num_read_parameters(one.num_tokens) - head for one in decodes) * dtype_bytes
     read = (addressed - saved_tokens) * kv_bytes
     return RunMetrics(
         seconds=seconds,
@@ -133,7 +140,7 @@ def run_metrics(
         hidden_share=max(0.0, 1 - max(seconds - device_s, 0.0) / host_s),
         kv_addressed=_ratio(addressed * kv_bytes, decoding_s),
         kv_read=_ratio(read, decoding_s),
-        decode_read=_ratio(read + weight_bytes * len(decodes), decoding_s),
+        decode_read=_ratio(read + weight_bytes, decoding_s),
         prompt_flops=_ratio(sum(num_operations(spec, one) for one in prefills), device_s - decoding_s),
         flops=_ratio(sum(num_operations(spec, one) for one in passes), device_s),
     )
@@ -141,9 +148,8 @@ def run_metrics(
 
 def num_operations(spec: ModelSpec, one: Pass) -> int:
     """Floating point operations of a forward pass: GEMMs and attention (as if no layer had a sliding window)."""
-    per_token = spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.ffn_size)
     head = one.num_sampled * spec.vocab_size * spec.hidden_size
-    return 2 * (spec.num_layers * (one.num_tokens * per_token + 2 * one.pairs * spec.q_size) + head)
+    return 2 * (spec.num_layers * (one.num_tokens * spec.layer_gemms + 2 * one.pairs * spec.q_size) + head)
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -67,6 +67,10 @@ def run(
     rest = {name: value for name, value in options.items() if name not in own}
     engine_options, _ = split_options(rest)
     engine_config = EngineConfig(**engine_options)
+    if engine_config.lora:
+        raise ConfigError(
+            f"lora is {dict(engine_config.lora)!r}, which these workloads do not use: see benchmarks/lora.py."
+        )
     device = torch.device(choose_device(engine_config))
     load = load or ("random" if model is None else "weights")
     if load == "random" and model is None:

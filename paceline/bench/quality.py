@@ -26,7 +26,11 @@ from paceline.engine.cpu.inputs import SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.cpu.model import DecoderModel
 from paceline.engine.cpu.quantised_model import attention_for
+from paceline.engine.cpu.rounded_kv import calibrated_scales, rounding
+from paceline.engine.cuda.kv_scales import calibration_ids
 from paceline.engine.kv_sizing import check_models_fit
+from paceline.engine.precision import FP8_KV, check_kv_dtype
+from paceline.model.decoder import Attend
 from paceline.model.read_spec import read_spec
 from paceline.text.load import load_tokenizer
 from paceline.text.tokenizer import Tokenizer
@@ -73,12 +77,16 @@ class Needle:
 class ScoredModel:
     """A model with a KV cache for one sequence."""
 
-    def __init__(self, decoder: DecoderModel, max_tokens: int) -> None:
+    def __init__(self, decoder: DecoderModel, max_tokens: int, *, fp8_kv: bool = False) -> None:
         self.decoder = decoder
+        self.scales: Tensor | None = None  # of a KV cache in FP8
         num_pages = -(-max_tokens // _PAGE_SIZE)
         self._tables = SlotTables(1, max_tokens, _PAGE_SIZE)
         self._tables.pages[0] = np.arange(num_pages)
         self._attention = attention_for(decoder, KVCache(decoder.spec, num_pages, _PAGE_SIZE, decoder.dtype))
+        if fp8_kv:
+            ids = calibration_ids(decoder.spec, max_tokens)
+            self.scales = calibrated_scales(decoder, ids, self._begin(0, len(ids))[2])
 
     def hidden(self, tokens: Sequence[int]) -> Tensor:
         """What `forward` returns for every token of a sequence."""
@@ -86,10 +94,15 @@ class ScoredModel:
         parts = []
         for start in range(0, len(tokens), _CHUNK_TOKENS):
             length = min(_CHUNK_TOKENS, len(tokens) - start)
-            inputs = self._tables.row_inputs(np.zeros(1, np.int64), np.array([start]), np.array([length]))
-            ids, positions = torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions)
-            parts.append(self.decoder.forward(ids, positions, self._attention.begin(inputs)))
+            ids, positions, attend = self._begin(start, length)
+            if self.scales is not None:
+                attend = rounding(attend, self.scales)
+            parts.append(self.decoder.forward(ids, positions, attend))
         return torch.cat(parts)
+
+    def _begin(self, start: int, length: int) -> tuple[Tensor, Tensor, Attend]:
+        inputs = self._tables.row_inputs(np.zeros(1, np.int64), np.array([start]), np.array([length]))
+        return torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), self._attention.begin(inputs)
 
     def logprobs(self, hidden: Tensor) -> Tensor:
         """Log-probabilities [rows, vocabulary] of the next token, in float64."""
@@ -112,9 +125,12 @@ def bench(config: QualityConfig, path: Path, against_path: Path) -> None:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     longest = max([config.window, *config.lengths])
-    model = _load(path, config.dtype, config.quantization, longest)
+    model = _load(path, config.dtype, config.quantization, longest, config.kv_dtype)
     against = _load(against_path, config.against_dtype, config.against_quantization, longest)
-    names = [f"{one.name}, {scored.decoder.precision}" for one, scored in zip(paths, (model, against), strict=True)]
+    names = [
+        f"{one.name}, {scored.decoder.precision}{'' if scored.scales is None else ', KV in FP8'}"
+        for one, scored in zip(paths, (model, against), strict=True)
+    ]
     found = compare_text(model, against, tokens[: config.text_tokens], config.window)
     console = Console()
     for role, name in zip(("model", "against"), names, strict=True):
@@ -221,11 +237,18 @@ def _tokens_of(text: str, tokenizers: Sequence[Tokenizer], vocab_sizes: Sequence
     return tokens
 
 
-def _load(path: Path, dtype: str, quantization: str, max_positions: int) -> ScoredModel:
+def _load(path: Path, dtype: str, quantization: str, max_positions: int, kv_dtype: str = "auto") -> ScoredModel:
     config = choose_precision(EngineConfig(device="cpu", dtype=dtype, quantization=quantization), "cpu", path)
+    if kv_dtype == FP8_KV and config.quantization != "none":
+        raise ConfigError(
+            f"kv_dtype is {kv_dtype!r} and weights stay in 4 or 8 bits, whose attention has KV in float32: set "
+            "quantization to none."
+        )
+    check_kv_dtype(EngineConfig(kv_dtype="auto" if kv_dtype == FP8_KV else kv_dtype), "cpu", config.dtype)
     spec = read_spec(path)
     check_models_fit([spec], weight_bytes(config, spec, path))
-    return ScoredModel(load_model(path, spec, 0, config, "cpu", max_positions), max_positions)
+    decoder = load_model(path, spec, 0, config, "cpu", max_positions)
+    return ScoredModel(decoder, max_positions, fp8_kv=kv_dtype == FP8_KV)
 
 
 def _text_table(found: TextResult) -> Table:

@@ -186,7 +186,12 @@ class BenchRunner:
         cached = sum(output.num_cached_tokens for output in outputs)
         model = model_of(llm)
         metrics = run_metrics(
-            timeline, seconds, model.spec, model.dtype.itemsize, device.stats.saved_tokens if device else 0
+            timeline,
+            seconds,
+            model.spec,
+            model.dtype.itemsize,
+            device.stats.saved_tokens if device else 0,
+            device.kv.dtype.itemsize if device else None,
         )
         if self.config.trace is not None:
             self.timelines.append(timeline)

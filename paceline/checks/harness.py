@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from paceline.engine.build import assemble
 from paceline.engine.engine import Engine
 from paceline.engine.output import OutputDelta, TokenLogprob
 from paceline.llm import LLM
-from paceline.model.decoder import Decoder
+from paceline.model.decoder import Decoder, soft_cap
 from paceline.model.registry import shape as named_shape
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import random_weights
@@ -62,8 +62,7 @@ class CheckSetup:
             raise ConfigError("checks use random weights: give a shape and no model.")
         spec = named_shape(self.shape)
         count = min(spec.num_layers, num_layers or spec.num_layers, self.num_layers or spec.num_layers)
-        cut = slice(0, count)
-        return replace(spec, num_layers=count, windows=spec.windows[cut], layer_ropes=spec.layer_ropes[cut])
+        return spec.with_layers(range(count))
 
     def weights(self, spec: ModelSpec, dtype: str | None = None) -> dict[str, Tensor]:
         """The same values on every call; `dtype` rounds them."""
@@ -130,13 +129,23 @@ def logits_after(decoder: Decoder, prompt: list[int], output: list[int]) -> Tens
 
 
 def hidden_states(decoder: Decoder, tokens: list[int]) -> Tensor:
-    """Hidden states [T, H] in plain torch. For models without sliding window layers."""
-    assert not any(decoder.spec.windows), "sliding windows need a mask"
+    """Hidden states [T, H] in plain torch."""
+    spec, at = decoder.spec, torch.arange(len(tokens), device=decoder.device)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out[0].transpose(0, 1).flatten(1)
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        window = spec.windows[layer]
+        if window is None and spec.score_cap is None:
+            out = F.scaled_dot_product_attention(
+                q[None], k[None], v[None], is_causal=True, enable_gqa=True, scale=spec.attention_scale
+            )[0]
+        else:
+            k, v = (x.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=0) for x in (k, v))
+            scores = soft_cap(q.float() @ k.float().transpose(1, 2) * spec.softmax_scale, spec.score_cap)
+            behind = at[:, None] - at[None, :]
+            hidden = (behind < 0) | (behind >= (window or len(tokens)))
+            out = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v.float()).to(q.dtype)
+        return out.transpose(0, 1).flatten(1)
 
     ids = torch.tensor(tokens, device=decoder.device)
     return decoder.forward(ids, torch.arange(len(ids), device=decoder.device), attend)

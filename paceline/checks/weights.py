@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import tempfile
 from collections.abc import Mapping
@@ -88,11 +89,19 @@ def write_folder(folder: Path, spec: ModelSpec, weights: Mapping[str, Tensor]) -
         "max_position_embeddings": spec.context_tokens, "rope_theta": rope.theta, "tie_word_embeddings": spec.tied,
         "bos_token_id": spec.bos_id, "eos_token_id": list(spec.eos_ids), "torch_dtype": spec.dtype,
     }  # fmt: skip
+    if spec.num_experts:
+        config |= {
+            "num_experts": spec.num_experts, "num_experts_per_tok": spec.experts_per_token,
+            "norm_topk_prob": spec.renormalise_experts, "shared_expert_intermediate_size": spec.shared_expert_ffn_size,
+            "mlp_only_layers": [layer for layer, is_sparse in enumerate(spec.sparse_layers) if not is_sparse],
+            str(family.experts_key): spec.expert_ffn_size,
+        }  # fmt: skip
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {}
     for name, part in stored_parts(spec).items():
         rows = weights[part.target][part.row : part.row + part.num_rows]
-        tensors[name] = (rows if rows.shape == part.shape else rows[0]).contiguous().cpu()
+        is_whole = rows.numel() == math.prod(part.shape)  # else one row for each head
+        tensors[name] = (rows.reshape(part.shape) if is_whole else rows[0]).contiguous().cpu()
     save_file(tensors, folder / "model.safetensors")
     assert read_spec(folder) == spec, "this config has no field for an option of the spec"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import Load, Model, Shape, takes
+from paceline.cli.options import Load, Model, Shape, one_adapter, takes
 from paceline.cli.sampling import (
     MaxTokens,
     MinP,
@@ -58,23 +58,32 @@ def chat(
     )
     from paceline.cli.loading import load_engine
 
-    interactive = sys.stdin.isatty()
+    interactive, adapter = sys.stdin.isatty(), one_adapter(options)
     loaded = load_engine(model, load, shape, options)
     if interactive:
         import readline  # noqa: F401 (enables line editing in input())
 
         typer.echo(f"{loaded.name}, context of {loaded.context_tokens:,} tokens. {_HELP}\n")
     try:
-        _Conversation(loaded.engine, params, system, separate_reasoning=separate_reasoning).run(interactive)
+        conversation = _Conversation(
+            loaded.engine, params, system, separate_reasoning=separate_reasoning, adapter=adapter
+        )
+        conversation.run(interactive)
     finally:
         loaded.engine.close()
 
 
 class _Conversation:
     def __init__(
-        self, engine: Engine, params: SamplingParams, system: str | None, *, separate_reasoning: bool = True
+        self,
+        engine: Engine,
+        params: SamplingParams,
+        system: str | None,
+        *,
+        separate_reasoning: bool = True,
+        adapter: str = "",
     ) -> None:
-        self._engine, self._params = engine, params
+        self._engine, self._params, self._adapter = engine, params, adapter
         chat = engine.tokenizer.chat
         self._markers = reasoning_markers_of(chat.source) if separate_reasoning and chat is not None else None
         self._before = [{"role": "system", "content": system}] if system is not None else []
@@ -110,7 +119,8 @@ class _Conversation:
             if self._markers is not None:
                 output.parser = self._markers.parser(prompt)
                 params = self._markers.sampling_params(params, prompt, tokenizer)
-            with stream(self._engine, tokenizer.encode(prompt, add_special=False), params) as deltas:
+            encoded = tokenizer.encode(prompt, add_special=False)
+            with stream(self._engine, encoded, params, self._adapter) as deltas:
                 for delta in deltas:
                     output.push(delta.text)
             output.close()

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,15 +39,19 @@ def compile(
         raise ConfigError(f"arch is {arch!r}: give an architecture such as sm_90, sm_{_LEAST_ARCH} or newer.")
     if shape is not None and model is not None:
         raise ConfigError(f"model is {model!r} and shape is {shape!r}: give one of them.")
+    if find_spec("triton") is None:  # before torch is imported, which takes seconds
+        raise ConfigError("triton is not installed, which compiles kernels: pip install triton.")
     os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing; before Triton is imported
     from paceline.engine.build import kernel_options
     from paceline.engine.cuda.precompile import precompile
+    from paceline.engine.precision import check_arch
     from paceline.model.layout import different_shards
 
     engine_options, scheduler_options = split_options(options, ("model", "shape", "output", "arch", "jobs"))
     config = EngineConfig(**engine_options)
     if config.pp > 1:
         raise ConfigError(f"pp is {config.pp}: pipeline parallelism runs on CPUs only so far, which need no kernels.")
+    check_arch(config, int(found[1]))
     what = kernel_options(model, shape, config, scheduler_options)
     try:
         output.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.options import Load, Model, Shape, takes
+from paceline.cli.options import Load, Model, Shape, one_adapter, takes
 from paceline.cli.sampling import (
     JsonSchema,
     MaxTokens,
@@ -77,6 +77,7 @@ def generate(
     from paceline.cli.streaming import stream
     from paceline.llm import LLM
 
+    adapter = one_adapter(options)
     loaded = load_engine(model, load, shape, options)
     before = [{"role": "system", "content": system}] if system is not None else []
     with LLM.from_engine(loaded.engine) as llm:
@@ -87,12 +88,12 @@ def generate(
             for prompt in prompts
         ]
         if len(prompts) > 1:
-            outputs = llm.generate(encoded, params)
+            outputs = llm.generate(encoded, params, lora=adapter)
             for prompt, output in zip(prompts, outputs, strict=True):
                 typer.secho(f"> {prompt}", bold=True)
                 typer.echo(f"{output.text}\n")
             return
-        with stream(llm.engine, encoded[0], params) as deltas:
+        with stream(llm.engine, encoded[0], params, adapter) as deltas:
             for delta in deltas:
                 typer.echo(delta.text, nl=False)
         typer.echo()

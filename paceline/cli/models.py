@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 
-def models() -> None:
+def models(
+    families: Annotated[bool, typer.Option("--families", help="Print the table of supported families.")] = False,
+) -> None:
     """List models on this machine, supported families, and shapes for random weights."""
+    if families:
+        _print_families()
+        return
     from paceline.cli.loading import count, size
     from paceline.model.fetch import DEFAULT_MODEL, models_dir
     from paceline.model.registry import FAMILIES, SHAPES
@@ -23,7 +30,7 @@ def models() -> None:
         # Not a table: it would truncate long paths.
         console.print(f"  {name:{width}}  {size(num_bytes):>8}  {path}", markup=False)
 
-    console.print(f"\nFamilies: {', '.join(family.name for family in FAMILIES)}.")
+    console.print(f"\nFamilies: {', '.join(family.name for family in FAMILIES)} (--families: details).")
     console.print("Formats: a folder with config.json and safetensors, a .gguf file, or a Hugging Face id of either.\n")
 
     console.print("Shapes for --load random:")
@@ -33,6 +40,17 @@ def models() -> None:
     for name, spec in SHAPES.items():
         table.add_row(name, count(spec.num_parameters), spec.family, f"{spec.context_tokens:,}")
     console.print(table)
+
+
+def _print_families() -> None:
+    from paceline.model.family_table import HEAD, family_rows
+
+    table = Table(box=None, padding=(0, 2))
+    for title in HEAD:
+        table.add_column(title, no_wrap=True)
+    for row in family_rows():
+        table.add_row(*row)
+    Console(soft_wrap=True, highlight=False).print(table)
 
 
 def _on_disk(folder: Path) -> Iterator[tuple[str, int, Path]]:

@@ -143,7 +143,34 @@ def _help(item: dataclasses.Field[Any]) -> str:
 
 
 def _value(name: str, value: Any) -> Any:
-    return parse_weights(value) if name == "tenant_weights" else value
+    match name:
+        case "tenant_weights":
+            return parse_weights(value)
+        case "lora":
+            return parse_adapters(value)
+        case _:
+            return value
+
+
+def one_adapter(options: Mapping[str, Any]) -> str:
+    """The adapter that all output of a command uses; "": the base model."""
+    names = list(options.get("lora") or ())
+    if len(names) > 1:
+        raise ConfigError(f"lora has {', '.join(names)}: give one, which the output uses.")
+    return names[0] if names else ""
+
+
+def parse_adapters(text: str) -> dict[str, str]:
+    """Parses `sql=/adapters/sql,chat=/adapters/chat`."""
+    found: dict[str, str] = {}
+    for item in filter(None, text.split(",")):
+        name, separator, path = (part.strip() for part in item.partition("="))
+        if not separator or not name or not path:
+            raise ConfigError(f"lora has {item!r}: expected pairs such as sql=/adapters/sql,chat=/adapters/chat.")
+        if name in found:
+            raise ConfigError(f"lora has {name!r} twice: give each adapter a name of its own.")
+        found[name] = path
+    return found
 
 
 def parse_weights(text: str) -> dict[str, float]:

@@ -26,12 +26,14 @@ class _TerminalSink:
 
 
 @contextmanager
-def stream(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Iterator[Iterator[OutputDelta]]:
+def stream(
+    engine: Engine, prompt: Sequence[int], params: SamplingParams, adapter: str = ""
+) -> Iterator[Iterator[OutputDelta]]:
     """The output deltas of one request. Leaving the context early, by Ctrl-C for example, aborts the request."""
     from paceline.engine.job import Job
 
     sink = _TerminalSink()
-    request_id = engine.submit(Job(engine.encode(prompt), params), sink)
+    request_id = engine.submit(Job(engine.encode(prompt), params, adapter=adapter), sink)
     try:
         yield _deltas(sink)
     finally:

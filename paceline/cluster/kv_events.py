@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from paceline.cluster.block_hash import Hashes, block_hashes, root_hash
+from paceline.request import adapter_name
 from paceline.scheduler.kv_events import Medium
 from paceline.scheduler.node import Node
 from paceline.scheduler.prefix_tree import TOKEN_BYTES
@@ -168,7 +169,7 @@ def to_message(event: KvEvent) -> BlockStored | BlockRemoved | AllBlocksCleared:
                 block_size=pages.page_size,
                 lora_id=None,
                 medium=medium.value,
-                lora_name=adapter or None,
+                lora_name=adapter_name(adapter) or None,
                 extra_keys=extra_keys if salt else None,
             )
         case RemovedPages(pages, medium):

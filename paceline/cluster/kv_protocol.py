@@ -50,6 +50,8 @@ class KvLayout(msgspec.Struct, frozen=True):
     num_kv_heads: int
     head_dim: int
     dtype: str
+    kv_dtype: str
+    kv_scales: str  # a digest: FP8 numbers mean something only with their scales
     page_size: int
     page_bytes: int
     version: int = LAYOUT_VERSION
@@ -65,8 +67,18 @@ def layout_of(engine: Engine, model: str) -> KvLayout:
     """Of an engine that has loaded `model`."""
     spec, page_size = engine.spec, engine.scheduler.config.page_size
     assert spec is not None, "the executor runs a model"
-    page_bytes = page_size * engine.info.kv_bytes_per_token
-    return KvLayout(model, spec.num_layers, spec.num_kv_heads, spec.head_dim, engine.info.dtype, page_size, page_bytes)
+    info = engine.info
+    return KvLayout(
+        model,
+        spec.num_layers,
+        spec.num_kv_heads,
+        spec.head_dim,
+        info.dtype,
+        info.kv_dtype,
+        info.kv_scales,
+        page_size,
+        page_size * info.kv_bytes_per_token,
+    )
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):

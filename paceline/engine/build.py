@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from paceline.config import MAX_PAGES, ConfigError, EngineConfig, SchedulerConfig, split_options
+from paceline.engine.adapter_loading import load_adapter
 from paceline.engine.cpu.build import build_cpu
 from paceline.engine.cpu.executor import CpuExecutor
 from paceline.engine.cpu.model import CpuModel, DecoderModel
@@ -30,6 +32,7 @@ from paceline.engine.engine import Engine, EngineHooks, ModelInfo
 from paceline.engine.kv_sizing import check_host_fits, check_models_fit, free_memory, num_kv_pages
 from paceline.engine.loaded_text import LoadedText, set_up_grammars
 from paceline.engine.loop import Trace
+from paceline.engine.precision import FP8_KV, Precision, check_arch, check_kv_dtype
 from paceline.engine.recent_outputs import RecentOutputs
 from paceline.engine.virtual.build import build_virtual
 from paceline.model.decoder import Decoder
@@ -37,12 +40,13 @@ from paceline.model.fetch import DEFAULT_MODEL, find_model
 from paceline.model.gguf_file import is_gguf, open_gguf
 from paceline.model.gguf_tensors import is_quantised
 from paceline.model.layout import WHOLE_MODEL, Shard
+from paceline.model.lora import arrange_adapter, read_adapter
 from paceline.model.quantised import QuantisedTensor
 from paceline.model.rank_group import RankGroup, StageLink, shard_of
 from paceline.model.read_spec import read_spec
 from paceline.model.registry import shape as named_shape
 from paceline.model.spec import ModelSpec
-from paceline.model.weights import QuantisedWeights, load_decoder, quantised_bytes, random_decoder
+from paceline.model.weights import QuantisedWeights, is_fp8, load_decoder, quantised_bytes, random_decoder
 from paceline.parallel.collectives import TorchGroup, connect, listen
 from paceline.parallel.stages import StagePipe
 from paceline.request import short
@@ -103,14 +107,15 @@ def build_engine(
         raise ConfigError(f"seed is {short(seed)}: expected an integer.")
     if load not in _LOAD:
         raise ConfigError(f"load is {load!r}: choose one of {', '.join(_LOAD)}.")
-    scheduler_options = _with_drafts(config, scheduler_options)
+    device = "virtual" if config.executor == "virtual" else choose_device(config)
+    scheduler_options = _with_drafts(config, scheduler_options, device)
     if config.pp > 1:
         scheduler_options["num_stages"] = config.pp
-    if config.executor == "virtual":
+    scheduler_options.setdefault("adapter_slots", config.max_loras)
+    if device == "virtual":
         if model is not None or shape is not None or load != "weights":
             raise ConfigError("executor is 'virtual', which runs no model: remove model, load and shape.")
         return build_virtual(config, scheduler_options, trace=trace, hooks=hooks, detokenize=detokenize)
-    device = choose_device(config)
     path: Path | None = None
     if load == "random":
         if model is not None:
@@ -123,8 +128,18 @@ def build_engine(
             raise ConfigError(f"shape is {shape!r}, which requires load='random': leave it out.")
         path = find_model(DEFAULT_MODEL if model is None else model, progress=progress)
         spec = read_spec(path)
+    config = _with_adapters(config, spec, device)
     given_config = _with_threads(config, device)
     config = choose_precision(given_config, device, path)
+    check_kv_dtype(config, device, config.dtype)
+    if config.max_lora_rank and config.quantization == "fp8":
+        raise ConfigError(
+            f"max_lora_rank is {config.max_lora_rank} and quantization is 'fp8': LoRA adapters need weights in 16 "
+            "bits on a GPU; set quantization to none."
+        )
+    if device == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        check_arch(config, 10 * major + minor)
     # Invalid options are reported before the weights are loaded.
     if config.role != "both" and not scheduler_options.get("prefix_cache", True):
         raise ConfigError(f"role is {config.role!r} and prefix_cache is off: KV is sent and received by prefix.")
@@ -136,6 +151,8 @@ def build_engine(
     if config.draft_model is not None:
         draft = find_draft_model(config.draft_model, spec, random=load == "random", progress=progress)
         draft_config = choose_precision(given_config, device, draft.path)
+        if device == "cuda":  # both have the same kernels
+            draft_config = replace(draft_config, quantization=config.quantization)
         specs.append(draft.spec)
         num_bytes += weight_bytes(draft_config, draft.spec, draft.path)
     _check_ranks(config, spec, device)
@@ -178,7 +195,26 @@ def build_engine(
             ranks=ranks,
         )
         stack.pop_all()  # the ranks are the engine's now
+    with ExitStack() as stack:
+        stack.callback(engine.close)
+        for name, folder in config.lora.items():
+            load_adapter(engine, name, folder)
+        stack.pop_all()
     return engine
+
+
+def _with_adapters(config: EngineConfig, spec: ModelSpec, device: str) -> EngineConfig:
+    """The options with the highest rank of all adapters. Raises for those that cannot be loaded, before a model is."""
+    ranks = [0]
+    for folder in dict.fromkeys(config.lora.values()):
+        file = read_adapter(folder)
+        arrange_adapter(file, spec, torch.float32)
+        ranks.append(file.max_rank)
+    if 0 < config.max_lora_rank < max(ranks):
+        raise ConfigError(
+            f"max_lora_rank is {config.max_lora_rank} and an adapter of lora has rank {max(ranks)}: raise it."
+        )
+    return config if config.max_lora_rank or device == "cpu" else replace(config, max_lora_rank=max(ranks))
 
 
 def build_rank(setup: RankSetup, rank: int, size: int, agree: Callable[[int], int]) -> Executor:
@@ -212,7 +248,7 @@ def load_model(
 ) -> DecoderModel:
     """A decoder with its weights, in the precision of `choose_precision`. spec: that of the model at `path`; its
     vocabulary may have another size, which a draft model gets."""
-    if config.quantization != "none":
+    if config.quantization not in ("none", "fp8"):
         assert path is not None, "only weights of a file are quantised"
         weights = QuantisedWeights(path, quantization=config.quantization, progress=progress)
 
@@ -228,6 +264,10 @@ def load_model(
     options |= {"progress": progress, "group": group, "stages": stages}
     if path is None:
         return _arranged(random_decoder(spec, seed=seed, **options))
+    if config.quantization == "fp8" and is_fp8(path):
+        from paceline.engine.cuda.quantised import keep_fp8  # not at the top: the CPU needs no Triton
+
+        options["keep_fp8"] = partial(keep_fp8, device=device)
     return _arranged(with_vocabulary(load_decoder(path, **options), spec.vocab_size))
 
 
@@ -242,10 +282,18 @@ def group_of_one() -> RankGroup:
 def choose_precision(config: EngineConfig, device: str, path: Path | None) -> EngineConfig:
     """With a dtype, and with quantization as it will be: none, or how the weights in `path` are quantised."""
     given = config.quantization
-    if given in ("q4", "q8"):
+    if given == "fp8":
+        for refused, what in (
+            (device == "cpu", "the device is a CPU: set quantization to q8, or leave it out"),
+            (config.dtype not in ("auto", "bfloat16"), f"dtype is {config.dtype!r}: set it to bfloat16"),
+        ):
+            if refused:
+                raise ConfigError(f"quantization is {given!r} and {what}.")
+    elif given in ("q4", "q8"):
         for refused, what in (
             (device == "cuda", "the device is a GPU: set device to cpu, or quantization to none"),
             (config.num_ranks > 1, "tp or pp is given: set them to 1, or quantization to none"),
+            (_has_experts(path), "the model has experts, whose weights are not kept in 4 or 8 bits: set it to none"),
             (path is None, "load is 'random': give a model, or set quantization to none"),
             (config.dtype in ("bfloat16", "float16"), f"dtype is {config.dtype!r}: leave it out"),
         ):
@@ -259,13 +307,18 @@ def choose_precision(config: EngineConfig, device: str, path: Path | None) -> En
             ) from None
     elif given == "auto":
         is_kept = device == "cpu" and config.dtype == "auto" and config.num_ranks == 1 and _is_quantised(path)
+        if is_kept and _has_experts(path):
+            log.warning("weights are expanded to float32: there are no kernels for experts in 4 and 8 bits")
+            is_kept = False
         if is_kept:
             try:
                 native_library()
             except NativeError as error:
                 log.warning("weights are expanded to float32, which is slower: kernels for 4 and 8 bits: %s", error)
                 is_kept = False
-        config = replace(config, quantization="auto" if is_kept else "none")
+        if device == "cuda" and path is not None and config.dtype in ("auto", "bfloat16") and is_fp8(path):
+            given = "fp8"
+        config = replace(config, quantization=given if is_kept or given == "fp8" else "none")
     if config.dtype != "auto":
         return config
     return replace(config, dtype="bfloat16" if device == "cuda" else "float32")
@@ -273,7 +326,9 @@ def choose_precision(config: EngineConfig, device: str, path: Path | None) -> En
 
 def weight_bytes(config: EngineConfig, spec: ModelSpec, path: Path | None) -> int:
     """The memory of the weights, with a config of `choose_precision`."""
-    if config.quantization != "none":
+    if config.quantization == "fp8" and path is not None and is_fp8(path):
+        return spec.num_parameters + spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
+    if config.quantization not in ("none", "fp8"):  # others are loaded in 16 bits, then rounded layer by layer
         assert path is not None, "only weights of a file are quantised"
         return quantised_bytes(path, config.quantization)
     return spec.num_parameters * (4 if config.dtype == "float32" else 2)
@@ -281,6 +336,10 @@ def weight_bytes(config: EngineConfig, spec: ModelSpec, path: Path | None) -> in
 
 def _is_quantised(path: Path | None) -> bool:
     return path is not None and is_gguf(path) and is_quantised(open_gguf(path))
+
+
+def _has_experts(path: Path | None) -> bool:
+    return path is not None and read_spec(path).num_experts > 0
 
 
 def _with_threads(config: EngineConfig, device: str) -> EngineConfig:
@@ -366,7 +425,7 @@ def _prepare_kernels(
 ) -> KernelPreparation:
     from paceline.engine.cuda.precompile import KernelPreparation  # not at the top: the CPU needs no Triton
 
-    return KernelPreparation(specs, dtype, scheduler, config.kernel_folder, shard)
+    return KernelPreparation(specs, Precision.of(config, dtype), scheduler, config.kernel_folder, shard)
 
 
 @contextmanager
@@ -463,6 +522,8 @@ def assemble(
     if setting_up is not None:
         setting_up.join()
     executor: Executor = built.executor
+    if config.role != "both":  # KV of adapters is not sent between engines
+        executor.capabilities = replace(executor.capabilities, lora=False)
     if ranks is not None:
         from paceline.engine.parallel_executor import ParallelExecutor
         from paceline.engine.pipeline_executor import PipelineExecutor
@@ -475,6 +536,7 @@ def assemble(
                 built.executor.guard = ranks.check
             executor = ParallelExecutor(built.executor, ranks)
     scheduler_config, device_name = built.scheduler, built.device_name
+    on_gpu = None if isinstance(built.executor, CpuExecutor) else built.executor
     scheduler = Scheduler(scheduler_config)
     if device_name == "cpu":
         threads = config.threads or torch.get_num_threads()
@@ -486,7 +548,9 @@ def assemble(
         spec.num_parameters,
         decoder.precision,
         device_text if ranks is None else f"{decoder.shard.num_ranks} x {device_text}",
-        spec.kv_bytes_per_token(dtype.itemsize),
+        spec.kv_bytes_per_token(dtype.itemsize if on_gpu is None else on_gpu.kv.dtype.itemsize),
+        str(dtype if on_gpu is None else on_gpu.kv.dtype).removeprefix("torch."),
+        "" if on_gpu is None else on_gpu.kv_scales,
     )
     engine = Engine(
         scheduler,
@@ -513,7 +577,7 @@ def _host_options(
 ) -> dict[str, Any]:
     """The scheduler's options for the host memory tier, if it is enabled."""
     count = config.num_host_pages(page_size, given)
-    dtype_bytes = decoder.dtype.itemsize
+    dtype_bytes = 1 if config.kv_dtype == FP8_KV else decoder.dtype.itemsize
     page_bytes = page_size * decoder.spec.kv_bytes_per_token(dtype_bytes)
     free = free_memory() // decoder.shard.num_ranks - (0 if device == "cuda" else given["num_pages"] * page_bytes)
     if not count and config.role == "decode":
@@ -578,26 +642,39 @@ def _scheduler_config(spec: ModelSpec, given: Mapping[str, Any], device: str) ->
 
 def kernel_options(
     model: str | Path | None, shape: str | None, config: EngineConfig, scheduler_options: Mapping[str, Any]
-) -> tuple[list[ModelSpec], str, SchedulerConfig]:
-    """What the kernels of a model, or of a named shape, depend on: see `kernel_variants`. Needs Triton and no GPU."""
-    from paceline.kernels._triton import HAS_TRITON  # not at the top: the CPU needs no Triton
-
-    if not HAS_TRITON:
-        raise ConfigError("triton is not installed, which compiles kernels: pip install triton.")
-    spec = named_shape(shape) if shape is not None else read_spec(find_model(model or DEFAULT_MODEL))
+) -> tuple[list[ModelSpec], Precision, SchedulerConfig]:
+    """What the kernels of a model, or of a named shape, depend on: see `kernel_variants`. Needs no GPU."""
+    path = None if shape is not None else find_model(model or DEFAULT_MODEL)
+    spec = named_shape(shape) if path is None and shape is not None else read_spec(str(path))
+    if path is not None and config.quantization == "auto" and is_fp8(path):
+        config = replace(config, quantization="fp8")
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    config = _with_adapters(config, spec, "cuda")
     specs = [spec]
     if config.draft_model is not None:
         specs.append(find_draft_model(config.draft_model, spec, random=shape is not None).spec)
-    return specs, dtype, _scheduler_config(spec, _with_drafts(config, scheduler_options), "cuda")
+    scheduler = _scheduler_config(spec, _with_drafts(config, scheduler_options, "cuda"), "cuda")
+    return specs, Precision.of(config, dtype), scheduler
 
 
-def _with_drafts(config: EngineConfig, scheduler_options: Mapping[str, Any]) -> dict[str, Any]:
-    if config.speculate == "off":
+def _with_drafts(config: EngineConfig, scheduler_options: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """The scheduler's options, with those that follow from `speculate`."""
+    speculate = config.speculate or default_speculation(config, scheduler_options, device)
+    if speculate == "off":
         return dict(scheduler_options)
     return {
         "draft_tokens": max(DRAFT_DEPTHS),
-        "adaptive_drafts": config.speculate in ("auto", "draft"),
-        "model_drafts": config.speculate == "draft",
+        "adaptive_drafts": speculate in ("auto", "draft"),
+        "model_drafts": speculate == "draft",
         **scheduler_options,
     }
+
+
+def default_speculation(config: EngineConfig, given: Mapping[str, Any], device: str) -> str:
+    """auto on a CPU, unless other options leave no room for drafts. A GPU would have more kernels to compile at its
+    first start."""
+    if device != "cpu" or config.pp > 1 or config.role != "both":
+        return "off"
+    rows, tokens = given.get("max_running", _CPU_DEFAULTS["max_running"]), given.get("max_batch_tokens", math.inf)
+    has_room = isinstance(rows, int) and isinstance(tokens, int | float) and tokens >= rows * (1 + max(DRAFT_DEPTHS))
+    return "auto" if has_room else "off"

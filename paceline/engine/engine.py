@@ -28,6 +28,7 @@ from functools import lru_cache, partial
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, TypeVar
 
+from paceline.engine.adapters import Adapters
 from paceline.engine.executor import Executor
 from paceline.engine.job import Job
 from paceline.engine.loop import Loop, Trace
@@ -76,6 +77,8 @@ class ModelInfo:
     dtype: str = "unknown"
     device: str = "unknown"
     kv_bytes_per_token: int = 0
+    kv_dtype: str = "unknown"
+    kv_scales: str = ""  # digest of the scales of an FP8 KV cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,7 @@ class Engine:
         self.spec = spec  # None: the executor runs no model
         self.info = info or ModelInfo()
         self.weights = WeightVersions()
+        self.adapters = Adapters()
         self.grammars = grammars or Grammars(tokenizer, vocab_size)
         self._recent_outputs = recent_outputs or RecentOutputs(0)
         self.loop = Loop(
@@ -406,6 +410,7 @@ class Engine:
             running_timeout_s=job.running_timeout_s or math.inf,
             eos_token_ids=tuple(sorted(self.tokenizer.eos_ids)),
             cache_salt=job.cache_salt,
+            adapter=self.adapters.resolve(job.adapter),
             pooling=job.pooling,
             bad_word_ids=self._bad_word_ids(params.bad_words),
             is_exported=job.is_exported,
@@ -556,6 +561,7 @@ class Engine:
                 active.compiling.add_done_callback(lambda _: self._compiled(active))
                 return
             compiled = None if active.compiling is None else active.compiling.result()
+            self.adapters.renew(request)
             self.scheduler.add(request, self.clock())
         except PacelineError as error:
             if isinstance(error, Refused) and error.retry:
@@ -577,6 +583,12 @@ class Engine:
     def _on_finished(self, request: Request) -> None:
         self.grammars.detach(request)
         self._recent_outputs.add(request)
+        if self.adapters.has_retired:
+            self.adapters.sweep(self.executor, self.scheduler)
+
+    def num_preparing(self, adapter: str) -> int:
+        """Requests with this adapter whose grammar is being compiled. On the engine's thread."""
+        return sum(active.request.adapter == adapter for active in self._compiling.values())
 
     def _compiled(self, active: ActiveRequest) -> None:
         """On the compiler's thread: adds the request now that its grammar is ready."""

@@ -7,7 +7,7 @@ these and never probe for methods.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -20,6 +20,7 @@ from paceline.shared_pages import SharedPages
 
 if TYPE_CHECKING:
     from paceline.model.decoder import Decoder
+    from paceline.model.lora import LoraFile, LoraWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Capabilities:
     pooling: bool = False  # embeddings: pooled hidden states of prompts
     weights: bool = False  # `load_weights`
     kv_transfer: bool = False  # `export_pages`, and `host_pages` that others may write
+    lora: bool = False  # `add_adapter` and `remove_adapter`, and plans whose rows use adapters
 
 
 class Result(NamedTuple):
@@ -102,6 +104,12 @@ class Executor(ABC):
         """Launches that took so long that running requests waited for them, by cause, where they are counted."""
         return {}
 
+    @property
+    def expert_rows(self) -> Sequence[Sequence[int]]:
+        """Of each layer with experts, how many rows each expert has computed since the start, where that is counted.
+        Copies from the device and waits for the copy, but for no pass."""
+        return ()
+
     @abstractmethod
     def launch(self, plan: Plan) -> Pending:
         """Starts a pass and returns at once. Passes run in launch order."""
@@ -119,6 +127,19 @@ class Executor(ABC):
         """Replaces the weights by those of a decoder of the same spec, which is taken over. No pass is in flight.
         Requires `capabilities.weights`."""
         raise NotImplementedError(f"{type(self).__name__} has no weights")
+
+    def arrange_adapter(self, file: LoraFile) -> LoraWeights:
+        """The matrices of an adapter for the model of this rank, on the host. Raises ModelError if it belongs to
+        another model. May be called on any thread. Requires `capabilities.lora`."""
+        raise NotImplementedError(f"{type(self).__name__} has no adapters")
+
+    def add_adapter(self, adapter: str, file: LoraFile, weights: LoraWeights) -> None:
+        """Plans that are launched from now on may load this adapter into a slot. weights: of `arrange_adapter`."""
+        raise NotImplementedError(f"{type(self).__name__} has no adapters")
+
+    def remove_adapter(self, adapter: str) -> None:
+        """No plan that is launched from now on loads this adapter. Those that are launched may still use it."""
+        raise NotImplementedError(f"{type(self).__name__} has no adapters")
 
     @property
     def host_pages(self) -> SharedPages | None:

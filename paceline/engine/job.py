@@ -20,7 +20,9 @@ class Job:
     timeout_s: float | None = None  # after which the request ends with reason deadline
     queue_timeout_s: float | None = None  # the same before its admission, with reason queue_timeout
     running_timeout_s: float | None = None  # the same after its admission, with reason running_timeout
-    cache_salt: str = ""  # requests share cached prefixes only within one tenant and salt
+    cache_salt: str = ""  # requests share cached prefixes only within one tenant, salt and adapter
+    adapter: str = ""  # name of a LoRA adapter; "": the base model
+    adapter_version: str = ""  # what a front end believes that the engine calls it: for routing alone
     pooling: str | None = None  # mean or last: the prompt is embedded, nothing is generated
     stream: bool = True  # False: a single output at the end is enough
     draft_source: Tokens = field(default_factory=lambda: NO_TOKENS)  # tokens that the output is likely to have

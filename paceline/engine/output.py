@@ -16,6 +16,21 @@ class Conflict(PacelineError):
     """Another operation of this kind is in progress, or the engine is in a state that forbids it."""
 
 
+class UnknownAdapter(PacelineError):
+    """No LoRA adapter with this name is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """A LoRA adapter that requests can use."""
+
+    name: str
+    path: str
+    adapter: str  # as requests, plans and the prefix cache call it
+    rank: int  # the highest of its matrices
+    num_bytes: int  # of one rank's part
+
+
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
     """Token counts of a request. Cached tokens are part of the prompt and were not computed; fetched tokens are the

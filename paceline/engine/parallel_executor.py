@@ -9,13 +9,21 @@ Every rank computes its part of every pass, and all of them get the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
 from paceline.engine.executor import DelayedPending, Executor, Pending, Result
-from paceline.engine.rank_messages import LaunchPass, MessageToRank, RunBackgroundWork, SamplePass
+from paceline.engine.rank_messages import (
+    AddAdapter,
+    LaunchPass,
+    MessageToRank,
+    RemoveAdapter,
+    RunBackgroundWork,
+    SamplePass,
+)
+from paceline.model.lora import LoraFile, LoraWeights
 from paceline.sampling.types import Bits, Drafts, Masks
 from paceline.scheduler.plan import Plan
 
@@ -43,7 +51,25 @@ class RankLink(Protocol):
     def close(self) -> None: ...
 
 
-class ParallelExecutor(Executor):
+class RankedExecutor(Executor):
+    """An executor with other ranks, or stages, that execute the same plans with the same adapters."""
+
+    _local: Executor
+    _ranks: RankLink
+
+    def arrange_adapter(self, file: LoraFile) -> LoraWeights:
+        return self._local.arrange_adapter(file)
+
+    def add_adapter(self, adapter: str, file: LoraFile, weights: LoraWeights) -> None:
+        self._ranks.send(AddAdapter(adapter, file.folder, file.digest))
+        self._local.add_adapter(adapter, file, weights)
+
+    def remove_adapter(self, adapter: str) -> None:
+        self._ranks.send(RemoveAdapter(adapter))
+        self._local.remove_adapter(adapter)
+
+
+class ParallelExecutor(RankedExecutor):
     def __init__(self, local: Executor, ranks: RankLink) -> None:
         """local: the executor of rank 0."""
         self._local, self._ranks = local, ranks
@@ -56,6 +82,10 @@ class ParallelExecutor(Executor):
     @property
     def slow_launches(self) -> Mapping[str, int]:
         return self.local.slow_launches
+
+    @property
+    def expert_rows(self) -> Sequence[Sequence[int]]:
+        return self.local.expert_rows  # all ranks have a part of every expert
 
     def launch(self, plan: Plan) -> Pending:
         self._ranks.send(LaunchPass(plan))  # first: the others begin while this rank launches

@@ -21,13 +21,13 @@ from paceline.codec import TypedDecoder
 from paceline.engine.cpu.executor import CpuExecutor
 from paceline.engine.cpu.stages import StageRunner
 from paceline.engine.executor import Executor, Pending, Result
-from paceline.engine.parallel_executor import RankLink, rank_errors
+from paceline.engine.parallel_executor import RankedExecutor, RankLink, rank_errors
 from paceline.engine.rank_messages import LaunchPass, SamplePass
 from paceline.sampling.types import Bits, Drafts, Masks
 from paceline.scheduler.plan import Plan
 
 
-class PipelineExecutor(Executor):
+class PipelineExecutor(RankedExecutor):
     def __init__(self, local: CpuExecutor, ranks: RankLink) -> None:
         """local: the executor of the first stage."""
         assert isinstance(local.runner, StageRunner) and local.runner.late_tokens is not None, "the first stage plans"

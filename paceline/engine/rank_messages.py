@@ -50,11 +50,25 @@ class RunBackgroundWork(msgspec.Struct, frozen=True, tag=True):
     """All ranks capture the same graphs."""
 
 
+class AddAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Read the adapter at `folder`: later passes may load it. Its contents have this digest."""
+
+    adapter: str
+    folder: str
+    digest: str
+
+
+class RemoveAdapter(msgspec.Struct, frozen=True, tag=True):
+    adapter: str
+
+
 class StopRank(msgspec.Struct, frozen=True, tag=True):
     """Finish what was launched, and exit."""
 
 
-MessageToRank = RankSetup | UsePages | LaunchPass | SamplePass | RunBackgroundWork | StopRank
+MessageToRank = (
+    RankSetup | UsePages | LaunchPass | SamplePass | RunBackgroundWork | AddAdapter | RemoveAdapter | StopRank
+)
 to_rank: TypedDecoder[MessageToRank] = TypedDecoder(MessageToRank)
 
 

@@ -11,11 +11,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from paceline.engine.executor import Executor, Pending
 from paceline.engine.rank_messages import (
+    AddAdapter,
     LaunchPass,
     RankFailed,
     RankReady,
@@ -23,15 +26,21 @@ from paceline.engine.rank_messages import (
     RankSetup,
     RankSized,
     RankStarted,
+    RemoveAdapter,
     RunBackgroundWork,
     SamplePass,
     StopRank,
     UsePages,
     to_rank,
 )
+from paceline.model.spec import ModelError
 from paceline.parallel.ring import RingReader
 from paceline.request import PacelineError
 from paceline.sampling.types import Masks
+from paceline.scheduler.plan import Plan
+
+if TYPE_CHECKING:
+    from paceline.model.lora import LoraFile, LoraWeights
 
 _BEAT_S = 0.25
 
@@ -39,11 +48,14 @@ _BEAT_S = 0.25
 def run_rank(executor: Executor, read: Callable[[], bytes | None]) -> bool:
     """Executes passes until rank 0 stops it. False: rank 0 is gone."""
     launched: list[Pending] = []  # the last two
+    adapters = RankAdapters(executor)
     while (data := read()) is not None:
         message = to_rank.decode(data)
         if isinstance(message, LaunchPass) and len(launched) == 2:
             # As rank 0 did before it sent this one. Passes are waited for in order: their events are used again.
             launched.pop(0).wait()
+        if isinstance(message, LaunchPass):
+            adapters.add_for(message.plan)
         match message:
             case LaunchPass(plan, False):
                 launched.append(executor.launch(plan))
@@ -58,12 +70,47 @@ def run_rank(executor: Executor, read: Callable[[], bytes | None]) -> bool:
                 delayed.sample(Masks(masks.rows.copy(), bits))  # what was decoded is read-only
             case RunBackgroundWork():
                 executor.run_background_work()
+            case AddAdapter():
+                adapters.read(message)
+            case RemoveAdapter(adapter):
+                adapters.remove(adapter)
             case StopRank():
                 executor.close()
                 return True
             case other:
                 raise AssertionError(f"{type(other).__name__} is no message of a running engine")
     return False
+
+
+class RankAdapters:
+    """The adapters that rank 0 has announced. Each is read on a thread of its own, while passes run; the first pass
+    that loads it waits for it."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._readers = ThreadPoolExecutor(1, "paceline-adapters")
+        self._announced: dict[str, Future[tuple[LoraFile, LoraWeights]]] = {}
+
+    def read(self, message: AddAdapter) -> None:
+        self._announced[message.adapter] = self._readers.submit(self._read, message)
+
+    def _read(self, message: AddAdapter) -> tuple[LoraFile, LoraWeights]:
+        from paceline.model.lora import read_adapter
+
+        file = read_adapter(message.folder)
+        if file.digest != message.digest:
+            raise ModelError(f"{message.folder} has changed since rank 0 read it: load the adapter again.")
+        return file, self._executor.arrange_adapter(file)
+
+    def add_for(self, plan: Plan) -> None:
+        """Adds the adapters that this plan loads for the first time."""
+        for load in plan.adapter_loads:
+            if load.adapter in self._announced:
+                self._executor.add_adapter(load.adapter, *self._announced.pop(load.adapter).result())
+
+    def remove(self, adapter: str) -> None:
+        if self._announced.pop(adapter, None) is None:  # otherwise no pass has used it
+            self._executor.remove_adapter(adapter)
 
 
 def main() -> None:

@@ -16,6 +16,9 @@ sharing saved.
 With drafts (speculative decoding) a row has several new tokens. A unit computes all of them, so the row's keys and
 values are read once: their query heads fill a tile that would otherwise be padded. The tail takes all new keys from the
 QKV projection, with a causal mask.
+
+With `scales` the cache holds FP8 numbers (rope_kv.py). They are converted to float16 (fp8.py), the scale of keys is a
+part of the softmax scale, and the scale of values is applied to the output: a key takes no instruction more than that.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -23,12 +26,14 @@ QKV projection, with a causal mask.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from paceline.kernels._triton import LOG2_E, UNSPECIALIZED, launched, next_power_of_2, tl, triton
+from paceline.kernels._triton import UNSPECIALIZED, launched, next_power_of_2, tl, triton
 from paceline.kernels.decode_units import DecodeUnits
+from paceline.kernels.fp8 import to_operand, to_stored, unpack_pairs
+from paceline.kernels.heads import load_heads, scaled_scores, score_factors, scores_reference, within_head
 from paceline.kernels.layouts import ROW_WORDS, UNIT_WORDS, RowWord, UnitWord, constants
 from paceline.kernels.rms_norm import row_factor
 from paceline.kernels.rope_kv import load_cos_sin, load_pairs, norm_and_rotate, rope_kv_reference
@@ -49,6 +54,8 @@ from paceline.kernels.rope_kv import load_cos_sin, load_pairs, norm_and_rotate, 
 _ROW_POSITION, _ROW_NUM_CHUNKS, _ROW_FIRST_PARTIAL, _ROW_SLOT = constants(RowWord)
 _UNIT_WORDS, _ROW_WORDS = tl.constexpr(UNIT_WORDS), tl.constexpr(ROW_WORDS)
 
+_MAX_MERGE_COLUMNS = 2048  # of partial results that a program merges at once
+
 
 def decode_attention_reference(
     qkv: torch.Tensor,
@@ -63,17 +70,25 @@ def decode_attention_reference(
     eps: float,
     window: int = 0,
     stream: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """[R, Q D] in float64. Writes the new keys and values first, then attends row by row."""
     page_size, kv_heads, head_dim = k_cache.shape[1:]
-    q = rope_kv_reference(qkv, k_cache, v_cache, page_table, slots, positions, cos_sin, q_norm, k_norm, eps, stream)
+    q = rope_kv_reference(
+        qkv, k_cache, v_cache, page_table, slots, positions, cos_sin, q_norm, k_norm, eps, stream, scales
+    )
     out = []
     for row, slot, position in zip(q.double(), slots.tolist(), positions.tolist(), strict=True):
         first = max(position + 1 - window, 0) if window else 0
         seen = torch.arange(first, position + 1, device=q.device)
         pages = page_table[slot, seen // page_size].long()
         k, v = (cache[pages, seen % page_size].double() for cache in (k_cache, v_cache))
-        scores = torch.einsum("kgd,nkd->kgn", row.view(kv_heads, -1, head_dim), k) * head_dim**-0.5
+        if scales is not None:
+            k, v = k * scales[0, :, None], v * scales[1, :, None]
+        products = torch.einsum("kgd,nkd->kgn", row.view(kv_heads, -1, head_dim), k)
+        scores = scores_reference(products, head_dim**-0.5 if scale is None else scale, cap)
         out.append(torch.einsum("kgn,nkd->kgd", scores.softmax(-1), v).reshape(-1))
     return torch.stack(out)
 
@@ -88,6 +103,7 @@ def _merge_row(
     first_partial,
     num_chunks,
     kv_head,
+    first_column,
     NEW: tl.constexpr,
     Q: tl.constexpr,
     G: tl.constexpr,
@@ -95,9 +111,9 @@ def _merge_row(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Merges the partial results of a row and KV head into out, BLOCK chunks at a time, ascending: of all its new
-    tokens, of which there are at most NEW, at once."""
-    column = tl.arange(0, COLUMNS)
+    """Merges some columns of the partial results of a row and KV head into out, BLOCK chunks at a time, ascending. A
+    column is a new token, of which there are at most NEW, a head and one of its D numbers."""
+    column = first_column + tl.arange(0, COLUMNS)
     token = column // (G * D)
     inside_column = token < num_tokens
     head = kv_head * G + column % (G * D) // D
@@ -203,7 +219,7 @@ def _place(
 
 
 @triton.jit
-def _update_softmax(scores, v, top, totals, acc, LAZY: tl.constexpr):
+def _update_softmax(scores, v, top, totals, acc, odd, LAZY: tl.constexpr, PAIRS: tl.constexpr):
     """Adds a tile of scores and values to the online softmax."""
     higher = tl.maximum(top, tl.max(scores, axis=1))
     keep = tl.exp2(top - higher)
@@ -212,9 +228,21 @@ def _update_softmax(scores, v, top, totals, acc, LAZY: tl.constexpr):
         # After a few tiles the maximum rarely changes, and rescaling by one would be a fifth of all instructions.
         if tl.max((higher > top).to(tl.int32), axis=0) > 0:
             acc = acc * keep[:, None]
+            if PAIRS:
+                odd = odd * keep[:, None]
     else:
         acc = acc * keep[:, None]
-    return higher, totals * keep[:, None] + weight, tl.dot(weight.to(v.dtype), v, acc)
+        if PAIRS:
+            odd = odd * keep[:, None]
+    totals = totals * keep[:, None] + weight
+    if PAIRS:
+        even_v, odd_v = unpack_pairs(v)
+        weight = weight.to(tl.float16)
+        acc = tl.dot(weight, even_v, acc)
+        odd = tl.dot(weight, odd_v, odd)
+    else:
+        acc = tl.dot(weight.to(v.dtype), v, acc)
+    return higher, totals, acc, odd
 
 
 @launched
@@ -223,6 +251,7 @@ def _decode_attention_kernel(
     qkv,
     k_cache,
     v_cache,
+    v_pairs,
     page_table,
     cos_sin,
     q_norm,
@@ -239,6 +268,7 @@ def _decode_attention_kernel(
     lse,
     arrived,
     out,
+    scales,
     qkv_stride,
     table_stride,
     eps,
@@ -248,9 +278,12 @@ def _decode_attention_kernel(
     K: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
+    PADDED: tl.constexpr,
+    CAP: tl.constexpr,
     P: tl.constexpr,
     H: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    SCALED: tl.constexpr,
     WINDOW: tl.constexpr,
     PAGED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -262,10 +295,11 @@ def _decode_attention_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
     PART: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     # PART: which units this launch takes (ALL_UNITS, SHARED_UNITS, OWN_UNITS, NONE_SHARED below).
     # NEW: most new tokens of a row, which are num_fed of it. More than one only where no row shares.
-    d = tl.arange(0, D)
+    d = tl.arange(0, PADDED)
     m = tl.arange(0, BLOCK_M)
     num_work = tl.load(num_units) * K
     if PART == 1:
@@ -289,6 +323,11 @@ def _decode_attention_kernel(
         kv_head = work % K
         head = kv_head * G + m % G
         table = page_table + slot * table_stride
+        key_scale, value_scale, score_scale = 1.0, 1.0, scale
+        if SCALED:
+            key_scale = tl.load(scales + kv_head)
+            value_scale = tl.load(scales + K + kv_head)
+            score_scale = scale * key_scale
 
         tile_rows = row + tl.zeros([BLOCK_M], tl.int32)
         position = row_position + tl.zeros([BLOCK_M], tl.int32)
@@ -312,66 +351,74 @@ def _decode_attention_kernel(
         if PDL:
             # Everything up to here is known before the first layer of the pass.
             tl.extra.cuda.gdc_wait()
-        mine, other = load_pairs(qkv, (tile_rows * qkv_stride + head * D)[:, None], inside[:, None], D)
-        own_cos, own_sin = load_cos_sin(cos_sin + row_position * D, True, D)
+        mine, other = load_pairs(qkv, (tile_rows * qkv_stride + head * D)[:, None], inside[:, None], D, PADDED)
+        own_cos, own_sin = load_cos_sin(cos_sin + row_position * D, True, D, PADDED)
         cos, sin = own_cos, own_sin
         if PART < 2 or NEW > 1:
-            cos, sin = load_cos_sin(cos_sin + (position * D)[:, None], inside[:, None], D)
+            cos, sin = load_cos_sin(cos_sin + (position * D)[:, None], inside[:, None], D, PADDED)
         if NEW > 1:
             new = tl.arange(0, BLOCK_NEW)
             is_new = (new < fed) & is_tail
             source = (first_token + new) * qkv_stride + (Q + kv_head) * D
-            new_mine, new_other = load_pairs(qkv, source[:, None], is_new[:, None], D)
-            new_v = tl.load(qkv + source[:, None] + K * D + d[None, :], mask=is_new[:, None], other=0.0)
-            own_cos, own_sin = load_cos_sin(cos_sin + ((row_position + new) * D)[:, None], is_new[:, None], D)
+            new_mine, new_other = load_pairs(qkv, source[:, None], is_new[:, None], D, PADDED)
+            new_inside = within_head(is_new[:, None], D, PADDED)
+            new_v = tl.load(qkv + source[:, None] + K * D + d[None, :], mask=new_inside, other=0.0)
+            own_cos, own_sin = load_cos_sin(cos_sin + ((row_position + new) * D)[:, None], is_new[:, None], D, PADDED)
             new_page = tl.load(table + (row_position + new) // P, mask=is_new, other=0).to(tl.int64)
         elif PART != 1:
             # The tail's new token. Every unit issues the load and only the tail uses it: a branch would wait for memory
             # once more. `end` is the position being decoded: the cache holds begin..end, this token makes it end + 1.
             source = qkv + row * qkv_stride + (Q + kv_head) * D
             tail = tl.full([1, 1], 1, tl.int1) & is_tail
-            new_mine, new_other = load_pairs(source, tl.zeros([1, 1], tl.int32), tail, D)
-            new_v = tl.load(source + K * D + d[None, :], mask=tail, other=0.0)
+            new_mine, new_other = load_pairs(source, tl.zeros([1, 1], tl.int32), tail, D, PADDED)
+            new_inside = within_head(tail, D, PADDED)
+            new_v = tl.load(source + K * D + d[None, :], mask=new_inside, other=0.0)
             tail_page = tl.load(table + end // P, mask=is_tail, other=0).to(tl.int64)
-        q_weight, q_other_weight = load_pairs(q_norm, 0, HAS_NORM, D)
-        k_weight, k_other_weight = load_pairs(k_norm, 0, HAS_NORM, D)
+        q_weight, q_other_weight = load_pairs(q_norm, 0, HAS_NORM, D, PADDED)
+        k_weight, k_other_weight = load_pairs(k_norm, 0, HAS_NORM, D, PADDED)
         factor = 1.0
         if H:
             factor = row_factor(stream, row, eps, H)
-        q = norm_and_rotate(mine, other, q_weight, q_other_weight, cos, sin, eps, factor, D, HAS_NORM)
-        q = q.to(qkv.dtype.element_ty)
+        q = norm_and_rotate(mine, other, q_weight, q_other_weight, cos, sin, eps, factor, D, PADDED, HAS_NORM)
+        if SCALED and qkv.dtype.element_ty != tl.float32:
+            q = to_operand(q, tl.float16)
+        else:
+            q = q.to(qkv.dtype.element_ty)
 
         # Summed over the keys' axis only at the end, which saves one exchange between warps per tile.
         totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        acc = tl.zeros([BLOCK_M, D], tl.float32)
+        acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
         top = tl.full([BLOCK_M], -1.0e30, tl.float32)
         if NEW > 1:
             new_k = norm_and_rotate(
-                new_mine, new_other, k_weight, k_other_weight, own_cos, own_sin, eps, factor, D, HAS_NORM
-            ).to(k_cache.dtype.element_ty)
-            new_v = new_v.to(v_cache.dtype.element_ty)
+                new_mine, new_other, k_weight, k_other_weight, own_cos, own_sin, eps, factor, D, PADDED, HAS_NORM
+            )
+            new_k = to_stored(new_k, key_scale, k_cache.dtype.element_ty, SCALED)
+            new_v = to_stored(new_v.to(tl.float32), value_scale, v_cache.dtype.element_ty, SCALED)
             new_place = ((new_page * P + (row_position + new) % P) * K + kv_head) * D
-            tl.store(k_cache + new_place[:, None] + d[None, :], new_k, mask=is_new[:, None])
-            tl.store(v_cache + new_place[:, None] + d[None, :], new_v, mask=is_new[:, None])
+            tl.store(k_cache + new_place[:, None] + d[None, :], new_k, mask=new_inside)
+            tl.store(v_cache + new_place[:, None] + d[None, :], new_v, mask=new_inside)
             before = m[:, None] // G - new[None, :]
             visible = (before >= 0) & is_new[None, :]
             if WINDOW:
                 visible = visible & (before < WINDOW)
-            new_scores = tl.where(visible, tl.dot(q, tl.trans(new_k)) * scale, -float("inf"))
+            new_scores = scaled_scores(tl.dot(q, tl.trans(new_k.to(q.dtype))), score_scale, CAP)
+            new_scores = tl.where(visible, new_scores, -float("inf"))
             top = tl.maximum(top, tl.max(new_scores, axis=1))
             new_weight = tl.exp2(new_scores - top[:, None])
             totals += tl.where((tl.arange(0, BLOCK_N) == 0)[None, :], tl.sum(new_weight, axis=1)[:, None], 0.0)
-            acc = tl.dot(new_weight.to(new_v.dtype), new_v, acc)
+            acc = tl.dot(new_weight.to(q.dtype), new_v.to(q.dtype), acc)
         elif PART != 1:
             new_k = norm_and_rotate(
-                new_mine, new_other, k_weight, k_other_weight, own_cos, own_sin, eps, factor, D, HAS_NORM
+                new_mine, new_other, k_weight, k_other_weight, own_cos, own_sin, eps, factor, D, PADDED, HAS_NORM
             )
-            new_k = new_k.to(k_cache.dtype.element_ty)
-            new_v = (new_v.to(tl.float32) * factor).to(v_cache.dtype.element_ty)
+            new_k = to_stored(new_k, key_scale, k_cache.dtype.element_ty, SCALED)
+            new_v = to_stored(new_v.to(tl.float32) * factor, value_scale, v_cache.dtype.element_ty, SCALED)
             tail_place = ((tail_page * P + end % P) * K + kv_head) * D + d[None, :]
-            tl.store(k_cache + tail_place, new_k, mask=tail)
-            tl.store(v_cache + tail_place, new_v, mask=tail)
-            top = tl.where(is_tail, tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1) * scale, -1.0e30)
+            tl.store(k_cache + tail_place, new_k, mask=new_inside)
+            tl.store(v_cache + tail_place, new_v, mask=new_inside)
+            new_score = scaled_scores(tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1), score_scale, CAP)
+            top = tl.where(is_tail, new_score, -1.0e30)
             totals += tl.where((tl.arange(0, BLOCK_N) == 0) & is_tail, 1.0, 0.0)[None, :]
             acc += new_v.to(tl.float32)
 
@@ -379,64 +426,87 @@ def _decode_attention_kernel(
         # iteration, Triton's pipeliner keeps fewer tiles of keys in flight.
         key = tl.arange(0, BLOCK_N)[:, None] % P * (K * D) + kv_head * D + d[None, :]
         keys, values = k_cache + key, v_cache + key
+        odd = tl.zeros([1, 1], tl.float32)
+        if PAIRS:
+            acc, odd = tl.split(tl.reshape(acc, [BLOCK_M, PADDED // 2, 2]))
+            half = tl.arange(0, PADDED // 2)[None, :]
+            values = v_pairs + tl.arange(0, BLOCK_N)[:, None] % P * (K * D // 2) + kv_head * (D // 2) + half
         masked = begin
         if PAGED:
             masked = begin + (end - begin) // BLOCK_N * BLOCK_N
             for start in tl.range(begin, masked, BLOCK_N, num_stages=STAGES):
                 place = _place(page, start, K * D, P, BLOCK_N, PAGED, WINDOW)
-                scores = tl.dot(q, tl.trans(tl.load(keys + place))) * scale
-                top, totals, acc = _update_softmax(scores, tl.load(values + place), top, totals, acc, LAZY=True)
+                k = load_heads(keys + place, D, PADDED)
+                scores = scaled_scores(tl.dot(q, tl.trans(k.to(q.dtype))), score_scale, CAP)
+                if PAIRS:
+                    place = _place(page, start, K * D // 2, P, BLOCK_N, PAGED, WINDOW)
+                    v = load_heads(values + place, D // 2, PADDED // 2)
+                else:
+                    v = load_heads(values + place, D, PADDED).to(q.dtype)
+                top, totals, acc, odd = _update_softmax(scores, v, top, totals, acc, odd, LAZY=True, PAIRS=PAIRS)
                 page = _pages(table, start + BLOCK_N, end, P, BLOCK_N, PAGED, WINDOW)
         for start in tl.range(masked, end, BLOCK_N, num_stages=1 if PAGED else STAGES):
             n = start + tl.arange(0, BLOCK_N)
             cached = n < end
             place = _place(page, start, K * D, P, BLOCK_N, PAGED, WINDOW)
-            k = tl.load(keys + place, mask=cached[:, None], other=0.0)
+            loaded = within_head(cached[:, None], D, PADDED)
+            k = tl.load(keys + place, mask=loaded, other=0.0)
             seen = cached[None, :]
             if WINDOW:
                 seen = seen & (n[None, :] > position[:, None] - WINDOW)
-            scores = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, -float("inf"))
-            v = tl.load(values + place, mask=cached[:, None], other=0.0)
-            top, totals, acc = _update_softmax(scores, v, top, totals, acc, LAZY=False)
+            scores = scaled_scores(tl.dot(q, tl.trans(k.to(q.dtype))), score_scale, CAP)
+            scores = tl.where(seen, scores, -float("inf"))
+            if PAIRS:
+                place = _place(page, start, K * D // 2, P, BLOCK_N, PAGED, WINDOW)
+                v = tl.load(values + place, mask=within_head(cached[:, None], D // 2, PADDED // 2), other=0)
+            else:
+                v = tl.load(values + place, mask=loaded, other=0.0).to(q.dtype)
+            top, totals, acc, odd = _update_softmax(scores, v, top, totals, acc, odd, LAZY=False, PAIRS=PAIRS)
             page = _pages(table, start + BLOCK_N, end, P, BLOCK_N, PAGED, WINDOW)
 
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
+        if PAIRS:
+            acc = tl.reshape(tl.join(acc, odd), [BLOCK_M, PADDED])
         total = tl.sum(totals, axis=1)
         if NEW > 1:
             # A later token may see nothing of a chunk that its window has left behind.
             total = tl.where(total > 0.0, total, 1.0)
-        acc = acc / total[:, None]
+        acc = acc * (value_scale / total)[:, None] if SCALED else acc / total[:, None]
         if num_chunks == 1:
             target = out + (tile_rows * Q + head)[:, None] * D + d[None, :]
-            tl.store(target, acc.to(out.dtype.element_ty), mask=inside[:, None])
+            tl.store(target, acc.to(out.dtype.element_ty), mask=within_head(inside[:, None], D, PADDED))
         else:
             partial = (first_partial + index).to(tl.int64)
             if NEW > 1:
                 partial = partial * NEW + m // G
             partial = partial * Q + head
-            tl.store(partials + partial[:, None] * D + d[None, :], acc, mask=inside[:, None])
+            filled = within_head(inside[:, None], D, PADDED)
+            tl.store(partials + partial[:, None] * D + d[None, :], acc, mask=filled)
             tl.store(lse + partial, top + tl.log2(total), mask=inside)
             tl.debug_barrier()  # every thread's partial result before the one atomic that counts it
             if PART == 3:
                 count = arrived + row * K + kv_head
                 if tl.atomic_add(count, 1, sem="acq_rel") == num_chunks - 1:
-                    _merge_row(
-                        partials,
-                        lse,
-                        out,
-                        first_token,
-                        fed,
-                        own_partial,
-                        num_chunks,
-                        kv_head,
-                        NEW,
-                        Q,
-                        G,
-                        D,
-                        COLUMNS,
-                        MERGE,
-                    )
+                    # Of several new tokens of large groups in parts: all at once would not fit into registers.
+                    for column in range(0, fed * (G * D) if NEW * G * D > COLUMNS else 1, COLUMNS):
+                        _merge_row(
+                            partials,
+                            lse,
+                            out,
+                            first_token,
+                            fed,
+                            own_partial,
+                            num_chunks,
+                            kv_head,
+                            column,
+                            NEW,
+                            Q,
+                            G,
+                            D,
+                            COLUMNS,
+                            MERGE,
+                        )
                     tl.store(count, 0)
             else:
                 # In a batch where some rows share, either kind of unit may merge a row: both use the same code, so that
@@ -505,6 +575,7 @@ class DecodeTuning:
     num_warps: int = 4
     num_stages: int = 3  # one more than the tiles of keys in use or in flight
     max_registers: int = 128  # per thread: a few spills cost less than a program fewer per multiprocessor
+    value_pairs: bool = True  # an FP8 cache: values are loaded as pairs
     block_m: int = 16  # query heads per unit: a shared unit holds at most block_m // G rows
 
 
@@ -535,12 +606,48 @@ def decode_attention_tuning(
     return own, own
 
 
-def draft_attention_tuning(group: int, most: int) -> DecodeTuning:
-    """The tuning for units of one row with up to `most` new tokens."""
-    heads = next_power_of_2(group * most)
-    if heads <= 16:
-        return DecodeTuning(block_m=heads, max_registers=168)
-    return DecodeTuning(block_m=heads, block_n=64, num_stages=2, max_registers=255 if heads == 64 else 168)
+def fp8_attention_tuning(
+    rows: int, group: int, shared_block_m: int, short_contexts: bool = False
+) -> tuple[DecodeTuning, DecodeTuning]:
+    """As `decode_attention_tuning`, for an FP8 cache: a tile of as many keys has half the bytes, so many rows use
+    programs of one warp earlier, and few rows larger tiles (docs/log/decode-attention.md)."""
+    heads = next_power_of_2(group)
+    if not shared_block_m and rows >= 64 and heads <= 8:
+        own = DecodeTuning(block_m=heads, block_n=16, num_warps=1, num_stages=4, max_registers=255)
+        return own, own
+    if not shared_block_m and rows <= 4:
+        own = DecodeTuning(block_m=heads, block_n=64, max_registers=168)
+        return own, own
+    return decode_attention_tuning(rows, group, shared_block_m, short_contexts)
+
+
+def draft_attention_tuning(rows: int, group: int, most: int) -> DecodeTuning:
+    """The tuning for units of one row with up to `most` new tokens. Eight warps: the registers of four do not hold the
+    new keys and a larger tile (docs/log/speculation.md)."""
+    heads = max(16, next_power_of_2(group * most))
+    if heads == 16:
+        return DecodeTuning(num_warps=8, max_registers=255 if rows <= 4 else 128)
+    return DecodeTuning(block_m=heads, block_n=64, num_warps=8, num_stages=2, max_registers=255)
+
+
+def tuning_for(tuning: DecodeTuning, head_dim: int) -> DecodeTuning:
+    """A tuning for heads of up to 128 elements, changed for larger ones: a tile of as many keys would need twice the
+    registers and shared memory."""
+    if head_dim <= 128:
+        return tuning
+    return replace(
+        tuning,
+        block_n=min(tuning.block_n, 32),
+        num_warps=8 if tuning.block_m > 16 else 4,
+        num_stages=2 if tuning.block_m > 16 else min(tuning.num_stages, 3),
+        max_registers=255 if tuning.block_m > 16 else 168,
+    )
+
+
+def _merge_columns(head_dim: int, block_m: int) -> int:
+    """Columns that are merged at once: a power of two that divides head_dim."""
+    columns = min(head_dim & -head_dim, 128)
+    return columns if block_m <= 32 else columns // 2
 
 
 def tiles_fit(chunk: int, page_size: int, tuning: DecodeTuning) -> bool:
@@ -567,6 +674,9 @@ def decode_attention(
     part: int = ALL_UNITS,
     stream: torch.Tensor | None = None,
     new_tokens: NewTokens | None = None,
+    scales: torch.Tensor | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> None:
     """out [R, Q D] = attention of the new tokens in qkv [R, (Q + 2K) D]; writes their keys and values to the caches.
 
@@ -576,19 +686,23 @@ def decode_attention(
     the others at the same time or in any order. With `stream` [R, H], qkv was computed from the hidden states before
     RMSNorm, and the norm's factor is applied here; shared units need a qkv of normed hidden states. With `new_tokens`
     rows have several new tokens, which are rows of qkv and out; `workspace` then has that many times the partial
-    results.
+    results. With `scales` [2, K] float32, of keys and of values, the caches hold FP8 numbers.
+    scale: factor of the scores, by default D ** -0.5; cap: their soft cap.
     """
     page_size, kv_heads, head_dim = k_cache.shape[1:]
+    factor, base_2_cap = score_factors(head_dim**-0.5 if scale is None else scale, cap)
     q_heads = out.shape[1] // head_dim
     group = q_heads // kv_heads
     new = 1 if new_tokens is None else new_tokens.most
-    columns = next_power_of_2(new * group * head_dim)
+    columns = min(next_power_of_2(new * group * head_dim), max(_MAX_MERGE_COLUMNS, next_power_of_2(group * head_dim)))
+    pairs = scales is not None and qkv.dtype is not torch.float32 and tuning.value_pairs
     assert group * new <= tuning.block_m, f"{group * new} query heads per KV head do not fit tiles of {tuning.block_m}"
     assert new == 1 or (part == NONE_SHARED and stream is None), "rows with several new tokens share nothing"
     _decode_attention_kernel[(tuning.num_programs,)](
         qkv,
         k_cache,
         v_cache,
+        v_cache.view(torch.uint16) if pairs else page_table,
         page_table,
         cos_sin,
         qkv if q_norm is None else q_norm,
@@ -605,18 +719,22 @@ def decode_attention(
         workspace.lse,
         workspace.arrived,
         out,
+        cos_sin if scales is None else scales,
         qkv.stride(0),
         page_table.stride(0),
         eps,
-        head_dim**-0.5 * LOG2_E,
+        factor,
         NEW=new,
         Q=q_heads,
         K=kv_heads,
         G=group,
         D=head_dim,
+        PADDED=next_power_of_2(head_dim),
+        CAP=base_2_cap,
         P=page_size,
         H=0 if stream is None else stream.shape[1],
         HAS_NORM=q_norm is not None,
+        SCALED=scales is not None,
         WINDOW=window,
         PAGED=not window and page_size % tuning.block_n == 0,
         BLOCK_M=tuning.block_m,
@@ -624,10 +742,11 @@ def decode_attention(
         BLOCK_NEW=16,
         COLUMNS=columns,
         MERGE=max(1024 // columns, 2),
-        MERGE_COLUMNS=head_dim if tuning.block_m <= 32 else head_dim // 2,
+        MERGE_COLUMNS=_merge_columns(head_dim, tuning.block_m),
         STAGES=tuning.num_stages,
         PDL=pdl,
         PART=part,
+        PAIRS=pairs,
         num_warps=tuning.num_warps,
         maxnreg=tuning.max_registers,
         launch_pdl=pdl,

@@ -190,7 +190,8 @@ def _decode_units_kernel(
         total = tl.sum(tl.where(live, position // larger - first // larger + 1, 0), axis=0)
         size = tl.where(total >= target_units, larger, size)
     size = tl.where(shared_count > 0, tl.load(shared_chunk), size)
-    _, whole, _ = _own_chunks(position, first, covered, size, WINDOW)
+    # No name is used both here and in the loop below: there it would have to keep its shape.
+    _begins, whole, _tails = _own_chunks(position, first, covered, size, WINDOW)
     num_whole = shared_count + tl.sum(tl.where(live, whole, 0), axis=0)
 
     # The units of this program's rows. Their places depend on all other rows, so those are read once more.
@@ -207,10 +208,10 @@ def _decode_units_kernel(
     for start in range(0, BLOCK_R, BLOCK_C):
         other = start + tl.arange(0, BLOCK_C)
         alive = (other < num_live)[None, :]
-        _, its, its_first, its_covered, its_segments = _rows_from(
+        _its_slot, its, its_first, its_covered, its_segments = _rows_from(
             row_slots, num_computed, shared_rows, num_live, shared_count, start, WINDOW, BLOCK_C
         )
-        _, its_whole, its_tail = _own_chunks(its, its_first, its_covered, size, WINDOW)
+        _its_begin, its_whole, its_tail = _own_chunks(its, its_first, its_covered, size, WINDOW)
         longer = its_tail[None, :] - own_tail[:, None]
         above = other[None, :] < row[:, None]
         partial += tl.sum(tl.where(above & alive, (its_segments + its_whole + 1)[None, :], 0), axis=1)

@@ -8,6 +8,9 @@ The host computes the tiles (engine/cuda/tiles.py). Where the keys of a tile are
 partial result and a second launch merges them; other tiles write their output directly. A merge by the program that
 finishes last would save the launch, but send all splits of a tile through one multiprocessor.
 
+With `scales` the cache holds FP8 numbers (rope_kv.py): they are converted to the type of the queries, the scale of keys
+is a part of the softmax scale, and the scale of values is applied to the output.
+
 Rows with few queries after the same long prefix share a tile (`extend_shared`): it reads the prefix once, without a
 mask, and then the remaining keys of each row.
 """
@@ -21,7 +24,8 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.kernels._triton import LOG2_E, UNSPECIALIZED, launched, next_power_of_2, tl, triton
+from paceline.kernels._triton import UNSPECIALIZED, launched, next_power_of_2, tl, triton
+from paceline.kernels.heads import load_heads, scaled_scores, score_factors, scores_reference, within_head
 from paceline.kernels.layouts import (
     EXTEND_UNIT_WORDS,
     SHARED_TILE_WORDS,
@@ -43,6 +47,11 @@ class ExtendTuning:
     num_warps: int = 8
     num_stages: int = 2
     max_registers: int = 128  # two programs fit a multiprocessor
+
+
+def extend_tuning(head_dim: int) -> ExtendTuning:
+    """Larger heads need as many registers and as much shared memory with smaller tiles."""
+    return ExtendTuning() if head_dim <= 128 else ExtendTuning(block_m=64, block_n=32, max_registers=168)
 
 
 def tokens_per_tile(tuning: ExtendTuning, group: int) -> int:
@@ -82,6 +91,9 @@ def extend_attention_reference(
     starts: list[int],
     query_starts: list[int],
     window: int = 0,
+    scales: torch.Tensor | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """[T, Q, D] in float64."""
     page_size, kv_heads, head_dim = k_cache.shape[1:]
@@ -92,8 +104,11 @@ def extend_attention_reference(
         at = torch.arange(start, start + end - begin, device=q.device)
         pages = page_table[slot, seen // page_size].long()
         k, v = (cache[pages, seen % page_size].double() for cache in (k_cache, v_cache))
+        if scales is not None:
+            k, v = k * scales[0, :, None], v * scales[1, :, None]
         mine = q[begin:end].double().unflatten(1, (kv_heads, -1))
-        scores = torch.einsum("tkgd,nkd->tkgn", mine, k) * head_dim**-0.5
+        products = torch.einsum("tkgd,nkd->tkgn", mine, k)
+        scores = scores_reference(products, head_dim**-0.5 if scale is None else scale, cap)
         hidden = seen[None, :] > at[:, None]
         if window:
             hidden |= seen[None, :] <= at[:, None] - window
@@ -137,6 +152,7 @@ def _extend_attention_kernel(
     out,
     partials,
     lse,
+    scales,
     table_stride,
     scale,
     Q: tl.constexpr,
@@ -144,7 +160,10 @@ def _extend_attention_kernel(
     G: tl.constexpr,
     PADDED_G: tl.constexpr,
     D: tl.constexpr,
+    PADDED: tl.constexpr,
+    CAP: tl.constexpr,
     P: tl.constexpr,
+    SCALED: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -166,13 +185,15 @@ def _extend_attention_kernel(
     token = offset + m // PADDED_G
     inside = (token < length) & (m % PADDED_G < G)
     position = start + token
-    d = tl.arange(0, D)
+    d = tl.arange(0, PADDED)
     place = ((first + token).to(tl.int64) * Q + kv_head * G + m % PADDED_G)[:, None] * D + d[None, :]
-    queries = tl.load(q + place, mask=inside[:, None], other=0.0)
+    queries = tl.load(q + place, mask=within_head(inside[:, None], D, PADDED), other=0.0)
 
+    if SCALED:
+        scale *= tl.load(scales + kv_head)
     top = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
     tokens: tl.constexpr = BLOCK_M // PADDED_G
     end = start + tl.minimum(offset + tokens, length)
     begin = start * 0
@@ -192,29 +213,38 @@ def _extend_attention_kernel(
         n = at + tl.arange(0, BLOCK_N)
         page = tl.load(table + n // P).to(tl.int64)
         source = (((page * P + n % P) * K + kv_head) * D)[:, None] + d[None, :]
-        scores = tl.dot(queries, tl.trans(tl.load(k_cache + source))) * scale
-        top, total, acc = _add_to_softmax(scores, tl.load(v_cache + source), top, total, acc)
+        k = load_heads(k_cache + source, D, PADDED).to(queries.dtype)
+        scores = scaled_scores(tl.dot(queries, tl.trans(k)), scale, CAP)
+        v = load_heads(v_cache + source, D, PADDED).to(queries.dtype)
+        top, total, acc = _add_to_softmax(scores, v, top, total, acc)
     for at in tl.range(unmasked, end, BLOCK_N, num_stages=STAGES):
         n = at + tl.arange(0, BLOCK_N)
         cached = n < end
         page = tl.load(table + n // P, mask=cached, other=0).to(tl.int64)
         source = (((page * P + n % P) * K + kv_head) * D)[:, None] + d[None, :]
-        k = tl.load(k_cache + source, mask=cached[:, None], other=0.0)
+        k = tl.load(k_cache + source, mask=within_head(cached[:, None], D, PADDED), other=0.0)
         seen = n[None, :] <= position[:, None]
         if WINDOW:
             seen = seen & (n[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(seen, tl.dot(queries, tl.trans(k)) * scale, -float("inf"))
-        v = tl.load(v_cache + source, mask=cached[:, None], other=0.0)
-        top, total, acc = _add_to_softmax(scores, v, top, total, acc)
+        scores = scaled_scores(tl.dot(queries, tl.trans(k.to(queries.dtype))), scale, CAP)
+        scores = tl.where(seen, scores, -float("inf"))
+        v = tl.load(v_cache + source, mask=within_head(cached[:, None], D, PADDED), other=0.0)
+        top, total, acc = _add_to_softmax(scores, v.to(queries.dtype), top, total, acc)
     total = tl.where(total == 0.0, 1.0, total)  # a split may have no key that a query sees
     acc = acc / total[:, None]
+    if SCALED:
+        acc = acc * tl.load(scales + K + kv_head)
     if tl.load(unit + _NUM_SPLITS) == 1:
         # Computed again: kept through the loops, these would not fit into registers.
         again, inside = _output_offsets(unit, query_starts, kv_head, m, Q, G, PADDED_G, D)
-        tl.store(out + again[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=inside[:, None])
+        filled = within_head(inside[:, None], D, PADDED)
+        tl.store(out + again[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=filled)
     elif SPLIT:
         mine = ((tl.load(unit + _FIRST_PARTIAL) + tl.load(unit + _SPLIT)) * K + kv_head).to(tl.int64) * BLOCK_M + m
-        tl.store(partials + mine[:, None] * D + d[None, :], acc)
+        if PADDED != D:
+            tl.store(partials + mine[:, None] * D + d[None, :], acc, mask=(d < D)[None, :])
+        else:
+            tl.store(partials + mine[:, None] * D + d[None, :], acc)
         tl.store(lse + mine, top + tl.log2(total))
 
 
@@ -231,6 +261,7 @@ def _extend_merge_kernel(
     G: tl.constexpr,
     PADDED_G: tl.constexpr,
     D: tl.constexpr,
+    PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HEADS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -243,17 +274,20 @@ def _extend_merge_kernel(
     num_splits = tl.load(tile + _NUM_SPLITS)
     first_partial = tl.load(tile + _FIRST_PARTIAL)
     m = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    d = tl.arange(0, D)
+    d = tl.arange(0, PADDED)
     place, inside = _output_offsets(tile, query_starts, kv_head, m, Q, G, PADDED_G, D)
     top = tl.full([HEADS], -1.0e30, tl.float32)
     total = tl.zeros([HEADS], tl.float32)
-    acc = tl.zeros([HEADS, D], tl.float32)
+    acc = tl.zeros([HEADS, PADDED], tl.float32)
     for at in range(0, num_splits, SPLITS):
         split = at + tl.arange(0, SPLITS)
         here = (split < num_splits)[:, None] & inside[None, :]
         source = ((first_partial + split) * K + kv_head).to(tl.int64)[:, None] * BLOCK_M + m[None, :]
         weight = tl.load(lse + source, mask=here, other=-float("inf"))
-        pieces = tl.load(partials + source[:, :, None] * D + d[None, None, :], mask=here[:, :, None], other=0.0)
+        places = here[:, :, None]
+        if PADDED != D:
+            places = places & (d < D)[None, None, :]
+        pieces = tl.load(partials + source[:, :, None] * D + d[None, None, :], mask=places, other=0.0)
         higher = tl.maximum(top, tl.max(weight, axis=0))
         keep = tl.exp2(top - higher)
         weight = tl.exp2(weight - higher[None, :])
@@ -261,7 +295,8 @@ def _extend_merge_kernel(
         total = total * keep + tl.sum(weight, axis=0)
         top = higher
     acc = acc / tl.where(inside, total, 1.0)[:, None]
-    tl.store(out + place[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=inside[:, None])
+    filled = within_head(inside[:, None], D, PADDED)
+    tl.store(out + place[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=filled)
 
 
 @launched
@@ -278,6 +313,7 @@ def _extend_shared_kernel(
     positions,
     query_starts,
     out,
+    scales,
     table_stride,
     scale,
     Q: tl.constexpr,
@@ -285,7 +321,10 @@ def _extend_shared_kernel(
     G: tl.constexpr,
     PADDED_G: tl.constexpr,
     D: tl.constexpr,
+    PADDED: tl.constexpr,
+    CAP: tl.constexpr,
     P: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -297,24 +336,28 @@ def _extend_shared_kernel(
     common = tl.load(tiles + tile * _TILE_WORDS + _TILE_NUM_COMMON) // BLOCK_N * BLOCK_N
 
     m = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, D)
+    d = tl.arange(0, PADDED)
     tokens: tl.constexpr = BLOCK_M // PADDED_G
     token = tl.load(tile_tokens + tile * tokens + m // PADDED_G)
     inside = (token >= 0) & (m % PADDED_G < G)
     position = tl.load(positions + token, mask=inside, other=-1)
     place = (token.to(tl.int64) * Q + kv_head * G + m % PADDED_G)[:, None] * D + d[None, :]
-    queries = tl.load(q + place, mask=inside[:, None], other=0.0)
+    queries = tl.load(q + place, mask=within_head(inside[:, None], D, PADDED), other=0.0)
+    if SCALED:
+        scale *= tl.load(scales + kv_head)
     top = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
 
     table = page_table + tl.load(row_slots + tl.load(rows)).to(tl.int64) * table_stride
     for at in tl.range(0, common, BLOCK_N, num_stages=STAGES):
         n = at + tl.arange(0, BLOCK_N)
         page = tl.load(table + n // P).to(tl.int64)
         source = (((page * P + n % P) * K + kv_head) * D)[:, None] + d[None, :]
-        scores = tl.dot(queries, tl.trans(tl.load(k_cache + source))) * scale
-        top, total, acc = _add_to_softmax(scores, tl.load(v_cache + source), top, total, acc)
+        k = load_heads(k_cache + source, D, PADDED).to(queries.dtype)
+        scores = scaled_scores(tl.dot(queries, tl.trans(k)), scale, CAP)
+        v = load_heads(v_cache + source, D, PADDED).to(queries.dtype)
+        top, total, acc = _add_to_softmax(scores, v, top, total, acc)
     for index in range(0, num_rows):
         row = tl.load(rows + index)
         first = tl.load(query_starts + row)
@@ -327,13 +370,16 @@ def _extend_shared_kernel(
             cached = n < end
             page = tl.load(table + n // P, mask=cached, other=0).to(tl.int64)
             source = (((page * P + n % P) * K + kv_head) * D)[:, None] + d[None, :]
-            k = tl.load(k_cache + source, mask=cached[:, None], other=0.0)
+            k = tl.load(k_cache + source, mask=within_head(cached[:, None], D, PADDED), other=0.0)
             seen = mine[:, None] & (n[None, :] <= position[:, None])
-            scores = tl.where(seen, tl.dot(queries, tl.trans(k)) * scale, -float("inf"))
-            v = tl.load(v_cache + source, mask=cached[:, None], other=0.0)
-            top, total, acc = _add_to_softmax(scores, v, top, total, acc)
+            scores = scaled_scores(tl.dot(queries, tl.trans(k.to(queries.dtype))), scale, CAP)
+            scores = tl.where(seen, scores, -float("inf"))
+            v = tl.load(v_cache + source, mask=within_head(cached[:, None], D, PADDED), other=0.0)
+            top, total, acc = _add_to_softmax(scores, v.to(queries.dtype), top, total, acc)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside[:, None])
+    if SCALED:
+        acc = acc * tl.load(scales + K + kv_head)
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=within_head(inside[:, None], D, PADDED))
 
 
 def extend_shared(
@@ -349,9 +395,13 @@ def extend_shared(
     query_starts: torch.Tensor,
     out: torch.Tensor,
     tuning: ExtendTuning = ExtendTuning(),  # noqa: B008  (frozen)
+    scales: torch.Tensor | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> None:
     """`extend_attention` for the rows of `SharedTiles` (engine/cuda/tiles.py), in layers without a sliding window."""
     page_size, kv_heads, head_dim = k_cache.shape[1:]
+    factor, base_2_cap = score_factors(head_dim**-0.5 if scale is None else scale, cap)
     q_heads = q.shape[1]
     group = q_heads // kv_heads
     _extend_shared_kernel[(kv_heads, tiles.shape[0])](
@@ -366,14 +416,18 @@ def extend_shared(
         positions,
         query_starts,
         out,
+        q if scales is None else scales,
         page_table.stride(0),
-        head_dim**-0.5 * LOG2_E,
+        factor,
         Q=q_heads,
         K=kv_heads,
         G=group,
         PADDED_G=next_power_of_2(group),
         D=head_dim,
+        PADDED=next_power_of_2(head_dim),
+        CAP=base_2_cap,
         P=page_size,
+        SCALED=scales is not None,
         BLOCK_M=tuning.block_m,
         BLOCK_N=tuning.block_n,
         STAGES=tuning.num_stages,
@@ -395,6 +449,9 @@ def extend_attention(
     window: int = 0,
     tuning: ExtendTuning = ExtendTuning(),  # noqa: B008  (frozen)
     splits: ExtendSplits | None = None,
+    scales: torch.Tensor | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> None:
     """out [T, Q, D] = causal attention of q [T, Q, D] over each row's cache [pages, P, K, D] up to its own position.
 
@@ -404,6 +461,7 @@ def extend_attention(
     int32 on the device. Without `splits` every unit must be a whole tile.
     """
     page_size, kv_heads, head_dim = k_cache.shape[1:]
+    factor, base_2_cap = score_factors(head_dim**-0.5 if scale is None else scale, cap)
     q_heads = q.shape[1]
     group = q_heads // kv_heads
     workspace = None if splits is None else splits.workspace
@@ -422,14 +480,18 @@ def extend_attention(
         out,
         out if workspace is None else workspace.partials,
         out if workspace is None else workspace.lse,
+        q if scales is None else scales,
         page_table.stride(0),
-        head_dim**-0.5 * LOG2_E,
+        factor,
         Q=q_heads,
         K=kv_heads,
         G=group,
         PADDED_G=next_power_of_2(group),
         D=head_dim,
+        PADDED=next_power_of_2(head_dim),
+        CAP=base_2_cap,
         P=page_size,
+        SCALED=scales is not None,
         WINDOW=window,
         SPLIT=splits is not None,
         BLOCK_M=tuning.block_m,
@@ -450,6 +512,7 @@ def extend_attention(
             G=group,
             PADDED_G=next_power_of_2(group),
             D=head_dim,
+            PADDED=next_power_of_2(head_dim),
             BLOCK_M=tuning.block_m,
             HEADS=_MERGE_HEADS,
             SPLITS=_MERGE_SPLITS,

@@ -22,6 +22,7 @@ def gather_tokens_reference(
     query_starts: torch.Tensor | None,
     num_tokens: int,
     first_id: int = 0,
+    scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(rows [T, H], slots [T], positions [T])."""
     token = torch.arange(num_tokens, device=embeddings.device)
@@ -34,7 +35,7 @@ def gather_tokens_reference(
     ids = state.token_pool[slots, positions.long()].long() - first_id
     is_here = live & (ids >= 0) & (ids < len(embeddings))
     found = torch.where(is_here[:, None], embeddings[ids.where(is_here, 0)], torch.zeros_like(embeddings[:1]))
-    return found, torch.where(live, slots, 0).int(), positions.int()
+    return (found * scale).to(found.dtype), torch.where(live, slots, 0).int(), positions.int()
 
 
 @launched
@@ -56,6 +57,8 @@ def _gather_tokens_kernel(
     hidden,
     first_id,
     num_ids,
+    scale,
+    SCALED: tl.constexpr,
     LEAVE_SQUARES: tl.constexpr,
     RAGGED: tl.constexpr,
     SHARDED: tl.constexpr,
@@ -83,6 +86,8 @@ def _gather_tokens_kernel(
         live = live & (token_id >= 0) & (token_id < num_ids)
     # A padding row gets zeros, so that no NaN or infinity goes through the GEMMs.
     value = tl.load(embeddings + token_id * hidden + column, mask=inside & live, other=0.0)
+    if SCALED:
+        value = (value.to(tl.float32) * scale).to(out.dtype.element_ty)
     tl.store(out + token.to(tl.int64) * hidden + column, value.to(out.dtype.element_ty), mask=inside)
     if LEAVE_SQUARES:
         wide = value.to(tl.float32)
@@ -101,14 +106,15 @@ def gather_tokens(
     query_starts: torch.Tensor | None = None,
     squares: torch.Tensor | None = None,
     first_id: int | None = None,
+    scale: float = 1.0,
 ) -> None:
     """out [T, H], slots [T] and positions [T] (int32) for the tokens of a pass; embeddings [V, H].
 
     Without token_rows, token i is row i's only token (a decode batch; rows from num_rows on are padding and get zeros).
     With it, token i belongs to row token_rows[i] [T], whose tokens begin at query_starts[row] [R + 1]; row -1 is
     padding and gets zeros. squares [T, 1], if given, receives each row's sum of squares for the RMSNorm that follows
-    (linear.py). first_id: embeddings are those of the token ids from there on, and other tokens get zeros (default: of
-    all token ids).
+    (linear.py). scale: factor of the embeddings. first_id: embeddings are those of the token ids from there on, and
+    other tokens get zeros (default: of all token ids).
     """
     assert (token_rows is None) == (query_starts is None), "token_rows and query_starts are given together"
     tokens, hidden = out.shape
@@ -130,6 +136,8 @@ def gather_tokens(
         hidden,
         first_id or 0,
         len(embeddings),
+        float(scale),
+        SCALED=scale != 1.0,
         LEAVE_SQUARES=squares is not None,
         RAGGED=token_rows is not None,
         SHARDED=first_id is not None,

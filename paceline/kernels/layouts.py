@@ -46,9 +46,10 @@ class SamplingWord(IntEnum):
     SEED_LOW = 4
     SEED_HIGH = 5
     MAX_LENGTH = 6  # prompt and output at full length
-    LOGPROBS = 7  # 0: none requested; else 1 + the number of alternatives
-    NUM_LOGPROB_IDS = 8
-    LOGPROB_IDS = 9  # the first of MAX_LOGPROBS
+    ADAPTER = 7  # 0: the base model; else 1 + the slot of the request's LoRA adapter
+    LOGPROBS = 8  # 0: none requested; else 1 + the number of alternatives
+    NUM_LOGPROB_IDS = 9
+    LOGPROB_IDS = 10  # the first of MAX_LOGPROBS
 
 
 SAMPLING_WORDS = SamplingWord.LOGPROB_IDS + MAX_LOGPROBS

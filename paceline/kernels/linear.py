@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import torch
 
 from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
+from paceline.kernels.silu_mul import gated as gated_activation
+from paceline.kernels.silu_mul import gated_reference
 
 
 def linear_reference(
@@ -31,6 +33,7 @@ def linear_reference(
     eps: float | None = None,
     gated: bool = False,
     residual: torch.Tensor | None = None,
+    gelu: bool = False,
 ) -> torch.Tensor:
     """In float64. With eps, RMSNorm is applied to x first."""
     wide = x.double()
@@ -40,8 +43,7 @@ def linear_reference(
     if bias is not None:
         out += bias.double()
     if gated:
-        gate, up = out.chunk(2, dim=-1)
-        out = torch.nn.functional.silu(gate) * up
+        out = gated_reference(out, gelu)
     return out if residual is None else out + residual.double()
 
 
@@ -67,6 +69,7 @@ def _linear_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    GELU: tl.constexpr,
     LEAVE_SQUARES: tl.constexpr,
     NUM_SQUARES: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -129,7 +132,7 @@ def _linear_kernel(
         acc += tl.load(bias + column + wide_n // BLOCK_N * N, mask=column < N, other=0.0).to(tl.float32)[None, :]
     if WIDTH > BLOCK_N:
         acc, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N]), [0, 2, 1]))
-        acc = acc / (1.0 + tl.exp(-acc)) * up
+        acc = gated_activation(acc, up, GELU)
     if HAS_RESIDUAL:
         acc += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     rounded = acc.to(out.dtype.element_ty)
@@ -178,6 +181,14 @@ def decode_tuning(rows: int, columns: int, gated: bool) -> LinearTuning | None:
     return None
 
 
+def few_rows_tuning(rows: int, columns: int, gated: bool) -> LinearTuning | None:
+    """For GEMMs of 8 to 12 million weights beside experts, with up to 16 rows; None where cuBLAS is used. All are split
+    along K, so that about 300 programs read."""
+    if rows > 16:
+        return None
+    return LinearTuning(16, 32, 128, 4, 5, 1 if gated else 4 if columns <= 2048 or rows <= 4 else 2)
+
+
 def num_squares(columns: int, tuning: LinearTuning) -> int:
     """How many columns of `squares_out` a GEMM of `columns` columns fills."""
     return cdiv(columns, tuning.block_n)
@@ -196,14 +207,15 @@ def linear(
     squares_out: torch.Tensor | None = None,
     workspace: LinearWorkspace | None = None,
     pdl: bool = False,
+    gelu: bool = False,
 ) -> None:
     """out [M, N] = f(rms_norm(x [M, K]) @ weight [N, K]ᵀ + bias [N]) + residual [M, N].
 
     squares [M, any]: float32 whose row sums are the sums of squares of x's rows; without it x is not normed, with it
     weight must already contain the norm's weight. gated: weight is [2N, K] (and bias [2N]), gate rows first, and
-    f(gate, up) = silu(gate) * up. out may be residual: the residual stream is then updated in place. squares_out
-    [M, num_squares(N, tuning)] receives the sums of squares of what is written. K must be a multiple of
-    split_k * block_k; a gate needs split_k = 1.
+    f(gate, up) = silu(gate) * up, or with `gelu` gelu(gate) * up. out may be residual: the residual stream is then
+    updated in place. squares_out [M, num_squares(N, tuning)] receives the sums of squares of what is written. K must be
+    a multiple of split_k * block_k; a gate needs split_k = 1.
 
     pdl: uses programmatic dependent launch: this kernel starts before the previous one has ended, and lets the next one
     do the same.
@@ -234,6 +246,7 @@ def linear(
         HAS_BIAS=bias is not None,
         HAS_NORM=squares is not None,
         HAS_RESIDUAL=residual is not None,
+        GELU=gelu,
         LEAVE_SQUARES=squares_out is not None,
         NUM_SQUARES=1 if squares is None else squares.shape[1],
         BLOCK_S=1 if squares is None else next_power_of_2(squares.shape[1]),

@@ -2,6 +2,8 @@
 
 For the prompt tokens of prefill and mixed batches. Decode rows do the same inside the attention kernel
 (decode_attention.py), which saves a launch per layer; both use `norm_and_rotate`, so that they write the same bits.
+
+With `scales` [2, K] float32 the cache holds FP8 numbers: keys and values divided by the scale of their KV head.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -12,6 +14,8 @@ from __future__ import annotations
 import torch
 
 from paceline.kernels._triton import UNSPECIALIZED, launched, next_power_of_2, tl, triton
+from paceline.kernels.fp8 import to_fp8_reference, to_operand, to_stored
+from paceline.kernels.heads import within_head
 from paceline.kernels.rms_norm import row_factor, row_factor_reference
 
 
@@ -44,6 +48,7 @@ def rope_kv_reference(
     k_norm: torch.Tensor | None,
     eps: float,
     stream: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Writes the caches in place and returns q [T, Q, D]."""
     _, page_size, kv_heads, head_dim = k_cache.shape
@@ -53,29 +58,43 @@ def rope_kv_reference(
     table = cos_sin[positions.long()]
     pages = page_table[slots.long(), (positions // page_size).long()].long()
     offsets = (positions % page_size).long()
-    k_cache[pages, offsets] = rotate_reference(k, k_norm, table, eps).to(k_cache.dtype)
-    v_cache[pages, offsets] = v.to(v_cache.dtype)
+    k = rotate_reference(k, k_norm, table, eps)
+    for cache, new, scale in zip((k_cache, v_cache), (k, v), (None, None) if scales is None else scales, strict=True):
+        cache[pages, offsets] = new.to(cache.dtype) if scale is None else to_fp8_reference(new, scale[:, None])
     return rotate_reference(q, q_norm, table, eps).to(qkv.dtype)
 
 
 @triton.jit
-def load_pairs(x, offset, inside, D: tl.constexpr):
+def load_pairs(x, offset, inside, D: tl.constexpr, PADDED: tl.constexpr):
     """The elements of heads, and for each the element half a head away; x + offset points at element 0 of each head
     [rows, 1]. Loaded twice instead of shuffled between threads: the second load is a cache hit."""
-    d = tl.arange(0, D)[None, :]
+    d = tl.arange(0, PADDED)[None, :]
+    inside = within_head(inside, D, PADDED)
     mine = tl.load(x + offset + d, mask=inside, other=0.0)
     return mine, tl.load(x + offset + (d + D // 2) % D, mask=inside, other=0.0)
 
 
 @triton.jit
-def load_cos_sin(table, inside, D: tl.constexpr):
-    """Cosines and sines [rows, D] of rows of cos_sin."""
-    d = tl.arange(0, D)[None, :] % (D // 2)
+def load_cos_sin(table, inside, D: tl.constexpr, PADDED: tl.constexpr):
+    """Cosines and sines [rows, PADDED] of rows of cos_sin."""
+    d = tl.arange(0, PADDED)[None, :] % (D // 2)
     return tl.load(table + d, mask=inside, other=0.0), tl.load(table + D // 2 + d, mask=inside, other=0.0)
 
 
 @triton.jit
-def norm_and_rotate(mine, other, weight, other_weight, cos, sin, eps, factor, D: tl.constexpr, HAS_NORM: tl.constexpr):
+def norm_and_rotate(
+    mine,
+    other,
+    weight,
+    other_weight,
+    cos,
+    sin,
+    eps,
+    factor,
+    D: tl.constexpr,
+    PADDED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
     """Heads scaled by the RMSNorm factor of their row, with QK-norm where the model has it, and rotated."""
     mine = mine.to(tl.float32) * factor
     other = other.to(tl.float32) * factor
@@ -83,7 +102,7 @@ def norm_and_rotate(mine, other, weight, other_weight, cos, sin, eps, factor, D:
         rstd = 1.0 / tl.sqrt(tl.sum(mine * mine, axis=1) / D + eps)
         mine = mine * rstd[:, None] * weight.to(tl.float32)
         other = other * rstd[:, None] * other_weight.to(tl.float32)
-    return mine * cos + tl.where(tl.arange(0, D)[None, :] < D // 2, -other, other) * sin
+    return mine * cos + tl.where(tl.arange(0, PADDED)[None, :] < D // 2, -other, other) * sin
 
 
 @launched
@@ -101,16 +120,19 @@ def _rope_kv_kernel(
     k_norm,
     stream,
     live,
+    scales,
     qkv_stride,
     table_stride,
     eps,
     Q: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
+    PADDED: tl.constexpr,
     P: tl.constexpr,
     H: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_LIVE: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -124,27 +146,33 @@ def _rope_kv_kernel(
     page = tl.load(page_table + slot * table_stride + position // P).to(tl.int64)
     source = qkv + token * qkv_stride
     table = cos_sin + position.to(tl.int64) * D
-    d = tl.arange(0, D)[None, :]
+    d = tl.arange(0, PADDED)[None, :]
     factor = 1.0
     if H:
         factor = row_factor(stream, token, eps, H)
 
-    cos, sin = load_cos_sin(table, True, D)
-    q_weight, q_other_weight = load_pairs(q_norm, 0, HAS_NORM, D)
-    k_weight, k_other_weight = load_pairs(k_norm, 0, HAS_NORM, D)
+    cos, sin = load_cos_sin(table, True, D, PADDED)
+    q_weight, q_other_weight = load_pairs(q_norm, 0, HAS_NORM, D, PADDED)
+    k_weight, k_other_weight = load_pairs(k_norm, 0, HAS_NORM, D, PADDED)
 
     head = tl.arange(0, BLOCK_Q)[:, None]
-    mine, other = load_pairs(source, head * D, head < Q, D)
-    q = norm_and_rotate(mine, other, q_weight, q_other_weight, cos, sin, eps, factor, D, HAS_NORM)
-    tl.store(q_out + token * Q * D + head * D + d, q.to(q_out.dtype.element_ty), mask=head < Q)
+    mine, other = load_pairs(source, head * D, head < Q, D, PADDED)
+    q = norm_and_rotate(mine, other, q_weight, q_other_weight, cos, sin, eps, factor, D, PADDED, HAS_NORM)
+    q = to_operand(q, q_out.dtype.element_ty)
+    tl.store(q_out + token * Q * D + head * D + d, q, mask=within_head(head < Q, D, PADDED))
 
     head = tl.arange(0, BLOCK_K)[:, None]
-    mine, other = load_pairs(source + Q * D, head * D, head < K, D)
-    k = norm_and_rotate(mine, other, k_weight, k_other_weight, cos, sin, eps, factor, D, HAS_NORM)
-    v = tl.load(source + (Q + K) * D + head * D + d, mask=head < K, other=0.0).to(tl.float32) * factor
+    mine, other = load_pairs(source + Q * D, head * D, head < K, D, PADDED)
+    k = norm_and_rotate(mine, other, k_weight, k_other_weight, cos, sin, eps, factor, D, PADDED, HAS_NORM)
+    inside = within_head(head < K, D, PADDED)
+    v = tl.load(source + (Q + K) * D + head * D + d, mask=inside, other=0.0).to(tl.float32) * factor
     place = (page * P + position % P) * K * D + head * D + d
-    tl.store(k_cache + place, k.to(k_cache.dtype.element_ty), mask=head < K)
-    tl.store(v_cache + place, v.to(v_cache.dtype.element_ty), mask=head < K)
+    k_scale, v_scale = 1.0, 1.0
+    if SCALED:
+        k_scale = tl.load(scales + head, mask=head < K, other=1.0)
+        v_scale = tl.load(scales + K + head, mask=head < K, other=1.0)
+    tl.store(k_cache + place, to_stored(k, k_scale, k_cache.dtype.element_ty, SCALED), mask=inside)
+    tl.store(v_cache + place, to_stored(v, v_scale, v_cache.dtype.element_ty, SCALED), mask=inside)
 
 
 def rope_kv(
@@ -161,6 +189,7 @@ def rope_kv(
     eps: float,
     stream: torch.Tensor | None = None,
     live: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Writes q_out [T, Q, D] and the caches [pages, P, K, D] from qkv [T, (Q + 2K) D]. With `stream` [T, H], qkv was
     computed from the hidden states before RMSNorm, and the norm's factor is applied here.
@@ -185,16 +214,19 @@ def rope_kv(
         qkv if k_norm is None else k_norm,
         qkv if stream is None else stream,
         slots if live is None else live,
+        cos_sin if scales is None else scales,
         qkv.stride(0),
         page_table.stride(0),
         eps,
         Q=q_heads,
         K=kv_heads,
         D=head_dim,
+        PADDED=next_power_of_2(head_dim),
         P=page_size,
         H=0 if stream is None else stream.shape[1],
         HAS_NORM=q_norm is not None,
         HAS_LIVE=live is not None,
+        SCALED=scales is not None,
         BLOCK_Q=next_power_of_2(q_heads),
         BLOCK_K=next_power_of_2(kv_heads),
         num_warps=4,

@@ -21,11 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.model.lora import AddAdapters, LoraRows, LoraWeights
 from paceline.model.rank_group import RankGroup, StageLink, embed, shard_of
 from paceline.model.rope import rope_table, rotate
 from paceline.model.spec import ModelSpec
@@ -44,7 +46,7 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mlp:
-    """The gated MLP of a layer: down(activation(gate(x)) * up(x)). A mixture of experts can take its place."""
+    """The gated MLP of a layer: down(activation(gate(x)) * up(x))."""
 
     gate_up: Tensor
     down: Tensor
@@ -52,9 +54,100 @@ class Mlp:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
-        return F.linear(self.activation(gate) * up, self.down, self.down_bias)
+    def __call__(self, x: Tensor, adapt: AddAdapters | None = None) -> Tensor:
+        between = F.linear(x, self.gate_up, self.gate_up_bias)
+        if adapt is not None:
+            adapt("gate_up", x, between)
+        gate, up = between.chunk(2, dim=-1)
+        activated = self.activation(gate) * up
+        out = F.linear(activated, self.down, self.down_bias)
+        if adapt is not None:
+            adapt("down", activated, out)
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """A mixture of experts: the weighted sum of the MLPs that the router chooses for each row, and of a shared expert
+    that all rows use, if there is one.
+
+    The reference is `masked`: each expert computes all rows, and nothing is read on the host. On a CPU, where reading
+    costs nothing, each expert computes only the rows that chose it.
+    """
+
+    router: Tensor  # [E, H]
+    expert_gate_up: Tensor  # [E, 2F, H]
+    expert_down: Tensor  # [E, H, F]
+    activation: Callable[[Tensor], Tensor]
+    routing: Routing
+    shared_gate: Tensor | None = None  # [1, H]
+    shared: Mlp | None = None
+
+    def __call__(self, x: Tensor, adapt: AddAdapters | None = None) -> Tensor:
+        """adapt: changes nothing, since experts have no adapters."""
+        ids, weights = route(F.linear(x, self.router), self.routing)
+        if x.device.type == "cpu":
+            out = torch.zeros_like(x)
+            add_chosen(out, x, ids, weights, self.expert_gate_up, self.expert_down, self.activation)
+        else:
+            out = self.masked(x, ids, weights)
+        if self.shared is not None and self.shared_gate is not None:
+            out += torch.sigmoid(F.linear(x, self.shared_gate)) * self.shared(x)
+        return out
+
+    def masked(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The experts [T, k] of the rows of x, weighted and added up."""
+        out = torch.zeros_like(x)
+        for expert, (gate_up, down) in enumerate(zip(self.expert_gate_up, self.expert_down, strict=True)):
+            is_chosen = ids == expert
+            weight = torch.where(is_chosen, weights, 0.0).sum(-1, keepdim=True).to(x.dtype)
+            value = Mlp(gate_up, down, self.activation)(x) * weight
+            out += torch.where(is_chosen.any(-1, keepdim=True), value, 0.0)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a router chooses: `experts_per_token`, `router` and `renormalise_experts` of ModelSpec."""
+
+    num_chosen: int
+    kind: str = "softmax"
+    renormalise: bool = True
+
+
+def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """The experts [T, k] of rows and their weights, from the router's logits [T, E]. In float32."""
+    wide = logits.float()
+    scores = torch.sigmoid(wide) if routing.kind == "sigmoid" else torch.softmax(wide, dim=-1)
+    weights, ids = torch.topk(scores, routing.num_chosen, dim=-1)
+    return ids, weights / weights.sum(-1, keepdim=True) if routing.renormalise else weights
+
+
+def add_chosen(
+    out: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """out += the experts [T, k] of the rows of x, weighted. Rows are sorted by expert; how many each expert has is read
+    on the host, and returned [E]. gate_up [E, 2F, H], down [E, H, F]."""
+    chosen = ids.flatten()
+    counts = torch.bincount(chosen, minlength=len(gate_up))
+    order = chosen.argsort(stable=True)
+    rows, scales = order // ids.shape[1], weights.flatten()[order, None].to(x.dtype)
+    first = 0
+    for expert, count in enumerate(counts.tolist()):
+        if not count:
+            continue
+        own = slice(first, first + count)
+        gate, up = F.linear(x[rows[own]], gate_up[expert]).chunk(2, dim=-1)
+        value = F.linear(activation(gate).mul_(up).mul_(scales[own]), down[expert])
+        out.index_add_(0, rows[own], value)  # no row twice: the experts of a row differ
+        first += count
+    return counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +156,7 @@ class DecoderLayer:
 
     qkv: Tensor
     out: Tensor
-    mlp: Mlp
+    mlp: Mlp | Experts
     attention_norm: Tensor | None = None
     attention_post_norm: Tensor | None = None
     mlp_norm: Tensor | None = None
@@ -90,7 +183,7 @@ class Decoder:
         self.whole_spec, self.group, self.stages = spec, group, stages
         self.shard = shard_of(group or stages)
         self.spec = spec = self.shard.spec(spec)
-        some = weights["0.qkv"]
+        some = next(iter(weights.values()))  # not a matrix of a layer, which may be quantised
         self.device, self.dtype = some.device, some.dtype
         self.precision = str(self.dtype).removeprefix("torch.")
         none = some.new_empty(0)  # of a stage that does not need it
@@ -98,29 +191,36 @@ class Decoder:
         self.head = weights["embedding" if spec.tied else "head"] if self.shard.is_last else none
         self.norm = weights["norm"] if self.shard.is_last else none
         self.max_positions = max_positions or spec.context_tokens
-        self.rope_tables = [rope_table(rope, spec.head_dim, self.max_positions, self.device) for rope in spec.ropes]
+        self.rope_tables = [
+            rope_table(rope, spec.head_dim, self.max_positions, self.device, spec.rotary_dim) for rope in spec.ropes
+        ]
         self.layers = [_layer(spec, weights, f"{layer}.") for layer in range(spec.num_layers)]
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, lora: LoraRows | None = None) -> Tensor:
         """Hidden states [T, hidden] after the final norm, of tokens[T] at positions[T] (both integer). Of a stage that
-        is not the last: before the norm, and sent on."""
+        is not the last: before the norm, and sent on. lora: rows with adapters, as `prepare_adapter` returns them."""
         # One gather per rope for all layers; [T, 1, D] broadcasts over heads.
         rotations = [table[positions].unsqueeze(1) for table in self.rope_tables]
         if self.stages is None or self.shard.is_first:
-            x = embed(self.group, self.spec, self.embedding, tokens)
+            x = scaled(embed(self.group, self.spec, self.embedding, tokens), self.spec.embedding_scale)
         else:
             x = self.stages.receive(len(tokens), self.spec.hidden_size, self.dtype)
         for index, layer in enumerate(self.layers):
             rope = self.spec.layer_ropes[index]
             cos_sin = None if rope is None else rotations[rope]
-            attended = self._sum(self._attention(index, self._norm(x, layer.attention_norm), cos_sin, attend))
+            adapt = None if lora is None else partial(lora.add, index)
+            attended = self._sum(self._attention(index, self._norm(x, layer.attention_norm), cos_sin, attend, adapt))
             x = x + self._norm(attended, layer.attention_post_norm)
-            x = x + self._norm(self._sum(layer.mlp(self._norm(x, layer.mlp_norm))), layer.mlp_post_norm)
+            x = x + self._norm(self._sum(layer.mlp(self._norm(x, layer.mlp_norm), adapt)), layer.mlp_post_norm)
         if self.stages is not None and not self.shard.is_last:
             self.stages.send(x)
             return x
         return self._norm(x, self.norm)
+
+    def prepare_adapter(self, weights: LoraWeights) -> LoraWeights:
+        """The matrices of an adapter as `forward` uses them: here, as they are."""
+        return weights
 
     def states(self, hidden: Tensor) -> Tensor:
         """Hidden states as the model defines them: here, what `forward` returns."""
@@ -130,26 +230,53 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, vocab] of rows of `forward`'s result, in the model's dtype; of a rank, those of its token ids.
         Pass only the rows that sample: this is the largest matrix of a small model."""
-        return soft_cap(F.linear(hidden, self.head), self.spec.logit_cap)
+        return soft_cap(scaled(F.linear(hidden, self.head), self.spec.logit_scale), self.spec.logit_cap)
 
-    def _attention(self, index: int, x: Tensor, cos_sin: Tensor | None, attend: Attend) -> Tensor:
+    def _attention(
+        self, index: int, x: Tensor, cos_sin: Tensor | None, attend: Attend, adapt: AddAdapters | None = None
+    ) -> Tensor:
         spec, layer = self.spec, self.layers[index]
         qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+        if adapt is not None:
+            adapt("qkv", x, qkv)
         heads = qkv.view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         # Queries and keys are normed and rotated together: half the kernel launches.
         qk, v = torch.split(heads, [spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], dim=1)
-        if layer.qk_norm is not None:
+        if layer.qk_norm is not None and spec.full_qk_norm:
+            qk = (qk.float() * full_qk_factors(self.group, self.whole_spec, spec, qk) * layer.qk_norm).to(qk.dtype)
+        elif layer.qk_norm is not None:
             qk = F.rms_norm(qk, (spec.head_dim,), None, spec.rms_eps) * layer.qk_norm
         if cos_sin is not None:
             qk = rotate(qk, cos_sin)
         q, k = torch.split(qk, [spec.num_heads, spec.num_kv_heads], dim=1)
-        return F.linear(attend(index, q, k, v), layer.out, layer.out_bias)
+        attended = attend(index, q, k, v)
+        out = F.linear(attended, layer.out, layer.out_bias)
+        if adapt is not None:
+            adapt("out", attended, out)
+        return out
 
     def _sum(self, x: Tensor) -> Tensor:
         return x if self.group is None else self.group.all_reduce(x)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else F.rms_norm(x, (self.spec.hidden_size,), weight, self.spec.rms_eps)
+
+
+def full_qk_factors(group: RankGroup | None, whole: ModelSpec, spec: ModelSpec, qk: Tensor) -> Tensor:
+    """[T, heads, 1]: the factors of an RMSNorm over all query heads, and of one over all key heads; spec: of this
+    rank."""
+    counts = [spec.num_heads, spec.num_kv_heads]
+    sums = torch.stack([part.float().square().sum((1, 2)) for part in torch.split(qk, counts, dim=1)], dim=1)
+    if group is not None:
+        sums[:, 1] *= group.shard.kv_share(whole)
+        sums = group.all_reduce(sums)
+    means = zip(sums.unbind(1), (whole.q_size, whole.kv_size), counts, strict=True)
+    factors = [torch.rsqrt(total / size + spec.rms_eps)[:, None].expand(-1, count) for total, size, count in means]
+    return torch.cat(factors, dim=1).unsqueeze(-1)
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
 
 
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:
@@ -159,5 +286,24 @@ def soft_cap(x: Tensor, cap: float | None) -> Tensor:
 
 def _layer(spec: ModelSpec, weights: Mapping[str, Tensor], prefix: str) -> DecoderLayer:
     own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+    activation = ACTIVATION_FUNCTIONS[spec.activation]
+    if "router" in own:
+        return DecoderLayer(mlp=_experts(spec, own, activation), **own)
     in_mlp = {name: own.pop(name) for name in ("gate_up", "gate_up_bias", "down", "down_bias") if name in own}
-    return DecoderLayer(mlp=Mlp(**in_mlp, activation=ACTIVATION_FUNCTIONS[spec.activation]), **own)
+    return DecoderLayer(mlp=Mlp(**in_mlp, activation=activation), **own)
+
+
+def _experts(spec: ModelSpec, own: dict[str, Tensor], activation: Callable[[Tensor], Tensor]) -> Experts:
+    """Takes the tensors of a mixture of experts out of those of a layer."""
+    shared = None
+    if "shared_gate_up" in own:
+        shared = Mlp(own.pop("shared_gate_up"), own.pop("shared_down"), activation)
+    return Experts(
+        router=own.pop("router"),
+        expert_gate_up=own.pop("expert_gate_up").view(spec.num_experts, -1, spec.hidden_size),
+        expert_down=own.pop("expert_down").view(spec.num_experts, spec.hidden_size, -1),
+        activation=activation,
+        routing=Routing(spec.experts_per_token, spec.router, spec.renormalise_experts),
+        shared_gate=own.pop("shared_gate", None),
+        shared=shared,
+    )

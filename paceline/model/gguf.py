@@ -8,13 +8,15 @@ that the decoder has only one layout.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-from paceline.model.gguf_file import GGUFFile, TensorInfo, num_stored_bytes
+from paceline.model.gguf_file import GGUFFile, TensorInfo, experts, num_stored_bytes
 from paceline.model.gguf_tensors import dequantise, quantised_bits, read_quantised
 from paceline.model.layout import StoredTensor
-from paceline.model.registry import ModelFamily, gguf_family_of, nope_layers
-from paceline.model.spec import ModelError, ModelSpec, RopeSpec, yarn_attention_factor
+from paceline.model.registry import ModelFamily, gguf_family_of, nope_layers, windows_between
+from paceline.model.rope_config import longrope, yarn_attention_factor
+from paceline.model.spec import ModelError, ModelSpec, RopeSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,30 +35,58 @@ _LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "post_attention_layernorm",  # the norm before the MLP
+    "post_ffw_norm": "post_feedforward_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-_IN_SPEC = ("rope_freqs.weight",)  # read by `gguf_spec`
+# With norms on both sides of a block the one before the MLP has its own name; gate and up may be one tensor (Phi-3).
+_BETWEEN_NORMS = {"ffn_norm": "pre_feedforward_layernorm"}
+_FUSED_MLP = {"ffn_up": "mlp.gate_up_proj"}
+_IN_SPEC = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read by `gguf_spec`
+# Layers of the models whose scores are scaled by the root of hidden_size / num_heads. Files do not say it.
+_SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}  # both 27B
 
 
-def _hugging_face_name(name: str) -> str:
+def _layer_names(file: GGUFFile, family: ModelFamily) -> dict[str, str]:
+    names = dict(_LAYER_NAMES)
+    if family.norm_placement == "both":
+        names |= _BETWEEN_NORMS
+    if "blk.0.ffn_gate.weight" not in file.tensors:
+        names |= _FUSED_MLP
+    return names
+
+
+def _hugging_face_name(name: str, layer_names: dict[str, str]) -> str:
     """The Hugging Face name of a tensor; an unknown name is returned unchanged, to be reported as unexpected."""
     if name in _NAMES:
         return _NAMES[name]
     match name.split("."):
-        case ["blk", layer, part, kind] if part in _LAYER_NAMES:
-            return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}"
+        case ["blk", layer, part, kind] if part in layer_names:
+            return f"model.layers.{layer}.{layer_names[part]}.{kind}"
+        case ["blk", layer, "ffn_gate" | "ffn_up" | "ffn_down" as part, expert, kind]:  # of old files of Mixtral
+            return f"model.layers.{layer}.mlp.experts.{expert}.{part.removeprefix('ffn_')}_proj.{kind}"
     return name
 
 
 def gguf_tensors(file: GGUFFile) -> dict[str, StoredTensor]:
     """The parameters of the file, by their Hugging Face names."""
-    family = gguf_family_of(file.architecture)
+    family = _family(file)
+    layer_names = _layer_names(file, family)
     heads = {"attn_q": _int(file, "attention.head_count")}
     heads["attn_k"] = _int(file, "attention.head_count_kv", heads["attn_q"])
 
@@ -65,7 +95,12 @@ def gguf_tensors(file: GGUFFile) -> dict[str, StoredTensor]:
         permuted = family.gguf_permuted and part in heads
 
         def read(rows_and_columns: tuple[slice, ...]) -> Tensor:
+            if len(info.shape) == 3:  # of all experts, which are read one by one
+                first, stop, _ = rows_and_columns[0].indices(info.shape[0])
+                return dequantise(file, experts(info, first, stop))[(slice(None), *rows_and_columns[1:])]
             tensor = dequantise(file, info)
+            if part == "ffn_gate_inp_shexp":
+                tensor = tensor.reshape(1, -1)
             return (_unpermute(tensor, heads[part]) if permuted else tensor)[rows_and_columns]
 
         def quantised() -> QuantisedTensor:
@@ -73,11 +108,14 @@ def gguf_tensors(file: GGUFFile) -> dict[str, StoredTensor]:
             return tensor.map_rows(lambda rows: _unpermute(rows, heads[part])) if permuted else tensor
 
         is_matrix = len(info.shape) == 2
-        return StoredTensor(
-            info.shape, num_stored_bytes(info), read, quantised if is_matrix else None, quantised_bits(info)
-        )
+        shape = (1, *info.shape) if part == "ffn_gate_inp_shexp" and not is_matrix else info.shape
+        return StoredTensor(shape, num_stored_bytes(info), read, quantised if is_matrix else None, quantised_bits(info))
 
-    return {_hugging_face_name(name): stored(info) for name, info in file.tensors.items() if name not in _IN_SPEC}
+    return {
+        _hugging_face_name(name, layer_names): stored(info)
+        for name, info in file.tensors.items()
+        if name not in _IN_SPEC
+    }
 
 
 def _unpermute(tensor: Tensor, num_heads: int) -> Tensor:
@@ -101,23 +139,27 @@ def _int(file: GGUFFile, key: str, default: int | None = None) -> int:
     return value
 
 
+def _family(file: GGUFFile) -> ModelFamily:
+    """Mixtral's files have the architecture llama, and experts."""
+    return gguf_family_of(file.architecture, experts=_int(file, "expert_count", 0) > 0)
+
+
 def gguf_spec(file: GGUFFile) -> ModelSpec:
     """The spec of the model in the file."""
-    family, arch = gguf_family_of(file.architecture), file.architecture
-    num_experts = int(file.metadata.get(f"{arch}.expert_count", 0))
-    if num_experts:
-        raise ModelError(
-            f"{arch}.expert_count is {num_experts}: mixtures of experts are not supported, choose a dense model."
-        )
+    family, arch = _family(file), file.architecture
+    num_experts = _int(file, "expert_count", 0)
     num_heads, hidden = _int(file, "attention.head_count"), _int(file, "embedding_length")
     num_layers = _int(file, "block_count")
     head_dim = _int(file, "attention.key_length", hidden // num_heads)
     rotated = _int(file, "rope.dimension_count", head_dim)
-    if rotated != head_dim:
+    if rotated != head_dim and family.gguf_permuted:
         raise ModelError(
-            f"{arch}.rope.dimension_count is {rotated}: only models that rotate whole heads ({head_dim}) are "
+            f"{arch}.rope.dimension_count is {rotated}: only {arch} models that rotate whole heads ({head_dim}) are "
             "supported, choose another model."
         )
+    ffn_size = _int(file, "feed_forward_length", 0 if num_experts else None)
+    expert_ffn_size = _int(file, "expert_feed_forward_length", ffn_size) if num_experts else 0
+    shared = "blk.0.ffn_up_shexp.weight"
     embedding = file.tensors.get("token_embd.weight")
     vocab = embedding.shape[0] if embedding else _int(file, "vocab_size")
     from gguf.constants import GGMLQuantizationType
@@ -128,6 +170,13 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
         file.metadata.get("tokenizer.ggml.bos_token_id"),
         file.metadata.get("tokenizer.ggml.eos_token_id"),
     )
+    context = _int(file, "context_length")
+    windows = _windows(file, family, num_layers)
+    layer_ropes: tuple[int | None, ...] = ()
+    if family.nope_interval:
+        layer_ropes = nope_layers(num_layers, family.nope_interval)
+    elif family.local_theta is not None:
+        layer_ropes = tuple(0 if window is None else 1 for window in windows)
     return ModelSpec(
         family=family.name,
         hidden_size=hidden,
@@ -135,10 +184,11 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
         num_heads=num_heads,
         num_kv_heads=_int(file, "attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        ffn_size=_int(file, "feed_forward_length"),
+        ffn_size=ffn_size or expert_ffn_size,
         vocab_size=vocab,
-        context_tokens=_int(file, "context_length"),
-        ropes=(_rope(file, family),),
+        context_tokens=context,
+        ropes=_ropes(file, family),
+        rotary_dim=None if rotated == head_dim else rotated,
         rms_eps=float(file.get(f"{arch}.attention.layer_norm_rms_epsilon")),
         tied="output.weight" not in file.tensors,
         # The metadata has no key for biases, so the tensors decide.
@@ -146,11 +196,54 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
         out_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
         qk_norm=family.qk_norm,
-        layer_ropes=nope_layers(num_layers, family.nope_interval) if family.nope_interval else (),
+        full_qk_norm=family.full_qk_norm,
+        activation=family.activation,
+        norm_placement=family.norm_placement,
+        attention_scale=_attention_scale(file, family, hidden / num_heads),
+        score_cap=_float(file, "attn_logit_softcapping", family.defaults.get("attn_logit_softcapping")),
+        logit_cap=_float(file, "final_logit_softcapping", family.defaults.get("final_logit_softcapping")),
+        embedding_scale=math.sqrt(hidden) if family.scaled_embedding else _float(file, "embedding_scale") or 1.0,
+        residual_scale=_float(file, "residual_scale") or 1.0,
+        logit_scale=1 / (_float(file, "logit_scale") or 1.0),
+        windows=tuple(None if window is None or window >= context else window for window in windows),
+        layer_ropes=layer_ropes,
+        num_experts=num_experts,
+        experts_per_token=_int(file, "expert_used_count") if num_experts else 0,
+        expert_ffn_size=expert_ffn_size,
+        renormalise_experts=family.gguf_renormalised,
+        shared_expert_ffn_size=file.tensors[shared].shape[0] if shared in file.tensors else 0,
         bos_id=bos,
         eos_ids=() if eos is None else (eos,),
         dtype=floats.get(kind, "bfloat16"),
     )
+
+
+def _float(file: GGUFFile, key: str, default: float | None = None) -> float | None:
+    value = file.metadata.get(f"{file.architecture}.{key}", default)
+    return None if value is None else float(value)
+
+
+def _attention_scale(file: GGUFFile, family: ModelFamily, width: float) -> float | None:
+    if _SCALED_BY_WIDTH.get(family.name) == _int(file, "block_count"):
+        return 1 / math.sqrt(width)
+    return _float(file, "attention.scale") or None
+
+
+def _windows(file: GGUFFile, family: ModelFamily, num_layers: int) -> tuple[int | None, ...]:
+    size = _int(file, "attention.sliding_window", family.window or 0)
+    if family.windowed != "always" or not size:
+        return (None,) * num_layers
+    pattern = file.metadata.get(f"{file.architecture}.attention.sliding_window_pattern", family.full_interval)
+    if isinstance(pattern, list):  # whether each layer has one
+        return tuple(size if has_window else None for has_window in pattern)
+    return windows_between(num_layers, int(pattern), size) if pattern else (size,) * num_layers
+
+
+def _ropes(file: GGUFFile, family: ModelFamily) -> tuple[RopeSpec, ...]:
+    everywhere = _rope(file, family)
+    if family.local_theta is None:
+        return (everywhere,)
+    return everywhere, RopeSpec(theta=_float(file, "rope.freq_base_swa") or family.local_theta)
 
 
 def _rope(file: GGUFFile, family: ModelFamily) -> RopeSpec:
@@ -159,6 +252,13 @@ def _rope(file: GGUFFile, family: ModelFamily) -> RopeSpec:
     if "rope_freqs.weight" in file.tensors:
         divisors = dequantise(file, file.tensors["rope_freqs.weight"]).float().tolist()
         return RopeSpec(theta=theta, kind="divisors", divisors=tuple(divisors))
+    if "rope_factors_long.weight" in file.tensors:
+        short, long = (
+            dequantise(file, file.tensors[f"rope_factors_{name}.weight"]).float().tolist() for name in ("short", "long")
+        )
+        context = _int(file, "context_length")
+        original = _int(file, "rope.scaling.original_context_length", context)
+        return longrope(theta, short, long, original, context / original, _float(file, "rope.scaling.attn_factor"))
     kind = file.metadata.get(f"{arch}.rope.scaling.type", "none")
     if kind == "none":
         return RopeSpec(theta=theta)

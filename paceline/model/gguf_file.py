@@ -11,7 +11,7 @@ import math
 import mmap
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -165,6 +165,12 @@ class _Header:
             raise IndexError(f"{name} has {num_dims} dimensions")
         shape = tuple(reversed([self.scalar("<Q") for _ in range(num_dims)]))
         return name, shape, self.scalar("<I"), self.scalar("<Q")
+
+
+def experts(info: TensorInfo, first: int, stop: int) -> TensorInfo:
+    """Some of the experts that a tensor [experts, rows, columns] has."""
+    per_expert = num_stored_bytes(info) // info.shape[0]
+    return replace(info, shape=(stop - first, *info.shape[1:]), offset=info.offset + first * per_expert)
 
 
 def num_stored_bytes(info: TensorInfo) -> int:

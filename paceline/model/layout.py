@@ -7,7 +7,10 @@ A `Shard` selects the part of one rank for tensor parallelism:
 
     split by rows (column-parallel)     q, k, v, gate, up and their biases; embedding and head by vocabulary
     split by columns (row-parallel)     out, down; the sum over ranks is the layer's output, so only rank 0 has the bias
-    replicated                          norms; KV heads if there are fewer of them than ranks
+    replicated                          norms, routers; KV heads if there are fewer of them than ranks
+
+Experts are divided in the same way: each rank has some columns of every expert, and not some of the experts. So ranks
+have the same work whatever the router chooses, and the sum over ranks that a dense layer needs is all they exchange.
 
 or that of one stage for pipeline parallelism: consecutive layers, the first stage with the embedding, the last with the
 final norm and the head.
@@ -28,7 +31,7 @@ from paceline.model.spec import ModelError, ModelSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.model.quantised import QuantisedTensor
+    from paceline.model.quantised import Fp8Tensor, QuantisedTensor
 
 _ALIGN = 64  # columns of the MLP and rows of the vocabulary that stay together, where the size allows: kernels like it
 
@@ -100,6 +103,13 @@ class Shard:
         queries = Shard(self.rank - first, end - first).part(group, head * group)
         return queries, slice(head, head + 1)
 
+    def kv_share(self, spec: ModelSpec) -> float:
+        """The part of this rank in its KV heads, which several ranks have if there are fewer of them than ranks."""
+        if self.size <= spec.num_kv_heads:
+            return 1.0
+        mine = self.heads(spec)[1]
+        return 1 / sum(Shard(rank, self.size).heads(spec)[1] == mine for rank in range(self.size))
+
     def vocabulary(self, spec: ModelSpec) -> slice:
         """The token ids whose embeddings and logits this rank has."""
         return self.aligned_part(spec.vocab_size)
@@ -112,26 +122,36 @@ class Shard:
                 f"num_layers is {spec.num_layers}, which {self.num_stages} stages cannot divide among them: "
                 f"choose pp {spec.num_layers} or less."
             )
-        for name in ("num_heads", "ffn_size", "vocab_size"):
+        sizes = ["num_heads", "vocab_size"]
+        sizes += ["ffn_size"] if spec.has_dense_layers else []
+        sizes += ["expert_ffn_size"] if spec.num_experts else []
+        sizes += ["shared_expert_ffn_size"] if spec.shared_expert_ffn_size else []
+        for name in sizes:
             if getattr(spec, name) < self.size:
                 raise ModelError(
                     f"{name} is {getattr(spec, name)}, which {self.size} ranks cannot divide among them: "
                     f"choose tp {getattr(spec, name)} or less."
                 )
         if self.num_stages > 1:
-            layers = slice(self.layers(spec).start, self.layers(spec).stop)
-            windows, ropes = spec.windows[layers], spec.layer_ropes[layers]
-            spec = replace(spec, num_layers=len(windows), windows=windows, layer_ropes=ropes)
+            spec = spec.with_layers(self.layers(spec))
         if self.size == 1:
             return spec
         queries, kv = self.heads(spec)
-        ffn = self.aligned_part(spec.ffn_size)
         return replace(
             spec,
             num_heads=queries.stop - queries.start,
             num_kv_heads=kv.stop - kv.start,
-            ffn_size=ffn.stop - ffn.start,
+            ffn_size=self._width(spec.ffn_size),
+            expert_ffn_size=self._width(spec.expert_ffn_size),
+            shared_expert_ffn_size=self._width(spec.shared_expert_ffn_size),
         )
+
+    def _width(self, count: int) -> int:
+        """Of this rank's part of so many MLP columns; 1 where too few columns are used by no layer."""
+        if count < self.size:
+            return min(count, 1)
+        part = self.aligned_part(count)
+        return int(part.stop - part.start)
 
 
 WHOLE_MODEL = Shard()
@@ -159,6 +179,7 @@ class StoredTensor:
     # All of it, in the bits it is stored in, and how many `read_quantised` gives; None: it is not quantised.
     read_quantised: Callable[[], QuantisedTensor] | None = None
     quantised_bits: int = 8
+    read_fp8: Callable[[tuple[slice, ...]], Fp8Tensor] | None = None  # these rows and columns, if stored in FP8
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +187,8 @@ class StoredPart:
     """Where a stored parameter goes: `source` of it becomes rows `row` to `row + num_rows` of the tensor `target`.
 
     A part with fewer dimensions than its target is repeated over the rows: the QK-norm weights are stored once per
-    layer and kept once per head, so that queries and keys are normed together.
+    layer and kept once per head, so that queries and keys are normed together. Those of a norm over all heads
+    (`full_qk_norm`) are stored one head after the other, and `source` selects heads.
     """
 
     target: str
@@ -207,8 +229,11 @@ def target_shapes(spec: ModelSpec, shard: Shard = WHOLE_MODEL) -> dict[str, tupl
         shapes.update({at + name: (hidden,) for name in _NORMS[spec.norm_placement].values()})
         shapes[at + "qkv"] = (qkv, hidden)
         shapes[at + "out"] = (hidden, local.q_size)
-        shapes[at + "gate_up"] = (2 * local.ffn_size, hidden)
-        shapes[at + "down"] = (hidden, local.ffn_size)
+        if local.sparse_layers[layer]:
+            shapes.update({at + name: shape for name, shape in _expert_shapes(local).items()})
+        else:
+            shapes[at + "gate_up"] = (2 * local.ffn_size, hidden)
+            shapes[at + "down"] = (hidden, local.ffn_size)
         if spec.qkv_bias:
             shapes[at + "qkv_bias"] = (qkv,)
         if spec.out_bias and shard.rank == 0:
@@ -222,9 +247,29 @@ def target_shapes(spec: ModelSpec, shard: Shard = WHOLE_MODEL) -> dict[str, tupl
     return shapes
 
 
+def _expert_shapes(local: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The tensors of a mixture of experts. Those of all experts follow each other: gate and up of expert 0, gate and up
+    of expert 1, ..."""
+    hidden, experts, shared = local.hidden_size, local.num_experts, local.shared_expert_ffn_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "router": (experts, hidden),
+        "expert_gate_up": (experts * 2 * local.expert_ffn_size, hidden),
+        "expert_down": (experts * hidden, local.expert_ffn_size),
+    }
+    if shared:
+        shapes["shared_gate"] = (1, hidden)
+        shapes["shared_gate_up"] = (2 * shared, hidden)
+        shapes["shared_down"] = (hidden, shared)
+    return shapes
+
+
+_MATRICES = ("embedding", "head", "qkv", "out", "gate_up", "down", "router")
+_EXPERT_MATRICES = ("expert_gate_up", "expert_down", "shared_gate", "shared_gate_up", "shared_down")
+
+
 def is_matrix(name: str) -> bool:
     """Whether a fused tensor is multiplied, and not a norm or a bias."""
-    return name.rpartition(".")[2] in ("embedding", "head", "qkv", "out", "gate_up", "down")
+    return name.rpartition(".")[2] in (*_MATRICES, *_EXPERT_MATRICES)
 
 
 def stored_parts(spec: ModelSpec, shard: Shard = WHOLE_MODEL) -> dict[str, StoredPart]:
@@ -239,12 +284,14 @@ def stored_parts(spec: ModelSpec, shard: Shard = WHOLE_MODEL) -> dict[str, Store
         if not spec.tied:
             parts["lm_head.weight"] = _rows("head", shape, vocabulary)
     for index, layer in enumerate(shard.layers(spec)):
-        parts.update(_layer_parts(spec, shard, f"model.layers.{layer}.", f"{index}."))
+        stored, at = f"model.layers.{layer}.", f"{index}."
+        parts.update(_layer_parts(spec, shard, stored, at))
+        parts.update((_expert_parts if spec.sparse_layers[layer] else _mlp_parts)(spec, shard, stored, at))
     return parts
 
 
 def _layer_parts(spec: ModelSpec, shard: Shard, stored: str, at: str) -> Iterator[tuple[str, StoredPart]]:
-    hidden, ffn = spec.hidden_size, spec.ffn_size
+    hidden = spec.hidden_size
     for name, target in _NORMS[spec.norm_placement].items():
         yield f"{stored}{name}.weight", _whole(at + target, (hidden,))
     q, kv = (slice(heads.start * spec.head_dim, heads.stop * spec.head_dim) for heads in shard.heads(spec))
@@ -258,9 +305,18 @@ def _layer_parts(spec: ModelSpec, shard: Shard, stored: str, at: str) -> Iterato
     if spec.out_bias and shard.rank == 0:
         yield stored + "self_attn.o_proj.bias", _whole(at + "out_bias", (hidden,))
     if spec.qk_norm:
-        local, shape = shard.spec(spec), (spec.head_dim,)
-        for name, row, heads in (("q", 0, local.num_heads), ("k", local.num_heads, local.num_kv_heads)):
-            yield f"{stored}self_attn.{name}_norm.weight", StoredPart(at + "qk_norm", shape, row, heads)
+        local, row = shard.spec(spec), 0
+        for name, size, rows, heads in (
+            ("q", spec.q_size, q, local.num_heads),
+            ("k", spec.kv_size, kv, local.num_kv_heads),
+        ):
+            shape, source = ((size,), (rows,)) if spec.full_qk_norm else ((spec.head_dim,), ())
+            yield f"{stored}self_attn.{name}_norm.weight", StoredPart(at + "qk_norm", shape, row, heads, source)
+            row += heads
+
+
+def _mlp_parts(spec: ModelSpec, shard: Shard, stored: str, at: str) -> Iterator[tuple[str, StoredPart]]:
+    hidden, ffn = spec.hidden_size, spec.ffn_size
     part = shard.aligned_part(ffn)
     num_rows = part.stop - part.start
     for row, name in ((0, "gate"), (num_rows, "up")):
@@ -270,6 +326,28 @@ def _layer_parts(spec: ModelSpec, shard: Shard, stored: str, at: str) -> Iterato
     yield stored + "mlp.down_proj.weight", _columns(at + "down", (hidden, ffn), part)
     if spec.mlp_bias and shard.rank == 0:
         yield stored + "mlp.down_proj.bias", _whole(at + "down_bias", (hidden,))
+
+
+def _expert_parts(spec: ModelSpec, shard: Shard, stored: str, at: str) -> Iterator[tuple[str, StoredPart]]:
+    """One name per expert, as Qwen's files have them; `experts.py` renames those of other files."""
+    hidden, ffn, shared = spec.hidden_size, spec.expert_ffn_size, spec.shared_expert_ffn_size
+    yield stored + "mlp.gate.weight", _whole(at + "router", (spec.num_experts, hidden))
+    part = shard.aligned_part(ffn)
+    num_rows = part.stop - part.start
+    for expert in range(spec.num_experts):
+        names, row = f"{stored}mlp.experts.{expert}.", 2 * expert * num_rows
+        yield names + "gate_proj.weight", _rows(at + "expert_gate_up", (ffn, hidden), part, row)
+        yield names + "up_proj.weight", _rows(at + "expert_gate_up", (ffn, hidden), part, row + num_rows)
+        columns = (slice(None), part)
+        down = StoredPart(at + "expert_down", (hidden, ffn), expert * hidden, hidden, columns)
+        yield names + "down_proj.weight", down
+    if shared:
+        part = shard.aligned_part(shared)
+        yield stored + "mlp.shared_expert_gate.weight", _whole(at + "shared_gate", (1, hidden))
+        names, target = stored + "mlp.shared_expert.", at + "shared_gate_up"
+        yield names + "gate_proj.weight", _rows(target, (shared, hidden), part)
+        yield names + "up_proj.weight", _rows(target, (shared, hidden), part, part.stop - part.start)
+        yield names + "down_proj.weight", _columns(at + "shared_down", (hidden, shared), part)
 
 
 def _whole(target: str, shape: tuple[int, ...]) -> StoredPart:

@@ -33,9 +33,21 @@ class QuantisedTensor:
         """With the rows rearranged or selected."""
         return QuantisedTensor(self.bits, function(self.values), function(self.scales), function(self.offsets))
 
+    def scaled(self, factor: float) -> QuantisedTensor:
+        scales, offsets = (to_half_precision(one * factor) for one in (self.scales, self.offsets))
+        return QuantisedTensor(self.bits, self.values, scales, offsets)
+
     def with_num_rows(self, count: int) -> QuantisedTensor:
         """The first rows; those that it did not have are zeros."""
         return self.map_rows(lambda rows: F.pad(rows, (0, 0, 0, count - len(rows))))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp8Tensor:
+    """A weight [N, K]: values float8, times the scale of their row [N] float32."""
+
+    values: Tensor
+    scales: Tensor
 
 
 def concatenate(tensors: Sequence[QuantisedTensor]) -> QuantisedTensor:

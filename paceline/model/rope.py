@@ -10,19 +10,24 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 
 from paceline.model.spec import RopeSpec
 
 
-def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
-    """The angle per position of each of the head_dim / 2 pairs, float32."""
+def inverse_frequencies(rope: RopeSpec, head_dim: int, num_positions: int = 0) -> torch.Tensor:
+    """The angle per position of each of the head_dim / 2 pairs, float32. num_positions: that will be used, for
+    longrope."""
     plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if rope.kind == "plain":
         return plain
     if rope.kind == "linear":
         return plain / rope.factor
-    if rope.kind == "divisors":
-        return plain / torch.tensor(rope.divisors, dtype=torch.float32)
+    if rope.kind in ("divisors", "longrope"):
+        # One set for all requests, by the context that is served: a request that outgrew the original context would
+        # otherwise need all its cached keys again, with the other angles.
+        is_long = rope.kind == "longrope" and num_positions > rope.original_context
+        return plain / torch.tensor(rope.long_divisors if is_long else rope.divisors, dtype=torch.float32)
     if rope.kind == "llama3":
         return _llama3(rope, plain)
     assert rope.kind == "yarn", f"rope kind {rope.kind!r} is not implemented"
@@ -57,11 +62,17 @@ def _yarn(rope: RopeSpec, plain: torch.Tensor, head_dim: int) -> torch.Tensor:
     return plain / rope.factor * stretch + plain * (1 - stretch)
 
 
-def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, device: torch.device) -> torch.Tensor:
-    """[num_positions, head_dim] float32: the cosines of a position, then its sines."""
+def rope_table(
+    rope: RopeSpec, head_dim: int, num_positions: int, device: torch.device, rotary_dim: int | None = None
+) -> torch.Tensor:
+    """[num_positions, head_dim] float32: the cosines of a position, then its sines. Pairs beyond rotary_dim have cosine
+    1 and sine 0 (`stored.rotary_order` puts them there)."""
+    rotated = rotary_dim or head_dim
     positions = torch.arange(num_positions, dtype=torch.float32)
-    angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
-    return (torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor).to(device)
+    angles = torch.outer(positions, inverse_frequencies(rope, rotated, num_positions))
+    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    rest = (0, (head_dim - rotated) // 2)
+    return torch.cat((F.pad(cos, rest, value=1.0), F.pad(sin, rest)), dim=-1).to(device)
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from paceline.request import PacelineError
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("silu", "gelu_tanh")
 NORM_PLACEMENTS = ("pre", "post", "both")
+ROUTERS = ("softmax", "sigmoid")
+_PER_LAYER = ("windows", "layer_ropes", "sparse_layers")  # fields of ModelSpec with one entry per layer
 
 
 class ModelError(PacelineError, ValueError):
@@ -28,21 +30,23 @@ class ModelError(PacelineError, ValueError):
 class RopeSpec:
     """How positions map to angles. `rope.py` computes the table.
 
-    `kind` is plain, linear, llama3, yarn or divisors; the last one divides each frequency by its own number, which is
-    how GGUF files store the llama3 scaling.
+    `kind` is plain, linear, llama3, yarn, divisors or longrope. The last two divide each frequency by its own number:
+    `divisors` is how GGUF files store the llama3 scaling, longrope (Phi-3) has a second set for contexts longer than
+    the original one.
     """
 
     theta: float = 10_000.0
     kind: str = "plain"
     factor: float = 1.0
-    original_context: int = 0  # llama3, yarn: the context before scaling
+    original_context: int = 0  # llama3, yarn, longrope: the context before scaling
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the borders of the ramp to whole dimensions
-    attention_factor: float = 1.0  # yarn: factor of cos and sin
+    attention_factor: float = 1.0  # yarn, longrope: factor of cos and sin
     divisors: tuple[float, ...] = ()
+    long_divisors: tuple[float, ...] = ()  # longrope: where more positions than original_context are served
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +70,25 @@ class ModelSpec:
     attention_scale: float | None = None  # factor of the attention scores; None: head_dim ** -0.5
     score_cap: float | None = None  # soft cap of the attention scores: cap * tanh(score / cap)
     logit_cap: float | None = None  # soft cap of the final logits
+    embedding_scale: float = 1.0  # factor of the embeddings (Gemma, Granite)
+    residual_scale: float = 1.0  # factor of what a block adds (Granite); weights contain it from load on (stored.py)
+    logit_scale: float = 1.0  # factor of the logits (Granite), before their cap
+    # Leading dimensions of a head that are rotated (Phi-4-mini); None: all. Weights are rearranged for it (stored.py).
+    rotary_dim: int | None = None
     tied: bool = False  # the LM head is the embedding
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    full_qk_norm: bool = False  # QK-norm over all heads together (OLMo 2) instead of head by head
     windows: tuple[int | None, ...] = ()  # per layer: sliding window, including the token itself; None: all positions
+    num_experts: int = 0  # of a mixture of experts; 0: all layers are dense
+    experts_per_token: int = 0  # top k
+    expert_ffn_size: int = 0
+    router: str = "softmax"  # scores of the experts: one of ROUTERS
+    renormalise_experts: bool = True  # the weights of a token's experts add up to 1
+    shared_expert_ffn_size: int = 0  # of an expert that all tokens use, with a gate of its own (Qwen2-MoE); 0: none
+    sparse_layers: tuple[bool, ...] = ()  # per layer: has experts; dense ones have an MLP of ffn_size
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # of the stored weights
@@ -82,6 +99,8 @@ class ModelSpec:
             object.__setattr__(self, "windows", (None,) * self.num_layers)
         if not self.layer_ropes:
             object.__setattr__(self, "layer_ropes", (0,) * self.num_layers)
+        if not self.sparse_layers:
+            object.__setattr__(self, "sparse_layers", (self.num_experts > 0,) * self.num_layers)
         self._check()
 
     def _check(self) -> None:
@@ -107,7 +126,7 @@ class ModelSpec:
             raise ModelError(f"context_tokens is {self.context_tokens}: give at least 2.")
         if self.dtype not in DTYPES:
             raise ModelError(f"dtype is {self.dtype!r}: choose one of {', '.join(DTYPES)}.")
-        for name in ("windows", "layer_ropes"):
+        for name in _PER_LAYER:
             if len(getattr(self, name)) != self.num_layers:
                 raise ModelError(
                     f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers: give one per layer."
@@ -120,13 +139,37 @@ class ModelSpec:
                     f"layer_ropes has the index {rope}, but ropes has {len(self.ropes)} entries: "
                     f"give an index below {len(self.ropes)}, or None for no rotary positions."
                 )
-        for name, choices in (("activation", ACTIVATIONS), ("norm_placement", NORM_PLACEMENTS)):
+        if any(self.sparse_layers):
+            self._check_experts()
+        for name, choices in (
+            ("activation", ACTIVATIONS),
+            ("norm_placement", NORM_PLACEMENTS),
+            ("router", ROUTERS),
+        ):
             if getattr(self, name) not in choices:
                 raise ModelError(f"{name} is {getattr(self, name)!r}: choose one of {', '.join(choices)}.")
         for name in ("attention_scale", "score_cap", "logit_cap"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ModelError(f"{name} is {value}: give a positive number, or None for the default.")
+        for name in ("embedding_scale", "residual_scale", "logit_scale"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ModelError(f"{name} is {getattr(self, name)}: give a positive number.")
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim):
+            raise ModelError(f"rotary_dim is {self.rotary_dim}: give an even number up to head_dim = {self.head_dim}.")
+
+    def _check_experts(self) -> None:
+        for name in ("num_experts", "expert_ffn_size"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"{name} is {getattr(self, name)}: give at least 1.")
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ModelError(
+                f"experts_per_token is {self.experts_per_token}: give 1 to num_experts = {self.num_experts}."
+            )
+        if self.shared_expert_ffn_size < 0:
+            raise ModelError(f"shared_expert_ffn_size is {self.shared_expert_ffn_size}: give 0 for none, or a size.")
+        if self.mlp_bias:
+            raise ModelError("mlp_bias is True: experts with biases are not supported, choose another model.")
 
     def refuse(self, backend: str, fields: Sequence[str], remedy: str) -> None:
         """Raises if one of `fields` differs from its default: `backend` does not compute it yet."""
@@ -151,8 +194,30 @@ class ModelSpec:
     @property
     def double_cost_context(self) -> int:
         """Context at which the attention of a token takes as long as its GEMMs, which run at twice the speed."""
-        gemms = self.hidden_size * (2 * self.q_size + 2 * self.kv_size + 3 * self.ffn_size)
-        return max(1, gemms // (4 * self.q_size))
+        return max(1, self.layer_gemms // (4 * self.q_size))
+
+    @property
+    def num_sparse_layers(self) -> int:
+        return sum(self.sparse_layers)
+
+    @property
+    def has_dense_layers(self) -> bool:
+        return not all(self.sparse_layers)
+
+    @property
+    def layer_gemms(self) -> int:
+        """Multiplications of a token in the GEMMs of a layer, on average."""
+        sparse = self.experts_per_token * self.expert_ffn_size + self.shared_expert_ffn_size
+        num_sparse = self.num_sparse_layers
+        ffn = (num_sparse * sparse + (self.num_layers - num_sparse) * self.ffn_size) / self.num_layers
+        router = self.num_experts * num_sparse / self.num_layers
+        return int(self.hidden_size * (2 * self.q_size + 2 * self.kv_size + 3 * ffn + router))
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token uses: of a mixture of experts, only those of its experts."""
+        unused = self.num_experts - self.experts_per_token
+        return self.num_parameters - self.num_sparse_layers * unused * 3 * self.hidden_size * self.expert_ffn_size
 
     @property
     def size_name(self) -> str:
@@ -165,85 +230,31 @@ class ModelSpec:
         per_layer = (
             self.hidden_size * (self.q_size + 2 * self.kv_size)
             + self.q_size * self.hidden_size
-            + 3 * self.hidden_size * self.ffn_size
             + (4 if self.norm_placement == "both" else 2) * self.hidden_size
             + (self.q_size + 2 * self.kv_size if self.qkv_bias else 0)
             + (self.hidden_size if self.out_bias else 0)
             + (2 * self.ffn_size + self.hidden_size if self.mlp_bias else 0)
-            + (2 * self.head_dim if self.qk_norm else 0)
+            + (0 if not self.qk_norm else self.q_size + self.kv_size if self.full_qk_norm else 2 * self.head_dim)
         )
+        shared = 3 * self.shared_expert_ffn_size + 1 if self.shared_expert_ffn_size else 0
+        sparse = self.hidden_size * (self.num_experts * (3 * self.expert_ffn_size + 1) + shared)
+        dense = 3 * self.hidden_size * self.ffn_size
+        mlps = self.num_sparse_layers * sparse + (self.num_layers - self.num_sparse_layers) * dense
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
-        return self.num_layers * per_layer + embeddings + self.hidden_size
+        return self.num_layers * per_layer + mlps + embeddings + self.hidden_size
+
+    def num_read_parameters(self, num_tokens: int) -> int:
+        """Parameters that a forward pass of so many tokens reads, if the router chooses experts at random."""
+        if not self.num_experts:
+            return self.num_parameters
+        unread = self.num_experts * (1 - self.experts_per_token / self.num_experts) ** num_tokens
+        return self.num_parameters - int(self.num_sparse_layers * unread * 3 * self.hidden_size * self.expert_ffn_size)
+
+    def with_layers(self, layers: Sequence[int]) -> ModelSpec:
+        """The same model with these of its layers."""
+        per_layer: dict[str, Any] = {name: tuple(getattr(self, name)[one] for one in layers) for name in _PER_LAYER}
+        return dataclasses.replace(self, num_layers=len(layers), **per_layer)
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of one position in the KV cache, over all layers."""
         return 2 * self.num_layers * self.kv_size * dtype_bytes
-
-
-def read_rope(config: Mapping[str, Any], default_theta: float) -> RopeSpec:
-    """The RoPE settings of a config.json, in the old form (rope_theta, rope_scaling) or the new one
-    (rope_parameters)."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    if any(isinstance(value, Mapping) for value in scaling.values()):
-        raise ModelError("rope_parameters differ by layer type: this is not supported, choose another model.")
-    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or default_theta)
-    partial = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise ModelError(
-            f"partial_rotary_factor is {partial}: only models that rotate whole heads are supported, choose another "
-            "model."
-        )
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    try:
-        if kind in ("default", "dynamic"):
-            # Dynamic scaling is plain up to max_position_embeddings; beyond that it would change keys that are already
-            # cached. So it is served as plain, and the context ends where the two begin to differ.
-            return RopeSpec(theta=theta)
-        if kind == "linear":
-            return RopeSpec(theta=theta, kind="linear", factor=float(scaling["factor"]))
-        if kind == "llama3":
-            return RopeSpec(
-                theta=theta,
-                kind="llama3",
-                factor=float(scaling["factor"]),
-                original_context=int(scaling["original_max_position_embeddings"]),
-                low_freq_factor=float(scaling["low_freq_factor"]),
-                high_freq_factor=float(scaling["high_freq_factor"]),
-            )
-        if kind == "yarn":
-            return _read_yarn(theta, scaling, int(config["max_position_embeddings"]))
-    except KeyError as error:
-        raise ModelError(
-            f"rope scaling {kind!r} lacks {error.args[0]!r}: config.json is incomplete, fetch it again."
-        ) from None
-    raise ModelError(
-        f"rope scaling is {kind!r}: supported are default, linear, dynamic, llama3 and yarn, choose another model."
-    )
-
-
-def _read_yarn(theta: float, scaling: Mapping[str, Any], context: int) -> RopeSpec:
-    original = int(scaling.get("original_max_position_embeddings") or context)
-    factor = float(scaling.get("factor") or context / original)
-    attention_factor = scaling.get("attention_factor")
-    if attention_factor is None:
-        mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        attention_factor = (
-            yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, mscale_all_dim)
-            if mscale and mscale_all_dim
-            else yarn_attention_factor(factor)
-        )
-    return RopeSpec(
-        theta=theta,
-        kind="yarn",
-        factor=factor,
-        original_context=original,
-        beta_fast=float(scaling.get("beta_fast") or 32),
-        beta_slow=float(scaling.get("beta_slow") or 1),
-        truncate=bool(scaling.get("truncate", True)),
-        attention_factor=float(attention_factor),
-    )
-
-
-def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
-    """The default factor of cos and sin for YaRN."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from paceline.model.decoder import Decoder
+from paceline.model.experts import name_experts
+from paceline.model.fp8_tensors import concatenate_rows, fp8_tensors
 from paceline.model.gguf import gguf_tensors
 from paceline.model.gguf_file import is_gguf, open_gguf
 from paceline.model.layout import (
@@ -28,12 +30,16 @@ from paceline.model.layout import (
     stored_parts,
     target_shapes,
 )
-from paceline.model.quantised import GROUP, QuantisedTensor, concatenate, quantise
+from paceline.model.quantised import GROUP, Fp8Tensor, QuantisedTensor, concatenate, quantise
+from paceline.model.quantization_config import read_format
 from paceline.model.rank_group import RankGroup, StageLink, shard_of
 from paceline.model.read_spec import read_json, read_spec
+from paceline.model.registry import FAMILIES
 from paceline.model.spec import DTYPES, ModelError, ModelSpec
+from paceline.model.stored import adapt
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
+KeepFp8 = Callable[[Fp8Tensor], Any]  # an FP8 matrix as the executor keeps it
 
 _BITS = {"q4": 4, "q8": 8}  # others: as stored
 # Stored by some exporters, but computed here: rotary frequencies, causal masks.
@@ -49,19 +55,39 @@ def load_decoder(
     progress: Progress | None = None,
     group: RankGroup | None = None,
     stages: StageLink | None = None,
+    keep_fp8: KeepFp8 | None = None,
 ) -> Decoder:
     """Loads the model at `path`, a Hugging Face folder or a GGUF file. `dtype` defaults to the stored one. `group`,
-    `stages`: loads this rank's part."""
+    `stages`: loads this rank's part. keep_fp8: matrices of layers are stored in FP8 (`is_fp8`), and become this."""
     spec, stored = _open(Path(path))
+    shard = shard_of(group or stages)
     weights = fuse_weights(
-        spec, stored, source=str(path), dtype=dtype, device=device, progress=progress, shard=shard_of(group or stages)
+        spec, stored, source=str(path), dtype=dtype, device=device, progress=progress, shard=shard, keep_fp8=keep_fp8
     )
     return Decoder(spec, weights, max_positions=max_positions, group=group, stages=stages)
 
 
 def _open(path: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
     """The spec of the model, and its tensors, which are not read yet."""
-    return read_spec(path), gguf_tensors(open_gguf(path)) if is_gguf(path) else _folder_tensors(path)
+    spec, stored = read_spec(path), gguf_tensors(open_gguf(path)) if is_gguf(path) else _folder_tensors(path)
+    if spec.num_experts:
+        stored = name_experts(stored)
+    family = next(family for family in FAMILIES if family.name == spec.family)
+    return spec, adapt(spec, family, stored, is_gguf=is_gguf(path))
+
+
+def is_fp8(path: str | Path) -> bool:
+    """Whether all matrices of the layers are stored in FP8, with scales that an executor can keep."""
+    if is_gguf(Path(path)):
+        return False
+    spec, stored = _open(Path(path))
+    parts = [name for name, part in stored_parts(spec).items() if _is_layer_matrix(part.target)]
+    is_plain = not spec.num_experts and spec.norm_placement == "pre" and spec.activation == "silu"
+    return is_plain and all(name in stored and stored[name].read_fp8 is not None for name in parts)
+
+
+def _is_layer_matrix(name: str) -> bool:
+    return "." in name and is_matrix(name)
 
 
 def check_files(path: str | Path) -> ModelSpec:
@@ -99,20 +125,36 @@ def fuse_weights(
     progress: Progress | None,
     shard: Shard = WHOLE_MODEL,
     only_vectors: bool = False,
+    keep_fp8: KeepFp8 | None = None,
 ) -> dict[str, Tensor]:
     """Copies the stored parameters of one rank into the fused tensors of the decoder. only_vectors: norms and biases,
-    no matrices."""
+    no matrices. keep_fp8: as in `load_decoder`."""
     _check_names(stored_parts(spec), stored, tied=spec.tied, source=source)
     parts, shapes = stored_parts(spec, shard), target_shapes(spec, shard)
     if only_vectors:
         shapes = {name: shape for name, shape in shapes.items() if not is_matrix(name)}
         parts = {name: part for name, part in parts.items() if part.target in shapes}
     torch_dtype = _torch_dtype(dtype or spec.dtype)
-    weights = {name: torch.empty(shape, dtype=torch_dtype, device=device) for name, shape in shapes.items()}
+    kept: dict[str, list[Fp8Tensor]] = {}
+    if keep_fp8 is not None:
+        kept = {name: [] for name in shapes if _is_layer_matrix(name)}
+    weights = {
+        name: torch.empty(shape, dtype=torch_dtype, device=device) for name, shape in shapes.items() if name not in kept
+    }
     total, done = sum(stored[name].num_bytes for name in parts), 0
     for name, part in parts.items():
+        read_fp8 = stored[name].read_fp8
+        if keep_fp8 is not None and read_fp8 is not None and part.target in kept:
+            rows = kept[part.target]
+            rows.append(read_fp8(part.source))
+            # Converted with its last part, so that host memory never has more than one of them.
+            if sum(len(one.values) for one in rows) == shapes[part.target][0]:
+                weights[part.target] = keep_fp8(concatenate_rows(rows))
+                rows.clear()
+            continue
         with torch.inference_mode():
-            weights[part.target][part.row : part.row + part.num_rows].copy_(stored[name].read(part.source))
+            target, values = weights[part.target][part.row : part.row + part.num_rows], stored[name].read(part.source)
+            target.copy_(values.view(target.shape) if values.numel() == target.numel() else values)
         done += stored[name].num_bytes
         if progress:
             progress(done, total)
@@ -214,7 +256,9 @@ def random_weights(
     for name, shape in shapes.items():
         weight = torch.empty(shape, dtype=torch_dtype, device=device)
         if name.endswith("norm"):
-            weight.fill_(2.0 if name.endswith("qk_norm") else 1.0)  # the gain that qkv has without a norm
+            # The gain that qkv has without a norm; what a block adds must outweigh the embedding, as below.
+            added = _embedding_gain(spec) if name.endswith("post_norm") else 1.0
+            weight.fill_(2.0 if name.endswith("qk_norm") else added)
         else:
             weight.normal_(0.0, _scale(spec, name, shape), generator=generator)
         weights.update({name: weight} if shard == WHOLE_MODEL else _part_of(name, weight, parts))
@@ -249,21 +293,33 @@ def _part_of(name: str, weight: Tensor, parts: Mapping[str, list[tuple[StoredPar
     for whole, part in parts.get(name, ()):
         target = part.target
         rows = weight[whole.row : whole.row + whole.num_rows]
-        # A norm that is stored once and repeated for every head is the same in all rows.
-        pieces.append(rows[: part.num_rows] if len(whole.shape) < weight.ndim else rows[part.source])
+        if len(whole.shape) == weight.ndim:
+            pieces.append(rows[part.source])
+        else:
+            # A QK-norm: repeated for every head, or of all heads.
+            first = part.source[0].start // weight.shape[1] if part.source else 0
+            pieces.append(rows[first : first + part.num_rows])
     return {target: torch.cat(pieces)} if pieces else {}
+
+
+def _embedding_gain(spec: ModelSpec) -> float:
+    """How much larger than without factors the embeddings are."""
+    return spec.embedding_scale / (spec.logit_scale if spec.tied else 1.0)
 
 
 def _scale(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> float:
     if name in ("embedding", "head"):
         # Logits have a standard deviation of about 3: as peaked as a real model's, without near-ties at the top that
         # rounding to 16 bits would turn into ties.
-        return 3.0 / math.sqrt(spec.hidden_size)
+        return 3.0 / math.sqrt(spec.hidden_size) / (spec.logit_scale if name == "head" or spec.tied else 1.0)
     if len(shape) == 1:
         return 0.1  # a bias
     # The output of the layers must outweigh the embedding, or a tied model predicts its input token. Queries must
     # distinguish keys, or attention is a mean and every output soon repeats itself.
-    gain = 4.0 if name.endswith(("out", "down")) else 2.0 if name.endswith("qkv") else 1.0
+    # A router must prefer some experts clearly: near-ties would be decided by rounding.
+    if name.endswith("router"):
+        return 4.0 / math.sqrt(spec.hidden_size)
+    gain = 4.0 * _embedding_gain(spec) if name.endswith(("out", "down")) else 2.0 if name.endswith("qkv") else 1.0
     return gain / math.sqrt(shape[-1])
 
 
@@ -282,15 +338,17 @@ def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
     if not files:
         hint = " (pytorch_model.bin runs code when opened)" if list(folder.glob("*.bin")) else ""
         raise ModelError(f"{folder} has no .safetensors files{hint}: convert the model to safetensors or GGUF.")
+    config = folder / "config.json"
+    found = read_format(read_json(config)) if config.is_file() else None
     stored: dict[str, StoredTensor] = {}
     for file in files:
         if not file.is_file():
             raise ModelError(f"{file} is missing, but model.safetensors.index.json names it: fetch the model again.")
-        stored.update(_file_tensors(file))
-    return stored
+        stored.update(_file_tensors(file, fp8=found is not None))
+    return stored if found is None else fp8_tensors(stored, found, str(folder))
 
 
-def _file_tensors(path: Path) -> dict[str, StoredTensor]:
+def _file_tensors(path: Path, *, fp8: bool = False) -> dict[str, StoredTensor]:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -300,8 +358,9 @@ def _file_tensors(path: Path) -> dict[str, StoredTensor]:
         raise ModelError(f"{path} cannot be read ({error}): it is damaged or truncated, fetch it again.") from None
 
     for name, view in views.items():
-        if view.get_dtype() not in _ITEM_BYTES and not _IGNORED.search(name):
-            # Quantised values, whose scales are not read here.
+        is_known = view.get_dtype() in _ITEM_BYTES or (fp8 and view.get_dtype() == "F8_E4M3")
+        if not is_known and not _IGNORED.search(name):
+            # Quantised values, of which the config says nothing.
             raise ModelError(f"{path} stores {name} as {view.get_dtype()}: use the unquantised model, or a GGUF file.")
 
     def stored(name: str) -> StoredTensor:

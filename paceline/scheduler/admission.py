@@ -7,7 +7,8 @@ background tenants get what the others leave.
 
 A request that does not fit is skipped for this step and may be overtaken a bounded number of times (`max_overtakes`);
 then freed memory is reserved for it, as it is for a retracted request at once. Others are admitted beside a reservation
-only if they do not put it off (`_pages_beside`); under `priority` a higher priority goes first.
+only if they do not put it off (`_pages_beside`); under `priority` a higher priority goes first. A slot for an adapter
+is reserved with the memory (`_has_adapter_slot`).
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class WaitReason:
     num_missing_pages: int = 0
 
 
+_NO_ADAPTER_SLOT = WaitReason("a slot for its adapter")
 _ROOM_FOR_SHORT = WaitReason("other long prompts to be prefilled")
 _NO_SLOT = WaitReason("a free slot")
 
@@ -96,6 +98,8 @@ class Admission:
         self.num_waiting_tokens = 0
         self.reserved: Request | None = None  # freed memory is kept for it
         self._beside: set[Request] = set()  # requests admitted since then
+        # Those whose adapter had no slot when they were tried, in this step or before.
+        self._without_adapter: dict[Request, None] = {}
         self.holds_new = False  # while the engine pauses: only requests that were admitted before are candidates
         self._num_admitted = 0
         # Of the pass being planned
@@ -141,6 +145,7 @@ class Admission:
             self.retracted.remove(request)
         if self.reserved is request:
             self.reserved = None
+        self._without_adapter.pop(request, None)
 
     def enqueue_retracted(self, request: Request) -> None:
         """Not a candidate in the step that took its memory: it would take the memory back."""
@@ -284,6 +289,9 @@ class Admission:
                 self._out_of_memory.append(request)
             return True
         self._note_wait(request, reason, now)
+        if reason is _NO_ADAPTER_SLOT:
+            self._wait_for_adapter(request, now)
+            return True
         if not reason.num_missing_pages:
             return True
         if not request.queued or request.overtaken >= self._config.max_overtakes:
@@ -291,6 +299,16 @@ class Admission:
         if request is not self.reserved and request not in self._out_of_memory:
             self._out_of_memory.append(request)
         return len(self._out_of_memory) <= self._config.look_ahead
+
+    def _wait_for_adapter(self, request: Request, now: Now) -> None:
+        """All slots have adapters of running requests. Requests with adapters may overtake it a bounded number of
+        times, also in steps in which it is not tried; then a slot is reserved for it."""
+        if len(self._without_adapter) < self._config.max_running:
+            self._without_adapter[request] = None
+        if not request.queued or request.overtaken >= self._config.max_overtakes:
+            self._reserve(request, now)
+        # No other request of this namespace can be admitted in this step: they are not tried one by one.
+        self._memory.tree.hide(self._memory.tree.namespace(request))
 
     def _note_wait(self, request: Request, reason: WaitReason, now: Now) -> None:
         if request.wait_reason != reason.text:
@@ -317,7 +335,7 @@ class Admission:
         return self._policy.next(now)
 
     def _count_overtakes(self, admitted: Request, now: Now) -> None:
-        for request in self._out_of_memory:
+        for request in [*self._out_of_memory, *(self._without_adapter if admitted.adapter else ())]:
             if self._by_priority and admitted.priority > request.priority:
                 continue  # the policy admits it first anyway
             request.overtaken += 1
@@ -360,6 +378,37 @@ class Admission:
         self._num_pages_beside = left - int(pages[pages <= left].max(initial=0))
         return self._num_pages_beside
 
+    def _has_adapter_slot(self, request: Request) -> bool:
+        """Whether the adapter of `request` is in a slot or can get one, without delaying the reserved request.
+
+        If that one lacks a slot, one is kept for it as soon as it is available. Until then the adapter whose running
+        requests end first, at their full length, gets no new ones. Its last one therefore ends after a bounded number
+        of tokens: another adapter is chosen instead only if its requests end sooner.
+        """
+        adapters, reserved = self._memory.adapters, self.reserved
+        if not request.adapter:
+            return True
+        is_kept = (
+            reserved is not None
+            and reserved is not request
+            and reserved.adapter not in ("", request.adapter)
+            and not adapters.is_loaded(reserved.adapter)
+            and not self._outranks_reserved(request)
+        )
+        if not adapters.is_loaded(request.adapter):
+            return adapters.num_available > is_kept
+        if not is_kept or adapters.num_available > (request.adapter not in adapters.num_users):
+            return True
+        return adapters.num_available == 0 and request.adapter != self._draining_adapter()
+
+    def _draining_adapter(self) -> str:
+        """The adapter whose running requests end first, if each runs to its full length."""
+        slots, remaining = self._memory.slots, dict.fromkeys(sorted(self._memory.adapters.num_users), 0)
+        for request in slots.requests:
+            if request is not None and request.adapter:
+                remaining[request.adapter] = max(remaining[request.adapter], int(slots.remaining[request.slot]))
+        return min(remaining, key=remaining.__getitem__)
+
     # ------------------------------------------------------------------ one request
 
     def _try_admit(self, request: Request, share: int, now: Now) -> WaitReason | None:
@@ -367,6 +416,8 @@ class Admission:
         memory = self._memory
         if request.num_in_flight:
             return WaitReason("the token it was computing when it was retracted")
+        if not self._has_adapter_slot(request):
+            return _NO_ADAPTER_SLOT
         if memory.tree.is_hidden(request):
             return WaitReason("a prefix that is being computed")
         hit, to_compute = self._match(request, now)
@@ -501,6 +552,7 @@ class Admission:
         self._policy.on_admitted(request, to_compute, now)
         self.dequeue(request)
         slot = memory.start_row(request)
+        adapter_slot = memory.adapters.acquire(request.adapter) if request.adapter else None
         memory.slots.max_outputs[slot] = request.max_tokens
         memory.slots.expected[slot] = min(request.expected_tokens or 0, request.max_tokens)
         memory.slots.remaining[slot] = request.max_tokens - len(request.output)
@@ -514,7 +566,7 @@ class Admission:
             request.num_cached = hit.depth
         request.wait_reason, request.num_missing_pages = "", 0
         self._running.start_prefill(request)
-        self._joins.append(Join.of(request, slot))
+        self._joins.append(Join.of(request, slot, adapter_slot))
         counters.admitted += 1
         counters.prompt_tokens += request.num_tokens
         counters.hit_tokens += hit.depth

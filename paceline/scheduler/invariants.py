@@ -46,7 +46,8 @@ class BrokenInvariant(AssertionError):
 
 def find_faults(state: SchedulerState) -> list[str]:
     """Every violated invariant, one sentence each."""
-    return [*_pages(state), *_rows(state), *_running(state), *_tree(state), *_host(state), *_queues(state)]
+    checks = (_pages, _rows, _running, _adapters, _tree, _host, _queues)
+    return [fault for check_part in checks for fault in check_part(state)]
 
 
 def check(state: SchedulerState) -> None:
@@ -119,6 +120,18 @@ def _running(state: SchedulerState) -> list[str]:
     return faults
 
 
+def _adapters(state: SchedulerState) -> list[str]:
+    """Every adapter of a running request has a slot, and is counted for each of them."""
+    adapters, faults = state.memory.adapters, state.memory.adapters.faults()
+    users = Counter(request.adapter for request in state.memory.slots.requests if request is not None)
+    del users[""]
+    if users != adapters.num_users:
+        faults.append(
+            f"adapters are counted as in use by {dict(adapters.num_users)} requests, they are by {dict(users)}"
+        )
+    return faults
+
+
 def _path_key(node: Node | None) -> bytes:
     parts = []
     while node is not None:
@@ -138,33 +151,34 @@ def _tree(state: SchedulerState) -> list[str]:
     num_pages = num_locked = 0
     leaves = tree.leaves.node_ids()
     for node in tree.nodes():
-        where = f"the node ending at token {node.depth}"
         if node.locks != locks[id(node)]:
-            faults.append(f"{where} has {node.locks} locks and {locks[id(node)]} holders")
+            faults.append(f"{_where(node)} has {node.locks} locks and {locks[id(node)]} holders")
         if node.num_waiting != waiting[id(node)]:
-            faults.append(f"{where} counts {node.num_waiting} waiting requests, there are {waiting[id(node)]}")
+            faults.append(f"{_where(node)} counts {node.num_waiting} waiting requests, there are {waiting[id(node)]}")
         if node.hidden:
-            faults.append(f"{where} is still hidden after the step")
+            faults.append(f"{_where(node)} is still hidden after the step")
         num_pages += len(node.pages)
         num_locked += len(node.pages) if node.locks else 0
         resident = [child for child in node.children.values() if child.resident]
         if len(resident) != node.num_resident_children:
-            faults.append(f"{where} counts {node.num_resident_children} resident children, there are {len(resident)}")
+            faults.append(
+                f"{_where(node)} counts {node.num_resident_children} resident children, there are {len(resident)}"
+            )
         if node.num_waiting_resident != sum(child.num_waiting for child in resident):
-            faults.append(f"{where} miscounts the requests that wait below resident children")
+            faults.append(f"{_where(node)} miscounts the requests that wait below resident children")
         for name, child in node.children.items():
             if child.parent is not node or child.name != name:
-                faults.append(f"{where} and a child disagree")
+                faults.append(f"{_where(node)} and a child disagree")
             if child.resident and not node.resident:
-                faults.append(f"{where} is a ghost with a resident child")
+                faults.append(f"{_where(node)} is a ghost with a resident child")
             if child.depth != node.depth + len(child.key) // TOKEN_BYTES:
-                faults.append(f"{where} has a child of the wrong depth")
+                faults.append(f"{_where(node)} has a child of the wrong depth")
         if len(node.pages) != (len(node.key) // tree.page_bytes if node.resident else 0):
-            faults.append(f"{where} has {len(node.pages)} pages for {len(node.key) // tree.page_bytes}")
+            faults.append(f"{_where(node)} has {len(node.pages)} pages for {len(node.key) // tree.page_bytes}")
         if is_evictable_leaf(node) and id(node) not in leaves:
-            faults.append(f"{where} is evictable and not in the eviction heap")
+            faults.append(f"{_where(node)} is evictable and not in the eviction heap")
         if not node.resident and not node.num_waiting and not len(node.host_pages) and not node.children:
-            faults.append(f"{where} is a ghost that no request waits for")
+            faults.append(f"{_where(node)} is a ghost that no request waits for")
     if (num_pages, num_locked) != (tree.num_pages, tree.num_locked_pages):
         faults.append(
             f"the tree counts {tree.num_pages} pages, {tree.num_locked_pages} of them locked; there are {num_pages}, "
@@ -186,12 +200,17 @@ def _host(state: SchedulerState) -> list[str]:
         faults.append(f"host pages with no owner or several: {np.flatnonzero(counts != 1).tolist()[:8]}")
     tracked = host.node_ids()
     for node in owners:
-        where = f"the node ending at token {node.depth}"
         if len(node.host_pages) != len(node.key) // tree.page_bytes:
-            faults.append(f"{where} has {len(node.host_pages)} host pages for {len(node.key) // tree.page_bytes}")
+            faults.append(
+                f"{_where(node)} has {len(node.host_pages)} host pages for {len(node.key) // tree.page_bytes}"
+            )
         if id(node) not in tracked:
-            faults.append(f"{where} has host pages and is not in the heap of the host tier")
+            faults.append(f"{_where(node)} has host pages and is not in the heap of the host tier")
     return faults
+
+
+def _where(node: Node) -> str:
+    return f"the node ending at token {node.depth}"
 
 
 def _count_up(nodes: Iterable[Node]) -> Counter[int]:

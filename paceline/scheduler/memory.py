@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from paceline.config import SchedulerConfig
 from paceline.request import PacelineError, Request
+from paceline.scheduler.adapter_slots import AdapterSlots
 from paceline.scheduler.host_tier import HostTier, Reservation
 from paceline.scheduler.journal import EventKind, Journal
 from paceline.scheduler.node import Node
@@ -53,6 +54,7 @@ class Memory:
         self.tree.host = self.host
         longest = min(config.context_tokens + config.draft_tokens, config.num_pages * config.page_size)
         self.slots = Slots(config.max_running, self.pages_for(longest), config.page_size)
+        self.adapters = AdapterSlots(config.adapter_slots)
         self.pins: dict[str, Pin] = {}
         # The deepest node that each running request has locked; its private pages begin below.
         self.locked_nodes: dict[Request, Node] = {}
@@ -235,6 +237,8 @@ class Memory:
         self.unlock_prefix(request)
         assert request.exclusive_pages == 0, f"request {request.id} left and still owns {request.exclusive_pages} pages"
         self.slots.release(request)
+        if request.adapter:
+            self.adapters.release(request.adapter)
         self.num_promised_pages -= self.full_pages(request)
         request.key = b""
         return self.num_available_pages - before

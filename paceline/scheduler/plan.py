@@ -33,9 +33,10 @@ class Join:
     namespace: tuple[str, ...] = ()  # requests share KV only within one tenant, cache salt and adapter
     max_length: int = 0  # prompt and output at full length
     draft_source: Tokens = field(default_factory=lambda: NO_TOKENS)  # what the output may follow
+    adapter_slot: int | None = None  # where its adapter is; None: it uses the base model
 
     @classmethod
-    def of(cls, request: Request, slot: int) -> Join:
+    def of(cls, request: Request, slot: int, adapter_slot: int | None = None) -> Join:
         return cls(
             slot,
             request.id,
@@ -48,7 +49,16 @@ class Join:
             request.namespace,
             len(request.prompt) + request.max_tokens,
             request.draft_source,
+            adapter_slot,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """An adapter that is copied into a slot of the device before a pass."""
+
+    slot: int
+    adapter: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +86,8 @@ class Swap:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Rows are decodes first, then prefill chunks. The order of application is: swap, joins, page changes, the pass.
+    """Rows are decodes first, then prefill chunks. The order of application is: swap, adapter loads, joins, page
+    changes, the pass.
 
     Row i feeds the tokens at positions starts[i] .. starts[i] + lengths[i] of its slot. Tokens that a pass in flight
     will sample are read from the slot's token row on the device. Rows for which `samples` is true yield one token each,
@@ -104,6 +115,7 @@ class Plan:
     sharing: Sharing | None = None
     swap: Swap | None = None
     drafts: Column | None = None  # by decode row
+    adapter_loads: tuple[AdapterLoad, ...] = ()
 
     @property
     def num_rows(self) -> int:

@@ -98,6 +98,7 @@ class Scheduler:
         self._num_deadlines = 0  # so far
         # Stop ids of all live requests: almost every token is looked up only here.
         self._stop_ids: Counter[int] = Counter()
+        self._adapters: Counter[str] = Counter()  # unfinished requests, by LoRA adapter
         self._ended: list[Finished] = []  # outside of a commit: reported with the next one
         # A steady decode step would otherwise build these again each time.
         self._ones: Column = np.ones(config.max_running, np.int32)
@@ -205,6 +206,8 @@ class Scheduler:
             request.stop_ids |= frozenset(request.eos_token_ids)
         self.requests[request.id] = request
         self._stop_ids.update(request.stop_ids)
+        if request.adapter:
+            self._adapters[request.adapter] += 1
         if request.deadline is not None:
             self._add_deadline(request.deadline, FinishReason.DEADLINE, request)
         # A background request waits, and waits again, for as long as others keep coming: only its own limits end it.
@@ -248,6 +251,10 @@ class Scheduler:
         request.finish_reason = reason
         request.finished = now.time
         del self.requests[request.id]
+        if request.adapter:
+            self._adapters[request.adapter] -= 1
+            if not self._adapters[request.adapter]:
+                del self._adapters[request.adapter]
         self._stop_ids.subtract(request.stop_ids)
         for token in request.stop_ids:
             if not self._stop_ids[token]:
@@ -458,6 +465,7 @@ class Scheduler:
             sharing=sharing,
             swap=None if self.memory.host is None else self.memory.host.take_swap(),
             drafts=drafts,
+            adapter_loads=self.memory.adapters.take_loads(),
         )
         self._in_flight.append(_PassInFlight(plan, requests, sampled, ending, self._departures, read))
         return plan
@@ -856,6 +864,14 @@ class Scheduler:
         count = self.memory.clear(self.step)
         self.admission.end_step()  # requeued requests are candidates in the next step
         return count
+
+    def num_adapter_requests(self, adapter: str) -> int:
+        """Requests with this adapter that have not finished."""
+        return self._adapters[adapter]
+
+    def forget_adapter(self, adapter: str) -> None:
+        """The adapter is unloaded, and no request uses it. KV computed with it stays until it is evicted."""
+        self.memory.adapters.forget(adapter)
 
     def flush_cache(self) -> int:
         """Drops every cached prefix that no running request uses. Returns the pages freed."""

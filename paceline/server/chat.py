@@ -74,7 +74,7 @@ class ChatBuilder(ResponseBuilder):
         messages = check_messages(request.messages, context)
         variables = {**reasoning.variables, **({"tools": tools.shown} if tools.shown else {})}
         if tokenizer.chat is not None and "tools" not in tokenizer.chat.source:
-            messages, variables = describe(messages, tools.shown), reasoning.variables
+            messages, variables = describe(messages, tools.shown, tokenizer.chat.source), reasoning.variables
         prompt = tokenizer.render_chat(messages, **variables)
         overrides: dict[str, Any] = {"logprobs": _num_logprobs(request)}
         grammar = request.grammar()

@@ -36,6 +36,7 @@ class ServedModel:
     kv_bytes_per_token: int
     clips_max_tokens: bool = False  # a larger max_tokens is lowered, not refused
     page_size: int = 16  # of the KV cache
+    has_adapters: bool = False  # LoRA adapters, from its start
 
 
 class EngineGone(EngineFailed):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.cluster.kv_publisher import KvEventPublisher
@@ -104,6 +105,8 @@ class EngineMetrics:
                     0 if self.kv_events is None else self.kv_events.num_overflows),
             counter("scheduler_state_repairs", "Times the idle check found inconsistent scheduler state and reset it.",
                     counters.repairs),
+            *_adapter_metrics(scheduler, engine),
+            *_expert_metrics(engine.executor.expert_rows),
             MetricFamily("slow_launches", "counter", "Forward passes whose launch took over 50 ms, by cause.",
                    [({"cause": cause}, count) for cause, count in engine.executor.slow_launches.items()]),
             MetricFamily("request_success", "counter", "Finished requests, by finish reason.",
@@ -122,3 +125,43 @@ class EngineMetrics:
             histogram("request_generation_tokens", "Generated tokens per request.", self.output_tokens),
             *([] if self.kv_transfer is None else self.kv_transfer.metrics(scheduler)),
         ]  # fmt: skip
+
+
+def _adapter_metrics(scheduler: Scheduler, engine: Engine) -> list[MetricFamily]:
+    """Of LoRA adapters, if some are loaded."""
+    loaded = engine.adapters.loaded
+    if not loaded:
+        return []
+    slots = scheduler.memory.adapters
+    running = {one.name: slots.num_users.get(one.adapter, 0) for one in loaded}
+    waiting = {one.name: scheduler.num_adapter_requests(one.adapter) - running[one.name] for one in loaded}
+    # As vLLM has it: names as labels, and the time as the value.
+    names = {
+        "max_lora": str(scheduler.config.adapter_slots),
+        "running_lora_adapters": ",".join(sorted(name for name, count in running.items() if count)),
+        "waiting_lora_adapters": ",".join(sorted(name for name, count in waiting.items() if count)),
+    }
+    return [
+        gauge("lora_requests_info", "LoRA adapters of running and of waiting requests, as labels; the time.",
+              time.time(), names),
+        gauge("lora_adapters", "LoRA adapters that are loaded.", len(loaded)),
+        counter("lora_loads", "Times an adapter was copied into a slot of the device.", slots.num_loads),
+        MetricFamily("lora_requests_running", "gauge", "Running requests, by LoRA adapter.",
+               [({"adapter": one.name}, running[one.name]) for one in loaded]),
+        MetricFamily("lora_requests_waiting", "gauge", "Waiting requests, by LoRA adapter.",
+               [({"adapter": one.name}, waiting[one.name]) for one in loaded]),
+    ]  # fmt: skip
+
+
+def _expert_metrics(rows: Sequence[Sequence[int]]) -> list[MetricFamily]:
+    """Of a mixture of experts. rows: by layer and expert."""
+    if not rows:
+        return []
+    totals = [sum(column) for column in zip(*rows, strict=True)]
+    shares = [max(layer) * len(layer) / max(sum(layer), 1) for layer in rows]
+    return [
+        MetricFamily("expert_tokens", "counter", "Tokens that an expert has computed, over all layers, by expert.",
+               [({"expert": str(expert)}, count) for expert, count in enumerate(totals)]),
+        MetricFamily("expert_imbalance", "gauge", "Tokens of the busiest expert of a layer over their mean, by layer.",
+               [({"layer": str(layer)}, share) for layer, share in enumerate(shares)]),
+    ]  # fmt: skip

@@ -24,10 +24,11 @@ import msgspec
 import zmq
 
 from paceline.codec import encode
-from paceline.config import EngineConfig, TenantConfig, split_options
+from paceline.config import ConfigError, EngineConfig, TenantConfig, split_options
+from paceline.engine.adapter_loading import load_adapter
 from paceline.engine.engine import Engine, EngineHooks
 from paceline.engine.job import Job
-from paceline.engine.output import EngineFailed, OutputDelta
+from paceline.engine.output import EngineFailed, LoadedAdapter, OutputDelta
 from paceline.engine.start import start_engine
 from paceline.engine.weight_update import update_weights
 from paceline.request import FinishReason, InvalidRequest, PacelineError, SamplingParams, as_tokens
@@ -50,6 +51,8 @@ from paceline.server.messages import (
     decode_to_engine,
 )
 from paceline.server.process_messages import (
+    AdaptersChanged,
+    AdapterSource,
     EngineReady,
     EngineSetup,
     FrontEndGone,
@@ -105,6 +108,7 @@ class EngineProcess:
         tenants: Sequence[TenantConfig] = (),
         on_failure: Callable[[BaseException], None] = lambda _: None,
         on_weights: Callable[[str, str], None] = lambda path, version: None,
+        on_adapters: Callable[[Sequence[LoadedAdapter]], None] = lambda adapters: None,
         on_pause: Callable[[bool], None] = lambda paused: None,
         kv_events: KvEventsSetup | None = None,
         kv_transfer: KvTransferSetup | None = None,
@@ -117,7 +121,7 @@ class EngineProcess:
         self._kv_transfer: EngineKvTransfer | None = None
         publisher = None if kv_events is None else bind_publisher(kv_events)  # fails before a model is loaded
         self.engine = make_engine(EngineHooks(after_step=self._after_step, on_failure=on_failure, on_pause=on_pause))
-        self.queries = EngineQueries(self.engine, stall_s, on_weights)
+        self.queries = EngineQueries(self.engine, stall_s, on_weights, on_adapters)
         self._address = address
         if publisher is not None:
             self._kv_events = EngineKvEvents(self.engine, publisher)
@@ -307,6 +311,10 @@ def build(setup: EngineSetup, progress: Callable[[int, int], None], hooks: Engin
     source = setup.source
     options = choose_device(source.options, setup.replica, setup.num_replicas)
     engine_options, scheduler_options = split_options(options)
+    if setup.name in engine_options.get("lora", ()):
+        raise ConfigError(f"lora has {setup.name!r}, the name of the served model: choose another name.")
+    if setup.adapters is not None:
+        engine_options.pop("lora", None)  # replaced by those
     weights = {tenant.name: tenant.weight for tenant in setup.tenants}
     if weights:
         scheduler_options["tenant_weights"] = {**weights, **scheduler_options.get("tenant_weights", {})}
@@ -339,6 +347,16 @@ def reload_weights(engine: Engine, weights: WeightsReplaced) -> None:
     except PacelineError as error:
         log.error("cannot load version %s of the weights again from %s: %s", weights.version, weights.path, error)
         raise SystemExit(1) from None
+
+
+def reload_adapters(engine: Engine, changed: AdaptersChanged) -> None:
+    """Loads the adapters that a previous engine process had. One that is gone is left out: requests for it get an
+    error, and all others are served."""
+    for one in changed.adapters:
+        try:
+            load_adapter(engine, one.name, one.path)
+        except PacelineError as error:
+            log.error("cannot load the adapter %s again from %s: %s", one.name, one.path, error)
 
 
 def _in_pieces(output: OutputDelta) -> Iterator[OutputDelta]:
@@ -390,6 +408,8 @@ def main() -> None:
         engine = build(setup, progress, hooks)
         if setup.weights is not None:
             reload_weights(engine, setup.weights)
+        if setup.adapters is not None:
+            reload_adapters(engine, setup.adapters)
         generate_one_token(engine)
         return engine
 
@@ -407,6 +427,9 @@ def main() -> None:
             tenants=setup.tenants,
             on_failure=on_failure,
             on_weights=lambda path, version: send_to_supervisor(WeightsReplaced(str(Path(path).resolve()), version)),
+            on_adapters=lambda adapters: send_to_supervisor(
+                AdaptersChanged(tuple(AdapterSource(one.name, one.path) for one in adapters))
+            ),
             on_pause=lambda paused: send_to_supervisor(SetPaused(paused)),
             kv_events=setup.kv_events,
             kv_transfer=setup.kv_transfer,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from paceline.engine.adapter_loading import load_adapter, unload_adapter
 from paceline.engine.cache_flush import flush_when_idle
 from paceline.engine.engine import Engine
 from paceline.engine.monitor import EngineMonitor
+from paceline.engine.output import LoadedAdapter
 from paceline.engine.pausing import PauseMode
 from paceline.engine.trace_recorder import record_trace
 from paceline.engine.weight_update import update_weights
@@ -29,6 +31,7 @@ from paceline.server.queries import (
     EngineStats,
     FlushCache,
     FlushWhenIdle,
+    GetAdapters,
     GetHealth,
     GetMetrics,
     GetMonitor,
@@ -37,6 +40,7 @@ from paceline.server.queries import (
     GetResponse,
     GetStats,
     Health,
+    LoadAdapter,
     PauseEngine,
     PinPrefix,
     PinState,
@@ -44,6 +48,7 @@ from paceline.server.queries import (
     RequestState,
     ResumeEngine,
     StoreResponse,
+    UnloadAdapter,
     UnpinPrefix,
     UpdateWeights,
     response_id_of,
@@ -68,6 +73,7 @@ def served_model(engine: Engine, name: str) -> ServedModel:
         host_kv_tokens=config.num_host_pages * config.page_size,
         kv_bytes_per_token=info.kv_bytes_per_token,
         page_size=config.page_size,
+        has_adapters=bool(engine.adapters.loaded),
     )
 
 
@@ -77,10 +83,13 @@ class EngineQueries:
         engine: Engine,
         stall_s: float = math.inf,
         on_weights: Callable[[str, str], None] = lambda path, version: None,
+        on_adapters: Callable[[Sequence[LoadedAdapter]], None] = lambda adapters: None,
     ) -> None:
         """`stall_s`: seconds without progress, while there is work, after which the engine counts as stuck.
-        `on_weights` is called after every weight update with its path and version."""
+        `on_weights` is called after every weight update with its path and version, `on_adapters` with all adapters
+        after one was loaded or unloaded."""
         self._engine, self._stall_s, self._on_weights = engine, stall_s, on_weights
+        self._on_adapters = on_adapters
         self.metrics = EngineMetrics()
         self.kv_transfer: EngineKvTransfer | None = None
         self._responses = ResponseStore()
@@ -92,6 +101,8 @@ class EngineQueries:
         result: Future[Any] = Future()
         if isinstance(query, GetHealth):
             result.set_result(self._health())
+        elif isinstance(query, GetAdapters):
+            result.set_result(self._engine.adapters.loaded)
         elif isinstance(query, StoreResponse):
             bounds = {"max_responses": query.max_responses, "max_bytes": query.max_bytes}
             self._responses.put(query.tenant, query.id, query.data, **bounds)
@@ -118,6 +129,12 @@ class EngineQueries:
                 case UpdateWeights():
                     found = update = update_weights(self._engine, query.path, mode=query.mode, version=query.version)
                     self._on_weights(query.path, update.version)
+                case LoadAdapter():
+                    found = load_adapter(self._engine, query.name, query.path, replace=query.replace)
+                    self._on_adapters(self._engine.adapters.loaded)
+                case UnloadAdapter():
+                    unload_adapter(self._engine, query.name)
+                    self._on_adapters(self._engine.adapters.loaded)
                 case FlushWhenIdle():
                     found = flush_when_idle(self._engine, query.timeout_s) * self._engine.scheduler.config.page_size
                 case RecordTrace():

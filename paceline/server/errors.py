@@ -9,19 +9,21 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import msgspec
 
-from paceline.engine.output import Conflict, EngineFailed
+from paceline.engine.output import Conflict, EngineFailed, UnknownAdapter
 from paceline.request import FinishReason, InvalidRequest, PacelineError, Refused
 
 log = logging.getLogger("paceline.server")
 _FIELD = re.compile(r"^`?([a-z_]+)[\w\[\].]*`? (?:is|has|must)\b")  # how messages of InvalidRequest begin
 _DEFAULT_RETRY_AFTER_S = 1.0
 _MAX_SHOWN_NAME = 80
+_MAX_SHOWN_ADAPTERS = 8
 _MAX_MESSAGE = 1000  # characters; a value that a message quotes may be as long as the body
 
 
@@ -79,6 +81,8 @@ def api_error(error: Exception) -> ApiError:
         return engine_failed(message)
     if isinstance(error, Conflict):
         return ApiError(message, status=409, code="conflict")
+    if isinstance(error, UnknownAdapter):
+        return ApiError(message, status=404, param="model", code="model_not_found")
     log.error("request failed", exc_info=error)
     return ApiError(
         "Internal server error: see the server's log.", status=500, kind="server_error", code="internal_error"
@@ -172,9 +176,10 @@ def missing_parameter(name: str, remedy: str = "", *, param: str | None = None) 
     return ApiError(message, param=param or name, code="missing_parameter")
 
 
-def unknown_model(name: str, served: str) -> ApiError:
+def unknown_model(name: str, served: str, adapters: Iterable[str] = ()) -> ApiError:
+    others = "".join(f", {clip(one, _MAX_SHOWN_NAME)!r}" for one in islice(adapters, _MAX_SHOWN_ADAPTERS))
     return ApiError(
-        f"The model {clip(name, _MAX_SHOWN_NAME)!r} does not exist: use {served!r}.",
+        f"The model {clip(name, _MAX_SHOWN_NAME)!r} does not exist: use {served!r}{others}.",
         status=404,
         param="model",
         code="model_not_found",

@@ -15,7 +15,7 @@ import msgspec
 
 from paceline.config import TenantConfig
 from paceline.engine.job import Job
-from paceline.engine.output import OutputDelta, TokenUsage
+from paceline.engine.output import LoadedAdapter, OutputDelta, TokenUsage
 from paceline.server.apis.dialects import dialect_of
 from paceline.server.auth import batch_tenant
 from paceline.server.engine_client import ServedModel
@@ -66,12 +66,13 @@ class GenerationHandler:
                 raise draining()
             body = await read_body(receive, headers, state.config)
             route = self._route
-            arguments = (route.builder, route.request, route.path, state.context)
-            response = await state.workers.run(build_response, body, *arguments, tenant=tenant.name)
+            arguments = (route.builder, route.request, route.path)
+            response = await state.run_checked(build_response, body, *arguments, tenant=tenant.name)
             await response.prepare(state, tenant.name)
             _check_length(response, state.context.model)
             entry.set_response(response)
-            jobs = self._jobs(response, tenant, entry.tenant, headers)
+            adapter = await state.find_adapter(response.request.model)
+            jobs = self._jobs(response, tenant, entry.tenant, headers, adapter)
             state.counters.in_progress += 1
             try:
                 respond = self._stream if response.request.stream else self._respond
@@ -97,9 +98,14 @@ class GenerationHandler:
     # ------------------------------------------------------------------ request to jobs
 
     def _jobs(
-        self, response: ResponseBuilder, tenant: TenantConfig, scheduled_as: str, headers: dict[bytes, bytes]
+        self,
+        response: ResponseBuilder,
+        tenant: TenantConfig,
+        scheduled_as: str,
+        headers: dict[bytes, bytes],
+        adapter: LoadedAdapter | None,
     ) -> Sequence[Job]:
-        """The response's jobs with the tenant, priority, deadline and cache salt of the request."""
+        """The response's jobs with the tenant, priority, deadline, cache salt and adapter of the request."""
         request = response.request
         priority, salt = request.priority or 0, request.cache_salt or ""
         if priority > tenant.max_priority:
@@ -124,6 +130,8 @@ class GenerationHandler:
                 queue_timeout_s=queue_timeout_s,
                 running_timeout_s=running_timeout_s,
                 cache_salt=salt,
+                adapter="" if adapter is None else adapter.name,
+                adapter_version="" if adapter is None else adapter.adapter,
                 # Logprobs arrive with their tokens: those of a whole output would take long to decode.
                 stream=bool(request.stream) or job.params.logprobs is not None,
             )

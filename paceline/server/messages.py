@@ -11,7 +11,7 @@ from paceline.cluster.held_pages import PageChanges
 from paceline.cluster.load import LoadReport
 from paceline.codec import TypedDecoder
 from paceline.engine.job import Job
-from paceline.engine.output import Conflict, EngineFailed, OutputDelta
+from paceline.engine.output import Conflict, EngineFailed, OutputDelta, UnknownAdapter
 from paceline.request import FinishReason, InvalidRequest, PacelineError, Refused
 from paceline.server.queries import EngineQuery
 
@@ -67,7 +67,11 @@ class ReplicaReport(msgspec.Struct, tag=True):
     changes: PageChanges
 
 
-_ERRORS: dict[str, type[PacelineError]] = {"failed": EngineFailed, "conflict": Conflict}
+_ERRORS: dict[str, type[PacelineError]] = {
+    "failed": EngineFailed,
+    "conflict": Conflict,
+    "unknown_adapter": UnknownAdapter,
+}
 
 
 class ErrorReply(msgspec.Struct, tag=True):

@@ -20,6 +20,7 @@ VLLM_NAMES: Mapping[str, str] = {
     "num_requests_waiting": "vllm:num_requests_waiting",
     "kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
     "cache_config_info": "vllm:cache_config_info",
+    "lora_requests_info": "vllm:lora_requests_info",
 }
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072)

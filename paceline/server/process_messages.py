@@ -43,6 +43,19 @@ class WeightsReplaced(msgspec.Struct, frozen=True, tag=True):
     version: str
 
 
+class AdapterSource(msgspec.Struct, frozen=True):
+    """A LoRA adapter that an engine has loaded."""
+
+    name: str
+    path: str
+
+
+class AdaptersChanged(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: these adapters are loaded now. A restarted engine loads them again."""
+
+    adapters: tuple[AdapterSource, ...]
+
+
 class KvEventsSetup(msgspec.Struct, frozen=True):
     """Where the engine publishes KV events."""
 
@@ -74,6 +87,7 @@ class EngineSetup(msgspec.Struct, frozen=True):
     log_level: str
     log_format: str
     weights: WeightsReplaced | None = None  # since the server was started
+    adapters: AdaptersChanged | None = None  # since then; None: those of the options
     replica: int = 0
     num_replicas: int = 1
     kv_events: KvEventsSetup | None = None
@@ -176,7 +190,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 ToFrontEnd = EngineUp | EngineDown | EngineLoading | Shutdown | SetDraining
 FromFrontEnd = FrontEndListening | StartupFailed | SetDraining
 ToEngine = FrontEndGone | SetPaused
-FromEngine = LoadingProgress | StartupFailed | EngineReady | WeightsReplaced | SetPaused
+FromEngine = LoadingProgress | StartupFailed | EngineReady | WeightsReplaced | AdaptersChanged | SetPaused
 
 
 class ProtocolError(PacelineError):

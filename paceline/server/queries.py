@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.engine.output import WeightUpdate
+from paceline.engine.output import LoadedAdapter, WeightUpdate
 from paceline.server.limits import MAX_LISTED_REQUESTS
 from paceline.server.metrics import MetricFamily
 
@@ -146,6 +146,22 @@ class UpdateWeights(_Query, frozen=True):
     version: str | None = None
 
 
+class GetAdapters(_Query, frozen=True):
+    """The loaded LoRA adapters. Returned at once, whatever the engine is busy with."""
+
+
+class LoadAdapter(_Query, frozen=True):
+    """Loads the adapter at `path`. replace: an adapter of this name is replaced."""
+
+    name: str
+    path: str
+    replace: bool = False
+
+
+class UnloadAdapter(_Query, frozen=True):
+    name: str
+
+
 class RecordTrace(_Query, frozen=True):
     """Records for some seconds. The result is a file for Perfetto."""
 
@@ -191,12 +207,16 @@ EngineQuery = (
     | PauseEngine
     | ResumeEngine
     | UpdateWeights
+    | GetAdapters
+    | LoadAdapter
+    | UnloadAdapter
     | RecordTrace
     | StoreResponse
     | GetResponse
     | DeleteResponse
 )
-LONG_QUERIES = (FlushWhenIdle, PauseEngine, UpdateWeights, RecordTrace)  # they take as long as they take
+# They take as long as they take.
+LONG_QUERIES = (FlushWhenIdle, PauseEngine, UpdateWeights, LoadAdapter, UnloadAdapter, RecordTrace)
 QUERY_RESULTS: dict[type, Any] = {
     GetHealth: Health,
     GetStats: EngineStats,
@@ -212,6 +232,9 @@ QUERY_RESULTS: dict[type, Any] = {
     PauseEngine: None,
     ResumeEngine: None,
     UpdateWeights: WeightUpdate,
+    GetAdapters: list[LoadedAdapter],
+    LoadAdapter: LoadedAdapter,
+    UnloadAdapter: None,
     RecordTrace: bytes,
     StoreResponse: None,
     GetResponse: bytes | None,

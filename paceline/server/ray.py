@@ -46,6 +46,7 @@ _NOT_HERE = {
     "kv_events_replay": "the replicas would publish at one address",
     "kv_events_topic": "the replicas would publish at one address",
     "record": "the replicas would write one file",
+    "lora_folder": "replicas that start later would lack what was loaded; set lora",
     **dict.fromkeys(
         (
             "role",

@@ -211,7 +211,7 @@ class ReplicaClient:
         """Chooses the replica of a job."""
         assert self._router is not None, "an engine is, or was, connected"
         job, now = one.job, time.monotonic()
-        namespace = (job.tenant, job.cache_salt, "")
+        namespace = (job.tenant, job.cache_salt, job.adapter_version)
         one.route_id = next(self._route_ids)
         request = RouteRequest(one.route_id, job.prompt, namespace, job.tenant, job.params.max_tokens)
         decision = self._choose(request, now)

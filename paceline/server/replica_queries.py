@@ -15,6 +15,7 @@ from paceline.server.queries import (
     EngineStats,
     FlushCache,
     FlushWhenIdle,
+    GetAdapters,
     GetHealth,
     GetMetrics,
     GetPins,
@@ -30,7 +31,17 @@ from paceline.server.queries import (
 
 # What an engine that exits meanwhile may leave unanswered, since its state is gone with it. Other queries change all
 # engines, and fail if one did not answer.
-READ_ONLY = (GetHealth, GetStats, GetRequests, AbortRequests, GetMetrics, GetPins, GetResponse, DeleteResponse)
+READ_ONLY = (
+    GetHealth,
+    GetStats,
+    GetRequests,
+    AbortRequests,
+    GetMetrics,
+    GetPins,
+    GetAdapters,
+    GetResponse,
+    DeleteResponse,
+)
 
 # A prefix is pinned where it is cached: one engine that has it is enough.
 PINS = (PinPrefix, UnpinPrefix)
@@ -52,6 +63,8 @@ def combine(query: EngineQuery, answers: Mapping[int, Any]) -> Any:
         case GetPins():
             pins: dict[str, PinState] = {pin.name: pin for part in found for pin in part}
             return list(pins.values())
+        case GetAdapters():  # what all of them have
+            return [one for one in found[0] if all(one.adapter in (two.adapter for two in part) for part in found)]
         case AbortRequests() | FlushCache() | FlushWhenIdle():
             return sum(found)
         case PinPrefix():

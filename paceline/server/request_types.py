@@ -281,6 +281,18 @@ class WeightsRequest(PauseRequest, kw_only=True):
     version: str | None = None  # default: the number of the update
 
 
+class LoadAdapterRequest(msgspec.Struct, kw_only=True):
+    """`/v1/load_lora_adapter`: a PEFT folder on the server's machine, below `lora_folder`."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False  # an adapter of this name is replaced for new requests
+
+
+class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
+    lora_name: str
+
+
 class TraceRequest(msgspec.Struct, kw_only=True):
     seconds: float = 5.0
 

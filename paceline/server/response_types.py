@@ -151,6 +151,17 @@ class ModelCard(msgspec.Struct):
     max_model_len: int
     object: str = "model"
     owned_by: str = "paceline"
+    parent: str | None = None  # of a LoRA adapter: the model that it adapts
+
+
+class AdapterLoaded(msgspec.Struct):
+    lora_name: str
+    rank: int
+    num_bytes: int
+
+
+class AdapterUnloaded(msgspec.Struct):
+    lora_name: str
 
 
 class ModelList(msgspec.Struct):

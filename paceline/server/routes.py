@@ -28,7 +28,7 @@ from paceline.server.batches.objects import (
 from paceline.server.chat import ChatResponse
 from paceline.server.completions import CompletionResponse
 from paceline.server.embeddings import EmbeddingResponse
-from paceline.server.handlers import admin, health, models, requests
+from paceline.server.handlers import admin, health, lora, models, requests
 from paceline.server.openapi import make_document
 from paceline.server.request_types import (
     CacheAction,
@@ -36,12 +36,16 @@ from paceline.server.request_types import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    LoadAdapterRequest,
     PauseRequest,
     TokenizeRequest,
     TraceRequest,
+    UnloadAdapterRequest,
     WeightsRequest,
 )
 from paceline.server.response_types import (
+    AdapterLoaded,
+    AdapterUnloaded,
     CacheFlushed,
     CacheState,
     ChatCompletion,
@@ -121,8 +125,16 @@ ROUTES: tuple[AnyRoute, ...] = (
                     rerank.RerankRequest, (rerank.RerankResult,), streams=False),
     GenerationRoute("/score", rerank.ScoreResponse, "similarity of the embeddings of pairs of texts, in vLLM's form",
                     rerank.ScoreRequest, (rerank.ScoreList,), streams=False),
-    Route("GET", "/v1/models", TENANT, models.list_models, "the served model, as a list", responses=(ModelList,)),
-    Route("GET", "/v1/models/{name:path}", TENANT, models.get_model, "the served model", responses=(ModelCard,)),
+    Route("GET", "/v1/models", TENANT, models.list_models, "the served model and its LoRA adapters, as a list",
+          responses=(ModelList,)),
+    Route("GET", "/v1/models/{name:path}", TENANT, models.get_model, "the served model, or one of its adapters",
+          responses=(ModelCard,)),
+    Route("POST", "/v1/load_lora_adapter", ADMIN, lora.load_adapter,
+          "loads a LoRA adapter: a PEFT folder below `lora_folder`",
+          request=LoadAdapterRequest, responses=(AdapterLoaded,)),
+    Route("POST", "/v1/unload_lora_adapter", ADMIN, lora.unload_adapter,
+          "unloads a LoRA adapter; 409 while requests use it",
+          request=UnloadAdapterRequest, responses=(AdapterUnloaded,)),
     Route("POST", "/tokenize", TENANT, models.send_prepared, "text or messages to token ids",
           request=TokenizeRequest, responses=(TokenizeResponse,), prepare=models.prepare_tokenize),
     Route("POST", "/detokenize", TENANT, models.send_prepared, "token ids to text",

@@ -127,9 +127,11 @@ def _endpoint(state: ServerState, methods: Mapping[str, Route]) -> Callable[[Htt
         body = None
         if route.request is not None:
             data = await read_body(request.receive, dict(request.headers.raw), state.config)
-            context = state.context if route.prepare is not None else None
-            arguments = (route.request, route.path, route.prepare, context)
-            body = await state.workers.run(_decode, data, *arguments, tenant=tenant)
+            arguments = (route.request, route.path, route.prepare)
+            if route.prepare is None:  # it works without an engine
+                body = await state.workers.run(_decode, data, *arguments, None, tenant=tenant)
+            else:
+                body = await state.run_checked(_decode, data, *arguments, tenant=tenant)
         query = None if route.query is None else convert(dict(request.query_params), route.query, strict=False)
         return await route.handler(Call(state, request.path_params, body, query, tenant, request))
 

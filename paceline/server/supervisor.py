@@ -31,6 +31,7 @@ from paceline.config import ConfigError, ServerConfig, TenantConfig
 from paceline.server.auth import batch_tenants
 from paceline.server.engine_client import ServedModel
 from paceline.server.process_messages import (
+    AdaptersChanged,
     EngineDown,
     EngineLoading,
     EngineReady,
@@ -150,6 +151,7 @@ class Supervisor:
         ]
         self._loading: dict[int, LoadingProgress] = {}  # by replica
         self._weights: WeightsReplaced | None = None
+        self._adapters: AdaptersChanged | None = None
         self._up_since = [0.0] * setup.config.replicas
         self._draining = False
         self._paused = False  # the engines, by the operator
@@ -253,6 +255,7 @@ class Supervisor:
                 log_level=config.log_level,
                 log_format=config.log_format,
                 weights=self._weights,
+                adapters=self._adapters,
                 kv_events=self._kv_events(replica),
                 kv_transfer=self._kv_transfer(replica, generation),
                 replica=replica,
@@ -271,7 +274,8 @@ class Supervisor:
                 return
             self._set_engine_state(down)
             log.error("%s exited unexpectedly: %s", name, describe_status(status))
-            if not was_up and generation == 1 and setup.weights == self._weights:
+            is_current = setup.weights == self._weights and setup.adapters == self._adapters
+            if not was_up and generation == 1 and is_current:
                 self._status = 1
                 self._finished.set()
                 return
@@ -292,6 +296,8 @@ class Supervisor:
                     self._on_loading(sum(one.done for one in progress), sum(one.total for one in progress))
             case WeightsReplaced():
                 self._weights = message
+            case AdaptersChanged():
+                self._adapters = message
             case SetPaused():
                 if isinstance(self._engine_states[setup.replica], EngineUp):  # else it does what it was told to
                     self._paused = message.paused
@@ -303,7 +309,8 @@ class Supervisor:
                     self._startup_error = message.message
                     self._finished.set()
             case EngineReady():
-                if setup.weights != self._weights:  # they were replaced while it loaded
+                # Weights or adapters were replaced while it loaded.
+                if setup.weights != self._weights or setup.adapters != self._adapters:
                     self._engines[setup.replica].kill()
                     return
                 if message.paused != self._paused:  # no front end may reach it before it is as the others are

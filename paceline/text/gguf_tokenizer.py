@@ -7,6 +7,7 @@ without any error, worse outputs.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import tokenizers
@@ -23,6 +24,11 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -35,6 +41,10 @@ _PRE: dict[str, tuple[str, bool, bool]] = {
     "gpt-2": (_GPT2, False, False),
     "smollm": (_DIGITS, False, False),
     "starcoder": (_DIGITS, False, False),
+    "refact": (_DIGITS, False, False),  # Granite 3
+    "olmo": (_GPT2, False, False),
+    "dbrx": (_WORDS % r"\p{N}{1,3}", False, False),  # OLMo 2, Phi-4
+    "gpt-4o": (_O200K, False, False),  # Phi-4-mini
     "llama-bpe": (_WORDS % r"\p{N}{1,3}", True, True),
     "llama3": (_WORDS % r"\p{N}{1,3}", True, True),
     "llama-v3": (_WORDS % r"\p{N}{1,3}", True, True),
@@ -42,6 +52,10 @@ _PRE: dict[str, tuple[str, bool, bool]] = {
     "deepseek-r1-qwen": (_WORDS % r"\p{N}", False, False),
     "tekken": (_TEKKEN, True, True),
 }
+
+# The special tokens of Phi-3's SentencePiece vocabulary take the white space that follows them, such as the newlines of
+# its chat template. Files do not say it. These are the exceptions.
+_PHI3_KEEPS_SPACES = frozenset(("<unk>", "<s>", "<|endoftext|>"))
 
 # A file names one end token, but chat models have several. These are their names.
 _END_TOKENS = frozenset(
@@ -71,8 +85,9 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
         core, default_bos = _sentence_piece(file, tokens, types), True
     else:
         raise ModelError(f"tokenizer.ggml.model is {kind!r} in {file.path}: supported are gpt2 (BPE) and llama (SPM).")
-    core.add_special_tokens(_added(tokens, types, _CONTROL, special=True))
-    core.add_tokens(_added(tokens, types, _USER_DEFINED, special=False))
+    keeps_spaces = frozenset(tokens) if file.architecture != "phi3" or kind != "llama" else _PHI3_KEEPS_SPACES
+    core.add_special_tokens(_added(tokens, types, _CONTROL, keeps_spaces, special=True))
+    core.add_tokens(_added(tokens, types, _USER_DEFINED, keeps_spaces, special=False))
     ends = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     by_name = [index for index, token in enumerate(tokens) if types[index] == _CONTROL and token in _END_TOKENS]
     return Tokenizer(
@@ -85,9 +100,12 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     )
 
 
-def _added(tokens: list[str], types: list[int], kind: int, *, special: bool) -> list[AddedToken]:
+def _added(
+    tokens: list[str], types: list[int], kind: int, keeps_spaces: frozenset[str], *, special: bool
+) -> list[AddedToken]:
+    """keeps_spaces: tokens that do not take the white space that follows them."""
     return [
-        AddedToken(token, special=special, normalized=False)
+        AddedToken(token, special=special, normalized=False, rstrip=token not in keeps_spaces)
         for token, found in zip(tokens, types, strict=True)
         if found == kind and token
     ]
@@ -132,11 +150,12 @@ def _sentence_piece(file: GGUFFile, tokens: list[str], types: list[int]) -> toke
     pieces = {token: index for index, token in enumerate(tokens) if types[index] in (_NORMAL, _USER_DEFINED, _UNUSED)}
     merges: list[tuple[float, tuple[str, str]]] = []
     for piece, index in pieces.items():
-        halves = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-        known = [(left, right) for left, right in halves if left in pieces and right in pieces]
-        known.sort(key=lambda pair: (pieces[pair[0]], pieces[pair[1]]))
-        merges.extend((scores[index], pair) for pair in known)
-    merges.sort(key=lambda item: -item[0])  # stable: equal scores stay in the order of the vocabulary
+        cuts = range(1, len(piece))
+        known = [(left, right) for cut in cuts if (left := piece[:cut]) in pieces and (right := piece[cut:]) in pieces]
+        if len(known) > 1:
+            known.sort(key=lambda pair: (pieces[pair[0]], pieces[pair[1]]))
+        merges.extend([(scores[index], pair) for pair in known])
+    merges.sort(key=itemgetter(0), reverse=True)  # stable: equal scores stay in the order of the vocabulary
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
     core = _core(
         file,

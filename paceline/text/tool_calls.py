@@ -27,8 +27,9 @@ from paceline.text.call_syntax import (
 )
 
 HERMES, QWEN_XML, GLM, LLAMA = "hermes", "qwen_xml", "glm", "llama"
-MISTRAL, MISTRAL_ARGS = "mistral", "mistral_args"
+MISTRAL, MISTRAL_ARGS, GRANITE = "mistral", "mistral_args", "granite"
 OPEN, PYTHON, CALLS, ARGS = "<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"
+GRANITE_CALLS = "<|tool_call|>"
 _MAX_LINE_BREAKS = 8
 _OPENINGS = {
     HERMES: (OPEN,),
@@ -37,6 +38,7 @@ _OPENINGS = {
     LLAMA: (),
     MISTRAL: (CALLS,),
     MISTRAL_ARGS: (CALLS,),
+    GRANITE: (GRANITE_CALLS, OPEN),  # some models write the second
 }
 
 
@@ -135,4 +137,6 @@ def _calls_of(style: str, tools: Mapping[str, Tool], text: str, at_end: bool) ->
         if text.startswith(FUNCTION):
             return XmlCall(tools, FUNCTION)
         return None if not at_end and FUNCTION.startswith(text) else NoCall()
+    if style == GRANITE:
+        return JsonCalls("[", ",", "]") if text[0] in "[{" else NoCall()
     return JsonCalls("[", ",", "]") if text[0] in "[{" else NamedCall()

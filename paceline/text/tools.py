@@ -7,6 +7,7 @@
 | GLM-4.5 | `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`, in lines |
 | Llama 3 | nothing but `{"name": ..., "parameters": {...}}` |
 | Mistral | `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, newer ones `[TOOL_CALLS]name[ARGS]{...}` |
+| Granite 3 | `<|tool_call|>[{"name": ..., "arguments": {...}}]` |
 
 For a template without support for tools, they are described in the system message, in the words of Hermes. Calls are
 parsed by `tool_calls.py`.
@@ -22,7 +23,20 @@ from typing import Any
 from paceline.request import Grammar, InvalidRequest
 from paceline.text.call_syntax import CLOSE, KEY, KEY_END, NAME, VALUE, VALUE_END, Tool, kinds_of
 from paceline.text.json_schema import closed, with_options
-from paceline.text.tool_calls import ARGS, CALLS, GLM, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, OPEN, PYTHON, QWEN_XML
+from paceline.text.tool_calls import (
+    ARGS,
+    CALLS,
+    GLM,
+    GRANITE,
+    GRANITE_CALLS,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_ARGS,
+    OPEN,
+    PYTHON,
+    QWEN_XML,
+)
 
 _INTRODUCTION = """# Tools
 
@@ -36,15 +50,19 @@ For each call, answer with a JSON object of its name and arguments within <tool_
 {{"name": <function-name>, "arguments": <arguments-object>}}
 </tool_call>"""
 
+_NO_SYSTEM = "System role not supported"  # what the templates of Gemma 1 and 2 say
+
 
 def style_of(template: str) -> str:
     """The style of a chat template. Raises InvalidRequest if it supports tools in an unknown style."""
     if "tools" not in template:
         return HERMES
-    if OPEN in template:
+    if OPEN in template and GRANITE_CALLS not in template:
         if KEY in template:
             return GLM
         return QWEN_XML if "<function=" in template else HERMES
+    if GRANITE_CALLS in template:
+        return GRANITE
     if CALLS in template:
         return MISTRAL_ARGS if ARGS in template else MISTRAL
     if OPEN not in template and ('"parameters"' in template or PYTHON in template):
@@ -52,13 +70,19 @@ def style_of(template: str) -> str:
     raise InvalidRequest("tools are given, but this model writes tool calls in an unknown style: leave `tools` out.")
 
 
-def describe(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
+def describe(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] | None, template: str = ""
+) -> list[dict[str, Any]]:
     """Messages for a template without support for tools: tools, calls and their results become ordinary text."""
     described: list[dict[str, Any]] = []
-    for message in messages:
+    for index, message in enumerate(messages):
         content = message.get("content") or ""
         if message["role"] == "tool":
-            described.append({"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"})
+            text = f"<tool_response>\n{content}\n</tool_response>"
+            if index and messages[index - 1]["role"] == "tool":  # one turn: some templates insist on alternating roles
+                described[-1]["content"] += f"\n{text}"
+            else:
+                described.append({"role": "user", "content": text})
         elif message.get("tool_calls"):
             calls = [call["function"] for call in message["tool_calls"]]
             texts = [
@@ -73,6 +97,8 @@ def describe(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] | None
         text = _INTRODUCTION.format(tools="\n".join(json.dumps(tool) for tool in tools))
         if described and described[0]["role"] == "system":
             described[0]["content"] = f"{described[0]['content']}\n\n{text}"
+        elif described and described[0]["role"] == "user" and _NO_SYSTEM in template:
+            described[0]["content"] = f"{text}\n\n{described[0]['content']}"
         else:
             described.insert(0, {"role": "system", "content": text})
     return described
@@ -84,12 +110,14 @@ def markers(style: str) -> tuple[str, ...]:
         return CALLS, ARGS, "[CALL_ID]"
     if style == GLM:
         return OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END
+    if style == GRANITE:
+        return GRANITE_CALLS, OPEN
     return () if style == LLAMA else (OPEN, CLOSE)
 
 
 def can_call(style: str, name: str) -> bool:
     """Whether a call of a function of this name can be written and parsed: JSON has any name, other formats do not."""
-    return bool(name) and (style in (HERMES, LLAMA, MISTRAL) or NAME.fullmatch(name) is not None)
+    return bool(name) and (style in (HERMES, LLAMA, MISTRAL, GRANITE) or NAME.fullmatch(name) is not None)
 
 
 def make_call_id(style: str) -> str:
@@ -123,9 +151,9 @@ def call_grammar(
         rules += [f"body_{index}: {body}", f"args_{index}: %json {json.dumps(with_options(schema))}"]
     if style == LLAMA:
         start = ["start: body"]
-    elif style == MISTRAL:
+    elif style in (MISTRAL, GRANITE):
         more = ' (", " body)*' if several else ""
-        start = [f'start: {literal(CALLS)} "[" body{more} "]"']
+        start = [f'start: {literal(CALLS if style == MISTRAL else GRANITE_CALLS)} "[" body{more} "]"']
     elif style == MISTRAL_ARGS:
         start = [f"start: call{'+' if several else ''}", f"call: {literal(CALLS)} body"]
     elif style == GLM:

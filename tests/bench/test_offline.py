@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.bench import offline, runner
+from paceline.bench import first_token, offline, runner, startup
 from paceline.bench.parts import PARTS
 from paceline.bench.startup import CHILD_PARTS
 from paceline.bench.workloads import CHAT_TURNS, gsp_offline, long_prompts, nano
@@ -113,13 +112,48 @@ def test_requests_that_arrive_over_time_report_itl_and_ttft_by_kind(
     assert f"{part}, first run" in printed and f"{part}, run 1" in printed
 
 
-def test_startup_measures_a_new_process(capsys: pytest.CaptureFixture[str]) -> None:
+def test_startup_measures_a_new_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two: here the first one is skipped."""
+    run, commands = startup._child, []
+
+    def child(command: Sequence[str]) -> dict[str, Any]:
+        commands.append(command)
+        return run(command) if len(commands) == 2 else {"first_token_s": 1000.0}
+
+    monkeypatch.setattr(startup, "_child", child)
     assert offline.main(("startup", *TINY)) == 0
+    assert len(commands) == 2 and commands[0] == commands[1]
     (found,) = results(capsys.readouterr().out)
-    assert found.keys() >= KEYS and found["workload"] == "startup" and 0 < found["seconds"] == found["startup_s"]
+    assert found.keys() >= KEYS and found["workload"] == "startup"
+    assert 0 < found["seconds"] == found["startup_s"] < found["first_start_s"] == 1000
 
 
-def test_cold_compares_first_and_later_uses_in_a_new_process(capsys: pytest.CaptureFixture[str]) -> None:
+# Runs the module that follows on the command line as `python -m` does, without the packages of command line and server.
+_WITHOUT_PACKAGES = """
+import runpy, sys
+for name in ("typer", "rich", "msgspec", "starlette", "uvicorn", "httpx", "transformers"):
+    sys.modules[name] = None
+del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def test_cold_compares_first_and_later_uses_in_a_new_process_that_needs_no_package_of_command_line_and_server(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its processes this one runs: `startup` runs the others, too."""
+    run, others = startup._child, []
+
+    def child(command: Sequence[str], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+        if command[-1] == "first-uses":
+            python, option, *rest = command
+            assert option == "-m"
+            return run([python, "-c", _WITHOUT_PACKAGES, *rest], environment)
+        others.append((command[-1], environment or {}))
+        return {"torch_s": 0.5, "ready_s": 0.25}
+
+    monkeypatch.setattr(startup, "_child", child)
+    exec(startup._TORCH)
     assert offline.main(("cold", *TINY[:-1], "--scale=0.004", "--mix-seconds=0.1")) == 0
     printed = capsys.readouterr().out
     (found,) = results(printed)
@@ -127,19 +161,10 @@ def test_cold_compares_first_and_later_uses_in_a_new_process(capsys: pytest.Capt
     assert found["uses"].keys() >= {"nano", "gsp", "zipf", "penalties", "prompt logprobs", "embeddings"}
     assert all(use["first_s"] > 0 and use["later_s"] > 0 for use in found["uses"].values())
     assert "ready after" in printed and "mix of all features" in printed
-
-
-def test_it_runs_without_the_packages_of_command_line_and_server() -> None:
-    code = (
-        "import sys\n"
-        "for name in ('typer', 'rich', 'msgspec', 'starlette', 'uvicorn', 'httpx', 'transformers'):\n"
-        "    sys.modules[name] = None\n"
-        "from paceline.bench import offline\n"
-        f"sys.exit(offline.main({('nano', *TINY, '--repeats=1')!r}))"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert len(results(run.stdout)) == 1
+    assert json.loads(printed.splitlines()[0].removeprefix(first_token.FOUND))["torch_s"] >= 0
+    (_, second), (options, prepared) = (other for other in others if other[0] != startup._TORCH)
+    assert json.loads(options)["kernel_folder"] == f"{second['PACELINE_HOME']}/kernels"
+    assert second["PACELINE_HOME"] != prepared["PACELINE_HOME"] and len(others) == 4
 
 
 @pytest.mark.cluster
@@ -208,7 +233,7 @@ def test_a_scaled_workload_shares_in_proportion() -> None:
 def test_without_a_scale_a_cpu_runs_a_part_of_the_workload(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "CPU_SECONDS", 2.0)
+    monkeypatch.setattr(runner, "CPU_SECONDS", 0.5)
     assert offline.main(("nano", *TINY[:-1], "--repeats=1")) == 0
     printed = capsys.readouterr().out
     (result,) = results(printed)
@@ -223,7 +248,7 @@ def test_long_prompts_are_of_all_lengths() -> None:
 def test_speculate_reports_each_task_and_batch_size(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"category": "riddles", "turns": ["What is it?", "Why?"], "question_id": 1}\n')
-    arguments = ("speculate", *TINY, "--repeats=2", "--batches=1,3,256", f"--questions={questions}")
+    arguments = ("speculate", *TINY, "--repeats=1", "--batches=1,3,256", f"--questions={questions}")
     assert offline.main(arguments) == 0
     found = results(capsys.readouterr().out)
     tasks = ["copy", "edit", "summarise", "story", "code", "riddles"]

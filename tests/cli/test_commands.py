@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,8 +13,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from typer.testing import CliRunner
 
-from paceline.cli import SUMMARIES
+from paceline.cli import SUMMARIES, app
 from paceline.cli.chat import _Conversation
 from paceline.config import (
     BATCHING,
@@ -88,7 +88,7 @@ def test_chat_shows_reasoning_dimmed_in_a_terminal_and_keeps_it_out_of_a_pipe(
     tokenizer, prompts = tokenizer_with(template), []
 
     @contextmanager
-    def stream(engine: Any, prompt: list[int], params: Any) -> Iterator[Iterator[OutputDelta]]:
+    def stream(engine: Any, prompt: list[int], params: Any, adapter: str) -> Iterator[Iterator[OutputDelta]]:
         prompts.append(tokenizer.decode(prompt))
         yield (OutputDelta(text, ()) for text in ("Two and", " two.</thi", "nk>\n\nFour", "."))
 
@@ -229,13 +229,7 @@ def test_an_unknown_option_is_named(run: Run, arguments: tuple[str, ...], messag
 
 
 def test_serve_help_lists_every_option_and_every_choice() -> None:
-    text = subprocess.run(
-        [sys.executable, "-m", "paceline.cli", "serve", "--help"],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200"},
-    ).stdout
+    text = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).stdout
     for config in (ServerConfig, EngineConfig, SchedulerConfig):
         for item in public_options(config):
             assert f"--{item.name.replace('_', '-')} " in text, item.name
@@ -272,6 +266,20 @@ def test_tenant_weights_are_parsed_as_pairs() -> None:
         parse_weights("bob=x")
 
 
+def test_adapters_are_parsed_as_pairs_and_a_command_uses_one() -> None:
+    from paceline.cli.options import one_adapter, parse_adapters
+
+    assert parse_adapters("sql=/a/b, chat=c=d") == {"sql": "/a/b", "chat": "c=d"}
+    for text in ("sql", "=x", "sql="):
+        with pytest.raises(ConfigError, match=f"lora has '{text}': expected pairs"):
+            parse_adapters(text)
+    with pytest.raises(ConfigError, match="lora has 'a' twice"):
+        parse_adapters("a=x,a=y")
+    assert (one_adapter({}), one_adapter({"lora": {"sql": "x"}})) == ("", "sql")
+    with pytest.raises(ConfigError, match="lora has a, b: give one"):
+        one_adapter({"lora": {"a": "x", "b": "y"}})
+
+
 def test_bench_offline_equals_the_module(run: Run, tmp_path: Path) -> None:
     """The command and `python -m paceline.bench.offline` take the same options and print the same."""
     from paceline.bench import offline
@@ -285,7 +293,7 @@ def test_bench_offline_equals_the_module(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "out.json").stat().st_size > 1000
     known = {action.dest for action in offline._parser()._actions}
     for config in (OfflineConfig, EngineConfig, SchedulerConfig):
-        assert {item.name for item in public_options(config)} - {"tenant_weights"} <= known
+        assert {item.name for item in public_options(config)} - {"tenant_weights", "lora"} <= known
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["bench", "--help"], ["--version"]])
@@ -310,11 +318,10 @@ def test_the_list_of_commands_has_their_own_summaries(run: Run) -> None:
     assert "Did you mean 'serve'?" in run("srve").output
 
 
-def test_compiling_without_triton_says_what_is_missing() -> None:
-    code = "import sys; sys.modules['triton'] = None; from paceline.cli import main; main()"
-    command = [sys.executable, "-c", code, "compile", "--shape", "tiny-qwen3", "-o", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (
+def test_compiling_without_triton_says_what_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    done = run("compile", "--shape", "tiny-qwen3", "-o", "x")
+    assert (done.exit_code, done.stderr) == (
         2,
         "paceline: triton is not installed, which compiles kernels: pip install triton.\n",
     )

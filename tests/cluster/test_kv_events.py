@@ -75,7 +75,7 @@ class HashedEvents:
 
 @pytest.mark.parametrize("every", [1, 7])
 def test_messages_of_random_runs_give_the_hashes_of_all_cached_pages(every: int) -> None:
-    for seed in range(10):
+    for seed in range(5):
         options = {"prefix_cache": True, "num_host_pages": 12, "max_swap_pages": 3}
         random_run(seed, 20, 60, faults=0.05, listen=lambda scheduler: HashedEvents(scheduler, every), **options)
 
@@ -102,7 +102,7 @@ def test_stored_pages_name_their_parent_tokens_salt_and_adapter() -> None:
     subject.run()
     (second,) = events.read()
     assert (second["parent_block_hash"], second["token_ids"]) == (hashes[-1], list(B))
-    subject.add(request(prompt(A, 91), max_tokens=1, cache_salt="salt", adapter="lora"))
+    subject.add(request(prompt(A, 91), max_tokens=1, cache_salt="salt", adapter="lora@0123456789abcdef"))
     subject.run()
     (salted,) = events.read()
     assert (salted["extra_keys"], salted["lora_name"]) == ([["salt"], None, None, None], "lora")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
@@ -533,3 +534,4 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 TestRouterAgainstReference = RouterMachine.TestCase
+TestRouterAgainstReference.settings = settings(max_examples=40)

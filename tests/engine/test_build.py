@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.config import ConfigError, EngineConfig, SchedulerConfig
+from paceline.config import ConfigError, EngineConfig, SchedulerConfig, split_options
 from paceline.engine import kv_sizing
-from paceline.engine.build import build_engine
+from paceline.engine.build import build_engine, default_speculation
 from paceline.engine.engine import Engine
 from paceline.engine.kv_sizing import check_models_fit, num_kv_pages
 from paceline.llm import LLM
@@ -99,6 +99,26 @@ def test_itl_target_has_a_default_where_requests_are_served_by_a_gpu(
     engine = make(**options)
     assert engine.scheduler.config.itl_target == target
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "drafts"),
+    [
+        ({}, True),
+        ({"max_batch_tokens": 128}, False),  # as many as 64 rows, without drafts
+        ({"max_running": 4, "max_batch_tokens": 32}, True),
+        ({"max_running": 4, "max_batch_tokens": 31}, False),
+        ({"pp": 2}, False),
+        ({"executor": "virtual"}, False),
+        ({"device": "cuda"}, False),
+    ],
+    ids=str,
+)
+def test_on_a_cpu_drafts_are_the_default_where_they_fit(options: dict[str, Any], drafts: bool) -> None:
+    engine_options, given = split_options(options, ())
+    config = EngineConfig(**engine_options)
+    device = "virtual" if config.executor == "virtual" else "cuda" if config.device == "cuda" else "cpu"
+    assert default_speculation(config, given, device) == ("auto" if drafts else "off")
 
 
 def test_kv_memory_follows_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,15 +26,15 @@ OPTIONS: dict[str, Any] = {
 RNG = np.random.default_rng(7)
 BEGINNINGS = [RNG.integers(3, 500, 40).tolist() for _ in range(5)]
 # Every beginning comes up again and again, long after others have taken its memory.
-PROMPTS = [[*BEGINNINGS[number % 5][: 20 + 4 * (number % 6)], number + 3] for number in range(30)]
-PARAMS = [SamplingParams(temperature=0, max_tokens=6 + 5 * (number % 4)) for number in range(30)]
+PROMPTS = [[*BEGINNINGS[number % 5][: 20 + 4 * (number % 6)], number + 3] for number in range(20)]
+PARAMS = [SamplingParams(temperature=0, max_tokens=6 + 5 * (number % 4)) for number in range(20)]
 
 
 def answers(**options: Any) -> tuple[list[list[int]], Any]:
     """Outputs of all prompts, a few at a time, and the counters."""
     with LLM(**OPTIONS, **options) as llm:
         found = []
-        for first in range(0, 30, 10):
+        for first in range(0, 20, 10):
             outputs = llm.generate(PROMPTS[first : first + 10], PARAMS[first : first + 10])
             found += [output.token_ids for output in outputs]
         llm.engine.call(check).result()

@@ -220,10 +220,10 @@ def num_cached_pages(engine: Engine) -> int:
 
 def test_a_flush_that_waits_drops_what_running_requests_used(engine: Engine) -> None:
     with ThreadPoolExecutor() as pool:
-        running = on_first_token(engine, lambda: pool.submit(flush_when_idle, engine, 60), greedy(400))
+        running = on_first_token(engine, lambda: pool.submit(flush_when_idle, engine, 60), greedy(100))
         held = submit(engine, 2, [7, 8, 9])
-        assert running.result.result(60) >= (len(PROMPT) + 399) // 16
-    assert reason(running) is FinishReason.LENGTH and len(running.tokens) == 400
+        assert running.result.result(60) >= (len(PROMPT) + 99) // 16
+    assert reason(running) is FinishReason.LENGTH and len(running.tokens) == 100
     assert reason(held) is FinishReason.LENGTH and not engine.is_paused
     assert num_cached_pages(engine) == 0, "the last request had no whole page"
 
@@ -244,9 +244,9 @@ def test_several_flushes_at_once_do_no_harm(engine: Engine) -> None:
         def begin() -> list[Future[int]]:
             return [pool.submit(flush_when_idle, engine, 60) for _ in range(4)]
 
-        running = on_first_token(engine, begin, greedy(200))
+        running = on_first_token(engine, begin, greedy(100))
         pages = [flush.result(60) for flush in running.result]
-    assert sorted(pages)[:3] == [0, 0, 0] and max(pages) >= 15
+    assert sorted(pages)[:3] == [0, 0, 0] and max(pages) >= 9
     assert reason(submit(engine, 2)) is FinishReason.LENGTH
 
 
@@ -272,10 +272,10 @@ def test_new_weights_give_the_tokens_of_an_engine_that_loaded_them(engine: Engin
 
 
 def test_a_request_that_spans_versions_says_so(engine: Engine, folder: Path) -> None:
-    running = stopped(engine, 400)
+    running = stopped(engine, 100)
     update_weights(engine, folder, mode="continue", version="step-7")
     engine.resume()
-    assert reason(running) is FinishReason.LENGTH and len(running.tokens) == 400
+    assert reason(running) is FinishReason.LENGTH and len(running.tokens) == 100
     assert running.last is not None and running.last.weight_versions == ("0", "step-7")
     assert engine.weights.current == "step-7"
 

@@ -66,8 +66,8 @@ class ProcessExecutor(Executor):
 
     capabilities = Capabilities(logits=True, pooling=True)
 
-    def __init__(self) -> None:
-        self._child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+        self._child = child
         self._results: TypedDecoder[Result] = TypedDecoder(Result)
         self.num_plans = 0
 
@@ -85,8 +85,14 @@ class ProcessExecutor(Executor):
         (size,) = struct.unpack("<I", self._child.stdout.read(4))
         return self._results.decode(self._child.stdout.read(size))
 
-    def close(self) -> None:
-        self._child.communicate()
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """One process for all engines: it imports torch once."""
+    made = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    yield made
+    made.communicate()
+    assert made.returncode == 0
 
 
 def engine_on(executor: Executor, overlap: str, **options: Any) -> Engine:
@@ -151,9 +157,9 @@ def expected() -> Iterator[tuple[list[Any], dict[str, np.ndarray]]]:
 
 
 def test_another_process_executes_a_run_from_the_bytes_alone(
-    expected: tuple[list[Any], dict[str, np.ndarray]],
+    child: subprocess.Popen[bytes], expected: tuple[list[Any], dict[str, np.ndarray]]
 ) -> None:
-    executor = ProcessExecutor()
+    executor = ProcessExecutor(child)
     engine = engine_on(executor, overlap="on")
     try:
         assert outputs_of(engine) == expected[0]
@@ -164,8 +170,8 @@ def test_another_process_executes_a_run_from_the_bytes_alone(
         engine.close()
 
 
-def test_a_draft_source_is_in_the_bytes() -> None:
-    executor = ProcessExecutor()
+def test_a_draft_source_is_in_the_bytes(child: subprocess.Popen[bytes]) -> None:
+    executor = ProcessExecutor(child)
     engine = engine_on(executor, overlap="on", draft_tokens=7)
     outputs: list[list[int]] = [[]]
     num_plans = [0]

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.kernels.fp8 import to_fp8_reference
+
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     assert torch.isfinite(got).all(), "the kernel left an output unwritten, or not finite"
@@ -21,6 +23,14 @@ class Cache:
     k: torch.Tensor
     v: torch.Tensor
     page_table: torch.Tensor
+    scales: torch.Tensor | None = None  # [2, K]: of a cache in FP8
+
+    def in_fp8(self) -> Cache:
+        """The same cache with FP8 numbers, each head with a scale of its own; some numbers are saturated."""
+        heads = torch.arange(self.k.shape[2], device=self.k.device) % 2
+        scales = torch.stack([0.25 * 0.37**heads, 1.7 * 0.004**heads]).float()
+        k, v = (to_fp8_reference(x, scale[:, None]) for x, scale in zip((self.k, self.v), scales, strict=True))
+        return Cache(k, v, self.page_table, scales)
 
 
 def random_cache(
@@ -51,4 +61,7 @@ def poison_unwritten(cache: Cache, lengths: list[int]) -> None:
         at = torch.arange(length, device=pages.device)
         written[pages[at // page_size], at % page_size] = True
     for part in (cache.k, cache.v):
-        part[~written] = torch.nan
+        if part.dtype == torch.float8_e4m3fn:
+            part.view(torch.uint8)[~written] = 0x7F  # NaN
+        else:
+            part[~written] = torch.nan

@@ -3,10 +3,11 @@
 For every operation the interpreter works out what never changes: the builtins to replace, the types of operands and
 results, the numpy dtype of an element type, the shape of a block as objects with printable types. Here these are
 remembered. Operands are not copied to a common shape: numpy does that as it computes. Checks for integer overflow,
-which compiled kernels do not have either, are off.
+which compiled kernels do not have either, are off. Conversions to and from FP8 are torch's: the interpreter of Triton
+3.6 loses the carry of a rounded mantissa, subnormal numbers and NaN.
 
-Operators (`_UFUNCS`), loads and new axes (`x[:, None]`) are a single numpy call each. Their first use with given types
-is the interpreter's own; where the numpy call does not give the same bits, it remains so.
+Operators (`_UFUNCS`), casts, loads, stores and new axes (`x[:, None]`) are a single numpy call each. Their first use
+with given types is the interpreter's own; where the numpy call does not give the same bits, it remains so.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
 
 _UFUNCS = {
     "__add__": np.add,
@@ -30,6 +32,8 @@ _UFUNCS = {
     "__truediv__": np.divide,
     "__and__": np.bitwise_and,
     "__or__": np.bitwise_or,
+    "__xor__": np.bitwise_xor,
+    "__mod__": np.fmod,
 }
 _COMPARISONS = {
     "__lt__": np.less,
@@ -40,6 +44,7 @@ _COMPARISONS = {
     "__ne__": np.not_equal,
 }
 _BIT_PATTERNS = ("bf16", "fp8")  # numpy does not have these types: their elements are stored as integers
+_TORCH_TYPES = {"fp8e4nv": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SCALAR = "scalar"  # the key of `_shapes` for tensors that are no block
 
 
@@ -71,10 +76,21 @@ def faster_interpreter() -> Iterator[None]:
     semantic = TritonSemantic(builder)
     init_block_type, np_dtype_of = core.block_type.__init__, interpreter._get_np_dtype
     wrapping_nothing = {core.tensor, core.dtype, core.pointer_type, core.block_type, int, float, bool, str, type(None)}
+    convert_float = interpreter._convert_float
     unwrap, types_equal, patch_lang = core._unwrap_if_constexpr, core.dtype.__eq__, interpreter._patch_lang
-    as_tensor, load_by_pointers = TritonSemantic.to_tensor, TritonSemantic._load_legacy
+    as_tensor, slow_cast, new_range = TritonSemantic.to_tensor, TritonSemantic.cast, TritonSemantic.arange
+    load_by_pointers, store_by_pointers = TritonSemantic._load_legacy, TritonSemantic._store_legacy
     check_operands, broadcast_both = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
+    new_object, new_handle = object.__new__, interpreter.TensorHandle
+    load_bytes, bool_dtype = interpreter._interpreter.load, np.dtype(bool)
     np_dtypes: dict[str, Any] = {}
+    constants: dict[Any, Any] = {}  # tensors, by number
+    ranges: dict[tuple[int, int], Any] = {}  # tensors of `arange`
+    elements: dict[str, tuple[Any, Any]] = {}  # type and numpy dtype of what a pointer points to
+    casts: dict[tuple[str, str], Any] = {}  # numpy dtype, element type and type of the result, by both types
+    broadcasts: dict[tuple[str, str], Any] = {}  # types of the results of a broadcast
+    stored: dict[tuple[Any, ...], Any] = {}  # element types, by the types of pointers, value and mask
+    zeros: dict[tuple[Any, ...], Any] = {}  # by shape and numpy dtype
     block_types: dict[tuple[Any, ...], dict[str, Any]] = {}  # attributes, by element type and shape
     with_elements: dict[tuple[str, str], Any] = {}
     # Shapes and numbers of elements, by the name of a block type; one object per shape.
@@ -100,6 +116,22 @@ def faster_interpreter() -> Iterator[None]:
             with_elements[key] = core.block_type(scalar_ty, self.shape)
         return with_elements[key]
 
+    def made(data: Any, element: Any, type: Any) -> Any:
+        """A tensor of a type, without the calls and the checks of constructors."""
+        handle, tensor = new_object(new_handle), new_object(core.tensor)
+        handle.data, handle.dtype, handle.attr = data, element, {}
+        tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+        tensor.shape, tensor.numel = shapes[type.name if type.is_block() else _SCALAR]
+        return tensor
+
+    def in_shape(data: Any, shape: tuple[int, ...]) -> Any:
+        """Like `np.broadcast_to`, which takes longer than a copy of so few elements."""
+        if data.shape == shape:
+            return data
+        whole = np.empty(shape, data.dtype)
+        whole[...] = data
+        return whole
+
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = shapes[type.name if type.is_block() else _SCALAR]
@@ -113,6 +145,13 @@ def faster_interpreter() -> Iterator[None]:
         self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
         if data.itemsize > get_np_dtype(dtype).itemsize and not dtype.is_ptr():
             raise ValueError(f"elements of {data.itemsize} bytes for {dtype}")
+
+    def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if "fp8e4nv" not in (source.name, target.name):
+            return convert_float(data, source, target, rounding)
+        wide = torch.from_numpy(np.ascontiguousarray(data).view(np.uint8)).view(_TORCH_TYPES[source.name]).float()
+        unsigned = np.dtype(f"uint{target.primitive_bitwidth}")
+        return wide.to(_TORCH_TYPES[target.name]).view(torch.uint8).numpy().view(unsigned).reshape(data.shape)
 
     def unwrap_if_constexpr(value: Any) -> Any:
         return value if value.__class__ in wrapping_nothing else unwrap(value)
@@ -140,15 +179,88 @@ def faster_interpreter() -> Iterator[None]:
         return operand(self, lhs, left), operand(self, rhs, right)
 
     def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast_both(self, lhs, rhs)
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        key = lhs.type.name, rhs.type.name
+        if key not in broadcasts:
+            results = broadcast_both(self, lhs, rhs)
+            broadcasts[key] = [(each.type, tuple(each.type.shape)) for each in results]
+            return results
+        return tuple(
+            made(in_shape(each.handle.data, shape), each.handle.dtype, type)
+            for each, (type, shape) in zip((lhs, rhs), broadcasts[key], strict=True)
+        )  # type: ignore[return-value]
 
     def to_tensor(self: Any, value: Any, *options: bool) -> Any:
-        return value if value.__class__ is core.tensor else as_tensor(self, value, *options)
+        if value.__class__ is core.tensor:
+            return value
+        if value.__class__ not in (int, float, bool):
+            return as_tensor(self, value, *options)
+        key = _key(value)
+        if key not in constants:
+            constants[key] = as_tensor(self, value, *options)
+        return constants[key]
 
-    def handle_of(value: Any, shape: tuple[int, ...], element: Any) -> Any:
-        """The elements of a mask or of a default, in the shape of the pointers."""
-        data = value.handle.data.astype(get_np_dtype(element), copy=False)
-        return interpreter.TensorHandle(data if data.shape == shape else np.broadcast_to(data, shape), element)
+    def arange(self: Any, start: int, end: int, **options: Any) -> Any:
+        if options.get("ret_ty") is not None:
+            return new_range(self, start, end, **options)
+        if (start, end) not in ranges:
+            ranges[start, end] = new_range(self, start, end)
+        return ranges[start, end]
+
+    def cast(self: Any, value: Any, type: Any, rounding: Any = None) -> Any:
+        before, after = value.type.scalar, type.scalar
+        if before is after:
+            return value
+        if rounding is not None:
+            return slow_cast(self, value, type, rounding)
+        key = value.type.name, after.name
+        found = casts.get(key)
+        if found is not None:
+            dtype, element, type = found
+            return made(value.handle.data.astype(dtype), element, type)
+        result = slow_cast(self, value, type)
+        if key not in casts:
+            data, wanted = value.handle.data, result.handle.data
+            plain = not any(each.is_ptr() or each.name.startswith(_BIT_PATTERNS) for each in (before, after))
+            same = plain and wanted.shape == data.shape and data.astype(wanted.dtype).tobytes() == wanted.tobytes()
+            casts[key] = (wanted.dtype, result.handle.dtype, result.type) if same else None
+        return result
+
+    def pointed_at(pointers: Any) -> tuple[Any, Any]:
+        type = pointers.dtype
+        if type.name not in elements:
+            element = pointers.get_element_ty()
+            elements[type.name] = element, get_np_dtype(element)
+        return elements[type.name]
+
+    def masked_load(self: Any, pointers: Any, mask: Any, other: Any, *options: Any) -> Any:
+        element, dtype = pointed_at(pointers)
+        if other is None:
+            key = pointers.data.shape, dtype
+            if key not in zeros:
+                zeros[key] = np.zeros(*key)
+            default = zeros[key]
+        else:
+            default = other.data
+        handle = new_object(new_handle)
+        handle.data, handle.dtype, handle.attr = (
+            load_bytes(pointers.data, mask.data, default, dtype),
+            element,
+            {},
+        )
+        return handle
+
+    def mask_of(mask: Any, shape: tuple[int, ...]) -> Any:
+        """The elements of a mask, in the shape of the pointers."""
+        if shape not in all_true:
+            all_true[shape] = new_handle(np.ones(shape, bool), core.int1)
+        if mask is None:
+            return all_true[shape]
+        data = mask.handle.data
+        if data.shape == shape and data.dtype is bool_dtype:
+            return mask.handle
+        return new_handle(in_shape(data.astype(bool, copy=False), shape), core.int1)
 
     def load(self: Any, pointers: Any, mask: Any, other: Any, *options: Any) -> Any:
         key = pointers.type.name, None if mask is None else mask.type.name, None if other is None else other.type.name
@@ -164,11 +276,28 @@ def faster_interpreter() -> Iterator[None]:
         type = loaded[key]
         if type is None:
             return load_by_pointers(self, pointers, mask, other, *options)
-        if data.shape not in all_true:
-            all_true[data.shape] = interpreter.TensorHandle(np.ones(data.shape, bool), core.int1)
-        mask = all_true[data.shape] if mask is None else handle_of(mask, data.shape, core.int1)
-        other = None if other is None else handle_of(other, data.shape, type.scalar)
-        return core.tensor(builder.create_masked_load(pointers.handle, mask, other, *options[2:]), type)
+        if other is not None:
+            default = other.handle.data.astype(get_np_dtype(type.scalar), copy=False)
+            other = new_handle(in_shape(default, data.shape), type.scalar)
+        handle = builder.create_masked_load(pointers.handle, mask_of(mask, data.shape), other, *options[2:])
+        return made(handle.data, handle.dtype, type)
+
+    def store(self: Any, pointers: Any, value: Any, mask: Any, *options: Any) -> Any:
+        key = pointers.type.name, value.type.name, None if mask is None else mask.type.name
+        shape = pointers.handle.data.shape
+        if key not in stored:
+            result = store_by_pointers(self, pointers, value, mask, *options)
+            element = pointers.type.scalar.element_ty
+            stored[key] = None if element == core.int1 or value.type.scalar.is_ptr() else element
+            return result
+        if stored[key] is None:
+            return store_by_pointers(self, pointers, value, mask, *options)
+        handle = cast(self, value, stored[key]).handle
+        if handle.data.shape != shape:
+            handle = new_handle(in_shape(handle.data, shape), handle.dtype)
+        return core.tensor(
+            builder.create_masked_store(pointers.handle, handle, mask_of(mask, shape), *options[1:]), core.void
+        )
 
     def computed_in(name: str, left: Any, right: Any, result: Any) -> Any:
         """The numpy dtype of both operands of an operator, or None if numpy and Triton may differ."""
@@ -194,6 +323,8 @@ def faster_interpreter() -> Iterator[None]:
         pointed, constant = getattr(left.type.scalar, "element_ty", None), None
         width = None if pointed is None else np.uint64(max(1, pointed.primitive_bitwidth // 8))
 
+        scalar, (shape, numel) = type.scalar, shapes[type.name if type.is_block() else _SCALAR]
+
         def compute(left: Any, right: Any) -> Any:
             data = left.handle.data
             if data.dtype is not dtype:
@@ -205,7 +336,12 @@ def faster_interpreter() -> Iterator[None]:
                     other = other.astype(dtype)
                 if width is not None:
                     other = width * other
-            return core.tensor(interpreter.TensorHandle(ufunc(data, other), element), type)
+            # As `made` does, without the call.
+            handle, tensor = new_object(new_handle), new_object(core.tensor)
+            handle.data, handle.dtype, handle.attr = ufunc(data, other), element, {}
+            tensor.handle, tensor.type, tensor.dtype = handle, type, scalar
+            tensor.shape, tensor.numel = shape, numel
+            return tensor
 
         if not isinstance(right, core.tensor):
             if not np.iinfo(np.int64).min <= right <= np.iinfo(np.int64).max and dtype.kind != "f":
@@ -244,8 +380,7 @@ def faster_interpreter() -> Iterator[None]:
             if key not in types:
                 types[key] = slow(value, slices).type  # refuses all but new axes and whole ones
             type = types[key]
-            handle = interpreter.TensorHandle(value.handle.data.reshape(type.shape), value.handle.dtype)
-            return core.tensor(handle, type)
+            return made(value.handle.data.reshape(type.shape), value.handle.dtype, type)
 
         return call
 
@@ -271,6 +406,7 @@ def faster_interpreter() -> Iterator[None]:
     with ExitStack() as stack:
         for place, name, value in (
             (interpreter, "_get_np_dtype", get_np_dtype),
+            (interpreter, "_convert_float", convert),
             (interpreter, "_patch_attr", patch_attr),
             (interpreter, "_patch_lang", patch_once),
             (interpreter.TensorHandle, "__init__", init_handle),
@@ -284,6 +420,10 @@ def faster_interpreter() -> Iterator[None]:
             (core.tensor, "__init__", init_tensor),
             (TritonSemantic, "to_tensor", to_tensor),
             (TritonSemantic, "_load_legacy", load),
+            (TritonSemantic, "_store_legacy", store),
+            (TritonSemantic, "cast", cast),
+            (TritonSemantic, "arange", arange),
+            (interpreter.InterpreterBuilder, "create_masked_load", masked_load),
             (TritonSemantic, "binary_op_type_checking_impl", check),
             (TritonSemantic, "broadcast_impl_value", broadcast),
         ):

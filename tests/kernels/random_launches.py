@@ -1,4 +1,5 @@
-"""Compares the list of kernel variants with what random requests launch: `python -m tests.kernels.random_launches`.
+"""Compares the list of kernel variants with what random requests launch, and compiles for many rows, in one process
+that imports torch once: `python -m tests.kernels.random_launches`.
 
 Runs without the interpreter and without a GPU: launches are recorded and nothing is computed, so outputs mean nothing.
 """
@@ -7,15 +8,19 @@ from __future__ import annotations
 
 import random
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cuda.build import build_cuda
-from paceline.engine.cuda.variants import DryGroup, kernel_variants
+from paceline.engine.cuda.variants import DryGroup, _without_gemms, kernel_variants
 from paceline.engine.engine import Engine
+from paceline.engine.precision import Precision
+from paceline.kernels.binaries import compile_for, compile_variant
 from paceline.kernels.layouts import DraftWord
 from paceline.kernels.variants import KernelVariant, recorded_launches
 from paceline.llm import LLM
@@ -25,13 +30,21 @@ from paceline.model.weights import random_decoder
 from paceline.request import SamplingParams
 from paceline.scheduler import Scheduler
 from paceline.text.synthetic import synthetic_tokenizer
+from tests.oracle.adapters import adapted_shapes, write_adapter
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("tiny-qwen3", {"context_tokens": 2048, "num_pages": 512, "max_running": 8, "chunk_tokens": 64, "draft_tokens": 7}),
     # Nothing is a multiple of 16, and the KV cache is smaller than the context, with host memory behind it.
     (
         "tiny-qwen2",
-        {"context_tokens": 1999, "num_pages": 90, "max_running": 37, "num_host_pages": 64, "max_swap_pages": 8},
+        {
+            "context_tokens": 1999,
+            "num_pages": 90,
+            "max_running": 37,
+            "num_host_pages": 64,
+            "max_swap_pages": 8,
+            "kv": "fp8_e4m3",
+        },
     ),
     ("wide", {"context_tokens": 600, "num_pages": 200, "max_running": 20, "draft_tokens": 4}),
     # A draft model with other heads, and with a sliding window.
@@ -39,8 +52,22 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("tiny-smollm3", {"context_tokens": 1024, "num_pages": 300, "max_running": 1, "page_size": 32}),
     # One rank of tensor parallelism, with another number of query heads than the first.
     ("tiny-qwen2", {"context_tokens": 600, "num_pages": 200, "max_running": 9, "draft_tokens": 4, "rank": Shard(1, 4)}),
+    ("tiny-gemma2", {"context_tokens": 600, "num_pages": 200, "max_running": 9, "draft_tokens": 4}),
+    ("tiny-phi3", {"context_tokens": 600, "num_pages": 200, "max_running": 9, "kv": "fp8_e4m3"}),
+    ("tiny-olmo2", {"context_tokens": 600, "num_pages": 200, "max_running": 3, "rank": Shard(1, 2)}),
+    # Experts, with and without a shared one, some layers without, and a rank of them.
+    ("tiny-qwen3-moe", {"context_tokens": 2048, "num_pages": 512, "max_running": 20, "draft_tokens": 4}),
+    ("tiny-qwen2-moe", {"context_tokens": 600, "num_pages": 200, "max_running": 9, "rank": Shard(1, 2)}),
     ("tiny-qwen3", {"context_tokens": 4096, "num_pages": 2000, "max_running": 130, "shared_reads": False}),
+    ("wide", {"context_tokens": 600, "num_pages": 200, "max_running": 80, "draft_tokens": 4, "quantization": "fp8"}),
+    # LoRA adapters, of which some requests use one.
+    ("tiny-llama", {"context_tokens": 600, "num_pages": 200, "max_running": 37, "draft_tokens": 4, "lora": (3, 8)}),
+    (
+        "tiny-qwen3-moe",
+        {"context_tokens": 600, "num_pages": 200, "max_running": 9, "lora": (3, 40), "rank": Shard(1, 2)},
+    ),
 ]
+NOT_SCHEDULERS = ("draft", "rank", "kv", "quantization", "lora")  # options
 # Large enough for the fused GEMM.
 SPECS = {"wide": replace(shape("tiny-qwen3"), hidden_size=512, num_heads=16, head_dim=32, ffn_size=512)}
 PARAMS: list[dict[str, Any]] = [
@@ -55,6 +82,7 @@ PARAMS: list[dict[str, Any]] = [
 
 
 def random_requests(llm: LLM, rng: random.Random, most: int) -> None:
+    adapters = ["", *(one.name for one in llm.engine.adapters.loaded)]
     common = [rng.randrange(3, 500) for _ in range(most)]
     for _ in range(4):
         count = rng.choice([1, 2, 5, 30])
@@ -68,17 +96,43 @@ def random_requests(llm: LLM, rng: random.Random, most: int) -> None:
         wanted = [
             SamplingParams(max_tokens=rng.randint(1, 5), ignore_eos=True, **rng.choice(PARAMS)) for _ in range(count)
         ]
-        llm.generate([prompt[: most - 8] for prompt in prompts], wanted)
-        llm.embed([prompt[: most - 8] for prompt in prompts[:3]], pooling=rng.choice(["mean", "last"]))
+        llm.generate(
+            [prompt[: most - 8] for prompt in prompts], wanted, lora=[rng.choice(adapters) for _ in range(count)]
+        )
+        pooling, adapter = rng.choice(["mean", "last"]), rng.choice(adapters)
+        llm.embed([prompt[: most - 8] for prompt in prompts[:3]], pooling=pooling, lora=adapter)
 
 
-def kernels_of(name: str) -> set[str]:
+def one_of_each_kernel(*args: Any) -> list[KernelVariant]:
+    """A part of `kernel_variants`: of each kernel the variant with most of its options on. Compiling the others takes
+    longer than all other tests of kernels."""
+
+    def num_options(variant: KernelVariant) -> int:
+        return sum(value is True for _, value in variant.constants)
+
+    return list({variant.name: variant for variant in sorted(kernel_variants(*args), key=num_options)}.values())
+
+
+def kernels_of(name: str, quantization: str = "none") -> set[str]:
     """The names of the kernels that a shape uses with default options, drafts and itself as a draft model."""
     spec = SPECS[name] if name in SPECS else shape(name)
-    return {
-        variant.name
-        for variant in kernel_variants([spec, spec], "bfloat16", SchedulerConfig(num_pages=64, draft_tokens=7))
-    }
+    lora = (4, 16) if quantization == "none" else (0, 0)
+    precision = Precision("bfloat16", "auto", quantization, lora)
+    scheduler = SchedulerConfig(num_pages=64, draft_tokens=7)
+    return {variant.name for variant in kernel_variants([spec, spec], precision, scheduler)}
+
+
+def compile_for_rows(max_running: int) -> None:
+    """Compiles for a Hopper GPU what so many running requests need and 256 do not. Prints the names."""
+    few, many = (
+        kernel_variants([shape("tiny-qwen3")], Precision("bfloat16"), SchedulerConfig(num_pages=64, max_running=rows))
+        for rows in (256, max_running)
+    )
+    compile_for(90)
+    new = [variant for variant in many if variant not in few]
+    for variant in new:
+        compile_variant(variant)
+    print(*sorted({variant.name for variant in new}))
 
 
 def unlisted(name: str, options: dict[str, Any], seed: int) -> list[KernelVariant]:
@@ -87,26 +141,39 @@ def unlisted(name: str, options: dict[str, Any], seed: int) -> list[KernelVarian
     specs = [SPECS[one] if one in SPECS else shape(one) for one in names]
     shard: Shard = options.get("rank", WHOLE_MODEL)
     group = DryGroup(shard) if shard.size > 1 else None
-    scheduler = SchedulerConfig(**{name: value for name, value in options.items() if name not in ("draft", "rank")})
+    scheduler = SchedulerConfig(**{name: value for name, value in options.items() if name not in NOT_SCHEDULERS})
+    lora: tuple[int, int] = options.get("lora", (0, 0))
+    precision = Precision("float32", options.get("kv", "auto"), options.get("quantization", "none"), lora)
+    engine = EngineConfig(
+        kv_dtype=precision.kv_dtype,
+        quantization=precision.quantization,
+        max_loras=max(lora[0], 1),
+        max_lora_rank=lora[1],
+    )
     other = replace(scheduler, num_pages=2 * scheduler.num_pages + 1, policy="lpm", max_wait=3.0)
-    variants = kernel_variants(specs, "float32", scheduler, shard)
+    variants = kernel_variants(specs, precision, scheduler, shard)
     if seed < 2:  # listing takes most of the time here
-        assert variants == kernel_variants(specs, "float32", other, shard), "see VARIANT_OPTIONS"
+        assert variants == kernel_variants(specs, precision, other, shard), "see VARIANT_OPTIONS"
     listed = {_on_any_device(variant) for variant in variants}
     decoder, draft = (
         random_decoder(spec, dtype="float32", max_positions=scheduler.context_tokens, group=group) if spec else None
         for spec in (*specs, None)[:2]
     )
     assert decoder is not None
-    device, config = build_cuda(decoder, EngineConfig(), scheduler, None, draft=draft)
+    device, config = build_cuda(decoder, engine, scheduler, None, draft=draft)
     if device.drafts is not None:
         device.drafts.results[:, :, : DraftWord.TOKENS] = 1  # nothing is computed: each row gets one token
     vocab_size = specs[0].vocab_size
     tokenizer = synthetic_tokenizer(vocab_size)
     with (
         recorded_launches() as launched,
-        LLM.from_engine(Engine(Scheduler(config), device, tokenizer, vocab_size=vocab_size)) as llm,
+        _without_gemms(),
+        LLM.from_engine(Engine(Scheduler(config), device, tokenizer, vocab_size=vocab_size, spec=specs[0])) as llm,
     ):
+        if lora[0]:
+            with tempfile.TemporaryDirectory() as folder:
+                write_adapter(Path(folder), adapted_shapes(specs[0]), rank=lora[1])
+                llm.load_lora_adapter("x", folder)
         random_requests(llm, random.Random(seed), min(config.context_tokens, config.num_pages * config.page_size // 2))
     assert len({variant.name for variant in launched}) > 15, "too few kernels were launched"
     return sorted({_on_any_device(variant) for variant in launched} - listed, key=repr)
@@ -126,6 +193,9 @@ def main() -> None:
     ]
     assert "_linear_kernel" in kernels_of("wide"), "no case uses the fused GEMM"
     print("\n".join(found) or "all listed")
+    families = kernels_of("tiny-qwen3-moe") | kernels_of("tiny-gemma2")
+    print(*kernels_of("qwen3-0.6b") | families | kernels_of("wide", "fp8"))
+    compile_for_rows(1024)
     sys.exit(bool(found))
 
 

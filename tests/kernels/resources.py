@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from itertools import groupby
+from typing import Any
 
 from triton import knobs
 
@@ -36,8 +37,10 @@ def resources(binary: KernelBinary) -> str:
 
 
 def main(shape: str, *names: str) -> None:
-    """Of all kernels, or of those that are named."""
-    variants = kernel_variants(*kernel_options(None, shape, EngineConfig(), {}))
+    """Of all kernels, or of those that are named; engine options as in kv_dtype=fp8_e4m3."""
+    options: dict[str, Any] = dict(name.split("=") for name in names if "=" in name)
+    names = tuple(name for name in names if "=" not in name)
+    variants = kernel_variants(*kernel_options(None, shape, EngineConfig(**options), {}))
     compile_for(90)
     print("registers spilled shared KB warps at once")
     for kernel, group in groupby(variants, key=lambda variant: variant.name):
@@ -47,7 +50,8 @@ def main(shape: str, *names: str) -> None:
         same = list(group)
         in_all = set.intersection(*(set(variant.constants) for variant in same))
         for variant in same:
-            own = ", ".join(f"{name} {value:d}" for name, value in variant.constants if (name, value) not in in_all)
+            differing = [(name, value) for name, value in variant.constants if (name, value) not in in_all]
+            own = ", ".join(f"{name} {value:g}" for name, value in differing)
             print(f"{resources(compile_variant(variant))}   {own}")
 
 

@@ -106,7 +106,68 @@ def test_decode_attention_matches_its_reference(
     lengths = [0, 31, 32, 90]
     row_slots = [3, 1, 0, 2]
     chunks = Chunks(min_tokens=16, max_tokens=32, target_units=1)
-    check(page_size, q_heads, kv_heads, head_dim, lengths, row_slots, chunks, window=window, with_norm=with_norm)
+    check(
+        page_size,
+        q_heads,
+        kv_heads,
+        head_dim,
+        lengths,
+        row_slots,
+        chunks,
+        window=window,
+        with_norm=with_norm,
+        launches=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("page_size", "q_heads", "kv_heads", "head_dim", "window"),
+    [(16, 4, 2, 48, 0), (4, 6, 2, 48, 20), (16, 2, 1, 96, 0)],
+)
+def test_heads_of_any_size_with_a_scale_and_a_soft_cap(
+    page_size: int, q_heads: int, kv_heads: int, head_dim: int, window: int
+) -> None:
+    """Rows of one and of several chunks, with and without drafts: elements after the last of a head are not touched."""
+    lengths, row_slots, chunks = [0, 31, 32, 88], [3, 1, 0, 2], Chunks(min_tokens=16, max_tokens=32, target_units=1)
+    for num_fed in (None, [2, 1, 3, 1]):
+        check(
+            page_size,
+            q_heads,
+            kv_heads,
+            head_dim,
+            lengths,
+            row_slots,
+            chunks,
+            window,
+            num_fed=num_fed,
+            scale=0.4,
+            cap=3.0,
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_cache_in_fp8_of_heads_that_are_padded(dtype: torch.dtype) -> None:
+    lengths, row_slots, chunks = [0, 31, 32, 88], [3, 1, 0, 2], Chunks(min_tokens=16, max_tokens=32, target_units=1)
+    check(16, 4, 2, 48, lengths, row_slots, chunks, fp8=True, dtype=dtype, cap=3.0)
+
+
+def test_shared_segments_of_heads_that_are_padded() -> None:
+    sharing = random_sharing(random.Random(1), rows=6, max_length=MAX_LENGTH, chunk=32, align=16, rows_per_unit=8)
+    assert sharing.units
+    for parts in ((ALL_UNITS,), (SHARED_UNITS, OWN_UNITS)):
+        check(
+            16,
+            4,
+            2,
+            48,
+            sharing.lengths,
+            list(range(6)),
+            Chunks(32, 32, 1),
+            shared_pages=sharing.shared_pages(16),
+            shared=sharing,
+            parts=parts,
+            cap=2.0,
+        )
 
 
 def test_small_batch_has_shorter_chunks_and_the_same_result() -> None:
@@ -116,6 +177,50 @@ def test_small_batch_has_shorter_chunks_and_the_same_result() -> None:
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_deferred_norm_is_applied_by_attention(with_norm: bool) -> None:
     check(16, 6, 2, 64, [90, 0, 33], [2, 0, 1], Chunks(16, 64, 6), with_norm=with_norm, defer_norm=True)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "q_heads", "kv_heads", "window", "num_fed"),
+    [(16, 6, 2, 0, None), (1, 4, 2, 20, None), (16, 4, 2, 0, [5, 2, 5, 1])],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_cache_in_fp8_is_read_and_written_with_its_scales(
+    page_size: int, q_heads: int, kv_heads: int, window: int, num_fed: list[int] | None, dtype: torch.dtype
+) -> None:
+    """In 16 bits values are loaded in pairs."""
+    chunks = Chunks(min_tokens=16, max_tokens=32, target_units=1)
+    check(
+        page_size,
+        q_heads,
+        kv_heads,
+        64,
+        [0, 31, 32, 88],
+        [3, 1, 0, 2],
+        chunks,
+        window,
+        num_fed=num_fed,
+        fp8=True,
+        defer_norm=num_fed is None,
+        dtype=dtype,
+    )
+
+
+def test_shared_segments_of_a_cache_in_fp8() -> None:
+    sharing = random_sharing(random.Random(0), rows=6, max_length=MAX_LENGTH, chunk=32, align=16, rows_per_unit=8)
+    for parts in ((ALL_UNITS,), (SHARED_UNITS, OWN_UNITS)):
+        check(
+            16,
+            4,
+            2,
+            64,
+            sharing.lengths,
+            list(range(6)),
+            Chunks(32, 32, 1),
+            shared_pages=sharing.shared_pages(16),
+            shared=sharing,
+            parts=parts,
+            fp8=True,
+        )
 
 
 @pytest.mark.parametrize(
@@ -205,9 +310,14 @@ def check(
     defer_norm: bool = False,
     seed: int = 0,
     num_fed: list[int] | None = None,
+    fp8: bool = False,
+    dtype: torch.dtype = torch.float32,
+    scale: float | None = None,
+    cap: float | None = None,
+    launches: int = 1,
 ) -> torch.Tensor:
-    """Runs the kernel twice (counts must return to zero) with one padding row, and compares with the reference.
-    num_fed: new tokens of each row."""
+    """Runs the kernel (counts must return to zero) with one padding row, and compares with the reference. num_fed: new
+    tokens of each row."""
     torch.manual_seed(seed)
     num_rows, most, block_m, new_tokens = len(row_slots), 1, 16, None
     slots, positions = row_slots, [lengths[slot] for slot in row_slots]
@@ -219,6 +329,7 @@ def check(
         positions = [lengths[slot] + j for slot, count in zip(row_slots, num_fed, strict=True) for j in range(count)]
     rows = len(slots)
     cache = random_cache(len(lengths), MAX_LENGTH, page_size, kv_heads, head_dim, torch.float32, "cpu", shared_pages)
+    cache = cache.in_fp8() if fp8 else cache
     poison_unwritten(cache, lengths)
     table = rope_table(MAX_LENGTH, head_dim, 1e4)
     norms = (torch.rand(head_dim) + 0.5, torch.rand(head_dim) + 0.5) if with_norm else (None, None)
@@ -229,8 +340,8 @@ def check(
         shared.write(buffers)
     workspace = DecodeWorkspace.empty(num_rows + 1, capacity * most, q_heads, kv_heads, head_dim, "cpu")
     out = torch.empty(0)
-    for _ in range(2):
-        qkv = torch.randn(rows + 1, (q_heads + 2 * kv_heads) * head_dim)
+    for _ in range(launches):
+        qkv = torch.randn(rows + 1, (q_heads + 2 * kv_heads) * head_dim).to(dtype)
         stream = 3 * torch.randn(rows + 1, 96) if defer_norm else None
         k, v = cache.k.clone(), cache.v.clone()
         expected = decode_attention_reference(
@@ -245,6 +356,9 @@ def check(
             1e-6,
             window,
             None if stream is None else stream[:rows],
+            cache.scales,
+            scale,
+            cap,
         )
         out = poisoned(rows + 1, q_heads * head_dim, dtype=torch.float32)
         decode_units(buffers, ints([*row_slots, 0]), ints([num_rows]), ints(lengths), chunks, window)
@@ -265,11 +379,15 @@ def check(
                 part=part,
                 stream=stream,
                 new_tokens=new_tokens,
+                scales=cache.scales,
+                scale=scale,
+                cap=cap,
             )
-        assert relative_error(out[:rows], expected) < 1e-5
+        assert relative_error(out[:rows], expected) < (1e-5 if dtype is torch.float32 else 2e-3)
         assert torch.isnan(out[rows:]).all(), "a padding row was written"
-        assert relative_error(cache.k.nan_to_num(), k.nan_to_num()) < 1e-6
-        close = relative_error(cache.v.nan_to_num(), v.nan_to_num()) < 1e-6
-        assert close if defer_norm else torch.equal(cache.v.nan_to_num(), v.nan_to_num())
+        written, wanted = ([x.float().nan_to_num() for x in pair] for pair in ((cache.k, cache.v), (k, v)))
+        assert relative_error(written[0], wanted[0]) < 1e-6
+        close = relative_error(written[1], wanted[1]) < 1e-6
+        assert close if defer_norm else torch.equal(written[1], wanted[1])
         assert not workspace.arrived.any()
     return out[:rows]

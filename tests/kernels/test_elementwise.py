@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from paceline.kernels.pool_states import pool_states, pool_states_reference
-from paceline.kernels.rms_norm import rms_norm, rms_norm_reference
+from paceline.kernels.rms_norm import post_norm, post_norm_reference, rms_norm, rms_norm_reference
 from paceline.kernels.rope_kv import rope_kv, rope_kv_reference, rope_table
 from paceline.kernels.silu_mul import silu_mul, silu_mul_reference
+from paceline.kernels.soft_cap import soft_cap, soft_cap_reference
 from tests.kernels.cases import poisoned, random_cache, relative_error
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -41,13 +42,53 @@ def test_rms_norm_matches_its_reference(dtype: torch.dtype, hidden: int, with_re
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("has_out", [False, True])
+def test_post_norm_matches_its_reference(dtype: torch.dtype, has_out: bool) -> None:
+    x, residual = (5 * torch.randn(3, 2 * 96).to(dtype))[:, 96:], torch.randn(3, 96).to(dtype)  # strided rows
+    weight = torch.rand(96).to(dtype) + 0.5
+    expected, total = post_norm_reference(x, weight, 1e-6, residual)
+    out = poisoned(3, 96, dtype=dtype) if has_out else None
+    post_norm(x, weight, 1e-6, residual, out)
+    assert relative_error(residual, total) < TOLERANCE[dtype]
+    if out is not None:
+        assert relative_error(out, expected) < TOLERANCE[dtype]
+
+
+def test_rms_norm_of_some_columns_in_place_leaves_the_others() -> None:
+    x, weight = torch.randn(3, 160), torch.rand(96) + 0.5
+    before, expected = x.clone(), rms_norm_reference(x[:, 32:128], weight, 1e-6)[0]
+    rms_norm(x[:, 32:128], weight, 1e-6, x[:, 32:128])
+    assert relative_error(x[:, 32:128], expected) < 1e-6
+    assert torch.equal(x[:, :32], before[:, :32]) and torch.equal(x[:, 128:], before[:, 128:])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_soft_cap_matches_its_reference(dtype: torch.dtype) -> None:
+    logits = 20 * torch.randn(2, 5000).to(dtype)
+    logits[0, :3] = torch.tensor([1e4, -1e4, 0.0])
+    expected = soft_cap_reference(logits, 7.0)
+    soft_cap(logits, 7.0)
+    assert relative_error(logits, expected) < TOLERANCE[dtype]
+    logits[1, 4] = torch.nan
+    soft_cap(logits, 7.0)
+    assert logits.isnan().sum() == 1, "a NaN must reach sampling, which reports it"
+
+
+def test_gelu_mul_matches_its_reference() -> None:
+    gate_up, out = 4 * torch.randn(3, 2 * 300), poisoned(3, 300, dtype=torch.float32)
+    silu_mul(gate_up, out, gelu=True)
+    assert relative_error(out, silu_mul_reference(gate_up, gelu=True)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("hidden", [None, 64, 96])
 def test_silu_mul_matches_its_reference(dtype: torch.dtype, hidden: int | None) -> None:
     gate_up = torch.randn(3, 2 * 1100).to(dtype)
     stream = None if hidden is None else 3 * torch.randn(3, hidden).to(dtype)
     out = poisoned(3, 1100, dtype=dtype)
-    silu_mul(gate_up, out, stream, 1e-2)
-    assert relative_error(out, silu_mul_reference(gate_up, stream, 1e-2)) < TOLERANCE[dtype]
+    for weights in (None, torch.rand(3)):
+        silu_mul(gate_up, out, stream, 1e-2, weights)
+        assert relative_error(out, silu_mul_reference(gate_up, stream, 1e-2, weights)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -68,13 +109,13 @@ def test_silu_mul_with_deferred_norm_equals_silu_mul_of_normed_input() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize(("q_heads", "kv_heads"), [(4, 4), (6, 2)])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(4, 4, 64), (6, 2, 64), (4, 2, 48)])
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize("defer_norm", [False, True])
 def test_rope_kv_rotates_and_writes_the_cache(
-    page_size: int, q_heads: int, kv_heads: int, with_norm: bool, defer_norm: bool
+    page_size: int, q_heads: int, kv_heads: int, head_dim: int, with_norm: bool, defer_norm: bool
 ) -> None:
-    head_dim, tokens = 64, 5
+    tokens = 5
     cache = random_cache(3, 40, page_size, kv_heads, head_dim, torch.float32)
     k, v = cache.k.clone(), cache.v.clone()
     qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * head_dim)
@@ -89,6 +130,25 @@ def test_rope_kv_rotates_and_writes_the_cache(
     assert relative_error(q, expected) < 1e-6
     assert relative_error(cache.k, k) < 1e-6
     assert relative_error(cache.v, v) < 1e-6 if defer_norm else torch.equal(cache.v, v)
+
+
+def test_rope_kv_writes_saturated_fp8() -> None:
+    """The bits of torch's rounding, subnormal numbers, saturation and NaN; queries saturate in float16."""
+    torch.manual_seed(3)
+    cache = random_cache(3, 40, 16, 2, 64, torch.float32).in_fp8()
+    k, v = cache.k.clone(), cache.v.clone()
+    qkv = torch.randn(4, 8 * 64) * torch.exp2(torch.randint(-12, 12, (4, 8 * 64)))
+    qkv[1, -1], qkv[0, 0] = torch.nan, 1e6
+    slots, positions = torch.tensor([[2, 2, 0, 1], [15, 16, 0, 39]], dtype=torch.int32)
+    table = rope_table(40, 64, 1e4)
+    rest = (cache.page_table, slots, positions, table, None, None, 1e-6, None)
+    expected = rope_kv_reference(qkv, k, v, *rest, cache.scales)
+    q = poisoned(4, 4, 64, dtype=torch.float16)
+    rope_kv(qkv, q, cache.k, cache.v, *rest, None, cache.scales)
+    assert relative_error(q, expected.clamp(-65504, 65504)) < 1e-3 and q.max() == 65504
+    for found, wanted in ((cache.k, k), (cache.v, v)):
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+    assert cache.v.float().isnan().sum() == 1
 
 
 def test_rope_kv_does_not_write_decodes_and_padding() -> None:

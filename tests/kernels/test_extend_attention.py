@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -69,16 +69,18 @@ class Prompts:
     def tiles(self, rows: np.ndarray | None = None) -> np.ndarray:
         return extend_tiles(ints(*self.starts), ints(*self.lengths), self.per_tile, rows)
 
-    def expected(self, window: int = 0) -> torch.Tensor:
+    def expected(self, window: int = 0, **scores: float) -> torch.Tensor:
         c = self.cache
         return extend_attention_reference(
-            self.q, c.k, c.v, c.page_table, self.slots, self.starts, self.query_starts, window
+            self.q, c.k, c.v, c.page_table, self.slots, self.starts, self.query_starts, window, c.scales, **scores
         )
 
     def out(self) -> torch.Tensor:
         return poisoned(*self.q.shape, dtype=torch.float32)
 
-    def attend(self, units: ExtendUnits, window: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        self, units: ExtendUnits, window: int = 0, out: torch.Tensor | None = None, **scores: float
+    ) -> torch.Tensor:
         """With a workspace of just the size of these splits."""
         c, out = self.cache, self.out() if out is None else out
         workspace = ExtendWorkspace.empty(units.num_splits * c.k.shape[2], self.tuning, c.k.shape[3], "cpu")
@@ -86,15 +88,40 @@ class Prompts:
         workspace.lse.fill_(torch.nan)
         merges, tiles = torch.from_numpy(units.merges), torch.from_numpy(units.units)
         splits = ExtendSplits(merges, units.num_splits, workspace) if units.num_splits else None
-        extend_attention(self.q, c.k, c.v, c.page_table, tiles, *self.row_columns, out, window, self.tuning, splits)
+        extend_attention(
+            self.q,
+            c.k,
+            c.v,
+            c.page_table,
+            tiles,
+            *self.row_columns,
+            out,
+            window,
+            self.tuning,
+            splits,
+            c.scales,
+            **scores,
+        )
         return out
+
+    def in_fp8(self) -> "Prompts":
+        return replace(self, cache=self.cache.in_fp8())
 
 
 @pytest.mark.parametrize(
-    ("page_size", "q_heads", "kv_heads", "head_dim", "window"),
-    [(1, 2, 2, 64, 0), (16, 4, 2, 64, 0), (64, 6, 2, 64, 0), (16, 8, 1, 128, 0), (16, 4, 2, 64, 20)],
+    ("page_size", "q_heads", "kv_heads", "head_dim", "window", "split"),
+    [
+        (1, 2, 2, 64, 0, "some"),
+        (16, 4, 2, 64, 0, "none"),
+        (16, 4, 2, 64, 0, "all"),
+        (64, 6, 2, 64, 0, "none"),
+        (64, 6, 2, 64, 0, "some"),
+        (16, 8, 1, 128, 0, "some"),
+        (16, 4, 2, 64, 20, "none"),
+        (16, 4, 2, 64, 20, "some"),
+        (16, 4, 2, 64, 20, "all"),
+    ],
 )
-@pytest.mark.parametrize("split", ["none", "some", "all"])
 def test_extend_attention_matches_its_reference(
     page_size: int, q_heads: int, kv_heads: int, head_dim: int, window: int, split: str
 ) -> None:
@@ -103,12 +130,30 @@ def test_extend_attention_matches_its_reference(
     tiles = prompts.tiles()
     splits = {"none": [1], "some": [9, 1, 3], "all": [8]}[split]
     units = extend_units(tiles, np.resize(ints(*splits), len(tiles)))
-    assert relative_error(prompts.attend(units, window), prompts.expected(window)) < 1e-5
+    found = prompts.attend(units, window)
+    assert relative_error(found, prompts.expected(window)) < 1e-5
     padding = np.full((3, EXTEND_UNIT_WORDS), -1, np.int32)
     padded = ExtendUnits(
         np.concatenate([units.units, padding]), np.concatenate([units.merges, padding]), units.num_splits
     )
-    assert torch.equal(prompts.attend(padded, window), prompts.attend(units, window))
+    assert torch.equal(prompts.attend(padded, window), found)
+
+
+def test_a_cache_in_fp8_is_read_with_its_scales() -> None:
+    prompts = Prompts.random([3, 0, 2, 1], [0, 33, 16, 70], [20, 1, 16, 9]).in_fp8()
+    tiles = prompts.tiles()
+    for window in (0, 20):
+        found = prompts.attend(extend_units(tiles, np.resize(ints(9, 1, 3), len(tiles))), window)
+        assert relative_error(found, prompts.expected(window)) < 1e-5
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("split", [[1], [9, 1, 3]])
+def test_heads_of_any_size_with_a_scale_and_a_soft_cap(window: int, split: list[int]) -> None:
+    prompts = Prompts.random([3, 0, 2, 1], [0, 33, 16, 70], [20, 1, 16, 9], 16, 6, 2, 48)
+    units = extend_units(prompts.tiles(), np.resize(ints(*split), len(prompts.tiles())))
+    scores = {"scale": 0.4, "cap": 3.0}
+    assert relative_error(prompts.attend(units, window, **scores), prompts.expected(window, **scores)) < 1e-5
 
 
 RULE = SplitRule(kv_heads=2, num_programs=16, max_partials=64, min_keys=32, merge_keys=4)
@@ -170,21 +215,25 @@ def test_splits_that_do_not_fit_the_workspace_are_not_launched() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page_size", "q_heads", "kv_heads", "head_dim"), [(1, 2, 2, 64), (16, 4, 2, 64), (8, 6, 2, 64), (16, 8, 1, 128)]
+    ("page_size", "q_heads", "kv_heads", "head_dim", "fp8"),
+    [(1, 2, 2, 64, False), (16, 4, 2, 64, False), (8, 6, 2, 64, False), (16, 8, 1, 128, False), (16, 4, 2, 64, True)],
 )
-def test_tiles_of_several_rows_match_the_reference(page_size: int, q_heads: int, kv_heads: int, head_dim: int) -> None:
+def test_tiles_of_several_rows_match_the_reference(
+    page_size: int, q_heads: int, kv_heads: int, head_dim: int, fp8: bool
+) -> None:
     """Three rows share 48 positions, two of them 64, and two rows share nothing, one of them with its keys split."""
     starts, lengths, slots = [64, 70, 3, 48, 90], [3, 1, 5, 4, 2], [3, 0, 2, 1, 4]
     pages = [(0, 3, 64 // page_size), (1, 3, 48 // page_size)]
     prompts = Prompts.random(
         slots, starts, lengths, page_size, q_heads, kv_heads, head_dim, ExtendTuning(block_m=64, block_n=16), pages
     )
+    prompts = prompts.in_fp8() if fp8 else prompts
     query_starts, c = prompts.query_starts, prompts.cache
     found = shared_tiles(ints(1, 0, 3), ints(64, 48), ints(*query_starts), prompts.per_tile, least=32)
     assert found is not None and found.tiles.tolist() == [[0, 3, 48]]
     out = prompts.out()
     parts = (torch.from_numpy(part) for part in (found.tiles, found.rows, found.tokens))
-    extend_shared(prompts.q, c.k, c.v, c.page_table, *parts, *prompts.row_columns, out, prompts.tuning)
+    extend_shared(prompts.q, c.k, c.v, c.page_table, *parts, *prompts.row_columns, out, prompts.tuning, c.scales)
     for row in (2, 4):
         mine = out[query_starts[row] : query_starts[row + 1]]
         assert torch.isnan(mine).all(), "a row that shares nothing was written"

@@ -9,7 +9,18 @@ PLAIN = LinearTuning(block_m=16, block_n=16, block_k=32, num_warps=4, num_stages
 
 @pytest.mark.parametrize("rows", [1, 17])
 @pytest.mark.parametrize(
-    "what", ["plain", "bias", "norm", "gated", "norm gated", "norm gated bias", "residual", "norm bias residual"]
+    "what",
+    [
+        "plain",
+        "bias",
+        "norm",
+        "gated",
+        "norm gated",
+        "norm gated bias",
+        "residual",
+        "norm bias residual",
+        "norm gated gelu",
+    ],
 )
 def test_linear_matches_its_reference(rows: int, what: str) -> None:
     width, columns = 64, 40
@@ -20,10 +31,10 @@ def test_linear_matches_its_reference(rows: int, what: str) -> None:
     squares = x.square().view(rows, 4, -1).sum(-1) if "norm" in what else None
     eps = 1e-6 if "norm" in what else None
     residual = torch.randn(rows, columns) if "residual" in what else None
-    expected = linear_reference(x, weight, bias, eps, gated, residual)
+    expected = linear_reference(x, weight, bias, eps, gated, residual, gelu="gelu" in what)
     out = poisoned(rows, columns, dtype=torch.float32) if residual is None else residual
     squares_out = poisoned(rows, num_squares(columns, PLAIN), dtype=torch.float32)
-    linear(x, weight, out, PLAIN, bias, squares, 1e-6, gated, residual, squares_out)
+    linear(x, weight, out, PLAIN, bias, squares, 1e-6, gated, residual, squares_out, gelu="gelu" in what)
     assert relative_error(out, expected) < 1e-5
     assert relative_error(squares_out.sum(-1), expected.square().sum(-1)) < 1e-5
 

@@ -78,7 +78,8 @@ def test_an_empty_diff_changes_nothing() -> None:
     assert pack_diff(join_slots=column(1), join_sampling=words).size == DIFF_HEADER_WORDS + 1 + SAMPLING_WORDS
 
 
-def test_decode_rows_gather_their_last_token_and_padding_gets_zeros() -> None:
+@pytest.mark.parametrize("scale", [1.0, 3.5])
+def test_decode_rows_gather_their_last_token_and_padding_gets_zeros(scale: float) -> None:
     state = random_state()
     state.row_slots.copy_(torch.tensor([4, 0, 2, 0]))
     state.num_rows.fill_(3)
@@ -86,9 +87,11 @@ def test_decode_rows_gather_their_last_token_and_padding_gets_zeros() -> None:
     out = poisoned(4, 24, dtype=torch.float32)
     slots, positions = torch.empty(4, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
     squares = poisoned(4, 1, dtype=torch.float32)
-    gather_tokens(state, embeddings, out, slots, positions, squares=squares)
+    gather_tokens(state, embeddings, out, slots, positions, squares=squares, scale=scale)
     assert torch.allclose(squares[:, 0], out.square().sum(-1))
-    expected, expected_slots, expected_positions = gather_tokens_reference(state, embeddings, None, None, 3)
+    expected, expected_slots, expected_positions = gather_tokens_reference(
+        state, embeddings, None, None, 3, scale=scale
+    )
     assert torch.equal(out[:3], expected)
     assert not out[3].any()
     assert torch.equal(slots[:3], expected_slots)

@@ -11,33 +11,19 @@ import numpy as np
 import pytest
 import torch
 from contiguous_cache import ContiguousCache
-from test_oracle import PROMPT, make_pair
+from test_oracle import EXPERTS, GRANITE, PROMPT, longrope, make_pair
 
 from paceline.model.gguf import dequantise, gguf_spec
 from paceline.model.gguf_file import open_gguf
 from paceline.model.read_spec import read_spec
 from paceline.model.spec import ModelError
-from paceline.model.weights import load_decoder
+from paceline.model.weights import QuantisedWeights, load_decoder
 from tests.lazy import Lazy
 
 transformers = Lazy("transformers")
 
 CAPITAL = [504, 3575, 282, 4649, 314]  # The capital of France is
 CONTINUATION = [7042, 30, 198, 198, 504, 2988, 314, 42]
-
-GGUF_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 def permute(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -46,7 +32,28 @@ def permute(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
 
 
-def write_gguf(path: Path, model: Any, arch: str, extra: dict[str, np.ndarray] | None = None) -> None:
+def add_experts(
+    writer: gguf.GGUFWriter, layer: str, name: str, value: np.ndarray, kind: gguf.GGMLQuantizationType | None
+) -> None:
+    """Experts as llama.cpp's converter stores them; kind None: as old files of Mixtral did, one by one."""
+    halves = np.split(value, 2, axis=1) if name == "gate_up_proj" else [value]
+    parts = ("ffn_gate", "ffn_up") if name == "gate_up_proj" else ("ffn_down",)
+    for part, half in zip(parts, halves, strict=True):
+        if kind is None:
+            for expert, one in enumerate(half):
+                writer.add_tensor(f"blk.{layer}.{part}.{expert}.weight", one)
+        else:
+            raw = gguf.quantize(np.ascontiguousarray(half), kind)
+            writer.add_tensor(f"blk.{layer}.{part}_exps.weight", raw, raw_dtype=kind)
+
+
+def write_gguf(
+    path: Path,
+    model: Any,
+    arch: str,
+    extra: dict[str, np.ndarray] | None = None,
+    experts: gguf.GGMLQuantizationType | None = gguf.GGMLQuantizationType.F32,
+) -> None:
     """Saves a model of transformers as llama.cpp's converter would."""
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
@@ -56,29 +63,57 @@ def write_gguf(path: Path, model: Any, arch: str, extra: dict[str, np.ndarray] |
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    scaling = config.rope_parameters["rope_type"]
+    num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if num_experts:
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if arch != "llama":
+            writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    scaling = rope["rope_type"]
     if scaling in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
-        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
-    if scaling == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+        writer.add_rope_scaling_factor(rope["factor"])
+    if scaling in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if scaling == "longrope":
+        extra = {f"rope_factors_{kind}.weight": np.float32(rope[f"{kind}_factor"]) for kind in ("short", "long")}
+        writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+    if arch in ("gemma2", "gemma3", "phi3") and config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if arch == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    names = gguf.get_tensor_name_map(next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), 9)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         value = tensor.numpy()
         parts = name.split(".")
-        if parts[1] == "layers":
-            part = GGUF_NAMES[".".join(parts[3:-1])]
-            if arch in ("llama", "smollm3") and part in heads:
-                value = permute(value, heads[part])
-            name = f"blk.{parts[2]}.{part}.{parts[-1]}"
-        else:
-            name = {"embed_tokens": "token_embd", "norm": "output_norm"}.get(parts[1], "output") + ".weight"
+        if parts[1] == "layers" and parts[-2] == "experts":
+            add_experts(writer, parts[2], parts[-1], value, experts)
+            continue
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            value = value + 1
+        found = names.get_name(name.rpartition(".")[0])
+        assert found is not None, f"llama.cpp has no {name} in {arch}"
+        part = found.split(".")[-1]
+        if arch in ("llama", "smollm3", "granite") and part in heads:
+            value = permute(value, heads[part])
+        value = value[0] if part == "ffn_gate_inp_shexp" else value
+        name = f"{found}.{parts[-1]}"
         writer.add_tensor(name, value)
     for name, value in (extra or {}).items():
         writer.add_tensor(name, value)
@@ -88,6 +123,12 @@ def write_gguf(path: Path, model: Any, arch: str, extra: dict[str, np.ndarray] |
     writer.close()
 
 
+GEMMA = {"head_dim": 20, "query_pre_attn_scalar": 20, "sliding_window": 6, "pad_token_id": 0}
+GEMMA3_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 70_000.0, "factor": 3.0},
+}
+Q = gguf.GGMLQuantizationType
 LINEAR = {"rope_type": "linear", "rope_theta": 9000.0, "factor": 2.0}
 YARN = {
     "rope_type": "yarn",
@@ -107,6 +148,17 @@ YARN = {
         ("Qwen2", "qwen2", {"head_dim": 12, "rope_parameters": YARN}),
         ("Qwen3", "qwen3", {"head_dim": 32}),
         ("SmolLM3", "smollm3", {"head_dim": 12, "num_hidden_layers": 5, "pad_token_id": 0}),
+        ("Gemma", "gemma", {"head_dim": 20, "pad_token_id": 0}),
+        ("Gemma2", "gemma2", {**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
+        ("Gemma3", "gemma3", {**GEMMA, "num_hidden_layers": 7, "rope_parameters": GEMMA3_ROPES}),
+        ("Phi3", "phi3", {"pad_token_id": 0, "sliding_window": 9}),
+        ("Phi3", "phi3", {"pad_token_id": 0, "hidden_size": 64, **longrope(512, 16, 0.75, 1.3)}),
+        ("Olmo2", "olmo2", {"pad_token_id": 0}),
+        ("Granite", "granite", {**GRANITE, "tie_word_embeddings": True}),
+        ("Mixtral", "llama", {"head_dim": 12, "num_local_experts": 5}),
+        ("Qwen3Moe", "qwen3moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+        ("Olmoe", "olmoe", {"num_experts": 7, "num_experts_per_tok": 3, "pad_token_id": 0}),
+        ("Qwen2Moe", "qwen2moe", {**EXPERTS, "head_dim": 12, "shared_expert_intermediate_size": 40}),
     ],
 )
 def test_gguf_file_equals_transformers(prefix: str, arch: str, options: Any, tmp_path: Path) -> None:
@@ -116,6 +168,48 @@ def test_gguf_file_equals_transformers(prefix: str, arch: str, options: Any, tmp
     with torch.no_grad():
         expected = theirs(torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(ContiguousCache(ours).feed(PROMPT), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "arch", "options"),
+    [
+        ("Phi3", "phi3", {"pad_token_id": 0, "hidden_size": 64, **longrope(512, 16, 0.75, 1.3)}),
+        ("Granite", "granite", GRANITE),
+    ],
+)
+def test_quantised_tensors_are_divided_rearranged_and_scaled(
+    prefix: str, arch: str, options: Any, tmp_path: Path
+) -> None:
+    theirs, _ = make_pair(tmp_path / "folder", prefix, options)
+    write_gguf(tmp_path / "model.gguf", theirs, arch)
+    layer = load_decoder(tmp_path / "model.gguf", dtype="float32").layers[0]
+    weights = QuantisedWeights(tmp_path / "model.gguf", quantization="auto")
+    for name, expected in (
+        ("qkv", layer.qkv),
+        ("out", layer.out),
+        ("gate_up", layer.mlp.gate_up),
+        ("down", layer.mlp.down),
+    ):
+        found = weights.matrix(f"0.{name}").dequantise()
+        torch.testing.assert_close(found, expected, atol=0.01 * float(expected.abs().max()), rtol=0)
+
+
+def test_experts_of_a_gguf_file_are_read_one_by_one(tmp_path: Path) -> None:
+    options = {**EXPERTS, "hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16, "num_hidden_layers": 1}
+    theirs, _ = make_pair(tmp_path / "folder", "Qwen3Moe", options)
+    write_gguf(tmp_path / "model.gguf", theirs, "qwen3moe", experts=Q.Q8_0)
+    experts = load_decoder(tmp_path / "model.gguf", dtype="float32").layers[0].mlp
+    for found, name in ((experts.expert_gate_up, "gate_up_proj"), (experts.expert_down, "down_proj")):
+        expected = theirs.state_dict()[f"model.layers.0.mlp.experts.{name}"].numpy()
+        rounded = gguf.dequantize(gguf.quantize(expected, Q.Q8_0), Q.Q8_0)
+        np.testing.assert_array_equal(found.numpy(), rounded)
+
+    # Old files of Mixtral have one tensor per expert.
+    theirs, ours = make_pair(tmp_path / "mixtral", "Mixtral", {"head_dim": 12, "num_local_experts": 3})
+    write_gguf(tmp_path / "old.gguf", theirs, "llama", experts=None)
+    old = load_decoder(tmp_path / "old.gguf", dtype="float32")
+    assert old.spec.family == "mixtral"
+    torch.testing.assert_close(ContiguousCache(old).feed(PROMPT), ContiguousCache(ours).feed(PROMPT), atol=0, rtol=0)
 
 
 def test_llama3_scaling_is_read_from_a_tensor_of_divisors(tmp_path: Path) -> None:
@@ -136,9 +230,6 @@ def test_llama3_scaling_is_read_from_a_tensor_of_divisors(tmp_path: Path) -> Non
     with torch.no_grad():
         expected = theirs(torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(ContiguousCache(ours).feed(PROMPT), expected, atol=1e-4, rtol=1e-4)
-
-
-Q = gguf.GGMLQuantizationType
 
 
 KINDS = [Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q4_K, Q.Q5_K, Q.Q6_K]
@@ -274,8 +365,8 @@ def test_other_files_are_refused(tmp_path: Path, smollm2_path: Path) -> None:
         read_spec(small_gguf(tmp_path / "mamba.gguf", "mamba"))
     with pytest.raises(ModelError, match=r"lacks the metadata 'llama.attention.head_count'"):
         read_spec(small_gguf(tmp_path / "empty.gguf"))
-    with pytest.raises(ModelError, match=r"llama.expert_count is 8: mixtures of experts"):
-        read_spec(small_gguf(tmp_path / "moe.gguf", llama__expert_count=8))
+    with pytest.raises(ModelError, match=r"general.architecture is 'qwen3' and the file has qwen3.expert_count"):
+        read_spec(small_gguf(tmp_path / "moe.gguf", "qwen3", qwen3__expert_count=8))
     truncated = tmp_path / "truncated.gguf"
     shutil.copyfile(smollm2_path, truncated)
     with truncated.open("r+b") as file:

@@ -26,12 +26,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "QK-norm": {"qk_norm": True},
     "post norms": {"norm_placement": "both"},
     "as many KV heads as heads": {"num_kv_heads": 8},
-}
+    "experts": {
+        "num_experts": 3, "experts_per_token": 2, "expert_ffn_size": 40, "sparse_layers": (True, False, True, True),
+    },
+}  # fmt: skip
 UNEVEN: dict[str, dict[str, Any]] = {
     "SmolLM2": {"num_heads": 9, "num_kv_heads": 3, "ffn_size": 96, "vocab_size": 500},
+    "shared expert": {
+        "num_experts": 3, "experts_per_token": 2, "expert_ffn_size": 37, "shared_expert_ffn_size": 21,
+        "sparse_layers": (), "num_heads": 6, "num_kv_heads": 3, "ffn_size": 1,
+    },
     "odd sizes": {"num_heads": 6, "num_kv_heads": 3, "ffn_size": 37, "vocab_size": 513, "qkv_bias": True},
-}
-OPTIONS |= UNEVEN
+}  # fmt: skip
+FULL_QK_NORM: dict[str, dict[str, Any]] = {"full QK-norm": {"qk_norm": True, "full_qk_norm": True}}
+OPTIONS |= UNEVEN | FULL_QK_NORM
 CASES = [*product(OPTIONS, (1, 2, 4)), *product(UNEVEN, (3, 5, 6))]
 
 
@@ -70,7 +78,13 @@ def test_concatenated_shards_are_the_whole_tensors(options: str, size: int) -> N
             local = stored_parts(spec, shard).get(name)
             if local is not None:
                 pieces.append(weights[local.target][local.row : local.row + local.num_rows])
-        if name.endswith(("norm.weight", "layernorm.weight")):  # replicated
+        if spec.full_qk_norm and name.endswith(("q_norm.weight", "k_norm.weight")):
+            is_key = ".k_norm." in name
+            for shard, piece in zip(shards, pieces, strict=True):
+                assert torch.equal(piece, whole.view(-1, spec.head_dim)[shard.heads(spec)[is_key]])
+        elif name.endswith(
+            ("norm.weight", "layernorm.weight", "mlp.gate.weight", "shared_expert_gate.weight")
+        ):  # replicated
             assert len(pieces) == size and all((piece == whole).all() for piece in pieces)
         elif name.endswith(("o_proj.bias", "down_proj.bias")):  # once in the sum
             assert len(pieces) == 1 and torch.equal(pieces[0], whole)
@@ -86,9 +100,10 @@ def test_concatenated_shards_are_the_whole_tensors(options: str, size: int) -> N
         assert part.shape == tuple(whole.shape)
 
 
-@pytest.mark.parametrize(("options", "size"), CASES)
+# A norm over the heads of all ranks needs all of them at once: tests/parallel.
+@pytest.mark.parametrize(("options", "size"), [case for case in CASES if case[0] not in FULL_QK_NORM])
 def test_partial_outputs_of_all_ranks_add_up_to_the_layer(options: str, size: int) -> None:
-    spec = replace(BASE, num_layers=1, layer_ropes=(), windows=(), **OPTIONS[options])
+    spec = replace(BASE, **OPTIONS[options]).with_layers([0])
     stored = stored_model(spec)
     whole = Decoder(spec, load(spec, stored, Shard()))
     x, positions = torch.randn(9, spec.hidden_size), torch.arange(9)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from contiguous_cache import ContiguousCache
+from safetensors.torch import load_file, save_file
 
-from paceline.model.decoder import Decoder
+from paceline.model.decoder import Decoder, Experts
 from paceline.model.layout import target_shapes
 from paceline.model.registry import SHAPES, shape, spec_from_config
-from paceline.model.weights import load_decoder
+from paceline.model.weights import load_decoder, shard_weights
+from paceline.parallel.threads import ThreadGroup
 from tests.lazy import Lazy
 
 transformers = Lazy("transformers")
@@ -43,7 +47,34 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+GEMMA = {"head_dim": 20, "pad_token_id": 0, "num_hidden_layers": 4, "query_pre_attn_scalar": 9}
+GEMMA3_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 70_000.0, "factor": 3.0},
+}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.11,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 0.7,
+}
 
+
+def longrope(original: int, head_dim: int, partial: float, attention_factor: float | None) -> dict[str, Any]:
+    pairs = int(head_dim * partial) // 2
+    parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": partial,
+        "short_factor": [1.0 + 0.2 * pair for pair in range(pairs)],
+        "long_factor": [2.0 + 0.7 * pair for pair in range(pairs)],
+        "attention_factor": attention_factor,
+        "original_max_position_embeddings": original,
+    }
+    return {"rope_parameters": parameters, "original_max_position_embeddings": original}
+
+
+EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 # name: (transformers' prefix, options on top of SIZES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -91,15 +122,60 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "SmolLM3",
         {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 6, "pad_token_id": 0},
     ),
+    "gemma": ("Gemma", {"head_dim": 20, "pad_token_id": 0}),
+    "gemma2": ("Gemma2", {**GEMMA, "sliding_window": 6, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
+    "gemma2 without caps": (
+        "Gemma2",
+        {**GEMMA, "sliding_window": 6, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3": ("Gemma3", {**GEMMA, "sliding_window": 6, "rope_parameters": GEMMA3_ROPES}),
+    "gemma3 with windows of the whole context": (
+        "Gemma3",
+        {**GEMMA, "sliding_window": 600, "tie_word_embeddings": False, "rope_parameters": GEMMA3_ROPES},
+    ),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
+    "phi3 window": ("Phi3", {"pad_token_id": 0, "sliding_window": 7, "num_key_value_heads": 4}),
+    "phi4-mini: longrope, partial rotary, its short factors": (
+        "Phi3",
+        {"pad_token_id": 0, "hidden_size": 64, "tie_word_embeddings": True, **longrope(512, 16, 0.75, 1.3)},
+    ),
+    "phi3 longrope with its long factors": ("Phi3", {"pad_token_id": 0, **longrope(8, 12, 1.0, None)}),
+    "olmo2": ("Olmo2", {"pad_token_id": 0}),
+    "olmo2 wide, one KV head, biases": (
+        "Olmo2",
+        {"pad_token_id": 0, "num_key_value_heads": 1, "head_dim": 20, "attention_bias": True},
+    ),
+    "granite": ("Granite", {**GRANITE, "tie_word_embeddings": True}),
+    "granite biases": ("Granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3-moe some dense layers, fused names": (
+        "Qwen3Moe",
+        {**EXPERTS, "head_dim": 16, "num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
+    "qwen3-moe all experts, window": (
+        "Qwen3Moe",
+        {**EXPERTS, "num_experts_per_tok": 7, "use_sliding_window": True, "sliding_window": 6},
+    ),
+    "qwen2-moe with a shared expert": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
+    "qwen2-moe fused names": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "norm_topk_prob": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5}),
+    "olmoe": ("Olmoe", {"num_experts": 7, "num_experts_per_tok": 3, "pad_token_id": 0, "attention_bias": True}),
+    "mixtral one expert, fused names": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 1}),
 }
 PROMPT = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(7)).tolist()
+
+
+def make_model(prefix: str, options: dict[str, Any]) -> Any:
+    """A random model of transformers. Only its eager attention has soft caps."""
+    name = "Gemma3Text" if prefix == "Gemma3" else prefix
+    config = getattr(transformers, f"{name}Config")(**options, attn_implementation="eager")
+    return getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
 
 
 def make_pair(folder: Path, prefix: str, options: dict[str, Any], **saving: Any) -> tuple[Any, Decoder]:
     """A random model of transformers, and ours loaded from the folder it was saved to."""
     torch.manual_seed(3)
-    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **options})
-    theirs = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    theirs = make_model(prefix, {**SIZES, **options})
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             # transformers initialises norms to 1 and biases to 0, where a missing one would change nothing.
@@ -111,7 +187,9 @@ def make_pair(folder: Path, prefix: str, options: dict[str, Any], **saving: Any)
 
 @pytest.mark.parametrize("case", CASES)
 def test_family_equals_transformers(case: str, tmp_path: Path) -> None:
-    theirs, ours = make_pair(tmp_path, *CASES[case])
+    saving = {"save_original_format": False} if "fused names" in case else {}
+    theirs, ours = make_pair(tmp_path, *CASES[case], **saving)
+    assert ours.spec.num_parameters == sum(one.numel() for one in theirs.parameters())
 
     with torch.no_grad():
         expected = theirs(torch.tensor([PROMPT])).logits[0]
@@ -124,7 +202,63 @@ def test_family_equals_transformers(case: str, tmp_path: Path) -> None:
     assert ContiguousCache(ours).greedy(PROMPT[:9], 20) == continuation
 
 
-@pytest.mark.parametrize("case", ["llama", "mistral sliding window", "qwen3"])
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_text_part_of_a_multimodal_checkpoint_is_used(prefix: str, tmp_path: Path) -> None:
+    _, ours = make_pair(tmp_path, *CASES["gemma3"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    defaults = transformers.Gemma3TextConfig().to_dict()
+    text = {key: value for key, value in config.items() if defaults.get(key) != value and key != "architectures"}
+    # In the old form, which released checkpoints have: scaling is that of global layers.
+    del text["rope_parameters"]
+    text |= {
+        "rope_theta": 70_000.0,
+        "rope_local_base_freq": 500.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 3.0},
+    }
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "eos_token_id": [2, 3]}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    (tmp_path / "generation_config.json").unlink()
+    weights = {
+        f"{prefix}{name.removeprefix('model.')}": value
+        for name, value in load_file(tmp_path / "model.safetensors").items()
+    }
+    save_file({**weights, "vision_tower.patch.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    multimodal = load_decoder(tmp_path, dtype="float32")
+    assert multimodal.spec == replace(ours.spec, eos_ids=(2, 3))
+    torch.testing.assert_close(ContiguousCache(multimodal).feed(PROMPT), ContiguousCache(ours).feed(PROMPT))
+
+
+@pytest.mark.parametrize("case", ["phi4-mini: longrope, partial rotary, its short factors", "olmo2", "granite biases"])
+def test_ranks_read_their_part_of_what_is_fused_rearranged_or_scaled(case: str, tmp_path: Path) -> None:
+    _, whole = make_pair(tmp_path, *CASES[case])
+    weights = {"embedding": whole.embedding, "head": whole.head, "norm": whole.norm}
+    for name in target_shapes(whole.spec):
+        layer, _, part = name.partition(".")
+        if part:
+            owner = whole.layers[int(layer)]
+            weights[name] = getattr(owner.mlp if part.startswith(("gate_up", "down")) else owner, part)
+    if whole.spec.tied:
+        del weights["head"]
+    for group in ThreadGroup.of_size(2):
+        found = load_decoder(tmp_path, dtype="float32", group=group).layers[1]
+        expected = shard_weights(whole.spec, weights, group.shard)
+        for name in ("qkv", "out", "qk_norm", "out_bias"):
+            assert torch.equal(getattr(found, name), expected[f"1.{name}"]) if f"1.{name}" in expected else True, name
+        assert torch.equal(found.mlp.gate_up, expected["1.gate_up"]) and torch.equal(found.mlp.down, expected["1.down"])
+
+
+def test_longrope_uses_the_long_factors_where_a_longer_context_is_served(tmp_path: Path) -> None:
+    theirs, whole = make_pair(tmp_path, "Phi3", {"pad_token_id": 0, **longrope(64, 12, 1.0, None)})
+    short = load_decoder(tmp_path, dtype="float32", max_positions=64)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([PROMPT])).logits[0]  # within 64 tokens: short factors
+        expected_long = theirs(torch.tensor([PROMPT * 2])).logits[0]
+    torch.testing.assert_close(ContiguousCache(short).feed(PROMPT), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ContiguousCache(whole).feed(PROMPT * 2), expected_long, atol=1e-4, rtol=1e-4)
+    assert (ContiguousCache(whole).feed(PROMPT) - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral sliding window", "qwen3", "qwen2-moe with a shared expert"])
 def test_chunks_of_any_size_give_the_same_logits(case: str, tmp_path: Path) -> None:
     _, ours = make_pair(tmp_path, *CASES[case])
     whole = ContiguousCache(ours).feed(PROMPT)
@@ -141,6 +275,19 @@ def test_sharded_folder_equals_single_file(tmp_path: Path) -> None:
     torch.testing.assert_close(
         ContiguousCache(sharded).feed(PROMPT), ContiguousCache(single).feed(PROMPT), atol=0, rtol=0
     )
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_ranks_read_their_columns_of_every_expert(is_fused: bool, tmp_path: Path) -> None:
+    _, whole = make_pair(
+        tmp_path, *CASES["qwen2-moe with a shared expert"], **({"save_original_format": False} if is_fused else {})
+    )
+    parts = [load_decoder(tmp_path, group=group).layers[1].mlp for group in ThreadGroup.of_size(2)]
+    mlp, x = whole.layers[1].mlp, torch.randn(9, 48, generator=torch.Generator().manual_seed(1))
+    assert isinstance(mlp, Experts)
+    torch.testing.assert_close(sum(part(x) for part in parts), mlp(x), atol=1e-5, rtol=1e-4)
+    widths = [part.expert_down.shape[-1] for part in parts if isinstance(part, Experts)]
+    assert sum(widths) == 24 and max(widths) < 24
 
 
 def test_requests_in_one_ragged_batch_do_not_see_each_other(tmp_path: Path) -> None:
@@ -175,7 +322,7 @@ def test_forward_pass_never_reads_a_value_on_the_host(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 uses BLAS
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("case", ["llama all biases", "qwen2", "qwen3", "mistral sliding window"])
+@pytest.mark.parametrize("case", ["llama all biases", "qwen2", "qwen3", "mistral sliding window", "gemma3", "olmo2"])
 def test_sixteen_bits_stay_near_float32(case: str, dtype: str, tmp_path: Path) -> None:
     prefix, options = CASES[case]
     _, exact = make_pair(tmp_path, prefix, {**options, "initializer_range": 0.1})
@@ -197,7 +344,14 @@ def test_sixteen_bits_stay_near_float32(case: str, dtype: str, tmp_path: Path) -
         ("SmolLM3", {"no_rope_layer_interval": 2}),
         ("SmolLM3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 6}),
         ("Mistral", {}),
+        ("Mistral", {"max_position_embeddings": 8192}),
         ("Mistral", {"sliding_window": None}),
+        ("Phi3", {"pad_token_id": 0, "sliding_window": 7}),
+        ("Gemma2", {"max_position_embeddings": 8192}),
+        ("Granite", {"sliding_window": None}),
+        ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+        ("Qwen2Moe", {**EXPERTS, "use_sliding_window": False, "sliding_window": 6}),
+        ("Qwen3Moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": 6}),
     ],
 )
 def test_short_configs_are_completed_as_in_transformers(prefix: str, options: Any) -> None:
@@ -208,7 +362,8 @@ def test_short_configs_are_completed_as_in_transformers(prefix: str, options: An
     assert spec.layer_ropes == tuple(0 if listed else None for listed in getattr(theirs, "no_rope_layers", [1] * 9))
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 9
     sizes = [theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-    assert spec.windows == tuple(sizes)
+    context = raw["max_position_embeddings"]
+    assert spec.windows == tuple(None if size is None or size >= context else size for size in sizes)
     assert spec.ropes[0].theta == theirs.rope_parameters["rope_theta"]
     assert spec.tied == theirs.tie_word_embeddings
     assert spec.rms_eps == theirs.rms_norm_eps

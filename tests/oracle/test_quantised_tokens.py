@@ -19,6 +19,7 @@ from paceline.engine.cpu.quantised_model import QuantisedModel, attention_for
 from paceline.llm import RequestOutput
 from paceline.model.decoder import Decoder
 from paceline.model.layout import is_matrix, target_shapes
+from paceline.model.lora import ADAPTED_MATRICES, LoraRows, LoraWeights, LowRank
 from paceline.model.quantised import QuantisedTensor, quantise
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import random_weights
@@ -27,6 +28,7 @@ from tests.helpers import needs_compiler, retract_often
 
 pytestmark = needs_compiler
 
+DENSE = [family for family, (_, options) in FAMILIES.items() if not any("expert" in name for name in options)]
 WITH_LOGPROBS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
 OPTIONS: dict[str, dict[str, Any]] = {
     "together": {},
@@ -63,20 +65,20 @@ def quantised(spec: ModelSpec, weights: dict[str, torch.Tensor], bits: int) -> t
     return model, Decoder(spec, vectors | {name: one.dequantise() for name, one in matrices.items()})
 
 
-def compare(model: QuantisedModel, reference: Decoder) -> None:
+def compare(model: QuantisedModel, reference: Decoder, adapter: LoraWeights | None = None) -> None:
     """The logits of both. A sum in another order may round an input to the next integer, and change all that follows
     a little."""
-    found, linear = logits_in_chunks(model), F.linear
+    found, linear = logits_in_chunks(model, adapter), F.linear
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "linear", lambda x, weight, bias=None: linear(round_inputs(x), weight, bias))
-        expected = logits_in_chunks(reference)
+        expected = logits_in_chunks(reference, adapter)
     difference, spread = (found - expected).abs(), float(expected.std())
     assert float(difference.mean()) < 5e-4 * spread
     assert float(difference.max()) < 5e-3 * spread
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_every_family_gives_the_logits_of_the_reference(family: str, bits: int) -> None:
     compare(*quantised(pair(family).reference.spec, weights_of(family), bits))
 
@@ -106,7 +108,8 @@ def test_scheduling_changes_no_bit(family: str, options: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     "options",
     [
-        {"norm_placement": "post", "qk_norm": True},
+        {"norm_placement": "post", "qk_norm": True, "full_qk_norm": True},
+        {"score_cap": 2.0, "embedding_scale": 3.0, "logit_scale": 0.5, "rotary_dim": 12, "qk_norm": True},
         {"norm_placement": "both", "activation": "gelu_tanh", "logit_cap": 5.0},
         {"out_bias": True, "mlp_bias": True, "qkv_bias": True, "attention_scale": 0.2},
         {"windows": (5, None), "layer_ropes": (None, 0), "tied": True},
@@ -124,10 +127,35 @@ def test_every_option_of_a_spec_gives_the_logits_of_the_reference(options: dict[
         weights["head"] = weights["embedding"]
     model, reference = quantised(spec, weights, 8)
     compare(model, reference)
+    adapter = random_adapter(spec)
+    compare(model, reference, adapter)
+    assert (logits_in_chunks(model, adapter)[1:] - logits_in_chunks(model)[1:]).abs().max() > 0.1
 
 
-def logits_in_chunks(model: Any) -> torch.Tensor:
-    """Of two rows: one computed in three chunks beside the other, on pages in no order."""
+def random_adapter(spec: ModelSpec) -> LoraWeights:
+    """Of all matrices, in two parts of different ranks each."""
+    generator = torch.Generator().manual_seed(6)
+    shapes = target_shapes(spec)
+
+    def parts(rows: int, columns: int) -> tuple[LowRank, ...]:
+        return tuple(
+            LowRank(
+                first,
+                torch.randn(rank, columns, generator=generator) * columns**-0.5,
+                torch.randn(rows // 2, rank, generator=generator) * 0.2,
+            )
+            for first, rank in ((0, 3), (rows // 2, 20))
+        )
+
+    return LoraWeights(
+        tuple(
+            {name: parts(*shapes[f"{layer}.{name}"]) for name in ADAPTED_MATRICES} for layer in range(spec.num_layers)
+        )
+    )
+
+
+def logits_in_chunks(model: Any, adapter: LoraWeights | None = None) -> torch.Tensor:
+    """Of two rows: one computed in three chunks beside the other, on pages in no order. The first has the adapter."""
     tokens = torch.randint(0, 120, (2, 60), generator=torch.Generator().manual_seed(2)).numpy()
     tables = SlotTables(2, 64, 4)
     tables.tokens[:, :60] = tokens
@@ -136,8 +164,11 @@ def logits_in_chunks(model: Any) -> torch.Tensor:
     parts = []
     for starts, lengths in (([0, 0], [13, 1]), ([13, 1], [33, 58]), ([46, 59], [1, 1]), ([47], [12])):
         inputs = tables.row_inputs(np.arange(len(starts)), np.array(starts), np.array(lengths))
+        lora = None
+        if adapter is not None:
+            lora = LoraRows([(torch.arange(lengths[0]), model.prepare_adapter(adapter))])
         hidden = model.forward(
-            torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), attention.begin(inputs)
+            torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), attention.begin(inputs), lora
         )
         parts.append(model.logits(hidden))
     return torch.cat(parts)

@@ -45,6 +45,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3, "attention_bias": True}),
     "mistral": ("Mistral", {"sliding_window": 7, "head_dim": 16}),
@@ -52,6 +53,64 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 20}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 20,
+            "query_pre_attn_scalar": 9,
+            "sliding_window": 7,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+            "pad_token_id": 0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 9,
+            "sliding_window": 11,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 70_000.0, "factor": 3.0},
+            },
+            "pad_token_id": 0,
+        },
+    ),
+    "phi3": (
+        "Phi3",
+        {
+            "hidden_size": 64,
+            "sliding_window": 50,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.2, 1.5, 2.0, 2.0, 3.0],
+                "long_factor": [2.0] * 6,
+                "attention_factor": 1.2,
+                "original_max_position_embeddings": 256,
+            },
+            "original_max_position_embeddings": 256,
+            "pad_token_id": 0,
+        },
+    ),
+    "olmo2": ("Olmo2", {"pad_token_id": 0}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.11,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 0.7,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 20, "mlp_only_layers": [1], "norm_topk_prob": True}),
+    "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
+    "olmoe": ("Olmoe", {"num_experts": 7, "num_experts_per_tok": 3, "pad_token_id": 0}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "sliding_window": 9}),
 }
 
 
@@ -82,8 +141,10 @@ class Pair:
 def pair(family: str) -> Pair:
     prefix, options = FAMILIES[family]
     torch.manual_seed(3)
+    # Only the eager attention of transformers has soft caps.
+    config = getattr(transformers, "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config")
     theirs = getattr(transformers, f"{prefix}ForCausalLM")(
-        getattr(transformers, f"{prefix}Config")(**{**SIZES, **options})
+        config(**{**SIZES, **options}, attn_implementation="eager")
     ).eval()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():

@@ -17,7 +17,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.job import Job
 from paceline.engine.weight_update import update_weights
 from paceline.llm import LLM
-from paceline.model.registry import shape
+from paceline.model.registry import SHAPES, shape
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import load_decoder
 from paceline.parallel.threads import ThreadGroup
@@ -26,7 +26,7 @@ from tests.engine.test_plan_bytes import Last
 from tests.helpers import retract_often
 from tests.parallel.ranks import ThreadRanks, cpu_llm, llm_of, make_weights
 
-FAMILIES = ["tiny-llama", "tiny-mistral", "tiny-smollm", "tiny-smollm3", "tiny-qwen2", "tiny-qwen3"]
+FAMILIES = [name for name in SHAPES if name.startswith("tiny-")]
 RNG = np.random.default_rng(3)
 SHARED = RNG.integers(3, 512, 67).tolist()
 PROMPTS = [
@@ -36,13 +36,13 @@ PROMPTS = [
     [*SHARED, 9, 9],
     [*SHARED[:40], 3],
 ]
-GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 SAMPLED = [
-    SamplingParams(seed=7, max_tokens=10, ignore_eos=True),
-    SamplingParams(seed=8, top_k=20, top_p=0.9, max_tokens=10, ignore_eos=True),
-    SamplingParams(seed=9, min_p=0.02, repetition_penalty=1.3, presence_penalty=0.5, max_tokens=10, ignore_eos=True),
-    SamplingParams(temperature=0, logit_bias={9: 5.0}, frequency_penalty=0.4, max_tokens=10, ignore_eos=True),
-    SamplingParams(temperature=0.7, seed=10, max_tokens=10, ignore_eos=True),
+    SamplingParams(seed=7, max_tokens=5, ignore_eos=True),
+    SamplingParams(seed=8, top_k=20, top_p=0.9, max_tokens=5, ignore_eos=True),
+    SamplingParams(seed=9, min_p=0.02, repetition_penalty=1.3, presence_penalty=0.5, max_tokens=5, ignore_eos=True),
+    SamplingParams(temperature=0, logit_bias={9: 5.0}, frequency_penalty=0.4, max_tokens=5, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=10, max_tokens=5, ignore_eos=True),
 ]
 
 
@@ -100,7 +100,7 @@ def test_prefix_hits_give_the_same_tokens() -> None:
 @pytest.mark.parametrize("overlap", ["on", "off"])
 def test_retracted_requests_give_the_same_tokens(overlap: str) -> None:
     with cpu_llm(*model("tiny-qwen3"), 4, overlap=overlap, chunk_tokens=16) as llm:
-        retract_often(llm.engine.scheduler, every=3)
+        retract_often(llm.engine.scheduler, every=2)
         found = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
         assert llm.engine.scheduler.counters.retractions > 3
     assert found == alone("tiny-qwen3")
@@ -129,20 +129,21 @@ def test_logprobs_are_those_of_one_rank() -> None:
 
 def test_grammars_give_the_same_tokens() -> None:
     params = [
-        SamplingParams(temperature=0, max_tokens=12, grammar=Grammar("regex", "[0-9]{4}-[a-f]+")),
-        SamplingParams(seed=4, max_tokens=12, grammar=Grammar("regex", "(yes|no) [0-9]+")),
+        SamplingParams(temperature=0, max_tokens=8, grammar=Grammar("regex", "[0-9]{4}-[a-f]+")),
+        SamplingParams(seed=4, max_tokens=8, grammar=Grammar("regex", "(yes|no) [0-9]+")),
         GREEDY,
         SAMPLED[1],
-        SamplingParams(temperature=0, max_tokens=12, grammar=Grammar("regex", "[x-z]{3,9}")),
+        SamplingParams(temperature=0, max_tokens=8, grammar=Grammar("regex", "[x-z]{3,9}")),
     ]
+    wanted = run("tiny-llama", 1, params)
     for options in ({}, {"draft_tokens": 7}):
-        assert run("tiny-llama", 2, params, **options) == run("tiny-llama", 1, params)
+        assert run("tiny-llama", 2, params, **options) == wanted
 
 
 def test_ngram_drafts_are_accepted_alike_on_all_ranks() -> None:
     """The draft source is right up to a token, and then wrong."""
     expected = alone("tiny-smollm")[1]
-    source = as_tokens([*expected[:6], 7, 7, 7, 7])
+    source = as_tokens([*expected[:3], 7, 7, 7, 7])
     with cpu_llm(*model("tiny-smollm"), 2, draft_tokens=7) as llm:
         sink = Last()
         llm.engine.submit(Job(llm.engine.encode(PROMPTS[1]), GREEDY, stream=False, draft_source=source), sink)
@@ -167,7 +168,7 @@ def test_embeddings_are_those_of_one_rank() -> None:
 
 
 def test_logits_are_those_of_one_rank() -> None:
-    """Not the tokens alone: within 1e-4 for every family."""
+    """Not the tokens alone: within 1e-4 for every family, of prompts and of a decode batch."""
     for name in FAMILIES:
         logits = []
         for size in (1, 2, 4):
@@ -176,7 +177,7 @@ def test_logits_are_those_of_one_rank() -> None:
                 seen: list[Tensor] = []
                 logits_of = runner.logits
                 runner.logits = lambda hidden, seen=seen, f=logits_of: seen.append(f(hidden)) or seen[-1]
-                llm.generate(PROMPTS[:3], replace_logprobs(GREEDY))
+                llm.generate(PROMPTS[:3], replace(GREEDY, logprobs=1, max_tokens=2))  # all logits are gathered
                 logits.append(torch.cat([one.clone() for one in seen]))
         for other in logits[1:]:
             torch.testing.assert_close(other, logits[0], atol=1e-4, rtol=0)
@@ -187,25 +188,22 @@ def _runner(llm: LLM) -> Any:
     return executor.runner
 
 
-def replace_logprobs(params: SamplingParams) -> SamplingParams:
-    return replace(params, logprobs=1)  # all logits are gathered
-
-
-def test_a_folder_of_safetensors_is_read_in_parts(tmp_path: Path) -> None:
-    spec, weights = model("tiny-qwen3")
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen2-moe"])
+def test_a_folder_of_safetensors_is_read_in_parts(tmp_path: Path, name: str) -> None:
+    spec, weights = model(name)
     write_folder(tmp_path, spec, weights)
     with llm_of([load_decoder(tmp_path, group=group) for group in ThreadGroup.of_size(2)]) as llm:
-        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == alone("tiny-qwen3")
+        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == alone(name)
 
 
 def test_the_default_model_with_nine_query_and_three_kv_heads(smollm2_path: Path) -> None:
     """Two ranks have six and three query heads. Three have as many each: tiny models cover that."""
     groups = ThreadGroup.of_size(2)
     decoders = [load_decoder(smollm2_path, dtype="float32", max_positions=256, group=group) for group in groups]
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     with llm_of(decoders) as llm:
         found = llm.generate([[504, 3575, 282, 4649, 314]], params)[0].token_ids
-    assert found == [7042, 30, 198, 198, 504, 2988, 314, 42]
+    assert found == [7042, 30, 198, 198]
 
 
 def test_a_pass_is_one_message_and_ranks_end_with_the_engine() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from paceline.kernels.decode_units import Chunks
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
 from paceline.model.layout import Shard, target_shapes
+from paceline.model.lora import LoraFile, LoraWeights
 from paceline.model.weights import shard_weights
 from paceline.parallel.threads import ThreadGroup
 from paceline.request import Grammar, SamplingParams
@@ -31,6 +34,9 @@ from paceline.scheduler import Scheduler
 from paceline.scheduler.plan import Plan
 from paceline.text.synthetic import synthetic_tokenizer
 from tests.engine.cuda.interpreted import BASE, CONTEXT, GREEDY, INTERPRETED, PROMPTS, decoder, expected, small_tiles
+from tests.engine.cuda.test_lora import expected as expected_with_adapters
+from tests.engine.cuda.test_lora import run as run_with_adapters
+from tests.engine.cuda.test_lora import write_adapters
 from tests.parallel.ranks import ThreadRanks
 
 pytestmark = INTERPRETED
@@ -90,10 +96,17 @@ class TurnExecutor(Executor):
         with LOCK:
             return self._executor.run_background_work()
 
+    def arrange_adapter(self, file: LoraFile) -> LoraWeights:
+        return self._executor.arrange_adapter(file)
+
+    def add_adapter(self, adapter: str, file: LoraFile, weights: LoraWeights) -> None:
+        self._executor.add_adapter(adapter, file, weights)
+
 
 def on_ranks(name: str, size: int, **options: Any) -> tuple[LLM, list[CudaExecutor]]:
     whole = decoder(name)
     weights = _fused(whole)
+    max_lora_rank = options.pop("max_lora_rank", 0)
     config = SchedulerConfig(**{**BASE, **options})
     executors = []
     for group in TurnGroup.of_size(size):
@@ -106,7 +119,7 @@ def on_ranks(name: str, size: int, **options: Any) -> tuple[LLM, list[CudaExecut
         executors.append(
             build_cuda(
                 part,
-                EngineConfig(),
+                EngineConfig(max_lora_rank=max_lora_rank),
                 config,
                 None,
                 tuning=small_tiles,
@@ -119,7 +132,8 @@ def on_ranks(name: str, size: int, **options: Any) -> tuple[LLM, list[CudaExecut
     if size > 1:
         executor = ParallelExecutor(executor, ThreadRanks([TurnExecutor(one) for one in executors[1:]]))
     vocab_size = whole.spec.vocab_size
-    engine = Engine(Scheduler(config), executor, synthetic_tokenizer(vocab_size), vocab_size=vocab_size)
+    tokenizer = synthetic_tokenizer(vocab_size)
+    engine = Engine(Scheduler(config), executor, tokenizer, vocab_size=vocab_size, spec=whole.whole_spec)
     return LLM.from_engine(engine), executors
 
 
@@ -132,19 +146,45 @@ def _fused(whole: Decoder) -> dict[str, Tensor]:
         layer, _, part = name.partition(".")
         if part:
             owner = whole.layers[int(layer)]
-            weights[name] = getattr(owner.mlp if part.startswith(("gate_up", "down")) else owner, part)
+            if part in ("shared_gate_up", "shared_down"):
+                weights[name] = getattr(owner.mlp.shared, part.removeprefix("shared_"))
+            elif part.startswith("expert"):
+                weights[name] = getattr(owner.mlp, part).flatten(0, 1)
+            else:
+                in_mlp = part.startswith(("gate_up", "down", "router", "shared"))
+                weights[name] = getattr(owner.mlp if in_mlp else owner, part)
     return weights
 
 
-@pytest.mark.parametrize(("name", "size"), [("tiny-qwen3", 2), ("tiny-qwen2", 2), ("tiny-smollm", 4)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("tiny-qwen3", 2),
+        ("tiny-qwen2", 2),
+        ("tiny-smollm", 4),
+        ("tiny-qwen2-moe", 2),
+        ("tiny-olmo2", 4),
+        ("tiny-gemma2", 2),
+    ],
+)
 def test_ranks_give_the_tokens_of_the_cpu(name: str, size: int) -> None:
     llm, executors = on_ranks(name, size)
+    prompts, params = PROMPTS[:3], replace(GREEDY, max_tokens=3)
     with llm:
-        found = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
-    assert found == expected(name, PROMPTS, GREEDY)
+        found = [output.token_ids for output in llm.generate(prompts, params)]
+    assert found == expected(name, prompts, params)
     tokens = [executor.state.token_pool for executor in executors]
     assert all(torch.equal(one, tokens[0]) for one in tokens), "all ranks have the same tokens"
     assert all(executor.stats.graphs > 0 for executor in executors)
+
+
+def test_ranks_with_adapters_give_the_tokens_of_the_cpu(tmp_path: Path) -> None:
+    folders = write_adapters(tmp_path, decoder("tiny-qwen3").spec)
+    llm, executors = on_ranks("tiny-qwen3", 2, max_lora_rank=16)
+    with llm:
+        assert run_with_adapters(llm, folders) == expected_with_adapters("tiny-qwen3", folders)
+    tokens = [executor.state.token_pool for executor in executors]
+    assert torch.equal(tokens[0], tokens[1]), "all ranks have the same tokens"
 
 
 def test_masks_filters_and_drafts_give_the_tokens_of_one_rank() -> None:

@@ -27,7 +27,7 @@ from paceline.request import Grammar, InvalidRequest, SamplingParams
 from paceline.scheduler import Scheduler
 from tests.helpers import request, retract_often
 from tests.parallel.ranks import ThreadRanks, llm_of, pipeline_llm
-from tests.parallel.test_cpu import FAMILIES, GREEDY, PROMPTS, SAMPLED, embedding_of, model
+from tests.parallel.test_cpu import FAMILIES, GREEDY, PROMPTS, SAMPLED, alone, embedding_of, model
 
 
 def run(name: str, num_stages: int, params: Any = GREEDY, **options: Any) -> list[list[int]]:
@@ -36,12 +36,12 @@ def run(name: str, num_stages: int, params: Any = GREEDY, **options: Any) -> lis
 
 
 @cache
-def alone(name: str) -> list[list[int]]:
-    return run(name, 1)
+def one_stage(*params: SamplingParams) -> list[list[int]]:
+    return run("tiny-llama", 1, list(params))
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
-@pytest.mark.parametrize("name", FAMILIES)
+# Three stages and two in turn: which family a stage runs does not depend on their number.
+@pytest.mark.parametrize(("name", "num_stages"), [(name, 3 - at % 2) for at, name in enumerate(FAMILIES)])
 def test_every_family_gives_the_tokens_of_one_stage(name: str, num_stages: int) -> None:
     assert run(name, num_stages) == alone(name)
 
@@ -83,17 +83,17 @@ def test_retracted_requests_give_the_same_tokens(overlap: str) -> None:
 
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_seeds_filters_and_penalties_give_the_same_tokens(num_stages: int) -> None:
-    assert run("tiny-llama", num_stages, SAMPLED) == run("tiny-llama", 1, SAMPLED)
+    assert run("tiny-llama", num_stages, SAMPLED) == one_stage(*SAMPLED)
 
 
 def test_slots_are_used_again_while_tokens_of_their_last_request_are_on_the_way() -> None:
     """More requests than slots, of different lengths, some of which stop early."""
     rng = np.random.default_rng(8)
-    prompts = [rng.integers(3, 512, int(rng.integers(1, 9))).tolist() for _ in range(24)]
+    prompts = [rng.integers(3, 512, int(rng.integers(1, 9))).tolist() for _ in range(14)]
     stops = tuple(range(0, 512, 9))
     params = [
         SamplingParams(temperature=0.9, seed=n, max_tokens=1 + n % 13, stop_token_ids=stops, ignore_eos=True)
-        for n in range(24)
+        for n in range(14)
     ]
     found, discarded = [], 0
     for num_stages in (1, 2, 3):
@@ -125,14 +125,14 @@ def test_logprobs_are_those_of_one_stage() -> None:
 @pytest.mark.parametrize("overlap", ["on", "sync", "off"])
 def test_grammars_give_the_same_tokens(overlap: str) -> None:
     params = [
-        SamplingParams(temperature=0, max_tokens=12, grammar=Grammar("regex", "[0-9]{4}-[a-f]+")),
-        SamplingParams(seed=4, max_tokens=12, grammar=Grammar("regex", "(yes|no) [0-9]+")),
+        SamplingParams(temperature=0, max_tokens=8, grammar=Grammar("regex", "[0-9]{4}-[a-f]+")),
+        SamplingParams(seed=4, max_tokens=8, grammar=Grammar("regex", "(yes|no) [0-9]+")),
         GREEDY,
         SAMPLED[1],
-        SamplingParams(temperature=0, max_tokens=12, grammar=Grammar("regex", "[x-z]{3,9}")),
+        SamplingParams(temperature=0, max_tokens=8, grammar=Grammar("regex", "[x-z]{3,9}")),
     ]
-    for num_stages in (2, 3):
-        assert run("tiny-llama", num_stages, params, overlap=overlap) == run("tiny-llama", 1, params)
+    for num_stages in (2, 3) if overlap == "on" else (3,):
+        assert run("tiny-llama", num_stages, params, overlap=overlap) == one_stage(*params)
 
 
 def test_embeddings_are_those_of_one_stage() -> None:
@@ -181,9 +181,9 @@ def test_all_stages_are_busy_if_there_are_enough_rows(num_stages: int) -> None:
 
         loop._commit = committing  # type: ignore[method-assign]
         prompts = [[3 + number, 4] for number in range(8)]
-        llm.generate(prompts, replace(GREEDY, max_tokens=20))
+        llm.generate(prompts, replace(GREEDY, max_tokens=12))
     assert in_flight[num_stages + 1 : -num_stages - 2] == [num_stages + 1] * (len(in_flight) - 2 * num_stages - 3)
-    assert len(in_flight) >= 19 * num_stages
+    assert len(in_flight) >= 11 * num_stages
 
 
 def test_a_pass_is_one_message_and_stages_end_with_the_engine() -> None:

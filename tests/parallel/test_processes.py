@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,22 @@ def test_more_ranks_than_heads_are_refused_before_a_process_is_started() -> None
     assert not ranks_of(os.getpid())
 
 
+@cache
+def alone(shape: str = TINY["shape"]) -> list[list[int]]:
+    """The tokens of an engine without other processes."""
+    with LLM(**{**TINY, "shape": shape}) as llm:
+        return tokens_of(llm)
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+
+
 @pytest.mark.cluster
-def test_two_processes_generate_and_end_with_the_engine() -> None:
-    with LLM(**TINY) as llm:
-        expected = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
-    with LLM(**TINY, tp=2) as llm:
-        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen2-moe"])
+def test_two_processes_generate_and_end_with_the_engine(shape: str) -> None:
+    with LLM(**{**TINY, "shape": shape}, tp=2) as llm:
+        assert tokens_of(llm) == alone(shape)
         assert len(ranks_of(os.getpid())) == 1
     assert not ranks_of(os.getpid())
 
@@ -88,54 +99,35 @@ def test_two_stages_of_the_default_model_generate_and_end_with_the_engine(smollm
     assert not ranks_of(os.getpid())
 
 
-@pytest.mark.cluster
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_stage_that_is_killed_ends_the_engine_with_the_reason(stage: int) -> None:
-    with LLM(**TINY) as llm:
-        expected = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
-    llm = LLM(**TINY, pp=3)
-    assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
-    next(rank for rank in ranks_of(os.getpid()) if rank.cmdline()[-3] == str(stage)).kill()
-    with pytest.raises(EngineFailed, match=rf"rank {stage} of 3 ended unexpectedly \(signal SIGKILL\)"):
-        llm.generate(PROMPTS, GREEDY)
+def assert_it_ends(llm: LLM, rank: int, signal_name: str, reason: str, *, idle: bool = False) -> None:
+    """A rank is killed or suspended: the engine fails with the reason, and leaves no process behind."""
+    assert tokens_of(llm) == alone()
+    process = next(one for one in ranks_of(os.getpid()) if one.cmdline()[-3] == str(rank))
+    getattr(process, signal_name)()
+    if idle:
+        wait_until(lambda: llm.engine.failure is not None)
+    with pytest.raises(EngineFailed, match=reason):
+        tokens_of(llm)
     llm.close()
     assert not ranks_of(os.getpid())
 
 
 @pytest.mark.cluster
-def test_a_stage_that_hangs_ends_the_pass_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "rank", "idle"), [({"tp": 2}, 1, True), ({"pp": 3}, 1, False), ({"pp": 3}, 2, False)], ids=str
+)
+def test_a_rank_that_is_killed_ends_the_engine_with_the_reason(options: dict[str, int], rank: int, idle: bool) -> None:
+    reason = rf"rank {rank} of {sum(options.values())} ended unexpectedly \(signal SIGKILL\)"
+    assert_it_ends(LLM(**TINY, **options), rank, "kill", reason, idle=idle)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_a_rank_that_hangs_ends_the_pass_that_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, int]
+) -> None:
     monkeypatch.setattr(rank_processes, "_MISSED_BEATS", 4)
-    llm = LLM(**TINY, pp=2)
-    llm.generate(PROMPTS, GREEDY)
-    ranks_of(os.getpid())[0].suspend()
-    with pytest.raises(EngineFailed, match="rank 1 of 2 has not responded for"):
-        llm.generate(PROMPTS, GREEDY)
-    llm.close()
-    assert not ranks_of(os.getpid())
-
-
-@pytest.mark.cluster
-def test_a_rank_that_is_killed_ends_the_engine_with_the_reason() -> None:
-    llm = LLM(**TINY, tp=3)
-    llm.generate(PROMPTS, GREEDY)
-    ranks_of(os.getpid())[0].kill()
-    wait_until(lambda: llm.engine.failure is not None)
-    with pytest.raises(EngineFailed, match=r"rank \d of 3 ended unexpectedly \(signal SIGKILL\)"):
-        llm.generate(PROMPTS, GREEDY)
-    llm.close()
-    assert not ranks_of(os.getpid())
-
-
-@pytest.mark.cluster
-def test_a_rank_that_hangs_ends_the_pass_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_processes, "_MISSED_BEATS", 4)
-    llm = LLM(**TINY, tp=2)
-    llm.generate(PROMPTS, GREEDY)
-    ranks_of(os.getpid())[0].suspend()
-    with pytest.raises(EngineFailed, match="rank 1 of 2 has not responded for"):
-        llm.generate(PROMPTS, GREEDY)
-    llm.close()
-    assert not ranks_of(os.getpid())
+    assert_it_ends(LLM(**TINY, **options), 1, "suspend", "rank 1 of 2 has not responded for")
 
 
 @pytest.mark.cluster

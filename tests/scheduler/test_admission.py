@@ -92,6 +92,17 @@ def test_a_row_has_one_chunk_in_a_pass() -> None:
     assert len(set(plan.slots.tolist())) == plan.num_rows
 
 
+def test_long_prompts_leave_three_quarters_of_a_small_pass_to_short_ones() -> None:
+    core = large(chunk_tokens=100, max_prefill_tokens=100)
+    long_prompts(core, 2)
+    assert step(core).lengths.tolist() == [100]
+    short = [request(prompt([90 + number] * 25), 1) for number in range(3)]
+    for one in short:
+        core.add(one, 0.0)
+    assert step(core).lengths.tolist() == [25] * 4
+    assert all(one.is_finished for one in short)
+
+
 def test_long_prompts_hold_no_more_slots_than_get_tokens() -> None:
     core = large(max_running=8)
     long_prompts(core, 12)

@@ -255,6 +255,6 @@ class CheckedScheduler(Scheduler):
 def test_no_step_admits_a_background_request_while_another_waits(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.scheduler.test_state_machine.Scheduler", CheckedScheduler)
     CheckedScheduler.num_checked = 0
-    runs: list[Run] = [random_run(seed, background_tenants="b, c", policy=policy) for seed in range(500, 506)]
+    runs: list[Run] = [random_run(seed, background_tenants="b, c", policy=policy) for seed in range(500, 503)]
     assert all(run.harness.reasons for run in runs)
-    assert CheckedScheduler.num_checked > 20, "background requests were admitted"
+    assert CheckedScheduler.num_checked > 10, "background requests were admitted"

@@ -67,6 +67,7 @@ def options(draw: Any) -> dict[str, Any]:
         "max_waiting": draw([100_000, 100_000, 3]),
         "full_queue": draw(list(FULL_QUEUE)),
         "background_tenants": draw(["", "b", "b,c"]),
+        "adapter_slots": draw([1, 2, 8]),
     }
 
 
@@ -83,6 +84,7 @@ def make_request(draw: Any, number: int, now: float) -> Request:
         running_timeout_s=draw([math.inf, math.inf, math.inf, 0.01]),
         eos_token_ids=(EOS,),
         cache_salt=draw(["", "", "", "salt"]),
+        adapter=draw(["", "", "", "x", "y", "z"]),
         prefill_only=draw(range(8)) == 0,
         compute_from=0 if draw(range(8)) == 0 else None,
         expected_tokens=draw([None, None, 1]),

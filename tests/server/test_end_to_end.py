@@ -67,10 +67,10 @@ def test_a_stream_has_the_same_text_and_ends_with_usage(client: OpenAI) -> None:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
     assert text == full.choices[0].message.content
     assert chunks[-2].choices[0].finish_reason == "stop"
+    assert all(chunk.choices[0].finish_reason is None for chunk in chunks[:-2])
     usage = chunks[-1].usage
     assert usage is not None and full.usage is not None and usage.total_tokens == full.usage.total_tokens
     assert usage.prompt_tokens_details is not None and usage.prompt_tokens_details.cached_tokens
-    assert len(chunks) >= 5, "a stream has several chunks"
 
 
 def test_completions_match_the_reference_continuation(client: OpenAI) -> None:

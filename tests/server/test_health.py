@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -16,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.cluster.kv_events import ClearedPages, KvEventLog, StoredPages
 from paceline.config import EngineConfig
+from paceline.engine.build import build_engine
 from paceline.engine.engine import Engine, EngineHooks
 from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed
@@ -128,6 +130,20 @@ def test_metrics_are_in_prometheus_format_and_count_requests(engine: Engine) -> 
     assert samples["paceline_num_requests_running",] == 0 and samples["paceline_engine_up",] == 1
     assert 0 <= samples["paceline_device_idle_ratio",] <= 1
     assert samples["paceline_http_responses_total", "/v1/completions", "200", "front-end-0"] == 3
+
+
+def test_metrics_count_the_tokens_of_experts() -> None:
+    with contextlib.closing(build_engine(load="random", shape="tiny-qwen3-moe", threads=1, kv_tokens=4096)) as engine:
+        caller = Caller(make_app(engine, name="moe"))
+        assert 'paceline_expert_tokens_total{expert="11"} 0.0' in caller.request("GET", "/metrics").text
+        caller.ok("/v1/completions", {"model": "moe", "prompt": [5] * 40, "max_tokens": 3, "ignore_eos": True})
+        families = text_string_to_metric_families(caller.request("GET", "/metrics").text)
+        found = {family.name: [sample.value for sample in family.samples] for family in families}
+    # 40 tokens of the prompt and two of the output, in three layers with experts, of which a token uses three.
+    assert len(found["paceline_expert_tokens"]) == 12 and sum(found["paceline_expert_tokens"]) == 42 * 3 * 3
+    assert len(found["paceline_expert_imbalance"]) == 3 and all(
+        1 < one <= 12 for one in found["paceline_expert_imbalance"]
+    )
 
 
 def test_routers_learn_at_once_that_a_reset_has_emptied_the_cache() -> None:

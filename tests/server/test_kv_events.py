@@ -148,6 +148,6 @@ def test_after_a_crash_of_the_engine_numbers_begin_again_with_a_clear(
     ],
 )
 def test_options_that_cannot_work_are_reported(options: tuple[str, ...], message: str) -> None:
-    with pytest.raises(AssertionError) as caught, serving(*MODEL, *options):
+    with pytest.raises(AssertionError) as caught, serving("--executor", "virtual", *options):
         pass
     assert message in " ".join(str(caught.value).split())

@@ -49,10 +49,11 @@ PATHS = make_document(ROUTES, "virtual", has_keys=False)["paths"]
 OPERATIONS = [(path, method) for path, methods in PATHS.items() for method in methods]
 
 
+@pytest.mark.parametrize("factor", [1, pytest.param(8, marks=pytest.mark.slow, id="many")])
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
 def test_every_response_conforms_to_the_document(
-    api: Any, server: ServerProcess, path: str, method: str, mode: GenerationMode
+    api: Any, server: ServerProcess, path: str, method: str, mode: GenerationMode, factor: int
 ) -> None:
     operation = api[path][method.upper()]
     if mode is GenerationMode.NEGATIVE and not (operation.body or operation.headers):
@@ -60,7 +61,7 @@ def test_every_response_conforms_to_the_document(
     headers = {"Authorization": "Bearer root"} if path.startswith("/admin") else None
 
     @given(case=operation.as_strategy(generation_mode=mode))
-    @settings(max_examples=16 if operation.body else 8, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=factor * (8 if operation.body else 4), suppress_health_check=list(HealthCheck))
     def check(case: Any) -> None:
         if path == "/admin/trace" and mode is GenerationMode.POSITIVE:
             case.body["seconds"] = 0.01  # a response takes as long

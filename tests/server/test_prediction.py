@@ -31,17 +31,15 @@ def text_of(reply: dict[str, Any]) -> list[str]:
     return [choice["message"]["content"] for choice in reply["choices"]]
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"temperature": 0.8, "seed": 3}, {"temperature": 0.8, "seed": 3, "n": 3}], ids=str
-)
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.8, "seed": 3, "n": 3}], ids=str)
 def test_no_prediction_changes_the_output(caller: Caller, drafting: Caller, changes: dict[str, Any]) -> None:
-    body = {**BODY, **changes}
+    body = {**BODY, "max_tokens": 24, **changes}
     plain = caller.ok(CHAT, body)
     answer = text_of(plain)[0]
     parts = [{"type": "text", "text": answer[:9]}, {"type": "text", "text": answer[9:]}]
+    assert text_of(caller.ok(CHAT, {**body, **predicted(answer)})) == text_of(plain), "without drafts"
     for content in (answer, parts, answer[::-1], "", [], "x" * 1500):
-        for one in (caller, drafting):  # without and with drafts
-            assert text_of(one.ok(CHAT, {**body, **predicted(content)})) == text_of(plain)
+        assert text_of(drafting.ok(CHAT, {**body, **predicted(content)})) == text_of(plain)
 
 
 def test_a_prediction_is_encoded_for_every_choice(engine: Engine) -> None:

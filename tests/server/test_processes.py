@@ -104,7 +104,7 @@ def test_requests_without_an_engine_are_503_at_once() -> None:
 
 def test_killing_a_front_end_does_not_affect_the_others() -> None:
     with virtual("--workers", "2") as server:
-        payload = [body([600 + number] * 8, 3_000) for number in range(24)]
+        payload = [body([600 + number] * 8, 1_500) for number in range(24)]
         victim = server.children["front_end"][0]
         engines = server.children["engine"]
         streams = asyncio.run(stream_all(server, payload, lambda: os.kill(victim, signal.SIGSEGV)))
@@ -112,7 +112,7 @@ def test_killing_a_front_end_does_not_affect_the_others() -> None:
         assert any(completed), "the other front end's streams continued"
         for number, raw in enumerate(streams):
             if completed[number]:
-                assert text_of(events(raw)) == expected_text([600 + number] * 8, 3_000)
+                assert text_of(events(raw)) == expected_text([600 + number] * 8, 1_500)
         assert server.children["engine"] == engines
         wait_until(lambda: len(server.children["front_end"]) == 2 and victim not in server.children["front_end"])
         assert "Fatal Python error: Segmentation fault" in server.output and "front_end.py" in server.output

@@ -48,7 +48,7 @@ def test_the_example_is_valid() -> None:
             {"batch_folder": "/x"},
             "batch_folder is '/x', which Ray Serve does not use (batches need `paceline serve`): remove it.",
         ),
-        ({"max_replica": 2}, "unknown option 'max_replica': did you mean max_replicas or replicas?"),
+        ({"max_replica": 2}, "unknown option 'max_replica': did you mean max_replicas or replicas or max_loras?"),
         ({"replicas": "two"}, "replicas is 'two'"),
         ({"replicas": 3, "max_replicas": 2}, "max_replicas is 2 and replicas is 3: raise max_replicas."),
         ({"load": "random"}, "load is 'random': give a shape, such as smollm2-135m, and no model."),

@@ -44,6 +44,11 @@ FAMILIES: dict[str, tuple[str, str, tuple[str, ...]]] = {  # template, output, s
         f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {ARGUMENTS}}}]',
         ("[TOOL_CALLS]",),
     ),
+    "granite": (
+        "<|tool_call|>",
+        f'<|tool_call|>[{{"name": "get_weather", "arguments": {ARGUMENTS}}}]',
+        ("<|tool_call|>",),
+    ),
     "mistral-args": ("[TOOL_CALLS][ARGS]", f"[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}", ("[TOOL_CALLS]", "[ARGS]")),
 }
 
@@ -140,5 +145,5 @@ def test_a_function_that_the_model_cannot_call_is_refused(family: str) -> None:
         return reply.status_code == 400
 
     assert refused("") and not refused("get-weather_2.now")
-    has_json = family in ("qwen", "llama", "mistral")
+    has_json = family in ("qwen", "llama", "mistral", "granite")
     assert [refused(name) for name in ("ns/tool", "a b", 'say "hi"', "<f>")] == [not has_json] * 4

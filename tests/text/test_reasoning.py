@@ -61,7 +61,7 @@ def test_reasoning_is_separated_at_every_split(
     is_opened=st.booleans(),
     cuts=st.lists(st.integers(0, 60), max_size=6),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_any_text_is_separated_as_when_it_arrives_whole(parts: list[str], is_opened: bool, cuts: list[int]) -> None:
     text = "".join(parts)
     ends = [0, *sorted(cuts), len(text)]

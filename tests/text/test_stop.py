@@ -29,7 +29,7 @@ short = st.text(alphabet="ab", min_size=1, max_size=5)
     stops=st.lists(short, min_size=1, max_size=4),
     include=st.booleans(),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_scanner_equals_naive_reference(pieces: list[str], stops: list[str], include: bool) -> None:
     scanner = StopScanner(stops, include_stop=include)
     shown = ""
@@ -101,7 +101,7 @@ def test_stop_string_matches_an_incomplete_character_at_the_end() -> None:
 
 
 @given(text=st.text(max_size=40), stop=st.text(min_size=1, max_size=4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_stream_stops_in_any_language(text: str, stop: str) -> None:
     ours = synthetic_tokenizer_600
     text += stop + "tail"

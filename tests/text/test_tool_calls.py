@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.text.call_syntax import Content, ToolCallStart
-from paceline.text.tool_calls import GLM, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_XML, ToolCallParser
+from paceline.text.tool_calls import GLM, GRANITE, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_XML, ToolCallParser
 
 ARGUMENTS = '{"a": "}\\"{<", "b": [1, {"c": 2}]}'
 TOOLS = [
@@ -156,6 +156,10 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (LLAMA, "<|python", "<|python", []),
     (LLAMA, " \n", " \n", []),
     # Mistral, before and since [ARGS]
+    (GRANITE, f'<|tool_call|>[{{"name": "f", "arguments": {ARGUMENTS}}}]', "", [("f", ARGUMENTS)]),
+    (GRANITE, 'Hm.\n<tool_call> [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"x": 1}}] ok', "Hm.ok",
+     [("f", "{}"), ("g", '{"x": 1}')]),
+    (GRANITE, "a <|tool_call|> b <|tool", "a <|tool_call|> b <|tool", []),
     (MISTRAL, f'[TOOL_CALLS][{{"name": "f", "arguments": {ARGUMENTS}}}]', "", [("f", ARGUMENTS)]),
     (MISTRAL, '[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "D681PevKs"}, {"arguments": {"a": 1}, "name": "g"}]',
      "", [("f", "{}"), ("g", '{"a": 1}')]),
@@ -222,7 +226,7 @@ PIECES = [
     parts=st.lists(st.sampled_from(PIECES), max_size=14),
     cuts=st.lists(st.integers(0, 200), max_size=6),
 )
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_any_text_is_parsed_as_when_it_arrives_whole(style: str, parts: list[str], cuts: list[int]) -> None:
     text = "".join(parts)
     whole = parsed(style, [text])

@@ -14,7 +14,7 @@ from paceline.sampling.grammar import Grammars
 from paceline.text.chat import ChatTemplate
 from paceline.text.synthetic import CHATML, synthetic_tokenizer
 from paceline.text.tokenizer import Tokenizer
-from paceline.text.tool_calls import GLM, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_XML
+from paceline.text.tool_calls import GLM, GRANITE, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_XML
 from paceline.text.tools import call_grammar, describe, make_call_id, markers, style_of
 
 
@@ -26,6 +26,7 @@ def test_style_is_recognised_from_the_template() -> None:
     assert style_of('{% if tools %}[TOOL_CALLS][{"name", "parameters"}]{% endif %}') == MISTRAL
     assert style_of("{% if tools %}[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}{% endif %}") == MISTRAL_ARGS
     assert style_of("{% if tools %}<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>{% endif %}") == GLM
+    assert style_of("{% if tools %}Answer with <|tool_call|> and a JSON list{% endif %}") == GRANITE
     with pytest.raises(InvalidRequest, match="an unknown style"):
         style_of("{% if tools %}<|tool_calls_begin|>{% endif %}")
 
@@ -43,6 +44,25 @@ def test_tools_are_described_to_a_template_without_support_for_them() -> None:
     assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools") and json.dumps(tool) in text
     assert '<tool_call>\n{"name": "get_time", "arguments": {"zone": "UTC"}}\n</tool_call>' in text
     assert "<tool_response>\nnoon\n</tool_response>" in text
+
+
+def test_tools_are_described_to_a_template_that_refuses_a_system_message() -> None:
+    refusal = "{{ raise_exception('System role not supported') }}"
+    gemma = (
+        "{% if messages[0].role == 'system' %}" + refusal + "{% endif %}{% for m in messages %}"
+        "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        "<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": {}}}
+    messages = [
+        {"role": "user", "content": "Time?"},
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "1", "content": "noon"},
+        {"role": "tool", "tool_call_id": "1", "content": "12:00"},
+    ]
+    text = ChatTemplate(gemma).render(describe(messages, [{"type": "function", "function": {"name": "now"}}], gemma))
+    assert text.startswith("<start_of_turn>user\n# Tools") and "Time?<end_of_turn>" in text
+    assert "noon\n</tool_response>\n<tool_response>\n12:00" in text
 
 
 SCHEMA = {
@@ -100,6 +120,7 @@ FORCED = {
     MISTRAL_ARGS: "[TOOL_CALLS]get_weather[ARGS]%s",
     QWEN_XML: XML,
     GLM: ARG_KEYS,
+    GRANITE: '<|tool_call|>[{"name": "get_weather", "arguments": %s}]',
 }
 NO_ARGUMENTS = {
     HERMES: '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
@@ -108,6 +129,7 @@ NO_ARGUMENTS = {
     MISTRAL_ARGS: "[TOOL_CALLS]now[ARGS]{}",
     QWEN_XML: "<tool_call>\n<function=now>\n</function>\n</tool_call>",
     GLM: "<tool_call>now\n</tool_call>",
+    GRANITE: '<|tool_call|>[{"name": "now", "arguments": {}}]',
 }
 
 

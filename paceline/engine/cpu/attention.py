@@ -7,8 +7,9 @@ each one call; the results are merged by their log-sum-exp:
 
 Decode rows read their one new token from the cache and have no third part. A prefix that 64 rows share is therefore
 read once instead of 64 times, and padding is bounded because rows of very different lengths are in different groups.
-Layers whose sliding window hides something use one masked call (`_WindowedGroup`), which is also the simplest form of
-all this.
+Layers whose sliding window hides something use one masked call (`_MaskedGroup`), which is also the simplest form of
+all this. So do models with a soft cap of the scores: torch's flash kernel has no hook between the scores and the
+softmax, so theirs is written out, one KV head after the other.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from paceline.engine.cpu.inputs import Index, Inputs
 from paceline.engine.cpu.kv_cache import KVCache
-from paceline.model.decoder import Attend
+from paceline.model.decoder import Attend, soft_cap
 from paceline.model.spec import ModelSpec
 
 # Fewest shared positions and rows for which a separate shared part pays off: below that one padded call is faster.
@@ -47,8 +48,6 @@ class CpuAttention:
     """The attention backend of the CPU."""
 
     def __init__(self, cache: KVCache, spec: ModelSpec) -> None:
-        # The flash kernel of torch has no hook between the scores and the softmax.
-        spec.refuse("attention on the CPU", ["score_cap"], "choose a model without a soft cap of its attention scores")
         self._cache, self._spec = cache, spec
 
     def begin(self, inputs: Inputs) -> Attend:
@@ -70,7 +69,7 @@ class _BatchAttention:
             if window is not None and longest <= window:
                 window = None  # it hides nothing yet
             if window not in groups:
-                make = _WindowedGroup if window is not None else _FullGroup
+                make = _FullGroup if window is None and spec.score_cap is None else _MaskedGroup
                 groups[window] = [
                     make(cache, spec, inputs, rows, shared, window) for rows, shared in _split(inputs, cache.page_size)
                 ]
@@ -258,31 +257,46 @@ class _FullGroup:
         return out.reshape(heads), lse.reshape(heads[0], heads[1], -1)
 
 
-class _WindowedGroup:
-    """Rows with equally many new tokens in layers with a sliding window: one call with its own mask."""
+class _MaskedGroup:
+    """Rows with equally many new tokens in layers with a sliding window, or a soft cap: one call with its own mask."""
 
     def __init__(
         self, cache: KVCache, spec: ModelSpec, inputs: Inputs, rows: Index, shared: int, window: int | None
     ) -> None:
-        assert window is not None, "a layer without a window needs no mask"
         size = cache.page_size
         self.num_rows, self.length = len(rows), int(inputs.lengths[rows[0]])
         self.tokens = _tokens_of(inputs, rows, self.length)
-        self._scale = spec.attention_scale
+        self._scale, self._softmax_scale, self._cap = spec.attention_scale, spec.softmax_scale, spec.score_cap
         starts = inputs.starts[rows]
-        first = np.maximum(starts - window + 1, 0) // size  # the first visible page
+        # The first visible page.
+        first = np.zeros_like(starts) if window is None else np.maximum(starts - window + 1, 0) // size
         num_pages = int(((starts + self.length - 1) // size - first).max()) + 1
         pages = _own_pages(inputs, rows, first[:, None], num_pages, size)
         self._reader = _Reader.of(cache, pages, num_pages * size)
         query = torch.from_numpy(starts[:, None] + np.arange(self.length))[:, None, :, None]
         key = torch.from_numpy(first[:, None] * size + np.arange(num_pages * size))[:, None, None, :]
-        hidden = (key > query) | (key <= query - window)
+        hidden = key > query
+        if window is not None:
+            hidden |= key <= query - window
         self._mask = torch.zeros(hidden.shape, dtype=cache.keys[0].dtype).masked_fill_(hidden, -torch.inf)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads = q.reshape(self.num_rows, self.length, -1, q.shape[-1])
+        if self._cap is not None:
+            return self._capped(heads, *self._reader.read(layer), self._cap).reshape(q.shape)
         out, _ = _attend_cached(heads, *self._reader.read(layer), self._mask, self._scale)
         return out.reshape(q.shape)
+
+    def _capped(self, q: Tensor, keys: Tensor, values: Tensor, cap: float) -> Tensor:
+        """[rows, queries, heads, D] of q in that order, and of keys and values [rows, KV heads, positions, D]."""
+        # [rows, KV heads, query heads of each, queries, D]
+        groups = q.view(*q.shape[:2], keys.shape[1], -1, q.shape[-1]).permute(0, 2, 3, 1, 4)
+        parts = []
+        for head in range(keys.shape[1]):
+            mine, k, v = groups[:, head].float(), keys[:, head, None].float(), values[:, head, None].float()
+            scores = soft_cap(mine @ k.transpose(-1, -2) * self._softmax_scale, cap)
+            parts.append((scores + self._mask).softmax(-1) @ v)
+        return torch.cat(parts, dim=1).transpose(1, 2).to(q.dtype)
 
 
 def _attend_new(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -22,12 +22,15 @@ from paceline.engine.cpu.draft_model import ModelDrafts
 from paceline.engine.cpu.drafts import DraftProposer, NgramDrafts, Verification, verification
 from paceline.engine.cpu.inputs import Index, Inputs, SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
+from paceline.engine.cpu.lora import PreparedAdapter, ResidentAdapters
 from paceline.engine.cpu.model import CpuModel, DecoderModel
 from paceline.engine.cpu.quantised_model import QuantisedModel, attention_for
 from paceline.engine.executor import Capabilities, Executor, Result
 from paceline.engine.pooling import PooledStates, pool_chunk
 from paceline.model.decoder import Decoder
+from paceline.model.lora import LoraFile, LoraWeights, arrange_adapter
 from paceline.model.rank_group import gather_logits
+from paceline.model.spec import ModelError
 from paceline.sampling.logprobs import LogprobRequest, LogprobTable, output_logprobs, prompt_runs
 from paceline.sampling.sampler import Sampler
 from paceline.sampling.sharded import ShardedSampler
@@ -52,6 +55,10 @@ class MaskSource(Protocol):
 
 class ModelRunner(Protocol):
     cache: KVCache
+    adapters: ResidentAdapters
+
+    @property
+    def decoder(self) -> DecoderModel: ...
 
     def run(self, plan: Plan, host: MaskSource | None) -> Result:
         """Executes one plan. With `host`, masks are applied."""
@@ -81,6 +88,7 @@ class CpuModelRunner:
         self.cache = KVCache(spec, num_pages, page_size, decoder.dtype, num_host_pages, share_host=share_host)
         self.attention = attention_for(decoder, self.cache)
         self.tables = SlotTables(max_running, max_row_tokens, page_size)
+        self.adapters = ResidentAdapters(max_running)
         self.sampler = Sampler(spec.vocab_size, max_running)
         self._sharded = None
         if decoder.group is not None:
@@ -97,6 +105,7 @@ class CpuModelRunner:
     def load_weights(self, decoder: Decoder) -> None:
         assert not isinstance(self.decoder, QuantisedModel), "weights of a quantised model cannot be replaced"
         self.decoder = CpuModel(decoder) if isinstance(self.decoder, CpuModel) else decoder
+        self.adapters.replace_decoder(self.decoder)
 
     @torch.inference_mode()
     def run(self, plan: Plan, host: MaskSource | None) -> Result:
@@ -110,6 +119,7 @@ class CpuModelRunner:
             if join.pooling is not None:
                 self._pooling[join.slot] = join.pooling
         self.tables.apply(plan)
+        self.adapters.apply(plan, self.decoder)
         checked = None
         if plan.drafts is not None:
             checked = verification(plan, self.tables, self._drafts)
@@ -121,7 +131,8 @@ class CpuModelRunner:
             return Result(NO_TOKENS, counts=zeros, num_drafts=zeros)
         inputs = self.tables.inputs(plan, 0 if checked is None else plan.num_decodes)
         attend = self.attention.begin(inputs)
-        hidden = self.decoder.forward(torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), attend)
+        tokens_in, positions_in = torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions)
+        hidden = self.decoder.forward(tokens_in, positions_in, attend, self.adapters.rows(plan))
         if self._draft_model is not None and plan.num_decodes < plan.num_rows:
             self._draft_model.compute_kv(inputs)
         runs = self._prompt_logprobs(plan, hidden)
@@ -286,10 +297,11 @@ class _CpuTask:
 
 
 class CpuExecutor(Executor):
-    capabilities = Capabilities(logits=True, pooling=True, weights=True, kv_transfer=True)
+    capabilities = Capabilities(logits=True, pooling=True, weights=True, kv_transfer=True, lora=True)
 
-    def __init__(self, runner: ModelRunner, *, num_threads: int | None = None) -> None:
-        self.runner = runner
+    def __init__(self, runner: ModelRunner, *, num_threads: int | None = None, max_lora_rank: int = 0) -> None:
+        """max_lora_rank: adapters of a higher rank are refused; 0: none is."""
+        self.runner, self._max_lora_rank = runner, max_lora_rank
         self._num_threads = num_threads
         self._queue: SimpleQueue[_CpuPending | _CpuTask | None] = SimpleQueue()
         self._error: ExecutorFailed | None = None
@@ -298,8 +310,28 @@ class CpuExecutor(Executor):
         self._thread = threading.Thread(target=self._work, name="paceline-device", daemon=True)
         self._thread.start()
 
+    @property
+    def expert_rows(self) -> Sequence[Sequence[int]]:
+        decoder = getattr(self.runner, "decoder", None)
+        return decoder.expert_rows if isinstance(decoder, CpuModel) else ()
+
     def load_weights(self, decoder: Decoder) -> None:
         self.runner.load_weights(decoder)  # the worker is idle, and sees it with the next pass
+
+    def arrange_adapter(self, file: LoraFile) -> LoraWeights:
+        decoder = self.runner.decoder
+        if 0 < self._max_lora_rank < file.max_rank:
+            raise ModelError(
+                f"{file.folder} has rank {file.max_rank}, and max_lora_rank is {self._max_lora_rank}: raise it."
+            )
+        weights = arrange_adapter(file, decoder.whole_spec, decoder.dtype, decoder.shard)
+        return PreparedAdapter.of(weights, decoder)
+
+    def add_adapter(self, adapter: str, file: LoraFile, weights: LoraWeights) -> None:
+        self._do(lambda: self.runner.adapters.add(adapter, weights))
+
+    def remove_adapter(self, adapter: str) -> None:
+        self._do(lambda: self.runner.adapters.remove(adapter))
 
     def launch(self, plan: Plan) -> _CpuPending:
         """Starts a pass and returns at once. After an error every pass ends in that error."""
@@ -332,7 +364,7 @@ class CpuExecutor(Executor):
         return self._do(lambda: None)
 
     def _do(self, function: Callable[[], None]) -> _CpuTask:
-        assert not self._closed, "pages are copied on a closed executor"
+        assert not self._closed, "a task is given to a closed executor"
         task = _CpuTask(function)
         self._queue.put(task)
         return task

@@ -15,14 +15,29 @@ of one row is a thousand small calls, and each costs as much as its arithmetic.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.engine.kv_sizing import free_memory
-from paceline.model.decoder import Attend, Decoder, DecoderLayer, Mlp, soft_cap
+from paceline.model.decoder import (
+    Attend,
+    Decoder,
+    DecoderLayer,
+    Experts,
+    Mlp,
+    add_chosen,
+    full_qk_factors,
+    route,
+    scaled,
+    soft_cap,
+)
 from paceline.model.layout import Shard
+from paceline.model.lora import AddAdapters, LayerAdapter, LoraRows, LoraWeights
 from paceline.model.rank_group import RankGroup, StageLink, embed
 from paceline.model.spec import ModelSpec
 
@@ -55,7 +70,10 @@ class DecoderModel(Protocol):
     @property
     def precision(self) -> str: ...  # of the weights, for humans
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor: ...
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, lora: LoraRows | None = None) -> Tensor: ...
+
+    def prepare_adapter(self, weights: LoraWeights) -> LoraWeights:
+        """The matrices of an adapter as `forward` uses them."""
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -64,16 +82,23 @@ class DecoderModel(Protocol):
 
 
 class _Linear:
-    """x W' + b, with the copy of W that is faster for the number of rows."""
+    """x W' + b, with the copy of W that is faster for the number of rows. name: what adapters call it."""
 
-    __slots__ = ("_bias", "_packed", "_transposed")
+    __slots__ = ("_bias", "_name", "_packed", "_transposed")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, packed: bool) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, packed: bool, name: str = "") -> None:
+        self._name = name
         self._transposed = weight.t().contiguous()
         self._bias = bias
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _TUNED_ROWS) if packed else None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapt: AddAdapters | None = None) -> Tensor:
+        y = self._multiplied(x)
+        if adapt is not None:
+            adapt(self._name, x, y)
+        return y
+
+    def _multiplied(self, x: Tensor) -> Tensor:
         if self._packed is not None and 1 < len(x) <= _MAX_PACKED_ROWS:
             result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
             return result
@@ -81,13 +106,12 @@ class _Linear:
             return torch.mm(x, self._transposed)
         return torch.addmm(self._bias, x, self._transposed)
 
-    def add_to(self, x: Tensor, y: Tensor) -> Tensor:
+    def add_to(self, x: Tensor, y: Tensor, adapt: AddAdapters | None = None) -> Tensor:
         """x + y W' + b, for the residual stream x."""
-        if self._packed is not None and 1 < len(x) <= _MAX_PACKED_ROWS:
-            return self(y).add_(x)
-        if self._bias is None:
-            return torch.addmm(x, y, self._transposed)
-        return self(y).add_(x)
+        is_packed = self._packed is not None and 1 < len(x) <= _MAX_PACKED_ROWS
+        if is_packed or self._bias is not None or adapt is not None:
+            return self(y, adapt).add_(x)
+        return torch.addmm(x, y, self._transposed)
 
 
 class CpuMlp:
@@ -96,33 +120,73 @@ class CpuMlp:
     __slots__ = ("_activation", "_down", "_gate_up")
 
     def __init__(self, mlp: Mlp, norm: Tensor | None, *, packed: bool) -> None:
-        self._gate_up = _Linear(_folded(mlp.gate_up, norm), mlp.gate_up_bias, packed=packed)
-        self._down = _Linear(mlp.down, mlp.down_bias, packed=packed)
+        self._gate_up = _Linear(_folded(mlp.gate_up, norm), mlp.gate_up_bias, packed=packed, name="gate_up")
+        self._down = _Linear(mlp.down, mlp.down_bias, packed=packed, name="down")
         self._activation = mlp.activation
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._down(self._activated(x))
+    def __call__(self, x: Tensor, adapt: AddAdapters | None = None) -> Tensor:
+        return self._down(self._activated(x, adapt), adapt)
 
-    def add_to(self, x: Tensor, y: Tensor) -> Tensor:
+    def add_to(self, x: Tensor, y: Tensor, adapt: AddAdapters | None = None) -> Tensor:
         """x + mlp(y)."""
-        return self._down.add_to(x, self._activated(y))
+        return self._down.add_to(x, self._activated(y, adapt), adapt)
 
-    def _activated(self, x: Tensor) -> Tensor:
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
+    def _activated(self, x: Tensor, adapt: AddAdapters | None) -> Tensor:
+        gate, up = self._gate_up(x, adapt).chunk(2, dim=-1)
         return self._activation(gate).mul_(up)
+
+
+class CpuExperts:
+    """A mixture of experts. The norm before it is folded in, and rows are counted by expert. It has no adapters."""
+
+    __slots__ = ("_activation", "_down", "_gate_up", "_router", "_routing", "_shared", "_shared_gate", "num_rows")
+
+    def __init__(self, experts: Experts, norm: Tensor | None, *, packed: bool) -> None:
+        if norm is not None:
+            # In place: a copy of all experts may not fit into memory.
+            shared = () if experts.shared is None else (experts.shared_gate, experts.shared.gate_up)
+            for weight in (experts.expert_gate_up, experts.router, *shared):
+                if weight is not None:
+                    weight.mul_(norm)
+            norm.fill_(1)  # otherwise a second model of these weights would fold it again
+        self._gate_up, self._down = experts.expert_gate_up, experts.expert_down
+        self._router, self._shared_gate = experts.router, experts.shared_gate
+        self._activation, self._routing = experts.activation, experts.routing
+        self._shared = None if experts.shared is None else CpuMlp(experts.shared, None, packed=packed)
+        self.num_rows = torch.zeros(len(self._router), dtype=torch.int64)  # that each expert has computed
+
+    def __call__(self, x: Tensor, adapt: AddAdapters | None = None) -> Tensor:
+        return self.add_to(torch.zeros_like(x), x)
+
+    def add_to(self, x: Tensor, y: Tensor, adapt: AddAdapters | None = None) -> Tensor:
+        """x + experts(y)."""
+        ids, weights = route(F.linear(y, self._router), self._routing)
+        out = x.clone()
+        self.num_rows += add_chosen(out, y, ids, weights, self._gate_up, self._down, self._activation)
+        if self._shared is not None and self._shared_gate is not None:
+            out.addcmul_(torch.sigmoid(F.linear(y, self._shared_gate)), self._shared(y))
+        return out
 
 
 class _CpuLayer:
     """The rearranged weights of one layer."""
 
-    __slots__ = ("attention_post_norm", "mlp", "mlp_post_norm", "out", "qk_norm", "qkv")
+    __slots__ = ("attention_post_norm", "folded", "mlp", "mlp_post_norm", "out", "qk_norm", "qkv")
 
     def __init__(self, layer: DecoderLayer, *, packed: bool) -> None:
-        self.qkv = _Linear(_folded(layer.qkv, layer.attention_norm), layer.qkv_bias, packed=packed)
-        self.out = _Linear(layer.out, layer.out_bias, packed=packed)
-        self.mlp = CpuMlp(layer.mlp, layer.mlp_norm, packed=packed)
+        # The norms that are folded into matrices, and so into the adapters of these.
+        self.folded = {"qkv": layer.attention_norm, "gate_up": layer.mlp_norm}
+        self.qkv = _Linear(_folded(layer.qkv, layer.attention_norm), layer.qkv_bias, packed=packed, name="qkv")
+        self.out = _Linear(layer.out, layer.out_bias, packed=packed, name="out")
+        self.mlp = _block(layer.mlp, layer.mlp_norm, packed=packed)
         self.qk_norm = layer.qk_norm
         self.attention_post_norm, self.mlp_post_norm = layer.attention_post_norm, layer.mlp_post_norm
+
+
+def _block(mlp: Mlp | Experts, norm: Tensor | None, *, packed: bool) -> CpuMlp | CpuExperts:
+    if isinstance(mlp, Experts):
+        return CpuExperts(mlp, norm, packed=packed)
+    return CpuMlp(mlp, norm, packed=packed)
 
 
 class CpuModel:
@@ -142,13 +206,13 @@ class CpuModel:
         )
         self._norm = decoder.norm
         if self.shard.is_last:
-            self._head = _Linear(decoder.head * decoder.norm, None, packed=packed)
+            self._head = _Linear(decoder.head * (decoder.norm * decoder.spec.logit_scale), None, packed=packed)
         self._layers: list[_CpuLayer] = []
         while decoder.layers:
             self._layers.append(_CpuLayer(decoder.layers.pop(0), packed=packed))
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, lora: LoraRows | None = None) -> Tensor:
         """Hidden states [T, hidden], scaled to unit mean square; the final norm's weight is folded into the head. Of a
         stage that is not the last: not scaled, and sent on."""
         spec = self.spec
@@ -156,32 +220,59 @@ class CpuModel:
         has_pre_norm = spec.norm_placement != "post"
         rotations = [table[positions].unsqueeze(1).chunk(2, dim=-1) for table in self._ropes]
         if self.stages is None or self.shard.is_first:
-            x = embed(self.group, spec, self._embedding, tokens)
+            x = scaled(embed(self.group, spec, self._embedding, tokens), spec.embedding_scale)
         else:
             x = self.stages.receive(len(tokens), spec.hidden_size, self.dtype)
         for index, layer in enumerate(self._layers):
-            heads = layer.qkv(_normed(x, eps) if has_pre_norm else x).view(-1, num_qk + spec.num_kv_heads, size)
+            adapt = None if lora is None else partial(lora.add, index)
+            heads = layer.qkv(_normed(x, eps) if has_pre_norm else x, adapt).view(-1, num_qk + spec.num_kv_heads, size)
             qk, v = torch.split(heads, [num_qk, spec.num_kv_heads], dim=1)
-            if layer.qk_norm is not None:
+            if layer.qk_norm is not None and spec.full_qk_norm:
+                qk = qk * full_qk_factors(self.group, self.whole_spec, spec, qk) * layer.qk_norm
+            elif layer.qk_norm is not None:
                 qk = _normed(qk, eps) * layer.qk_norm
             rope = spec.layer_ropes[index]
             if rope is not None:
                 cos, sin = rotations[rope]
                 qk = torch.addcmul(qk * cos, qk.roll(size // 2, dims=-1), sin)
             q, k = torch.split(qk, [spec.num_heads, spec.num_kv_heads], dim=1)
-            x = self._add(x, layer.out, attend(index, q, k, v), layer.attention_post_norm)
-            x = self._add(x, layer.mlp, _normed(x, eps) if has_pre_norm else x, layer.mlp_post_norm)
+            x = self._add(x, layer.out, attend(index, q, k, v), layer.attention_post_norm, adapt)
+            x = self._add(x, layer.mlp, _normed(x, eps) if has_pre_norm else x, layer.mlp_post_norm, adapt)
         if self.stages is not None and not self.shard.is_last:
             self.stages.send(x)
             return x
         return _normed(x, eps)
 
-    def _add(self, x: Tensor, block: _Linear | CpuMlp, y: Tensor, post_norm: Tensor | None) -> Tensor:
+    def _add(
+        self,
+        x: Tensor,
+        block: _Linear | CpuMlp | CpuExperts,
+        y: Tensor,
+        post_norm: Tensor | None,
+        adapt: AddAdapters | None,
+    ) -> Tensor:
         """x + norm(block(y))."""
         if self.group is None and post_norm is None:
-            return block.add_to(x, y)
-        out = block(y) if self.group is None else self.group.all_reduce(block(y))
+            return block.add_to(x, y, adapt)
+        out = block(y, adapt) if self.group is None else self.group.all_reduce(block(y, adapt))
         return x + out if post_norm is None else torch.addcmul(x, _normed(out, self._eps), post_norm)
+
+    def prepare_adapter(self, weights: LoraWeights) -> LoraWeights:
+        """Norms are folded into adapters as they are into the matrices."""
+
+        def folded(index: int, layer: LayerAdapter) -> LayerAdapter:
+            norms = self._layers[index].folded
+            return {
+                name: tuple(replace(part, a=_folded(part.a, norms.get(name))) for part in parts)
+                for name, parts in layer.items()
+            }
+
+        return LoraWeights(tuple(folded(index, layer) for index, layer in enumerate(weights.layers)))
+
+    @property
+    def expert_rows(self) -> list[list[int]]:
+        """Of each layer with experts: rows that each has computed."""
+        return [layer.mlp.num_rows.tolist() for layer in self._layers if isinstance(layer.mlp, CpuExperts)]
 
     @torch.inference_mode()
     def states(self, hidden: Tensor) -> Tensor:

@@ -24,12 +24,14 @@
 #define KEYS 32    /* positions that attention reads at a time, from a multiple of it on */
 #define CHUNK 64   /* positions whose attention is computed on its own, from a multiple of it on, and then merged */
 #define QUERIES 8  /* tokens of one request whose attention is computed together */
+#define TOGETHER (LANES < 16 ? 2 : 4) /* heads or tokens that read a key together: as many as the registers hold */
 #define INLINE static inline __attribute__((always_inline))
 
 /* ---------------------------------------------------------------- vectors
 
-   vb: LANES channels with 4 columns each, as bytes. Inputs: those of a group of columns, of one row.
-   dot4(acc, w, x, step): acc + the sums of w * x over the 4 columns of a step. */
+   vb: LANES channels with 4 columns each, as bytes. Inputs: one part of those of a group of columns, of one row. The two
+   parts are their high and low bytes. With WORDS they are the inputs of even and of odd columns, in 16 bits.
+   dot4(acc, w, x, step, part): acc + the sums of w * x over the 4 columns of a step, as far as the part has them. */
 
 #if defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD) && !defined(PACELINE_PORTABLE)
 #include <arm_neon.h>
@@ -49,6 +51,7 @@
 #define LANES 8
 #define ROWS 2
 #define SIGNED 1
+#define WORDS 1 /* it has no sums of products of bytes that do not saturate */
 #else
 #define ISA "portable" /* tests set the other two, to have the layout of any CPU */
 #ifndef LANES
@@ -57,6 +60,9 @@
 #endif
 #define ROWS 2
 #endif
+#ifndef WORDS
+#define WORDS 0
+#endif
 
 #define VECS 2                /* vectors of channels that are computed together */
 #define TILE (VECS * LANES)   /* channels whose weights are stored together */
@@ -64,6 +70,7 @@
 typedef int32_t vi __attribute__((vector_size(LANES * 4)));
 typedef float vf __attribute__((vector_size(LANES * 4)));
 typedef uint8_t vb __attribute__((vector_size(LANES * 4)));
+typedef int8_t vs __attribute__((vector_size(LANES)));
 
 INLINE vb load_bytes(const uint8_t *p) { vb v; memcpy(&v, p, sizeof v); return v; }
 INLINE vf load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
@@ -73,7 +80,7 @@ INLINE vf splat(float x) { return x - (vf){0}; }
 #if defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD) && !defined(PACELINE_PORTABLE)
 typedef struct { int8x16_t halves[2]; } Inputs;
 INLINE Inputs load_inputs(const int8_t *x) { return (Inputs){{vld1q_s8(x), vld1q_s8(x + 16)}}; }
-INLINE vi dot4(vi acc, vb w, Inputs x, int step) {
+INLINE vi dot4(vi acc, vb w, Inputs x, int step, int part) {
     int32x4_t a = (int32x4_t)acc;
     int8x16_t b = (int8x16_t)w, half = x.halves[step / 4];
     switch (step % 4) { /* the lane must be a constant */
@@ -90,7 +97,7 @@ INLINE vf load_half(const uint16_t *p) { return (vf)vcvt_f32_f16(vreinterpret_f1
 typedef const int8_t *Inputs;
 INLINE Inputs load_inputs(const int8_t *x) { return x; }
 #if LANES == 16 && !defined(PACELINE_PORTABLE)
-INLINE vi dot4(vi acc, vb w, Inputs x, int step) {
+INLINE vi dot4(vi acc, vb w, Inputs x, int step, int part) {
     int32_t four;
     memcpy(&four, x + 4 * step, 4);
     return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(four));
@@ -99,22 +106,22 @@ INLINE vf fma_(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512
 INLINE vf to_float(vi a) { return (vf)_mm512_cvtepi32_ps((__m512i)a); }
 INLINE vf load_half(const uint16_t *p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 #elif LANES == 8 && !defined(PACELINE_PORTABLE)
-INLINE vi dot4(vi acc, vb w, Inputs x, int step) {
-    int32_t four;
-    memcpy(&four, x + 4 * step, 4);
-    __m256i a = (__m256i)w, b = _mm256_set1_epi32(four); /* bytes 0 and 2, then 1 and 3, as 16-bit integers */
-    __m256i even = _mm256_madd_epi16(_mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8),
-                                     _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
-    __m256i odd = _mm256_madd_epi16(_mm256_srai_epi16(a, 8), _mm256_srai_epi16(b, 8));
-    return (vi)_mm256_add_epi32((__m256i)acc, _mm256_add_epi32(even, odd));
+INLINE vi dot4(vi acc, vb w, Inputs x, int step, int part) {
+    int32_t two;
+    memcpy(&two, x + 4 * step, 4);
+    __m256i odd = _mm256_srai_epi16((__m256i)w, 8), even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)w, 8), 8);
+    return acc + (vi)_mm256_madd_epi16(part ? odd : even, _mm256_set1_epi32(two));
 }
 INLINE vf fma_(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 INLINE vf to_float(vi a) { return (vf)_mm256_cvtepi32_ps((__m256i)a); }
 INLINE vf load_half(const uint16_t *p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 #else
-INLINE vi dot4(vi acc, vb w, Inputs x, int step) {
+INLINE vi dot4(vi acc, vb w, Inputs x, int step, int part) {
     for (int i = 0; i < LANES; i++)
-        for (int j = 0; j < 4; j++) acc[i] += (SIGNED ? (int8_t)w[4 * i + j] : w[4 * i + j]) * x[4 * step + j];
+        for (int j = WORDS * part; j < 4; j += 1 + WORDS) {
+            int weight = SIGNED ? (int8_t)w[4 * i + j] : w[4 * i + j];
+            acc[i] += weight * (WORDS ? ((const int16_t *)x)[2 * step + j / 2] : x[4 * step + j]);
+        }
     return acc;
 }
 INLINE vf fma_(vf a, vf b, vf c) { return a * b + c; }
@@ -171,7 +178,7 @@ typedef struct {
     int32_t rows, columns, bits, unused;
 } Matrix;
 
-typedef struct { /* the rows of a batch, rounded to 15 bits: x = scale * (128 * high + low) */
+typedef struct { /* the rows of a batch, rounded to 15 bits: x = scale * (128 * high + low); WORDS: see "vectors" */
     int8_t *high, *low;
     float *scales, *sums; /* [rows, groups]; a sum is that of the rounded x, over a group */
     int64_t columns;      /* a multiple of GROUP: the rest is zero */
@@ -231,6 +238,8 @@ void pack(const int8_t *values, const float *scales, const float *offsets, int64
     }
 }
 
+#define SUM(r) (WORDS ? (r) % M : (r))
+
 /* TILE channels of M rows of x. */
 INLINE void tile_product(const uint8_t *tile, const Rounded *x, int64_t row, const int M, const int bits,
                          vf out[ROWS][VECS]) {
@@ -243,7 +252,7 @@ INLINE void tile_product(const uint8_t *tile, const Rounded *x, int64_t row, con
     for (int64_t g = 0; g < groups; g++, tile += block_bytes(bits), high += GROUP, low += GROUP) {
         const uint8_t *w = tile + TILE * 4;
         Inputs inputs[2 * ROWS]; /* the high parts of all rows, then the low parts */
-        vi acc[2 * ROWS][VECS];
+        vi acc[2 * ROWS][VECS];  /* with WORDS both parts of a row have one sum */
         for (int r = 0; r < M; r++) {
             inputs[r] = load_inputs(high + r * x->columns);
             inputs[M + r] = load_inputs(low + r * x->columns);
@@ -255,11 +264,13 @@ INLINE void tile_product(const uint8_t *tile, const Rounded *x, int64_t row, con
 #pragma GCC unroll 2
             for (int v = 0; v < VECS; v++, w += LANES * 4) {
                 vb bytes = load_bytes(w), first = bits == 4 ? bytes & 15 : bytes;
-#pragma GCC unroll 4
-                for (int r = 0; r < 2 * M; r++) acc[r][v] = dot4(acc[r][v], first, inputs[r], s);
+#pragma GCC unroll 8
+                for (int r = 0; r < 2 * M; r++)
+                    acc[SUM(r)][v] = dot4(acc[SUM(r)][v], first, inputs[r], s, r >= M);
                 if (bits == 8) continue;
-#pragma GCC unroll 4
-                for (int r = 0; r < 2 * M; r++) acc[r][v] = dot4(acc[r][v], bytes >> 4, inputs[r], s + 1);
+#pragma GCC unroll 8
+                for (int r = 0; r < 2 * M; r++)
+                    acc[SUM(r)][v] = dot4(acc[SUM(r)][v], bytes >> 4, inputs[r], s + 1, r >= M);
             }
         const uint16_t *halves = (const uint16_t *)tile;
 #pragma GCC unroll 2
@@ -267,7 +278,7 @@ INLINE void tile_product(const uint8_t *tile, const Rounded *x, int64_t row, con
             vf scale = load_half(halves + v * LANES), offset = load_half(halves + TILE + v * LANES);
 #pragma GCC unroll 4
             for (int r = 0; r < M; r++) {
-                vf product = to_float((acc[r][v] << 7) + acc[M + r][v]);
+                vf product = to_float(WORDS ? acc[r][v] : (acc[r][v] << 7) + acc[M + r][v]);
                 total[r][v] = fma_(product, scale * splat(scales[r * groups + g]), total[r][v]);
                 total[r][v] = fma_(offset, splat(sums[r * groups + g]), total[r][v]);
             }
@@ -346,26 +357,41 @@ static void product(const Matrix *w, const Rounded *x, int64_t rows, float *y, i
 static void round_row(const float *x, int64_t columns, Rounded *to, int64_t row) {
     int64_t groups = to->columns / GROUP;
     int8_t *high = to->high + row * to->columns, *low = to->low + row * to->columns;
-    for (int64_t g = 0; g < groups; g++) {
+    for (int64_t g = 0; g < groups; g++, high += GROUP, low += GROUP) {
         float part[GROUP] = {0}, largest = 0;
         int finite = 1, total = 0;
         int64_t count = columns - g * GROUP < GROUP ? columns - g * GROUP : GROUP;
         memcpy(part, x + g * GROUP, count * sizeof(float));
-        for (int i = 0; i < GROUP; i++) {
-            float size = fabsf(part[i]);
-            finite &= size <= FLT_MAX;
-            largest = size > largest ? size : largest;
+        vf sizes = {0};
+        vi are_finite = ~(vi){0}, totals = {0};
+        for (int v = 0; v < GROUP / LANES; v++) {
+            vf size = (vf)((vi)load(part + v * LANES) & 0x7fffffff);
+            are_finite &= size <= splat(FLT_MAX);
+            sizes = larger(size, sizes);
+        }
+        for (int l = 0; l < LANES; l++) {
+            finite &= are_finite[l];
+            largest = sizes[l] > largest ? sizes[l] : largest;
         }
         float scale = finite ? largest / LARGEST : NAN;
         float inverse = finite && largest > 0 ? LARGEST / largest : 0;
         if (!(inverse <= FLT_MAX)) inverse = scale = 0; /* all values are subnormal */
-        for (int i = 0; i < GROUP; i++) {
-            float value = finite ? part[i] * inverse : 0;
-            int rounded = (int)(value + (value < 0 ? -0.5f : 0.5f)), upper = (rounded + 64) >> 7;
-            high[g * GROUP + i] = (int8_t)upper;
-            low[g * GROUP + i] = (int8_t)(rounded - upper * 128);
-            total += rounded;
+        if (!finite) memset(part, 0, sizeof part);
+        for (int v = 0; v < GROUP / LANES; v++) {
+            vf value = load(part + v * LANES) * splat(inverse);
+            vf half = choose(value < splat(0), splat(-0.5f), splat(0.5f));
+            vi rounded = __builtin_convertvector(value + half, vi), upper = (rounded + 64) >> 7;
+            totals += rounded;
+            if (WORDS) {
+                int16_t *even = (int16_t *)(high + v * LANES), *odd = (int16_t *)(low + v * LANES);
+                for (int l = 0; l < LANES; l += 2) even[l / 2] = rounded[l], odd[l / 2] = rounded[l + 1];
+                continue;
+            }
+            vs highs = __builtin_convertvector(upper, vs), lows = __builtin_convertvector(rounded - (upper << 7), vs);
+            memcpy(high + v * LANES, &highs, sizeof highs);
+            memcpy(low + v * LANES, &lows, sizeof lows);
         }
+        for (int l = 0; l < LANES; l++) total += totals[l];
         to->scales[row * groups + g] = scale;
         to->sums[row * groups + g] = scale * (float)total;
     }
@@ -396,7 +422,30 @@ INLINE void rotate(float *x, const float *cos_sin, int64_t size) {
     }
 }
 
+/* In an order that depends on the count alone. */
+INLINE float dot(const float *x, const float *y, int64_t count) {
+    float lanes[16] = {0}, total = 0;
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16)
+        for (int j = 0; j < 16; j++) lanes[j] += x[i + j] * y[i + j];
+    for (int j = 0; j < 16; j++) total += lanes[j];
+    for (; i < count; i++) total += x[i] * y[i];
+    return total;
+}
+
 /* ---------------------------------------------------------------- the decoder */
+
+enum { QKV, OUT, GATE_UP, DOWN, NUM_ADAPTED, MAX_RANK = 128 };
+
+typedef struct { /* what an adapter adds to some outputs of a matrix: y[first ...] += b (a x) */
+    const float *a, *b; /* [rank, columns], [rows, rank] */
+    int64_t first, rows, rank;
+} LowRank;
+
+typedef struct { /* of one matrix */
+    const LowRank *parts;
+    int64_t num_parts;
+} Adapter;
 
 typedef struct {
     Matrix qkv, out, gate_up, down;
@@ -411,6 +460,7 @@ typedef struct {
     int64_t num_layers, hidden, num_heads, num_kv_heads, head_dim, ffn;
     float eps, scale, score_cap; /* score_cap 0: none */
     int32_t activation;          /* 0: silu, 1: gelu, tanh form */
+    int32_t full_qk_norm;        /* over all heads together */
 } Model;
 
 typedef struct { /* see engine/cpu/inputs.py */
@@ -421,6 +471,7 @@ typedef struct { /* see engine/cpu/inputs.py */
     float *x;                           /* [tokens, hidden]: in and out */
     uint8_t *scratch;                   /* scratch_bytes() */
     int64_t num_threads;
+    const Adapter *const *adapters; /* by token: [layers, NUM_ADAPTED] or NULL; NULL: no token has one */
 } Batch;
 
 typedef struct { /* attention of up to QUERIES tokens of a row, to all positions or to one chunk of them */
@@ -517,8 +568,8 @@ INLINE void transpose(const float *const *keys, int count, int64_t size, float *
 
 /* Scores of KEYS keys[size, KEYS] for N queries[N, size]. */
 INLINE void scores_of(const float *queries, const float *keys, int64_t size, const int N, float scores[][KEYS]) {
-    vf acc[2][KEYS / LANES];
-#pragma GCC unroll 2
+    vf acc[TOGETHER][KEYS / LANES];
+#pragma GCC unroll 4
     for (int n = 0; n < N; n++)
 #pragma GCC unroll 8
         for (int v = 0; v < KEYS / LANES; v++) acc[n][v] = (vf){0};
@@ -526,37 +577,43 @@ INLINE void scores_of(const float *queries, const float *keys, int64_t size, con
 #pragma GCC unroll 8
         for (int v = 0; v < KEYS / LANES; v++) {
             vf key = load(keys + d * KEYS + v * LANES);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int n = 0; n < N; n++) acc[n][v] = fma_(splat(queries[n * size + d]), key, acc[n][v]);
         }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int n = 0; n < N; n++)
 #pragma GCC unroll 8
         for (int v = 0; v < KEYS / LANES; v++) store(scores[n] + v * LANES, acc[n][v]);
 }
 
-/* out[N, size] = out * factor + the sum of weights[j] * values[j], j from first to last. */
+/* U vectors, from d on, of out[N, size] = out * factor + the sum of weights[j] * values[j], j from first to last. */
+INLINE void add_columns(float *out, const float *factors, float weights[][KEYS], const float *const *values, int first,
+                        int last, int64_t size, int64_t d, const int N, const int U) {
+    vf acc[TOGETHER][8];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 8
+        for (int u = 0; u < U; u++) acc[n][u] = load(out + n * size + d + u * LANES) * splat(factors[n]);
+    for (int j = first; j <= last; j++)
+#pragma GCC unroll 8
+        for (int u = 0; u < U; u++) {
+            vf value = load(values[j] + d + u * LANES);
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++) acc[n][u] = fma_(splat(weights[n][j]), value, acc[n][u]);
+        }
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 8
+        for (int u = 0; u < U; u++) store(out + n * size + d + u * LANES, acc[n][u]);
+}
+
 INLINE void add_values(float *out, const float *factors, float weights[][KEYS], const float *const *values, int first,
                        int last, int64_t size, const int N) {
+    enum { VECTORS = LANES == 4 ? 8 : 4 }; /* as many as the registers hold, of at most 64 columns */
     int64_t d = 0;
-    for (; d + 8 * LANES <= size; d += 8 * LANES) {
-        vf acc[2][8];
-#pragma GCC unroll 2
-        for (int n = 0; n < N; n++)
-#pragma GCC unroll 8
-            for (int u = 0; u < 8; u++) acc[n][u] = load(out + n * size + d + u * LANES) * splat(factors[n]);
-        for (int j = first; j <= last; j++)
-#pragma GCC unroll 8
-            for (int u = 0; u < 8; u++) {
-                vf value = load(values[j] + d + u * LANES);
-#pragma GCC unroll 2
-                for (int n = 0; n < N; n++) acc[n][u] = fma_(splat(weights[n][j]), value, acc[n][u]);
-            }
-#pragma GCC unroll 2
-        for (int n = 0; n < N; n++)
-#pragma GCC unroll 8
-            for (int u = 0; u < 8; u++) store(out + n * size + d + u * LANES, acc[n][u]);
-    }
+    for (; d + VECTORS * LANES <= size; d += VECTORS * LANES)
+        add_columns(out, factors, weights, values, first, last, size, d, N, VECTORS);
+    for (; d + LANES <= size; d += LANES) add_columns(out, factors, weights, values, first, last, size, d, N, 1);
     for (; d < size; d++)
         for (int n = 0; n < N; n++) {
             float total = out[n * size + d] * factors[n];
@@ -574,7 +631,7 @@ typedef struct {                         /* of the queries of a task, by head an
 /* Adds the keys from position `base` on to queries i to i + N - 1. */
 INLINE void add_keys(const Attention *a, int64_t i, const int N, int64_t base, int num, const float *keys,
                      const float *const *values) {
-    float scores[2][KEYS], weights[2][KEYS], factors[2];
+    float scores[TOGETHER][KEYS], weights[TOGETHER][KEYS], factors[TOGETHER];
     int first = KEYS, last = -1;
     scores_of(a->queries + i * a->size, keys, a->size, N, scores);
     for (int n = 0; n < N; n++) {
@@ -634,6 +691,7 @@ static void attend_chunk(const Model *m, const Batch *b, const Attention *a, int
             }
             transpose(keys, num, size, by_dimension);
             int64_t i = head * per_head, last = i + per_head;
+            for (; i + TOGETHER <= last; i += TOGETHER) add_keys(a, i, TOGETHER, base, num, by_dimension, values);
             for (; i + 2 <= last; i += 2) add_keys(a, i, 2, base, num, by_dimension, values);
             if (i < last) add_keys(a, i, 1, base, num, by_dimension, values);
         }
@@ -735,9 +793,34 @@ static void apply(const Matrix *w, const Batch *b, const Scratch *s, float *y, i
     product(w, &x, b->num_tokens, y, add);
 }
 
-/* x += matrix(rounded), with a norm in between where the model has one. */
-static void add_block(const Model *m, const Matrix *w, const Batch *b, Scratch *s, const float *post_norm) {
-    apply(w, b, s, post_norm ? s->block : b->x, !post_norm);
+/* y += what the adapters of the tokens add to a matrix whose input is x, or norm(x). `at`: layer and matrix. */
+static void add_adapters(const Model *m, const Batch *b, int64_t at, const float *x, int64_t stride, int64_t columns,
+                         const float *norm, float *y, int64_t y_stride) {
+    if (!b->adapters) return;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t t = 0; t < b->num_tokens; t++) {
+        const Adapter *own = b->adapters[t] ? b->adapters[t] + at : NULL;
+        if (!own || !own->num_parts) continue;
+        float normed[norm ? columns : 1], between[MAX_RANK];
+        const float *input = x + t * stride;
+        if (norm) {
+            norm_row(input, norm, columns, m->eps, normed);
+            input = normed;
+        }
+        for (const LowRank *part = own->parts; part < own->parts + own->num_parts; part++) {
+            float *out = y + t * y_stride + part->first;
+            for (int64_t r = 0; r < part->rank; r++) between[r] = dot(input, part->a + r * columns, columns);
+            for (int64_t i = 0; i < part->rows; i++) out[i] += dot(between, part->b + i * part->rank, part->rank);
+        }
+    }
+}
+
+/* x += matrix(rounded), with a norm in between where the model has one. input: what was rounded. */
+static void add_block(const Model *m, const Matrix *w, const Batch *b, Scratch *s, const float *post_norm, int64_t at,
+                      const float *input, int64_t stride) {
+    float *out = post_norm ? s->block : b->x;
+    apply(w, b, s, out, !post_norm);
+    add_adapters(m, b, at, input, stride, w->columns, NULL, out, m->hidden);
     if (!post_norm) return;
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < b->num_tokens; t++) {
@@ -752,16 +835,22 @@ static void run_layer(const Model *m, const Batch *b, Scratch *s, int64_t index)
     int64_t size = m->head_dim, num_qk = m->num_heads + m->num_kv_heads, stride = qkv_size(m);
     round_rows(m, b, s, b->x, m->hidden, layer->attention_norm);
     apply(&layer->qkv, b, s, s->qkv, 0);
+    int64_t at = index * NUM_ADAPTED;
+    add_adapters(m, b, at + QKV, b->x, m->hidden, m->hidden, layer->attention_norm, s->qkv, stride);
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < b->num_tokens; t++) {
-        float *heads = s->qkv + t * stride;
+        float *heads = s->qkv + t * stride, *keys = heads + m->num_heads * size;
+        if (layer->qk_norm && m->full_qk_norm) {
+            norm_row(heads, layer->qk_norm, m->num_heads * size, m->eps, heads);
+            norm_row(keys, layer->qk_norm + m->num_heads * size, m->num_kv_heads * size, m->eps, keys);
+        }
         for (int64_t h = 0; h < num_qk; h++) {
             float *one = heads + h * size;
-            if (layer->qk_norm) norm_row(one, layer->qk_norm + h * size, size, m->eps, one);
+            if (layer->qk_norm && !m->full_qk_norm) norm_row(one, layer->qk_norm + h * size, size, m->eps, one);
             if (layer->rope) rotate(one, layer->rope + b->positions[t] * size, size);
         }
         int64_t at = b->kv_indices[t] * m->num_kv_heads * size, bytes = m->num_kv_heads * size * sizeof(float);
-        memcpy(b->keys[index] + at, heads + m->num_heads * size, bytes);
+        memcpy(b->keys[index] + at, keys, bytes);
         memcpy(b->values[index] + at, heads + num_qk * size, bytes);
     }
 #pragma omp for schedule(static, 1)
@@ -772,32 +861,30 @@ static void run_layer(const Model *m, const Batch *b, Scratch *s, int64_t index)
             if (s->tasks[task].chunk == 0) attend_merged(m, b, s, s->tasks + task, s->tasks + s->num_tasks);
     }
     round_rows(m, b, s, s->attended, m->num_heads * size, NULL);
-    add_block(m, &layer->out, b, s, layer->attention_post_norm);
+    add_block(m, &layer->out, b, s, layer->attention_post_norm, at + OUT, s->attended, m->num_heads * size);
 
     round_rows(m, b, s, b->x, m->hidden, layer->mlp_norm);
     apply(&layer->gate_up, b, s, s->gate_up, 0);
+    add_adapters(m, b, at + GATE_UP, b->x, m->hidden, m->hidden, layer->mlp_norm, s->gate_up, 2 * m->ffn);
     Rounded to = s->rounded;
     to.columns = groups_of(m->ffn) * GROUP;
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < b->num_tokens; t++) {
         float *gate = s->gate_up + t * 2 * m->ffn, *up = gate + m->ffn;
-        if (m->activation == 0)
-            for (int64_t i = 0; i < m->ffn; i += LANES) {
-                int64_t count = m->ffn - i < LANES ? m->ffn - i : LANES;
-                float part[LANES] = {0};
-                memcpy(part, gate + i, count * sizeof(float));
-                vf x = load(part), negated = choose(x < splat(-88.0f), splat(88.0f), -x);
-                store(part, x / (splat(1.0f) + exp_(negated)));
-                for (int64_t j = 0; j < count; j++) gate[i + j] = part[j] * up[i + j];
-            }
-        else
-            for (int64_t i = 0; i < m->ffn; i++) {
-                float x = gate[i];
-                gate[i] = 0.5f * x * (1 + tanhf(0.7978845608f * (x + 0.044715f * x * x * x))) * up[i];
-            }
+        for (int64_t i = 0; i < m->ffn; i += LANES) {
+            int64_t count = m->ffn - i < LANES ? m->ffn - i : LANES;
+            float part[LANES] = {0};
+            memcpy(part, gate + i, count * sizeof(float));
+            /* Both are x * sigmoid(u): (1 + tanh(v)) / 2 is sigmoid(2 v). */
+            vf x = load(part), u = x;
+            if (m->activation) u = splat(1.5957691216f) * (x + splat(0.044715f) * x * x * x);
+            vf negated = choose(u < splat(-88.0f), splat(88.0f), -u);
+            store(part, x / (splat(1.0f) + exp_(negated)));
+            for (int64_t j = 0; j < count; j++) gate[i + j] = part[j] * up[i + j];
+        }
         round_row(gate, m->ffn, &to, t);
     }
-    add_block(m, &layer->down, b, s, layer->mlp_post_norm);
+    add_block(m, &layer->down, b, s, layer->mlp_post_norm, at + DOWN, s->gate_up, 2 * m->ffn);
 }
 
 /* All layers and the final norm: x[tokens, hidden] in and out. */

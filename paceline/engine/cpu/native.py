@@ -80,6 +80,7 @@ class Model(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("score_cap", ctypes.c_float),
         ("activation", ctypes.c_int32),
+        ("full_qk_norm", ctypes.c_int32),
     )
 
 
@@ -100,7 +101,22 @@ class Batch(ctypes.Structure):
         ("x", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),
         ("num_threads", ctypes.c_int64),
+        ("adapters", ctypes.c_void_p),
     )
+
+
+class LowRankPart(ctypes.Structure):
+    _fields_ = (
+        ("a", ctypes.c_void_p),
+        ("b", ctypes.c_void_p),
+        ("first", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("rank", ctypes.c_int64),
+    )
+
+
+class AdaptedMatrix(ctypes.Structure):
+    _fields_ = (("parts", ctypes.POINTER(LowRankPart)), ("num_parts", ctypes.c_int64))
 
 
 class PackedMatrix:

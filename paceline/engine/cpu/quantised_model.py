@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,9 +20,10 @@ from paceline.engine.cpu.attention import CpuAttention
 from paceline.engine.cpu.inputs import Inputs
 from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.cpu.model import DecoderModel
-from paceline.engine.cpu.native import Batch, Layer, Model, NativeLibrary, PackedMatrix
-from paceline.model.decoder import Attend, soft_cap
+from paceline.engine.cpu.native import AdaptedMatrix, Batch, Layer, LowRankPart, Model, NativeLibrary, PackedMatrix
+from paceline.model.decoder import Attend, scaled, soft_cap
 from paceline.model.layout import WHOLE_MODEL
+from paceline.model.lora import ADAPTED_MATRICES, LoraRows, LoraWeights
 from paceline.model.quantised import QuantisedTensor
 from paceline.model.rope import rope_table
 from paceline.model.spec import ACTIVATIONS, ModelSpec
@@ -55,6 +57,25 @@ def attention_for(decoder: DecoderModel, cache: KVCache) -> AttentionBackend[Inp
     return NativeAttention(cache) if isinstance(decoder, QuantisedModel) else CpuAttention(cache, decoder.spec)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeAdapter(LoraWeights):
+    """An adapter with the table that `native.c` reads: [layers, ADAPTED_MATRICES]."""
+
+    table: Any
+
+    @classmethod
+    def of(cls, weights: LoraWeights) -> NativeAdapter:
+        table = (AdaptedMatrix * (len(weights.layers) * len(ADAPTED_MATRICES)))()
+        for index, layer in enumerate(weights.layers):
+            for matrix, name in enumerate(ADAPTED_MATRICES):
+                parts = layer.get(name, ())
+                array = (LowRankPart * len(parts))(
+                    *(LowRankPart(part.a.data_ptr(), part.b.data_ptr(), part.first, *part.b.shape) for part in parts)
+                )
+                table[index * len(ADAPTED_MATRICES) + matrix] = AdaptedMatrix(array, len(parts))
+        return cls(weights.layers, table)
+
+
 class QuantisedModel:
     dtype = torch.float32  # of the KV cache, and of all that is not a matrix
     group = None
@@ -82,7 +103,9 @@ class QuantisedModel:
             return PackedMatrix(library, weight, None if bias is None else vectors.get(bias))
 
         positions = max_positions or spec.context_tokens
-        self._ropes = [rope_table(rope, spec.head_dim, positions, torch.device("cpu")) for rope in spec.ropes]
+        self._ropes = [
+            rope_table(rope, spec.head_dim, positions, torch.device("cpu"), spec.rotary_dim) for rope in spec.ropes
+        ]
         self._embedding = matrix("embedding")
         self._head = self._embedding if spec.tied else matrix("head")
         self._norm = vectors["norm"]
@@ -113,17 +136,18 @@ class QuantisedModel:
             scale=spec.attention_scale or spec.head_dim**-0.5,
             score_cap=spec.score_cap or 0.0,
             activation=ACTIVATIONS.index(spec.activation),
+            full_qk_norm=spec.full_qk_norm,
         )
         self._scratch = torch.empty(0, dtype=torch.uint8)
         fewest, most = min(bits), max(bits)
         self.precision = f"{fewest}-bit" if fewest == most else f"{fewest}- and {most}-bit"
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, lora: LoraRows | None = None) -> Tensor:
         """Hidden states [T, hidden] after the final norm. attend: a `NativePass`."""
         assert isinstance(attend, NativePass), "the attention backend of a quantised model is NativeAttention"
         cache, inputs = attend.cache, attend.inputs
-        x = self._library.gather(self._embedding, tokens)
+        x = scaled(self._library.gather(self._embedding, tokens), self.spec.embedding_scale)
         model = ctypes.byref(self._model)
         pages = inputs.page_rows if inputs.page_rows.flags.c_contiguous else inputs.page_rows.copy()
         keys, values = cache.addresses
@@ -143,6 +167,12 @@ class QuantisedModel:
             x=x.data_ptr(),
             num_threads=torch.get_num_threads(),
         )
+        if lora is not None:
+            addresses = np.zeros(len(tokens), np.uintp)
+            for rows, weights in lora.groups:
+                assert isinstance(weights, NativeAdapter), "prepare_adapter makes the adapters of this model"
+                addresses[rows.numpy()] = ctypes.addressof(weights.table)
+            batch.adapters = addresses.ctypes.data
         needed = self._library.scratch_bytes(model, ctypes.byref(batch)) + 64
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed * 5 // 4, dtype=torch.uint8)
@@ -150,9 +180,12 @@ class QuantisedModel:
         self._library.forward(model, ctypes.byref(batch))
         return x
 
+    def prepare_adapter(self, weights: LoraWeights) -> LoraWeights:
+        return NativeAdapter.of(weights)
+
     def states(self, hidden: Tensor) -> Tensor:
         return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        return soft_cap(self._library.linear(self._head, hidden), self.spec.logit_cap)
+        return soft_cap(scaled(self._library.linear(self._head, hidden), self.spec.logit_scale), self.spec.logit_cap)

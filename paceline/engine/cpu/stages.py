@@ -16,6 +16,7 @@ from paceline.engine.cpu.attention import CpuAttention
 from paceline.engine.cpu.executor import CpuModelRunner, MaskSource
 from paceline.engine.cpu.inputs import SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
+from paceline.engine.cpu.lora import ResidentAdapters
 from paceline.engine.cpu.model import DecoderModel
 from paceline.engine.executor import Result
 from paceline.model.decoder import Decoder
@@ -88,6 +89,7 @@ class StageRunner:
         self.cache = KVCache(decoder.spec, num_pages, page_size, decoder.dtype, num_host_pages)
         self._attention = CpuAttention(self.cache, decoder.spec)
         self._tables = SlotTables(max_running, max_row_tokens, page_size)
+        self.adapters = ResidentAdapters(max_running)
         self.late_tokens = LateTokens(self._tables, max_running) if pipe.shard.is_first else None
 
     def load_weights(self, decoder: Decoder) -> None:
@@ -99,12 +101,14 @@ class StageRunner:
         if plan.swap is not None:
             self.cache.swap(plan.swap)
         self._tables.apply(plan)
+        self.adapters.apply(plan, self.decoder)
         if self.late_tokens is not None:
             self.late_tokens.begin(plan)
         self.pipe.begin()
         inputs = self._tables.inputs(plan)
         attend = self._attention.begin(inputs)
-        self.decoder.forward(torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), attend)
+        tokens, positions = torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions)
+        self.decoder.forward(tokens, positions, attend, self.adapters.rows(plan))
         return Result(NO_TOKENS)
 
 
@@ -112,8 +116,8 @@ class LastStageRunner:
     """The last stage: samples, and sends the result to the first."""
 
     def __init__(self, runner: CpuModelRunner, pipe: StageLink) -> None:
-        self._runner, self._pipe = runner, pipe
-        self.cache = runner.cache
+        self._runner, self._pipe, self.decoder = runner, pipe, runner.decoder
+        self.cache, self.adapters = runner.cache, runner.adapters
 
     def load_weights(self, decoder: Decoder) -> None:
         raise NotImplementedError("weights of a pipeline cannot be replaced")

@@ -30,7 +30,9 @@ from paceline.kernels.decode_attention import (
     decode_attention,
     decode_attention_tuning,
     draft_attention_tuning,
+    fp8_attention_tuning,
     tiles_fit,
+    tuning_for,
 )
 from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_units
 from paceline.kernels.extend_attention import (
@@ -39,8 +41,10 @@ from paceline.kernels.extend_attention import (
     ExtendWorkspace,
     extend_attention,
     extend_shared,
+    extend_tuning,
     tokens_per_tile,
 )
+from paceline.kernels.fp8 import FP8
 from paceline.kernels.rope_kv import rope_kv
 from paceline.kernels.slot_state import SlotState
 
@@ -81,6 +85,7 @@ class AttentionChoices:
 
     chunks: ChunkChoice = decode_chunks
     tuning: AttentionTuning = decode_attention_tuning
+    fp8_tuning: AttentionTuning = fp8_attention_tuning
     split_rule: SplitChoice = SplitRule
 
 
@@ -98,9 +103,9 @@ class PrefillTiles:
     shared: tuple[Tensor, Tensor, Tensor] | None  # tiles, rows and tokens of `SharedTiles`
 
 
-def _tuning_like(tile_tokens: int, group: int) -> ExtendTuning:
+def _tuning_like(tile_tokens: int, group: int, head_dim: int) -> ExtendTuning:
     """The tuning with which a draft model has tiles of as many tokens as its target model."""
-    tuning = ExtendTuning()
+    tuning = extend_tuning(head_dim)
     heads, most = next_power_of_2(group) * tile_tokens, tuning.block_m
     if not 16 <= heads <= most:
         raise ConfigError(
@@ -123,17 +128,23 @@ class CudaAttention:
         choices: AttentionChoices,
         max_drafts: int = 0,
         target: CudaAttention | None = None,
+        fp8_kv: bool = False,
     ) -> None:
         """capacity: most work units, and partial results, of a decode batch (`max_units`). max_drafts: of a row.
         target: for a draft model, the attention of the target model, for whose heads prefill tiles are made."""
         spec, device, max_rows = model.spec, model.device, len(state.row_slots)
         self._model, self._streams, self._state = model, streams, state
-        self._chunks, self._tuning = choices.chunks, choices.tuning
+        self._chunks, self._tuning = choices.chunks, choices.fp8_tuning if fp8_kv else choices.tuning
         # The interpreter runs programs one after the other, and idle ones cost as much as others.
         self._num_programs = 2 if device.type == "cpu" else None
         # One tensor for keys and values of all layers, so that one kernel can copy all blocks of a page.
         shape = (2 * spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_dim)
-        self.kv = torch.zeros(shape, dtype=model.dtype, device=device)
+        self.kv = torch.zeros(shape, dtype=FP8 if fp8_kv else model.dtype, device=device)
+        # Of an FP8 cache; graphs have the address. Set before the first pass, if the model needs others (kv_scales.py).
+        self.scales: Tensor | None = None
+        if fp8_kv:  # padded, so that the scales of every layer begin at a multiple of 16 bytes
+            padded = torch.ones(spec.num_layers, cdiv(2 * spec.num_kv_heads, 4) * 4, device=device)
+            self.scales = torch.unflatten(padded[:, : 2 * spec.num_kv_heads], 1, (2, spec.num_kv_heads))
         self.caches = [(self.kv[2 * layer], self.kv[2 * layer + 1]) for layer in range(spec.num_layers)]
         self._page_size, self._group = page_size, spec.num_heads // spec.num_kv_heads
         # Layers with a sliding window share no KV reads: only the units of the others need buffers for sharing.
@@ -152,18 +163,23 @@ class CudaAttention:
         )
         windows = self.units.keys()
         self.split_rule = choices.split_rule(spec.num_kv_heads, 0 if 0 in windows else max(windows))
-        self._extend_tuning, max_partials = ExtendTuning(), self.split_rule.max_partials
+        self._extend_tuning, max_partials = extend_tuning(spec.head_dim), self.split_rule.max_partials
         if target is not None:
-            self._extend_tuning = _tuning_like(target.tokens_per_tile, self._group)
+            self._extend_tuning = _tuning_like(target.tokens_per_tile, self._group, spec.head_dim)
             max_partials = target.max_splits * spec.num_kv_heads
         self.tokens_per_tile: int = tokens_per_tile(self._extend_tuning, self._group)
         self._extend_workspace = ExtendWorkspace.empty(max_partials, self._extend_tuning, spec.head_dim, device)
-        self._q = torch.zeros(model.max_tokens, spec.num_heads, spec.head_dim, dtype=model.dtype, device=device)
+        # Queries have the type that keys are converted to.
+        q_dtype = torch.float16 if fp8_kv and model.dtype is torch.bfloat16 else model.dtype
+        self._q = torch.zeros(model.max_tokens, spec.num_heads, spec.head_dim, dtype=q_dtype, device=device)
 
     @property
     def shared_units(self) -> DecodeUnits | None:
         """The buffers for shared units; None if every layer has a sliding window, so that no row shares."""
         return self.units.get(0)
+
+    def _scales(self, layer: int) -> Tensor | None:
+        return None if self.scales is None else self.scales[layer]
 
     @property
     def can_share_prefill(self) -> bool:
@@ -206,7 +222,8 @@ class CudaAttention:
         stream = model.input(rows) if defer_norm else None
         own, shared = self._tuning(rows, self._group, shared_block_m, short_contexts)
         if new_tokens is not None:
-            own = draft_attention_tuning(self._group, most)
+            own = draft_attention_tuning(rows, self._group, most)
+        own, shared = (tuning_for(one, spec.head_dim) for one in (own, shared))
         aligned = (chunks.min_tokens, SHARED_ALIGN)
         assert all(tiles_fit(size, self._page_size, one) for size in aligned for one in (own, shared)), (
             f"tiles of {own} and {shared} do not fit pages of {self._page_size} in {chunks} or shared segments"
@@ -234,6 +251,9 @@ class CudaAttention:
                 part=part,
                 stream=stream,
                 new_tokens=new_tokens,
+                scales=self._scales(index),
+                scale=spec.softmax_scale,
+                cap=spec.score_cap,
             )
 
         def attend(index: int, qkv: Tensor, out: Tensor) -> None:
@@ -295,7 +315,7 @@ class CudaAttention:
         last, tuning = len(model.layers) - 1, self._extend_tuning
 
         def attend(index: int, qkv: Tensor, out: Tensor) -> None:
-            layer, cache = model.layers[index], self.caches[index]
+            layer, cache, scales = model.layers[index], self.caches[index], self._scales(index)
             is_needed = index < last or not skip_last
             if decode is not None:
                 decode(index, decode_qkv, decode_out)
@@ -313,6 +333,7 @@ class CudaAttention:
                 spec.rms_eps,
                 stream,
                 prefill_range,
+                scales,
             )
             if len(units) and is_needed:
                 extend_attention(
@@ -328,6 +349,9 @@ class CudaAttention:
                     window=layer.window,
                     tuning=tuning,
                     splits=splits,
+                    scales=scales,
+                    scale=spec.softmax_scale,
+                    cap=spec.score_cap,
                 )
             if shared is not None and is_needed:
                 extend_shared(
@@ -341,6 +365,9 @@ class CudaAttention:
                     query_starts,
                     heads,
                     tuning=tuning,
+                    scales=scales,
+                    scale=spec.softmax_scale,
+                    cap=spec.score_cap,
                 )
             if decode is not None and not single_launch:
                 streams.follow(streams.engine, streams.side)

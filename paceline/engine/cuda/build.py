@@ -13,14 +13,17 @@ from paceline.engine.cuda.attention import AttentionChoices, max_units
 from paceline.engine.cuda.executor import CudaExecutor
 from paceline.engine.cuda.graphs import buckets, draft_sizes
 from paceline.engine.cuda.inputs import PREFILL_SIZES
+from paceline.engine.cuda.lora import LoraSizes
 from paceline.engine.cuda.model import CudaModel, GemmTuning
+from paceline.engine.cuda.quantised import quantise_decoder
 from paceline.engine.cuda.sampling import mask_words
 from paceline.engine.cuda.sharing import ShareRule
 from paceline.engine.cuda.streams import streams_of
 from paceline.engine.cuda.swap import buffer_bytes
 from paceline.engine.kv_sizing import num_kv_pages
+from paceline.engine.precision import FP8_KV, Precision
 from paceline.kernels._triton import HAS_TRITON
-from paceline.kernels.extend_attention import ExtendTuning
+from paceline.kernels.extend_attention import extend_tuning
 from paceline.kernels.layouts import adjust_words
 from paceline.kernels.linear import decode_tuning
 from paceline.model.decoder import Decoder
@@ -45,7 +48,7 @@ def check_cuda() -> None:
 def host_page_cost(spec: ModelSpec, dtype_bytes: int, page_size: int) -> float:
     """Prompt tokens that a GPU computes in the time that copying a page from host memory takes."""
     seconds = page_size * spec.kv_bytes_per_token(dtype_bytes) / _LINK_RATE
-    return round(seconds * _PREFILL_RATE / (2 * spec.num_parameters), 3)
+    return round(seconds * _PREFILL_RATE / (2 * spec.num_active_parameters), 3)
 
 
 def build_cuda(
@@ -65,21 +68,32 @@ def build_cuda(
     scheduler options in `given`; None: the number in `scheduler` is used. draft: a draft model. The decoders must not
     be used afterwards. agree: as in `build_executor`."""
     streams = streams_of(decoder.device)
+    precision = Precision.of(config, str(decoder.dtype).removeprefix("torch."))
     max_rows = scheduler.max_running
     if scheduler.draft_tokens:
         max_rows = min(max(max_rows, _DRAFT_ROWS), max_rows * (1 + scheduler.draft_tokens))
+    for one in (decoder, draft):
+        if config.quantization == "fp8" and one is not None:
+            quantise_decoder(one)
     models = [
-        CudaModel(one, max_tokens=scheduler.max_batch_tokens, max_rows=max_rows, tuning=tuning)
+        CudaModel(
+            one,
+            max_tokens=scheduler.max_batch_tokens,
+            max_rows=max_rows,
+            tuning=tuning,
+            lora=LoraSizes(*precision.lora) if one is decoder else LoraSizes(),
+        )
         for one in (decoder, draft)
         if one is not None
     ]
     model, draft_model = models[0], models[1] if draft is not None else None
     page_size, context = scheduler.page_size, scheduler.context_tokens
     if given is not None:
-        free = streams.free_memory() - sum(_workspace_bytes(one, config, scheduler, attention) for one in models)
+        used = (_workspace_bytes(one, precision, config, scheduler, attention) for one in models)
+        free = streams.free_memory() - sum(used)
         num_pages = num_kv_pages(
             config,
-            sum(one.spec.kv_bytes_per_token(one.dtype.itemsize) for one in models),
+            sum(one.spec.kv_bytes_per_token(precision.kv_bytes(one.dtype)) for one in models),
             scheduler,
             given,
             free=max(free, 0),
@@ -102,12 +116,17 @@ def build_cuda(
         prefill_sizes=prefill_sizes,
         max_drafts=scheduler.draft_tokens,
         draft_model=draft_model,
+        fp8_kv=precision.kv_dtype == FP8_KV,
     )
     return executor, scheduler
 
 
 def _workspace_bytes(
-    model: CudaModel, config: EngineConfig, scheduler: SchedulerConfig, attention: AttentionChoices
+    model: CudaModel,
+    precision: Precision,
+    config: EngineConfig,
+    scheduler: SchedulerConfig,
+    attention: AttentionChoices,
 ) -> int:
     """Device memory besides weights, activations and the KV cache: partial results, token and page tables, queries,
     adjustments, masks and swap buffers."""
@@ -117,10 +136,10 @@ def _workspace_bytes(
         spec.q_size + spec.num_heads + 32
     )
     max_partials = attention.split_rule(spec.num_kv_heads, 0).max_partials
-    partials += max_partials * ExtendTuning().block_m * (spec.head_dim + 1)
+    partials += max_partials * extend_tuning(spec.head_dim).block_m * (spec.head_dim + 1)
     tables = rows * context * (3 if scheduler.draft_tokens else 2)
     adjustments, masks = rows * adjust_words(context + 1), mask_words(model.max_rows, spec.vocab_size)
-    page_bytes = scheduler.page_size * spec.kv_bytes_per_token(model.dtype.itemsize)
+    page_bytes = scheduler.page_size * spec.kv_bytes_per_token(precision.kv_bytes(model.dtype))
     copies = scheduler.num_host_pages or config.role == "prefill"
     buffers = buffer_bytes(scheduler.max_swap_pages, page_bytes) if copies else 0
     queries = scheduler.max_batch_tokens * spec.q_size * model.dtype.itemsize

@@ -14,6 +14,7 @@ from paceline.engine.cuda.sampling import CudaSampling
 from paceline.kernels.decode_attention import NewTokens
 from paceline.kernels.drafts import DraftBuffers, accept_drafts, propose_drafts
 from paceline.kernels.gather_tokens import gather_tokens
+from paceline.kernels.route_experts import LiveRows
 from paceline.kernels.slot_state import SlotState
 
 
@@ -30,8 +31,9 @@ class DecodeForward:
     def logits(self, rows: int, key: GraphKey = GraphKey(), step: Tensor | None = None) -> Tensor:  # noqa: B008
         """The logits after the next token of each row. step: is incremented."""
         model, state = self._model, self._state
-        pdl = not key.shared_block_m and model.uses_pdl(rows)
-        defer_norm = not key.shared_block_m and model.defers_norm(rows, fused=True)
+        fused = not key.lora
+        pdl = fused and not key.shared_block_m and model.uses_pdl(rows)
+        defer_norm = not key.shared_block_m and model.defers_norm(rows, fused=fused)
         attend = self._attention.decode(
             rows, state.num_rows, key.shared_block_m, key.short_contexts, step, defer_norm=defer_norm
         )
@@ -44,12 +46,18 @@ class DecodeForward:
             positions,
             squares=model.squares(rows),
             first_id=model.first_id,
+            scale=model.spec.embedding_scale,
         )
         model.sum_input(rows)
-        return model.logits(model.forward(rows, attend, fused=True, defer_norm=defer_norm, pdl=pdl))
+        live = LiveRows(state.num_rows, by_row=False)
+        hidden = model.forward(rows, attend, fused=fused, defer_norm=defer_norm, pdl=pdl, live=live, lora=key.lora)
+        return model.logits(hidden)
 
-    def states(self, rows: int, new_tokens: NewTokens, token_rows: Tensor, step: Tensor | None = None) -> Tensor:
-        """The hidden states of all new tokens of rows that have several. token_rows: the row of each, or -1."""
+    def states(
+        self, rows: int, new_tokens: NewTokens, token_rows: Tensor, step: Tensor | None = None, *, lora: bool = False
+    ) -> Tensor:
+        """The hidden states of all new tokens of rows that have several. token_rows: the row of each, or -1. lora: some
+        rows have adapters."""
         model, state, num_tokens = self._model, self._state, len(token_rows)
         squares = model.squares(num_tokens)  # what fused GEMMs need
         attend = self._attention.decode(rows, state.num_rows, 0, step=step, defer_norm=False, new_tokens=new_tokens)
@@ -63,10 +71,13 @@ class DecodeForward:
             new_tokens.query_starts,
             squares=squares,
             first_id=model.first_id,
+            scale=model.spec.embedding_scale,
         )
         model.sum_input(num_tokens)
-        pdl = squares is not None and model.uses_pdl(num_tokens)
-        return model.forward(num_tokens, attend, fused=squares is not None, pdl=pdl)
+        fused = squares is not None and not lora
+        pdl = fused and model.uses_pdl(num_tokens)
+        live = LiveRows(token_rows, by_row=True)
+        return model.forward(num_tokens, attend, fused=fused, pdl=pdl, live=live, lora=lora)
 
 
 class DecodeRunner:
@@ -108,7 +119,8 @@ class DecodeRunner:
         else:
             new_tokens = NewTokens(drafts.query_starts, drafts.num_fed, 1 + key.drafts)
             token_rows = drafts.token_rows[:num_tokens]
-            logits = self._model.logits(self._forward.states(rows, new_tokens, token_rows, self._sampling.step))
+            hidden = self._forward.states(rows, new_tokens, token_rows, self._sampling.step, lora=key.lora)
+            logits = self._model.logits(hidden)
         if key.stage is GraphStage.LOGITS:
             return
         self._sampling.sample(

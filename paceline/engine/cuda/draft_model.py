@@ -46,6 +46,7 @@ class DraftModel:
         sizes: Sequence[int],
         draft_rows: Sequence[int],
         choices: AttentionChoices,
+        fp8_kv: bool = False,
     ) -> None:
         """state, target and sampling: those of the target model. sizes: the buckets of decode batches; draft_rows:
         those of batches with drafts."""
@@ -65,6 +66,7 @@ class DraftModel:
             choices=choices,
             max_drafts=FIRST_TOKENS - 1,
             target=target,
+            fp8_kv=fp8_kv,
         )
         self._slots, self._positions = (
             torch.zeros(model.max_tokens, dtype=torch.int32, device=device) for _ in range(2)

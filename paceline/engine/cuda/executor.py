@@ -39,6 +39,7 @@ from paceline.engine.cuda.decode import DecodeRunner
 from paceline.engine.cuda.draft_model import DraftModel
 from paceline.engine.cuda.graphs import CudaGraphs, GraphKey, GraphStage, draft_sizes, forward_key, forward_keys
 from paceline.engine.cuda.inputs import PREFILL_SIZES, PackedBatch, PlanPacker
+from paceline.engine.cuda.kv_scales import calibrate, scales_digest
 from paceline.engine.cuda.launch_watch import LaunchWatch
 from paceline.engine.cuda.model import CudaModel
 from paceline.engine.cuda.prefill import PrefillRunner
@@ -56,6 +57,9 @@ from paceline.kernels.layouts import DraftWord
 from paceline.kernels.pool_states import pool_states
 from paceline.kernels.slot_state import SlotState, apply_diff
 from paceline.model.decoder import Decoder
+from paceline.model.layout import WHOLE_MODEL
+from paceline.model.lora import LoraFile, LoraWeights, arrange_adapter
+from paceline.model.spec import ModelError
 from paceline.sampling.types import Bits, Drafts, Masks
 from paceline.scheduler.plan import NO_TOKENS, Column, Plan, Swap
 from paceline.shared_pages import SharedPages
@@ -204,9 +208,14 @@ class CudaExecutor(Executor):
         prefill_sizes: Sequence[int] = PREFILL_SIZES,
         max_drafts: int = 0,
         draft_model: CudaModel | None = None,
+        fp8_kv: bool = False,
     ) -> None:
         spec, device = model.spec, model.device
         self.model = model
+        if model.is_quantised:
+            self.capabilities = replace(self.capabilities, weights=False)
+        if model.lora is not None:
+            self.capabilities = replace(self.capabilities, lora=True)
         self.stats = ExecutorStats()
         self._streams = streams
         # In the interpreter, which runs one program after the other, idle programs cost as much as others.
@@ -228,6 +237,7 @@ class CudaExecutor(Executor):
             capacity=capacity,
             choices=attention,
             max_drafts=max_drafts,
+            fp8_kv=fp8_kv,
         )
         self.kv = self.attention.kv
         self.swap = None
@@ -242,6 +252,8 @@ class CudaExecutor(Executor):
         self._slots, self._positions = (
             torch.zeros(model.max_tokens, dtype=torch.int32, device=device) for _ in range(2)
         )
+        if model.lora is not None:
+            model.lora.bind(self._slots, self.state.sampling)
         self.draft_model = None
         if draft_model is not None:
             self.draft_model = DraftModel(
@@ -255,6 +267,7 @@ class CudaExecutor(Executor):
                 sizes=self.graphs.sizes,
                 draft_rows=sorted({rows for rows, _ in self.draft_sizes}),
                 choices=attention,
+                fp8_kv=fp8_kv,
             )
         self.decode = DecodeRunner(
             model,
@@ -326,7 +339,12 @@ class CudaExecutor(Executor):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Captures the graphs that are most likely to be used, as many as the time allows."""
+        """Finds the scales of an FP8 cache, and captures the graphs that are most likely to be used, as many as the
+        time allows."""
+        with self._streams.use(self._streams.engine):
+            for model, attention in self._models():
+                if attention.scales is not None:
+                    attention.scales.copy_(calibrate(model))
         deadline = time.perf_counter() + _CAPTURE_SECONDS
         with self._streams.use(self._streams.engine), no_garbage_collection():
             if self.swap is not None:
@@ -343,6 +361,8 @@ class CudaExecutor(Executor):
         sizes = self.graphs.sizes[::-1]
         plain = [(size, key) for size in sizes for key in forward_keys(size)]
         yield from plain
+        if self.model.lora is not None:
+            yield from ((size, key._replace(lora=True)) for size, key in plain)
         for bucket in self.prefill.buckets:
             yield sizes[0], GraphKey(prefill=bucket)
         if self.attention.shared_units is not None:
@@ -355,10 +375,43 @@ class CudaExecutor(Executor):
         yield from ((size, key._replace(stage=GraphStage.LOGITS)) for size, key in plain)
         yield from ((size, GraphKey(stage=GraphStage.TOKENS)) for size in sizes)
 
+    def _models(self) -> Iterator[tuple[CudaModel, CudaAttention]]:
+        yield self.model, self.attention
+        if self.draft_model is not None:
+            yield self.draft_model.model, self.draft_model.attention
+
+    @property
+    def kv_scales(self) -> str:
+        """A digest of the scales of an FP8 cache; empty for other caches."""
+        return "" if self.attention.scales is None else scales_digest(self.attention.scales)
+
+    @torch.inference_mode()
     def load_weights(self, decoder: Decoder) -> None:
         self._streams.synchronize()
         self.model.load(decoder)
+        if self.attention.scales is not None:  # all KV is dropped with the old weights
+            with self._streams.use(self._streams.engine):
+                self.attention.scales.copy_(calibrate(self.model))
         self._streams.synchronize()
+
+    def arrange_adapter(self, file: LoraFile) -> LoraWeights:
+        model = self.model
+        assert model.lora is not None, "the model has memory for adapters"
+        if file.max_rank > model.lora.sizes.rank:
+            raise ModelError(
+                f"{file.folder} has rank {file.max_rank}, and memory was allocated for ranks up to "
+                f"{model.lora.sizes.rank}: raise max_lora_rank."
+            )
+        shard = WHOLE_MODEL if model.group is None else model.group.shard
+        return model.lora.pack(arrange_adapter(file, model.whole_spec, model.dtype, shard))
+
+    def add_adapter(self, adapter: str, file: LoraFile, weights: LoraWeights) -> None:
+        assert self.model.lora is not None, "the model has memory for adapters"
+        self.model.lora.add(adapter, weights)
+
+    def remove_adapter(self, adapter: str) -> None:
+        assert self.model.lora is not None, "the model has memory for adapters"
+        self.model.lora.remove(adapter)  # launched passes have copied it
 
     def accept_by_coin(self, probability: float) -> None:
         """Benchmarks: from now on a draft is accepted with this probability, whatever it is. No pass is in flight."""
@@ -419,12 +472,16 @@ class CudaExecutor(Executor):
             if plan.swap is not None:
                 self._swap_pages(plan.swap, buffers, packed)  # before `began`: it may wait for the host link
             buffers.began.record(streams.engine)
+            for load in plan.adapter_loads:
+                assert self.model.lora is not None, "a plan loads an adapter, and the model has no memory for any"
+                self.model.lora.load(load.slot, load.adapter)
             if packed.is_decode:
                 self._apply(buffers, packed)
-                key = forward_key(packed.num_rows, packed.num_unshared_tokens, packed.shared_block_m)
+                lora = packed.has_adapters
+                key = forward_key(packed.num_rows, packed.num_unshared_tokens, packed.shared_block_m, lora=lora)
                 num_drafts = self._num_drafts(plan)
                 if num_drafts:
-                    key = GraphKey(drafts=num_drafts)
+                    key = GraphKey(drafts=num_drafts, lora=lora)
                 bucket = self.graphs.bucket(packed.num_rows, key)
                 filters, adjusts, logprobs = packed.has_filters, packed.adjusts, packed.logprobs is not None
                 if delayed:
@@ -434,7 +491,7 @@ class CudaExecutor(Executor):
                     if num_drafts:
                         # Only a draft model samples in this stage.
                         sampled = filters and self.draft_model is not None
-                        self._replay(bucket, key._replace(stage=GraphStage.DRAFTS, filters=sampled))
+                        self._replay(bucket, key._replace(stage=GraphStage.DRAFTS, filters=sampled, lora=False))
                         buffers.proposed.record(streams.engine)
                     key = key._replace(stage=GraphStage.LOGITS)
                 else:
@@ -501,7 +558,12 @@ class CudaExecutor(Executor):
         self._apply(buffers, packed)
         if packed.bucket is not None and (packed.num_sampled or all_states):
             self.prefill.load_inputs(packed, buffers.span)
-            key = GraphKey(shared_block_m=packed.shared_block_m, prefill=packed.bucket, all_states=all_states)
+            key = GraphKey(
+                shared_block_m=packed.shared_block_m,
+                prefill=packed.bucket,
+                all_states=all_states,
+                lora=packed.has_adapters,
+            )
             by_graph = self._replay(self.graphs.sizes[-1], key)
             if not all_states:
                 return by_graph, model.last_logits(packed.num_sampled), []
@@ -594,6 +656,15 @@ class CudaExecutor(Executor):
                 last.query()  # raises if the device has failed
 
     @property
+    @torch.inference_mode()
+    def expert_rows(self) -> Sequence[Sequence[int]]:
+        if self.model.experts is None:
+            return ()
+        with self._streams.use(self._streams.copy):  # the one that waits for no pass
+            found: list[list[int]] = self.model.experts.loads.tolist()
+            return found
+
+    @property
     def slow_launches(self) -> Mapping[str, int]:
         return self.watch.slow
 
@@ -623,10 +694,15 @@ class CudaExecutor(Executor):
         return _CopyEnd(ends)
 
     def close(self) -> None:
+        """Waits for launched passes and frees the KV cache, most of the device's memory: somebody may keep the closed
+        engine, and make another."""
         self.watch.close()
         if self._last_end is not None:
             self.wait_event(self._last_end)
         self._streams.synchronize()
+        for attention in [self.attention, *([] if self.draft_model is None else [self.draft_model.attention])]:
+            attention.kv.untyped_storage().resize_(0)
+        self._streams.free_memory()
 
     def _swap_pages(self, swap: Swap, buffers: PassBuffers, packed: PackedBatch) -> None:
         assert self.swap is not None, "a plan moves pages to host memory, and the executor has none"
@@ -650,7 +726,9 @@ class CudaExecutor(Executor):
     def run_pass(self, rows: int, key: GraphKey) -> None:
         """Launches the kernels of a pass of so many rows, or of the stage of it that the key names."""
         if key.prefill is not None:
-            hidden = self.prefill.run_bucket(rows, key.shared_block_m, key.prefill, all_states=key.all_states)
+            hidden = self.prefill.run_bucket(
+                rows, key.shared_block_m, key.prefill, all_states=key.all_states, lora=key.lora
+            )
             if not key.all_states:
                 self.model.logits(hidden)
         else:

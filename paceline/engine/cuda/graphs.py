@@ -53,14 +53,15 @@ class GraphKey(NamedTuple):
     prefill: PrefillBucket | None = None  # a prefill or mixed batch; its graph ends with the logits
     drafts: int = 0  # of each row of a decode batch, at most (speculative decoding)
     all_states: bool = False  # the graph of a prefill batch ends with the hidden states of all tokens instead
+    lora: bool = False  # some row has an adapter
 
 
-def forward_key(num_rows: int, num_unshared_tokens: int, shared_block_m: int) -> GraphKey:
+def forward_key(num_rows: int, num_unshared_tokens: int, shared_block_m: int, *, lora: bool = False) -> GraphKey:
     """The part of a decode batch's key that concerns the forward pass."""
     if shared_block_m:
-        return GraphKey(shared_block_m=shared_block_m)
+        return GraphKey(shared_block_m=shared_block_m, lora=lora)
     short = num_rows > SHORT_CONTEXT_ROWS and num_unshared_tokens < _SHORT_CONTEXT_TOKENS * num_rows
-    return GraphKey(short_contexts=short)
+    return GraphKey(short_contexts=short, lora=lora)
 
 
 def buckets(max_rows: int) -> list[int]:

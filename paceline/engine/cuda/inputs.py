@@ -93,6 +93,7 @@ class PackedBatch:
     is_decode: bool  # a decode batch: one token per row, and all rows sample
     has_filters: bool  # some row samples with top-k, top-p or min-p
     adjusts: bool  # some row has penalties, biases or forbidden tokens
+    has_adapters: bool  # some row uses a LoRA adapter
     logprobs: LogprobWidth | None  # the logprobs of the output, if some sampling row requests them
     shared_block_m: int  # query heads in a unit of decode attention that several rows share; 0: no row shares
     num_unshared_tokens: int  # KV positions of decode rows that are not in shared units
@@ -159,6 +160,7 @@ class PlanPacker:
         self._pooled, self._pools_last = np.zeros((2, max_running), np.bool_)  # slots whose prompt is embedded
         self._max_length = max_length
         self._adjusted = np.zeros(max_running, np.bool_)  # slots whose lists on the device are not empty
+        self._adapted = np.zeros(max_running, np.bool_)  # slots whose request uses a LoRA adapter
         self.logprobs = LogprobTable(max_running, vocab_size)
 
     def pack(self, plan: Plan) -> PackedBatch:
@@ -213,6 +215,7 @@ class PlanPacker:
             is_decode,
             filtered,
             bool(self._adjusted[slots].any()),
+            bool(self._adapted[slots].any()),
             self.logprobs.of_output(plan),
             self._shared_block_m,
             unshared_tokens,
@@ -291,6 +294,7 @@ class PlanPacker:
         top_k = params.top_k if params.top_k is not None and params.top_k < self._vocab_size else 0
         self._filtered[slot] = not params.is_greedy and (top_k > 0 or params.top_p < 1 or params.min_p > 0)
         self._pooled[slot], self._pools_last[slot] = join.pooling is not None, join.pooling == "last"
+        self._adapted[slot] = join.adapter_slot is not None
         self.logprobs.join(join)
         temperature = 0.0 if params.is_greedy else params.temperature
         return sampling_words(
@@ -302,6 +306,7 @@ class PlanPacker:
             params.logprobs,
             params.logprob_token_ids,
             join.max_length,
+            join.adapter_slot,
         )
 
     def _adjust(self, plan: Plan) -> Column:

@@ -10,6 +10,11 @@ stream (kernels/linear.py); with many rows cuBLAS is faster. The weight of a nor
 the model is built. What remains of the norm is one factor per row. After a cuBLAS GEMM, attention and SiLU apply it
 when they read the GEMM's output (`defer_norm`), where they can, so that a layer takes six launches instead of eight.
 
+Where the model norms the output of a block (`norm_placement` both or post), all GEMMs are cuBLAS, and one launch norms
+the output, adds it to the residual stream and norms that for the next block:
+
+    a layer:  qkv -> attention -> out -> [norm, + x, norm] gate,up -> activation -> down -> [norm, + x, norm]
+
 With tensor parallelism the model has one rank's weights. The outputs of `out` and `down` are summed over the ranks, and
 the norm that follows adds them to the residual stream:
 
@@ -19,19 +24,35 @@ the norm that follows adds them to the residual stream:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.config import ConfigError
+from paceline.engine.cuda.experts import ExpertBuffers, RoutedExperts
+from paceline.engine.cuda.linear_weights import LinearWeights
+from paceline.engine.cuda.lora import CudaLora, LoraSizes
+from paceline.engine.cuda.quantised import (
+    MAX_SMALL_ROWS,
+    QuantisedBuffers,
+    QuantisedPass,
+    load_library_kernels,
+    operand_dtype,
+    quantised_tuning,
+)
 from paceline.kernels._triton import cdiv
-from paceline.kernels.linear import LinearTuning, LinearWorkspace, decode_tuning, linear, num_squares
-from paceline.kernels.rms_norm import rms_norm
+from paceline.kernels.linear import LinearTuning, LinearWorkspace, decode_tuning, few_rows_tuning, linear, num_squares
+from paceline.kernels.lora import AdapterMatrix
+from paceline.kernels.quantised_linear import QuantisedMatrix
+from paceline.kernels.rms_norm import post_norm, rms_norm
+from paceline.kernels.route_experts import LiveRows
 from paceline.kernels.silu_mul import silu_mul
-from paceline.model.decoder import Decoder
+from paceline.kernels.soft_cap import soft_cap
+from paceline.model.decoder import Decoder, Experts, Mlp, full_qk_factors
 from paceline.model.rank_group import RankGroup, vocabulary_widths
 from paceline.model.spec import ModelSpec
 
@@ -42,9 +63,10 @@ _MAX_FUSED_ROWS = 128
 # The fused kernels were tuned for Qwen3-0.6B. A layer with a matrix of 8 million elements or more is faster with cuBLAS
 # alone, at any number of rows (docs/log/gemms.md).
 _LARGE_WEIGHT = 1 << 23
+_LARGE_WEIGHT_WITH_EXPERTS = 3 << 22
 _MAX_SPLIT_K = 4
 _UNPADDED_STEP = 512  # rows: GEMMs of larger prefill batches are loaded at multiples
-_UNSUPPORTED_FIELDS = ("activation", "norm_placement", "attention_scale", "score_cap", "logit_cap")  # of ModelSpec
+_UNSUPPORTED_FIELDS: tuple[str, ...] = ()  # of ModelSpec
 
 
 def check_supported(spec: ModelSpec) -> None:
@@ -53,47 +75,131 @@ def check_supported(spec: ModelSpec) -> None:
         value = getattr(spec, field.name)
         if field.name in _UNSUPPORTED_FIELDS and value != field.default:
             raise ConfigError(f"{field.name} is {value!r}, which device cuda does not support: choose device cpu.")
-    if spec.head_dim & (spec.head_dim - 1) or spec.head_dim < 16:
+    if spec.num_experts and (spec.norm_placement != "pre" or spec.activation != "silu"):
         raise ConfigError(
-            f"head_dim is {spec.head_dim}: device cuda needs a power of two of at least 16; choose device cpu."
+            f"num_experts is {spec.num_experts}, norm_placement {spec.norm_placement!r} and activation "
+            f"{spec.activation!r}: device cuda has experts with norms before blocks and silu only; choose device cpu."
         )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LinearWeights:
-    """A linear layer, weight [N, K]. gated: the first half of its columns is the gate, the second half is up."""
-
-    weight: Tensor
-    bias: Tensor | None
-    gated: bool = False
-
-    @property
-    def columns(self) -> int:
-        return self.weight.shape[0] // (2 if self.gated else 1)
-
-    def load(self, weight: Tensor, bias: Tensor | None, norm: Tensor | None = None) -> None:
-        """Copies other weights in place; `norm` is folded into them."""
-        self.weight.copy_(weight)
-        if norm is not None:
-            self.weight.mul_(norm.to(self.weight.device))
-        if self.bias is not None and bias is not None:
-            self.bias.copy_(bias)
+    if spec.head_dim % 16:
+        raise ConfigError(f"head_dim is {spec.head_dim}: device cuda needs a multiple of 16; choose device cpu.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CudaMlp:
-    """The gated MLP of a layer. A mixture of experts would be another class with the same `run`."""
+    """The gated MLP of a layer."""
 
     gate_up: LinearWeights
     down: LinearWeights
 
+    post_norm: Tensor | None = None
+
+    @property
+    def linears(self) -> tuple[LinearWeights, ...]:
+        return self.gate_up, self.down
+
     def run(self, forward: ForwardPass) -> None:
-        """forward.x += down(silu(gate(norm(x))) * up(norm(x)))"""
+        """forward.x += norm(down(activation(gate(norm(x))) * up(norm(x))))"""
         if not forward.fused_norm_linear(self.gate_up, forward.act):
             defer_norm = forward.model.can_defer_norm(self.gate_up)
             forward.cublas_norm_linear(self.gate_up, forward.gate_up, defer_norm=defer_norm)
-            silu_mul(forward.gate_up, forward.act, forward.x if defer_norm else None, forward.eps, pdl=forward.pdl)
-        forward.add_linear(self.down, forward.act)
+            if forward.quantised is not None:
+                forward.quantised.add_gated_linear(self.down, forward.gate_up)
+                return
+            stream = forward.x if defer_norm else None
+            silu_mul(forward.gate_up, forward.act, stream, forward.eps, pdl=forward.pdl, gelu=forward.gelu)
+        forward.add_linear(self.down, forward.act, self.post_norm)
+
+    def gemms(self, forward: ForwardPass) -> Iterator[tuple[LinearWeights, Callable[[], object]]]:
+        yield self.gate_up, partial(forward.cublas_norm_linear, self.gate_up, forward.gate_up, defer_norm=True)
+        yield self.down, partial(forward.add_linear, self.down, forward.act, self.post_norm)
+
+    def load(self, other: Mlp | Experts, norm: Tensor | None, post_norm: Tensor | None = None) -> None:
+        assert isinstance(other, Mlp), "the decoders have the same spec"
+        self.gate_up.load(other.gate_up, other.gate_up_bias, norm)
+        self.down.load(other.down, other.down_bias)
+        if self.post_norm is not None and post_norm is not None:
+            self.post_norm.copy_(post_norm)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CudaExperts:
+    """A mixture of experts in place of an MLP. The GEMMs of a shared expert are cuBLAS's; the router computes its gate.
+
+    With tensor parallelism each rank has some columns of every expert, and the sum over ranks is that of a dense layer.
+    """
+
+    routed: RoutedExperts
+    shared: CudaMlp | None
+
+    @property
+    def linears(self) -> tuple[LinearWeights, ...]:
+        return () if self.shared is None else self.shared.linears
+
+    def run(self, forward: ForwardPass) -> None:
+        """forward.x += experts(norm(x))"""
+        model, rows = forward.model, len(forward.x)
+        group = model.group
+        if group is not None:
+            forward.norm()  # also adds what the ranks have summed to x
+        source, eps = (forward.x, forward.eps) if group is None else (forward.normed, None)
+        self.routed.start(source, eps, forward.live)
+        shared_act = None if self.shared is None else self._run_shared(forward, self.shared.gate_up)
+        # From here on x is not read any more.
+        out = forward.x if group is None else model.partial(rows)
+        squares = None
+        if forward.fused and self.shared is None and model.fused_tuning(model.layers[0].qkv, rows) is not None:
+            forward.square_columns = self.routed.num_squares(rows)
+            squares = forward.squares()
+        else:
+            forward.square_columns = 0
+        self.routed.finish(out, forward.x if group is None else None, squares)
+        if self.shared is not None and shared_act is not None:
+            torch.addmm(out, shared_act, self.shared.down.weight.T, out=out)
+        if group is not None:
+            forward.partial = group.all_reduce(out)
+
+    def _run_shared(self, forward: ForwardPass, gate_up: LinearWeights) -> Tensor:
+        """The activations of the shared expert, weighted by its gate."""
+        model, (between, act) = forward.model, self._shared_buffers(forward)
+        weights, defer_norm = self.routed.buffers.routed.shared_weights, model.can_defer_norm(gate_up)
+        if model.group is None:
+            forward.cublas_norm_linear(gate_up, between, defer_norm=defer_norm)
+        else:
+            torch.mm(forward.normed, gate_up.weight.T, out=between)
+        silu_mul(between, act, forward.x if defer_norm else None, forward.eps, weights=weights, pdl=forward.pdl)
+        return act
+
+    def _shared_buffers(self, forward: ForwardPass) -> tuple[Tensor, Tensor]:
+        rows, buffers = len(forward.x), self.routed.buffers
+        return buffers.shared_gate_up[:rows], buffers.shared_act[:rows]
+
+    def gemms(self, forward: ForwardPass) -> Iterator[tuple[LinearWeights, Callable[[], object]]]:
+        if self.shared is not None:
+            (between, act), gate_up, down = self._shared_buffers(forward), self.shared.gate_up, self.shared.down
+            yield gate_up, partial(forward.cublas_norm_linear, gate_up, between, defer_norm=True)
+            yield down, partial(forward.add_linear, down, act)
+
+    def load(self, other: Mlp | Experts, norm: Tensor | None, post_norm: Tensor | None = None) -> None:
+        assert isinstance(other, Experts) and norm is not None, "the decoders have the same spec"
+        self.routed.load(other, norm)
+        if self.shared is not None and other.shared is not None:
+            self.shared.load(other.shared, norm)
+
+
+class CudaBlock(Protocol):
+    """What follows the attention of a layer: an MLP, or a mixture of experts."""
+
+    @property
+    def linears(self) -> tuple[LinearWeights, ...]:
+        """Its GEMMs, except those of experts."""
+
+    def run(self, forward: ForwardPass) -> None: ...
+
+    def gemms(self, forward: ForwardPass) -> Iterator[tuple[LinearWeights, Callable[[], object]]]:
+        """Those GEMMs by cuBLAS, to be run once, so that it loads its kernels."""
+
+    def load(self, other: Mlp | Experts, norm: Tensor | None, post_norm: Tensor | None = None) -> None:
+        """Copies other weights in place; `norm` is folded into them, `post_norm` is that of its output."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,9 +208,11 @@ class CudaLayer:
 
     qkv: LinearWeights
     out: LinearWeights
-    mlp: CudaMlp
-    q_norm: Tensor | None
+    mlp: CudaBlock
+    q_norm: Tensor | None  # these two: head by head, by attention
     k_norm: Tensor | None
+    full_qk_norm: Tensor | None  # over all heads: [Q + K, D]
+    post_norm: Tensor | None  # of what attention adds
     cos_sin: Tensor
     window: int  # sliding window; 0: none
 
@@ -112,38 +220,66 @@ class CudaLayer:
 class CudaModel:
     """Takes over a decoder: its weights are changed in place, so the decoder must not be used any more."""
 
-    def __init__(self, decoder: Decoder, *, max_tokens: int, max_rows: int, tuning: GemmTuning = decode_tuning) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        max_tokens: int,
+        max_rows: int,
+        tuning: GemmTuning = decode_tuning,
+        lora: LoraSizes = LoraSizes(),  # noqa: B008  (frozen)
+    ) -> None:
+        """lora: memory for so many adapters is allocated."""
         spec = decoder.spec
         check_supported(spec)
         self.spec, self.device, self.dtype = spec, decoder.device, decoder.dtype
-        self.group = decoder.group
+        self.is_quantised = isinstance(decoder.layers[0].qkv, QuantisedMatrix)
+        self.group, self.whole_spec = decoder.group, decoder.whole_spec
         # The first token id whose embedding this rank has; None: it has all.
         self.first_id = None if self.group is None else self.group.shard.vocabulary(spec).start
         self.embedding, self.head, self.norm = decoder.embedding, decoder.head, decoder.norm
         self.max_tokens, self.max_rows = max_tokens, max_rows
-        self._tuning = tuning
+        # Experts take most of the time of a layer: its other GEMMs are fused for the launches that this saves.
+        self._tuning = few_rows_tuning if spec.num_experts and tuning is decode_tuning else tuning
         self._ones = torch.ones_like(decoder.norm)
         identity_rope = torch.zeros_like(decoder.rope_tables[0])  # for layers without RoPE: cos 1, sin 0
         identity_rope[:, : spec.head_dim // 2] = 1
+        self.experts = None
+        if any(spec.sparse_layers):
+            self.experts = ExpertBuffers(spec, max_tokens, decoder.layers[0].qkv)
+        self.lora = CudaLora(decoder, lora, max_tokens) if lora.num_slots else None
         self.layers = [self._take_over(decoder, index, identity_rope) for index in range(spec.num_layers)]
-        # Fused GEMMs add to the residual stream and use its squares, which ranks know only after an all-reduce.
-        is_fused = self._largest_weight() < _LARGE_WEIGHT and self.group is None
-        self._max_fused_rows = _MAX_FUSED_ROWS if is_fused else 0
+        # Fused GEMMs add to the residual stream and use its squares, which ranks know only after an all-reduce, and
+        # which norms after blocks do not leave.
+        largest = _LARGE_WEIGHT if self.experts is None else _LARGE_WEIGHT_WITH_EXPERTS
+        is_plain = self.group is None and spec.norm_placement == "pre"
+        is_fused = is_plain and (self.is_quantised or self._largest_weight() < largest)
+        self._max_fused_rows = 0
+        if is_fused:
+            self._max_fused_rows = MAX_SMALL_ROWS if self.is_quantised else _MAX_FUSED_ROWS
 
-        def empty(rows: int, columns: int) -> Tensor:
+        def empty(rows: int, columns: int, dtype: torch.dtype = self.dtype) -> Tensor:
             # Zeros: padding rows of a graph are computed like all others, and must not become NaN or infinite.
-            return torch.zeros(rows, columns, dtype=self.dtype, device=self.device)
+            return torch.zeros(rows, columns, dtype=dtype, device=self.device)
+
+        inputs = operand_dtype(self.dtype) if self.is_quantised else self.dtype
 
         self._x, self._normed = (empty(max_tokens, spec.hidden_size) for _ in range(2))
         self._qkv = empty(max_tokens, spec.q_size + 2 * spec.kv_size)
-        self._attended = empty(max_tokens, spec.q_size)
-        self._gate_up, self._act = empty(max_tokens, 2 * spec.ffn_size), empty(max_tokens, spec.ffn_size)
-        self._selected, self._selected_attended = empty(max_rows, spec.hidden_size), empty(max_rows, spec.q_size)
+        self._attended = empty(max_tokens, spec.q_size, inputs)
+        ffn_size = spec.ffn_size if spec.has_dense_layers else 0
+        self._gate_up, self._act = empty(max_tokens, 2 * ffn_size), empty(max_tokens, ffn_size, inputs)
+        self._selected = empty(max_rows, spec.hidden_size)
+        self._selected_attended = empty(max_rows, spec.q_size, inputs)
         self._logits = empty(max_rows, spec.vocab_size)
         if self.group is not None:
             self._widths = vocabulary_widths(self.group.shard.size, spec)
             self._own_logits = empty(max_rows, max(self._widths))  # all_gather needs the same shape on every rank
+        if self.group is not None or spec.norm_placement != "pre":
             self._partial = empty(max_tokens, spec.hidden_size)
+        self._quantised_buffers = None
+        if self.is_quantised:
+            self._quantised_buffers = QuantisedBuffers.empty(spec, max_tokens, self.dtype, self.device)
         self._squares = torch.zeros(max_rows, cdiv(spec.hidden_size, 16), device=self.device)
         fused_rows = min(max_rows, self._max_fused_rows)
         widest = max(spec.hidden_size, spec.q_size + 2 * spec.kv_size)
@@ -155,23 +291,51 @@ class CudaModel:
     def _take_over(self, decoder: Decoder, index: int, identity_rope: Tensor) -> CudaLayer:
         layer, spec = decoder.layers[index], self.spec
         rope = spec.layer_ropes[index]
+        adapters = {} if self.lora is None else self.lora.matrices[index]
         with torch.no_grad():
-            for weight, norm in ((layer.qkv, layer.attention_norm), (layer.mlp.gate_up, layer.mlp_norm)):
-                assert norm is not None, "norm_placement is pre"
-                weight.mul_(norm)
-                norm.fill_(1)  # otherwise a second CudaModel of this decoder would fold it again
+            qkv = LinearWeights.taken_over(
+                layer.qkv, layer.qkv_bias, layer.attention_norm, adapters=adapters.get("qkv")
+            )
+            mlp = self._take_over_mlp(
+                layer.mlp, layer.mlp_norm, layer.mlp_post_norm, sum(spec.sparse_layers[:index]), adapters
+            )
+            for norm in () if self.is_quantised else (layer.attention_norm, layer.mlp_norm):
+                if norm is not None:
+                    norm.fill_(1)  # otherwise a second CudaModel of this decoder would fold it again
         return CudaLayer(
-            qkv=LinearWeights(layer.qkv, layer.qkv_bias),
-            out=LinearWeights(layer.out, layer.out_bias),
-            mlp=CudaMlp(
-                gate_up=LinearWeights(layer.mlp.gate_up, layer.mlp.gate_up_bias, gated=True),
-                down=LinearWeights(layer.mlp.down, layer.mlp.down_bias),
-            ),
-            q_norm=None if layer.qk_norm is None else layer.qk_norm[0],
-            k_norm=None if layer.qk_norm is None else layer.qk_norm[spec.num_heads],
+            qkv=qkv,
+            out=LinearWeights.taken_over(layer.out, layer.out_bias, adapters=adapters.get("out")),
+            mlp=mlp,
+            q_norm=None if layer.qk_norm is None or spec.full_qk_norm else layer.qk_norm[0],
+            k_norm=None if layer.qk_norm is None or spec.full_qk_norm else layer.qk_norm[spec.num_heads],
+            full_qk_norm=layer.qk_norm if spec.full_qk_norm else None,
+            post_norm=layer.attention_post_norm,
             cos_sin=identity_rope if rope is None else decoder.rope_tables[rope],
             window=spec.windows[index] or 0,
         )
+
+    def _take_over_mlp(
+        self,
+        mlp: Mlp | Experts,
+        norm: Tensor | None,
+        post_norm: Tensor | None,
+        num_sparse: int,
+        adapters: Mapping[str, AdapterMatrix],
+    ) -> CudaBlock:
+        """num_sparse: layers with experts before this one."""
+        if isinstance(mlp, Mlp):
+            gate_up = LinearWeights.taken_over(
+                mlp.gate_up, mlp.gate_up_bias, norm, gated=True, adapters=adapters.get("gate_up")
+            )
+            down = LinearWeights.taken_over(mlp.down, mlp.down_bias, adapters=adapters.get("down"))
+            return CudaMlp(gate_up, down, post_norm)
+        assert norm is not None, "check_supported refuses experts without a norm before them"
+        shared = None
+        if mlp.shared is not None:
+            gate_up = LinearWeights(mlp.shared.gate_up.mul_(norm), None, gated=True)
+            shared = CudaMlp(gate_up, LinearWeights(mlp.shared.down, None))
+        assert self.experts is not None, "the spec has layers with experts"
+        return CudaExperts(RoutedExperts.take_over(mlp, norm, self.experts, num_sparse), shared)
 
     @torch.no_grad()
     def load(self, decoder: Decoder) -> None:
@@ -184,24 +348,29 @@ class CudaModel:
         for layer, other in zip(self.layers, decoder.layers, strict=True):
             layer.qkv.load(other.qkv, other.qkv_bias, other.attention_norm)
             layer.out.load(other.out, other.out_bias)
-            layer.mlp.gate_up.load(other.mlp.gate_up, other.mlp.gate_up_bias, other.mlp_norm)
-            layer.mlp.down.load(other.mlp.down, other.mlp.down_bias)
+            layer.mlp.load(other.mlp, other.mlp_norm, other.mlp_post_norm)
+            for mine, theirs in ((layer.full_qk_norm, other.qk_norm), (layer.post_norm, other.attention_post_norm)):
+                if mine is not None and theirs is not None:
+                    mine.copy_(theirs)
             if layer.q_norm is not None and layer.k_norm is not None and other.qk_norm is not None:
                 layer.q_norm.copy_(other.qk_norm[0])
                 layer.k_norm.copy_(other.qk_norm[self.spec.num_heads])
+        if self.lora is not None:
+            self.lora.reload(decoder)
 
     def _largest_weight(self) -> int:
         layer = self.layers[0]
-        return max(one.weight.numel() for one in (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down))
+        return max(one.weight.numel() for one in (layer.qkv, layer.out, *layer.mlp.linears))
 
     def input(self, num_tokens: int) -> Tensor:
         """The buffer for the embeddings [T, H] of a pass, which becomes its residual stream."""
         return self._x[:num_tokens]
 
     def squares(self, num_tokens: int) -> Tensor | None:
-        """The buffer for the sums of squares of the embeddings, [T, 1]; None for many tokens, which need none, and for
-        ranks, which have only some of the embeddings."""
-        return self._squares[:num_tokens, :1] if num_tokens <= len(self._squares) and self.group is None else None
+        """The buffer for the sums of squares of the embeddings, [T, 1]; None for many tokens and for models with norms
+        after blocks, which need none, and for ranks, which have only some of the embeddings."""
+        are_used = self.group is None and self.spec.norm_placement == "pre"
+        return self._squares[:num_tokens, :1] if num_tokens <= len(self._squares) and are_used else None
 
     def sum_input(self, num_tokens: int) -> None:
         """Sums the embeddings in `input` over all ranks: each token's is on one of them."""
@@ -223,13 +392,16 @@ class CudaModel:
         defer_norm: bool = False,
         pdl: bool = False,
         output_tokens: Tensor | None = None,
+        live: LiveRows | None = None,
+        lora: bool = False,
     ) -> Tensor:
         """Hidden states [T, H] after the final norm, of the embeddings in `input`. defer_norm: `attend` applies the
-        RMSNorm factor to its qkv.
+        RMSNorm factor to its qkv. lora: some tokens have adapters; without `fused`.
 
         output_tokens [N] int32: only the hidden states of these tokens. After its attention, the last layer computes
-        nothing else."""
-        return ForwardPass(self, num_tokens, fused, defer_norm, pdl).run(attend, output_tokens)
+        nothing else. live: which tokens are no padding, if some are; experts do not compute the others."""
+        adapters = self.lora if lora else None
+        return ForwardPass(self, num_tokens, fused, defer_norm, pdl, live, adapters).run(attend, output_tokens)
 
     def defers_norm(self, num_tokens: int, *, fused: bool) -> bool:
         """Whether attention gets a qkv to which it applies the RMSNorm factor itself (`defer_norm`)."""
@@ -238,8 +410,11 @@ class CudaModel:
 
     def can_defer_norm(self, weights: LinearWeights) -> bool:
         """A bias must be added after the factor is applied; and hidden states before the norm overflow float16. With
-        ranks the norm adds to the residual stream."""
-        return weights.bias is None and self.dtype is not torch.float16 and self.group is None
+        ranks the norm adds to the residual stream, and with norms after blocks it is computed with them. A QK-norm over
+        all heads comes between it and attention."""
+        is_plain = self.group is None and self.spec.norm_placement == "pre" and not self.spec.full_qk_norm
+        can_fold = weights.bias is None and weights.quantised is None
+        return can_fold and self.dtype is not torch.float16 and is_plain
 
     def uses_pdl(self, num_tokens: int) -> bool:
         """Whether a decode batch uses programmatic dependent launch (PDL): 4 to 6% faster where GEMMs are fused
@@ -254,12 +429,27 @@ class CudaModel:
         """[N, V]; the next pass overwrites them. Ranks gather theirs, so that all of them sample in the same way."""
         found = self._logits[: len(hidden)]
         if self.group is None:
-            return torch.mm(hidden, self.head.T, out=found)
-        own = self._own_logits[: len(hidden)]
-        torch.mm(hidden, self.head.T, out=own[:, : len(self.head)])
-        gathered = self.group.all_gather(own)
-        parts = [part[:, :width] for part, width in zip(gathered, self._widths, strict=True)]
-        return torch.cat(parts, dim=1, out=found)
+            self._head_logits(hidden, found)
+        else:
+            own = self._own_logits[: len(hidden)]
+            self._head_logits(hidden, own[:, : len(self.head)])
+            gathered = self.group.all_gather(own)
+            parts = [part[:, :width] for part, width in zip(gathered, self._widths, strict=True)]
+            torch.cat(parts, dim=1, out=found)
+        if self.spec.logit_cap is not None:
+            soft_cap(found, self.spec.logit_cap)
+        return found
+
+    def _head_logits(self, hidden: Tensor, out: Tensor) -> None:
+        scale = self.spec.logit_scale
+        if scale == 1.0:
+            torch.mm(hidden, self.head.T, out=out)
+        else:
+            torch.addmm(out, hidden, self.head.T, beta=0, alpha=scale, out=out)
+
+    def partial(self, rows: int) -> Tensor:
+        """The buffer [rows, H] for a rank's part of a sum."""
+        return self._partial[:rows]
 
     def last_states(self, num_tokens: int) -> Tensor:
         """The hidden states of the last pass, if it computed those of all its tokens."""
@@ -273,17 +463,21 @@ class CudaModel:
         """Runs the GEMMs of a layer and of the head for all numbers of rows that are padded to, and some of those that
         are not: cuBLAS chooses another kernel for another number of rows, and loads it at first use."""
         sizes = {*prefill_sizes, *range(_UNPADDED_STEP, self.max_tokens + 1, _UNPADDED_STEP), self.max_tokens}
-        for rows in sorted({*decode_sizes, *sizes}):
+        if self._quantised_buffers is not None:
+            layer, buffers = self.layers[0], self._quantised_buffers
+            outputs = (self._qkv, buffers.partial, self._gate_up, buffers.partial)
+            linears = zip((layer.qkv, layer.out, *layer.mlp.linears), outputs, strict=True)
+            load_library_kernels(list(linears), buffers, sorted({*decode_sizes, *sizes}))
+        for rows in () if self.is_quantised else sorted({*decode_sizes, *sizes}):
             forward, layer = ForwardPass(self, rows, fused=False, defer_norm=True, pdl=False), self.layers[0]
-            for weights, run in (
+            blocks = {type(layer.mlp): layer.mlp for layer in self.layers}  # one of each kind
+            gemms: list[tuple[LinearWeights, Callable[[], object]]] = [
                 (layer.qkv, partial(forward.cublas_norm_linear, layer.qkv, forward.qkv, defer_norm=True)),
-                (layer.out, partial(forward.add_linear, layer.out, forward.attended)),
-                (
-                    layer.mlp.gate_up,
-                    partial(forward.cublas_norm_linear, layer.mlp.gate_up, forward.gate_up, defer_norm=True),
-                ),
-                (layer.mlp.down, partial(forward.add_linear, layer.mlp.down, forward.act)),
-            ):
+                (layer.out, partial(forward.add_linear, layer.out, forward.attended, layer.post_norm)),
+            ]
+            for block in blocks.values():
+                gemms += block.gemms(forward)
+            for weights, run in gemms:
                 if rows in sizes or self.fused_tuning(weights, rows) is None:
                     run()
         for rows in decode_sizes:
@@ -292,6 +486,8 @@ class CudaModel:
 
     def fused_tuning(self, weights: LinearWeights, rows: int) -> LinearTuning | None:
         """The fused kernel for a GEMM of so many rows; None for cuBLAS."""
+        if weights.quantised is not None:
+            return quantised_tuning(rows, weights.columns, weights.gated) if rows <= self._max_fused_rows else None
         tuning = self._tuning(rows, weights.columns, weights.gated) if rows <= self._max_fused_rows else None
         if tuning is None or weights.weight.shape[1] % (tuning.split_k * tuning.block_k):
             return None
@@ -305,36 +501,67 @@ class ForwardPass:
     rows; 0 after a cuBLAS GEMM, which writes none.
     """
 
-    def __init__(self, model: CudaModel, num_tokens: int, fused: bool, defer_norm: bool, pdl: bool) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: CudaModel,
+        num_tokens: int,
+        fused: bool,
+        defer_norm: bool,
+        pdl: bool,
+        live: LiveRows | None = None,
+        lora: CudaLora | None = None,
+    ) -> None:
+        assert lora is None or not (fused or pdl), "adapters are added to the output of cuBLAS"
+        self.model, self.live, self.lora = model, live, lora
         self.fused, self.defer_norm, self.pdl = fused, defer_norm, pdl
         self.x, self.normed = model._x[:num_tokens], model._normed[:num_tokens]
         self.qkv, self.attended = model._qkv[:num_tokens], model._attended[:num_tokens]
         self.gate_up, self.act = model._gate_up[:num_tokens], model._act[:num_tokens]
         self.square_columns = 1
-        self.eps = model.spec.rms_eps
+        self.eps, self.gelu = model.spec.rms_eps, model.spec.activation == "gelu_tanh"
         self.partial: Tensor | None = None  # summed over ranks, and not yet added to x
+        self.quantised: QuantisedPass | None = None
+        if model._quantised_buffers is not None:
+            self.quantised = QuantisedPass(
+                self.x, model._quantised_buffers, model._workspace, model.group, self.eps, pdl
+            )
+        self.norms_input = model.spec.norm_placement != "post"  # of a block
+        self.is_normed = False  # `normed` is the norm of x
 
     def run(self, attend: AttentionKernels, output_tokens: Tensor | None) -> Tensor:
         model = self.model
+        if self.lora is not None:
+            self.lora.begin(len(self.x), self.live)
         for index, layer in enumerate(model.layers):
             if not self.fused_norm_linear(layer.qkv, self.qkv):
                 defer_norm = self.defer_norm and model.can_defer_norm(layer.qkv)
                 self.cublas_norm_linear(layer.qkv, self.qkv, defer_norm=defer_norm)
+            if layer.full_qk_norm is not None:
+                self._norm_qk(layer.full_qk_norm)
             attend(index, self.qkv, self.attended)
             if output_tokens is not None and layer is model.layers[-1]:
-                self._select(output_tokens)
+                if self.lora is None or not len(output_tokens):
+                    self._select(output_tokens)
                 if not len(output_tokens):
                     break  # only the keys and values of these tokens are needed
-            self.add_linear(layer.out, self.attended)
+            self.add_linear(layer.out, self.attended, layer.post_norm)
             layer.mlp.run(self)
-        self._norm(model.norm)
+        if output_tokens is not None and self.lora is not None and len(output_tokens):
+            # Only now: tokens are grouped by adapter in their old order.
+            if self.partial is not None:
+                self.x.add_(self.partial)
+                self.partial = None
+            self._select(output_tokens)
+        self.norm(model.norm)
         return self.normed
 
     def fused_norm_linear(self, weights: LinearWeights, out: Tensor) -> bool:
         """out = linear(norm(x)), with the gate's activation, by one fused kernel. Returns False if there is none for
         this batch."""
         tuning = self._tuning(weights)
+        if tuning is not None and self.quantised is not None:
+            self.quantised.norm_linear(weights, out, small=True)
+            return True
         if tuning is None or not self.square_columns:
             return False
         linear(
@@ -343,34 +570,53 @@ class ForwardPass:
             out,
             tuning,
             bias=weights.bias,
-            squares=self._squares(),
+            squares=self.squares(),
             eps=self.eps,
             gated=weights.gated,
             workspace=self.model._workspace if tuning.split_k > 1 else None,
             pdl=self.pdl,
+            gelu=self.gelu and weights.gated,
         )
         return True
 
     def cublas_norm_linear(self, weights: LinearWeights, out: Tensor, *, defer_norm: bool) -> None:
         """out = linear(norm(x)). defer_norm: the kernel that reads `out` applies the RMSNorm factor."""
-        if not defer_norm:
-            self._norm(self.model._ones)
-        source = self.x if defer_norm else self.normed
+        if self.quantised is not None:
+            self.quantised.norm_linear(weights, out, small=False)
+            return
+        source = self.x
+        if self.norms_input and not defer_norm:
+            if not self.is_normed:
+                self.norm()
+            source = self.normed
         if weights.bias is None:
             torch.mm(source, weights.weight.T, out=out)
         else:
             torch.addmm(weights.bias, source, weights.weight.T, out=out)
+        self._adapt(weights, source, out)
 
-    def add_linear(self, weights: LinearWeights, source: Tensor) -> None:
-        """x += linear(source)"""
+    def _adapt(self, weights: LinearWeights, source: Tensor, out: Tensor) -> None:
+        """out += what the adapters add. Where the norm is deferred, neither has its factor yet."""
+        if self.lora is not None and weights.adapters is not None:
+            self.lora.add_to(weights.adapters, source, out)
+
+    def add_linear(self, weights: LinearWeights, source: Tensor, norm: Tensor | None = None) -> None:
+        """x += linear(source), or its norm with this weight."""
+        if self.quantised is not None:
+            self.quantised.add_linear(weights, source, small=self._tuning(weights) is not None)
+            return
+        if norm is not None:
+            self._add_normed_linear(weights, source, norm)
+            return
         if self.model.group is not None:
-            self._sum_linear(weights, source, self.model.group)
+            self.partial = self._sum_linear(weights, source, self.model.group)  # the next norm adds it to x
             return
         tuning = self._tuning(weights)
         if tuning is None:
             torch.addmm(self.x, source, weights.weight.T, out=self.x)
             if weights.bias is not None:
                 self.x.add_(weights.bias)
+            self._adapt(weights, source, self.x)
             self.square_columns = 0
             return
         self.square_columns = num_squares(weights.columns, tuning)
@@ -381,34 +627,59 @@ class ForwardPass:
             tuning,
             bias=weights.bias,
             residual=self.x,
-            squares_out=self._squares(),
+            squares_out=self.squares(),
             workspace=self.model._workspace,
             pdl=self.pdl,
         )
 
-    def _sum_linear(self, weights: LinearWeights, source: Tensor, group: RankGroup) -> None:
-        """partial = the sum of linear(source) over ranks, which the next norm adds to x."""
+    def _sum_linear(self, weights: LinearWeights, source: Tensor, group: RankGroup | None) -> Tensor:
+        """linear(source), summed over ranks."""
         out = torch.mm(source, weights.weight.T, out=self.model._partial[: len(source)])
         if weights.bias is not None:
             out.add_(weights.bias)
-        self.partial = group.all_reduce(out)
+        self._adapt(weights, source, out)
+        return out if group is None else group.all_reduce(out)
+
+    def _add_normed_linear(self, weights: LinearWeights, source: Tensor, norm: Tensor) -> None:
+        added = self._sum_linear(weights, source, self.model.group)
+        post_norm(added, norm, self.eps, self.x, self.normed if self.norms_input else None)
+        self.is_normed, self.square_columns = self.norms_input, 0
+
+    def _norm_qk(self, weight: Tensor) -> None:
+        """QK-norm over all heads. Its sums of squares are those of all ranks."""
+        spec, model = self.model.spec, self.model
+        if model.group is None:
+            split, end = spec.q_size, spec.q_size + spec.kv_size
+            weights = weight.view(-1)
+            for columns in (slice(0, split), slice(split, end)):
+                rms_norm(self.qkv[:, columns], weights[columns], self.eps, self.qkv[:, columns], pdl=self.pdl)
+            return
+        heads = self.qkv.view(len(self.qkv), -1, spec.head_dim)[:, : len(weight)]
+        heads.copy_(heads.float() * full_qk_factors(model.group, model.whole_spec, spec, heads) * weight)
 
     def _select(self, rows: Tensor) -> None:
         model, count = self.model, len(rows)
         assert not self.fused, "the sums of squares are not selected"
+        self.live = None
         self.x = torch.index_select(self.x, 0, rows, out=model._selected[:count])
+        if self.quantised is not None:
+            self.quantised.x = self.x
         self.attended = torch.index_select(self.attended, 0, rows, out=model._selected_attended[:count])
         self.normed, self.gate_up, self.act = (buffer[:count] for buffer in (model._normed, model._gate_up, model._act))
 
     def _tuning(self, weights: LinearWeights) -> LinearTuning | None:
         return self.model.fused_tuning(weights, len(self.x)) if self.fused else None
 
-    def _norm(self, weight: Tensor) -> None:
+    def norm(self, weight: Tensor | None = None) -> None:
+        """normed = norm(x), after adding to x what ranks have summed. weight: if it is not folded into what follows."""
+        weight = self.model._ones if weight is None else weight
+        if self.quantised is not None:
+            self.partial, self.quantised.partial = self.quantised.partial, None
         if self.partial is None:
             rms_norm(self.x, weight, self.eps, self.normed, pdl=self.pdl)
         else:
             rms_norm(self.partial, weight, self.eps, self.normed, residual=self.x, pdl=self.pdl)
             self.partial = None
 
-    def _squares(self) -> Tensor:
+    def squares(self) -> Tensor:
         return self.model._squares[: len(self.x), : self.square_columns]

@@ -40,9 +40,10 @@ def sampling_words(
     logprobs: int | None = None,
     logprob_ids: Sequence[int] = (),
     max_length: int = 0,
+    adapter_slot: int | None = None,
 ) -> Column:
     """The sampling parameters of one slot. 0 turns temperature, top_k or min_p off; 1.0 turns top_p off. max_length: of
-    prompt and output."""
+    prompt and output. adapter_slot: where the request's LoRA adapter is."""
     assert (logprobs or 0) <= MAX_LOGPROBS and len(logprob_ids) <= MAX_LOGPROBS, (
         f"{logprobs} alternatives and {len(logprob_ids)} ids do not fit"
     )
@@ -53,6 +54,7 @@ def sampling_words(
     words[SamplingWord.TOP_K] = top_k
     words[SamplingWord.SEED_LOW], words[SamplingWord.SEED_HIGH] = halves
     words[SamplingWord.MAX_LENGTH] = max_length
+    words[SamplingWord.ADAPTER] = 0 if adapter_slot is None else 1 + adapter_slot
     words[SamplingWord.LOGPROBS] = 0 if logprobs is None else 1 + logprobs
     words[SamplingWord.NUM_LOGPROB_IDS] = len(logprob_ids)
     words[SamplingWord.LOGPROB_IDS : SamplingWord.LOGPROB_IDS + len(logprob_ids)] = logprob_ids

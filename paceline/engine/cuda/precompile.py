@@ -27,6 +27,7 @@ import torch
 from paceline.config import SchedulerConfig
 from paceline.engine.cuda.compile_workers import compile_workers
 from paceline.engine.cuda.variants import VARIANT_OPTIONS, kernel_variants
+from paceline.engine.precision import Precision
 from paceline.kernels.binaries import CannotPrecompile, KernelStore, compile_variant, source_digest
 from paceline.kernels.driver import use_binaries
 from paceline.kernels.variants import KernelVariant
@@ -46,7 +47,7 @@ Progress = Callable[[int, int], None]  # variants done, variants in total
 
 def precompile(
     specs: Sequence[ModelSpec],
-    dtype: str,
+    precision: Precision,
     scheduler: SchedulerConfig,
     folder: Path,
     arch: int,
@@ -59,7 +60,7 @@ def precompile(
     """Compiles into a folder what it and those of `also` lack for a model, and its draft model if `specs` has a second,
     in `jobs` processes (default: one per core). Returns all variants of the model, and how many were compiled. shard:
     for this rank's part of the model."""
-    store, name = KernelStore(folder, arch, also), f"{_list_name(specs, dtype, scheduler, shard)}.list"
+    store, name = KernelStore(folder, arch, also), f"{_list_name(specs, precision, scheduler, shard)}.list"
     variants = next(filter(None, (_read_list(one / name) for one in (*also, folder))), None)
     if variants is not None and not store.missing(variants):
         return variants, 0
@@ -68,7 +69,7 @@ def precompile(
         compile_workers(jobs or min(len(os.sched_getaffinity(0)), _MAX_JOBS), arch, scratch) as workers,
     ):
         if variants is None:
-            variants = workers.submit(kernel_variants, specs, dtype, scheduler, shard).result()
+            variants = workers.submit(kernel_variants, specs, precision, scheduler, shard).result()
             log.debug("listed %d kernels", len(variants))
         missing = sorted(store.missing(variants), key=lambda variant: variant.name not in _SLOW)
         tasks = [workers.submit(_compile, variant, folder, arch) for variant in missing]
@@ -86,7 +87,7 @@ class KernelPreparation:
     def __init__(
         self,
         specs: Sequence[ModelSpec],
-        dtype: str,
+        precision: Precision,
         scheduler: SchedulerConfig,
         prepared: str | None,
         shard: Shard = WHOLE_MODEL,
@@ -99,7 +100,7 @@ class KernelPreparation:
         self._began = time.perf_counter()
         pool = ThreadPoolExecutor(1, "paceline-compile")
         self._task = pool.submit(
-            precompile, specs, dtype, scheduler, self._folder, self._arch, also=self._prepared, shard=shard
+            precompile, specs, precision, scheduler, self._folder, self._arch, also=self._prepared, shard=shard
         )
         pool.shutdown(wait=False)
 
@@ -146,10 +147,10 @@ def _compile(variant: KernelVariant, folder: Path, arch: int) -> None:
 # ---------------------------------------------------------------------- the list of variants
 
 
-def _list_name(specs: Sequence[ModelSpec], dtype: str, scheduler: SchedulerConfig, shard: Shard) -> str:
+def _list_name(specs: Sequence[ModelSpec], precision: Precision, scheduler: SchedulerConfig, shard: Shard) -> str:
     """Changes with everything that the list depends on: model, options and the code that launches kernels."""
     options = [getattr(scheduler, name) for name in VARIANT_OPTIONS]
-    digest = hashlib.sha256(repr((list(specs), dtype, options, shard, source_digest())).encode())
+    digest = hashlib.sha256(repr((list(specs), precision, options, shard, source_digest())).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:32]

@@ -19,6 +19,7 @@ from paceline.engine.cuda.inputs import PackedBatch, PrefillBucket, UploadSpan, 
 from paceline.engine.cuda.model import CudaModel
 from paceline.kernels.gather_tokens import gather_tokens
 from paceline.kernels.layouts import EXTEND_UNIT_WORDS, SHARED_TILE_WORDS
+from paceline.kernels.route_experts import LiveRows
 from paceline.kernels.slot_state import SlotState
 
 SpanOf = Callable[[UploadSpan], Tensor]  # a part of the upload on the device
@@ -80,17 +81,22 @@ class PrefillRunner:
             packed.num_splits,
             shared,
             single_launch=True,
+            lora=packed.has_adapters,
         )
 
     # ------------------------------------------------------------------ as a CUDA graph
 
-    def run_bucket(self, rows: int, shared_block_m: int, bucket: PrefillBucket, *, all_states: bool) -> Tensor:
+    def run_bucket(
+        self, rows: int, shared_block_m: int, bucket: PrefillBucket, *, all_states: bool, lora: bool = False
+    ) -> Tensor:
         """Hidden states for the inputs in the graphs' buffer: of the tokens that are sampled from, or of all."""
         num_splits = self._attention.max_splits if bucket.merges else 0
         inputs = self.bucket_inputs(bucket)
         if all_states:
             inputs = replace(inputs, output_tokens=None)
-        return self.run_inputs(bucket.tokens, rows, shared_block_m, inputs, num_splits, None, single_launch=False)
+        return self.run_inputs(
+            bucket.tokens, rows, shared_block_m, inputs, num_splits, None, single_launch=False, lora=lora
+        )
 
     def load_inputs(self, packed: PackedBatch, span: SpanOf) -> None:
         """Copies the inputs of a padded batch into the buffer that graphs read."""
@@ -124,6 +130,7 @@ class PrefillRunner:
         shared: tuple[Tensor, Tensor, Tensor] | None,
         *,
         single_launch: bool,
+        lora: bool = False,
     ) -> Tensor:
         model, output_tokens = self._model, inputs.output_tokens
         slots, positions = self._slots[:num_tokens], self._positions[:num_tokens]
@@ -136,6 +143,7 @@ class PrefillRunner:
             inputs.token_rows[:num_tokens],
             inputs.query_starts,
             first_id=model.first_id,
+            scale=model.spec.embedding_scale,
         )
         model.sum_input(num_tokens)
         defer_norm = not shared_block_m and model.defers_norm(num_tokens, fused=False)
@@ -150,7 +158,10 @@ class PrefillRunner:
             skip_last=output_tokens is not None and not len(output_tokens),
             single_launch=single_launch,
         )
-        hidden = model.forward(num_tokens, attend, fused=False, defer_norm=defer_norm, output_tokens=output_tokens)
+        live = LiveRows(inputs.token_rows[:num_tokens], by_row=True)
+        hidden = model.forward(
+            num_tokens, attend, fused=False, defer_norm=defer_norm, output_tokens=output_tokens, live=live, lora=lora
+        )
         if self._compute_draft_kv is not None:
             self._compute_draft_kv(num_tokens, decode_rows, inputs, num_splits, shared, single_launch=single_launch)
         return hidden

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,14 +17,19 @@ from torch import Tensor
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cuda.build import build_cuda
 from paceline.engine.cuda.executor import CudaExecutor
+from paceline.engine.cuda.experts import ExpertBuffers, tuned_sizes
 from paceline.engine.cuda.graphs import SHORT_CONTEXT_ROWS, GraphKey, GraphStage
 from paceline.engine.cuda.inputs import prefill_buckets
+from paceline.engine.cuda.model import CudaModel, ForwardPass
 from paceline.engine.cuda.sharing import BLOCK_SIZES
 from paceline.engine.cuda.streams import HostStreams
 from paceline.engine.cuda.swap import CudaSwap
+from paceline.engine.precision import Precision
 from paceline.kernels.adjust import write_runs
 from paceline.kernels.layouts import SHARED_TILE_WORDS
+from paceline.kernels.lora import lora_row_counts
 from paceline.kernels.pool_states import pool_states
+from paceline.kernels.route_experts import LiveRows
 from paceline.kernels.slot_state import apply_diff
 from paceline.kernels.variants import KernelVariant, recorded_launches
 from paceline.model.decoder import Decoder
@@ -37,12 +41,12 @@ VARIANT_OPTIONS = ("max_running", "max_batch_tokens", "page_size", "draft_tokens
 
 
 def kernel_variants(
-    specs: Sequence[ModelSpec], dtype: str, scheduler: SchedulerConfig, shard: Shard = WHOLE_MODEL
+    specs: Sequence[ModelSpec], precision: Precision, scheduler: SchedulerConfig, shard: Shard = WHOLE_MODEL
 ) -> list[KernelVariant]:
     """What a model with these options, and its draft model if `specs` has a second, can launch on one GPU, in order.
     shard: on the GPU of this rank."""
     with recorded_launches() as found, torch.inference_mode(), _without_gemms():
-        launch_all(_dry_executor([_two_of_each_layer(spec) for spec in specs], dtype, scheduler, shard))
+        launch_all(_dry_executor([_two_of_each_layer(spec) for spec in specs], precision, scheduler, shard))
     return sorted(found, key=repr)
 
 
@@ -68,7 +72,7 @@ class DryGroup:
 def _without_gemms() -> Iterator[None]:
     """Leaves out GEMMs. On the meta device torch would import its compiler for `addmm`, which takes seconds."""
     before = torch.mm, torch.addmm
-    torch.mm = torch.addmm = lambda *_, out: out  # type: ignore[assignment]
+    torch.mm = torch.addmm = lambda *_, out, **__: out  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -78,21 +82,31 @@ def _without_gemms() -> Iterator[None]:
 def _two_of_each_layer(spec: ModelSpec) -> ModelSpec:
     """The same model with fewer layers. Layers of a kind launch the same kernels, except that the first one reads the
     embeddings."""
-    kinds = 2 * list(dict.fromkeys(zip(spec.windows, spec.layer_ropes, strict=True)))
-    windows, ropes = zip(*kinds, strict=True)
-    return replace(spec, num_layers=len(kinds), windows=windows, layer_ropes=ropes)
+    kinds = zip(spec.windows, spec.layer_ropes, spec.sparse_layers, strict=True)
+    first = {kind: layer for layer, kind in reversed(list(enumerate(kinds)))}
+    return spec.with_layers(2 * sorted(first.values()))
 
 
-def _dry_executor(specs: Sequence[ModelSpec], dtype: str, scheduler: SchedulerConfig, shard: Shard) -> CudaExecutor:
+def _dry_executor(
+    specs: Sequence[ModelSpec], precision: Precision, scheduler: SchedulerConfig, shard: Shard
+) -> CudaExecutor:
     group = DryGroup(shard) if shard.size > 1 else None
 
     def decoder(spec: ModelSpec) -> Decoder:
         shapes = target_shapes(spec, shard).items()
-        weights = {name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, shape in shapes}
+        dtype = getattr(torch, precision.dtype)
+        weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes}
         return Decoder(spec, weights, max_positions=scheduler.context_tokens, group=group)
 
+    num_adapters, rank = precision.lora
+    config = EngineConfig(
+        kv_dtype=precision.kv_dtype,
+        quantization=precision.quantization,
+        max_loras=max(num_adapters, 1),
+        max_lora_rank=rank,
+    )
     model, draft = decoder(specs[0]), decoder(specs[1]) if len(specs) > 1 else None
-    return build_cuda(model, EngineConfig(), scheduler, None, draft=draft)[0]
+    return build_cuda(model, config, scheduler, None, draft=draft)[0]
 
 
 def launch_all(executor: CudaExecutor) -> None:
@@ -103,6 +117,8 @@ def launch_all(executor: CudaExecutor) -> None:
         for short in (False, True) if rows > SHORT_CONTEXT_ROWS else (False,):
             for block in blocks:
                 executor.run_pass(rows, GraphKey(short_contexts=short, shared_block_m=block))
+    if executor.model.lora is not None:
+        _adapters(executor)
     for rows, drafts in executor.draft_sizes:
         key = GraphKey(drafts=drafts, adjusts=True, filters=True, logprobs=True)
         for stage in (GraphStage.ALL, GraphStage.TOKENS):  # the others are parts of the first
@@ -110,8 +126,36 @@ def launch_all(executor: CudaExecutor) -> None:
     for rows in range(1, executor.model.max_rows + 1):
         _sample(executor, rows)
     _prefill(executor, blocks)
+    for model in (executor.model, None if executor.draft_model is None else executor.draft_model.model):
+        if model is not None and model.experts is not None:
+            _experts(model, model.experts)
     _apply(executor)
     CudaSwap(HostStreams(), executor.kv, num_host_pages=1, max_pages=1).warm_up()
+
+
+def _adapters(executor: CudaExecutor) -> None:
+    """Batches with LoRA adapters. What differs by the number of rows are the parts of A x and the norms."""
+    blocks = (0, *BLOCK_SIZES) if executor.attention.shared_units is not None else (0,)
+    for rows in executor.graphs.sizes:
+        for short in (False, True) if rows > SHORT_CONTEXT_ROWS else (False,):
+            for block in blocks:
+                executor.run_pass(rows, GraphKey(short_contexts=short, shared_block_m=block, lora=True))
+    for rows, drafts in executor.draft_sizes:
+        executor.run_pass(rows, GraphKey(drafts=drafts, lora=True))
+    prefill = executor.prefill
+    for bucket in prefill.buckets:
+        for block in blocks:
+            prefill.run_bucket(executor.graphs.sizes[-1], block, bucket, all_states=False, lora=True)
+    model = executor.model
+    device = model.device
+    assert model.lora is not None, "called for those"
+    for rows in lora_row_counts(model.max_tokens):
+        for live in (LiveRows(torch.zeros(rows, dtype=torch.int32, device=device), by_row=True), None):
+            model.lora.begin(rows, live)
+        for matrices in model.lora.matrices:
+            for matrix in matrices.values():
+                source = torch.empty(rows, matrix.a.shape[2], dtype=model.dtype, device=device)
+                model.lora.add_to(matrix, source, source.new_empty(rows, sum(matrix.widths)))
 
 
 def _sample(executor: CudaExecutor, rows: int) -> None:
@@ -149,6 +193,16 @@ def _prefill(executor: CudaExecutor, blocks: tuple[int, ...]) -> None:
                 prefill.run_inputs(tokens, rows, block, inputs, num_splits, shared, single_launch=True)
     hidden = executor.model.last_states(tokens)
     pool_states(hidden, torch.zeros(2, 2, dtype=torch.int32, device=device), torch.zeros_like(hidden[:2]).float())
+
+
+def _experts(model: CudaModel, buffers: ExpertBuffers) -> None:
+    """Experts with any number of rows: of prefill batches, and of the tokens of them that are sampled from."""
+    rows_of_padding = torch.zeros(model.max_tokens, dtype=torch.int32, device=model.device)
+    for rows in tuned_sizes(buffers, model.max_tokens):
+        for live in (LiveRows(rows_of_padding, by_row=True), None):
+            forward = ForwardPass(model, rows, fused=False, defer_norm=False, pdl=False, live=live)
+            for layer in model.layers:
+                layer.mlp.run(forward)
 
 
 def _apply(executor: CudaExecutor) -> None:

@@ -64,7 +64,7 @@ def build_virtual(
     else:
         tokens = virtual_tokens(scheduler_config.max_running)
     drafts = None
-    if config.speculate != "off":
+    if scheduler_config.draft_tokens:
         size = scheduler_config.max_running
         drafts = DraftVerifier(size, RandomDrafts(size, config.virtual_acceptance))
     executor = VirtualExecutor(

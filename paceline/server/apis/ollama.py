@@ -393,9 +393,16 @@ async def list_tags(call: Call) -> Response:
     state, model = call.state, call.state.client.model
     size = int(model.num_parameters * _DTYPE_BYTES.get(model.dtype, 2))
     # Clients use the digest as an identifier.
-    digest = hashlib.sha256(state.model_name.encode()).hexdigest()
-    found = OllamaModel(state.model_name, state.model_name, _time(state.created), size, digest, _details(state))
-    return json_response(OllamaModelList([found]))
+    await state.refresh_adapters()
+    return json_response(
+        OllamaModelList(
+            [
+                OllamaModel(name, name, _time(state.created), size, hashlib.sha256(name.encode()).hexdigest(), details)
+                for details in (_details(state),)
+                for name in (state.model_name, *state.adapters)
+            ]
+        )
+    )
 
 
 async def show_model(call: Call) -> Response:
@@ -404,6 +411,7 @@ async def show_model(call: Call) -> Response:
     name = body.model or body.name
     if not name:
         raise missing_parameter("model")
+    await state.refresh_adapters()
     state.context.check_model(untagged(name))
     model, template = state.client.model, "" if state.tokenizer.chat is None else state.tokenizer.chat.source
     info = {

@@ -15,17 +15,22 @@ from paceline.server.routing import Call, json_response
 from paceline.server.state import RequestContext, ServerState
 
 
-def _model_card(state: ServerState) -> ModelCard:
-    return ModelCard(state.model_name, state.created, state.client.model.max_tokens)
+async def _model_cards(state: ServerState) -> list[ModelCard]:
+    """The served model, then its adapters."""
+    max_tokens = state.client.model.max_tokens
+    await state.refresh_adapters()
+    adapters = [ModelCard(name, state.created, max_tokens, parent=state.model_name) for name in state.adapters]
+    return [ModelCard(state.model_name, state.created, max_tokens), *adapters]
 
 
 async def list_models(call: Call) -> Response:
-    return json_response(ModelList([_model_card(call.state)]))
+    return json_response(ModelList(await _model_cards(call.state)))
 
 
 async def get_model(call: Call) -> Response:
-    call.state.context.check_model(call.path_params["name"])
-    return json_response(_model_card(call.state))
+    cards, name = await _model_cards(call.state), call.path_params["name"]
+    call.state.context.check_model(name)
+    return json_response(next(card for card in cards if card.id == name))
 
 
 def prepare_tokenize(context: RequestContext, body: TokenizeRequest) -> bytes:

@@ -20,7 +20,7 @@ HEADS, KV_HEADS, SIZE = 4, 2, 8
 NO_INDICES = np.empty(0, np.int64)
 
 
-def make_spec(window: int | None = None, scale: float | None = None) -> ModelSpec:
+def make_spec(window: int | None = None, scale: float | None = None, cap: float | None = None) -> ModelSpec:
     return ModelSpec(
         family="llama",
         hidden_size=32,
@@ -33,6 +33,7 @@ def make_spec(window: int | None = None, scale: float | None = None) -> ModelSpe
         context_tokens=4096,
         windows=(window,),
         attention_scale=scale,
+        score_cap=cap,
     )
 
 
@@ -58,6 +59,8 @@ def reference(spec: ModelSpec, q: torch.Tensor, keys: torch.Tensor, values: torc
     group = HEADS // KV_HEADS
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, keys) * (spec.attention_scale or SIZE**-0.5)
+    if spec.score_cap is not None:
+        scores = spec.score_cap * torch.tanh(scores / spec.score_cap)
     at = torch.arange(len(keys))
     query, key = at[-len(q) :, None], at[None, :]
     hidden = key > query
@@ -99,12 +102,13 @@ def check(starts: list[int], lengths: list[int], shared: list[int], page_size: i
     page_size=st.sampled_from([1, 3, 16, 64]),
     window=st.sampled_from([None, None, 1, 6, 90]),
     scale=st.sampled_from([None, None, 0.05, 1.0]),
+    cap=st.sampled_from([None, None, 0.5]),
 )
 def test_any_mix_of_rows_equals_the_reference(
-    rows: list[tuple[int, int, int]], page_size: int, window: int | None, scale: float | None
+    rows: list[tuple[int, int, int]], page_size: int, window: int | None, scale: float | None, cap: float | None
 ) -> None:
     starts, lengths, shared = map(list, zip(*rows, strict=True))
-    check(starts, lengths, shared, page_size, make_spec(window, scale))
+    check(starts, lengths, shared, page_size, make_spec(window, scale, cap))
 
 
 def test_a_row_that_ends_with_the_shared_part_equals_the_reference() -> None:

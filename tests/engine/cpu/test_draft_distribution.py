@@ -24,10 +24,11 @@ TOKENS = (7, 11, 30, 41)  # all others are biased away
 PROMPT = [7, 11, 30, 41, 11, 7, 41, 30, 7, 30, 11, 41, 7, 7, 11, 11, 30, 30, 41, 41, 7]  # all pairs occur
 BIAS = 100.0
 NUM_OUTPUTS = 600
-PARAMS: list[dict[str, Any]] = [
-    {"temperature": 2.0},
-    {"temperature": 3.0, "top_p": 0.9},
-    {"temperature": 2.5, "repetition_penalty": 1.02, "frequency_penalty": 0.5, "presence_penalty": 0.3},
+# With numbers of drafts: each at least once.
+PARAMS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
+    ({"temperature": 2.0}, (0, 1, 4)),
+    ({"temperature": 3.0, "top_p": 0.9}, (2,)),
+    ({"temperature": 2.5, "repetition_penalty": 1.02, "frequency_penalty": 0.5, "presence_penalty": 0.3}, (3,)),
 ]
 
 
@@ -76,15 +77,17 @@ def last_two(decoder: Decoder, params: dict[str, Any]) -> dict[tuple[int, int], 
     return found
 
 
-@pytest.mark.parametrize("params", PARAMS, ids=["temperature", "top-p", "penalties"])
-def test_sampled_tokens_have_the_distribution_of_plain_decoding(params: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("params", "numbers"), PARAMS, ids=["temperature", "top-p", "penalties"])
+def test_sampled_tokens_have_the_distribution_of_plain_decoding(
+    params: dict[str, Any], numbers: tuple[int, ...]
+) -> None:
     exact = last_two(model(), params)
     bias = dict.fromkeys(TOKENS, BIAS)
     wanted = [
         SamplingParams(max_tokens=3, ignore_eos=True, seed=seed, logit_bias=bias, **params)
         for seed in range(NUM_OUTPUTS)
     ]
-    for drafts in range(5):
+    for drafts in numbers:
         options = {"max_running": 64, "draft_tokens": drafts, "num_pages": 512, "context_tokens": 64}
         config = EngineConfig(device="cpu", threads=1)
         engine = assemble(model(), synthetic_tokenizer(model().spec.vocab_size), config, options)

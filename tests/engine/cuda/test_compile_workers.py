@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.engine.cuda.compile_workers import CompileWorkers, WorkerDied, compile_workers
+from paceline.engine.cuda.compile_workers import CompileWorkers, compile_workers
 
 ROOT = Path(__file__).parents[3]
 
@@ -32,18 +32,18 @@ def test_an_error_of_a_function_is_raised_by_the_caller(workers: CompileWorkers)
     assert workers.submit(divmod, 7, 2).result() == (3, 1), "the process goes on"
 
 
-def test_a_process_that_ends_is_noticed(tmp_path: Path) -> None:
-    with compile_workers(2, 90, str(tmp_path)) as workers, pytest.raises(WorkerDied):
-        workers.submit(os._exit, 3).result()
-
-
-def test_the_callers_script_is_not_run_again(tmp_path: Path) -> None:
+def test_the_callers_script_is_not_run_again_and_a_process_that_ends_is_noticed(tmp_path: Path) -> None:
     """A script that has no `if __name__ == "__main__"`."""
     script = tmp_path / "script.py"
     script.write_text(
-        "from paceline.engine.cuda.compile_workers import compile_workers\n"
+        "import os\n"
+        "from paceline.engine.cuda.compile_workers import WorkerDied, compile_workers\n"
         f"with compile_workers(2, 90, {str(tmp_path)!r}) as workers:\n"
         "    print(workers.submit(divmod, 7, 2).result())\n"
+        "    try:\n"
+        "        workers.submit(os._exit, 3).result()\n"
+        "    except WorkerDied:\n"
+        "        print('noticed')\n"
     )
     done = subprocess.run(
         [sys.executable, str(script)],
@@ -52,4 +52,4 @@ def test_the_callers_script_is_not_run_again(tmp_path: Path) -> None:
         check=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert done.stdout == "(3, 1)\n"
+    assert done.stdout == "(3, 1)\nnoticed\n"

@@ -110,10 +110,10 @@ def test_the_last_layer_computes_only_the_output_tokens(monkeypatch: pytest.Monk
     rows: list[int] = []
     add_linear = ForwardPass.add_linear
 
-    def watched(self: ForwardPass, weights: LinearWeights, source: torch.Tensor) -> None:
+    def watched(self: ForwardPass, weights: LinearWeights, source: torch.Tensor, *norm: torch.Tensor | None) -> None:
         if weights is self.model.layers[-1].mlp.down:
             rows.append(len(source))
-        add_linear(self, weights, source)
+        add_linear(self, weights, source, *norm)
 
     monkeypatch.setattr(ForwardPass, "add_linear", watched)
     prompt = RNG.integers(3, 512, 40).tolist()

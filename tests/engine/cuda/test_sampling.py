@@ -50,10 +50,10 @@ EVERYTHING = [
     SamplingParams(temperature=0, max_tokens=5, grammar=Grammar.regex("[a-d]{2}( [x-z]+)?"), repetition_penalty=1.3),
 ]
 WITH_LOGPROBS = [
-    SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=20),
-    SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
-    SamplingParams(temperature=0.7, top_k=1, seed=1, max_tokens=6, ignore_eos=True, logprobs=1, logit_bias={9: 20.0}),
-    SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0),
+    SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=20),
+    SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
+    SamplingParams(temperature=0.7, top_k=1, seed=1, max_tokens=4, ignore_eos=True, logprobs=1, logit_bias={9: 20.0}),
+    SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0),
 ]
 
 
@@ -214,7 +214,7 @@ def logprob_values(output: RequestOutput) -> list[float]:
 @pytest.mark.parametrize("case", ["with adjustments", "with masks", "without adjustments"])
 def test_graphs_compute_logprobs(case: str) -> None:
     """Rows with 20, 1 and no alternatives, and one without logprobs; a row with 5 joins when that one has ended."""
-    params = [*WITH_LOGPROBS, replace(WITH_LOGPROBS[0], logprobs=5, max_tokens=4, logprob_token_ids=(3, 500))]
+    params = [*WITH_LOGPROBS, replace(WITH_LOGPROBS[0], logprobs=5, max_tokens=2, logprob_token_ids=(3, 500))]
     if case == "with masks":
         params[3] = replace(params[3], ignore_eos=False, grammar=Grammar.regex("[a-d]{9}"), logprobs=5)
     if case == "without adjustments":

@@ -1,0 +1,39 @@
+"""The KV of an FP8 cache on a CPU: keys and values are rounded as a GPU rounds them, and kept in the model's dtype.
+For `paceline bench quality`, which measures what that costs where there is no GPU, and for tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.engine.cpu.model import DecoderModel
+from paceline.engine.cuda.kv_scales import scales_for
+from paceline.kernels.fp8 import to_fp8_reference
+from paceline.model.decoder import Attend
+
+
+def rounding(attend: Attend, scales: Tensor) -> Attend:
+    """`attend` with keys and values in FP8. scales [layers, 2, K]."""
+
+    def round_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (
+            to_fp8_reference(x, scale[:, None]).to(x.dtype) * scale[:, None].to(x.dtype)
+            for x, scale in zip((k, v), scales[layer], strict=True)
+        )
+        return attend(layer, q, k, v)
+
+    return round_and_attend
+
+
+def calibrated_scales(decoder: DecoderModel, ids: Tensor, attend: Attend) -> Tensor:
+    """The scales that a GPU finds at start, from a pass of the same token ids (engine/cuda/kv_scales.py)."""
+    spec = decoder.spec
+    largest = torch.zeros(spec.num_layers, 2, spec.num_kv_heads)
+
+    def measure_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for x, found in zip((k, v), largest[layer], strict=True):
+            found.copy_(x.abs().amax(dim=(0, 2)))
+        return attend(layer, q, k, v)
+
+    decoder.forward(ids, torch.arange(len(ids)), measure_and_attend)
+    return scales_for(largest)

@@ -1,0 +1,103 @@
+"""The routed experts of a layer on the GPU, and the buffers that all layers share. `CudaExperts` uses them.
+
+up to 16 rows:  route -> gate,up -> down [+ x]
+more rows:      route -> sort -> gate,up -> down -> sum [+ x]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.experts import ExpertTuning, ExpertWorkspace, add_down, add_gate_up, expert_tuning, num_squares
+from paceline.kernels.route_experts import LiveRows, RoutedRows, RouterOptions, route, route_tiles
+from paceline.model.decoder import Experts
+from paceline.model.spec import ModelSpec
+
+TunedExperts = Callable[[int, int, int], ExpertTuning]  # rows, experts per token, experts
+
+
+class ExpertBuffers:
+    """What all layers with experts share, and how many rows each expert has computed."""
+
+    def __init__(self, spec: ModelSpec, max_tokens: int, like: Tensor, tuning: TunedExperts = expert_tuning) -> None:
+        """spec: of this rank."""
+        count, chosen, shared = spec.num_experts, spec.experts_per_token, spec.shared_expert_ffn_size
+        self.options = RouterOptions(
+            count, chosen, spec.router == "sigmoid", spec.renormalise_experts, shared=bool(shared)
+        )
+        self._tuning = tuning
+        self.routed = RoutedRows.empty(max_tokens, self.options, like.device)
+        self.workspace = ExpertWorkspace.empty(max_tokens, chosen, count, spec.expert_ffn_size, spec.hidden_size, like)
+        self.shared_gate_up, self.shared_act = (like.new_zeros(max_tokens, width) for width in (2 * shared, shared))
+        # Rows of int64 begin at multiples of 16 bytes, as kernels expect.
+        padded = count + count % 2
+        self._loads = torch.zeros(spec.num_sparse_layers, padded, dtype=torch.int64, device=like.device)
+
+    @property
+    def loads(self) -> Tensor:
+        """[layers, experts] int64: rows that chose each expert, since the start. Those of padding are not counted."""
+        return self._loads[:, : self.options.num_experts]
+
+    def load_of(self, index: int) -> Tensor:
+        return self._loads[index]
+
+    def tuning(self, rows: int) -> ExpertTuning:
+        return self._tuning(rows, self.options.num_chosen, self.options.num_experts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedExperts:
+    """The router and the experts of a layer, with the norm before them folded in."""
+
+    router: Tensor  # [E, H], or [E + 1, H] with the gate of the shared expert
+    gate_up: Tensor  # [E, 2F, H]
+    down: Tensor  # [E, H, F]
+    buffers: ExpertBuffers
+    counts: Tensor  # [E] int64: rows that chose each expert
+
+    @classmethod
+    def take_over(cls, experts: Experts, norm: Tensor, buffers: ExpertBuffers, index: int) -> RoutedExperts:
+        """Those of a decoder's layer, changed in place. index: among the layers with experts."""
+        router = experts.router.mul_(norm)
+        if experts.shared_gate is not None:
+            router = torch.cat((router, experts.shared_gate.mul_(norm)))
+        return cls(router, experts.expert_gate_up.mul_(norm), experts.expert_down, buffers, buffers.load_of(index))
+
+    def load(self, other: Experts, norm: Tensor) -> None:
+        """Copies other weights in place; `norm` is folded into them."""
+        norm, count = norm.to(self.router.device), self.buffers.options.num_experts
+        self.router[:count].copy_(other.router).mul_(norm)
+        if other.shared_gate is not None:
+            self.router[count:].copy_(other.shared_gate).mul_(norm)
+        self.gate_up.copy_(other.expert_gate_up).mul_(norm)
+        self.down.copy_(other.expert_down)
+
+    # All launches are without PDL: with it, a layer of 8 rows takes a tenth longer (docs/log/experts.md).
+
+    def start(self, x: Tensor, eps: float | None, live: LiveRows | None) -> None:
+        """Chooses the experts of the rows of x and computes their activations. eps: RMSNorm is applied to x."""
+        buffers, tuning = self.buffers, self.buffers.tuning(len(x))
+        routed, options = buffers.routed, buffers.options
+        route(x, self.router, options, routed, self.counts, block_m=tuning.block_m, eps=eps, live=live)
+        add_gate_up(x, self.gate_up, routed, buffers.workspace, tuning, normed=eps is not None)
+
+    def num_squares(self, rows: int) -> int:
+        """How many columns of `squares` `finish` fills."""
+        return num_squares(rows, self.down.shape[1], self.buffers.tuning(rows))
+
+    def finish(self, out: Tensor, residual: Tensor | None, squares: Tensor | None = None) -> None:
+        """out = residual + the experts of the rows that `start` got. Does not read x. squares: receives the sums of
+        squares of out."""
+        buffers, tuning = self.buffers, self.buffers.tuning(len(out))
+        routed, workspace = buffers.routed, buffers.workspace
+        add_down(self.down, routed, workspace, out, tuning, residual=residual, squares_out=squares)
+
+
+def tuned_sizes(buffers: ExpertBuffers, max_tokens: int) -> list[int]:
+    """Numbers of rows with which every kernel variant is launched."""
+    found = {(buffers.tuning(rows), route_tiles(rows)): rows for rows in range(1, max_tokens + 1)}
+    return sorted(found.values())

@@ -1,0 +1,54 @@
+"""The weights of a linear layer on a GPU, quantised or not, with what is computed beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.lora import AdapterMatrix
+from paceline.kernels.quantised_linear import QuantisedMatrix
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearWeights:
+    """A linear layer, weight [N, K]. gated: the first half of its columns is the gate, the second half is up."""
+
+    weight: Tensor  # empty if it is quantised
+    bias: Tensor | None
+    gated: bool = False
+    quantised: QuantisedMatrix | None = None
+    norm: Tensor | None = None  # the RMSNorm before it, if that is not folded into the weight
+    adapters: AdapterMatrix | None = None  # LoRA, where that is enabled
+
+    @classmethod
+    def taken_over(
+        cls,
+        weight: Tensor | QuantisedMatrix,
+        bias: Tensor | None,
+        norm: Tensor | None = None,
+        *,
+        gated: bool = False,
+        adapters: AdapterMatrix | None = None,
+    ) -> LinearWeights:
+        """norm: of its input. It is folded into a weight, and kept beside a quantised one."""
+        if not isinstance(weight, Tensor):
+            assert adapters is None, "adapters are refused with quantised weights"
+            return cls(torch.empty(0), bias, gated, weight, norm)
+        if norm is not None:
+            weight.mul_(norm)
+        return cls(weight, bias, gated, adapters=adapters)
+
+    @property
+    def columns(self) -> int:
+        rows = (self.weight if self.quantised is None else self.quantised).shape[0]
+        return rows // (2 if self.gated else 1)
+
+    def load(self, weight: Tensor, bias: Tensor | None, norm: Tensor | None = None) -> None:
+        """Copies other weights in place; `norm` is folded into them."""
+        self.weight.copy_(weight)
+        if norm is not None:
+            self.weight.mul_(norm.to(self.weight.device))
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(bias)

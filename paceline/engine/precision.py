@@ -1,0 +1,59 @@
+"""Precision: the number formats of a model on a GPU, which its kernels depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.config import ConfigError, EngineConfig
+
+if TYPE_CHECKING:
+    import torch
+
+FP8_KV = "fp8_e4m3"
+FP8_ARCH = 89  # the first one that converts FP8 numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    dtype: str  # of activations, and of weights that are not quantised
+    kv_dtype: str = "auto"  # of the KV cache; auto: dtype
+    quantization: str = "none"  # of weights: none or fp8
+    lora: tuple[int, int] = (0, 0)  # LoRA adapters that are resident, and their highest rank
+
+    @classmethod
+    def of(cls, config: EngineConfig, dtype: str) -> Precision:
+        """As the options say. dtype: auto is known by now."""
+        check_kv_dtype(config, "cuda", dtype)
+        kv_dtype = FP8_KV if config.kv_dtype == FP8_KV else "auto"
+        lora = (config.max_loras, config.max_lora_rank) if config.max_lora_rank else (0, 0)
+        return cls(dtype, kv_dtype, "fp8" if config.quantization == "fp8" else "none", lora)
+
+    @property
+    def kv_name(self) -> str:
+        return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
+
+    def kv_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a number in the KV cache of a model whose activations are of `dtype`."""
+        return 1 if self.kv_dtype == FP8_KV else dtype.itemsize
+
+
+def check_arch(config: EngineConfig, arch: int) -> None:
+    """Raises ConfigError for a GPU, by its architecture such as 90, that cannot convert FP8 numbers."""
+    for name, needed in (("kv_dtype", config.kv_dtype == FP8_KV), ("quantization", config.quantization == "fp8")):
+        if needed and arch < FP8_ARCH:
+            raise ConfigError(
+                f"{name} is {getattr(config, name)!r}, which needs a GPU of sm_{FP8_ARCH} or newer, and this one is "
+                f"sm_{arch}: leave it out."
+            )
+
+
+def check_kv_dtype(config: EngineConfig, device: str, dtype: str) -> None:
+    """Raises ConfigError unless the device has a KV cache of this type beside activations of `dtype`."""
+    given = config.kv_dtype
+    if given == FP8_KV and device != "cuda":
+        raise ConfigError(f"kv_dtype is {given!r}, which needs a GPU: leave it out, KV is in {dtype} on a CPU.")
+    if given == "bfloat16" and dtype != "bfloat16":
+        raise ConfigError(
+            f"kv_dtype is {given!r} and dtype is {dtype!r}: set dtype to bfloat16, or leave kv_dtype out."
+        )

@@ -1,0 +1,469 @@
+"""The GEMMs of a mixture of experts: one launch per projection for all experts.
+
+    up to 16 rows     gate and up -> down: each expert of the list computes all rows, and a program of `down` adds up
+                      all experts for its columns, and the residual stream
+    more rows         gate and up -> down -> sum: a program computes a block of pairs of row and expert; the sum adds
+                      the k outputs of a row to the residual stream
+
+A decode batch only reads weights, so tiles are chosen for many bytes in flight; a prefill batch computes. The weight of
+a pair is multiplied in between the two GEMMs, where values are still float32: `down` is linear. The RMSNorm factor of a
+row, which the router has computed, is applied to the accumulators of `gate` and `up`.
+"""
+
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
+from paceline.kernels.route_experts import LISTED_ROWS, RoutedRows, max_blocks
+
+
+def experts_reference(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    eps: float | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """In float64. ids, weights [T, k]: of `route_reference`. With eps, RMSNorm is applied to x first."""
+    wide = x.double()
+    if eps is not None:
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    out = torch.zeros_like(wide) if residual is None else residual.double()
+    for expert in ids.unique().tolist():
+        rows, slots = torch.where(ids == expert)
+        gate, up = (wide[rows] @ gate_up[expert].double().T).chunk(2, dim=-1)
+        value = (torch.nn.functional.silu(gate) * up) @ down[expert].double().T
+        out.index_add_(0, rows, value * weights[rows, slots, None].double())
+    return out
+
+
+@launched
+@triton.jit(do_not_specialize=["M", "max_blocks"])
+def _expert_gate_up_kernel(
+    x,
+    gate_up,
+    act,
+    active,
+    matrix,
+    sorted,
+    blocks,
+    factors,
+    M,
+    max_blocks,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    LISTED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # Columns vary fastest: programs that read the same rows run at the same time.
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tl.program_id(1)
+    k = tl.arange(0, BLOCK_K)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if LISTED:
+        if block >= tl.load(active):
+            return
+        expert = tl.load(active + 1 + block)
+        row = tl.arange(0, BLOCK_M)
+        inside = row < M
+        place = block * BLOCK_M + row
+    else:
+        expert = tl.load(blocks + block)
+        if expert < 0:
+            return
+        place = tl.load(blocks + max_blocks + block) + tl.arange(0, BLOCK_M)
+        inside = place < tl.load(blocks + 2 * max_blocks + block)
+        pair = tl.load(sorted + place, mask=inside, other=0)
+        row = pair // TOP_K
+    weight = tl.load(matrix + row.to(tl.int64) * E + expert, mask=inside, other=0.0)
+    inside_n = (n < N)[:, None]
+    inputs = x + row.to(tl.int64)[:, None] * K + k[None, :]
+    gates = gate_up + expert.to(tl.int64) * (2 * N * K) + n.to(tl.int64)[:, None] * K + k[None, :]
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if K % BLOCK_K:
+            inside_k = (start + k < K)[None, :]
+            a = tl.load(inputs + start, mask=inside[:, None] & inside_k, other=0.0)
+            w = tl.load(gates + start, mask=inside_n & inside_k, other=0.0)
+            v = tl.load(gates + N * K + start, mask=inside_n & inside_k, other=0.0)
+        elif N % BLOCK_N:
+            a = tl.load(inputs + start, mask=inside[:, None], other=0.0)
+            w = tl.load(gates + start, mask=inside_n, other=0.0)
+            v = tl.load(gates + N * K + start, mask=inside_n, other=0.0)
+        else:
+            a = tl.load(inputs + start, mask=inside[:, None], other=0.0)
+            w = tl.load(gates + start)
+            v = tl.load(gates + N * K + start)
+        gate = tl.dot(a, tl.trans(w), gate)
+        up = tl.dot(a, tl.trans(v), up)
+    if HAS_NORM:
+        factor = tl.load(factors + row, mask=inside, other=0.0)[:, None]
+        gate = gate * factor
+        up = up * factor
+    value = gate / (1.0 + tl.exp(-gate)) * up * weight[:, None]
+    if LISTED:
+        value = tl.where((weight == 0.0)[:, None], 0.0, value)  # rows that did not choose this expert
+    target = act + place.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(target, value.to(act.dtype.element_ty), mask=inside[:, None] & (n < N)[None, :])
+
+
+@launched
+@triton.jit(do_not_specialize=["max_blocks"])
+def _expert_down_kernel(
+    act,
+    down,
+    out,
+    sorted,
+    blocks,
+    max_blocks,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tl.program_id(1)
+    k = tl.arange(0, BLOCK_K)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = tl.load(blocks + block)
+    if expert < 0:
+        return
+    place = tl.load(blocks + max_blocks + block) + tl.arange(0, BLOCK_M)
+    inside = place < tl.load(blocks + 2 * max_blocks + block)
+    pair = tl.load(sorted + place, mask=inside, other=0)
+    inside_n = (n < N)[:, None]
+    inputs = act + place.to(tl.int64)[:, None] * K + k[None, :]
+    columns = down + expert.to(tl.int64) * (N * K) + n.to(tl.int64)[:, None] * K + k[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if K % BLOCK_K:
+            inside_k = (start + k < K)[None, :]
+            a = tl.load(inputs + start, mask=inside[:, None] & inside_k, other=0.0)
+            w = tl.load(columns + start, mask=inside_n & inside_k, other=0.0)
+        elif N % BLOCK_N:
+            a = tl.load(inputs + start, mask=inside[:, None], other=0.0)
+            w = tl.load(columns + start, mask=inside_n, other=0.0)
+        else:
+            a = tl.load(inputs + start, mask=inside[:, None], other=0.0)
+            w = tl.load(columns + start)
+        acc = tl.dot(a, tl.trans(w), acc)
+    target = out + pair.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=inside[:, None] & (n < N)[None, :])
+
+
+@launched
+@triton.jit
+def _sum_experts_kernel(
+    parts,
+    ids,
+    residual,
+    out,
+    squares_out,
+    width,
+    squares_stride,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    LEAVE_SQUARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    total = tl.zeros([BLOCK], tl.float32)
+    for at in tl.static_range(TOP_K):
+        is_computed = inside & (tl.load(ids + row * TOP_K + at) < E)  # not of padding
+        total += tl.load(parts + (row * TOP_K + at) * width + column, mask=is_computed, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    rounded = total.to(out.dtype.element_ty)
+    tl.store(out + row * width + column, rounded, mask=inside)
+    if LEAVE_SQUARES:
+        wide = rounded.to(tl.float32)
+        tl.store(squares_out + row * squares_stride + tl.program_id(1), tl.sum(wide * wide, axis=0))
+
+
+@launched
+@triton.jit(do_not_specialize=["M"])
+def _listed_down_kernel(
+    act,
+    down,
+    residual,
+    out,
+    squares_out,
+    active,
+    partials,
+    arrived,
+    M,
+    squares_stride,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    LEAVE_SQUARES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tile_n = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    inside = (row < M)[:, None]
+    inside_n = n < N
+    inputs = act + row[:, None] * K + k[None, :]
+    columns = down + n.to(tl.int64)[:, None] * K + k[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    # The experts are one long GEMM, whose steps are divided evenly.
+    per_expert: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    num_steps = tl.load(active) * per_expert
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for step in tl.range(num_steps * split // SPLIT, num_steps * (split + 1) // SPLIT, num_stages=STAGES):
+        slot = step // per_expert
+        start = step % per_expert * BLOCK_K
+        expert = tl.load(active + 1 + slot).to(tl.int64)
+        inside_k = (start + k < K)[None, :]
+        a = tl.load(inputs + (slot * BLOCK_M * K + start), mask=inside & inside_k, other=0.0)
+        w = tl.load(columns + (expert * (N * K) + start), mask=inside_n[:, None] & inside_k, other=0.0)
+        acc = tl.dot(a, tl.trans(w), acc)
+    place = row[:, None] * N + n[None, :]
+    mask = inside & inside_n[None, :]
+    if SPLIT > 1:
+        # As in linear.py: the program that arrives last adds the partial sums in a fixed order.
+        tl.store(partials + split * (BLOCK_M * N) + place, acc, mask=mask)
+        tl.debug_barrier()
+        is_last = tl.atomic_add(arrived + tile_n, 1, sem="acq_rel") == SPLIT - 1
+        mask = mask & is_last
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for other in tl.static_range(SPLIT):
+            acc += tl.load(partials + other * (BLOCK_M * N) + place, mask=mask, other=0.0, cache_modifier=".cg")
+        if is_last:
+            tl.store(arrived + tile_n, 0)
+    if HAS_RESIDUAL:
+        acc += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+    rounded = acc.to(out.dtype.element_ty)
+    tl.store(out + place, rounded, mask=mask)
+    if LEAVE_SQUARES:
+        wide = tl.where(mask, rounded.to(tl.float32), 0.0)
+        is_written = row < M
+        if SPLIT > 1:
+            is_written = is_written & is_last
+        tl.store(squares_out + row * squares_stride + tile_n, tl.sum(wide * wide, axis=1), mask=is_written)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTile:
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTuning:
+    block_m: int
+    gate_up: ExpertTile
+    down: ExpertTile
+    split: int = 1  # programs that share the experts of a tile of `down`, with up to LISTED_ROWS rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWorkspace:
+    """Buffers for up to so many rows, shared by all layers."""
+
+    act: torch.Tensor  # [pairs, F], or [experts * LISTED_ROWS, F] with few rows
+    parts: torch.Tensor  # [pairs, H]
+    partials: torch.Tensor  # float32: of split programs
+    arrived: torch.Tensor  # int32, zero between launches
+
+    @classmethod
+    def empty(
+        cls, rows: int, num_chosen: int, experts: int, ffn: int, hidden: int, like: torch.Tensor
+    ) -> ExpertWorkspace:
+        pairs, listed = rows * num_chosen, min(experts, LISTED_ROWS * num_chosen) * LISTED_ROWS
+        return cls(
+            # Zeros: padding rows of a graph must not become NaN or infinite.
+            act=like.new_zeros(max(pairs, listed), ffn),
+            parts=like.new_zeros(pairs if rows > LISTED_ROWS else 1, hidden),
+            partials=like.new_zeros(_MAX_SPLIT * LISTED_ROWS * hidden, dtype=torch.float32),
+            arrived=like.new_zeros(cdiv(hidden, 16), dtype=torch.int32),
+        )
+
+
+_MAX_SPLIT = 8
+
+
+def expert_tuning(rows: int, num_chosen: int, num_experts: int) -> ExpertTuning:
+    """The fastest tiles on an H200 for Qwen3-30B-A3B. Blocks have room for about twice the mean number of rows of an
+    expert: most experts then need one block, which reads their weights once."""
+    mean = rows * num_chosen / num_experts
+    if rows <= LISTED_ROWS:
+        gate_up = ExpertTile(32, 128, 4, 4) if rows <= 2 else ExpertTile(32, 256, 4, 3)
+        return ExpertTuning(LISTED_ROWS, gate_up, ExpertTile(32, 128, 4, 10), split=4)
+    if mean <= 8:
+        return ExpertTuning(16, ExpertTile(32, 256, 4, 3), ExpertTile(128, 128, 4, 3))
+    if mean <= 20:
+        return ExpertTuning(32, ExpertTile(64, 128, 4, 3), ExpertTile(128, 128, 4, 3))
+    if mean <= 64:
+        return ExpertTuning(64, ExpertTile(64, 64, 4, 4), ExpertTile(128, 64, 4, 4))
+    return ExpertTuning(128, ExpertTile(128, 64, 8, 4), ExpertTile(256, 64, 8, 3))
+
+
+def add_gate_up(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    routed: RoutedRows,
+    workspace: ExpertWorkspace,
+    tuning: ExpertTuning,
+    *,
+    normed: bool = False,
+    pdl: bool = False,
+) -> None:
+    """Writes the weighted activations of the experts of x [T, H] into `workspace`. `route` chose them with the same
+    block_m. gate_up [E, 2F, H], gate rows first. normed: x was not normed, and the router computed its factors."""
+    (rows, hidden), (experts, width, _) = x.shape, gate_up.shape
+    ffn, chosen, tile = width // 2, routed.ids.shape[1], tuning.gate_up
+    listed = rows <= LISTED_ROWS
+    num_blocks = min(rows * chosen, experts) if listed else max_blocks(rows * chosen, experts, tuning.block_m)
+    _expert_gate_up_kernel[(cdiv(ffn, tile.block_n), num_blocks)](
+        x,
+        gate_up,
+        workspace.act,
+        routed.active,
+        routed.matrix,
+        routed.sorted,
+        routed.blocks,
+        routed.factors,
+        rows,
+        routed.blocks.shape[1],
+        K=hidden,
+        N=ffn,
+        E=experts,
+        TOP_K=chosen,
+        HAS_NORM=normed,
+        LISTED=listed,
+        BLOCK_M=tuning.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=_block_k(tile, hidden),
+        STAGES=tile.num_stages,
+        PDL=pdl,
+        num_warps=tile.num_warps,
+        launch_pdl=pdl,
+    )
+
+
+def add_down(
+    down: torch.Tensor,
+    routed: RoutedRows,
+    workspace: ExpertWorkspace,
+    out: torch.Tensor,
+    tuning: ExpertTuning,
+    *,
+    residual: torch.Tensor | None = None,
+    squares_out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """out [T, H] = residual + the down projections [E, H, F] of those activations, added up. Does not read x, so that
+    out may be x. squares_out [T, num_squares(...)] float32
+    receives the sums of squares of what is written, as in linear.py."""
+    (rows, hidden), (experts, _, ffn) = out.shape, down.shape
+    chosen, tile = routed.ids.shape[1], tuning.down
+    sizes = {"BLOCK_M": tuning.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": _block_k(tile, ffn)}
+    options = {"STAGES": tile.num_stages, "PDL": pdl, "num_warps": tile.num_warps, "launch_pdl": pdl}
+    if rows <= LISTED_ROWS:
+        assert tuning.split <= _MAX_SPLIT, f"split is {tuning.split}"
+        _listed_down_kernel[(cdiv(hidden, tile.block_n), tuning.split)](
+            workspace.act,
+            down,
+            out if residual is None else residual,
+            out,
+            out if squares_out is None else squares_out,
+            routed.active,
+            workspace.partials,
+            workspace.arrived,
+            rows,
+            0 if squares_out is None else squares_out.stride(0),
+            K=ffn,
+            N=hidden,
+            HAS_RESIDUAL=residual is not None,
+            LEAVE_SQUARES=squares_out is not None,
+            SPLIT=tuning.split,
+            **sizes,
+            **options,
+        )
+        return
+    _expert_down_kernel[(cdiv(hidden, tile.block_n), max_blocks(rows * chosen, experts, tuning.block_m))](
+        workspace.act,
+        down,
+        workspace.parts,
+        routed.sorted,
+        routed.blocks,
+        routed.blocks.shape[1],
+        K=ffn,
+        N=hidden,
+        **sizes,
+        **options,
+    )
+    block = _sum_block(hidden)
+    _sum_experts_kernel[(rows, cdiv(hidden, block))](
+        workspace.parts,
+        routed.ids,
+        out if residual is None else residual,
+        out,
+        out if squares_out is None else squares_out,
+        hidden,
+        0 if squares_out is None else squares_out.stride(0),
+        E=experts,
+        TOP_K=chosen,
+        HAS_RESIDUAL=residual is not None,
+        LEAVE_SQUARES=squares_out is not None,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+
+
+def _block_k(tile: ExpertTile, width: int) -> int:
+    return min(tile.block_k, max(16, next_power_of_2(width)))
+
+
+def num_squares(rows: int, hidden: int, tuning: ExpertTuning) -> int:
+    """How many columns of `squares_out` are filled."""
+    return cdiv(hidden, tuning.down.block_n if rows <= LISTED_ROWS else _sum_block(hidden))
+
+
+def _sum_block(hidden: int) -> int:
+    return min(1024, next_power_of_2(hidden))

@@ -1,0 +1,105 @@
+"""Rounds activations to FP8 with a scale per row, for FP8 GEMMs: as they are, after RMSNorm, or after SiLU of a gate.
+
+The row is in registers when its largest value is known, so it is read once. A norm adds to the residual stream first
+where the previous GEMM could not.
+"""
+
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+
+from paceline.kernels._triton import launched, next_power_of_2, tl, triton
+from paceline.kernels.fp8 import FP8_MAX, to_fp8_reference, to_stored
+from paceline.kernels.rms_norm import rms_norm_reference
+from paceline.kernels.silu_mul import silu_mul_reference
+
+_FP8_MAX = tl.constexpr(FP8_MAX)
+
+
+def quantise_rows_reference(
+    x: torch.Tensor,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 numbers and the scale of each row. residual: x is added to it in place."""
+    wide = x.float()
+    if norm is not None:
+        wide, stream = rms_norm_reference(x, norm, eps, residual)
+        if residual is not None and stream is not None:
+            residual.copy_(stream)
+    elif gated:
+        wide = silu_mul_reference(x)
+    wide = wide.float()
+    scales = (wide.abs().amax(1) / FP8_MAX).clamp_min(1e-12)
+    return to_fp8_reference(wide, scales[:, None]), scales
+
+
+@launched
+@triton.jit
+def _quantise_rows_kernel(
+    x,
+    residual,
+    norm,
+    out,
+    scales,
+    x_stride,
+    width,
+    eps,
+    HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        stream = residual + row * width + column
+        total = (value + tl.load(stream, mask=inside, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
+        tl.store(stream, total, mask=inside)
+        value = total.to(tl.float32)
+    if HAS_NORM:
+        rstd = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / width + eps)
+        value = value * rstd * tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(x + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
+        value = value / (1.0 + tl.exp(-value)) * up
+    scale = tl.maximum(tl.max(tl.abs(value), axis=0) / _FP8_MAX, 1.0e-12)
+    tl.store(scales + row, scale)
+    tl.store(out + row * width + column, to_stored(value, scale, out.dtype.element_ty, True), mask=inside)
+
+
+def quantise_rows(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    scales: torch.Tensor,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> None:
+    """out [T, W] FP8 and scales [T] float32, of x [T, W]; gated: x is [T, 2 W], gate first. With `residual` [T, W],
+    residual += x in place, and the norm is that of the sum."""
+    tokens, width = out.shape
+    block = next_power_of_2(width)
+    _quantise_rows_kernel[(tokens,)](
+        x,
+        x if residual is None else residual,
+        x if norm is None else norm,
+        out,
+        scales,
+        x.stride(0),
+        width,
+        eps,
+        HAS_NORM=norm is not None,
+        HAS_RESIDUAL=residual is not None,
+        GATED=gated,
+        BLOCK=block,
+        num_warps=min(max(block // 1024, 1), 16),
+    )

@@ -1,0 +1,441 @@
+"""The router of a mixture of experts: which experts each row uses, and the rows of each expert side by side.
+
+One launch computes the router's logits, the top k and their weights. What the GEMMs of the experts then need depends on
+the number of rows (`RoutedRows`):
+
+    up to 16 rows     a list of the experts that any row uses. An expert computes all rows, which cost nothing: its
+                      time is that of reading its weights. The same launch makes the list.
+    more rows         the pairs of row and expert, sorted by expert in a second launch, and a table of blocks: up to
+                      block_m pairs of one expert each.
+
+Nothing is read on the host: the number of blocks is bounded by that of rows and experts, so that a CUDA graph can
+contain all of it. There are no floating-point atomics, and pairs keep the order of rows: the same rows give the same
+bits in every run.
+"""
+
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
+
+LISTED_ROWS = 16  # with more rows, pairs are sorted
+_BLOCK_E = 16  # experts per program, with few rows
+_SPLIT_ROWS = 512  # with more rows, a program computes all experts
+_CHUNK = 32  # tiles of rows whose counts are added at a time
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    """What `ModelSpec` says about the router. shared: a last row of its matrix is the gate of the shared expert."""
+
+    num_experts: int
+    num_chosen: int
+    sigmoid: bool = False
+    renormalise: bool = True
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveRows:
+    """Which rows of a batch are no padding: the first ones, or those whose value is not negative."""
+
+    values: torch.Tensor  # int32: [1], their number; or [T]
+    by_row: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedRows:
+    """Buffers for what the router decides, shared by all layers. `empty` makes them for up to so many rows."""
+
+    matrix: torch.Tensor  # [rows, E] float32: the weight of each expert for each row; 0: not chosen
+    factors: torch.Tensor  # [rows] float32: RMSNorm factors
+    shared_weights: torch.Tensor  # [rows] float32: of the shared expert
+    # Few rows:
+    active: torch.Tensor  # [1 + E] int32: how many experts are used, and which
+    # More rows:
+    ids: torch.Tensor  # [rows, k] int32: experts; E: none
+    sorted: torch.Tensor  # [rows * k] int32: pairs, by expert
+    blocks: torch.Tensor  # [3, blocks] int32: expert (-1: unused), first pair in `sorted`, end of the expert's pairs
+    # Between launches of one layer:
+    logits: torch.Tensor  # [rows, E] float32, with few rows
+    counts: torch.Tensor  # [tiles of rows, E] int32: rows of a tile that chose each expert
+    arrived: torch.Tensor  # int32, zero between launches
+
+    @classmethod
+    def empty(cls, rows: int, options: RouterOptions, device: torch.device | str) -> RoutedRows:
+        experts, chosen = options.num_experts, options.num_chosen
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        def floats(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, device=device)
+
+        split = min(rows, _SPLIT_ROWS)
+        return cls(
+            matrix=floats(rows, experts),
+            factors=floats(rows),
+            shared_weights=floats(rows),
+            active=ints(1 + experts),
+            ids=ints(rows, chosen),
+            sorted=ints(rows * chosen),
+            blocks=ints(3, max_blocks(rows * chosen, experts, 16)),
+            logits=floats(split, _padded(options)),
+            counts=ints(cdiv(rows, 16), _padded(options)),
+            arrived=ints(cdiv(split, 16)),
+        )
+
+
+def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
+    """Blocks that the pairs can need, however they are distributed."""
+    return num_pairs // block_m + num_experts
+
+
+def route_reference(
+    x: torch.Tensor, router: torch.Tensor, options: RouterOptions, eps: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts [T, k] and weights [T, k], in float64. With eps, RMSNorm is applied to x first."""
+    wide = x.double()
+    if eps is not None:
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    logits = wide @ router[: options.num_experts].double().T
+    scores = torch.sigmoid(logits) if options.sigmoid else torch.softmax(logits, dim=-1)
+    weights, ids = torch.topk(scores, options.num_chosen, dim=-1)
+    return ids, weights / weights.sum(-1, keepdim=True) if options.renormalise else weights
+
+
+@triton.jit
+def _choose(
+    logits,  # [BLOCK_M, BLOCK_L]
+    m,
+    inside,
+    is_live,
+    tile_m,
+    ids,
+    matrix,
+    shared_weights,
+    active,
+    counts,
+    load,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    LISTED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK_L)
+    is_expert = (column < E)[None, :]
+    if HAS_SHARED:
+        gate = tl.sum(tl.where((column == E)[None, :], logits, 0.0), axis=1)
+        tl.store(shared_weights + m, 1.0 / (1.0 + tl.exp(-gate)), mask=inside)
+    # A row that is not finite gets valid experts; its output is not finite because the row is not.
+    lowest: tl.constexpr = -3.0e38
+    order = tl.where(logits == logits, tl.maximum(logits, lowest), lowest)
+    order = tl.where(is_expert, order, float("-inf"))
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        score = tl.exp(logits - tl.max(order, axis=1)[:, None])
+    taken = tl.zeros([BLOCK_M, BLOCK_L], tl.int32)
+    for at in range(TOP_K):
+        best = tl.argmax(order, axis=1)
+        is_best = column[None, :] == best[:, None]
+        taken = tl.where(is_best, 1, taken)
+        order = tl.where(is_best, float("-inf"), order)
+        if not LISTED:
+            tl.store(ids + m * TOP_K + at, tl.where(is_live, best, E), mask=inside)
+    if RENORMALISE:
+        score = score / tl.sum(tl.where(taken > 0, score, 0.0), axis=1)[:, None]
+    elif not SIGMOID:
+        score = score / tl.sum(tl.where(is_expert, score, 0.0), axis=1)[:, None]
+    taken = tl.where(is_live[:, None], taken, 0)  # padding chooses nothing
+    weights = tl.where(taken > 0, score, 0.0)
+    tl.store(matrix + m.to(tl.int64)[:, None] * E + column[None, :], weights, mask=inside[:, None] & is_expert)
+    count = tl.sum(taken, axis=0)
+    if LISTED:
+        is_used = (count > 0).to(tl.int32)
+        tl.store(active + tl.cumsum(is_used, axis=0), column, mask=count > 0)
+        tl.store(active, tl.sum(is_used, axis=0))
+        tl.atomic_add(load + column, count.to(tl.int64), mask=count > 0, sem="relaxed")
+    else:
+        tl.store(counts + tile_m * BLOCK_L + column, count)
+
+
+@launched
+@triton.jit(do_not_specialize=["M"])
+def _route_kernel(
+    x,
+    router,
+    live,
+    ids,
+    matrix,
+    factors,
+    shared_weights,
+    active,
+    counts,
+    load,
+    logits,
+    arrived,
+    M,
+    eps,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    LIVE: tl.constexpr,
+    LISTED: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tile_m = tl.program_id(0)
+    tile_e = tl.program_id(1)
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_e * BLOCK_E + tl.arange(0, BLOCK_E)
+    k = tl.arange(0, BLOCK_K)
+    inside = m < M
+    num_rows: tl.constexpr = E + 1 if HAS_SHARED else E
+    inputs = x + m.to(tl.int64)[:, None] * K + k[None, :]
+    rows = router + n[:, None] * K + k[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    square = tl.zeros([BLOCK_M], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        is_inside = (start + k < K)[None, :]
+        a = tl.load(inputs + start, mask=inside[:, None] & is_inside, other=0.0)
+        w = tl.load(rows + start, mask=(n < num_rows)[:, None] & is_inside, other=0.0)
+        acc = tl.dot(a, tl.trans(w), acc)
+        if HAS_NORM:
+            wide = a.to(tl.float32)
+            square += tl.sum(wide * wide, axis=1)
+    is_live = inside
+    if LIVE == 1:
+        is_live = is_live & (m < tl.load(live))
+    if LIVE == 2:
+        is_live = is_live & (tl.load(live + m, mask=inside, other=-1) >= 0)
+    if HAS_NORM:
+        factor = 1.0 / tl.sqrt(square / K + eps)
+        acc = acc * factor[:, None]
+        if tile_e == 0:
+            tl.store(factors + m, factor, mask=inside)
+    if TILES > 1:
+        # The last program of a row has all logits. It adds nothing up, so the result is the same in every run.
+        tl.store(logits + m[:, None] * BLOCK_L + n[None, :], acc, mask=inside[:, None])
+        tl.debug_barrier()
+        is_last = tl.atomic_add(arrived + tile_m, 1, sem="acq_rel") == TILES - 1
+        if is_last:
+            column = tl.arange(0, BLOCK_L)
+            place = m[:, None] * BLOCK_L + column[None, :]
+            found = tl.load(logits + place, mask=inside[:, None], other=0.0, cache_modifier=".cg")
+            _choose(
+                found, m, inside, is_live, tile_m, ids, matrix, shared_weights, active, counts, load,
+                E, TOP_K, SIGMOID, RENORMALISE, HAS_SHARED, LISTED, BLOCK_M, BLOCK_L,
+            )  # fmt: skip
+            tl.store(arrived + tile_m, 0)
+    else:
+        _choose(
+            acc, m, inside, is_live, tile_m, ids, matrix, shared_weights, active, counts, load,
+            E, TOP_K, SIGMOID, RENORMALISE, HAS_SHARED, LISTED, BLOCK_M, BLOCK_L,
+        )  # fmt: skip
+
+
+@launched
+@triton.jit(do_not_specialize=["M", "num_tiles", "max_blocks"])
+def _sort_pairs_kernel(
+    ids,
+    counts,
+    sorted,
+    blocks,
+    load,
+    M,
+    num_tiles,
+    max_blocks,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per tile of rows. Where its pairs go follows from the counts of all tiles."""
+    tile = tl.program_id(0)
+    column = tl.arange(0, BLOCK_L)
+    other = tl.arange(0, CHUNK)
+    m = tile * TILE + tl.arange(0, TILE)
+    is_expert = column < E
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    total = tl.zeros([BLOCK_L], tl.int32)
+    before = tl.zeros([BLOCK_L], tl.int32)  # in tiles before this one
+    for start in range(0, num_tiles, CHUNK):
+        at = start + other
+        count = tl.load(counts + at[:, None] * BLOCK_L + column[None, :], mask=(at < num_tiles)[:, None], other=0)
+        total += tl.sum(count, axis=0)
+        before += tl.sum(tl.where((at < tile)[:, None], count, 0), axis=0)
+    offset = tl.cumsum(total, axis=0) - total
+    slot = tl.full([TILE, BLOCK_L], -1, tl.int32)
+    for at in range(TOP_K):
+        id = tl.load(ids + m * TOP_K + at, mask=m < M, other=E)
+        slot = tl.where(column[None, :] == id[:, None], at, slot)
+    is_own = ((slot >= 0) & is_expert[None, :]).to(tl.int32)
+    # A row has an expert once at most, so the rows before it are the pairs before it.
+    place = (offset + before)[None, :] + tl.cumsum(is_own, axis=0) - is_own
+    tl.store(sorted + place, m[:, None] * TOP_K + slot, mask=is_own > 0)
+    if tile == 0:
+        # The blocks before those of an expert are at most offset // BLOCK_M + expert, so this is where its own begin.
+        # Those that it does not need are marked.
+        block = offset // BLOCK_M + column
+        next_block = (offset + total) // BLOCK_M + column + 1
+        # The last one marks all others that the GEMMs look at: with padding there are fewer pairs than rows allow, and
+        # those blocks are of an earlier batch.
+        next_block = tl.where(column == E - 1, M * TOP_K // BLOCK_M + E, next_block)
+        for at in range(tl.max(tl.where(is_expert, next_block - block, 0), axis=0)):
+            first = offset + at * BLOCK_M
+            target = blocks + block + at
+            mask = is_expert & (block + at < next_block)
+            tl.store(target, tl.where(first < offset + total, column, -1), mask=mask)
+            tl.store(target + max_blocks, first, mask=mask)
+            tl.store(target + 2 * max_blocks, offset + total, mask=mask)
+        tl.atomic_add(load + column, total.to(tl.int64), mask=is_expert, sem="relaxed")
+
+
+def route_tiles(rows: int) -> tuple[bool, bool, int]:
+    """Whether experts are listed, whether several programs divide the experts, and rows per program."""
+    # No more than 32 rows: with 64, which wgmma computes, the experts of some rows changed from run to run.
+    return rows <= LISTED_ROWS, rows <= _SPLIT_ROWS, 16 if rows <= 2048 else 32
+
+
+def route(
+    x: torch.Tensor,
+    router: torch.Tensor,
+    options: RouterOptions,
+    routed: RoutedRows,
+    load: torch.Tensor,
+    *,
+    block_m: int,
+    eps: float | None = None,
+    live: LiveRows | None = None,
+    pdl: bool = False,
+) -> None:
+    """Chooses the experts of the rows of x [T, H], with router [E, H], or [E + 1, H] with the gate of a shared expert.
+
+    With more than LISTED_ROWS rows, pairs are sorted into blocks of block_m. eps: RMSNorm is applied to x; its weight
+    must be in `router` already. load [E] int64: how many rows chose each expert is added to it. live: the other rows
+    are padding, which uses no expert (default: there is none).
+    """
+    rows, width = x.shape
+    experts, chosen = options.num_experts, options.num_chosen
+    listed, split, row_block = route_tiles(rows)
+    padded = _padded(options)
+    # With few rows the loop is short: all of its loads are in flight at once.
+    block_k = min(512 if split else 128, max(16, next_power_of_2(width)))
+    tiles = padded // _BLOCK_E if split else 1
+    _route_kernel[(cdiv(rows, row_block), tiles)](
+        x,
+        router,
+        routed.ids if live is None else live.values,
+        routed.ids,
+        routed.matrix,
+        routed.factors,
+        routed.shared_weights,
+        routed.active,
+        routed.counts,
+        load,
+        routed.logits,
+        routed.arrived,
+        rows,
+        0.0 if eps is None else eps,
+        K=width,
+        E=experts,
+        TOP_K=chosen,
+        SIGMOID=options.sigmoid,
+        RENORMALISE=options.renormalise,
+        HAS_SHARED=options.shared,
+        HAS_NORM=eps is not None,
+        LIVE=0 if live is None else 2 if live.by_row else 1,
+        LISTED=listed,
+        TILES=tiles,
+        BLOCK_M=row_block,
+        BLOCK_E=padded // tiles,
+        BLOCK_L=padded,
+        BLOCK_K=block_k,
+        STAGES=4 if split else 2,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    if listed:
+        return
+    sort_pairs(
+        routed.ids[:rows],
+        routed.counts,
+        routed.sorted,
+        routed.blocks,
+        load,
+        num_experts=experts,
+        tile=row_block,
+        block_m=block_m,
+        pdl=pdl,
+    )
+
+
+def sort_pairs(
+    ids: torch.Tensor,
+    counts: torch.Tensor,
+    sorted: torch.Tensor,
+    blocks: torch.Tensor,
+    load: torch.Tensor,
+    *,
+    num_experts: int,
+    tile: int,
+    block_m: int,
+    pdl: bool = False,
+) -> None:
+    """Sorts pairs of row and expert, ids [T, k], into blocks of block_m. counts [tiles, padded experts]: pairs of each
+    tile of rows, by expert. The other arguments are those of `RoutedRows` and `route`."""
+    rows, chosen = ids.shape
+    num_tiles = cdiv(rows, tile)
+    _sort_pairs_kernel[(num_tiles,)](
+        ids,
+        counts,
+        sorted,
+        blocks,
+        load,
+        rows,
+        num_tiles,
+        blocks.shape[1],
+        E=num_experts,
+        TOP_K=chosen,
+        TILE=tile,
+        BLOCK_L=counts.shape[1],
+        BLOCK_M=block_m,
+        CHUNK=_CHUNK,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+
+
+def _padded(options: RouterOptions) -> int:
+    """Columns of the logits: a power of two, and a multiple of _BLOCK_E."""
+    return max(_BLOCK_E, next_power_of_2(options.num_experts + options.shared))

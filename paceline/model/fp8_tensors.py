@@ -1,0 +1,76 @@
+"""The weights of FP8 safetensors: X.weight, and X.weight_scale or X.weight_scale_inv, become one stored tensor.
+
+It can be read dequantised, on any device, or with a scale per row, as it is stored. Scales of activations
+(X.input_scale) are not used: activations are rounded with scales of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from paceline.model.layout import StoredTensor
+from paceline.model.quantised import Fp8Tensor
+from paceline.model.quantization_config import BLOCK, CheckpointFormat
+from paceline.model.spec import ModelError
+
+_SCALES = ("weight_scale", "weight_scale_inv")
+
+
+def fp8_tensors(stored: Mapping[str, StoredTensor], found: CheckpointFormat, source: str) -> dict[str, StoredTensor]:
+    """The tensors of the files, with those of quantised layers replaced by one each. Shapes are checked."""
+    result = dict(stored)
+    is_any = False
+    for name in stored:
+        layer, _, suffix = name.rpartition(".")
+        if suffix not in _SCALES:
+            continue
+        weight = stored.get(f"{layer}.weight")
+        if weight is None:
+            raise ModelError(f"{source} has {name} and lacks {layer}.weight: the file is incomplete.")
+        is_any = True
+        for used in (name, f"{layer}.input_scale"):
+            result.pop(used, None)
+        result[f"{layer}.weight"] = _combined(layer, weight, stored[name], found)
+    if not is_any:
+        raise ModelError(f"{source} has no scales of FP8 weights, which its config names: fetch the model again.")
+    return result
+
+
+def _combined(layer: str, weight: StoredTensor, scale: StoredTensor, found: CheckpointFormat) -> StoredTensor:
+    rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)
+    expected = {(), (1,), (rows,), (rows, 1)}
+    if found.blocks:
+        expected = {(-(-rows // BLOCK), -(-columns // BLOCK))}
+    if scale.shape not in expected:
+        shapes = " or ".join(str(list(shape)) for shape in sorted(expected))
+        raise ModelError(f"{layer} has FP8 scales of shape {list(scale.shape)}, where {shapes} is expected.")
+
+    def read_values(source: tuple[slice, ...]) -> Tensor:
+        values = weight.read(source)
+        if values.dtype != torch.float8_e4m3fn:
+            raise ModelError(f"{layer}.weight is stored as {values.dtype}, where float8_e4m3fn is expected.")
+        return values
+
+    def read(source: tuple[slice, ...]) -> Tensor:
+        scales = scale.read(()).float()
+        if found.blocks:
+            scales = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+        else:
+            scales = scales.reshape(-1, 1).expand(rows, columns)
+        return read_values(source).float() * (scales[source] if source else scales)
+
+    def read_fp8(source: tuple[slice, ...]) -> Fp8Tensor:
+        scales = scale.read(()).float().reshape(-1).expand(rows)
+        return Fp8Tensor(read_values(source), scales[source[:1]] if source else scales)
+
+    num_bytes = weight.num_bytes + scale.num_bytes
+    return replace(weight, num_bytes=num_bytes, read=read, read_fp8=None if found.blocks else read_fp8)
+
+
+def concatenate_rows(tensors: list[Fp8Tensor]) -> Fp8Tensor:
+    values = torch.cat([one.values.view(torch.uint8) for one in tensors]).view(torch.float8_e4m3fn)
+    return Fp8Tensor(values, torch.cat([one.scales for one in tensors]))

@@ -1,0 +1,137 @@
+"""Adapts the parameters in a file to those that the decoder expects, by name, before any of them is read.
+
+    fused in the file           q, k, v or gate and up in one matrix (Phi-3): divided into the names of `layout.py`
+    norms less 1                Gemma's safetensors files: 1 is added
+    partial rotary              rows of q and k heads are rearranged (`rotary_order`)
+    residual multiplier         multiplied into the matrices that add to the residual stream (Granite)
+    text of a multimodal model  the prefix of its names is removed, and other parts are left out
+
+So decoders and kernels know none of this. With 16 bits a multiplied weight is rounded once more, like every weight that
+a norm is folded into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from paceline.model.layout import StoredTensor
+from paceline.model.registry import ModelFamily
+from paceline.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paceline.model.quantised import QuantisedTensor
+
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+_NOT_TEXT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+Rows = Callable[["Tensor"], "Tensor"]  # of a tensor with whole heads in its rows, to one of the same shape
+
+
+def adapt(
+    spec: ModelSpec, family: ModelFamily, stored: Mapping[str, StoredTensor], *, is_gguf: bool
+) -> dict[str, StoredTensor]:
+    """The parameters under the names of `layout.stored_parts`, with the values that the decoder computes with."""
+    found: dict[str, StoredTensor] = {}
+    for stored_name, tensor in stored.items():
+        name = stored_name if family.multimodal is None else _text_name(stored_name)
+        if name is not None:
+            found.update(_divided(spec, name, tensor))
+    for name, tensor in found.items():
+        part = name.split(".")[-2] if "." in name else ""
+        if family.norms_plus_one and not is_gguf and part.endswith("norm"):
+            tensor = _mapped(tensor, lambda values: values.float() + 1)
+        if spec.rotary_dim is not None and part in ("q_proj", "k_proj", "q_norm", "k_norm"):
+            tensor = _rearranged(tensor, _head_rows(rotary_order(spec.head_dim, spec.rotary_dim)))
+        if spec.residual_scale != 1.0 and part in ("o_proj", "down_proj"):
+            tensor = _scaled(tensor, spec.residual_scale)
+        found[name] = tensor
+    return found
+
+
+def rotary_order(head_dim: int, rotary_dim: int) -> list[int]:
+    """The order of a head's dimensions in which the two of a rotated pair are half a head apart, as in a head that is
+    rotated whole: those that are not rotated come in between and at the end, where the table has cosine 1 and sine 0.
+    Queries and keys have the same order, so their products do not change."""
+    half, middle = rotary_dim // 2, (head_dim + rotary_dim) // 2
+    return [*range(half), *range(rotary_dim, middle), *range(half, rotary_dim), *range(middle, head_dim)]
+
+
+def _text_name(name: str) -> str | None:
+    if name.startswith(_NOT_TEXT):
+        return None
+    for prefix, ours in _TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return ours + name.removeprefix(prefix)
+    return name
+
+
+def _divided(spec: ModelSpec, name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    """The parts of a fused matrix or bias by their own names; another parameter as it is."""
+    for fused, parts in (
+        ("qkv_proj", {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}),
+        ("gate_up_proj", {"gate_proj": spec.ffn_size, "up_proj": spec.ffn_size}),
+    ):
+        if f".{fused}." in name and tensor.shape[0] == sum(parts.values()):
+            first = 0
+            for part, count in parts.items():
+                yield name.replace(fused, part), _rows_of(tensor, first, count)
+                first += count
+            return
+    yield name, tensor
+
+
+def _rows_of(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
+    whole, rows = tensor.read_quantised, slice(first, first + count)
+
+    def read(part: tuple[slice, ...]) -> Tensor:
+        start, stop, _ = (part[0] if part else slice(None)).indices(count)
+        return tensor.read((slice(first + start, first + stop), *part[1:]))
+
+    def quantised() -> QuantisedTensor:
+        assert whole is not None, "the file is not quantised"
+        return whole().map_rows(lambda values: values[rows])
+
+    return replace(
+        tensor,
+        shape=(count, *tensor.shape[1:]),
+        num_bytes=tensor.num_bytes * count // tensor.shape[0],
+        read=read,
+        read_quantised=None if whole is None else quantised,
+    )
+
+
+def _mapped(
+    tensor: StoredTensor,
+    change: Callable[[Tensor], Tensor],
+    change_quantised: Callable[[QuantisedTensor], QuantisedTensor] | None = None,
+) -> StoredTensor:
+    whole = tensor.read_quantised
+
+    def quantised() -> QuantisedTensor:
+        assert whole is not None and change_quantised is not None, "vectors are not quantised"
+        return change_quantised(whole())
+
+    return replace(
+        tensor,
+        read=lambda part: change(tensor.read(part)),
+        read_quantised=None if whole is None else quantised,
+    )
+
+
+def _head_rows(order: list[int]) -> Rows:
+    return lambda values: values.view(-1, len(order), *values.shape[1:])[:, order].flatten(0, 1)
+
+
+def _rearranged(tensor: StoredTensor, rows: Rows) -> StoredTensor:
+    return _mapped(tensor, rows, lambda quantised: quantised.map_rows(rows))
+
+
+def _scaled(tensor: StoredTensor, factor: float) -> StoredTensor:
+    return _mapped(tensor, lambda values: values.float() * factor, lambda quantised: quantised.scaled(factor))

@@ -1,0 +1,116 @@
+"""FP8 weights on the CUDA executor, in the interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.config import ConfigError, EngineConfig
+from paceline.engine.build import choose_precision
+from paceline.engine.cuda.quantised import quantise_decoder, scaled_mm
+from paceline.kernels.quantise_rows import quantise_rows, quantise_rows_reference
+from paceline.kernels.quantised_linear import quantise_fp8
+from paceline.kernels.silu_mul import silu_mul_reference
+from tests.engine.cuda.interpreted import GREEDY, IN_BOUNDS, INTERPRETED, PROMPTS, decoder, on_kernels
+from tests.kernels.cases import poisoned, relative_error
+
+pytestmark = [*INTERPRETED, IN_BOUNDS]
+
+
+@pytest.mark.parametrize(("name", "fused"), [("tiny-qwen3", False), ("tiny-qwen3", True), ("tiny-qwen2", True)])
+def test_a_forward_pass_is_that_of_dequantised_weights(name: str, fused: bool) -> None:
+    """Few rows with activations as they are, many with rounded ones: against torch, which rounds the same inputs."""
+    model = decoder(name)
+    quantise_decoder(model)
+    llm, device = on_kernels(name, quantization="fp8")
+    llm.close()
+    assert device.model.is_quantised and not device.capabilities.weights
+    cuda, spec = device.model, model.spec
+    tokens = torch.arange(7, 10 if fused else 27)
+    cuda.input(len(tokens)).copy_(model.embedding[tokens])
+
+    def attend(index: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(qkv[:, : spec.q_size])
+
+    found = cuda.forward(len(tokens), attend, fused=fused)
+    x = model.embedding[tokens].clone()
+    for layer in model.layers:
+        qkv = linear(x, layer.qkv, layer.qkv_bias, fused, norm=layer.attention_norm, eps=spec.rms_eps)
+        x = x + linear(qkv[:, : spec.q_size], layer.out, None, fused)
+        gate_up = linear(x, layer.mlp.gate_up, None, fused, norm=layer.mlp_norm, eps=spec.rms_eps)
+        x = x + linear(gate_up, layer.mlp.down, None, fused, gated=True)
+    normed = torch.nn.functional.rms_norm(x, (spec.hidden_size,), model.norm, spec.rms_eps)
+    assert relative_error(found, normed) < 1e-4
+
+
+def linear(
+    x: torch.Tensor,
+    weight: Any,
+    bias: torch.Tensor | None,
+    fused: bool,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+) -> torch.Tensor:
+    if fused:
+        x = x if norm is None else torch.nn.functional.rms_norm(x, (len(norm),), norm, eps)
+        x = silu_mul_reference(x) if gated else x
+    else:
+        values, scales = quantise_rows_reference(x, norm, eps, gated)
+        x = values.float() * scales[:, None]
+    return torch.nn.functional.linear(x, weight.dequantise(), bias)
+
+
+def test_experts_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="quantization is 'fp8' and the model has a mixture of experts"):
+        on_kernels("tiny-qwen3-moe", quantization="fp8")
+
+
+def test_requests_are_answered_with_fp8_weights_and_kv() -> None:
+    """Prefill, mixed and decode batches, with graphs; the same tokens again from the prefix cache."""
+    llm, device = on_kernels("tiny-qwen3", quantization="fp8", fp8_kv=True)
+    with llm:
+        first = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+        again = llm.generate(PROMPTS[:1], GREEDY)[0]
+        assert again.num_cached_tokens and all(len(tokens) == 4 for tokens in first)
+        assert device.stats.passes > 4
+
+
+@pytest.mark.parametrize("kind", ["plain", "norm", "residual", "gated"])
+def test_rows_are_rounded_with_a_scale_of_their_own(kind: str) -> None:
+    torch.manual_seed(1)
+    width, rows = 40, 5
+    x = torch.randn(rows, width * (2 if kind == "gated" else 1)) * torch.tensor([1, 20, 1e-6, 0, 1])[:, None]
+    norm = torch.rand(width) + 0.5 if kind in ("norm", "residual") else None
+    residual = torch.randn(rows, width) if kind == "residual" else None
+    stream = None if residual is None else residual.clone()
+    wanted, wanted_scales = quantise_rows_reference(x, norm, 1e-6, kind == "gated", residual)
+    out = torch.full((rows, width), 7.0).to(torch.float8_e4m3fn)
+    scales = poisoned(rows, dtype=torch.float32)
+    quantise_rows(x, out, scales, norm, 1e-6, kind == "gated", stream)
+    assert relative_error(scales, wanted_scales) < 1e-6
+    assert relative_error(out.float(), wanted.float()) < 2e-3, "only numbers between two may be rounded otherwise"
+    if residual is not None and stream is not None:
+        assert torch.equal(stream, residual)
+
+
+def test_a_gemm_of_fp8_numbers_applies_both_scales() -> None:
+    weight = quantise_fp8(torch.randn(6, 16))
+    x, scales = quantise_rows_reference(torch.randn(3, 16))
+    out = torch.empty(3, 6)
+    scaled_mm(x, scales, weight, out)
+    assert relative_error(out, (x.float() * scales[:, None]) @ weight.dequantise().T) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "error"),
+    [
+        ({}, "cpu", "quantization is 'fp8' and the device is a CPU"),
+        ({"dtype": "float16"}, "cuda", "quantization is 'fp8' and dtype is 'float16': set it to bfloat16"),
+    ],
+)
+def test_fp8_weights_are_refused_where_no_kernel_supports_them(options: Any, device: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        choose_precision(EngineConfig(quantization="fp8", **options), device, None)

@@ -1,0 +1,193 @@
+"""Router and GEMMs of a mixture of experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.kernels.experts import (
+    ExpertTile,
+    ExpertTuning,
+    ExpertWorkspace,
+    add_down,
+    add_gate_up,
+    experts_reference,
+    num_squares,
+)
+from paceline.kernels.route_experts import (
+    LISTED_ROWS,
+    LiveRows,
+    RoutedRows,
+    RouterOptions,
+    max_blocks,
+    route,
+    route_reference,
+)
+from tests.kernels.cases import relative_error
+
+HIDDEN, FFN, EPS = 48, 40, 1e-6
+PLAIN = RouterOptions(num_experts=6, num_chosen=2)
+
+
+def tuning(rows: int, block_m: int = 16, split: int = 2) -> ExpertTuning:
+    return ExpertTuning(LISTED_ROWS if rows <= LISTED_ROWS else block_m, *[ExpertTile(16, 32, 4, 2)] * 2, split=split)
+
+
+def dense(options: RouterOptions, ids: Tensor, weights: Tensor) -> Tensor:
+    """[rows, experts]"""
+    return weights.new_zeros(len(ids), options.num_experts).scatter_(1, ids, weights)
+
+
+class Layer:
+    """Random weights, and buffers for up to so many rows."""
+
+    def __init__(self, options: RouterOptions, max_rows: int) -> None:
+        count = options.num_experts
+        self.options = options
+        self.router = torch.randn(count + options.shared, HIDDEN)
+        self.gate_up, self.down = torch.randn(count, 2 * FFN, HIDDEN) / 5, torch.randn(count, HIDDEN, FFN) / 5
+        self.routed = RoutedRows.empty(max_rows, options, "cpu")
+        self.workspace = ExpertWorkspace.empty(max_rows, options.num_chosen, count, FFN, HIDDEN, self.down)
+        self.load = torch.zeros(count, dtype=torch.int64)
+        for buffer in (self.workspace.act, self.workspace.parts, self.workspace.partials, self.routed.matrix):
+            buffer.fill_(torch.nan)  # what an earlier pass may have left
+
+    def run(
+        self,
+        x: Tensor,
+        tuned: ExpertTuning,
+        eps: float | None = EPS,
+        residual: Tensor | None = None,
+        live: LiveRows | None = None,
+    ) -> Tensor:
+        route(x, self.router, self.options, self.routed, self.load, block_m=tuned.block_m, eps=eps, live=live)
+        out = torch.full_like(x, torch.nan) if residual is None else residual
+        add_gate_up(x, self.gate_up, self.routed, self.workspace, tuned, normed=eps is not None)
+        squares = torch.full((len(x), num_squares(len(x), HIDDEN, tuned)), torch.nan)
+        add_down(self.down, self.routed, self.workspace, out, tuned, residual=residual, squares_out=squares)
+        torch.testing.assert_close(squares.sum(-1), out.square().sum(-1), equal_nan=True)
+        return out
+
+    def expected(self, x: Tensor, eps: float | None = EPS, residual: Tensor | None = None) -> Tensor:
+        ids, weights = route_reference(x, self.router, self.options, eps)
+        return experts_reference(x, ids, weights, self.gate_up, self.down, eps, residual)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 40])
+@pytest.mark.parametrize(
+    "options",
+    [
+        PLAIN,
+        RouterOptions(num_experts=40, num_chosen=5, renormalise=False, shared=True),
+        RouterOptions(num_experts=7, num_chosen=7, sigmoid=True),
+        RouterOptions(num_experts=3, num_chosen=1, sigmoid=True, renormalise=False, shared=True),
+    ],
+    ids=["softmax", "shared", "all experts", "one expert"],
+)
+def test_experts_match_their_reference(options: RouterOptions, rows: int) -> None:
+    torch.manual_seed(rows)
+    layer, x, residual = Layer(options, rows), torch.randn(rows, HIDDEN) * 3, torch.randn(rows, HIDDEN)
+    ids, weights = route_reference(x, layer.router, options, EPS)
+    for _ in range(2):  # counters are reset
+        expected = layer.expected(x, EPS, residual)
+        assert relative_error(layer.run(x, tuning(rows), EPS, residual), expected) < 1e-5
+        assert relative_error(layer.routed.matrix, dense(options, ids, weights)) < 1e-5
+    assert torch.equal(layer.load, 2 * torch.bincount(ids.flatten(), minlength=options.num_experts))
+    if options.shared:
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+        assert relative_error(layer.routed.shared_weights, torch.sigmoid(normed @ layer.router[-1])) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_experts_without_a_norm_or_a_residual(rows: int) -> None:
+    torch.manual_seed(1)
+    layer, x = Layer(PLAIN, 64), torch.randn(rows, HIDDEN)
+    assert relative_error(layer.run(x, tuning(rows, split=1), None), layer.expected(x, None)) < 1e-5
+
+
+@pytest.mark.parametrize(("rows", "block_m"), [(16, 16), (50, 16), (50, 64)])
+def test_all_rows_choose_the_same_experts(rows: int, block_m: int) -> None:
+    torch.manual_seed(2)
+    layer, x = Layer(PLAIN, rows), torch.randn(rows, HIDDEN)
+    layer.router[:] = 0
+    x[:, 0] = 9
+    layer.router[4, 0], layer.router[2, 0] = 2.0, 1.0
+    assert relative_error(layer.run(x, tuning(rows, block_m)), layer.expected(x)) < 1e-5
+    assert layer.load.tolist() == [0, 0, rows, 0, rows, 0]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy computes with NaN in the interpreter
+@pytest.mark.parametrize("rows", [5, 33])
+def test_a_row_that_is_not_finite_stays_alone(rows: int) -> None:
+    torch.manual_seed(3)
+    layer, x = Layer(PLAIN, rows), torch.randn(rows, HIDDEN)
+    expected = layer.expected(x)
+    x[2] = torch.nan
+    x[3, 7] = torch.inf
+    found = layer.run(x, tuning(rows))
+    assert not torch.isfinite(found[2:4]).any()
+    assert (layer.load.sum() == rows * PLAIN.num_chosen).all()
+    rest = [row for row in range(rows) if row not in (2, 3)]
+    assert relative_error(found[rest], expected[rest]) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [9, 30])
+def test_other_rows_do_not_change_the_bits_of_a_row(rows: int) -> None:
+    # The rows of a batch and its padding must not matter: an expert's pairs keep their order.
+    torch.manual_seed(4)
+    layer, x = Layer(PLAIN, rows), torch.randn(rows, HIDDEN)
+    first = layer.run(x, tuning(rows, split=1))
+    other = torch.cat([x[:4], torch.randn(rows - 4, HIDDEN)])
+    assert torch.equal(layer.run(other, tuning(rows, split=1))[:4], first[:4])
+
+
+@pytest.mark.parametrize("rows", [9, 30])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_padding_uses_no_expert(by_row: bool, rows: int) -> None:
+    torch.manual_seed(6)
+    layer, x, residual = Layer(PLAIN, rows), torch.randn(rows, HIDDEN), torch.randn(rows, HIDDEN)
+    is_live = torch.arange(rows) % 2 == 0 if by_row else torch.arange(rows) < 5
+    values = torch.where(is_live, 3, -1) if by_row else torch.tensor([5])
+    x[~is_live, 0] = torch.nan  # what an earlier pass may have left
+    ids, weights = route_reference(x[is_live], layer.router, PLAIN, EPS)
+    expected = experts_reference(x[is_live], ids, weights, layer.gate_up, layer.down, EPS, residual[is_live])
+    found = layer.run(x, tuning(rows), EPS, residual.clone(), LiveRows(values.int(), by_row))
+    assert relative_error(found[is_live], expected) < 1e-5
+    assert torch.equal(found[~is_live], residual[~is_live])
+    assert torch.equal(layer.load, torch.bincount(ids.flatten(), minlength=PLAIN.num_experts))
+
+
+def test_padding_after_a_full_batch_leaves_none_of_its_blocks() -> None:
+    """The grid of the GEMMs follows from the rows of a graph, not from those that are live."""
+    torch.manual_seed(7)
+    rows, is_live = 75, torch.arange(75) < 20
+    layer, x, residual = Layer(PLAIN, rows), torch.randn(rows, HIDDEN), torch.randn(rows, HIDDEN)
+    layer.run(torch.randn(rows, HIDDEN), tuning(rows))
+    ids, weights = route_reference(x[is_live], layer.router, PLAIN, EPS)
+    expected = experts_reference(x[is_live], ids, weights, layer.gate_up, layer.down, EPS, residual[is_live])
+    found = layer.run(x, tuning(rows), EPS, residual.clone(), LiveRows(torch.tensor([20], dtype=torch.int32), False))
+    assert relative_error(found[is_live], expected) < 1e-5
+    used = layer.routed.blocks[0, : max_blocks(rows * PLAIN.num_chosen, PLAIN.num_experts, tuning(rows).block_m)]
+    ends = layer.routed.blocks[2, : len(used)][used >= 0]
+    assert int(ends.max()) <= 20 * PLAIN.num_chosen, "a block of the batch before"
+
+
+def test_many_rows_are_routed_by_one_program_for_all_experts() -> None:
+    torch.manual_seed(5)
+    rows = 2100
+    layer, x = Layer(PLAIN, 1), torch.randn(rows, HIDDEN)
+    routed = RoutedRows.empty(rows, PLAIN, "cpu")
+    route(x, layer.router, PLAIN, routed, layer.load, block_m=128, eps=EPS)
+    ids, weights = route_reference(x, layer.router, PLAIN, EPS)
+    assert torch.equal(routed.ids.long(), ids)
+    assert relative_error(routed.matrix, dense(PLAIN, ids, weights)) < 1e-5
+    order = ids.flatten().argsort(stable=True)
+    assert torch.equal(routed.sorted.long(), order)
+    seen = []
+    for expert, first, end in routed.blocks[:, : 2 * rows // 128 + PLAIN.num_experts].T.tolist():
+        if expert >= 0:
+            pairs = routed.sorted[first : min(first + 128, end)].long()
+            assert len(pairs) > 0 and (ids.flatten()[pairs] == expert).all()
+            seen += pairs.tolist()
+    assert seen == order.tolist()

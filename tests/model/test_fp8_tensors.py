@@ -1,0 +1,116 @@
+"""FP8 checkpoints, in files that the test makes: values, scales and layouts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.config import EngineConfig
+from paceline.engine.build import choose_precision
+from paceline.engine.cuda.quantised import keep_fp8
+from paceline.kernels.quantised_linear import QuantisedMatrix
+from paceline.model.quantization_config import CheckpointFormat, read_format
+from paceline.model.spec import ModelError
+from paceline.model.weights import check_files, is_fp8, load_decoder
+from tests.tiny_folder import save_tiny_model
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "static"}
+CHANNEL = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+    },
+}
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def save_fp8(path: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A folder with linear layers in FP8; returns their dequantised weights."""
+    save_tiny_model(path)
+    described = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**described, "quantization_config": config}))
+    weights, wanted = load_file(path / "model.safetensors"), {}
+    for name, weight in list(weights.items()):
+        if "proj" not in name:
+            continue
+        layer, rows = name.removesuffix(".weight"), len(weight)
+        scale = weight.abs().max() / 448
+        if config is CHANNEL:
+            scale = weight.abs().amax(1, keepdim=True) / 448
+        elif config is BLOCKS:
+            scale = scale.reshape(1, 1)
+        weights[name] = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        weights[f"{layer}.weight_scale" + ("_inv" if config is BLOCKS else "")] = scale
+        if config is FP8:
+            weights[f"{layer}.input_scale"] = torch.tensor(0.1)
+        wanted[name] = weights[name].float() * scale
+        assert wanted[name].shape[0] == rows
+    save_file(weights, path / "model.safetensors")
+    return wanted
+
+
+@pytest.mark.parametrize("config", [FP8, CHANNEL, BLOCKS], ids=["tensor", "channel", "blocks"])
+def test_fp8_checkpoints_have_the_values_of_their_scales(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Expanded on any device; kept on a GPU, except for blocks."""
+    wanted = save_fp8(tmp_path / "model", config)
+    assert is_fp8(tmp_path / "model") == (config is not BLOCKS)
+    assert check_files(tmp_path / "model").num_layers == 2
+    expanded = load_decoder(tmp_path / "model", dtype="float32")
+    names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
+    assert torch.equal(expanded.layers[1].qkv, torch.cat([wanted[name] for name in names]))
+    assert torch.equal(expanded.layers[0].mlp.down, wanted["model.layers.0.mlp.down_proj.weight"])
+    chosen = choose_precision(EngineConfig(), "cuda", tmp_path / "model").quantization
+    assert chosen == ("none" if config is BLOCKS else "fp8")
+    assert choose_precision(EngineConfig(), "cpu", tmp_path / "model").quantization == "none"
+    if config is not BLOCKS:
+        kept = load_decoder(tmp_path / "model", dtype="bfloat16", keep_fp8=lambda one: keep_fp8(one, device="cpu"))
+        qkv: Any = kept.layers[1].qkv
+        assert isinstance(qkv, QuantisedMatrix) and kept.dtype is torch.bfloat16
+        assert torch.equal(qkv.dequantise(), expanded.layers[1].qkv)
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quantization_config is 'bitsandbytes': supported are fp8 and compressed"),
+        ({"quant_method": "awq", "bits": 4}, "quantization_config is 'awq'"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"blocks of \[64, 64\]: only \[128, 128\]"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2', and supported is e4m3"),
+        ({**CHANNEL, "format": "pack-quantized"}, "format 'pack-quantized', and supported is float-quantized"),
+        ({**CHANNEL, "config_groups": {}}, "0 config_groups: only one"),
+        ("fp8", "quantization_config is 'fp8'"),
+    ],
+)
+def test_a_format_that_is_not_supported_is_refused_by_name(config: Any, error: str) -> None:
+    with pytest.raises(ModelError, match=error):
+        read_format({"quantization_config": config})
+    assert read_format({}) is None and read_format({"quantization_config": FP8}) == CheckpointFormat("fp8", False)
+
+
+def test_damaged_or_mislabelled_fp8_files_are_refused(tmp_path: Path) -> None:
+    for number, (change, error) in enumerate(
+        (
+            (lambda w: w.update({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(3)}), "scales of shape"),
+            (lambda w: w.pop("model.layers.0.mlp.up_proj.weight"), "lacks model.layers.0.mlp.up_proj.weight"),
+            (lambda w: [w.pop(name) for name in list(w) if name.endswith("_scale")], "has no scales of FP8 weights"),
+        )
+    ):
+        folder = tmp_path / str(number)
+        save_fp8(folder, FP8)
+        weights = load_file(folder / "model.safetensors")
+        change(weights)  # type: ignore[no-untyped-call]
+        save_file(weights, folder / "model.safetensors")
+        with pytest.raises(ModelError, match=error):
+            check_files(folder)
+    folder = tmp_path / "unnamed"
+    save_fp8(folder, FP8)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
+    with pytest.raises(ModelError, match="as F8_E4M3: use the unquantised model"):
+        check_files(folder)
