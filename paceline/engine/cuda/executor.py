@@ -38,7 +38,7 @@ from paceline.engine.cuda.buffers import PassBuffers
 from paceline.engine.cuda.decode import DecodeRunner
 from paceline.engine.cuda.draft_model import DraftModel
 from paceline.engine.cuda.graphs import CudaGraphs, GraphKey, GraphStage, draft_sizes, forward_key, forward_keys
-from paceline.engine.cuda.inputs import PREFILL_SIZES, PackedBatch, PlanPacker
+from paceline.engine.cuda.inputs import PREFILL_SIZES, PackedBatch, PlanPacker, output_sizes
 from paceline.engine.cuda.kv_scales import calibrate, scales_digest
 from paceline.engine.cuda.launch_watch import LaunchWatch
 from paceline.engine.cuda.model import CudaModel
@@ -332,7 +332,7 @@ class CudaExecutor(Executor):
         Needs no kernel of ours, so those may be compiled meanwhile."""
         with self._streams.use(self._streams.engine):
             prefill_sizes = [bucket.tokens for bucket in self.prefill.buckets]
-            self.model.load_gemm_kernels(self.graphs.sizes, prefill_sizes)
+            self.model.load_gemm_kernels(self.graphs.sizes, prefill_sizes, output_sizes(self.model.max_rows))
             if self.draft_model is not None:
                 self.draft_model.load_libraries(self.graphs.sizes, prefill_sizes)
             self.sampling.load_kernels(self.model)
@@ -457,7 +457,7 @@ class CudaExecutor(Executor):
 
     @torch.inference_mode()
     def _start(self, plan: Plan, *, delayed: bool) -> CudaPending:
-        spent = self.watch.begin()
+        spent, previous = self.watch.begin(), self._last_end
         streams, stats = self._streams, self.stats
         prepared, buffers, packed = self._prepared or (plan, *self._send(plan))
         assert prepared.step == plan.step, "another plan was prepared than is launched"
@@ -499,8 +499,9 @@ class CudaExecutor(Executor):
                 by_graph = self._replay(bucket, key)
             else:
                 bucket = 0
-                index = buffers.span(packed.sampled)[: packed.num_sampled]
+                index = buffers.span(packed.sampled)
                 by_graph, logits, prompt_logprobs = self._run_prefill(plan, buffers, packed, index)
+                index = index[: packed.num_sampled]
                 if packed.num_sampled:
                     self.sampling.step.add_(1)
         pending = CudaPending(self, buffers, self._last_end, packed, bucket, prompt_logprobs)
@@ -519,7 +520,8 @@ class CudaExecutor(Executor):
             stats.decode_context_tokens += plan.num_context_tokens
             stats.saved_tokens += packed.num_saved_tokens
         stats.launch_s += time.perf_counter() - spent.now
-        pending.slow_launch = self.watch.end(spent, f"a pass of {packed.num_rows} rows and {packed.num_tokens} tokens")
+        what = f"a pass of {packed.num_rows} rows and {packed.num_tokens} tokens"
+        pending.slow_launch = self.watch.end(spent, what, is_device_busy=previous is not None and not previous.query())
         return pending
 
     def _copy_drafts(self, buffers: PassBuffers, count: int) -> None:
@@ -549,8 +551,9 @@ class CudaExecutor(Executor):
     def _run_prefill(
         self, plan: Plan, buffers: PassBuffers, packed: PackedBatch, index: Tensor
     ) -> tuple[bool, Tensor | None, list[PromptLogprobs]]:
-        """Runs a prefill or mixed batch. Returns whether it ran as a graph, the logits of the tokens `index`, and the
-        logprobs of prompts; hidden states of prompts that are embedded are summed into `buffers.pooled`."""
+        """Runs a prefill or mixed batch. Returns whether it ran as a graph, the logits of the sampling rows, and the
+        logprobs of prompts; hidden states of prompts that are embedded are summed into `buffers.pooled`. index: the
+        tokens of the sampling rows, padded."""
         model, num_pooled = self.model, len(packed.pooled_rows)
         requests = self._packer.logprobs.of_prompts(plan)
         all_states = bool(requests) or num_pooled > 0
@@ -579,7 +582,8 @@ class CudaExecutor(Executor):
         prompt_logprobs = self.sampling.prompt_logprobs(requests, slots, model, hidden)
         if not packed.num_sampled:
             return by_graph, None, prompt_logprobs
-        return by_graph, model.logits(model.select(hidden, index) if all_states else hidden), prompt_logprobs
+        logits = model.logits(model.select(hidden, index) if all_states else hidden)
+        return by_graph, logits[: packed.num_sampled], prompt_logprobs
 
     @torch.inference_mode()
     def _finish(

@@ -39,9 +39,10 @@ Column = npt.NDArray[np.int32]
 ALIGN = 32  # words: parts begin at multiples, so that Triton's pointer specialisation is the same for all of them
 PREFILL_SIZES = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)  # tokens of prefill buckets
 _EXTRA_TILES = 32  # more than a bucket's tokens fill: each prompt may end within a tile
+_MIN_OUTPUT_ROWS = 16
 _SPLIT_CAPACITIES = ((0, 0), (32, 16), (128, 64))  # splits of keys, and tiles they belong to
 _UNKNOWN = -1  # position: drafts may have been accepted
-_NUM_PREFILL_COLUMNS = 9  # token_rows to tile_tokens of `PackedBatch`
+_NUM_PREFILL_COLUMNS = 10  # token_rows to tile_tokens of `PackedBatch`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,15 +70,26 @@ class PrefillBucket(NamedTuple):
     merges: int
 
     def counts(self, max_rows: int) -> tuple[int, ...]:
-        """Words of token_rows, query_starts, extend_units, extend_merges, sampled and prefill_range."""
+        """Words of token_rows, query_starts, extend_units, extend_merges, sampled, num_outputs and prefill_range."""
         units, merges = EXTEND_UNIT_WORDS * self.units, EXTEND_UNIT_WORDS * self.merges
-        return self.tokens, max_rows + 1, units, merges, max_rows, 2
+        return self.tokens, max_rows + 1, units, merges, max_rows, 1, 2
 
 
 def prefill_buckets(tokens: int, tokens_per_tile: int) -> list[PrefillBucket]:
     """The buckets for batches of up to so many tokens, ascending."""
     tiles = cdiv(tokens, tokens_per_tile) + _EXTRA_TILES
     return [PrefillBucket(tokens, tiles + splits, merges) for splits, merges in _SPLIT_CAPACITIES]
+
+
+def output_rows(count: int, max_rows: int) -> int:
+    """What the hidden states that a prefill batch samples from are padded to: few numbers of rows, since cuBLAS has
+    other kernels for other numbers, and loads them at first use."""
+    return min(max(_MIN_OUTPUT_ROWS, 1 << (count - 1).bit_length()), max_rows)
+
+
+def output_sizes(max_rows: int) -> list[int]:
+    """All numbers that `output_rows` pads to."""
+    return sorted({output_rows(count, max_rows) for count in range(1, max_rows + 1)})
 
 
 def _padded(column: Column, count: int, value: int) -> Column:
@@ -103,14 +115,15 @@ class PackedBatch:
     num_tokens: int
     num_sampled: int
     num_splits: int  # of tiles whose keys are split
-    bucket: PrefillBucket | None  # what the next six spans are padded to, if a CUDA graph can run the batch
+    bucket: PrefillBucket | None  # what the next seven spans are padded to, if a CUDA graph can run the batch
     pooled_rows: Column  # rows of prompts that are embedded
     pooled_starts: Column  # the position of each one's first token
     token_rows: UploadSpan
     query_starts: UploadSpan
     extend_units: UploadSpan  # tiles of prefill queries, whole or in splits
     extend_merges: UploadSpan  # tiles whose keys are split
-    sampled: UploadSpan  # the last token of each sampling row
+    sampled: UploadSpan  # the last token of each sampling row, padded
+    num_outputs: UploadSpan  # one word: num_sampled
     prefill_range: UploadSpan  # two words: where the prefill tokens begin, after those of decodes, and where they end
     shared_tiles: UploadSpan  # tiles of prefill rows that share a prefix
     tile_rows: UploadSpan
@@ -187,6 +200,7 @@ class PlanPacker:
                 units.units.reshape(-1),
                 units.merges.reshape(-1),
                 (query_starts[1:] - 1)[samples],
+                np.array([num_sampled], np.int32),
                 np.array([plan.num_decodes, num_tokens], np.int32),
                 *((shared.tiles.reshape(-1), shared.rows, shared.tokens.reshape(-1)) if shared else ()),
             )
@@ -194,8 +208,11 @@ class PlanPacker:
             if bucket is not None:
                 counts = bucket.counts(len(self._computed))
                 columns = tuple(
-                    _padded(*padding) for padding in zip(columns, counts, (-1, 0, -1, -1, 0, 0), strict=True)
+                    _padded(*padding) for padding in zip(columns, counts, (-1, 0, -1, -1, 0, 0, 0), strict=True)
                 )
+            elif num_sampled:
+                sampled = _padded(columns[4], output_rows(num_sampled, len(self._computed)), 0)
+                columns = (*columns[:4], sampled, *columns[5:])
         columns += (NO_WORDS,) * (_NUM_PREFILL_COLUMNS - len(columns))
         swapped = (NO_WORDS, NO_WORDS) if plan.swap is None else (plan.swap.spill_pages, plan.swap.fetch_pages)
         parts = (diff, *columns, adjust, self._sources(plan), *swapped, pool_ranges)

@@ -393,15 +393,18 @@ class CudaModel:
         pdl: bool = False,
         output_tokens: Tensor | None = None,
         live: LiveRows | None = None,
+        live_outputs: LiveRows | None = None,
         lora: bool = False,
     ) -> Tensor:
         """Hidden states [T, H] after the final norm, of the embeddings in `input`. defer_norm: `attend` applies the
         RMSNorm factor to its qkv. lora: some tokens have adapters; without `fused`.
 
         output_tokens [N] int32: only the hidden states of these tokens. After its attention, the last layer computes
-        nothing else. live: which tokens are no padding, if some are; experts do not compute the others."""
+        nothing else. live: which tokens are no padding, if some are; experts do not compute the others. live_outputs:
+        which of `output_tokens`."""
         adapters = self.lora if lora else None
-        return ForwardPass(self, num_tokens, fused, defer_norm, pdl, live, adapters).run(attend, output_tokens)
+        forward = ForwardPass(self, num_tokens, fused, defer_norm, pdl, live, adapters)
+        return forward.run(attend, output_tokens, live_outputs)
 
     def defers_norm(self, num_tokens: int, *, fused: bool) -> bool:
         """Whether attention gets a qkv to which it applies the RMSNorm factor itself (`defer_norm`)."""
@@ -459,10 +462,18 @@ class CudaModel:
         """The logits of the last pass, which had so many rows."""
         return self._logits[:rows]
 
-    def load_gemm_kernels(self, decode_sizes: Sequence[int], prefill_sizes: Sequence[int]) -> None:
+    def load_gemm_kernels(
+        self, decode_sizes: Sequence[int], prefill_sizes: Sequence[int], output_sizes: Sequence[int] = ()
+    ) -> None:
         """Runs the GEMMs of a layer and of the head for all numbers of rows that are padded to, and some of those that
-        are not: cuBLAS chooses another kernel for another number of rows, and loads it at first use."""
-        sizes = {*prefill_sizes, *range(_UNPADDED_STEP, self.max_tokens + 1, _UNPADDED_STEP), self.max_tokens}
+        are not: cuBLAS chooses another kernel for another number of rows, and loads it at first use. output_sizes: of
+        the last layer of a prefill batch, whose other rows nobody needs."""
+        sizes = {
+            *prefill_sizes,
+            *output_sizes,
+            *range(_UNPADDED_STEP, self.max_tokens + 1, _UNPADDED_STEP),
+            self.max_tokens,
+        }
         if self._quantised_buffers is not None:
             layer, buffers = self.layers[0], self._quantised_buffers
             outputs = (self._qkv, buffers.partial, self._gate_up, buffers.partial)
@@ -480,7 +491,7 @@ class CudaModel:
             for weights, run in gemms:
                 if rows in sizes or self.fused_tuning(weights, rows) is None:
                     run()
-        for rows in decode_sizes:
+        for rows in sorted({*decode_sizes, *output_sizes}):
             self.logits(self._normed[:rows])
         self._x.zero_()
 
@@ -528,7 +539,7 @@ class ForwardPass:
         self.norms_input = model.spec.norm_placement != "post"  # of a block
         self.is_normed = False  # `normed` is the norm of x
 
-    def run(self, attend: AttentionKernels, output_tokens: Tensor | None) -> Tensor:
+    def run(self, attend: AttentionKernels, output_tokens: Tensor | None, live_outputs: LiveRows | None) -> Tensor:
         model = self.model
         if self.lora is not None:
             self.lora.begin(len(self.x), self.live)
@@ -541,7 +552,7 @@ class ForwardPass:
             attend(index, self.qkv, self.attended)
             if output_tokens is not None and layer is model.layers[-1]:
                 if self.lora is None or not len(output_tokens):
-                    self._select(output_tokens)
+                    self._select(output_tokens, live_outputs)
                 if not len(output_tokens):
                     break  # only the keys and values of these tokens are needed
             self.add_linear(layer.out, self.attended, layer.post_norm)
@@ -551,7 +562,7 @@ class ForwardPass:
             if self.partial is not None:
                 self.x.add_(self.partial)
                 self.partial = None
-            self._select(output_tokens)
+            self._select(output_tokens, live_outputs)
         self.norm(model.norm)
         return self.normed
 
@@ -657,10 +668,10 @@ class ForwardPass:
         heads = self.qkv.view(len(self.qkv), -1, spec.head_dim)[:, : len(weight)]
         heads.copy_(heads.float() * full_qk_factors(model.group, model.whole_spec, spec, heads) * weight)
 
-    def _select(self, rows: Tensor) -> None:
+    def _select(self, rows: Tensor, live: LiveRows | None) -> None:
         model, count = self.model, len(rows)
         assert not self.fused, "the sums of squares are not selected"
-        self.live = None
+        self.live = live
         self.x = torch.index_select(self.x, 0, rows, out=model._selected[:count])
         if self.quantised is not None:
             self.quantised.x = self.x

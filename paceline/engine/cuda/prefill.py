@@ -33,7 +33,8 @@ class PrefillInputs:
     query_starts: Tensor
     units: Tensor
     merges: Tensor
-    output_tokens: Tensor | None  # tokens whose hidden states are needed; None: all
+    output_tokens: Tensor | None  # tokens whose hidden states are needed, padded; None: all
+    num_outputs: Tensor  # [1]: how many of them are no padding
     prefill_range: Tensor
 
 
@@ -69,6 +70,7 @@ class PrefillRunner:
             span(packed.extend_units).view(-1, EXTEND_UNIT_WORDS),
             span(packed.extend_merges).view(-1, EXTEND_UNIT_WORDS),
             output_tokens,
+            span(packed.num_outputs),
             span(packed.prefill_range),
         )
         tiles = span(packed.shared_tiles).view(-1, SHARED_TILE_WORDS)
@@ -114,9 +116,9 @@ class PrefillRunner:
     def bucket_inputs(self, bucket: PrefillBucket) -> PrefillInputs:
         spans, _ = lay_out(bucket.counts(self._max_rows))
         columns = [self._graph_inputs[span.first : span.first + span.count] for span in spans]
-        token_rows, query_starts, units, merges, sampled, prefill_range = columns
+        token_rows, query_starts, units, merges, sampled, num_outputs, prefill_range = columns
         units, merges = units.view(-1, EXTEND_UNIT_WORDS), merges.view(-1, EXTEND_UNIT_WORDS)
-        return PrefillInputs(token_rows, query_starts, units, merges, sampled, prefill_range)
+        return PrefillInputs(token_rows, query_starts, units, merges, sampled, num_outputs, prefill_range)
 
     # ------------------------------------------------------------------ both
 
@@ -158,9 +160,15 @@ class PrefillRunner:
             skip_last=output_tokens is not None and not len(output_tokens),
             single_launch=single_launch,
         )
-        live = LiveRows(inputs.token_rows[:num_tokens], by_row=True)
         hidden = model.forward(
-            num_tokens, attend, fused=False, defer_norm=defer_norm, output_tokens=output_tokens, live=live, lora=lora
+            num_tokens,
+            attend,
+            fused=False,
+            defer_norm=defer_norm,
+            output_tokens=output_tokens,
+            live=LiveRows(inputs.token_rows[:num_tokens], by_row=True),
+            live_outputs=LiveRows(inputs.num_outputs, by_row=False),
+            lora=lora,
         )
         if self._compute_draft_kv is not None:
             self._compute_draft_kv(num_tokens, decode_rows, inputs, num_splits, shared, single_launch=single_launch)

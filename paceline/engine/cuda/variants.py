@@ -199,7 +199,7 @@ def _experts(model: CudaModel, buffers: ExpertBuffers) -> None:
     """Experts with any number of rows: of prefill batches, and of the tokens of them that are sampled from."""
     rows_of_padding = torch.zeros(model.max_tokens, dtype=torch.int32, device=model.device)
     for rows in tuned_sizes(buffers, model.max_tokens):
-        for live in (LiveRows(rows_of_padding, by_row=True), None):
+        for live in (LiveRows(rows_of_padding, by_row=True), LiveRows(rows_of_padding[:1], by_row=False)):
             forward = ForwardPass(model, rows, fused=False, defer_norm=False, pdl=False, live=live)
             for layer in model.layers:
                 layer.mlp.run(forward)

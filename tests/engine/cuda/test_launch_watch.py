@@ -99,3 +99,11 @@ def test_a_quick_launch_is_no_news(host: Host) -> None:
     host.now += 0.049
     assert watch.end(before, "a pass") is None and not watch.slow and watch.longest_s == pytest.approx(0.049)
     watch.close()
+
+
+def test_a_launch_that_ends_while_the_device_is_busy_delays_nobody(host: Host) -> None:
+    watch = LaunchWatch(lambda: 0.0, lambda: 0)
+    before = watch.begin()
+    host.now += 0.2
+    assert watch.end(before, "a pass", is_device_busy=True) is None and not watch.slow and not watch.longest_s
+    watch.close()

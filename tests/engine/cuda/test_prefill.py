@@ -18,6 +18,7 @@ from paceline.engine.cuda import attention as cuda_attention
 from paceline.engine.cuda import graphs as cuda_graphs
 from paceline.engine.cuda import inputs as cuda_inputs
 from paceline.engine.cuda.graphs import GraphKey
+from paceline.engine.cuda.inputs import output_rows, output_sizes
 from paceline.engine.cuda.model import ForwardPass, LinearWeights
 from paceline.engine.cuda.streams import HostStreams
 from paceline.engine.cuda.tiles import SplitRule
@@ -106,7 +107,8 @@ def test_a_bucket_may_have_fewer_tokens_than_the_executor_has_rows(prefill_graph
 
 
 def test_the_last_layer_computes_only_the_output_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a chunk that is not its prompt's last, only keys and values are needed, and no hidden states."""
+    """Of a chunk that is not its prompt's last, only keys and values are needed, and no hidden states. Output tokens
+    are padded to the four rows of this executor."""
     rows: list[int] = []
     add_linear = ForwardPass.add_linear
 
@@ -121,10 +123,15 @@ def test_the_last_layer_computes_only_the_output_tokens(monkeypatch: pytest.Monk
     once = replace(GREEDY, max_tokens=1)
     with llm:
         found = llm.generate([prompt], once)[0].token_ids
-        assert rows == [1]
+        assert rows == [4]
         output = llm.generate([prompt], replace(once, prompt_logprobs=0))[0]
-        assert rows == [1, 16, 16, 8] and output.token_ids == found and len(output.prompt_logprobs or ()) == 40
+        assert rows == [4, 16, 16, 8] and output.token_ids == found and len(output.prompt_logprobs or ()) == 40
     assert [found] == expected("tiny-qwen3", [prompt], once)
+
+
+def test_output_tokens_are_padded_to_few_numbers_of_rows() -> None:
+    assert output_sizes(256) == [16, 32, 64, 128, 256] and output_sizes(100) == [16, 32, 64, 100]
+    assert output_sizes(8) == [8] and output_rows(17, 100) == 32 and output_rows(65, 100) == 100
 
 
 def test_split_keys_change_no_token() -> None:
