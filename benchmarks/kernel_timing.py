@@ -11,15 +11,21 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import torch
 
+from paceline.engine.cuda.compile_workers import compile_workers
 from paceline.engine.cuda.packing import sampling_words
+from paceline.engine.cuda.precompile import _compile
+from paceline.kernels.binaries import KernelStore
 from paceline.kernels.decode_attention import DecodeWorkspace
 from paceline.kernels.decode_units import Chunks, DecodeUnits, decode_units
+from paceline.kernels.driver import use_binaries
 from paceline.kernels.slot_state import SlotState
+from paceline.kernels.variants import KernelVariant
 
 Job = TypeVar("Job")
 # Qwen3-0.6B
@@ -81,6 +87,22 @@ def compile_all(function: Callable[[Job], str], jobs: list[Job]) -> set[Job]:
     for answer in list(failed.values())[:3]:
         print("  ", answer)
     return set(failed)
+
+
+def compile_variants(variants: set[KernelVariant], folder: Path) -> tuple[int, int]:
+    """Compiles recorded launches in parallel; later launches use them. Returns the architecture, and how many failed:
+    those that need too much shared memory, for instance."""
+    major, minor = torch.cuda.get_device_capability()
+    arch, failed = 10 * major + minor, 0
+    with compile_workers(16, arch, str(folder / "triton")) as workers:
+        for task in [workers.submit(_compile, variant, folder, arch) for variant in sorted(variants, key=repr)]:
+            try:
+                task.result()
+            except Exception as error:  # reported when it is timed
+                failed += 1
+                print("cannot compile:", repr(error)[:160])
+    use_binaries(KernelStore(folder, arch), [])
+    return arch, failed
 
 
 @dataclass(frozen=True)

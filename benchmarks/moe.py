@@ -27,16 +27,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.kernel_timing import BF16, graph_of, randn, time_graph
+from benchmarks.kernel_timing import BF16, compile_variants, graph_of, randn, time_graph
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cuda.build import build_cuda
-from paceline.engine.cuda.compile_workers import compile_workers
 from paceline.engine.cuda.model import GemmTuning
-from paceline.engine.cuda.precompile import _compile, precompile
+from paceline.engine.cuda.precompile import precompile
 from paceline.engine.engine import Engine
 from paceline.engine.precision import Precision
-from paceline.kernels.binaries import KernelStore
-from paceline.kernels.driver import use_binaries
 from paceline.kernels.experts import (
     ExpertTile,
     ExpertTuning,
@@ -172,20 +169,10 @@ def compile_ahead(rows_list: list[int], folder: Path) -> None:
                 do_layer(layer, tuning, workspace, layer.x)
             do_layer(layer, expert_tuning(rows, CHOSEN, EXPERTS), workspace, layer.x, pdl=False)
         found |= launches
-    arch = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
-    failed = 0
-    with compile_workers(16, arch, str(folder / "triton")) as workers:
-        tasks = [workers.submit(_compile, variant, folder, arch) for variant in sorted(found, key=repr)]
-        for task in tasks:
-            try:
-                task.result()
-            except Exception as error:  # too much shared memory: reported when it is timed
-                failed += 1
-                print("cannot compile:", repr(error)[:160])
+    arch, failed = compile_variants(found, folder)
     spec = shape("qwen3-30b-a3b").with_layers(range(2))
     scheduler = SchedulerConfig(num_pages=2048, context_tokens=4096, max_running=16, max_batch_tokens=4096)
     precompile([spec], Precision("bfloat16"), scheduler, folder, arch)
-    use_binaries(KernelStore(folder, arch), [])
     print(f"compiled {len(found)} variants in {time.perf_counter() - began:.0f} s, {failed} failed", flush=True)
 
 

@@ -5,8 +5,8 @@
     expand  the sum of the parts, times B, is added to the output
 
 Which adapter a row uses is read from the state of its slot, so one CUDA graph serves any mix. A fused matrix has slices
-with an A and B of their own: q, k and v, or gate and up. Matrices of a smaller rank, or of slices that an adapter does
-not change, are padded with zeros. Nothing is added by atomics: results are the same in every run.
+with an A and B of their own: q, k and v, or gate and up. Of an adapter with a smaller rank only its own rank is read,
+and of a slice that it does not change nothing. Nothing is added by atomics: results are the same in every run.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -14,7 +14,9 @@ not change, are padded with zeros. Nothing is added by atomics: results are the 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -34,12 +36,26 @@ class AdapterMatrix:
     """The adapters of one fused matrix, by slot."""
 
     a: torch.Tensor  # [slots, slices * rank, K]; slots are strided
-    b: torch.Tensor  # [slots, N, rank]
+    b: torch.Tensor  # [slots, rank, N]
+    ranks: torch.Tensor  # [slots, slices] int32: of each adapter; 0: it does not change the slice
     widths: tuple[int, ...]  # columns of each slice, N in total
 
     @property
     def rank(self) -> int:
-        return self.b.shape[2]
+        """The highest that there is memory for."""
+        return self.b.shape[1]
+
+
+class LoraTuning(NamedTuple):
+    """Tiles of the kernels."""
+
+    parts: int  # of K
+    block_k: int
+    shrink_warps: int
+    shrink_stages: int
+    span: int  # columns that a program of `expand` computes
+    block_n: int
+    expand_warps: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,8 +97,9 @@ def lora_reference(x: torch.Tensor, out: torch.Tensor, ids: torch.Tensor, matrix
             continue
         first = 0
         for index, width in enumerate(matrix.widths):
-            between = matrix.a[slot, index * rank : (index + 1) * rank].double() @ x[row].double()
-            found[row, first : first + width] += matrix.b[slot, first : first + width].double() @ between
+            own = int(matrix.ranks[slot, index])
+            between = matrix.a[slot, index * rank : index * rank + own].double() @ x[row].double()
+            found[row, first : first + width] += between @ matrix.b[slot, :own, first : first + width].double()
             first += width
     return found
 
@@ -153,12 +170,14 @@ def group_rows(slots: torch.Tensor, sampling: torch.Tensor, rows: AdapterRows, l
 def _lora_shrink_kernel(
     x,
     a,
+    ranks,
     between,
     sorted,
     blocks,
     M,
     max_blocks,
     slot_stride,
+    ranks_stride,
     K: tl.constexpr,
     SLICES: tl.constexpr,
     RANK: tl.constexpr,
@@ -167,30 +186,37 @@ def _lora_shrink_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     part = tl.program_id(0) % PARTS
     index = tl.program_id(0) // PARTS
     block = tl.program_id(1)
-    adapter = tl.load(blocks + block)
-    if adapter < 0:
+    adapter = tl.load(blocks + block).to(tl.int64)
+    rank = tl.load(ranks + tl.maximum(adapter, 0) * ranks_stride + index)
+    if PDL:
+        # Also where there is nothing to do: the end of this kernel tells the next that the GEMM before it has ended.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if (adapter < 0) | (rank == 0):
         return
     place = tl.load(blocks + max_blocks + block) + tl.arange(0, BLOCK_M)
     inside = place < tl.load(blocks + 2 * max_blocks + block)
     row = tl.load(sorted + place, mask=inside, other=0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     r = tl.arange(0, RANK)
+    is_rank = (r < rank)[:, None]
     first = part * PART_K
     inputs = x + row[:, None] * K + k[None, :]
-    weights = a + adapter.to(tl.int64) * slot_stride + (index * RANK + r)[:, None] * K + k[None, :]
+    weights = a + adapter * slot_stride + (index * RANK + r)[:, None] * K + k[None, :]
     acc = tl.zeros([BLOCK_M, RANK], tl.float32)
     for start in tl.range(0, PART_K, BLOCK_K, num_stages=STAGES):
         if K % PART_K:
             is_inside = (first + start + k < K)[None, :]
             v = tl.load(inputs + first + start, mask=inside[:, None] & is_inside, other=0.0)
-            w = tl.load(weights + first + start, mask=is_inside, other=0.0)
+            w = tl.load(weights + first + start, mask=is_rank & is_inside, other=0.0)
         else:
             v = tl.load(inputs + first + start, mask=inside[:, None], other=0.0)
-            w = tl.load(weights + first + start)
+            w = tl.load(weights + first + start, mask=is_rank, other=0.0)
         acc = tl.dot(v, tl.trans(w), acc)
     target = between + ((part * M + row[:, None]) * SLICES + index) * RANK + r[None, :]
     tl.store(target, acc, mask=inside[:, None])
@@ -201,12 +227,14 @@ def _lora_shrink_kernel(
 def _lora_expand_kernel(
     between,
     b,
+    ranks,
     out,
     sorted,
     blocks,
     M,
     max_blocks,
     slot_stride,
+    ranks_stride,
     out_stride,
     WIDTH_0: tl.constexpr,
     WIDTH_1: tl.constexpr,
@@ -216,98 +244,146 @@ def _lora_expand_kernel(
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SPAN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    tile = tl.program_id(0)
+    span = tl.program_id(0)
     block = tl.program_id(1)
-    adapter = tl.load(blocks + block)
-    if adapter < 0:
-        return
-    # Tiles do not cross slices, whose columns have other values of A x.
-    tiles_0 = (WIDTH_0 + BLOCK_N - 1) // BLOCK_N
-    tiles_1 = (WIDTH_1 + BLOCK_N - 1) // BLOCK_N
-    is_second = tile >= tiles_0
-    is_third = tile >= tiles_0 + tiles_1
+    adapter = tl.load(blocks + block).to(tl.int64)
+    # Spans do not cross slices, whose columns have other values of A x.
+    spans_0 = (WIDTH_0 + SPAN - 1) // SPAN
+    spans_1 = (WIDTH_1 + SPAN - 1) // SPAN
+    is_second = span >= spans_0
+    is_third = span >= spans_0 + spans_1
     index = is_second.to(tl.int32) + is_third.to(tl.int32)
-    first = tl.where(is_third, WIDTH_0 + WIDTH_1, tl.where(is_second, WIDTH_0, 0))
+    rank = tl.load(ranks + tl.maximum(adapter, 0) * ranks_stride + index)
+    if (adapter < 0) | (rank == 0):
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        return
+    begin = tl.where(is_third, WIDTH_0 + WIDTH_1, tl.where(is_second, WIDTH_0, 0))
     width = tl.where(is_third, WIDTH_2, tl.where(is_second, WIDTH_1, WIDTH_0))
-    tile -= tl.where(is_third, tiles_0 + tiles_1, tl.where(is_second, tiles_0, 0))
+    first = (span - tl.where(is_third, spans_0 + spans_1, tl.where(is_second, spans_0, 0))) * SPAN
+    # Without the mask of columns, several are loaded and stored at once.
+    EVEN: tl.constexpr = WIDTH_0 % SPAN == 0 and WIDTH_1 % SPAN == 0 and WIDTH_2 % SPAN == 0
+    if EVEN:
+        begin = tl.multiple_of(begin, SPAN)
     place = tl.load(blocks + max_blocks + block) + tl.arange(0, BLOCK_M)
-    inside = place < tl.load(blocks + 2 * max_blocks + block)
-    row = tl.load(sorted + place, mask=inside, other=0).to(tl.int64)
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    end = tl.load(blocks + 2 * max_blocks + block)
+    row = tl.load(sorted + place, mask=place < end, other=0).to(tl.int64)[:, None]
+    inside = (place < end)[:, None]
     r = tl.arange(0, RANK)
-    is_column = n < width
-    source = between + (row[:, None] * SLICES + index) * RANK + r[None, :]
+    is_rank = (r < rank)[:, None]
+    column = tl.arange(0, BLOCK_N)[None, :]
+    weights = b + adapter * slot_stride + r.to(tl.int64)[:, None] * (WIDTH_0 + WIDTH_1 + WIDTH_2) + begin + first
+    w = tl.load(weights + column, mask=is_rank if EVEN else is_rank & (first + column < width), other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()  # above is nothing that kernels of this pass write, except for its first ones
+    source = between + (row * SLICES + index) * RANK + r[None, :]
     value = tl.zeros([BLOCK_M, RANK], tl.float32)
     for part in range(PARTS):
-        value += tl.load(source + part * M * (SLICES * RANK), mask=inside[:, None], other=0.0)
-    weights = b + adapter.to(tl.int64) * slot_stride + (first + n).to(tl.int64)[:, None] * RANK + r[None, :]
-    w = tl.load(weights, mask=is_column[:, None], other=0.0)
-    added = tl.dot(value.to(w.dtype), tl.trans(w))
-    target = out + row[:, None] * out_stride + (first + n)[None, :]
-    mask = inside[:, None] & is_column[None, :]
-    before = tl.load(target, mask=mask, other=0.0)
-    tl.store(target, (before.to(tl.float32) + added).to(before.dtype), mask=mask)
+        value += tl.load(source + part * M * (SLICES * RANK), mask=inside, other=0.0)
+    value = value.to(b.dtype.element_ty)
+    target = out + row * out_stride + begin + first
+    for start in tl.static_range(0, SPAN, BLOCK_N):
+        mask = inside if EVEN else inside & (first + start + column < width)
+        before = tl.load(target + start + column, mask=mask, other=0.0)
+        total = (before.to(tl.float32) + tl.dot(value, w)).to(before.dtype)
+        if start + BLOCK_N < SPAN:
+            next = start + BLOCK_N + column
+            w = tl.load(weights + next, mask=is_rank if EVEN else is_rank & (first + next < width), other=0.0)
+        tl.store(target + start + column, total, mask=mask)
 
 
-def add_lora(x: torch.Tensor, out: torch.Tensor, matrix: AdapterMatrix, rows: AdapterRows) -> None:
-    """out [T, N] += B(A x) for x [T, K], contiguous, by the adapters of `group_rows`."""
+def add_lora(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    matrix: AdapterMatrix,
+    rows: AdapterRows,
+    tuning: LoraTuning | None = None,
+    *,
+    pdl: bool = False,
+) -> None:
+    """out [T, N] += B(A x) for x [T, K], contiguous, by the adapters of `group_rows`.
+
+    pdl: programmatic dependent launch, behind a kernel that was launched after `group_rows` and without it.
+    """
+    tuning = tuning or lora_tuning(len(x), matrix)
+    lora_shrink(x, matrix, rows, tuning, pdl)
+    lora_expand(out, matrix, rows, tuning, pdl)
+
+
+def lora_shrink(x: torch.Tensor, matrix: AdapterMatrix, rows: AdapterRows, tuning: LoraTuning, pdl: bool) -> None:
     count, width = x.shape
-    slices, rank = len(matrix.widths), matrix.rank
-    num_blocks = max_blocks(count, rows.num_slots, BLOCK_ROWS)
-    parts, block_k = lora_parts(count, width)
-    part_k = cdiv(cdiv(width, parts), block_k) * block_k
-    _lora_shrink_kernel[(parts * slices, num_blocks)](
+    slices = len(matrix.widths)
+    _lora_shrink_kernel[(tuning.parts * slices, max_blocks(count, rows.num_slots, BLOCK_ROWS))](
         x,
         matrix.a,
+        matrix.ranks,
         rows.between,
         rows.sorted,
         rows.blocks,
         count,
         rows.blocks.shape[1],
         matrix.a.stride(0),
+        matrix.ranks.stride(0),
         K=width,
         SLICES=slices,
-        RANK=rank,
-        PARTS=parts,
-        PART_K=part_k,
+        RANK=matrix.rank,
+        PARTS=tuning.parts,
+        PART_K=cdiv(cdiv(width, tuning.parts), tuning.block_k) * tuning.block_k,
         BLOCK_M=BLOCK_ROWS,
-        BLOCK_K=block_k,
-        STAGES=4 if rank <= 32 else 3,
-        num_warps=4,
+        BLOCK_K=tuning.block_k,
+        STAGES=tuning.shrink_stages,
+        PDL=pdl,
+        num_warps=tuning.shrink_warps,
+        launch_pdl=pdl,
     )
-    block_n = 64 if rank > 64 else 256 if rank <= 32 and min(matrix.widths) >= 4096 else 128
+
+
+def lora_expand(out: torch.Tensor, matrix: AdapterMatrix, rows: AdapterRows, tuning: LoraTuning, pdl: bool) -> None:
+    count = len(out)
     widths = (*matrix.widths, 0, 0)
-    _lora_expand_kernel[(sum(cdiv(one, block_n) for one in matrix.widths), num_blocks)](
+    grid = (sum(cdiv(one, tuning.span) for one in matrix.widths), max_blocks(count, rows.num_slots, BLOCK_ROWS))
+    _lora_expand_kernel[grid](
         rows.between,
         matrix.b,
+        matrix.ranks,
         out,
         rows.sorted,
         rows.blocks,
         count,
         rows.blocks.shape[1],
         matrix.b.stride(0),
+        matrix.ranks.stride(0),
         out.stride(0),
         WIDTH_0=widths[0],
         WIDTH_1=widths[1],
         WIDTH_2=widths[2],
-        SLICES=slices,
-        RANK=rank,
-        PARTS=parts,
+        SLICES=len(matrix.widths),
+        RANK=matrix.rank,
+        PARTS=tuning.parts,
         BLOCK_M=BLOCK_ROWS,
-        BLOCK_N=block_n,
-        num_warps=4,
+        BLOCK_N=tuning.block_n,
+        SPAN=tuning.span,
+        PDL=pdl,
+        num_warps=tuning.expand_warps,
+        launch_pdl=pdl,
     )
 
 
-def lora_parts(rows: int, width: int) -> tuple[int, int]:
-    """Into how many parts K is divided, and the columns that a program loads at once."""
-    block_k = min(128, max(16, next_power_of_2(width)))
-    if rows > _FEW_ROWS:
-        return 1, block_k
-    # Every program of `expand` reads all parts, so there are no more of them than keep the device busy.
-    most = _MAX_PARTS if rows <= _FEW_ROWS // 8 else _MAX_PARTS // 2
-    return min(most, max(1, width // (4 * block_k))), block_k
+def lora_tuning(rows: int, matrix: AdapterMatrix) -> LoraTuning:
+    """Tiles as measured on an H200 (docs/log/lora.md)."""
+    width, rank, slices = matrix.a.shape[2], matrix.rank, len(matrix.widths)
+    block_k = min(256 if rows > _FEW_ROWS and rank <= 32 else 128, max(16, next_power_of_2(width)))
+    parts = 1
+    if rows <= _FEW_ROWS:
+        # Every program of `expand` reads all parts, so there are no more of them than keep the device busy.
+        most = _MAX_PARTS if slices == 1 or rows <= _FEW_ROWS // 8 else _MAX_PARTS // 2
+        parts = min(most, max(1, width // (4 * block_k)))
+    block_n = 64 if rank > 64 else 128
+    span = max(block_n, math.gcd(512 if min(matrix.widths) >= 4096 else 256, *matrix.widths))
+    return LoraTuning(parts, block_k, 2, 4 if rank <= 32 and rows <= _FEW_ROWS else 3, span, block_n, 4)
 
 
 def lora_row_counts(most: int) -> list[int]:

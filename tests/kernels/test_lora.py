@@ -11,9 +11,9 @@ from paceline.kernels.lora import (
     AdapterRows,
     add_lora,
     group_rows,
-    lora_parts,
     lora_rank,
     lora_reference,
+    lora_tuning,
 )
 from paceline.kernels.route_experts import LiveRows
 
@@ -41,6 +41,17 @@ def grouped(ids: torch.Tensor, num_slots: int, width: int, live: str = "") -> tu
     return rows, used
 
 
+def adapters(num_slots: int, rank: int, width: int, widths: tuple[int, ...]) -> AdapterMatrix:
+    """Of ranks between 0 and `rank`. What they do not use of a slot has other values: it must not be read."""
+    sizes = len(widths) * rank * width, sum(widths) * rank
+    a, b = random(num_slots, sum(sizes)).split(sizes, dim=1)  # strided, as the executor has them
+    ranks = torch.randint(0, rank + 1, (num_slots, len(widths)), generator=torch.Generator().manual_seed(4)).int()
+    ranks[-1] = rank
+    return AdapterMatrix(
+        a.view(num_slots, -1, width) * width**-0.5, b.view(num_slots, rank, -1) * rank**-0.5, ranks, widths
+    )
+
+
 @pytest.mark.parametrize(
     ("count", "num_slots", "rank", "widths", "width", "live"),
     [
@@ -48,6 +59,7 @@ def grouped(ids: torch.Tensor, num_slots: int, width: int, live: str = "") -> tu
         (5, 3, 32, (64,), 600, ""),
         (21, 1, 16, (40, 40), 48, "by row"),
         (1, 20, 16, (130,), 1100, ""),
+        (9, 2, 16, (256, 128, 128), 32, ""),
     ],
 )
 def test_every_row_gets_what_its_adapter_adds(
@@ -55,9 +67,7 @@ def test_every_row_gets_what_its_adapter_adds(
 ) -> None:
     ids = torch.randint(-1, num_slots, (count,), generator=torch.Generator().manual_seed(2))
     rows, used = grouped(ids, num_slots, len(widths) * rank, live)
-    slots = random(num_slots, len(widths) * rank * width + sum(widths) * rank)  # strided, as the executor has them
-    a, b = slots.split([len(widths) * rank * width, sum(widths) * rank], dim=1)
-    matrix = AdapterMatrix(a.view(num_slots, -1, width) * width**-0.5, b.view(num_slots, -1, rank) * rank**-0.5, widths)
+    matrix = adapters(num_slots, rank, width, widths)
     x, out = random(count, width, seed=1), random(count, sum(widths) + 6, seed=3)[:, : sum(widths)]
     expected = lora_reference(x, out, used, matrix)
     plain = out.clone()
@@ -70,7 +80,7 @@ def test_every_row_gets_what_its_adapter_adds(
 
 def test_a_batch_without_adapters_changes_nothing() -> None:
     rows, _ = grouped(torch.full((9,), -1), 4, 16)
-    matrix = AdapterMatrix(random(4, 16, 32), random(4, 24, 16), (24,))
+    matrix = adapters(4, 16, 32, (24,))
     out = random(9, 24)
     before = out.clone()
     add_lora(random(9, 32), out, matrix, rows)
@@ -78,6 +88,8 @@ def test_a_batch_without_adapters_changes_nothing() -> None:
 
 
 def test_few_rows_of_a_wide_matrix_are_computed_in_parts() -> None:
-    assert [lora_parts(rows, 4096) for rows in (16, 256, 4096)] == [(8, 128), (4, 128), (1, 128)]
-    assert lora_parts(4, 48) == (1, 64)
+    wide, fused, narrow = (adapters(1, 16, *sizes) for sizes in ((4096, (64,)), (4096, (64, 64)), (48, (64,))))
+    assert [lora_tuning(rows, wide).parts for rows in (16, 256, 4096)] == [8, 8, 1]
+    assert [lora_tuning(rows, fused).parts for rows in (16, 256, 4096)] == [8, 4, 1]
+    assert lora_tuning(4, narrow)[:2] == (1, 64)
     assert [lora_rank(rank) for rank in (1, 16, 17, 128)] == [16, 16, 32, 128]

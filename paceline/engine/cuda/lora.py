@@ -5,6 +5,7 @@ folded in that are folded into the model's matrices. An adapter on the host has 
 loading it is one copy, on the engine's stream, behind the passes that may still use what was there.
 
     slots [adapters, elements]:  layer 0: A of qkv, B of qkv, A of out, ...;  layer 1: ...
+    ranks [adapters, slices]:    layer 0: of q, k, v, out, ...;  layer 1: ...
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ class _Place:
     first: int
     shape: tuple[int, ...]
 
+    @property
+    def end(self) -> int:
+        return self.first + -(-math.prod(self.shape) // _ALIGN) * _ALIGN
+
     def of(self, slots: Tensor) -> Tensor:
         """[..., *shape] of slots [..., elements]."""
         return slots[..., self.first : self.first + math.prod(self.shape)].view(*slots.shape[:-1], *self.shape)
@@ -50,6 +55,7 @@ class LoraHostWeights(LoraWeights):
     """An adapter in host memory, also in the layout of a slot."""
 
     packed: Tensor
+    ranks: Tensor
 
 
 class CudaLora:
@@ -61,27 +67,32 @@ class CudaLora:
         self.sizes, self._rank = sizes, lora_rank(sizes.rank)
         self._dtype, device = decoder.dtype, decoder.device
         self._norms = [_folded_norms(decoder, index) for index in range(spec.num_layers)]
-        self._places: list[dict[str, tuple[_Place, _Place]]] = []
-        end = 0
+        self._places: list[dict[str, tuple[_Place, _Place, _Place]]] = []  # of A, B and their ranks
+        end = num_ranks = 0
         for layer in range(spec.num_layers):
-            places: dict[str, tuple[_Place, _Place]] = {}
+            places: dict[str, tuple[_Place, _Place, _Place]] = {}
             for name, (widths, columns) in matrix_sizes(spec, layer).items():
-                pair = []
-                for shape in ((len(widths) * self._rank, columns), (sum(widths), self._rank)):
-                    pair.append(_Place(end, shape))
-                    end += -(-math.prod(shape) // _ALIGN) * _ALIGN
-                places[name] = (pair[0], pair[1])
+                a = _Place(end, (len(widths) * self._rank, columns))
+                b = _Place(a.end, (self._rank, sum(widths)))
+                end = b.end
+                ranks = _Place(num_ranks, (len(widths),))
+                num_ranks = ranks.end
+                places[name] = a, b, ranks
             self._places.append(places)
-        self._num_elements = end
+        self._num_elements, self._num_ranks = end, num_ranks
         self._slots = torch.zeros(sizes.num_slots, end, dtype=self._dtype, device=device)
+        self._ranks = torch.zeros(sizes.num_slots, num_ranks, dtype=torch.int32, device=device)
         self.matrices = [
             {
-                name: AdapterMatrix(a.of(self._slots), b.of(self._slots), matrix_sizes(spec, layer)[name][0])
-                for name, (a, b) in places.items()
+                name: AdapterMatrix(
+                    a.of(self._slots), b.of(self._slots), own.of(self._ranks), matrix_sizes(spec, layer)[name][0]
+                )
+                for name, (a, b, own) in places.items()
             }
             for layer, places in enumerate(self._places)
         ]
         self._rows = AdapterRows.empty(max_tokens, sizes.num_slots, 3 * self._rank, device)
+        self._uses_pdl = device.type != "cpu"
         self._token_slots: Tensor | None = None
         self._sampling: Tensor | None = None
         self._known: dict[str, LoraWeights] = {}
@@ -96,20 +107,23 @@ class CudaLora:
     def pack(self, weights: LoraWeights) -> LoraHostWeights:
         """An adapter in the layout of a slot. Any thread may call it."""
         packed = torch.zeros(self._num_elements, dtype=self._dtype)
+        packed_ranks = torch.zeros(self._num_ranks, dtype=torch.int32)
         for layer, (places, norms) in enumerate(zip(self._places, self._norms, strict=True)):
             sizes = matrix_sizes(self._spec, layer)
             for name, parts in weights.layers[layer].items():
-                a, b = (place.of(packed) for place in places[name])
+                a, b = (place.of(packed) for place in places[name][:2])
+                ranks = places[name][2].of(packed_ranks)
                 starts = _starts(sizes[name][0])
                 norm = norms.get(name)
                 for part in parts:
                     index, rank = starts.index(part.first), part.rank
                     own = part.a if norm is None else (part.a.float() * norm).to(self._dtype)
                     a[index * self._rank : index * self._rank + rank] = own
-                    b[part.first : part.first + len(part.b), :rank] = part.b
+                    b[:rank, part.first : part.first + len(part.b)] = part.b.T
+                    ranks[index] = rank
         if self._slots.device.type == "cuda":
-            packed = packed.pin_memory()
-        return LoraHostWeights(weights.layers, packed)
+            packed, packed_ranks = packed.pin_memory(), packed_ranks.pin_memory()
+        return LoraHostWeights(weights.layers, packed, packed_ranks)
 
     def add(self, adapter: str, weights: LoraWeights) -> None:
         self._known[adapter] = weights
@@ -122,6 +136,7 @@ class CudaLora:
         weights = self._known[adapter]
         assert isinstance(weights, LoraHostWeights), "`pack` makes the adapters of this model"
         self._slots[slot].copy_(weights.packed, non_blocking=True)
+        self._ranks[slot].copy_(weights.ranks, non_blocking=True)
         self._resident[slot] = adapter
 
     def reload(self, decoder: Decoder) -> None:
@@ -141,7 +156,7 @@ class CudaLora:
 
     def add_to(self, matrix: AdapterMatrix, x: Tensor, out: Tensor) -> None:
         """out += what the adapters of its rows add."""
-        add_lora(x, out, matrix, self._rows)
+        add_lora(x, out, matrix, self._rows, pdl=self._uses_pdl)
 
 
 def lora_bytes(spec: ModelSpec, sizes: LoraSizes, item_bytes: int) -> int:
