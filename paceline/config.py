@@ -156,7 +156,7 @@ class SchedulerConfig:
     # A step
     max_running: int = option(
         256,
-        "maximum number of running requests (vLLM: max_num_seqs; SGLang: max_running_requests); default: 256 "
+        "maximum number of running requests (vLLM: max_num_seqs; SGLang: max_running_requests); default: 512 "
         "on a GPU, 64 on a CPU",
         low=1,
     )

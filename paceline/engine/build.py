@@ -76,7 +76,7 @@ _CPU_DEFAULTS: dict[str, Any] = {
     "chunk_tokens": 512,
     "itl_target": math.inf,
 }
-_GPU_DEFAULTS: dict[str, Any] = {name: getattr(SchedulerConfig(), name) for name in ("max_running", "max_batch_tokens")}
+_GPU_DEFAULTS: dict[str, Any] = {"max_running": 512, "max_batch_tokens": 8192}
 _LOAD = ("weights", "random")
 _DECODE_HOST_BYTES = 4 << 30  # of host memory for received KV, where no size is given
 log = logging.getLogger("paceline.engine")

@@ -68,7 +68,7 @@ def buckets(max_rows: int) -> list[int]:
     """Batch sizes to capture, ascending. GEMMs compute tiles of 16 to 64 rows, so finer buckets would only save the
     memory traffic of a few padding rows."""
     sizes = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128]
-    sizes += range(160, max_rows + 32, 32)
+    sizes += [*range(160, 257, 32), *range(320, max_rows + 64, 64)]
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
