@@ -1000,6 +1000,20 @@ MUTANTS = [
         ("tests/kernels/test_experts.py",),
     ),
     Mutant(
+        "the sink of a head is counted with every chunk of its keys",
+        "kernels/decode_attention.py",
+        "divisor += tl.where(num_chunks == 1, sink_weight(sinks, head, inside, top), 0.0)",
+        "divisor += sink_weight(sinks, head, inside, top)",
+        ("tests/kernels/test_decode_attention.py",),
+    ),
+    Mutant(
+        "a sink is compared with the scores of a part of the keys",
+        "engine/cpu/attention.py",
+        "return torch.lerp(out, other, weight), torch.logaddexp(lse, other_lse)",
+        "return torch.lerp(out, other, weight), lse",
+        ("tests/engine/cpu/test_attention.py",),
+    ),
+    Mutant(
         "the weights of experts are not multiplied in",
         "kernels/experts.py",
         "* up * weight[:, None]",

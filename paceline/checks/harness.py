@@ -132,10 +132,10 @@ def hidden_states(decoder: Decoder, tokens: list[int]) -> Tensor:
     """Hidden states [T, H] in plain torch."""
     spec, at = decoder.spec, torch.arange(len(tokens), device=decoder.device)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         window = spec.windows[layer]
-        if window is None and spec.score_cap is None:
+        if window is None and spec.score_cap is None and sinks is None:
             out = F.scaled_dot_product_attention(
                 q[None], k[None], v[None], is_causal=True, enable_gqa=True, scale=spec.attention_scale
             )[0]
@@ -144,7 +144,13 @@ def hidden_states(decoder: Decoder, tokens: list[int]) -> Tensor:
             scores = soft_cap(q.float() @ k.float().transpose(1, 2) * spec.softmax_scale, spec.score_cap)
             behind = at[:, None] - at[None, :]
             hidden = (behind < 0) | (behind >= (window or len(tokens)))
-            out = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v.float()).to(q.dtype)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if sinks is not None:
+                column = sinks.float()[:, None, None].expand(-1, len(tokens), 1)
+                scores = torch.cat((scores, column), -1).log_softmax(-1)[..., :-1].exp()
+            else:
+                scores = scores.softmax(-1)
+            out = (scores @ v.float()).to(q.dtype)
         return out.transpose(0, 1).flatten(1)
 
     ids = torch.tensor(tokens, device=decoder.device)

@@ -33,7 +33,15 @@ import torch
 from paceline.kernels._triton import UNSPECIALIZED, launched, next_power_of_2, tl, triton
 from paceline.kernels.decode_units import DecodeUnits
 from paceline.kernels.fp8 import to_operand, to_stored, unpack_pairs
-from paceline.kernels.heads import load_heads, scaled_scores, score_factors, scores_reference, within_head
+from paceline.kernels.heads import (
+    load_heads,
+    scaled_scores,
+    score_factors,
+    scores_reference,
+    sink_weight,
+    softmax_reference,
+    within_head,
+)
 from paceline.kernels.layouts import ROW_WORDS, UNIT_WORDS, RowWord, UnitWord, constants
 from paceline.kernels.rms_norm import row_factor
 from paceline.kernels.rope_kv import load_cos_sin, load_pairs, norm_and_rotate, rope_kv_reference
@@ -73,6 +81,7 @@ def decode_attention_reference(
     scales: torch.Tensor | None = None,
     scale: float | None = None,
     cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[R, Q D] in float64. Writes the new keys and values first, then attends row by row."""
     page_size, kv_heads, head_dim = k_cache.shape[1:]
@@ -89,7 +98,7 @@ def decode_attention_reference(
             k, v = k * scales[0, :, None], v * scales[1, :, None]
         products = torch.einsum("kgd,nkd->kgn", row.view(kv_heads, -1, head_dim), k)
         scores = scores_reference(products, head_dim**-0.5 if scale is None else scale, cap)
-        out.append(torch.einsum("kgn,nkd->kgd", scores.softmax(-1), v).reshape(-1))
+        out.append(torch.einsum("kgn,nkd->kgd", softmax_reference(scores, sinks), v).reshape(-1))
     return torch.stack(out)
 
 
@@ -98,6 +107,7 @@ def _merge_row(
     partials,
     lse,
     out,
+    sinks,
     first_token,
     num_tokens,
     first_partial,
@@ -108,6 +118,7 @@ def _merge_row(
     Q: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
+    SINKS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -134,6 +145,8 @@ def _merge_row(
         value = value * keep + tl.sum(piece * weight, axis=0)
         total = total * keep + tl.sum(weight, axis=0)
         top = higher
+    if SINKS:
+        total += sink_weight(sinks, head, inside_column, top)
     target = out + ((first_token + token) * Q + head) * D + column % D
     tl.store(target, (value / tl.where(total > 0.0, total, 1.0)).to(out.dtype.element_ty), mask=inside_column)
 
@@ -161,12 +174,15 @@ def _merge_tile(
     partials,
     lse,
     out,
+    sinks,
+    head,
     place,
     first,
     num_partials,
     first_column,
     Q: tl.constexpr,
     D: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -182,6 +198,8 @@ def _merge_tile(
         next_weight, next_piece = _load_partial(partials, lse, first, num_partials, start + 1, column, Q, D)
         top, total, acc = _add_partial(top, total, acc, weight, piece)
         top, total, acc = _add_partial(top, total, acc, next_weight, next_piece)
+    if SINKS:
+        total += sink_weight(sinks, head, num_partials > 0, top)
     target = out + place[:, None] + column[None, :]
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(target, acc.to(out.dtype.element_ty), mask=(num_partials > 0)[:, None])
@@ -269,6 +287,7 @@ def _decode_attention_kernel(
     arrived,
     out,
     scales,
+    sinks,
     qkv_stride,
     table_stride,
     eps,
@@ -284,6 +303,7 @@ def _decode_attention_kernel(
     H: tl.constexpr,
     HAS_NORM: tl.constexpr,
     SCALED: tl.constexpr,
+    SINKS: tl.constexpr,
     WINDOW: tl.constexpr,
     PAGED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -472,7 +492,10 @@ def _decode_attention_kernel(
         if NEW > 1:
             # A later token may see nothing of a chunk that its window has left behind.
             total = tl.where(total > 0.0, total, 1.0)
-        acc = acc * (value_scale / total)[:, None] if SCALED else acc / total[:, None]
+        divisor = total
+        if SINKS:
+            divisor += tl.where(num_chunks == 1, sink_weight(sinks, head, inside, top), 0.0)
+        acc = acc * (value_scale / divisor)[:, None] if SCALED else acc / divisor[:, None]
         if num_chunks == 1:
             target = out + (tile_rows * Q + head)[:, None] * D + d[None, :]
             tl.store(target, acc.to(out.dtype.element_ty), mask=within_head(inside[:, None], D, PADDED))
@@ -494,6 +517,7 @@ def _decode_attention_kernel(
                             partials,
                             lse,
                             out,
+                            sinks,
                             first_token,
                             fed,
                             own_partial,
@@ -504,6 +528,7 @@ def _decode_attention_kernel(
                             Q,
                             G,
                             D,
+                            SINKS,
                             COLUMNS,
                             MERGE,
                         )
@@ -530,7 +555,10 @@ def _decode_attention_kernel(
                 if tl.max(parts, axis=0) > 0:
                     place, part = (tile_rows * Q + head).to(tl.int64) * D, first_partial.to(tl.int64) * Q + head
                     for column in tl.static_range(0, D, MERGE_COLUMNS):
-                        _merge_tile(partials, lse, out, place, part, parts, column, Q, D, BLOCK_M, MERGE_COLUMNS)
+                        _merge_tile(
+                            partials, lse, out, sinks, head, place, part, parts, column,
+                            Q, D, SINKS, BLOCK_M, MERGE_COLUMNS,
+                        )  # fmt: skip
     if PDL:
         # Programs without work wait too: the next launch relies on this one to have waited for the previous one.
         tl.extra.cuda.gdc_wait()
@@ -677,6 +705,7 @@ def decode_attention(
     scales: torch.Tensor | None = None,
     scale: float | None = None,
     cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """out [R, Q D] = attention of the new tokens in qkv [R, (Q + 2K) D]; writes their keys and values to the caches.
 
@@ -687,7 +716,8 @@ def decode_attention(
     RMSNorm, and the norm's factor is applied here; shared units need a qkv of normed hidden states. With `new_tokens`
     rows have several new tokens, which are rows of qkv and out; `workspace` then has that many times the partial
     results. With `scales` [2, K] float32, of keys and of values, the caches hold FP8 numbers.
-    scale: factor of the scores, by default D ** -0.5; cap: their soft cap.
+    scale: factor of the scores, by default D ** -0.5; cap: their soft cap; sinks [Q]: scores that only the denominator
+    of the softmax has.
     """
     page_size, kv_heads, head_dim = k_cache.shape[1:]
     factor, base_2_cap = score_factors(head_dim**-0.5 if scale is None else scale, cap)
@@ -720,6 +750,7 @@ def decode_attention(
         workspace.arrived,
         out,
         cos_sin if scales is None else scales,
+        qkv if sinks is None else sinks,
         qkv.stride(0),
         page_table.stride(0),
         eps,
@@ -735,6 +766,7 @@ def decode_attention(
         H=0 if stream is None else stream.shape[1],
         HAS_NORM=q_norm is not None,
         SCALED=scales is not None,
+        SINKS=sinks is not None,
         WINDOW=window,
         PAGED=not window and page_size % tuning.block_n == 0,
         BLOCK_M=tuning.block_m,

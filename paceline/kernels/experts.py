@@ -6,8 +6,9 @@
                       the k outputs of a row to the residual stream
 
 A decode batch only reads weights, so tiles are chosen for many bytes in flight; a prefill batch computes. The weight of
-a pair is multiplied in between the two GEMMs, where values are still float32: `down` is linear. The RMSNorm factor of a
-row, which the router has computed, is applied to the accumulators of `gate` and `up`.
+a pair is multiplied in between the two GEMMs, where values are still float32: `down` is linear, and its bias is
+multiplied when it is added. The RMSNorm factor of a row, which the router has computed, is applied to the accumulators
+of `gate` and `up`.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -23,6 +24,21 @@ from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
 from paceline.kernels.route_experts import LISTED_ROWS, RoutedRows, max_blocks
 
 
+@dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """`activation` clamped_swiglu of ModelSpec, instead of SiLU."""
+
+    alpha: float
+    limit: float
+
+
+def activation_reference(gate: torch.Tensor, up: torch.Tensor, clamped: ClampedSwiglu | None) -> torch.Tensor:
+    if clamped is None:
+        return torch.nn.functional.silu(gate) * up
+    gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
+    return (up + 1) * gate * torch.sigmoid(clamped.alpha * gate)
+
+
 def experts_reference(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -31,6 +47,9 @@ def experts_reference(
     down: torch.Tensor,
     eps: float | None = None,
     residual: torch.Tensor | None = None,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    clamped: ClampedSwiglu | None = None,
 ) -> torch.Tensor:
     """In float64. ids, weights [T, k]: of `route_reference`. With eps, RMSNorm is applied to x first."""
     wide = x.double()
@@ -39,8 +58,13 @@ def experts_reference(
     out = torch.zeros_like(wide) if residual is None else residual.double()
     for expert in ids.unique().tolist():
         rows, slots = torch.where(ids == expert)
-        gate, up = (wide[rows] @ gate_up[expert].double().T).chunk(2, dim=-1)
-        value = (torch.nn.functional.silu(gate) * up) @ down[expert].double().T
+        between = wide[rows] @ gate_up[expert].double().T
+        if gate_up_bias is not None:
+            between += gate_up_bias[expert].double()
+        gate, up = between.chunk(2, dim=-1)
+        value = activation_reference(gate, up, clamped) @ down[expert].double().T
+        if down_bias is not None:
+            value += down_bias[expert].double()
         out.index_add_(0, rows, value * weights[rows, slots, None].double())
     return out
 
@@ -50,6 +74,7 @@ def experts_reference(
 def _expert_gate_up_kernel(
     x,
     gate_up,
+    bias,
     act,
     active,
     matrix,
@@ -63,6 +88,9 @@ def _expert_gate_up_kernel(
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     LISTED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -118,7 +146,17 @@ def _expert_gate_up_kernel(
         factor = tl.load(factors + row, mask=inside, other=0.0)[:, None]
         gate = gate * factor
         up = up * factor
-    value = gate / (1.0 + tl.exp(-gate)) * up * weight[:, None]
+    if HAS_BIAS:
+        biases = bias + expert.to(tl.int64) * (2 * N) + n
+        gate += tl.load(biases, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(biases + N, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if LIMIT > 0.0:
+        # Written so that NaN stays NaN.
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        value = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0) * weight[:, None]
+    else:
+        value = gate / (1.0 + tl.exp(-gate)) * up * weight[:, None]
     if LISTED:
         value = tl.where((weight == 0.0)[:, None], 0.0, value)  # rows that did not choose this expert
     target = act + place.to(tl.int64)[:, None] * N + n[None, :]
@@ -130,12 +168,17 @@ def _expert_gate_up_kernel(
 def _expert_down_kernel(
     act,
     down,
+    bias,
+    matrix,
     out,
     sorted,
     blocks,
     max_blocks,
     K: tl.constexpr,
     N: tl.constexpr,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -170,6 +213,10 @@ def _expert_down_kernel(
             a = tl.load(inputs + start, mask=inside[:, None], other=0.0)
             w = tl.load(columns + start)
         acc = tl.dot(a, tl.trans(w), acc)
+    if HAS_BIAS:
+        weight = tl.load(matrix + (pair // TOP_K).to(tl.int64) * E + expert, mask=inside, other=0.0)
+        value = tl.load(bias + expert.to(tl.int64) * N + n, mask=n < N, other=0.0).to(tl.float32)
+        acc += weight[:, None] * value[None, :]
     target = out + pair.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=inside[:, None] & (n < N)[None, :])
 
@@ -215,6 +262,8 @@ def _sum_experts_kernel(
 def _listed_down_kernel(
     act,
     down,
+    bias,
+    matrix,
     residual,
     out,
     squares_out,
@@ -225,6 +274,8 @@ def _listed_down_kernel(
     squares_stride,
     K: tl.constexpr,
     N: tl.constexpr,
+    E: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     LEAVE_SQUARES: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -248,7 +299,8 @@ def _listed_down_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     # The experts are one long GEMM, whose steps are divided evenly.
     per_expert: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    num_steps = tl.load(active) * per_expert
+    num_active = tl.load(active)
+    num_steps = num_active * per_expert
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for step in tl.range(num_steps * split // SPLIT, num_steps * (split + 1) // SPLIT, num_stages=STAGES):
         slot = step // per_expert
@@ -258,6 +310,12 @@ def _listed_down_kernel(
         a = tl.load(inputs + (slot * BLOCK_M * K + start), mask=inside & inside_k, other=0.0)
         w = tl.load(columns + (expert * (N * K) + start), mask=inside_n[:, None] & inside_k, other=0.0)
         acc = tl.dot(a, tl.trans(w), acc)
+    if HAS_BIAS:
+        for slot in range(num_active * split // SPLIT, num_active * (split + 1) // SPLIT):
+            expert = tl.load(active + 1 + slot).to(tl.int64)
+            weight = tl.load(matrix + row * E + expert, mask=row < M, other=0.0)
+            value = tl.load(bias + expert * N + n, mask=inside_n, other=0.0).to(tl.float32)
+            acc += weight[:, None] * value[None, :]
     place = row[:, None] * N + n[None, :]
     mask = inside & inside_n[None, :]
     if SPLIT > 1:
@@ -348,11 +406,14 @@ def add_gate_up(
     workspace: ExpertWorkspace,
     tuning: ExpertTuning,
     *,
+    bias: torch.Tensor | None = None,
+    clamped: ClampedSwiglu | None = None,
     normed: bool = False,
     pdl: bool = False,
 ) -> None:
     """Writes the weighted activations of the experts of x [T, H] into `workspace`. `route` chose them with the same
-    block_m. gate_up [E, 2F, H], gate rows first. normed: x was not normed, and the router computed its factors."""
+    block_m. gate_up [E, 2F, H], gate rows first; bias [E, 2F]. clamped: the activation, instead of SiLU. normed: x was
+    not normed, and the router computed its factors."""
     (rows, hidden), (experts, width, _) = x.shape, gate_up.shape
     ffn, chosen, tile = width // 2, routed.ids.shape[1], tuning.gate_up
     listed = rows <= LISTED_ROWS
@@ -360,6 +421,7 @@ def add_gate_up(
     _expert_gate_up_kernel[(cdiv(ffn, tile.block_n), num_blocks)](
         x,
         gate_up,
+        gate_up if bias is None else bias,
         workspace.act,
         routed.active,
         routed.matrix,
@@ -373,6 +435,9 @@ def add_gate_up(
         E=experts,
         TOP_K=chosen,
         HAS_NORM=normed,
+        HAS_BIAS=bias is not None,
+        ALPHA=0.0 if clamped is None else clamped.alpha,
+        LIMIT=0.0 if clamped is None else clamped.limit,
         LISTED=listed,
         BLOCK_M=tuning.block_m,
         BLOCK_N=tile.block_n,
@@ -391,13 +456,14 @@ def add_down(
     out: torch.Tensor,
     tuning: ExpertTuning,
     *,
+    bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     squares_out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """out [T, H] = residual + the down projections [E, H, F] of those activations, added up. Does not read x, so that
-    out may be x. squares_out [T, num_squares(...)] float32
-    receives the sums of squares of what is written, as in linear.py."""
+    """out [T, H] = residual + the down projections [E, H, F], with bias [E, H], of those activations, added up. Does
+    not read x, so that out may be x. squares_out [T, num_squares(...)] float32 receives the sums of squares of what is
+    written, as in linear.py."""
     (rows, hidden), (experts, _, ffn) = out.shape, down.shape
     chosen, tile = routed.ids.shape[1], tuning.down
     sizes = {"BLOCK_M": tuning.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": _block_k(tile, ffn)}
@@ -407,6 +473,8 @@ def add_down(
         _listed_down_kernel[(cdiv(hidden, tile.block_n), tuning.split)](
             workspace.act,
             down,
+            down if bias is None else bias,
+            routed.matrix,
             out if residual is None else residual,
             out,
             out if squares_out is None else squares_out,
@@ -417,6 +485,8 @@ def add_down(
             0 if squares_out is None else squares_out.stride(0),
             K=ffn,
             N=hidden,
+            E=experts,
+            HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None,
             LEAVE_SQUARES=squares_out is not None,
             SPLIT=tuning.split,
@@ -427,12 +497,17 @@ def add_down(
     _expert_down_kernel[(cdiv(hidden, tile.block_n), max_blocks(rows * chosen, experts, tuning.block_m))](
         workspace.act,
         down,
+        down if bias is None else bias,
+        routed.matrix,
         workspace.parts,
         routed.sorted,
         routed.blocks,
         routed.blocks.shape[1],
         K=ffn,
         N=hidden,
+        E=experts,
+        TOP_K=chosen,
+        HAS_BIAS=bias is not None,
         **sizes,
         **options,
     )

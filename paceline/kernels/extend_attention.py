@@ -25,7 +25,15 @@ from dataclasses import dataclass
 import torch
 
 from paceline.kernels._triton import UNSPECIALIZED, launched, next_power_of_2, tl, triton
-from paceline.kernels.heads import load_heads, scaled_scores, score_factors, scores_reference, within_head
+from paceline.kernels.heads import (
+    load_heads,
+    scaled_scores,
+    score_factors,
+    scores_reference,
+    sink_weight,
+    softmax_reference,
+    within_head,
+)
 from paceline.kernels.layouts import (
     EXTEND_UNIT_WORDS,
     SHARED_TILE_WORDS,
@@ -94,6 +102,7 @@ def extend_attention_reference(
     scales: torch.Tensor | None = None,
     scale: float | None = None,
     cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[T, Q, D] in float64."""
     page_size, kv_heads, head_dim = k_cache.shape[1:]
@@ -113,7 +122,7 @@ def extend_attention_reference(
         if window:
             hidden |= seen[None, :] <= at[:, None] - window
         scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
-        out[begin:end] = torch.einsum("tkgn,nkd->tkgd", scores.softmax(-1), v).flatten(1, 2)
+        out[begin:end] = torch.einsum("tkgn,nkd->tkgd", softmax_reference(scores, sinks), v).flatten(1, 2)
     return out
 
 
@@ -153,6 +162,7 @@ def _extend_attention_kernel(
     partials,
     lse,
     scales,
+    sinks,
     table_stride,
     scale,
     Q: tl.constexpr,
@@ -164,6 +174,7 @@ def _extend_attention_kernel(
     CAP: tl.constexpr,
     P: tl.constexpr,
     SCALED: tl.constexpr,
+    SINKS: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -231,7 +242,12 @@ def _extend_attention_kernel(
         v = tl.load(v_cache + source, mask=within_head(cached[:, None], D, PADDED), other=0.0)
         top, total, acc = _add_to_softmax(scores, v.to(queries.dtype), top, total, acc)
     total = tl.where(total == 0.0, 1.0, total)  # a split may have no key that a query sees
-    acc = acc / total[:, None]
+    divisor = total
+    if SINKS:
+        is_whole = tl.load(unit + _NUM_SPLITS) == 1
+        weight = sink_weight(sinks, kv_head * G + m % PADDED_G, m % PADDED_G < G, top)
+        divisor += tl.where(is_whole, weight, 0.0)
+    acc = acc / divisor[:, None]
     if SCALED:
         acc = acc * tl.load(scales + K + kv_head)
     if tl.load(unit + _NUM_SPLITS) == 1:
@@ -256,12 +272,14 @@ def _extend_merge_kernel(
     partials,
     lse,
     out,
+    sinks,
     Q: tl.constexpr,
     K: tl.constexpr,
     G: tl.constexpr,
     PADDED_G: tl.constexpr,
     D: tl.constexpr,
     PADDED: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HEADS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -294,6 +312,8 @@ def _extend_merge_kernel(
         acc = acc * keep[:, None] + tl.sum(pieces * weight[:, :, None], axis=0)
         total = total * keep + tl.sum(weight, axis=0)
         top = higher
+    if SINKS:
+        total += sink_weight(sinks, kv_head * G + m % PADDED_G, inside, top)
     acc = acc / tl.where(inside, total, 1.0)[:, None]
     filled = within_head(inside[:, None], D, PADDED)
     tl.store(out + place[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=filled)
@@ -314,6 +334,7 @@ def _extend_shared_kernel(
     query_starts,
     out,
     scales,
+    sinks,
     table_stride,
     scale,
     Q: tl.constexpr,
@@ -325,6 +346,7 @@ def _extend_shared_kernel(
     CAP: tl.constexpr,
     P: tl.constexpr,
     SCALED: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -376,6 +398,8 @@ def _extend_shared_kernel(
             scores = tl.where(seen, scores, -float("inf"))
             v = tl.load(v_cache + source, mask=within_head(cached[:, None], D, PADDED), other=0.0)
             top, total, acc = _add_to_softmax(scores, v.to(queries.dtype), top, total, acc)
+    if SINKS:
+        total += sink_weight(sinks, kv_head * G + m % PADDED_G, m % PADDED_G < G, top)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if SCALED:
         acc = acc * tl.load(scales + K + kv_head)
@@ -398,6 +422,7 @@ def extend_shared(
     scales: torch.Tensor | None = None,
     scale: float | None = None,
     cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """`extend_attention` for the rows of `SharedTiles` (engine/cuda/tiles.py), in layers without a sliding window."""
     page_size, kv_heads, head_dim = k_cache.shape[1:]
@@ -417,6 +442,7 @@ def extend_shared(
         query_starts,
         out,
         q if scales is None else scales,
+        q if sinks is None else sinks,
         page_table.stride(0),
         factor,
         Q=q_heads,
@@ -428,6 +454,7 @@ def extend_shared(
         CAP=base_2_cap,
         P=page_size,
         SCALED=scales is not None,
+        SINKS=sinks is not None,
         BLOCK_M=tuning.block_m,
         BLOCK_N=tuning.block_n,
         STAGES=tuning.num_stages,
@@ -452,13 +479,14 @@ def extend_attention(
     scales: torch.Tensor | None = None,
     scale: float | None = None,
     cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """out [T, Q, D] = causal attention of q [T, Q, D] over each row's cache [pages, P, K, D] up to its own position.
 
     Row r's queries are q[query_starts[r]:query_starts[r + 1]] in slot row_slots[r], at the consecutive positions in
     positions [T]. units [n, EXTEND_UNIT_WORDS] come from `extend_units` for `tokens_per_tile`; the outputs of other
     rows (decodes of a mixed batch) are not written, and units and merges of row -1 are padding. All index tensors are
-    int32 on the device. Without `splits` every unit must be a whole tile.
+    int32 on the device. Without `splits` every unit must be a whole tile. sinks [Q]: as in `decode_attention`.
     """
     page_size, kv_heads, head_dim = k_cache.shape[1:]
     factor, base_2_cap = score_factors(head_dim**-0.5 if scale is None else scale, cap)
@@ -481,6 +509,7 @@ def extend_attention(
         out if workspace is None else workspace.partials,
         out if workspace is None else workspace.lse,
         q if scales is None else scales,
+        q if sinks is None else sinks,
         page_table.stride(0),
         factor,
         Q=q_heads,
@@ -492,6 +521,7 @@ def extend_attention(
         CAP=base_2_cap,
         P=page_size,
         SCALED=scales is not None,
+        SINKS=sinks is not None,
         WINDOW=window,
         SPLIT=splits is not None,
         BLOCK_M=tuning.block_m,
@@ -507,12 +537,14 @@ def extend_attention(
             workspace.partials,
             workspace.lse,
             out,
+            out if sinks is None else sinks,
             Q=q_heads,
             K=kv_heads,
             G=group,
             PADDED_G=next_power_of_2(group),
             D=head_dim,
             PADDED=next_power_of_2(head_dim),
+            SINKS=sinks is not None,
             BLOCK_M=tuning.block_m,
             HEADS=_MERGE_HEADS,
             SPLITS=_MERGE_SPLITS,

@@ -98,13 +98,19 @@ def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
 
 
 def route_reference(
-    x: torch.Tensor, router: torch.Tensor, options: RouterOptions, eps: float | None = None
+    x: torch.Tensor,
+    router: torch.Tensor,
+    options: RouterOptions,
+    eps: float | None = None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts [T, k] and weights [T, k], in float64. With eps, RMSNorm is applied to x first."""
     wide = x.double()
     if eps is not None:
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     logits = wide @ router[: options.num_experts].double().T
+    if bias is not None:
+        logits += bias.double()
     scores = torch.sigmoid(logits) if options.sigmoid else torch.softmax(logits, dim=-1)
     weights, ids = torch.topk(scores, options.num_chosen, dim=-1)
     return ids, weights / weights.sum(-1, keepdim=True) if options.renormalise else weights
@@ -175,6 +181,7 @@ def _choose(
 def _route_kernel(
     x,
     router,
+    bias,
     live,
     ids,
     matrix,
@@ -194,6 +201,7 @@ def _route_kernel(
     RENORMALISE: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     LIVE: tl.constexpr,
     LISTED: tl.constexpr,
     TILES: tl.constexpr,
@@ -236,6 +244,8 @@ def _route_kernel(
         acc = acc * factor[:, None]
         if tile_e == 0:
             tl.store(factors + m, factor, mask=inside)
+    if HAS_BIAS:
+        acc += tl.load(bias + n, mask=n < E, other=0.0).to(tl.float32)[None, :]
     if TILES > 1:
         # The last program of a row has all logits. It adds nothing up, so the result is the same in every run.
         tl.store(logits + m[:, None] * BLOCK_L + n[None, :], acc, mask=inside[:, None])
@@ -334,14 +344,15 @@ def route(
     *,
     block_m: int,
     eps: float | None = None,
+    bias: torch.Tensor | None = None,
     live: LiveRows | None = None,
     pdl: bool = False,
 ) -> None:
     """Chooses the experts of the rows of x [T, H], with router [E, H], or [E + 1, H] with the gate of a shared expert.
 
     With more than LISTED_ROWS rows, pairs are sorted into blocks of block_m. eps: RMSNorm is applied to x; its weight
-    must be in `router` already. load [E] int64: how many rows chose each expert is added to it. live: the other rows
-    are padding, which uses no expert (default: there is none).
+    must be in `router` already. bias [E]: of the logits. load [E] int64: how many rows chose each expert is added to
+    it. live: the other rows are padding, which uses no expert (default: there is none).
     """
     rows, width = x.shape
     experts, chosen = options.num_experts, options.num_chosen
@@ -353,6 +364,7 @@ def route(
     _route_kernel[(cdiv(rows, row_block), tiles)](
         x,
         router,
+        router if bias is None else bias,
         routed.ids if live is None else live.values,
         routed.ids,
         routed.matrix,
@@ -372,6 +384,7 @@ def route(
         RENORMALISE=options.renormalise,
         HAS_SHARED=options.shared,
         HAS_NORM=eps is not None,
+        HAS_BIAS=bias is not None,
         LIVE=0 if live is None else 2 if live.by_row else 1,
         LISTED=listed,
         TILES=tiles,

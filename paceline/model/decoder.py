@@ -32,16 +32,26 @@ from paceline.model.rank_group import RankGroup, StageLink, embed, shard_of
 from paceline.model.rope import rope_table, rotate
 from paceline.model.spec import ModelSpec
 
-# attend(layer, q[T, heads, D], k[T, kv heads, D], v[T, kv heads, D]) -> [T, heads * D]. Writes k and v into the KV
-# cache at the rows' positions, then computes causal attention with the layer's window, scale and score cap of the
-# spec. The three inputs are views of one buffer: their rows are strided, so copy or index them, never assume that they
-# are contiguous.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# attend(layer, q[T, heads, D], k[T, kv heads, D], v[T, kv heads, D], sinks) -> [T, heads * D]. Writes k and v into the
+# KV cache at the rows' positions, then computes causal attention with the layer's window, scale and score cap of the
+# spec. sinks [heads]: scores in the denominator of the softmax that are no key's, or None. q, k and v are views of one
+# buffer: their rows are strided, so copy or index them, never assume that they are contiguous.
+Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+GatedActivation = Callable[[Tensor, Tensor], Tensor]  # gate, up -> activation(gate) * up
 
-ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
+
+def gated_activation(spec: ModelSpec) -> GatedActivation:
+    """What an MLP does with its gate and up projections: `activation` of the spec."""
+    if spec.activation == "gelu_tanh":
+        return lambda gate, up: F.gelu(gate, approximate="tanh").mul_(up)
+    if spec.activation == "clamped_swiglu":
+        return partial(clamped_swiglu, alpha=spec.swiglu_alpha, limit=spec.swiglu_limit)
+    return lambda gate, up: F.silu(gate).mul_(up)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +60,7 @@ class Mlp:
 
     gate_up: Tensor
     down: Tensor
-    activation: Callable[[Tensor], Tensor]
+    activation: GatedActivation
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
@@ -58,8 +68,7 @@ class Mlp:
         between = F.linear(x, self.gate_up, self.gate_up_bias)
         if adapt is not None:
             adapt("gate_up", x, between)
-        gate, up = between.chunk(2, dim=-1)
-        activated = self.activation(gate) * up
+        activated = self.activation(*between.chunk(2, dim=-1))
         out = F.linear(activated, self.down, self.down_bias)
         if adapt is not None:
             adapt("down", activated, out)
@@ -78,17 +87,20 @@ class Experts:
     router: Tensor  # [E, H]
     expert_gate_up: Tensor  # [E, 2F, H]
     expert_down: Tensor  # [E, H, F]
-    activation: Callable[[Tensor], Tensor]
+    activation: GatedActivation
     routing: Routing
+    router_bias: Tensor | None = None  # [E]
+    expert_gate_up_bias: Tensor | None = None  # [E, 2F]
+    expert_down_bias: Tensor | None = None  # [E, H]; of ranks, only the first has it
     shared_gate: Tensor | None = None  # [1, H]
     shared: Mlp | None = None
 
     def __call__(self, x: Tensor, adapt: AddAdapters | None = None) -> Tensor:
         """adapt: changes nothing, since experts have no adapters."""
-        ids, weights = route(F.linear(x, self.router), self.routing)
+        ids, weights = route(F.linear(x, self.router, self.router_bias), self.routing)
         if x.device.type == "cpu":
             out = torch.zeros_like(x)
-            add_chosen(out, x, ids, weights, self.expert_gate_up, self.expert_down, self.activation)
+            add_chosen(out, x, ids, weights, self)
         else:
             out = self.masked(x, ids, weights)
         if self.shared is not None and self.shared_gate is not None:
@@ -98,12 +110,16 @@ class Experts:
     def masked(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The experts [T, k] of the rows of x, weighted and added up."""
         out = torch.zeros_like(x)
-        for expert, (gate_up, down) in enumerate(zip(self.expert_gate_up, self.expert_down, strict=True)):
+        for expert in range(len(self.router)):
             is_chosen = ids == expert
             weight = torch.where(is_chosen, weights, 0.0).sum(-1, keepdim=True).to(x.dtype)
-            value = Mlp(gate_up, down, self.activation)(x) * weight
+            value = self._mlp(expert)(x) * weight
             out += torch.where(is_chosen.any(-1, keepdim=True), value, 0.0)
         return out
+
+    def _mlp(self, expert: int) -> Mlp:
+        biases = (None if one is None else one[expert] for one in (self.expert_gate_up_bias, self.expert_down_bias))
+        return Mlp(self.expert_gate_up[expert], self.expert_down[expert], self.activation, *biases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +139,12 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     return ids, weights / weights.sum(-1, keepdim=True) if routing.renormalise else weights
 
 
-def add_chosen(
-    out: Tensor,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    activation: Callable[[Tensor], Tensor],
-) -> Tensor:
+def add_chosen(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
     """out += the experts [T, k] of the rows of x, weighted. Rows are sorted by expert; how many each expert has is read
-    on the host, and returned [E]. gate_up [E, 2F, H], down [E, H, F]."""
+    on the host, and returned [E]."""
+    gate_up_bias, down_bias = experts.expert_gate_up_bias, experts.expert_down_bias
     chosen = ids.flatten()
-    counts = torch.bincount(chosen, minlength=len(gate_up))
+    counts = torch.bincount(chosen, minlength=len(experts.router))
     order = chosen.argsort(stable=True)
     rows, scales = order // ids.shape[1], weights.flatten()[order, None].to(x.dtype)
     first = 0
@@ -143,8 +152,11 @@ def add_chosen(
         if not count:
             continue
         own = slice(first, first + count)
-        gate, up = F.linear(x[rows[own]], gate_up[expert]).chunk(2, dim=-1)
-        value = F.linear(activation(gate).mul_(up).mul_(scales[own]), down[expert])
+        bias = None if gate_up_bias is None else gate_up_bias[expert]
+        gate, up = F.linear(x[rows[own]], experts.expert_gate_up[expert], bias).chunk(2, dim=-1)
+        value = F.linear(experts.activation(gate, up).mul_(scales[own]), experts.expert_down[expert])
+        if down_bias is not None:
+            value.addcmul_(scales[own], down_bias[expert])
         out.index_add_(0, rows[own], value)  # no row twice: the experts of a row differ
         first += count
     return counts
@@ -164,6 +176,7 @@ class DecoderLayer:
     qkv_bias: Tensor | None = None
     out_bias: Tensor | None = None
     qk_norm: Tensor | None = None
+    sinks: Tensor | None = None  # [heads]
 
 
 class Decoder:
@@ -249,7 +262,7 @@ class Decoder:
         if cos_sin is not None:
             qk = rotate(qk, cos_sin)
         q, k = torch.split(qk, [spec.num_heads, spec.num_kv_heads], dim=1)
-        attended = attend(index, q, k, v)
+        attended = attend(index, q, k, v, layer.sinks)
         out = F.linear(attended, layer.out, layer.out_bias)
         if adapt is not None:
             adapt("out", attended, out)
@@ -286,15 +299,19 @@ def soft_cap(x: Tensor, cap: float | None) -> Tensor:
 
 def _layer(spec: ModelSpec, weights: Mapping[str, Tensor], prefix: str) -> DecoderLayer:
     own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-    activation = ACTIVATION_FUNCTIONS[spec.activation]
+    activation = gated_activation(spec)
     if "router" in own:
         return DecoderLayer(mlp=_experts(spec, own, activation), **own)
     in_mlp = {name: own.pop(name) for name in ("gate_up", "gate_up_bias", "down", "down_bias") if name in own}
     return DecoderLayer(mlp=Mlp(**in_mlp, activation=activation), **own)
 
 
-def _experts(spec: ModelSpec, own: dict[str, Tensor], activation: Callable[[Tensor], Tensor]) -> Experts:
+def _experts(spec: ModelSpec, own: dict[str, Tensor], activation: GatedActivation) -> Experts:
     """Takes the tensors of a mixture of experts out of those of a layer."""
+
+    def biases(name: str) -> Tensor | None:
+        return own.pop(name).view(spec.num_experts, -1) if name in own else None
+
     shared = None
     if "shared_gate_up" in own:
         shared = Mlp(own.pop("shared_gate_up"), own.pop("shared_down"), activation)
@@ -304,6 +321,9 @@ def _experts(spec: ModelSpec, own: dict[str, Tensor], activation: Callable[[Tens
         expert_down=own.pop("expert_down").view(spec.num_experts, spec.hidden_size, -1),
         activation=activation,
         routing=Routing(spec.experts_per_token, spec.router, spec.renormalise_experts),
+        router_bias=own.pop("router_bias", None),
+        expert_gate_up_bias=biases("expert_gate_up_bias"),
+        expert_down_bias=biases("expert_down_bias"),
         shared_gate=own.pop("shared_gate", None),
         shared=shared,
     )

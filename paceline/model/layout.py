@@ -5,7 +5,7 @@ parameters a model has: a stored name that is not in it is unexpected, and a nam
 
 A `Shard` selects the part of one rank for tensor parallelism:
 
-    split by rows (column-parallel)     q, k, v, gate, up and their biases; embedding and head by vocabulary
+    split by rows (column-parallel)     q, k, v, gate, up and their biases; sinks; embedding and head by vocabulary
     split by columns (row-parallel)     out, down; the sum over ranks is the layer's output, so only rank 0 has the bias
     replicated                          norms, routers; KV heads if there are fewer of them than ranks
 
@@ -230,7 +230,7 @@ def target_shapes(spec: ModelSpec, shard: Shard = WHOLE_MODEL) -> dict[str, tupl
         shapes[at + "qkv"] = (qkv, hidden)
         shapes[at + "out"] = (hidden, local.q_size)
         if local.sparse_layers[layer]:
-            shapes.update({at + name: shape for name, shape in _expert_shapes(local).items()})
+            shapes.update({at + name: shape for name, shape in _expert_shapes(local, shard).items()})
         else:
             shapes[at + "gate_up"] = (2 * local.ffn_size, hidden)
             shapes[at + "down"] = (hidden, local.ffn_size)
@@ -244,10 +244,12 @@ def target_shapes(spec: ModelSpec, shard: Shard = WHOLE_MODEL) -> dict[str, tupl
             shapes[at + "down_bias"] = (hidden,)
         if spec.qk_norm:
             shapes[at + "qk_norm"] = (local.num_heads + local.num_kv_heads, spec.head_dim)
+        if spec.attention_sinks:
+            shapes[at + "sinks"] = (local.num_heads,)
     return shapes
 
 
-def _expert_shapes(local: ModelSpec) -> dict[str, tuple[int, ...]]:
+def _expert_shapes(local: ModelSpec, shard: Shard) -> dict[str, tuple[int, ...]]:
     """The tensors of a mixture of experts. Those of all experts follow each other: gate and up of expert 0, gate and up
     of expert 1, ..."""
     hidden, experts, shared = local.hidden_size, local.num_experts, local.shared_expert_ffn_size
@@ -256,6 +258,11 @@ def _expert_shapes(local: ModelSpec) -> dict[str, tuple[int, ...]]:
         "expert_gate_up": (experts * 2 * local.expert_ffn_size, hidden),
         "expert_down": (experts * hidden, local.expert_ffn_size),
     }
+    if local.expert_bias:
+        shapes["router_bias"] = (experts,)
+        shapes["expert_gate_up_bias"] = (experts * 2 * local.expert_ffn_size,)
+    if local.expert_bias and shard.rank == 0:
+        shapes["expert_down_bias"] = (experts * hidden,)
     if shared:
         shapes["shared_gate"] = (1, hidden)
         shapes["shared_gate_up"] = (2 * shared, hidden)
@@ -313,6 +320,8 @@ def _layer_parts(spec: ModelSpec, shard: Shard, stored: str, at: str) -> Iterato
             shape, source = ((size,), (rows,)) if spec.full_qk_norm else ((spec.head_dim,), ())
             yield f"{stored}self_attn.{name}_norm.weight", StoredPart(at + "qk_norm", shape, row, heads, source)
             row += heads
+    if spec.attention_sinks:
+        yield stored + "self_attn.sinks", _rows(at + "sinks", (spec.num_heads,), shard.heads(spec)[0])
 
 
 def _mlp_parts(spec: ModelSpec, shard: Shard, stored: str, at: str) -> Iterator[tuple[str, StoredPart]]:
@@ -341,6 +350,15 @@ def _expert_parts(spec: ModelSpec, shard: Shard, stored: str, at: str) -> Iterat
         columns = (slice(None), part)
         down = StoredPart(at + "expert_down", (hidden, ffn), expert * hidden, hidden, columns)
         yield names + "down_proj.weight", down
+        if spec.expert_bias:
+            target = at + "expert_gate_up_bias"
+            yield names + "gate_proj.bias", _rows(target, (ffn,), part, row)
+            yield names + "up_proj.bias", _rows(target, (ffn,), part, row + num_rows)
+        if spec.expert_bias and shard.rank == 0:
+            whole = StoredPart(at + "expert_down_bias", (hidden,), expert * hidden, hidden)
+            yield names + "down_proj.bias", whole
+    if spec.expert_bias:
+        yield stored + "mlp.gate.bias", _whole(at + "router_bias", (spec.num_experts,))
     if shared:
         part = shard.aligned_part(shared)
         yield stored + "mlp.shared_expert_gate.weight", _whole(at + "shared_gate", (1, hidden))

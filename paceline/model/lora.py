@@ -147,7 +147,8 @@ def _check_shape(
 ) -> None:
     part = whole.get(name)
     if part is None or part.target.rpartition(".")[2] not in ADAPTED_MATRICES:
-        if "expert" in module or "block_sparse_moe" in module or (spec.num_experts and module.endswith("mlp.gate")):
+        is_router = spec.num_experts and module.endswith(("mlp.gate", "mlp.router"))
+        if "expert" in module or "block_sparse_moe" in module or is_router:
             raise ModelError(
                 f"{folder} adapts {module}, a part of a mixture of experts: adapters of experts and routers are not "
                 "supported; train one of attention."

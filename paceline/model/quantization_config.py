@@ -1,7 +1,7 @@
 """The `quantization_config` of a Hugging Face config.json: which format the weights are stored in. Reads no tensors.
 
-FP8 is supported: `quant_method` fp8, and compressed-tensors float-quantized. Everything else is refused by name, before
-a weight is read.
+FP8 is supported: `quant_method` fp8, and compressed-tensors float-quantized; and mxfp4, the format of the experts of
+gpt-oss. Everything else is refused by name, before a weight is read.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _REMEDY = "use the unquantised model, or a GGUF file of it"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFormat:
-    """How the weights of linear layers are stored: as FP8 numbers, with a scale per row or for all, or per block."""
+    """How the weights of linear layers are stored: as FP8 numbers, with a scale per row or for all, or per block; or
+    those of experts as MXFP4 numbers."""
 
-    method: str  # fp8 or compressed-tensors
+    method: str  # fp8, compressed-tensors or mxfp4
     blocks: bool
 
 
@@ -35,8 +36,12 @@ def read_format(config: Mapping[str, Any]) -> CheckpointFormat | None:
     if method == "fp8":
         _require(given, "fmt", ("e4m3",), "e4m3")
         return CheckpointFormat(method, _has_blocks(given.get("weight_block_size")))
+    if method == "mxfp4":
+        return CheckpointFormat(method, True)
     if method != "compressed-tensors":
-        raise ModelError(f"quantization_config is {method!r}: supported are fp8 and compressed-tensors; {_REMEDY}.")
+        raise ModelError(
+            f"quantization_config is {method!r}: supported are fp8, compressed-tensors and mxfp4; {_REMEDY}."
+        )
     _require(given, "format", ("float-quantized",))
     groups = list((given.get("config_groups") or {}).values())
     if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:

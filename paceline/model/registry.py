@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.model.quantization_config import read_format
-from paceline.model.rope_config import longrope, read_ropes, read_rotary_dim
+from paceline.model.rope_config import longrope, read_ropes, read_rotary_dim, yarn_attention_factor
 from paceline.model.spec import DTYPES, ModelError, ModelSpec, RopeSpec
 
 
@@ -46,6 +46,9 @@ class ModelFamily:
     nope_interval: int = 0  # every n-th layer has no rotary positions, unless the config lists the layers
     gguf_permuted: bool = False  # llama.cpp interleaves the halves of q and k heads
     experts_key: str | None = None  # config key of the size of experts; None: the family has none
+    expert_bias: bool = False
+    interleaved_experts: bool = False  # safetensors files: as `experts.py` says of gpt-oss
+    attention_sinks: bool = False
     renormalised: bool = False  # the weights of a token's experts add up to 1, if norm_topk_prob is not given
     gguf_renormalised: bool = False  # the same; GGUF files have no key
     # Defaults for keys that the config lacks:
@@ -249,6 +252,36 @@ FAMILIES = (
         multipliers=True,
         gguf_permuted=True,
     ),
+    ModelFamily(
+        name="gpt-oss",
+        architecture="GptOssForCausalLM",
+        gguf="gpt-oss",
+        models="gpt-oss-20b, gpt-oss-120b",
+        moe=True,
+        bias_key="attention_bias",
+        activation="clamped_swiglu",
+        attention_sinks=True,
+        windowed="always",
+        full_interval=2,
+        window=128,
+        theta=150_000.0,
+        rms_eps=1e-5,
+        experts_key="intermediate_size",
+        expert_bias=True,
+        interleaved_experts=True,
+        renormalised=True,
+        gguf_renormalised=True,
+        defaults={
+            "head_dim": 64,
+            "attention_bias": True,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+        },
+    ),
 )
 
 # Names in configs, and ours. Gemma's first configs say gelu, and were trained with its approximation by tanh.
@@ -319,6 +352,8 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
             ropes=ropes,
             rms_eps=float(config.get("rms_norm_eps", family.rms_eps)),
             activation=_activation(family, config),
+            **_swiglu(config),
+            attention_sinks=family.attention_sinks,
             norm_placement=family.norm_placement,
             attention_scale=_attention_scale(family, config),
             score_cap=config.get("attn_logit_softcapping"),
@@ -354,11 +389,15 @@ def _activation(family: ModelFamily, config: Mapping[str, Any]) -> str:
     key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
     if config.get(key) is None:
         return family.activation
-    found = _ACTIVATIONS.get(config[key])
-    if found != family.activation:
-        wanted = next(name for name, ours in _ACTIVATIONS.items() if ours == family.activation)
+    expected = "silu" if family.activation == "clamped_swiglu" else family.activation  # the name in configs of gpt-oss
+    if _ACTIVATIONS.get(config[key]) != expected:
+        wanted = next(name for name, ours in _ACTIVATIONS.items() if ours == expected)
         raise ModelError(f"{key} is {config[key]!r}: only {wanted} is supported, choose another model.")
-    return found
+    return family.activation
+
+
+def _swiglu(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: float(config[key]) for key in ("swiglu_alpha", "swiglu_limit") if config.get(key) is not None}
 
 
 def _attention_scale(family: ModelFamily, config: Mapping[str, Any]) -> float | None:
@@ -383,6 +422,7 @@ def _experts(family: ModelFamily, config: Mapping[str, Any], num_layers: int) ->
         "experts_per_token": int(config["num_experts_per_tok"]),
         "expert_ffn_size": int(config[family.experts_key]),
         "renormalise_experts": bool(config.get("norm_topk_prob", family.renormalised)),
+        "expert_bias": family.expert_bias,
         "shared_expert_ffn_size": int(config.get("shared_expert_intermediate_size") or 0),
         "sparse_layers": tuple(is_sparse),
     }
@@ -474,6 +514,14 @@ _GEMMA: dict[str, Any] = {
     "tied": True, "activation": "gelu_tanh", "norm_placement": "both", "embedding_scale": 8.0, "rms_eps": 1e-6
 }  # fmt: skip
 
+_GPT_OSS: dict[str, Any] = {
+    "qkv_bias": True, "out_bias": True, "expert_bias": True, "attention_sinks": True, "activation": "clamped_swiglu",
+    "ropes": (RopeSpec(
+        theta=150_000.0, kind="yarn", factor=32.0, original_context=4096, truncate=False,
+        attention_factor=yarn_attention_factor(32.0)
+    ),),
+}  # fmt: skip
+
 # Shapes for `--load random`. The special ids are those of the synthetic tokenizer, not of the original model.
 SHAPES: dict[str, ModelSpec] = {
     "qwen3-0.6b": _QWEN3_06B,
@@ -508,6 +556,11 @@ SHAPES: dict[str, ModelSpec] = {
         ffn_size=1536, vocab_size=49_152, context_tokens=8192, ropes=(RopeSpec(theta=100_000.0),), tied=True,
         bos_id=1, eos_ids=(2,), dtype="bfloat16",
     ),
+    "gpt-oss-20b": ModelSpec(
+        family="gpt-oss", hidden_size=2880, num_layers=24, num_heads=64, num_kv_heads=8, head_dim=64, ffn_size=2880,
+        vocab_size=201_088, context_tokens=131_072, num_experts=32, experts_per_token=4, expert_ffn_size=2880,
+        windows=windows_between(24, 2, 128), **_GPT_OSS, bos_id=1, eos_ids=(2,), dtype="bfloat16",
+    ),
     "tiny-llama": _tiny("llama", ropes=(RopeSpec(
         theta=500_000.0, kind="llama3", factor=8.0, original_context=256),)),
     "tiny-mistral": _tiny("mistral", windows=(32,) * 4),
@@ -535,6 +588,8 @@ SHAPES: dict[str, ModelSpec] = {
         renormalise_experts=False, shared_expert_ffn_size=72),
     "tiny-olmoe": _tiny("olmoe", qk_norm=True, full_qk_norm=True, num_experts=9, experts_per_token=3,
         expert_ffn_size=56, renormalise_experts=False),
+    "tiny-gpt-oss": _tiny("gpt-oss", **_GPT_OSS, windows=(32, None) * 2, num_experts=10, experts_per_token=3,
+        expert_ffn_size=56),
     "tiny-mixtral": _tiny("mixtral", num_experts=6, experts_per_token=2, expert_ffn_size=112),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from typing import Any
 from paceline.request import PacelineError
 
 DTYPES = ("float32", "bfloat16", "float16")
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 NORM_PLACEMENTS = ("pre", "post", "both")
 ROUTERS = ("softmax", "sigmoid")
 _PER_LAYER = ("windows", "layer_ropes", "sparse_layers")  # fields of ModelSpec with one entry per layer
@@ -66,9 +66,14 @@ class ModelSpec:
     layer_ropes: tuple[int | None, ...] = ()  # per layer: index into `ropes`; None: no rotary positions (SmolLM3)
     rms_eps: float = 1e-5
     activation: str = "silu"  # of the gate in the MLP: one of ACTIVATIONS
+    # clamped_swiglu (gpt-oss): (up + 1) * gate * sigmoid(alpha * gate), with gate <= limit and |up| <= limit
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
     norm_placement: str = "pre"  # RMSNorm before each block (pre), after it (post; OLMo 2), or both (Gemma 2)
     attention_scale: float | None = None  # factor of the attention scores; None: head_dim ** -0.5
     score_cap: float | None = None  # soft cap of the attention scores: cap * tanh(score / cap)
+    # Every query head has a learned score that is in the denominator of its softmax, and that of no key (gpt-oss).
+    attention_sinks: bool = False
     logit_cap: float | None = None  # soft cap of the final logits
     embedding_scale: float = 1.0  # factor of the embeddings (Gemma, Granite)
     residual_scale: float = 1.0  # factor of what a block adds (Granite); weights contain it from load on (stored.py)
@@ -87,6 +92,7 @@ class ModelSpec:
     expert_ffn_size: int = 0
     router: str = "softmax"  # scores of the experts: one of ROUTERS
     renormalise_experts: bool = True  # the weights of a token's experts add up to 1
+    expert_bias: bool = False  # the router and the projections of experts have biases (gpt-oss)
     shared_expert_ffn_size: int = 0  # of an expert that all tokens use, with a gate of its own (Qwen2-MoE); 0: none
     sparse_layers: tuple[bool, ...] = ()  # per layer: has experts; dense ones have an MLP of ffn_size
     bos_id: int | None = None
@@ -152,9 +158,11 @@ class ModelSpec:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ModelError(f"{name} is {value}: give a positive number, or None for the default.")
-        for name in ("embedding_scale", "residual_scale", "logit_scale"):
+        for name in ("embedding_scale", "residual_scale", "logit_scale", "swiglu_alpha", "swiglu_limit"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ModelError(f"{name} is {getattr(self, name)}: give a positive number.")
+        if self.attention_sinks and self.score_cap is not None:
+            raise ModelError(f"score_cap is {self.score_cap}: attention sinks with a cap are not supported, give None.")
         if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim):
             raise ModelError(f"rotary_dim is {self.rotary_dim}: give an even number up to head_dim = {self.head_dim}.")
 
@@ -169,7 +177,9 @@ class ModelSpec:
         if self.shared_expert_ffn_size < 0:
             raise ModelError(f"shared_expert_ffn_size is {self.shared_expert_ffn_size}: give 0 for none, or a size.")
         if self.mlp_bias:
-            raise ModelError("mlp_bias is True: experts with biases are not supported, choose another model.")
+            raise ModelError("mlp_bias is True: layers with experts have expert_bias instead, choose another model.")
+        if self.expert_bias and self.shared_expert_ffn_size:
+            raise ModelError("expert_bias is True: a shared expert with biases is not supported, choose another model.")
 
     def refuse(self, backend: str, fields: Sequence[str], remedy: str) -> None:
         """Raises if one of `fields` differs from its default: `backend` does not compute it yet."""
@@ -233,11 +243,14 @@ class ModelSpec:
             + (4 if self.norm_placement == "both" else 2) * self.hidden_size
             + (self.q_size + 2 * self.kv_size if self.qkv_bias else 0)
             + (self.hidden_size if self.out_bias else 0)
+            + (self.num_heads if self.attention_sinks else 0)
             + (2 * self.ffn_size + self.hidden_size if self.mlp_bias else 0)
             + (0 if not self.qk_norm else self.q_size + self.kv_size if self.full_qk_norm else 2 * self.head_dim)
         )
         shared = 3 * self.shared_expert_ffn_size + 1 if self.shared_expert_ffn_size else 0
         sparse = self.hidden_size * (self.num_experts * (3 * self.expert_ffn_size + 1) + shared)
+        if self.expert_bias:
+            sparse += self.num_experts * (2 * self.expert_ffn_size + self.hidden_size + 1)
         dense = 3 * self.hidden_size * self.ffn_size
         mlps = self.num_sparse_layers * sparse + (self.num_layers - self.num_sparse_layers) * dense
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)

@@ -30,6 +30,7 @@ from paceline.model.layout import (
     stored_parts,
     target_shapes,
 )
+from paceline.model.mxfp4_tensors import mxfp4_tensors
 from paceline.model.quantised import GROUP, Fp8Tensor, QuantisedTensor, concatenate, quantise
 from paceline.model.quantization_config import read_format
 from paceline.model.rank_group import RankGroup, StageLink, shard_of
@@ -70,9 +71,9 @@ def load_decoder(
 def _open(path: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
     """The spec of the model, and its tensors, which are not read yet."""
     spec, stored = read_spec(path), gguf_tensors(open_gguf(path)) if is_gguf(path) else _folder_tensors(path)
-    if spec.num_experts:
-        stored = name_experts(stored)
     family = next(family for family in FAMILIES if family.name == spec.family)
+    if spec.num_experts:
+        stored = name_experts(stored, interleaved=family.interleaved_experts and not is_gguf(path))
     return spec, adapt(spec, family, stored, is_gguf=is_gguf(path))
 
 
@@ -312,6 +313,8 @@ def _scale(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> float:
         # Logits have a standard deviation of about 3: as peaked as a real model's, without near-ties at the top that
         # rounding to 16 bits would turn into ties.
         return 3.0 / math.sqrt(spec.hidden_size) / (spec.logit_scale if name == "head" or spec.tied else 1.0)
+    if name.endswith("sinks"):
+        return 1.0  # as large as other scores
     if len(shape) == 1:
         return 0.1  # a bias
     # The output of the layers must outweigh the embedding, or a tied model predicts its input token. Queries must
@@ -344,11 +347,17 @@ def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
     for file in files:
         if not file.is_file():
             raise ModelError(f"{file} is missing, but model.safetensors.index.json names it: fetch the model again.")
-        stored.update(_file_tensors(file, fp8=found is not None))
-    return stored if found is None else fp8_tensors(stored, found, str(folder))
+        stored.update(_file_tensors(file, quantised=None if found is None else _QUANTISED_DTYPES[found.method]))
+    if found is None:
+        return stored
+    return mxfp4_tensors(stored, str(folder)) if found.method == "mxfp4" else fp8_tensors(stored, found, str(folder))
 
 
-def _file_tensors(path: Path, *, fp8: bool = False) -> dict[str, StoredTensor]:
+_QUANTISED_DTYPES = {"fp8": "F8_E4M3", "compressed-tensors": "F8_E4M3", "mxfp4": "U8"}
+
+
+def _file_tensors(path: Path, *, quantised: str | None = None) -> dict[str, StoredTensor]:
+    """quantised: the dtype of quantised weights."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -358,7 +367,7 @@ def _file_tensors(path: Path, *, fp8: bool = False) -> dict[str, StoredTensor]:
         raise ModelError(f"{path} cannot be read ({error}): it is damaged or truncated, fetch it again.") from None
 
     for name, view in views.items():
-        is_known = view.get_dtype() in _ITEM_BYTES or (fp8 and view.get_dtype() == "F8_E4M3")
+        is_known = view.get_dtype() in _ITEM_BYTES or view.get_dtype() == quantised
         if not is_known and not _IGNORED.search(name):
             # Quantised values, of which the config says nothing.
             raise ModelError(f"{path} stores {name} as {view.get_dtype()}: use the unquantised model, or a GGUF file.")

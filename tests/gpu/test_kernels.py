@@ -103,6 +103,19 @@ def test_decode_attention_with_shared_segments(seed: int, block_m: int) -> None:
     check_decode(sharing.lengths, 16, 4 * group, 4, 128, 0, False, tunings, sharing)
 
 
+@pytest.mark.parametrize(("rows", "window"), [(1, 0), (8, 128), (96, 0), (256, 128)])
+def test_decode_attention_with_sinks(rows: int, window: int) -> None:
+    """The heads of gpt-oss; shared segments where many rows have no window."""
+    rng = random.Random(rows)
+    if rows == 96:
+        sharing = random_sharing(rng, rows, max_length=2600, chunk=512, align=64, rows_per_unit=4)
+        tunings = decode_attention_tuning(rows, 8, 32)
+        check_decode(sharing.lengths, 16, 64, 8, 64, window, False, tunings, sharing, with_sinks=True)
+        return
+    lengths = [rng.randrange(3000) for _ in range(rows)]
+    check_decode(lengths, 16, 64, 8, 64, window, False, decode_attention_tuning(rows, 8, 0), with_sinks=True)
+
+
 def check_decode(
     lengths: list[int],
     page_size: int,
@@ -113,7 +126,9 @@ def check_decode(
     pdl: bool,
     tunings: tuple[DecodeTuning, DecodeTuning],
     shared: Sharing | None = None,
+    with_sinks: bool = False,
 ) -> None:
+    sinks = torch.linspace(-8.0, 4.0, q_heads, device="cuda").to(BF16) if with_sinks else None
     rows, longest = len(lengths), max(lengths) + 64
     shared_pages = None if shared is None else shared.shared_pages(page_size)
     cache = random_cache(rows, longest, page_size, kv_heads, head_dim, BF16, "cuda", shared_pages)
@@ -130,15 +145,17 @@ def check_decode(
     for _ in range(3):
         qkv = randn(rows, (q_heads + 2 * kv_heads) * head_dim)
         k, v = cache.k.clone(), cache.v.clone()
-        expected = decode_attention_reference(qkv, k, v, cache.page_table, slots, positions, table, *norms, EPS, window)
+        expected = decode_attention_reference(
+            qkv, k, v, cache.page_table, slots, positions, table, *norms, EPS, window, sinks=sinks
+        )
         out = poisoned(rows, q_heads * head_dim, dtype=BF16, device="cuda")
         decode_units(buffers, slots, ints([rows]), positions, chunks, window)
         inputs = (qkv, cache.k, cache.v, cache.page_table, table, *norms, EPS, buffers, workspace, out, window)
         if shared is None:
-            decode_attention(*inputs, tunings[0], pdl, NONE_SHARED)
+            decode_attention(*inputs, tunings[0], pdl, NONE_SHARED, sinks=sinks)
         else:
-            decode_attention(*inputs, tunings[1], pdl, SHARED_UNITS)
-            decode_attention(*inputs, tunings[0], pdl, OWN_UNITS)
+            decode_attention(*inputs, tunings[1], pdl, SHARED_UNITS, sinks=sinks)
+            decode_attention(*inputs, tunings[0], pdl, OWN_UNITS, sinks=sinks)
         by_row = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert float(by_row.max()) < 1.5e-2, f"row {int(by_row.argmax())} is off by {float(by_row.max())}"
         assert relative_error(cache.k.nan_to_num(), k.nan_to_num()) < 1e-3

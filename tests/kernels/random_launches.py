@@ -58,6 +58,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     # Experts, with and without a shared one, some layers without, and a rank of them.
     ("tiny-qwen3-moe", {"context_tokens": 2048, "num_pages": 512, "max_running": 20, "draft_tokens": 4}),
     ("tiny-qwen2-moe", {"context_tokens": 600, "num_pages": 200, "max_running": 9, "rank": Shard(1, 2)}),
+    ("tiny-gpt-oss", {"context_tokens": 600, "num_pages": 200, "max_running": 20, "draft_tokens": 4}),
     ("tiny-qwen3", {"context_tokens": 4096, "num_pages": 2000, "max_running": 130, "shared_reads": False}),
     ("wide", {"context_tokens": 600, "num_pages": 200, "max_running": 80, "draft_tokens": 4, "quantization": "fp8"}),
     # LoRA adapters, of which some requests use one.

@@ -170,6 +170,36 @@ def test_shared_segments_of_heads_that_are_padded() -> None:
         )
 
 
+@pytest.mark.parametrize(("q_heads", "kv_heads", "window"), [(6, 2, 0), (8, 1, 20)])
+def test_a_sink_is_in_the_denominator_once(q_heads: int, kv_heads: int, window: int) -> None:
+    """Of rows of one and of several chunks, with and without drafts, and of an FP8 cache."""
+    lengths, row_slots, chunks = [0, 31, 32, 88], [3, 1, 0, 2], Chunks(min_tokens=16, max_tokens=32, target_units=1)
+    for num_fed, fp8 in ((None, False), ([2, 1, 3, 1], False), (None, True)):
+        check(
+            16, q_heads, kv_heads, 64, lengths, row_slots, chunks, window, num_fed=num_fed, fp8=fp8, with_sinks=True
+        )  # fmt: skip
+
+
+def test_a_sink_is_in_the_denominator_once_where_rows_share() -> None:
+    """Whichever unit of a row is the last and merges it."""
+    sharing = random_sharing(random.Random(1), rows=6, max_length=MAX_LENGTH, chunk=32, align=16, rows_per_unit=8)
+    assert sharing.units
+    for parts in ((ALL_UNITS,), (SHARED_UNITS, OWN_UNITS), (OWN_UNITS, SHARED_UNITS)):
+        check(
+            16,
+            4,
+            2,
+            64,
+            sharing.lengths,
+            list(range(6)),
+            Chunks(32, 32, 1),
+            shared_pages=sharing.shared_pages(16),
+            shared=sharing,
+            parts=parts,
+            with_sinks=True,
+        )
+
+
 def test_small_batch_has_shorter_chunks_and_the_same_result() -> None:
     check(16, 2, 1, 64, [90], [0], Chunks(min_tokens=16, max_tokens=64, target_units=6))
 
@@ -315,6 +345,7 @@ def check(
     scale: float | None = None,
     cap: float | None = None,
     launches: int = 1,
+    with_sinks: bool = False,
 ) -> torch.Tensor:
     """Runs the kernel (counts must return to zero) with one padding row, and compares with the reference. num_fed: new
     tokens of each row."""
@@ -340,6 +371,8 @@ def check(
         shared.write(buffers)
     workspace = DecodeWorkspace.empty(num_rows + 1, capacity * most, q_heads, kv_heads, head_dim, "cpu")
     out = torch.empty(0)
+    # From one that changes nothing to one that leaves nothing.
+    sinks = torch.linspace(-30.0, 8.0, q_heads) if with_sinks else None
     for _ in range(launches):
         qkv = torch.randn(rows + 1, (q_heads + 2 * kv_heads) * head_dim).to(dtype)
         stream = 3 * torch.randn(rows + 1, 96) if defer_norm else None
@@ -359,6 +392,7 @@ def check(
             cache.scales,
             scale,
             cap,
+            sinks,
         )
         out = poisoned(rows + 1, q_heads * head_dim, dtype=torch.float32)
         decode_units(buffers, ints([*row_slots, 0]), ints([num_rows]), ints(lengths), chunks, window)
@@ -382,6 +416,7 @@ def check(
                 scales=cache.scales,
                 scale=scale,
                 cap=cap,
+                sinks=sinks,
             )
         assert relative_error(out[:rows], expected) < (1e-5 if dtype is torch.float32 else 2e-3)
         assert torch.isnan(out[rows:]).all(), "a padding row was written"

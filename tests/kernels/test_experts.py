@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.experts import (
+    ClampedSwiglu,
     ExpertTile,
     ExpertTuning,
     ExpertWorkspace,
@@ -40,11 +41,14 @@ def dense(options: RouterOptions, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 class Layer:
-    """Random weights, and buffers for up to so many rows."""
+    """Random weights, and buffers for up to so many rows. gpt_oss: with biases and its activation."""
 
-    def __init__(self, options: RouterOptions, max_rows: int) -> None:
+    def __init__(self, options: RouterOptions, max_rows: int, gpt_oss: bool = False) -> None:
         count = options.num_experts
         self.options = options
+        sizes = {"router": (count,), "gate_up": (count, 2 * FFN), "down": (count, HIDDEN)}
+        self.biases = {name: torch.randn(*shape) if gpt_oss else None for name, shape in sizes.items()}
+        self.clamped = ClampedSwiglu(alpha=1.7, limit=0.9) if gpt_oss else None
         self.router = torch.randn(count + options.shared, HIDDEN)
         self.gate_up, self.down = torch.randn(count, 2 * FFN, HIDDEN) / 5, torch.randn(count, HIDDEN, FFN) / 5
         self.routed = RoutedRows.empty(max_rows, options, "cpu")
@@ -61,17 +65,21 @@ class Layer:
         residual: Tensor | None = None,
         live: LiveRows | None = None,
     ) -> Tensor:
-        route(x, self.router, self.options, self.routed, self.load, block_m=tuned.block_m, eps=eps, live=live)
+        sizes = {"block_m": tuned.block_m, "eps": eps, "bias": self.biases["router"], "live": live}
+        route(x, self.router, self.options, self.routed, self.load, **sizes)
         out = torch.full_like(x, torch.nan) if residual is None else residual
-        add_gate_up(x, self.gate_up, self.routed, self.workspace, tuned, normed=eps is not None)
+        gated = {"bias": self.biases["gate_up"], "clamped": self.clamped, "normed": eps is not None}
+        add_gate_up(x, self.gate_up, self.routed, self.workspace, tuned, **gated)
         squares = torch.full((len(x), num_squares(len(x), HIDDEN, tuned)), torch.nan)
-        add_down(self.down, self.routed, self.workspace, out, tuned, residual=residual, squares_out=squares)
+        added = {"bias": self.biases["down"], "residual": residual, "squares_out": squares}
+        add_down(self.down, self.routed, self.workspace, out, tuned, **added)
         torch.testing.assert_close(squares.sum(-1), out.square().sum(-1), equal_nan=True)
         return out
 
     def expected(self, x: Tensor, eps: float | None = EPS, residual: Tensor | None = None) -> Tensor:
-        ids, weights = route_reference(x, self.router, self.options, eps)
-        return experts_reference(x, ids, weights, self.gate_up, self.down, eps, residual)
+        ids, weights = route_reference(x, self.router, self.options, eps, self.biases["router"])
+        biases = self.biases["gate_up"], self.biases["down"]
+        return experts_reference(x, ids, weights, self.gate_up, self.down, eps, residual, *biases, self.clamped)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 40])
@@ -97,6 +105,20 @@ def test_experts_match_their_reference(options: RouterOptions, rows: int) -> Non
     if options.shared:
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
         assert relative_error(layer.routed.shared_weights, torch.sigmoid(normed @ layer.router[-1])) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 16, 40])
+@pytest.mark.parametrize("split", [1, 3])
+def test_experts_with_biases_and_clamped_swiglu(rows: int, split: int) -> None:
+    """Padding has no bias either."""
+    torch.manual_seed(rows)
+    layer, x, residual = Layer(PLAIN, rows, gpt_oss=True), torch.randn(rows, HIDDEN), torch.randn(rows, HIDDEN)
+    expected = layer.expected(x, EPS, residual)
+    assert relative_error(layer.run(x, tuning(rows, split=split), EPS, residual.clone()), expected) < 1e-5
+    live = LiveRows(torch.tensor([rows // 2], dtype=torch.int32), by_row=False)
+    found = layer.run(x, tuning(rows, split=split), EPS, residual.clone(), live)
+    expected[rows // 2 :] = residual[rows // 2 :]
+    assert relative_error(found, expected) < 1e-5
 
 
 @pytest.mark.parametrize("rows", [3, 40])

@@ -1,4 +1,5 @@
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ class Prompts:
     def tiles(self, rows: np.ndarray | None = None) -> np.ndarray:
         return extend_tiles(ints(*self.starts), ints(*self.lengths), self.per_tile, rows)
 
-    def expected(self, window: int = 0, **scores: float) -> torch.Tensor:
+    def expected(self, window: int = 0, **scores: Any) -> torch.Tensor:
         c = self.cache
         return extend_attention_reference(
             self.q, c.k, c.v, c.page_table, self.slots, self.starts, self.query_starts, window, c.scales, **scores
@@ -79,7 +80,7 @@ class Prompts:
         return poisoned(*self.q.shape, dtype=torch.float32)
 
     def attend(
-        self, units: ExtendUnits, window: int = 0, out: torch.Tensor | None = None, **scores: float
+        self, units: ExtendUnits, window: int = 0, out: torch.Tensor | None = None, **scores: Any
     ) -> torch.Tensor:
         """With a workspace of just the size of these splits."""
         c, out = self.cache, self.out() if out is None else out
@@ -156,6 +157,15 @@ def test_heads_of_any_size_with_a_scale_and_a_soft_cap(window: int, split: list[
     assert relative_error(prompts.attend(units, window, **scores), prompts.expected(window, **scores)) < 1e-5
 
 
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("split", [[1], [9, 1, 3]])
+def test_a_sink_is_in_the_denominator_once(window: int, split: list[int]) -> None:
+    prompts = Prompts.random([3, 0, 2, 1], [0, 33, 16, 70], [20, 1, 16, 9], 16, 6, 2)
+    units = extend_units(prompts.tiles(), np.resize(ints(*split), len(prompts.tiles())))
+    sinks = torch.linspace(-30.0, 8.0, 6)
+    assert relative_error(prompts.attend(units, window, sinks=sinks), prompts.expected(window, sinks=sinks)) < 1e-5
+
+
 RULE = SplitRule(kv_heads=2, num_programs=16, max_partials=64, min_keys=32, merge_keys=4)
 
 
@@ -215,11 +225,17 @@ def test_splits_that_do_not_fit_the_workspace_are_not_launched() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page_size", "q_heads", "kv_heads", "head_dim", "fp8"),
-    [(1, 2, 2, 64, False), (16, 4, 2, 64, False), (8, 6, 2, 64, False), (16, 8, 1, 128, False), (16, 4, 2, 64, True)],
+    ("page_size", "q_heads", "kv_heads", "head_dim", "fp8", "with_sinks"),
+    [
+        (1, 2, 2, 64, False, False),
+        (16, 4, 2, 64, False, False),
+        (8, 6, 2, 64, False, True),
+        (16, 8, 1, 128, False, False),
+        (16, 4, 2, 64, True, True),
+    ],
 )
 def test_tiles_of_several_rows_match_the_reference(
-    page_size: int, q_heads: int, kv_heads: int, head_dim: int, fp8: bool
+    page_size: int, q_heads: int, kv_heads: int, head_dim: int, fp8: bool, with_sinks: bool
 ) -> None:
     """Three rows share 48 positions, two of them 64, and two rows share nothing, one of them with its keys split."""
     starts, lengths, slots = [64, 70, 3, 48, 90], [3, 1, 5, 4, 2], [3, 0, 2, 1, 4]
@@ -231,11 +247,12 @@ def test_tiles_of_several_rows_match_the_reference(
     query_starts, c = prompts.query_starts, prompts.cache
     found = shared_tiles(ints(1, 0, 3), ints(64, 48), ints(*query_starts), prompts.per_tile, least=32)
     assert found is not None and found.tiles.tolist() == [[0, 3, 48]]
-    out = prompts.out()
+    out, scores = prompts.out(), {"sinks": torch.linspace(-30.0, 8.0, q_heads) if with_sinks else None}
     parts = (torch.from_numpy(part) for part in (found.tiles, found.rows, found.tokens))
-    extend_shared(prompts.q, c.k, c.v, c.page_table, *parts, *prompts.row_columns, out, prompts.tuning, c.scales)
+    options = {"tuning": prompts.tuning, "scales": c.scales, **scores}
+    extend_shared(prompts.q, c.k, c.v, c.page_table, *parts, *prompts.row_columns, out, **options)
     for row in (2, 4):
         mine = out[query_starts[row] : query_starts[row + 1]]
         assert torch.isnan(mine).all(), "a row that shares nothing was written"
-    prompts.attend(extend_units(prompts.tiles(ints(2, 4)), ints(3, 1)), out=out)
-    assert relative_error(out, prompts.expected()) < 1e-5
+    prompts.attend(extend_units(prompts.tiles(ints(2, 4)), ints(3, 1)), out=out, **scores)
+    assert relative_error(out, prompts.expected(**scores)) < 1e-5

@@ -31,14 +31,16 @@ class ContiguousCache:
             produced.append(int(self.feed(produced[-1:])[-1].argmax()))
         return produced
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         self.keys[layer].append(k)
         self.values[layer].append(v)
         keys, values = torch.cat(self.keys[layer]), torch.cat(self.values[layer])
-        return attention(self.decoder.spec, layer, q, keys, values)
+        return attention(self.decoder.spec, layer, q, keys, values, sinks)
 
 
-def attention(spec: ModelSpec, layer: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def attention(
+    spec: ModelSpec, layer: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
+) -> Tensor:
     """Causal attention of the last len(q) positions, by its formula."""
     group = spec.num_heads // spec.num_kv_heads
     keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
@@ -51,5 +53,8 @@ def attention(spec: ModelSpec, layer: int, q: Tensor, keys: Tensor, values: Tens
     window = spec.windows[layer]
     if window is not None:
         visible &= key > query - window
-    weights = scores.masked_fill(~visible, float("-inf")).float().softmax(-1).to(q.dtype)
+    scores = scores.masked_fill(~visible, float("-inf")).float()
+    if sinks is not None:  # one more column, of which no value is read
+        scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, len(q), 1)), -1)
+    weights = scores.softmax(-1).to(q.dtype)[..., : len(keys)]
     return torch.einsum("hqk,khd->qhd", weights, values).reshape(len(q), -1)

@@ -39,6 +39,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "renormalise_experts": False,
         "shared_expert_ffn_size": 24,
     },
+    "attention sinks": {"attention_sinks": True, "windows": (None, 5, None, 3)},
+    "clamped SwiGLU": {"activation": "clamped_swiglu", "swiglu_alpha": 1.3, "swiglu_limit": 0.8},
+    "experts with biases": {**EXPERTS, "sparse_layers": (True, False, True, True), "expert_bias": True},
     "all of them": {
         "activation": "gelu_tanh",
         "attention_scale": 0.3,
@@ -81,7 +84,11 @@ def rotate(x: Tensor, rope: RopeSpec) -> Tensor:
 
 def mlp(spec: ModelSpec, y: Tensor, gate_up: Tensor, down: Tensor, up_bias: Any = 0.0, down_bias: Any = 0.0) -> Tensor:
     gate, up = (y @ gate_up.T + up_bias).chunk(2, -1)
-    if spec.activation == "silu":
+    if spec.activation == "clamped_swiglu":
+        gate = torch.minimum(gate, torch.tensor(spec.swiglu_limit))
+        up = torch.maximum(torch.minimum(up, torch.tensor(spec.swiglu_limit)), torch.tensor(-spec.swiglu_limit)) + 1
+        gate = gate / (1 + torch.exp(-spec.swiglu_alpha * gate))
+    elif spec.activation == "silu":
         gate = gate * torch.sigmoid(gate)
     else:
         gate = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
@@ -90,7 +97,7 @@ def mlp(spec: ModelSpec, y: Tensor, gate_up: Tensor, down: Tensor, up_bias: Any 
 
 def experts(spec: ModelSpec, own: dict[str, Tensor], y: Tensor) -> Tensor:
     """Of one token."""
-    logits = own["router"] @ y
+    logits = own["router"] @ y + own.get("router_bias", 0.0)
     scores = logits.sigmoid() if spec.router == "sigmoid" else logits.exp() / logits.exp().sum()
     chosen = sorted(range(spec.num_experts), key=lambda expert: -scores[expert])[: spec.experts_per_token]
     total = sum(scores[expert] for expert in chosen) if spec.renormalise_experts else 1.0
@@ -100,7 +107,11 @@ def experts(spec: ModelSpec, own: dict[str, Tensor], y: Tensor) -> Tensor:
             own[f"expert_{name}"].view(spec.num_experts, -1, size)[expert]
             for name, size in (("gate_up", spec.hidden_size), ("down", spec.expert_ffn_size))
         )
-        out += scores[expert] / total * mlp(spec, y, gate_up, down)
+        biases = (
+            own[name].view(spec.num_experts, -1)[expert] if spec.expert_bias else 0.0
+            for name in ("expert_gate_up_bias", "expert_down_bias")
+        )
+        out += scores[expert] / total * mlp(spec, y, gate_up, down, *biases)
     if spec.shared_expert_ffn_size:
         out += (own["shared_gate"] @ y).sigmoid() * mlp(spec, y, own["shared_gate_up"], own["shared_down"])
     return out
@@ -136,7 +147,10 @@ def formula(spec: ModelSpec, weights: dict[str, Tensor], tokens: list[int]) -> T
         scale = 1 / math.sqrt(spec.head_dim) if spec.attention_scale is None else spec.attention_scale
         hidden = (distance < 0) | (distance >= (spec.windows[layer] or len(tokens)))
         scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(hidden, -math.inf)
-        y = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(len(tokens), -1)
+        total = scores.exp().sum(-1, keepdim=True)
+        if spec.attention_sinks:
+            total = total + own["sinks"].exp()[:, None, None]
+        y = torch.einsum("hqk,khd->qhd", scores.exp() / total, v).reshape(len(tokens), -1)
         y = y @ own["out"].T + own.get("out_bias", 0.0)
         x = x + (y if spec.norm_placement == "pre" else norm(y, own["attention_post_norm"], eps))
         y = x if spec.norm_placement == "post" else norm(x, own["mlp_norm"], eps)
@@ -171,18 +185,22 @@ def test_decoder_and_cpu_model_compute_every_option(option: str) -> None:
             torch.testing.assert_close(found, expected[first : first + num_rows], atol=1e-3, rtol=1e-3)
 
 
-def test_experts_of_some_rows_equal_all_experts_masked() -> None:
-    spec = replace(BASE, **OPTIONS["experts"])
+@pytest.mark.parametrize("option", ["experts", "experts with biases"])
+def test_experts_of_some_rows_equal_all_experts_masked(option: str) -> None:
+    spec = replace(BASE, **OPTIONS[option])
     mlp = Decoder(spec, weights_of(spec)).layers[0].mlp
     assert isinstance(mlp, Experts)
     x = torch.randn(17, spec.hidden_size, generator=torch.Generator().manual_seed(2))
-    torch.testing.assert_close(mlp(x), mlp.masked(x, *route(x @ mlp.router.T, mlp.routing)), atol=1e-5, rtol=1e-4)
+    logits = torch.nn.functional.linear(x, mlp.router, mlp.router_bias)
+    torch.testing.assert_close(mlp(x), mlp.masked(x, *route(logits, mlp.routing)), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"activation": "relu"}, "activation is 'relu': choose one of silu, gelu_tanh"),
+        ({"activation": "relu"}, "activation is 'relu': choose one of silu, gelu_tanh, clamped_swiglu"),
+        ({"swiglu_limit": 0.0}, "swiglu_limit is 0.0: give a positive number"),
+        ({"attention_sinks": True, "score_cap": 5.0}, "score_cap is 5.0: attention sinks with a cap are not supported"),
         ({"norm_placement": "none"}, "norm_placement is 'none': choose one of pre, post, both"),
         ({"attention_scale": 0.0}, "attention_scale is 0.0: give a positive number, or None for the default"),
         ({"score_cap": -1.0}, "score_cap is -1.0: give a positive number"),
@@ -193,7 +211,11 @@ def test_experts_of_some_rows_equal_all_experts_masked() -> None:
         ({**EXPERTS, "sparse_layers": (), "router": "top"}, "router is 'top': choose one of softmax, sigmoid"),
         ({"sparse_layers": (True,) * 4}, "num_experts is 0: give at least 1"),
         ({**EXPERTS, "sparse_layers": (), "experts_per_token": 10}, "experts_per_token is 10: give 1 to num_exp"),
-        ({**EXPERTS, "sparse_layers": (), "mlp_bias": True}, "mlp_bias is True: experts with biases are not"),
+        ({**EXPERTS, "sparse_layers": (), "mlp_bias": True}, "mlp_bias is True: layers with experts have exp"),
+        (
+            {**EXPERTS, "sparse_layers": (), "expert_bias": True, "shared_expert_ffn_size": 8},
+            "expert_bias is True: a shared expert with biases is not supported",
+        ),
         ({"layer_ropes": (0, 0)}, "layer_ropes has 2 entries for 4 layers: give one per layer"),
     ],
 )

@@ -78,7 +78,7 @@ def test_fp8_checkpoints_have_the_values_of_their_scales(tmp_path: Path, config:
 @pytest.mark.parametrize(
     ("config", "error"),
     [
-        ({"quant_method": "bitsandbytes"}, "quantization_config is 'bitsandbytes': supported are fp8 and compressed"),
+        ({"quant_method": "bitsandbytes"}, "quantization_config is 'bitsandbytes': supported are fp8, compressed"),
         ({"quant_method": "awq", "bits": 4}, "quantization_config is 'awq'"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"blocks of \[64, 64\]: only \[128, 128\]"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2', and supported is e4m3"),

@@ -29,6 +29,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "experts": {
         "num_experts": 3, "experts_per_token": 2, "expert_ffn_size": 40, "sparse_layers": (True, False, True, True),
     },
+    "gpt-oss": {
+        "num_experts": 3, "experts_per_token": 2, "expert_ffn_size": 40, "sparse_layers": (), "expert_bias": True,
+        "attention_sinks": True, "activation": "clamped_swiglu", "qkv_bias": True, "out_bias": True,
+    },
 }  # fmt: skip
 UNEVEN: dict[str, dict[str, Any]] = {
     "SmolLM2": {"num_heads": 9, "num_kv_heads": 3, "ffn_size": 96, "vocab_size": 500},
@@ -83,7 +87,7 @@ def test_concatenated_shards_are_the_whole_tensors(options: str, size: int) -> N
             for shard, piece in zip(shards, pieces, strict=True):
                 assert torch.equal(piece, whole.view(-1, spec.head_dim)[shard.heads(spec)[is_key]])
         elif name.endswith(
-            ("norm.weight", "layernorm.weight", "mlp.gate.weight", "shared_expert_gate.weight")
+            ("norm.weight", "layernorm.weight", "mlp.gate.weight", "mlp.gate.bias", "shared_expert_gate.weight")
         ):  # replicated
             assert len(pieces) == size and all((piece == whole).all() for piece in pieces)
         elif name.endswith(("o_proj.bias", "down_proj.bias")):  # once in the sum
@@ -113,8 +117,10 @@ def test_partial_outputs_of_all_ranks_add_up_to_the_layer(options: str, size: in
     for group in ThreadGroup.of_size(size):
         decoder = Decoder(spec, load(spec, stored, group.shard), group=group)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, local: ModelSpec = decoder.spec) -> Tensor:
-            return attention(local, layer, q, k, v)
+        def attend(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, local: ModelSpec = decoder.spec
+        ) -> Tensor:
+            return attention(local, layer, q, k, v, sinks)
 
         found[0].add_(decoder._attention(0, x, cos_sin, attend))
         found[1].add_(decoder.layers[0].mlp(x))

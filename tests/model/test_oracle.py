@@ -162,6 +162,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", {"num_experts": 7, "num_experts_per_tok": 3, "pad_token_id": 0, "attention_bias": True}),
     "mixtral one expert, fused names": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 1}),
 }
+GPT_OSS = {"num_local_experts": 7, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 6}
+CASES |= {
+    "gpt-oss": ("GptOss", GPT_OSS),
+    "gpt-oss with tight limits and layers of its own": (
+        "GptOss",
+        {
+            **GPT_OSS,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "swiglu_limit": 0.3,
+            "swiglu_alpha": 1.2,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
+}
 PROMPT = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(7)).tolist()
 
 
@@ -179,7 +193,7 @@ def make_pair(folder: Path, prefix: str, options: dict[str, Any], **saving: Any)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             # transformers initialises norms to 1 and biases to 0, where a missing one would change nothing.
-            if name.endswith(("norm.weight", "bias")):
+            if name.endswith(("norm.weight", "bias", "sinks")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     theirs.save_pretrained(folder, **saving)
     return theirs, load_decoder(folder, dtype="float32")
@@ -296,9 +310,11 @@ def test_requests_in_one_ragged_batch_do_not_see_each_other(tmp_path: Path) -> N
     caches = [ContiguousCache(ours) for _ in requests]
     sizes = [len(request) for request in requests]
 
-    def attend(layer: int, *rows: torch.Tensor) -> torch.Tensor:
-        parts = zip(*(torch.split(tensor, sizes) for tensor in rows), strict=True)
-        return torch.cat([cache.attend(layer, *part) for cache, part in zip(caches, parts, strict=True)])
+    def attend(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        parts = zip(*(torch.split(tensor, sizes) for tensor in (q, k, v)), strict=True)
+        return torch.cat([cache.attend(layer, *part, sinks) for cache, part in zip(caches, parts, strict=True)])
 
     # 32-bit ids, as device tables hold them.
     tokens = torch.tensor([token for request in requests for token in request], dtype=torch.int32)
@@ -315,7 +331,7 @@ def test_forward_pass_never_reads_a_value_on_the_host(name: str) -> None:
     weights = {name: torch.empty(size, device="meta") for name, size in target_shapes(spec).items()}
     ids = torch.empty(7, dtype=torch.int32, device="meta")
     decoder = Decoder(spec, weights)
-    hidden = decoder.forward(ids, ids, lambda layer, q, k, v: q.reshape(7, -1))
+    hidden = decoder.forward(ids, ids, lambda layer, q, k, v, sinks: q.reshape(7, -1))
     assert hidden.shape == (7, spec.hidden_size)
     assert decoder.logits(hidden[:2]).shape == (2, spec.vocab_size)
 
@@ -352,6 +368,7 @@ def test_sixteen_bits_stay_near_float32(case: str, dtype: str, tmp_path: Path) -
         ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
         ("Qwen2Moe", {**EXPERTS, "use_sliding_window": False, "sliding_window": 6}),
         ("Qwen3Moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": 6}),
+        ("GptOss", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     ],
 )
 def test_short_configs_are_completed_as_in_transformers(prefix: str, options: Any) -> None:

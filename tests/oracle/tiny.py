@@ -110,6 +110,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 20, "mlp_only_layers": [1], "norm_topk_prob": True}),
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
     "olmoe": ("Olmoe", {"num_experts": 7, "num_experts_per_tok": 3, "pad_token_id": 0}),
+    "gpt-oss": ("GptOss", {"num_local_experts": 7, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 9}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "sliding_window": 9}),
 }
 
@@ -149,7 +150,7 @@ def pair(family: str) -> Pair:
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             # Norms are initialised to 1 and biases to 0, where a missing one would change nothing.
-            if name.endswith(("norm.weight", "bias")):
+            if name.endswith(("norm.weight", "bias", "sinks")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     folder = Path(mkdtemp(prefix="paceline-oracle-"))
     theirs.save_pretrained(folder)

@@ -165,6 +165,7 @@ def _fused(whole: Decoder) -> dict[str, Tensor]:
         ("tiny-qwen2-moe", 2),
         ("tiny-olmo2", 4),
         ("tiny-gemma2", 2),
+        ("tiny-gpt-oss", 2),
     ],
 )
 def test_ranks_give_the_tokens_of_the_cpu(name: str, size: int) -> None:

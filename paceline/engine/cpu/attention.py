@@ -40,7 +40,7 @@ _flash: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._scaled_dot_produc
 class _RowGroup(Protocol):
     tokens: slice | Tensor  # indices of the group's tokens in the batch
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """[tokens, heads, D] of this group's q, k, v."""
 
 
@@ -75,7 +75,7 @@ class _BatchAttention:
                 ]
             self._layers.append(groups[window])
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         self._cache.keys[layer].index_copy_(0, self._kv_indices, k)
         self._cache.values[layer].index_copy_(0, self._kv_indices, v)
         if len(self._stale):
@@ -83,11 +83,11 @@ class _BatchAttention:
             self._cache.values[layer].index_fill_(0, self._stale, 0)
         groups = self._layers[layer]
         if len(groups) == 1:
-            return groups[0].run(layer, q, k, v).reshape(self._num_tokens, -1)
+            return groups[0].run(layer, q, k, v, sinks).reshape(self._num_tokens, -1)
         out = q.new_empty(q.shape)
         for group in groups:
             at = group.tokens
-            out[at] = group.run(layer, q[at], k[at], v[at])
+            out[at] = group.run(layer, q[at], k[at], v[at], sinks)
         return out.view(self._num_tokens, -1)
 
 
@@ -223,9 +223,9 @@ class _FullGroup:
                 if (own == 0).any():
                     self._absent = torch.from_numpy(own == 0)[:, None, None]
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         if self.length == 1:
-            return self._decode(layer, q)
+            return self._decode(layer, q, sinks)
         heads = (self.num_rows, self.length, -1, q.shape[-1])
         out, lse = _attend_new(q.reshape(heads), k.reshape(heads), v.reshape(heads), self._scale)
         if self._own is not None:
@@ -236,19 +236,18 @@ class _FullGroup:
             out, lse = _merge(out, lse, past, past_lse)
         if self._shared is not None:
             out, lse = _merge(out, lse, *self._read_shared(layer, q, heads))
-        return out.reshape(q.shape)
+        return _with_sinks(out, lse, sinks).reshape(q.shape)
 
-    def _decode(self, layer: int, q: Tensor) -> Tensor:
+    def _decode(self, layer: int, q: Tensor, sinks: Tensor | None) -> Tensor:
         assert self._own is not None, "a decode row reads at least its own token"
         keys, values = self._own.read(layer)
         # The query heads of a KV head are passed as query positions, so that its keys are read once for all of them.
         out, lse = _flash(q.reshape(self._grouped), keys, values, attn_mask=self._mask, scale=self._scale)
-        out = out.reshape(q.shape)
+        heads = (self.num_rows, 1, -1, q.shape[-1])
+        out, lse = out.reshape(heads), lse.reshape(self.num_rows, 1, -1)
         if self._shared is not None:
-            heads = (self.num_rows, 1, -1, q.shape[-1])
-            lse = lse.reshape(self.num_rows, 1, -1)
-            out, _ = _merge(out.view(heads), lse, *self._read_shared(layer, q, heads))
-        return out.reshape(q.shape)
+            out, lse = _merge(out, lse, *self._read_shared(layer, q, heads))
+        return _with_sinks(out, lse, sinks).reshape(q.shape)
 
     def _read_shared(self, layer: int, q: Tensor, heads: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """All tokens of the group in one call, over the one copy of the shared pages."""
@@ -280,12 +279,13 @@ class _MaskedGroup:
             hidden |= key <= query - window
         self._mask = torch.zeros(hidden.shape, dtype=cache.keys[0].dtype).masked_fill_(hidden, -torch.inf)
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         heads = q.reshape(self.num_rows, self.length, -1, q.shape[-1])
         if self._cap is not None:
+            assert sinks is None, "ModelSpec refuses both"
             return self._capped(heads, *self._reader.read(layer), self._cap).reshape(q.shape)
-        out, _ = _attend_cached(heads, *self._reader.read(layer), self._mask, self._scale)
-        return out.reshape(q.shape)
+        out, lse = _attend_cached(heads, *self._reader.read(layer), self._mask, self._scale)
+        return _with_sinks(out, lse, sinks).reshape(q.shape)
 
     def _capped(self, q: Tensor, keys: Tensor, values: Tensor, cap: float) -> Tensor:
         """[rows, queries, heads, D] of q in that order, and of keys and values [rows, KV heads, positions, D]."""
@@ -310,6 +310,12 @@ def _attend_cached(
 ) -> tuple[Tensor, Tensor]:
     out, lse = _flash(q.transpose(1, 2), keys, values, is_causal=is_causal, attn_mask=mask, scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """The output [rows, queries, heads, D] over all keys, with sinks [heads] added to the denominators of the softmax:
+    once, after all parts are merged."""
+    return out if sinks is None else out * torch.sigmoid(lse - sinks).unsqueeze(-1).to(out.dtype)
 
 
 def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -132,14 +132,13 @@ class CpuMlp:
         return self._down.add_to(x, self._activated(y, adapt), adapt)
 
     def _activated(self, x: Tensor, adapt: AddAdapters | None) -> Tensor:
-        gate, up = self._gate_up(x, adapt).chunk(2, dim=-1)
-        return self._activation(gate).mul_(up)
+        return self._activation(*self._gate_up(x, adapt).chunk(2, dim=-1))
 
 
 class CpuExperts:
     """A mixture of experts. The norm before it is folded in, and rows are counted by expert. It has no adapters."""
 
-    __slots__ = ("_activation", "_down", "_gate_up", "_router", "_routing", "_shared", "_shared_gate", "num_rows")
+    __slots__ = ("_experts", "_shared", "num_rows")
 
     def __init__(self, experts: Experts, norm: Tensor | None, *, packed: bool) -> None:
         if norm is not None:
@@ -149,29 +148,28 @@ class CpuExperts:
                 if weight is not None:
                     weight.mul_(norm)
             norm.fill_(1)  # otherwise a second model of these weights would fold it again
-        self._gate_up, self._down = experts.expert_gate_up, experts.expert_down
-        self._router, self._shared_gate = experts.router, experts.shared_gate
-        self._activation, self._routing = experts.activation, experts.routing
+        self._experts = replace(experts, shared=None)
         self._shared = None if experts.shared is None else CpuMlp(experts.shared, None, packed=packed)
-        self.num_rows = torch.zeros(len(self._router), dtype=torch.int64)  # that each expert has computed
+        self.num_rows = torch.zeros(len(experts.router), dtype=torch.int64)  # that each expert has computed
 
     def __call__(self, x: Tensor, adapt: AddAdapters | None = None) -> Tensor:
         return self.add_to(torch.zeros_like(x), x)
 
     def add_to(self, x: Tensor, y: Tensor, adapt: AddAdapters | None = None) -> Tensor:
         """x + experts(y)."""
-        ids, weights = route(F.linear(y, self._router), self._routing)
+        experts = self._experts
+        ids, weights = route(F.linear(y, experts.router, experts.router_bias), experts.routing)
         out = x.clone()
-        self.num_rows += add_chosen(out, y, ids, weights, self._gate_up, self._down, self._activation)
-        if self._shared is not None and self._shared_gate is not None:
-            out.addcmul_(torch.sigmoid(F.linear(y, self._shared_gate)), self._shared(y))
+        self.num_rows += add_chosen(out, y, ids, weights, experts)
+        if self._shared is not None and experts.shared_gate is not None:
+            out.addcmul_(torch.sigmoid(F.linear(y, experts.shared_gate)), self._shared(y))
         return out
 
 
 class _CpuLayer:
     """The rearranged weights of one layer."""
 
-    __slots__ = ("attention_post_norm", "folded", "mlp", "mlp_post_norm", "out", "qk_norm", "qkv")
+    __slots__ = ("attention_post_norm", "folded", "mlp", "mlp_post_norm", "out", "qk_norm", "qkv", "sinks")
 
     def __init__(self, layer: DecoderLayer, *, packed: bool) -> None:
         # The norms that are folded into matrices, and so into the adapters of these.
@@ -179,7 +177,7 @@ class _CpuLayer:
         self.qkv = _Linear(_folded(layer.qkv, layer.attention_norm), layer.qkv_bias, packed=packed, name="qkv")
         self.out = _Linear(layer.out, layer.out_bias, packed=packed, name="out")
         self.mlp = _block(layer.mlp, layer.mlp_norm, packed=packed)
-        self.qk_norm = layer.qk_norm
+        self.qk_norm, self.sinks = layer.qk_norm, layer.sinks
         self.attention_post_norm, self.mlp_post_norm = layer.attention_post_norm, layer.mlp_post_norm
 
 
@@ -236,7 +234,7 @@ class CpuModel:
                 cos, sin = rotations[rope]
                 qk = torch.addcmul(qk * cos, qk.roll(size // 2, dims=-1), sin)
             q, k = torch.split(qk, [spec.num_heads, spec.num_kv_heads], dim=1)
-            x = self._add(x, layer.out, attend(index, q, k, v), layer.attention_post_norm, adapt)
+            x = self._add(x, layer.out, attend(index, q, k, v, layer.sinks), layer.attention_post_norm, adapt)
             x = self._add(x, layer.mlp, _normed(x, eps) if has_pre_norm else x, layer.mlp_post_norm, adapt)
         if self.stages is not None and not self.shard.is_last:
             self.stages.send(x)

@@ -39,7 +39,7 @@ class NativePass:
     cache: KVCache
     inputs: Inputs
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> NoReturn:
         raise TypeError("a quantised model computes attention itself, not layer by layer")
 
 

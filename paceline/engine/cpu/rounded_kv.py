@@ -15,12 +15,12 @@ from paceline.model.decoder import Attend
 def rounding(attend: Attend, scales: Tensor) -> Attend:
     """`attend` with keys and values in FP8. scales [layers, 2, K]."""
 
-    def round_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def round_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         k, v = (
             to_fp8_reference(x, scale[:, None]).to(x.dtype) * scale[:, None].to(x.dtype)
             for x, scale in zip((k, v), scales[layer], strict=True)
         )
-        return attend(layer, q, k, v)
+        return attend(layer, q, k, v, sinks)
 
     return round_and_attend
 
@@ -30,10 +30,10 @@ def calibrated_scales(decoder: DecoderModel, ids: Tensor, attend: Attend) -> Ten
     spec = decoder.spec
     largest = torch.zeros(spec.num_layers, 2, spec.num_kv_heads)
 
-    def measure_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def measure_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         for x, found in zip((k, v), largest[layer], strict=True):
             found.copy_(x.abs().amax(dim=(0, 2)))
-        return attend(layer, q, k, v)
+        return attend(layer, q, k, v, sinks)
 
     decoder.forward(ids, torch.arange(len(ids)), measure_and_attend)
     return scales_for(largest)

@@ -254,6 +254,7 @@ class CudaAttention:
                 scales=self._scales(index),
                 scale=spec.softmax_scale,
                 cap=spec.score_cap,
+                sinks=layer.sinks,
             )
 
         def attend(index: int, qkv: Tensor, out: Tensor) -> None:
@@ -352,6 +353,7 @@ class CudaAttention:
                     scales=scales,
                     scale=spec.softmax_scale,
                     cap=spec.score_cap,
+                    sinks=layer.sinks,
                 )
             if shared is not None and is_needed:
                 extend_shared(
@@ -368,6 +370,7 @@ class CudaAttention:
                     scales=scales,
                     scale=spec.softmax_scale,
                     cap=spec.score_cap,
+                    sinks=layer.sinks,
                 )
             if decode is not None and not single_launch:
                 streams.follow(streams.engine, streams.side)

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.kernels.experts import ExpertTuning, ExpertWorkspace, add_down, add_gate_up, expert_tuning, num_squares
+from paceline.kernels.experts import (
+    ClampedSwiglu,
+    ExpertTuning,
+    ExpertWorkspace,
+    add_down,
+    add_gate_up,
+    expert_tuning,
+    num_squares,
+)
 from paceline.kernels.route_experts import LiveRows, RoutedRows, RouterOptions, route, route_tiles
 from paceline.model.decoder import Experts
 from paceline.model.spec import ModelSpec
@@ -29,6 +37,9 @@ class ExpertBuffers:
         self.options = RouterOptions(
             count, chosen, spec.router == "sigmoid", spec.renormalise_experts, shared=bool(shared)
         )
+        self.clamped: ClampedSwiglu | None = None
+        if spec.activation == "clamped_swiglu":
+            self.clamped = ClampedSwiglu(spec.swiglu_alpha, spec.swiglu_limit)
         self._tuning = tuning
         self.routed = RoutedRows.empty(max_tokens, self.options, like.device)
         self.workspace = ExpertWorkspace.empty(max_tokens, chosen, count, spec.expert_ffn_size, spec.hidden_size, like)
@@ -58,6 +69,9 @@ class RoutedExperts:
     down: Tensor  # [E, H, F]
     buffers: ExpertBuffers
     counts: Tensor  # [E] int64: rows that chose each expert
+    router_bias: Tensor | None = None  # [E]
+    gate_up_bias: Tensor | None = None  # [E, 2F]
+    down_bias: Tensor | None = None  # [E, H]; of ranks, only the first has it
 
     @classmethod
     def take_over(cls, experts: Experts, norm: Tensor, buffers: ExpertBuffers, index: int) -> RoutedExperts:
@@ -65,7 +79,16 @@ class RoutedExperts:
         router = experts.router.mul_(norm)
         if experts.shared_gate is not None:
             router = torch.cat((router, experts.shared_gate.mul_(norm)))
-        return cls(router, experts.expert_gate_up.mul_(norm), experts.expert_down, buffers, buffers.load_of(index))
+        return cls(
+            router=router,
+            gate_up=experts.expert_gate_up.mul_(norm),
+            down=experts.expert_down,
+            buffers=buffers,
+            counts=buffers.load_of(index),
+            router_bias=experts.router_bias,
+            gate_up_bias=experts.expert_gate_up_bias,
+            down_bias=experts.expert_down_bias,
+        )
 
     def load(self, other: Experts, norm: Tensor) -> None:
         """Copies other weights in place; `norm` is folded into them."""
@@ -75,6 +98,13 @@ class RoutedExperts:
             self.router[count:].copy_(other.shared_gate).mul_(norm)
         self.gate_up.copy_(other.expert_gate_up).mul_(norm)
         self.down.copy_(other.expert_down)
+        for mine, theirs in (
+            (self.router_bias, other.router_bias),
+            (self.gate_up_bias, other.expert_gate_up_bias),
+            (self.down_bias, other.expert_down_bias),
+        ):
+            if mine is not None and theirs is not None:
+                mine.copy_(theirs)
 
     # All launches are without PDL: with it, a layer of 8 rows takes a tenth longer (docs/log/experts.md).
 
@@ -82,8 +112,27 @@ class RoutedExperts:
         """Chooses the experts of the rows of x and computes their activations. eps: RMSNorm is applied to x."""
         buffers, tuning = self.buffers, self.buffers.tuning(len(x))
         routed, options = buffers.routed, buffers.options
-        route(x, self.router, options, routed, self.counts, block_m=tuning.block_m, eps=eps, live=live)
-        add_gate_up(x, self.gate_up, routed, buffers.workspace, tuning, normed=eps is not None)
+        route(
+            x,
+            self.router,
+            options,
+            routed,
+            self.counts,
+            block_m=tuning.block_m,
+            eps=eps,
+            bias=self.router_bias,
+            live=live,
+        )
+        add_gate_up(
+            x,
+            self.gate_up,
+            routed,
+            buffers.workspace,
+            tuning,
+            bias=self.gate_up_bias,
+            clamped=buffers.clamped,
+            normed=eps is not None,
+        )
 
     def num_squares(self, rows: int) -> int:
         """How many columns of `squares` `finish` fills."""
@@ -94,7 +143,7 @@ class RoutedExperts:
         squares of out."""
         buffers, tuning = self.buffers, self.buffers.tuning(len(out))
         routed, workspace = buffers.routed, buffers.workspace
-        add_down(self.down, routed, workspace, out, tuning, residual=residual, squares_out=squares)
+        add_down(self.down, routed, workspace, out, tuning, bias=self.down_bias, residual=residual, squares_out=squares)
 
 
 def tuned_sizes(buffers: ExpertBuffers, max_tokens: int) -> list[int]:

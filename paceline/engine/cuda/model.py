@@ -66,6 +66,7 @@ _LARGE_WEIGHT = 1 << 23
 _LARGE_WEIGHT_WITH_EXPERTS = 3 << 22
 _MAX_SPLIT_K = 4
 _UNPADDED_STEP = 512  # rows: GEMMs of larger prefill batches are loaded at multiples
+_EXPERT_ACTIVATIONS = ("silu", "clamped_swiglu")
 _UNSUPPORTED_FIELDS: tuple[str, ...] = ()  # of ModelSpec
 
 
@@ -75,11 +76,14 @@ def check_supported(spec: ModelSpec) -> None:
         value = getattr(spec, field.name)
         if field.name in _UNSUPPORTED_FIELDS and value != field.default:
             raise ConfigError(f"{field.name} is {value!r}, which device cuda does not support: choose device cpu.")
-    if spec.num_experts and (spec.norm_placement != "pre" or spec.activation != "silu"):
+    if spec.num_experts and (spec.norm_placement != "pre" or spec.activation not in _EXPERT_ACTIVATIONS):
         raise ConfigError(
             f"num_experts is {spec.num_experts}, norm_placement {spec.norm_placement!r} and activation "
-            f"{spec.activation!r}: device cuda has experts with norms before blocks and silu only; choose device cpu."
+            f"{spec.activation!r}: device cuda has experts with norms before blocks and "
+            f"{' or '.join(_EXPERT_ACTIVATIONS)} only; choose device cpu."
         )
+    if spec.activation == "clamped_swiglu" and (spec.has_dense_layers or spec.shared_expert_ffn_size):
+        raise ConfigError("activation is 'clamped_swiglu': device cuda has it for experts only; choose device cpu.")
     if spec.head_dim % 16:
         raise ConfigError(f"head_dim is {spec.head_dim}: device cuda needs a multiple of 16; choose device cpu.")
 
@@ -215,6 +219,7 @@ class CudaLayer:
     post_norm: Tensor | None  # of what attention adds
     cos_sin: Tensor
     window: int  # sliding window; 0: none
+    sinks: Tensor | None = None  # [Q]: attention sinks
 
 
 class CudaModel:
@@ -312,6 +317,7 @@ class CudaModel:
             post_norm=layer.attention_post_norm,
             cos_sin=identity_rope if rope is None else decoder.rope_tables[rope],
             window=spec.windows[index] or 0,
+            sinks=layer.sinks,
         )
 
     def _take_over_mlp(
@@ -349,7 +355,11 @@ class CudaModel:
             layer.qkv.load(other.qkv, other.qkv_bias, other.attention_norm)
             layer.out.load(other.out, other.out_bias)
             layer.mlp.load(other.mlp, other.mlp_norm, other.mlp_post_norm)
-            for mine, theirs in ((layer.full_qk_norm, other.qk_norm), (layer.post_norm, other.attention_post_norm)):
+            for mine, theirs in (
+                (layer.full_qk_norm, other.qk_norm),
+                (layer.post_norm, other.attention_post_norm),
+                (layer.sinks, other.sinks),
+            ):
                 if mine is not None and theirs is not None:
                     mine.copy_(theirs)
             if layer.q_norm is not None and layer.k_norm is not None and other.qk_norm is not None:

@@ -54,7 +54,9 @@ def make_inputs(starts: list[int], lengths: list[int], page_rows: npt.NDArray[np
     )
 
 
-def reference(spec: ModelSpec, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def reference(
+    spec: ModelSpec, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """Attention of the last len(q) positions of one row, over all its keys."""
     group = HEADS // KV_HEADS
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
@@ -66,10 +68,14 @@ def reference(spec: ModelSpec, q: torch.Tensor, keys: torch.Tensor, values: torc
     hidden = key > query
     if spec.windows[0] is not None:
         hidden |= key <= query - spec.windows[0]
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values).reshape(len(q), -1)
+    weights = scores.masked_fill(hidden, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None, None])
+    return torch.einsum("hqk,khd->qhd", weights / total, values).reshape(len(q), -1)
 
 
-def check(starts: list[int], lengths: list[int], shared: list[int], page_size: int, spec: ModelSpec) -> None:
+def check(
+    starts: list[int], lengths: list[int], shared: list[int], page_size: int, spec: ModelSpec, sinks: bool = False
+) -> None:
     """Row i begins with the first `shared[i]` pages of a common prefix; its other pages are its own, in any order."""
     rng = np.random.default_rng(0)
     torch.manual_seed(0)
@@ -86,11 +92,13 @@ def check(starts: list[int], lengths: list[int], shared: list[int], page_size: i
     inputs = make_inputs(starts, lengths, page_rows, page_size)
     total = sum(lengths)
     q, k, v = torch.randn(total, HEADS, SIZE), torch.randn(total, KV_HEADS, SIZE), torch.randn(total, KV_HEADS, SIZE)
-    found = CpuAttention(cache, spec).begin(inputs)(0, q, k, v)
+    sink_scores = torch.linspace(-2, 3, HEADS) if sinks else None
+    found = CpuAttention(cache, spec).begin(inputs)(0, q, k, v, sink_scores)
     for row, (start, length, offset) in enumerate(zip(starts, lengths, inputs.offsets.tolist(), strict=True)):
         at = np.arange(start + length)
         indices = torch.from_numpy(page_rows[row, at // page_size].astype(np.int64) * page_size + at % page_size)
-        expected = reference(spec, q[offset : offset + length], cache.keys[0][indices], cache.values[0][indices])
+        keys, values = cache.keys[0][indices], cache.values[0][indices]
+        expected = reference(spec, q[offset : offset + length], keys, values, sink_scores)
         torch.testing.assert_close(found[offset : offset + length], expected, atol=2e-5, rtol=1e-4)
 
 
@@ -103,12 +111,18 @@ def check(starts: list[int], lengths: list[int], shared: list[int], page_size: i
     window=st.sampled_from([None, None, 1, 6, 90]),
     scale=st.sampled_from([None, None, 0.05, 1.0]),
     cap=st.sampled_from([None, None, 0.5]),
+    sinks=st.booleans(),
 )
 def test_any_mix_of_rows_equals_the_reference(
-    rows: list[tuple[int, int, int]], page_size: int, window: int | None, scale: float | None, cap: float | None
+    rows: list[tuple[int, int, int]],
+    page_size: int,
+    window: int | None,
+    scale: float | None,
+    cap: float | None,
+    sinks: bool,
 ) -> None:
     starts, lengths, shared = map(list, zip(*rows, strict=True))
-    check(starts, lengths, shared, page_size, make_spec(window, scale, cap))
+    check(starts, lengths, shared, page_size, make_spec(window, scale, cap), sinks and cap is None)
 
 
 def test_a_row_that_ends_with_the_shared_part_equals_the_reference() -> None:

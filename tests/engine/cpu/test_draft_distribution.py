@@ -41,7 +41,7 @@ def next_probabilities(decoder: Decoder, output: tuple[int, ...], params: dict[s
     tokens = [*PROMPT, *output]
     positions = torch.arange(len(tokens))
 
-    def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: None) -> torch.Tensor:
         group = q.shape[1] // k.shape[1]
         k, v = (one.repeat_interleave(group, dim=1).transpose(0, 1) for one in (k, v))
         seen = torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), k, v, is_causal=True)

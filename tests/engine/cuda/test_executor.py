@@ -16,6 +16,7 @@ from paceline.engine.build import assemble
 from paceline.engine.cuda import graphs as cuda_graphs
 from paceline.engine.cuda.graphs import CudaGraphs, GraphKey, buckets
 from paceline.engine.cuda.inputs import PlanPacker
+from paceline.engine.cuda.model import CudaExperts
 from paceline.engine.cuda.sharing import ShareRule
 from paceline.engine.cuda.streams import HostStreams, _HostEvent
 from paceline.engine.job import Job
@@ -70,6 +71,7 @@ def test_a_closed_engine_holds_no_kv_cache() -> None:
 
 
 OTHERS = ["tiny-gemma", "tiny-gemma2", "tiny-gemma3", "tiny-phi3", "tiny-olmo2", "tiny-olmoe", "tiny-granite"]
+OTHERS += ["tiny-gpt-oss"]
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,25 @@ def test_kernels_give_the_same_tokens_as_the_cpu(name: str) -> None:
         again = llm.generate(PROMPTS[:1], params)[0]
         assert again.token_ids == wanted[0] and again.num_cached_tokens == 20
         assert sum(map(len, device.expert_rows)) == sum(device.model.spec.sparse_layers) * device.model.spec.num_experts
+
+
+def test_sinks_and_biases_of_experts_are_replaced_in_place() -> None:
+    other = decoder("tiny-gpt-oss")
+    for layer in other.layers:
+        assert isinstance(layer.mlp, Experts) and layer.sinks is not None
+        for one in (layer.sinks, layer.mlp.router_bias, layer.mlp.expert_gate_up_bias, layer.mlp.expert_down_bias):
+            assert one is not None
+            one.copy_(one.flip(0))
+    llm, device = on_kernels("tiny-gpt-oss")
+    with llm:
+        device.load_weights(other)
+        for mine, theirs in zip(device.model.layers, other.layers, strict=True):
+            assert isinstance(mine.mlp, CudaExperts) and isinstance(theirs.mlp, Experts)
+            routed = mine.mlp.routed
+            assert torch.equal(mine.sinks, theirs.sinks)
+            assert torch.equal(routed.router_bias, theirs.mlp.router_bias)
+            assert torch.equal(routed.gate_up_bias, theirs.mlp.expert_gate_up_bias)
+            assert torch.equal(routed.down_bias, theirs.mlp.expert_down_bias)
 
 
 def test_weights_of_experts_are_replaced_in_place() -> None:

@@ -1,0 +1,72 @@
+"""The experts of MXFP4 safetensors (gpt-oss): X_blocks and X_scales become one stored tensor X.weight, dequantised.
+
+    X_blocks [E, rows, columns / 32, 16] uint8      two numbers (e2m1) in a byte, the first in its low half
+    X_scales [E, rows, columns / 32] uint8          s of 2^(s - 127), the factor of 32 numbers
+
+Every number is exact in bfloat16 and float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from paceline.model.layout import StoredTensor
+from paceline.model.spec import ModelError
+
+BLOCK = 32  # numbers with one scale
+_BIAS = 127
+# e2m1: a sign, two bits of exponent, one of mantissa.
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def dequantise_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """[..., 32 n] float32 of blocks [..., n, 16] and scales [..., n]."""
+    values = torch.tensor(_VALUES)
+    numbers = torch.stack((values[(blocks & 15).int()], values[(blocks >> 4).int()]), dim=-1).flatten(-2)
+    return torch.ldexp(numbers, scales.int().unsqueeze(-1) - _BIAS).flatten(-2)
+
+
+def mxfp4_tensors(stored: Mapping[str, StoredTensor], source: str) -> dict[str, StoredTensor]:
+    """The tensors of the files, with blocks and scales replaced by one each. Shapes are checked."""
+    found: dict[str, StoredTensor] = {}
+    is_any = False
+    for name, tensor in stored.items():
+        if name.endswith("_scales"):
+            if f"{name.removesuffix('_scales')}_blocks" not in stored:
+                raise ModelError(f"{source} has {name} and lacks its blocks: the file is incomplete.")
+            continue
+        if not name.endswith("_blocks"):
+            found[name] = tensor
+            continue
+        matrix, is_any = name.removesuffix("_blocks"), True
+        scales = stored.get(f"{matrix}_scales")
+        if scales is None:
+            raise ModelError(f"{source} has {name} and lacks {matrix}_scales: the file is incomplete.")
+        found[f"{matrix}.weight"] = _combined(matrix, tensor, scales)
+    if not is_any:
+        raise ModelError(f"{source} has no MXFP4 blocks, which its config names: fetch the model again.")
+    return found
+
+
+def _combined(name: str, blocks: StoredTensor, scales: StoredTensor) -> StoredTensor:
+    if len(blocks.shape) != 4 or blocks.shape[-1] != BLOCK // 2:
+        raise ModelError(f"{name} has MXFP4 blocks of shape {list(blocks.shape)}, where [E, rows, n, 16] is expected.")
+    if scales.shape != blocks.shape[:-1]:
+        raise ModelError(
+            f"{name} has MXFP4 scales of shape {list(scales.shape)}, where {list(blocks.shape[:-1])} is expected."
+        )
+    shape = (*blocks.shape[:2], blocks.shape[2] * BLOCK)
+
+    def read(part: tuple[slice, ...]) -> Tensor:
+        experts, rows, columns = (*part, *(slice(None),) * (3 - len(part)))
+        first, stop, _ = columns.indices(shape[2])
+        # Whole blocks of whole rows are read, since files have no steps: gate and up are every second row.
+        begin, end, step = rows.indices(shape[1])
+        source = (experts, slice(begin, end), slice(first // BLOCK, -(-stop // BLOCK)))
+        numbers = dequantise_mxfp4(blocks.read(source)[:, ::step], scales.read(source)[:, ::step])
+        return numbers[..., first % BLOCK : first % BLOCK + stop - first]
+
+    return StoredTensor(shape, blocks.num_bytes + scales.num_bytes, read)
