@@ -76,6 +76,8 @@ def _hugging_face_name(name: str, layer_names: dict[str, str]) -> str:
     if name in _NAMES:
         return _NAMES[name]
     match name.split("."):
+        case ["blk", layer, "attn_sinks", "weight"]:
+            return f"model.layers.{layer}.self_attn.sinks"
         case ["blk", layer, part, kind] if part in layer_names:
             return f"model.layers.{layer}.{layer_names[part]}.{kind}"
         case ["blk", layer, "ffn_gate" | "ffn_up" | "ffn_down" as part, expert, kind]:  # of old files of Mixtral
@@ -198,6 +200,7 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
         qk_norm=family.qk_norm,
         full_qk_norm=family.full_qk_norm,
         activation=family.activation,
+        attention_sinks=family.attention_sinks,
         norm_placement=family.norm_placement,
         attention_scale=_attention_scale(file, family, hidden / num_heads),
         score_cap=_float(file, "attn_logit_softcapping", family.defaults.get("attn_logit_softcapping")),
@@ -211,6 +214,7 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
         experts_per_token=_int(file, "expert_used_count") if num_experts else 0,
         expert_ffn_size=expert_ffn_size,
         renormalise_experts=family.gguf_renormalised,
+        expert_bias=family.expert_bias,
         shared_expert_ffn_size=file.tensors[shared].shape[0] if shared in file.tensors else 0,
         bos_id=bos,
         eos_ids=() if eos is None else (eos,),
@@ -272,6 +276,7 @@ def _rope(file: GGUFFile, family: ModelFamily) -> RopeSpec:
             kind="yarn",
             factor=factor,
             original_context=original,
+            truncate=bool(family.defaults.get("rope_scaling", {}).get("truncate", True)),  # files do not say it
             attention_factor=yarn_attention_factor(factor),
         )
     raise ModelError(

@@ -70,6 +70,9 @@ _END_TOKENS = frozenset(
         "<end_of_turn>",
     )
 )
+# gpt-oss ends its turn with one of these. With <|end|> it ends a message, and begins the next one.
+_HARMONY_ENDS = frozenset(("<|return|>", "<|call|>"))
+_HARMONY_END = "<|end|>"
 
 
 def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
@@ -89,10 +92,12 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     core.add_special_tokens(_added(tokens, types, _CONTROL, keeps_spaces, special=True))
     core.add_tokens(_added(tokens, types, _USER_DEFINED, keeps_spaces, special=False))
     ends = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    by_name = [index for index, token in enumerate(tokens) if types[index] == _CONTROL and token in _END_TOKENS]
+    names = _END_TOKENS | _HARMONY_ENDS
+    by_name = [index for index, token in enumerate(tokens) if types[index] == _CONTROL and token in names]
+    not_an_end = tokens.index(_HARMONY_END) if {*_HARMONY_ENDS, _HARMONY_END} <= set(tokens) else None
     return Tokenizer(
         core,
-        eos_ids={index for index in (*ends, *by_name) if index is not None},
+        eos_ids={index for index in (*ends, *by_name) if index not in (None, not_an_end)},
         bos_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
         add_bos=bool(file.metadata.get("tokenizer.ggml.add_bos_token", default_bos)),
         chat_template=file.metadata.get("tokenizer.chat_template"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from contiguous_cache import ContiguousCache
-from test_oracle import EXPERTS, GRANITE, PROMPT, longrope, make_pair
+from test_oracle import EXPERTS, GPT_OSS, GRANITE, PROMPT, longrope, make_pair
 
 from paceline.model.gguf import dequantise, gguf_spec
 from paceline.model.gguf_file import open_gguf
@@ -36,8 +36,17 @@ def add_experts(
     writer: gguf.GGUFWriter, layer: str, name: str, value: np.ndarray, kind: gguf.GGMLQuantizationType | None
 ) -> None:
     """Experts as llama.cpp's converter stores them; kind None: as old files of Mixtral did, one by one."""
-    halves = np.split(value, 2, axis=1) if name == "gate_up_proj" else [value]
-    parts = ("ffn_gate", "ffn_up") if name == "gate_up_proj" else ("ffn_down",)
+    is_gpt_oss = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.GPT_OSS] == writer.arch
+    if is_gpt_oss and not name.endswith("bias"):
+        value = value.swapaxes(1, 2)
+    halves = [value]
+    if name.startswith("gate_up_proj"):
+        halves = [value[:, ::2], value[:, 1::2]] if is_gpt_oss else np.split(value, 2, axis=1)
+    parts = ("ffn_gate", "ffn_up") if name.startswith("gate_up_proj") else ("ffn_down",)
+    if name.endswith("bias"):
+        for part, half in zip(parts, halves, strict=True):
+            writer.add_tensor(f"blk.{layer}.{part}_exps.bias", np.ascontiguousarray(half))
+        return
     for part, half in zip(parts, halves, strict=True):
         if kind is None:
             for expert, one in enumerate(half):
@@ -85,7 +94,7 @@ def write_gguf(
     if scaling == "longrope":
         extra = {f"rope_factors_{kind}.weight": np.float32(rope[f"{kind}_factor"]) for kind in ("short", "long")}
         writer.add_rope_scaling_attn_factors(rope["attention_factor"])
-    if arch in ("gemma2", "gemma3", "phi3") and config.sliding_window:
+    if arch in ("gemma2", "gemma3", "phi3", "gpt-oss") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -104,6 +113,9 @@ def write_gguf(
         parts = name.split(".")
         if parts[1] == "layers" and parts[-2] == "experts":
             add_experts(writer, parts[2], parts[-1], value, experts)
+            continue
+        if parts[-1] == "sinks":
+            writer.add_tensor(f"blk.{parts[2]}.attn_sinks.weight", value)
             continue
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             value = value + 1
@@ -159,6 +171,7 @@ YARN = {
         ("Qwen3Moe", "qwen3moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
         ("Olmoe", "olmoe", {"num_experts": 7, "num_experts_per_tok": 3, "pad_token_id": 0}),
         ("Qwen2Moe", "qwen2moe", {**EXPERTS, "head_dim": 12, "shared_expert_intermediate_size": 40}),
+        ("GptOss", "gpt-oss", GPT_OSS),
     ],
 )
 def test_gguf_file_equals_transformers(prefix: str, arch: str, options: Any, tmp_path: Path) -> None:
@@ -204,6 +217,14 @@ def test_experts_of_a_gguf_file_are_read_one_by_one(tmp_path: Path) -> None:
         rounded = gguf.dequantize(gguf.quantize(expected, Q.Q8_0), Q.Q8_0)
         np.testing.assert_array_equal(found.numpy(), rounded)
 
+    theirs, _ = make_pair(tmp_path / "gpt-oss", "GptOss", {**GPT_OSS, "hidden_size": 64, "intermediate_size": 96})
+    write_gguf(tmp_path / "mxfp4.gguf", theirs, "gpt-oss", experts=Q.MXFP4)
+    experts = load_decoder(tmp_path / "mxfp4.gguf", dtype="float32").layers[0].mlp
+    stored = theirs.state_dict()["model.layers.0.mlp.experts.gate_up_proj"].numpy().swapaxes(1, 2)
+    halves = [np.ascontiguousarray(stored[:, first::2]) for first in (0, 1)]
+    rounded = np.concatenate([gguf.dequantize(gguf.quantize(half, Q.MXFP4), Q.MXFP4) for half in halves], axis=1)
+    np.testing.assert_array_equal(experts.expert_gate_up.numpy(), rounded)
+
     # Old files of Mixtral have one tensor per expert.
     theirs, ours = make_pair(tmp_path / "mixtral", "Mixtral", {"head_dim": 12, "num_local_experts": 3})
     write_gguf(tmp_path / "old.gguf", theirs, "llama", experts=None)
@@ -232,7 +253,7 @@ def test_llama3_scaling_is_read_from_a_tensor_of_divisors(tmp_path: Path) -> Non
     torch.testing.assert_close(ContiguousCache(ours).feed(PROMPT), expected, atol=1e-4, rtol=1e-4)
 
 
-KINDS = [Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q4_K, Q.Q5_K, Q.Q6_K]
+KINDS = [Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.MXFP4]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

@@ -344,6 +344,21 @@ def test_special_tokens_of_phi3_take_the_white_space_that_follows(tmp_path: Path
         assert ours.encode("<|endoftext|>\nHi") == [3, 10, 9]
 
 
+def test_end_of_a_message_is_not_the_end_of_a_turn_of_gpt_oss(tmp_path: Path) -> None:
+    tokens = ["<|endoftext|>", "<|return|>", "<|call|>", "<|end|>", "<|start|>", "a", "aa"]
+    options = {
+        "token_type": [3, 3, 3, 3, 3, 1, 1],
+        "merges": ["a a"],
+        "pre": "gpt-4o",
+        "eos_token_id": 1,
+        "eot_token_id": 3,
+    }
+    assert load_tokenizer(write_gguf(tmp_path / "a.gguf", "gpt2", tokens, "gpt-oss", **options)).eos_ids == {0, 1, 2}
+    others = ["<|endoftext|>", "x", "y", *tokens[3:]]
+    path = write_gguf(tmp_path / "b.gguf", "gpt2", others, "phi3", **options)
+    assert load_tokenizer(path).eos_ids == {0, 1, 3}, "of other models it is"
+
+
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentence_piece_equals_a_naive_one(tmp_path: Path, prefix: bool) -> None:
     path, scores = sentence_piece_file(tmp_path, add_space_prefix=prefix)
