@@ -34,7 +34,8 @@ from paceline.request import (
     short,
 )
 from paceline.scheduler import Scheduler
-from paceline.text.reasoning import ReasoningMarkers, reasoning_markers_of
+from paceline.text.output_parser import reasoning_markers_of
+from paceline.text.reasoning import ReasoningMarkers
 
 Message = Mapping[str, Any]
 T = TypeVar("T")

@@ -115,6 +115,7 @@ class Grammar:
     # Markers of reasoning that may come before the constrained text. If the first is empty, the prompt has it, and the
     # reasoning must be completed.
     reasoning: tuple[str, str] | None = None
+    prefix: str = ""  # what comes after that, before the constrained text: the header of a message
 
     def __post_init__(self) -> None:
         if self.kind not in GRAMMAR_KINDS:

@@ -1000,6 +1000,13 @@ MUTANTS = [
         ("tests/kernels/test_experts.py",),
     ),
     Mutant(
+        "the beginning of a marker of gpt-oss is streamed as text",
+        "text/harmony.py",
+        "len(self._text) if at_end else len(self._text) - overlap_of_any(self._text, _MESSAGE_ENDS)",
+        "len(self._text)",
+        ("tests/text/test_harmony.py",),
+    ),
+    Mutant(
         "the sink of a head is counted with every chunk of its keys",
         "kernels/decode_attention.py",
         "divisor += tl.where(num_chunks == 1, sink_weight(sinks, head, inside, top), 0.0)",

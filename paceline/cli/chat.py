@@ -22,7 +22,8 @@ from paceline.cli.sampling import (
 )
 from paceline.config import EngineConfig
 from paceline.request import PacelineError, SamplingParams
-from paceline.text.reasoning import ReasoningParser, ReasoningPiece, reasoning_markers_of
+from paceline.text.output_parser import reasoning_markers_of
+from paceline.text.reasoning import PieceParser, ReasoningPiece
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
@@ -139,7 +140,7 @@ class _Output:
     """Prints an output: the reasoning dimmed, and only to a terminal; a pipe receives the answer."""
 
     def __init__(self) -> None:
-        self.parser: ReasoningParser | None = None
+        self.parser: PieceParser | None = None
         self._answer, self._reasoning = "", ""
         self._shows_reasoning = sys.stdout.isatty()
 

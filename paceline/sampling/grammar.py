@@ -307,7 +307,8 @@ def _with_ascii_classes(pattern: str) -> str:
 
 
 def _after_reasoning(source: str, grammar: Grammar, tokenizer: Tokenizer) -> str:
-    """The grammar of reasoning and then a text that `source` allows. Reasoning is any text up to the closing marker."""
+    """The grammar of reasoning, the prefix, and then a text that `source` allows. Reasoning is any text up to the
+    closing marker."""
     assert grammar.reasoning is not None, "called for grammars with reasoning"
     opening, closing = grammar.reasoning
     literal = tokenizer.lark_literal(closing)
@@ -315,8 +316,9 @@ def _after_reasoning(source: str, grammar: Grammar, tokenizer: Tokenizer) -> str
         reasoning = f"reasoning: text {literal} BLANKS?\ntext: /(.|\\n)*/"
     else:
         reasoning = f"reasoning: text BLANKS?\ntext[suffix={literal}]: /(.|\\n)*/"
-    start = f"start: ({tokenizer.lark_literal(opening)} reasoning)? @body" if opening else "start: reasoning @body"
-    whole = "\n".join([start, reasoning, r"BLANKS: /[ \n\r\t]{1,4}/"])
+    body_rule = f"{tokenizer.lark_literal(grammar.prefix)} @body" if grammar.prefix else "@body"
+    start = f"({tokenizer.lark_literal(opening)} reasoning)? {body_rule}" if opening else f"reasoning {body_rule}"
+    whole = "\n".join([f"start: {start}", reasoning, r"BLANKS: /[ \n\r\t]{1,4}/"])
     body = {"lark_grammar": source} if grammar.kind in ("lark", "choice") else json.loads(source)["grammars"][0]
     return json.dumps({"grammars": [{"lark_grammar": whole}, {**body, "name": "body"}]})
 

@@ -50,10 +50,10 @@ from paceline.server.response_types import (
 )
 from paceline.server.state import RequestContext
 from paceline.text.call_syntax import ArgumentsDelta, Content, Tool, ToolCallStart
-from paceline.text.output_parser import OutputEvent, OutputParser, Reasoning
+from paceline.text.output_parser import OutputEvent, Reasoning, output_parser
 from paceline.text.reasoning import ReasoningCounter
 from paceline.text.tokenizer import Tokenizer
-from paceline.text.tool_calls import HERMES, ToolCallParser
+from paceline.text.tool_calls import HERMES
 from paceline.text.tools import call_grammar, can_call, describe, make_call_id, markers, style_of
 
 OutputPart = Reasoning | Content | FunctionCall
@@ -87,7 +87,8 @@ class ChatBuilder(ResponseBuilder):
                 )
             grammar = tools.grammar
         if grammar is not None:
-            overrides["grammar"] = replace(grammar, reasoning=reasoning.before_grammar(prompt))
+            prefix = "" if reasoning.markers is None or tools.grammar is not None else reasoning.markers.prefix
+            overrides["grammar"] = replace(grammar, reasoning=reasoning.before_grammar(prompt), prefix=prefix)
         parsed = (*reasoning.texts, *(markers(tools.style) if tools.shown else ()))
         if any(tokenizer.token_id(text) in tokenizer.special_ids for text in parsed):
             overrides["skip_special_tokens"] = False  # the parser needs them
@@ -104,11 +105,7 @@ class ChatBuilder(ResponseBuilder):
         self._formatter = LogprobFormatter(tokenizer, params)
         self._style = tools.style
         self._parsers = [
-            OutputParser(
-                reasoning.parser(prompt),
-                ToolCallParser(tools.style, tools.shown) if tools.shown else None,
-                separate_reasoning=reasoning.is_separate,
-            )
+            output_parser(reasoning.markers, prompt, tools.style, tools.shown, separate_reasoning=reasoning.is_separate)
             for _ in each
         ]
         self._counters = [

@@ -11,7 +11,8 @@ from paceline.server.fields import short
 from paceline.server.request_types import ChatRequest
 from paceline.server.state import RequestContext
 from paceline.text.chat import RESERVED_VARIABLES
-from paceline.text.reasoning import ReasoningMarkers, ReasoningParser, reasoning_markers_of
+from paceline.text.output_parser import reasoning_markers_of
+from paceline.text.reasoning import ReasoningMarkers
 
 _SWITCHES = ("enable_thinking", "thinking")  # Qwen3, GLM and SmolLM3; DeepSeek and Granite
 _EFFORT = "reasoning_effort"  # gpt-oss, Seed-OSS
@@ -41,11 +42,7 @@ class ReasoningSetup:
     @property
     def texts(self) -> tuple[str, ...]:
         """The texts that the parser needs to see, even if they are special tokens."""
-        return () if self.markers is None else (self.markers.opening, self.markers.closing)
-
-    def parser(self, prompt: str) -> ReasoningParser | None:
-        """A parser of an output that continues `prompt`."""
-        return None if self.markers is None else self.markers.parser(prompt, keep_markers=not self.is_separate)
+        return () if self.markers is None else self.markers.texts
 
     def before_grammar(self, prompt: str) -> tuple[str, str] | None:
         return None if self.markers is None or not self.is_separate else self.markers.before_grammar(prompt)

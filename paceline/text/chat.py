@@ -22,6 +22,7 @@ from jinja2.visitor import NodeTransformer
 from paceline.request import InvalidRequest, short
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_HARMONY = "<|channel|>"  # in the template of gpt-oss
 _WIDE = re.compile(r"\d{4}|\*")  # a field of a thousand characters, or of a computed width
 
 # Variables that `render` sets itself.
@@ -61,6 +62,9 @@ class ChatTemplate:
     ) -> str:
         """The text of a conversation. `variables` are passed to the template (such as enable_thinking)."""
         checked = check_messages(messages)
+        if _HARMONY in self.source:
+            checked = [_with_thinking(message) for message in checked]
+            tools = None if tools is None else [_with_description(tool) for tool in tools]
         budget = _StepBudget()
         names = {
             **variables,
@@ -144,6 +148,22 @@ def _check_message(where: str, message: Any) -> dict[str, Any]:
         raise InvalidRequest(f"{where}.content is {short(content)}: give a string or a list of text parts.")
     texts = [_part_text(f"{where}.content[{index}]", part) for index, part in enumerate(content)]
     return {**message, "content": "".join(texts)}
+
+
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """For the template of gpt-oss, which calls reasoning so. It refuses both reasoning and content next to a call, and
+    writes either as analysis, so content takes precedence."""
+    reasoning = message.get("reasoning_content")
+    is_refused = bool(message.get("tool_calls") and message.get("content"))
+    return {**message, "thinking": reasoning} if reasoning and not is_refused else message
+
+
+def _with_description(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """For the same template, which fails without one."""
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or function.get("description"):
+        return tool
+    return {**tool, "function": {**function, "description": ""}}
 
 
 def _part_text(where: str, part: Any) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from paceline.request import SamplingParams
 
@@ -31,7 +31,17 @@ class ReasoningMarkers:
         """Whether the prompt already has an empty reasoning: thinking is turned off."""
         return prompt.rstrip().endswith(self.closing)
 
-    def parser(self, prompt: str, *, keep_markers: bool = False) -> ReasoningParser:
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts that the parser needs to see, even if they are special tokens."""
+        return self.opening, self.closing
+
+    @property
+    def prefix(self) -> str:
+        """What the model writes between the reasoning and the text that a grammar constrains."""
+        return ""
+
+    def parser(self, prompt: str, *, keep_markers: bool = False) -> PieceParser:
         """A parser of an output that continues `prompt`."""
         return ReasoningParser(self, is_opened=self.opened_by(prompt), keep_markers=keep_markers)
 
@@ -44,10 +54,11 @@ class ReasoningMarkers:
     def sampling_params(self, params: SamplingParams, prompt: str, tokenizer: Tokenizer) -> SamplingParams:
         """`params` for an output that continues `prompt` and is parsed: markers are part of its text, and a grammar
         constrains the answer alone."""
-        if any(tokenizer.token_id(marker) in tokenizer.special_ids for marker in (self.opening, self.closing)):
+        if any(tokenizer.token_id(marker) in tokenizer.special_ids for marker in self.texts):
             params = replace(params, skip_special_tokens=False)
         if params.grammar is not None:
-            params = replace(params, grammar=replace(params.grammar, reasoning=self.before_grammar(prompt)))
+            grammar = replace(params.grammar, reasoning=self.before_grammar(prompt), prefix=self.prefix)
+            params = replace(params, grammar=grammar)
         return params
 
     def split(self, prompt: str, text: str) -> tuple[str, str]:
@@ -68,16 +79,24 @@ MARKERS = (
 )
 
 
-def reasoning_markers_of(template: str) -> ReasoningMarkers | None:
-    """The markers that a chat template mentions; None for a model without reasoning."""
-    return next((one for one in MARKERS if one.opening in template or one.closing in template), None)
-
-
 class ReasoningPiece(NamedTuple):  # a tuple: there is one per token
     """A part of the reasoning, or of the answer."""
 
     text: str
     is_reasoning: bool
+
+
+class PieceParser(Protocol):
+    """Separates the reasoning and the answer of one output."""
+
+    @property
+    def found(self) -> bool:
+        """Whether there is reasoning, perhaps empty."""
+
+    def push(self, text: str) -> list[ReasoningPiece]: ...
+
+    def close(self) -> list[ReasoningPiece]:
+        """Parses the rest: the text has ended."""
 
 
 class _State(Enum):

@@ -29,6 +29,7 @@ from paceline.text.positional import PositionalDecoder
 _CHARACTERS_PER_TOKEN = 8  # no ordinary text has more; runs of spaces do
 _PIECE_CHARACTERS = 65_536
 _BOUNDARY_TOKENS = 64  # a cut may split one token into at most about this many
+_TOKENS_IN_TEXT = re.compile(r"(<\|\w+\|>)")
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 
 
@@ -177,7 +178,11 @@ class Tokenizer:
 
     def lark_literal(self, text: str) -> str:
         """`text` in a Lark grammar: by its id if it is a token that no text of a grammar matches. For llguidance these
-        are special tokens and all added ones within angle brackets."""
+        are special tokens and all added ones within angle brackets. Text that contains tokens such as <|end|> becomes a
+        sequence of these and of strings."""
+        parts = [part for part in _TOKENS_IN_TEXT.split(text) if part]
+        if len(parts) > 1 and any(self.token_id(part) in self._added_ids for part in parts):
+            return " ".join(self.lark_literal(part) for part in parts)
         index = self.token_id(text)
         is_bracketed = text.startswith("<") and text.endswith(">") and index in self._added_ids
         return f"<[{index}]>" if index in self.special_ids or is_bracketed else json.dumps(text, ensure_ascii=False)

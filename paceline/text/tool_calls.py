@@ -28,6 +28,7 @@ from paceline.text.call_syntax import (
 
 HERMES, QWEN_XML, GLM, LLAMA = "hermes", "qwen_xml", "glm", "llama"
 MISTRAL, MISTRAL_ARGS, GRANITE = "mistral", "mistral_args", "granite"
+HARMONY = "harmony"  # parsed by harmony.py, with everything else
 OPEN, PYTHON, CALLS, ARGS = "<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"
 GRANITE_CALLS = "<|tool_call|>"
 _MAX_LINE_BREAKS = 8

@@ -8,9 +8,10 @@
 | Llama 3 | nothing but `{"name": ..., "parameters": {...}}` |
 | Mistral | `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, newer ones `[TOOL_CALLS]name[ARGS]{...}` |
 | Granite 3 | `<|tool_call|>[{"name": ..., "arguments": {...}}]` |
+| gpt-oss | `<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}` |
 
 For a template without support for tools, they are described in the system message, in the words of Hermes. Calls are
-parsed by `tool_calls.py`.
+parsed by `tool_calls.py`, those of gpt-oss by `harmony.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 from paceline.request import Grammar, InvalidRequest
 from paceline.text.call_syntax import CLOSE, KEY, KEY_END, NAME, VALUE, VALUE_END, Tool, kinds_of
+from paceline.text.harmony import TOKENS, call_header, is_harmony
 from paceline.text.json_schema import closed, with_options
 from paceline.text.tool_calls import (
     ARGS,
@@ -29,6 +31,7 @@ from paceline.text.tool_calls import (
     GLM,
     GRANITE,
     GRANITE_CALLS,
+    HARMONY,
     HERMES,
     LLAMA,
     MISTRAL,
@@ -57,6 +60,8 @@ def style_of(template: str) -> str:
     """The style of a chat template. Raises InvalidRequest if it supports tools in an unknown style."""
     if "tools" not in template:
         return HERMES
+    if is_harmony(template):
+        return HARMONY
     if OPEN in template and GRANITE_CALLS not in template:
         if KEY in template:
             return GLM
@@ -112,6 +117,8 @@ def markers(style: str) -> tuple[str, ...]:
         return OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END
     if style == GRANITE:
         return GRANITE_CALLS, OPEN
+    if style == HARMONY:
+        return TOKENS
     return () if style == LLAMA else (OPEN, CLOSE)
 
 
@@ -142,14 +149,16 @@ def call_grammar(
         if style == GLM:
             rules += _glm_rules(index, function["name"], schema, literal)
             continue
-        if style == MISTRAL_ARGS:
+        if style == HARMONY:
+            body = f"{literal(call_header(function['name']))} args_{index}"
+        elif style == MISTRAL_ARGS:
             body = f"{json.dumps(function['name'])} {literal(ARGS)} args_{index}"
         else:
             key = "parameters" if style == LLAMA else "arguments"
             head = f'{{"name": {json.dumps(function["name"])}, "{key}": '
             body = f'{json.dumps(head)} args_{index} "}}"'
         rules += [f"body_{index}: {body}", f"args_{index}: %json {json.dumps(with_options(schema))}"]
-    if style == LLAMA:
+    if style in (LLAMA, HARMONY):  # one call ends a turn of gpt-oss
         start = ["start: body"]
     elif style in (MISTRAL, GRANITE):
         more = ' (", " body)*' if several else ""

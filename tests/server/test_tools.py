@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.request import Grammar
+from paceline.text.harmony import TOKENS
 from tests.server.scripted import joined, scripted
 from tests.server.serving import CHAT
 
@@ -68,6 +69,38 @@ def test_a_call_is_parsed_streamed_and_not(family: str, is_special: bool) -> Non
     assert (streamed["name"], streamed["arguments"]) == ("get_weather", ARGUMENTS)
     assert message["finish_reason"] == "tool_calls" and message["content"] == ""
     assert '"get_weather"' in client.prompt
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_channels_of_gpt_oss_are_reasoning_content_and_calls(is_special: bool) -> None:
+    analysis, start = "<|channel|>analysis<|message|>Rain?<|end|>", "<|start|>assistant"
+    preamble = f"{start}<|channel|>commentary<|message|>I look.<|end|>"
+    call = f"{start}<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}"
+    template = TURNS + "{% endif %}<|start|>assistant{# <|channel|><|message|> #}"
+    caller, client = scripted(template, analysis + preamble + call, TOKENS if is_special else ())
+    body = caller.ok(CHAT, BODY)
+    (choice,) = body["choices"]
+    message = choice["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Rain?", "I look.")
+    assert choice["finish_reason"] == "tool_calls"
+    assert message["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": ARGUMENTS}
+    num_tokens = len(client.tokenizer.encode(analysis, add_special=False))
+    assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == num_tokens
+    streamed = joined(caller.events(CHAT, BODY))
+    assert (streamed["reasoning_content"], streamed["content"]) == ("Rain?", "I look.")
+    assert [(one["name"], one["arguments"]) for one in streamed["tool_calls"]] == [("get_weather", ARGUMENTS)]
+    client.text = f"{analysis}{start}<|channel|>final<|message|>Yes."
+    (choice,) = caller.ok(CHAT, BODY, tools=None)["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("Yes.", "stop")
+    raw = caller.ok(CHAT, BODY, separate_reasoning=False)["choices"][0]["message"]
+    assert raw["content"] == client.text and "reasoning_content" not in raw
+
+    caller.ok(CHAT, BODY, tool_choice="required")
+    grammar = client.jobs[-1].params.grammar
+    assert grammar is not None and grammar.prefix == "" and grammar.reasoning[1] == f"<|end|>{start}"
+    caller.ok(CHAT, BODY, tools=None, response_format={"type": "json_object"})
+    grammar = client.jobs[-1].params.grammar
+    assert grammar is not None and grammar.prefix == "<|channel|>final<|message|>"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.text.call_syntax import Content
-from paceline.text.output_parser import OutputParser, Reasoning
-from paceline.text.reasoning import MARKERS, ReasoningCounter, ReasoningParser, reasoning_markers_of
+from paceline.text.output_parser import OutputParser, Reasoning, reasoning_markers_of
+from paceline.text.reasoning import MARKERS, ReasoningCounter, ReasoningParser
 from paceline.text.synthetic import CHATML, synthetic_tokenizer
 from paceline.text.tool_calls import HERMES, ToolCallParser
 

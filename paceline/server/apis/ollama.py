@@ -32,8 +32,7 @@ from paceline.server.response_types import FunctionCall, UsageInfo
 from paceline.server.routing import Call, json_response
 from paceline.server.state import RequestContext, ServerState
 from paceline.text.call_syntax import ArgumentsDelta, Content, ToolCallStart
-from paceline.text.output_parser import Reasoning
-from paceline.text.reasoning import reasoning_markers_of
+from paceline.text.output_parser import Reasoning, reasoning_markers_of
 from paceline.text.tools import style_of
 
 _NS = 1_000_000_000
