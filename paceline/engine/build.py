@@ -10,10 +10,9 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +31,7 @@ from paceline.engine.engine import Engine, EngineHooks, ModelInfo
 from paceline.engine.kv_sizing import check_host_fits, check_models_fit, free_memory, num_kv_pages
 from paceline.engine.loaded_text import LoadedText, set_up_grammars
 from paceline.engine.loop import Trace
-from paceline.engine.precision import FP8_KV, Precision, check_arch, check_kv_dtype
+from paceline.engine.precision import FP8_KV, Precision, check_arch, check_kv_dtype, rounding_group
 from paceline.engine.recent_outputs import RecentOutputs
 from paceline.engine.virtual.build import build_virtual
 from paceline.model.decoder import Decoder
@@ -46,7 +45,14 @@ from paceline.model.rank_group import RankGroup, StageLink, shard_of
 from paceline.model.read_spec import read_spec
 from paceline.model.registry import shape as named_shape
 from paceline.model.spec import ModelSpec
-from paceline.model.weights import QuantisedWeights, is_fp8, load_decoder, quantised_bytes, random_decoder
+from paceline.model.weights import (
+    QuantisedWeights,
+    load_decoder,
+    quantised_bytes,
+    random_decoder,
+    stored_group,
+    stored_quantization,
+)
 from paceline.parallel.collectives import TorchGroup, connect, listen
 from paceline.parallel.stages import StagePipe
 from paceline.request import short
@@ -132,10 +138,10 @@ def build_engine(
     given_config = _with_threads(config, device)
     config = choose_precision(given_config, device, path)
     check_kv_dtype(config, device, config.dtype)
-    if config.max_lora_rank and config.quantization == "fp8":
+    if config.max_lora_rank and config.quantization in ("fp8", "int4"):
         raise ConfigError(
-            f"max_lora_rank is {config.max_lora_rank} and quantization is 'fp8': LoRA adapters need weights in 16 "
-            "bits on a GPU; set quantization to none."
+            f"max_lora_rank is {config.max_lora_rank} and quantization is {config.quantization!r}: LoRA adapters need "
+            "weights in 16 bits on a GPU; set quantization to none."
         )
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability()
@@ -169,7 +175,8 @@ def build_engine(
             group, stages = _links(config, _backend(config, device), 0, store, device)
         kernels = None
         if device == "cuda":
-            kernels = _prepare_kernels(specs, config.dtype, scheduler_config, config, shard_of(group))
+            groups = int4_groups(config, zip(specs, (path, None if draft is None else draft.path), strict=False))
+            kernels = _prepare_kernels(specs, config.dtype, scheduler_config, config, shard_of(group), groups)
         with _one_thread():
             if text is not None:
                 tokenizer = text.tokenizer
@@ -248,7 +255,7 @@ def load_model(
 ) -> DecoderModel:
     """A decoder with its weights, in the precision of `choose_precision`. spec: that of the model at `path`; its
     vocabulary may have another size, which a draft model gets."""
-    if config.quantization not in ("none", "fp8"):
+    if config.quantization not in ("none", "fp8", "int4"):
         assert path is not None, "only weights of a file are quantised"
         weights = QuantisedWeights(path, quantization=config.quantization, progress=progress)
 
@@ -264,10 +271,10 @@ def load_model(
     options |= {"progress": progress, "group": group, "stages": stages}
     if path is None:
         return _arranged(random_decoder(spec, seed=seed, **options))
-    if config.quantization == "fp8" and is_fp8(path):
-        from paceline.engine.cuda.quantised import keep_fp8  # not at the top: the CPU needs no Triton
+    if config.quantization in ("fp8", "int4") and stored_quantization(path) == config.quantization:
+        from paceline.engine.cuda.quantised import keep_fp8, keep_int4  # not at the top: the CPU needs no Triton
 
-        options["keep_fp8"] = partial(keep_fp8, device=device)
+        options["keep"] = keep_fp8 if config.quantization == "fp8" else keep_int4
     return _arranged(with_vocabulary(load_decoder(path, **options), spec.vocab_size))
 
 
@@ -282,9 +289,11 @@ def group_of_one() -> RankGroup:
 def choose_precision(config: EngineConfig, device: str, path: Path | None) -> EngineConfig:
     """With a dtype, and with quantization as it will be: none, or how the weights in `path` are quantised."""
     given = config.quantization
-    if given == "fp8":
+    if given in ("fp8", "int4"):
+        on_cpu = "q8" if given == "fp8" else "q4"
         for refused, what in (
-            (device == "cpu", "the device is a CPU: set quantization to q8, or leave it out"),
+            (device == "cpu", f"the device is a CPU: set quantization to {on_cpu}, or leave it out"),
+            (given == "int4" and config.num_ranks > 1, "tp or pp is given: set them to 1, or quantization to none"),
             (config.dtype not in ("auto", "bfloat16"), f"dtype is {config.dtype!r}: set it to bfloat16"),
         ):
             if refused:
@@ -316,9 +325,13 @@ def choose_precision(config: EngineConfig, device: str, path: Path | None) -> En
             except NativeError as error:
                 log.warning("weights are expanded to float32, which is slower: kernels for 4 and 8 bits: %s", error)
                 is_kept = False
-        if device == "cuda" and path is not None and config.dtype in ("auto", "bfloat16") and is_fp8(path):
-            given = "fp8"
-        config = replace(config, quantization=given if is_kept or given == "fp8" else "none")
+        stored = "none"
+        if device == "cuda" and path is not None and config.dtype in ("auto", "bfloat16"):
+            stored = stored_quantization(path)
+        if stored == "int4" and config.num_ranks > 1:
+            log.warning("weights in 4 bits are expanded to bfloat16: ranks (tp, pp) have no kernels for them")
+            stored = "none"
+        config = replace(config, quantization="auto" if is_kept else stored)
     if config.dtype != "auto":
         return config
     return replace(config, dtype="bfloat16" if device == "cuda" else "float32")
@@ -326,12 +339,23 @@ def choose_precision(config: EngineConfig, device: str, path: Path | None) -> En
 
 def weight_bytes(config: EngineConfig, spec: ModelSpec, path: Path | None) -> int:
     """The memory of the weights, with a config of `choose_precision`."""
-    if config.quantization == "fp8" and path is not None and is_fp8(path):
-        return spec.num_parameters + spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
-    if config.quantization not in ("none", "fp8"):  # others are loaded in 16 bits, then rounded layer by layer
+    is_kept = path is not None and config.quantization == stored_quantization(path)
+    if config.quantization in ("fp8", "int4") and path is not None and is_kept:
+        tables = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
+        bits = 8.0 if config.quantization == "fp8" else 4 + 32 / stored_group(path)
+        return int((spec.num_parameters - tables) * bits / 8) + 2 * tables
+    if config.quantization not in ("none", "fp8", "int4"):  # those are loaded in 16 bits, then rounded layer by layer
         assert path is not None, "only weights of a file are quantised"
         return quantised_bytes(path, config.quantization)
     return spec.num_parameters * (4 if config.dtype == "float32" else 2)
+
+
+def int4_groups(config: EngineConfig, models: Iterable[tuple[ModelSpec, Path | None]]) -> tuple[int, ...]:
+    """Columns with one scale, of each of these models with 4-bit weights: as stored, or as they are rounded."""
+    if config.quantization != "int4":
+        return ()
+    is_stored = ((spec, path, path is not None and stored_quantization(path) == "int4") for spec, path in models)
+    return tuple(stored_group(path) if path and stored else rounding_group(spec) for spec, path, stored in is_stored)
 
 
 def _is_quantised(path: Path | None) -> bool:
@@ -422,10 +446,11 @@ def _prepare_kernels(
     scheduler: SchedulerConfig,
     config: EngineConfig,
     shard: Shard = WHOLE_MODEL,
+    groups: tuple[int, ...] = (),
 ) -> KernelPreparation:
     from paceline.engine.cuda.precompile import KernelPreparation  # not at the top: the CPU needs no Triton
 
-    return KernelPreparation(specs, Precision.of(config, dtype), scheduler, config.kernel_folder, shard)
+    return KernelPreparation(specs, Precision.of(config, dtype, groups), scheduler, config.kernel_folder, shard)
 
 
 @contextmanager
@@ -646,15 +671,17 @@ def kernel_options(
     """What the kernels of a model, or of a named shape, depend on: see `kernel_variants`. Needs no GPU."""
     path = None if shape is not None else find_model(model or DEFAULT_MODEL)
     spec = named_shape(shape) if path is None and shape is not None else read_spec(str(path))
-    if path is not None and config.quantization == "auto" and is_fp8(path):
-        config = replace(config, quantization="fp8")
+    if path is not None and config.quantization == "auto":
+        config = replace(config, quantization=stored_quantization(path))
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     config = _with_adapters(config, spec, "cuda")
-    specs = [spec]
+    specs, paths = [spec], [path]
     if config.draft_model is not None:
-        specs.append(find_draft_model(config.draft_model, spec, random=shape is not None).spec)
+        draft = find_draft_model(config.draft_model, spec, random=shape is not None)
+        specs, paths = [*specs, draft.spec], [*paths, draft.path]
     scheduler = _scheduler_config(spec, _with_drafts(config, scheduler_options, "cuda"), "cuda")
-    return specs, Precision.of(config, dtype), scheduler
+    groups = int4_groups(config, zip(specs, paths, strict=True))
+    return specs, Precision.of(config, dtype, groups), scheduler
 
 
 def _with_drafts(config: EngineConfig, scheduler_options: Mapping[str, Any], device: str) -> dict[str, Any]:

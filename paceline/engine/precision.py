@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.config import ConfigError, EngineConfig
+from paceline.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch
 
 FP8_KV = "fp8_e4m3"
+INT4_GROUPS = (128, 64, 32)
 FP8_ARCH = 89  # the first one that converts FP8 numbers
 
 
@@ -18,16 +20,18 @@ FP8_ARCH = 89  # the first one that converts FP8 numbers
 class Precision:
     dtype: str  # of activations, and of weights that are not quantised
     kv_dtype: str = "auto"  # of the KV cache; auto: dtype
-    quantization: str = "none"  # of weights: none or fp8
+    quantization: str = "none"  # of weights: none, fp8 or int4
     lora: tuple[int, int] = (0, 0)  # LoRA adapters that are resident, and their highest rank
+    int4_groups: tuple[int, ...] = ()  # columns with one scale, of each model with 4-bit weights
 
     @classmethod
-    def of(cls, config: EngineConfig, dtype: str) -> Precision:
+    def of(cls, config: EngineConfig, dtype: str, int4_groups: tuple[int, ...] = ()) -> Precision:
         """As the options say. dtype: auto is known by now."""
         check_kv_dtype(config, "cuda", dtype)
         kv_dtype = FP8_KV if config.kv_dtype == FP8_KV else "auto"
         lora = (config.max_loras, config.max_lora_rank) if config.max_lora_rank else (0, 0)
-        return cls(dtype, kv_dtype, "fp8" if config.quantization == "fp8" else "none", lora)
+        quantization = config.quantization if config.quantization in ("fp8", "int4") else "none"
+        return cls(dtype, kv_dtype, quantization, lora, int4_groups if quantization == "int4" else ())
 
     @property
     def kv_name(self) -> str:
@@ -36,6 +40,18 @@ class Precision:
     def kv_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of a number in the KV cache of a model whose activations are of `dtype`."""
         return 1 if self.kv_dtype == FP8_KV else dtype.itemsize
+
+
+def rounding_group(spec: ModelSpec) -> int:
+    """Columns with one scale, if weights are rounded to 4 bits: 128, or fewer where a matrix has no multiple of it."""
+    widths = (spec.hidden_size, spec.q_size, spec.ffn_size)
+    for group in INT4_GROUPS:
+        if not any(width % group for width in widths):
+            return group
+    raise ConfigError(
+        f"quantization is 'int4' and matrices have {', '.join(map(str, widths))} columns: they must be multiples of "
+        f"{INT4_GROUPS[-1]}; set quantization to none."
+    )
 
 
 def check_arch(config: EngineConfig, arch: int) -> None:

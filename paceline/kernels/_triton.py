@@ -10,6 +10,7 @@ The CPU build of torch comes without Triton. Kernel files evaluate `tl.constexpr
 from __future__ import annotations
 
 import importlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -46,6 +47,8 @@ except ImportError:
     triton = tl = _NoTriton()
     HAS_TRITON = False
 
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # which knows no assembler
 
 Key = tuple[Any, ...]
 _ADDRESS, _DTYPE = torch.Tensor.data_ptr, attrgetter("dtype")

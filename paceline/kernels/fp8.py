@@ -9,18 +9,13 @@ takes one instruction for two numbers on a Hopper GPU (to bfloat16 it takes five
 
 from __future__ import annotations
 
-import os
-
 import torch
 
-from paceline.kernels._triton import tl, triton
+from paceline.kernels._triton import INTERPRETED, tl, triton
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 _FP8_MAX, _FLOAT16_MAX = tl.constexpr(FP8_MAX), tl.constexpr(65504.0)
-
-
-_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # which knows no assembler
 
 
 def to_fp8_reference(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -52,7 +47,7 @@ def unpack_pairs(pairs):
     A GEMM operand whose rows are along K is read from shared memory with a transposition, which exists for 16 bits and
     not for 8: one byte at a time would take longer than everything else.
     """
-    if _INTERPRETED:
+    if INTERPRETED:
         first = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
         second = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:

@@ -14,6 +14,7 @@ order. Inputs are float16: RMSNorm writes them so.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -53,9 +54,13 @@ def quantise_fp8(weight: torch.Tensor) -> QuantisedMatrix:
     return QuantisedMatrix(values, factors)
 
 
+class Dequantisable(Protocol):
+    def dequantise(self, dtype: torch.dtype = torch.float32) -> torch.Tensor: ...
+
+
 def quantised_linear_reference(
     x: torch.Tensor,
-    weight: QuantisedMatrix,
+    weight: Dequantisable,
     bias: torch.Tensor | None = None,
     gated: bool = False,
     residual: torch.Tensor | None = None,
@@ -68,6 +73,56 @@ def quantised_linear_reference(
         gate, up = out.chunk(2, dim=-1)
         out = torch.nn.functional.silu(gate) * up
     return out if residual is None else out + residual.double()
+
+
+@triton.jit
+def store_sums(
+    acc,
+    bias,
+    residual,
+    out,
+    partials,
+    arrived,
+    M,
+    N,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The end of a GEMM: adds the sums [BLOCK_M, WIDTH] of all splits, then bias, gate and residual, and stores."""
+    tile_m = tl.program_id(0)
+    tile_n = tl.program_id(1)
+    split = tl.program_id(2)
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    place = m.to(tl.int64)[:, None] * N + n[None, :]
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    if SPLIT_K > 1:
+        size = M.to(tl.int64) * N
+        tl.store(partials + split * size + place, acc, mask=inside)
+        tl.debug_barrier()
+        count = arrived + tile_n * tl.num_programs(0) + tile_m
+        is_last = tl.atomic_add(count, 1, sem="acq_rel") == SPLIT_K - 1
+        inside = inside & is_last
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for other in tl.static_range(SPLIT_K):
+            acc += tl.load(partials + other * size + place, mask=inside, other=0.0, cache_modifier=".cg")
+        if is_last:
+            tl.store(count, 0)
+    if HAS_BIAS:
+        wide_n = tl.arange(0, WIDTH)
+        column = tile_n * BLOCK_N + wide_n % BLOCK_N
+        row = column + wide_n // BLOCK_N * N
+        acc += tl.load(bias + row, mask=column < N, other=0.0).to(tl.float32)[None, :]
+    if WIDTH > BLOCK_N:
+        acc, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N]), [0, 2, 1]))
+        acc = acc / (1.0 + tl.exp(-acc)) * up
+    if HAS_RESIDUAL:
+        acc += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, to_operand(acc, out.dtype.element_ty), mask=inside)
 
 
 @launched
@@ -99,7 +154,6 @@ def _quantised_linear_kernel(
     tile_n = tl.program_id(1)
     split = tl.program_id(2)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_m = m < M
     # With a gate, the columns of a tile are those of the gate followed by the matching columns of up.
     wide_n = tl.arange(0, WIDTH)
@@ -129,30 +183,22 @@ def _quantised_linear_kernel(
             a = tl.load(inputs + start, mask=inside_m[:, None] & inside_k, other=0.0)
             w = tl.load(weights + start, mask=inside_w[:, None] & inside_k, other=0.0)
         acc = tl.dot(a, tl.trans(w.to(kind)), acc)
-
-    place = m.to(tl.int64)[:, None] * N + n[None, :]
-    inside = inside_m[:, None] & (n < N)[None, :]
-    if SPLIT_K > 1:
-        size = M.to(tl.int64) * N
-        tl.store(partials + split * size + place, acc, mask=inside)
-        tl.debug_barrier()
-        count = arrived + tile_n * tl.num_programs(0) + tile_m
-        is_last = tl.atomic_add(count, 1, sem="acq_rel") == SPLIT_K - 1
-        inside = inside & is_last
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for other in tl.static_range(SPLIT_K):
-            acc += tl.load(partials + other * size + place, mask=inside, other=0.0, cache_modifier=".cg")
-        if is_last:
-            tl.store(count, 0)
-    acc = acc * factor[None, :]
-    if HAS_BIAS:
-        acc += tl.load(bias + row, mask=inside_w, other=0.0).to(tl.float32)[None, :]
-    if WIDTH > BLOCK_N:
-        acc, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N]), [0, 2, 1]))
-        acc = acc / (1.0 + tl.exp(-acc)) * up
-    if HAS_RESIDUAL:
-        acc += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, to_operand(acc, out.dtype.element_ty), mask=inside)
+    store_sums(
+        acc * factor[None, :],
+        bias,
+        residual,
+        out,
+        partials,
+        arrived,
+        M,
+        N,
+        HAS_BIAS=HAS_BIAS,
+        HAS_RESIDUAL=HAS_RESIDUAL,
+        SPLIT_K=SPLIT_K,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        WIDTH=WIDTH,
+    )
 
 
 def quantised_linear(

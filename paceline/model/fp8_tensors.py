@@ -63,14 +63,14 @@ def _combined(layer: str, weight: StoredTensor, scale: StoredTensor, found: Chec
             scales = scales.reshape(-1, 1).expand(rows, columns)
         return read_values(source).float() * (scales[source] if source else scales)
 
-    def read_fp8(source: tuple[slice, ...]) -> Fp8Tensor:
+    def read_packed(source: tuple[slice, ...], device: str | torch.device) -> Fp8Tensor:
         scales = scale.read(()).float().reshape(-1).expand(rows)
-        return Fp8Tensor(read_values(source), scales[source[:1]] if source else scales)
+        return Fp8Tensor(read_values(source).to(device), (scales[source[:1]] if source else scales).to(device))
 
     num_bytes = weight.num_bytes + scale.num_bytes
-    return replace(weight, num_bytes=num_bytes, read=read, read_fp8=None if found.blocks else read_fp8)
+    return replace(weight, num_bytes=num_bytes, read=read, read_packed=None if found.blocks else read_packed)
 
 
-def concatenate_rows(tensors: list[Fp8Tensor]) -> Fp8Tensor:
+def concatenate_fp8(tensors: list[Fp8Tensor]) -> Fp8Tensor:
     values = torch.cat([one.values.view(torch.uint8) for one in tensors]).view(torch.float8_e4m3fn)
     return Fp8Tensor(values, torch.cat([one.scales for one in tensors]))

@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING
 from paceline.model.spec import ModelError, ModelSpec
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    from paceline.model.quantised import Fp8Tensor, QuantisedTensor
+    from paceline.model.quantised import PackedTensor, QuantisedTensor
 
 _ALIGN = 64  # columns of the MLP and rows of the vocabulary that stay together, where the size allows: kernels like it
 
@@ -179,7 +180,8 @@ class StoredTensor:
     # All of it, in the bits it is stored in, and how many `read_quantised` gives; None: it is not quantised.
     read_quantised: Callable[[], QuantisedTensor] | None = None
     quantised_bits: int = 8
-    read_fp8: Callable[[tuple[slice, ...]], Fp8Tensor] | None = None  # these rows and columns, if stored in FP8
+    # These rows and columns on a device, as an FP8 or 4-bit checkpoint stores them; None: they cannot be kept so.
+    read_packed: Callable[[tuple[slice, ...], str | torch.device], PackedTensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
-"""Quantised weights: 4 or 8 bits per value, and a scale and an offset for every group of 32 columns.
+"""Quantised weights on the host: 4 or 8 bits per value, and a scale and an offset for every group of 32 columns.
 
     w = scale * q + offset
+
+And those of FP8 and 4-bit checkpoints, as a GPU keeps them.
 
 `dequantise` is the reference. `gguf_tensors.py` reads such weights from files.
 """
@@ -48,6 +50,39 @@ class Fp8Tensor:
 
     values: Tensor
     scales: Tensor
+
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> Fp8Tensor:
+        """With the rows rearranged or selected."""
+        values = function(self.values.view(torch.uint8)).view(self.values.dtype)  # few operations know FP8
+        return Fp8Tensor(values, function(self.scales))
+
+    def scaled(self, factor: float) -> Fp8Tensor:
+        return Fp8Tensor(self.values, self.scales * factor)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int4Tensor:
+    """A weight [N, K] of a 4-bit checkpoint: scale * (value - zero), with a scale for `group` columns of a row."""
+
+    values: Tensor  # [N, K] uint8, 0 to 15
+    scales: Tensor  # [N, K / group]
+    zeros: Tensor  # [N, K / group], integers from 0 to 16
+    group: int
+
+    def dequantise(self) -> Tensor:
+        scales, zeros = (one.float()[:, :, None] for one in (self.scales, self.zeros))
+        groups = self.values.float().reshape(len(self.values), -1, self.group)
+        return ((groups - zeros) * scales).flatten(1)
+
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> Int4Tensor:
+        """With the rows rearranged or selected."""
+        return Int4Tensor(function(self.values), function(self.scales), function(self.zeros), self.group)
+
+    def scaled(self, factor: float) -> Int4Tensor:
+        return Int4Tensor(self.values, self.scales.float() * factor, self.zeros, self.group)
+
+
+PackedTensor = Fp8Tensor | Int4Tensor  # of a checkpoint whose format a GPU keeps
 
 
 def concatenate(tensors: Sequence[QuantisedTensor]) -> QuantisedTensor:

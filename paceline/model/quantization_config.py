@@ -1,7 +1,8 @@
 """The `quantization_config` of a Hugging Face config.json: which format the weights are stored in. Reads no tensors.
 
-FP8 is supported: `quant_method` fp8, and compressed-tensors float-quantized; and mxfp4, the format of the experts of
-gpt-oss. Everything else is refused by name, before a weight is read.
+Supported are FP8 (`quant_method` fp8; compressed-tensors float-quantized), 4 bits (gptq; awq; compressed-tensors
+pack-quantized) and mxfp4, the format of the experts of gpt-oss. Everything else is refused by name, before a weight is
+read.
 """
 
 from __future__ import annotations
@@ -13,16 +14,26 @@ from typing import Any
 from paceline.model.spec import ModelError
 
 BLOCK = 128  # rows and columns of a block of FP8 weights
+_INT4_GROUPS = (32, 64, 128)
 _REMEDY = "use the unquantised model, or a GGUF file of it"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFormat:
-    """How the weights of linear layers are stored: as FP8 numbers, with a scale per row or for all, or per block; or
-    those of experts as MXFP4 numbers."""
+    """How the weights of linear layers are stored: as FP8 numbers, with a scale per row or for all, or per block; in 4
+    bits, with a scale per group of columns; or those of experts as MXFP4 numbers."""
 
-    method: str  # fp8, compressed-tensors or mxfp4
-    blocks: bool
+    method: str  # fp8, gptq, awq, compressed-tensors or mxfp4
+    blocks: bool = False
+    group: int = 0  # columns of a group of 4-bit weights; 0: another format
+    symmetric: bool = False  # 4-bit compressed-tensors: no zeros are stored
+    zero_offset: int = 0  # gptq: added to stored zeros
+    desc_act: bool = False  # gptq: columns may be in another order than their groups
+
+    @property
+    def quantization(self) -> str:
+        """fp8, int4 or mxfp4."""
+        return "mxfp4" if self.method == "mxfp4" else "int4" if self.group else "fp8"
 
 
 def read_format(config: Mapping[str, Any]) -> CheckpointFormat | None:
@@ -37,23 +48,59 @@ def read_format(config: Mapping[str, Any]) -> CheckpointFormat | None:
         _require(given, "fmt", ("e4m3",), "e4m3")
         return CheckpointFormat(method, _has_blocks(given.get("weight_block_size")))
     if method == "mxfp4":
-        return CheckpointFormat(method, True)
+        return CheckpointFormat(method)
+    if method == "gptq":
+        return _gptq(given)
+    if method == "awq":
+        _require(given, "bits", (4,))
+        _require(given, "version", ("gemm", "GEMM"), "gemm")
+        _require(given, "zero_point", (True,), True)
+        return CheckpointFormat(method, group=_group(given))
     if method != "compressed-tensors":
         raise ModelError(
-            f"quantization_config is {method!r}: supported are fp8, compressed-tensors and mxfp4; {_REMEDY}."
+            f"quantization_config is {method!r}: supported are fp8, gptq, awq, compressed-tensors and mxfp4; "
+            f"{_REMEDY}."
         )
-    _require(given, "format", ("float-quantized",))
+    return _compressed_tensors(given)
+
+
+def _gptq(given: Mapping[str, Any]) -> CheckpointFormat:
+    _require(given, "bits", (4,))
+    _require(given, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    offset = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
+    return CheckpointFormat("gptq", group=_group(given), zero_offset=offset, desc_act=bool(given.get("desc_act")))
+
+
+def _compressed_tensors(given: Mapping[str, Any]) -> CheckpointFormat:
+    _require(given, "format", ("float-quantized", "pack-quantized"))
     groups = list((given.get("config_groups") or {}).values())
     if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
         raise ModelError(
             f"quantization_config has {len(groups)} config_groups: only one, for all Linear, is supported; {_REMEDY}."
         )
     weights = groups[0].get("weights") or {}
+    if given["format"] == "pack-quantized":
+        _require(weights, "num_bits", (4,))
+        _require(weights, "type", ("int",), "int")
+        _require(weights, "strategy", ("group",))
+        _require(weights, "actorder", (None, False, "weight", "static"))  # others: columns out of order
+        if groups[0].get("input_activations"):
+            raise ModelError(
+                f"quantization_config has input_activations: only weights in 4 bits are supported; {_REMEDY}."
+            )
+        return CheckpointFormat(
+            "compressed-tensors", group=_group(weights), symmetric=bool(weights.get("symmetric", True))
+        )
     _require(weights, "num_bits", (8,))
     _require(weights, "type", ("float",))
     _require(weights, "strategy", ("channel", "tensor", "block"))
     blocks = weights["strategy"] == "block"
-    return CheckpointFormat(method, blocks and _has_blocks(weights.get("block_structure") or ()))
+    return CheckpointFormat("compressed-tensors", blocks and _has_blocks(weights.get("block_structure") or ()))
+
+
+def _group(given: Mapping[str, Any]) -> int:
+    _require(given, "group_size", _INT4_GROUPS)
+    return int(given["group_size"])
 
 
 def _has_blocks(size: Any) -> bool:

@@ -14,16 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.model.layout import StoredTensor
 from paceline.model.registry import ModelFamily
 from paceline.model.spec import ModelSpec
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    from paceline.model.quantised import QuantisedTensor
+    from paceline.model.quantised import PackedTensor, QuantisedTensor
 
 _TEXT_PREFIXES = {
     "language_model.model.": "model.",
@@ -88,11 +89,15 @@ def _divided(spec: ModelSpec, name: str, tensor: StoredTensor) -> Iterator[tuple
 
 
 def _rows_of(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
-    whole, rows = tensor.read_quantised, slice(first, first + count)
+    whole, rows, packed = tensor.read_quantised, slice(first, first + count), tensor.read_packed
 
-    def read(part: tuple[slice, ...]) -> Tensor:
+    def moved(part: tuple[slice, ...]) -> tuple[slice, ...]:
         start, stop, _ = (part[0] if part else slice(None)).indices(count)
-        return tensor.read((slice(first + start, first + stop), *part[1:]))
+        return slice(first + start, first + stop), *part[1:]
+
+    def read_packed(part: tuple[slice, ...], device: str | torch.device) -> PackedTensor:
+        assert packed is not None, "the file is in 16 or 32 bits"
+        return packed(moved(part), device)
 
     def quantised() -> QuantisedTensor:
         assert whole is not None, "the file is not quantised"
@@ -102,26 +107,33 @@ def _rows_of(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
         tensor,
         shape=(count, *tensor.shape[1:]),
         num_bytes=tensor.num_bytes * count // tensor.shape[0],
-        read=read,
+        read=lambda part: tensor.read(moved(part)),
         read_quantised=None if whole is None else quantised,
+        read_packed=None if packed is None else read_packed,
     )
 
 
 def _mapped(
-    tensor: StoredTensor,
-    change: Callable[[Tensor], Tensor],
-    change_quantised: Callable[[QuantisedTensor], QuantisedTensor] | None = None,
+    tensor: StoredTensor, change: Callable[[Tensor], Tensor], change_quantised: Callable[[Any], Any] | None = None
 ) -> StoredTensor:
-    whole = tensor.read_quantised
+    """change_quantised: the same of a `QuantisedTensor` or `PackedTensor`."""
+    whole, packed = tensor.read_quantised, tensor.read_packed
 
     def quantised() -> QuantisedTensor:
         assert whole is not None and change_quantised is not None, "vectors are not quantised"
-        return change_quantised(whole())
+        changed: QuantisedTensor = change_quantised(whole())
+        return changed
+
+    def read_packed(part: tuple[slice, ...], device: str | torch.device) -> PackedTensor:
+        assert packed is not None and change_quantised is not None, "vectors are not quantised"
+        changed: PackedTensor = change_quantised(packed(part, device))
+        return changed
 
     return replace(
         tensor,
         read=lambda part: change(tensor.read(part)),
         read_quantised=None if whole is None else quantised,
+        read_packed=None if packed is None else read_packed,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from paceline.model.decoder import Decoder
 from paceline.model.experts import name_experts
-from paceline.model.fp8_tensors import concatenate_rows, fp8_tensors
+from paceline.model.fp8_tensors import concatenate_fp8, fp8_tensors
 from paceline.model.gguf import gguf_tensors
 from paceline.model.gguf_file import is_gguf, open_gguf
+from paceline.model.int4_tensors import concatenate_int4, int4_tensors
 from paceline.model.layout import (
     WHOLE_MODEL,
     Shard,
@@ -31,8 +32,8 @@ from paceline.model.layout import (
     target_shapes,
 )
 from paceline.model.mxfp4_tensors import mxfp4_tensors
-from paceline.model.quantised import GROUP, Fp8Tensor, QuantisedTensor, concatenate, quantise
-from paceline.model.quantization_config import read_format
+from paceline.model.quantised import GROUP, Fp8Tensor, Int4Tensor, PackedTensor, QuantisedTensor, concatenate, quantise
+from paceline.model.quantization_config import CheckpointFormat, read_format
 from paceline.model.rank_group import RankGroup, StageLink, shard_of
 from paceline.model.read_spec import read_json, read_spec
 from paceline.model.registry import FAMILIES
@@ -40,7 +41,7 @@ from paceline.model.spec import DTYPES, ModelError, ModelSpec
 from paceline.model.stored import adapt
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
-KeepFp8 = Callable[[Fp8Tensor], Any]  # an FP8 matrix as the executor keeps it
+Keep = Callable[[Any], Any]  # an FP8 or 4-bit matrix of a checkpoint as the executor keeps it
 
 _BITS = {"q4": 4, "q8": 8}  # others: as stored
 # Stored by some exporters, but computed here: rotary frequencies, causal masks.
@@ -56,14 +57,15 @@ def load_decoder(
     progress: Progress | None = None,
     group: RankGroup | None = None,
     stages: StageLink | None = None,
-    keep_fp8: KeepFp8 | None = None,
+    keep: Keep | None = None,
 ) -> Decoder:
     """Loads the model at `path`, a Hugging Face folder or a GGUF file. `dtype` defaults to the stored one. `group`,
-    `stages`: loads this rank's part. keep_fp8: matrices of layers are stored in FP8 (`is_fp8`), and become this."""
+    `stages`: loads this rank's part. keep: matrices of layers are stored in FP8 or 4 bits (`stored_quantization`),
+    and become this."""
     spec, stored = _open(Path(path))
     shard = shard_of(group or stages)
     weights = fuse_weights(
-        spec, stored, source=str(path), dtype=dtype, device=device, progress=progress, shard=shard, keep_fp8=keep_fp8
+        spec, stored, source=str(path), dtype=dtype, device=device, progress=progress, shard=shard, keep=keep
     )
     return Decoder(spec, weights, max_positions=max_positions, group=group, stages=stages)
 
@@ -77,14 +79,28 @@ def _open(path: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
     return spec, adapt(spec, family, stored, is_gguf=is_gguf(path))
 
 
-def is_fp8(path: str | Path) -> bool:
-    """Whether all matrices of the layers are stored in FP8, with scales that an executor can keep."""
-    if is_gguf(Path(path)):
-        return False
+def stored_quantization(path: str | Path) -> str:
+    """fp8 or int4 if all matrices of the layers are stored so, in a form that an executor can keep; else none."""
+    found = _format(Path(path))
+    if found is None:
+        return "none"
     spec, stored = _open(Path(path))
     parts = [name for name, part in stored_parts(spec).items() if _is_layer_matrix(part.target)]
     is_plain = not spec.num_experts and spec.norm_placement == "pre" and spec.activation == "silu"
-    return is_plain and all(name in stored and stored[name].read_fp8 is not None for name in parts)
+    are_kept = is_plain and all(name in stored and stored[name].read_packed is not None for name in parts)
+    return found.quantization if are_kept else "none"
+
+
+def stored_group(path: str | Path) -> int:
+    """Columns with one scale, of a 4-bit checkpoint."""
+    found = _format(Path(path))
+    assert found is not None and found.quantization == "int4", "the model is not stored in 4 bits"
+    return found.group
+
+
+def _format(path: Path) -> CheckpointFormat | None:
+    config = path / "config.json"
+    return read_format(read_json(config)) if config.is_file() else None
 
 
 def _is_layer_matrix(name: str) -> bool:
@@ -126,40 +142,47 @@ def fuse_weights(
     progress: Progress | None,
     shard: Shard = WHOLE_MODEL,
     only_vectors: bool = False,
-    keep_fp8: KeepFp8 | None = None,
+    keep: Keep | None = None,
 ) -> dict[str, Tensor]:
     """Copies the stored parameters of one rank into the fused tensors of the decoder. only_vectors: norms and biases,
-    no matrices. keep_fp8: as in `load_decoder`."""
+    no matrices. keep: as in `load_decoder`."""
     _check_names(stored_parts(spec), stored, tied=spec.tied, source=source)
     parts, shapes = stored_parts(spec, shard), target_shapes(spec, shard)
     if only_vectors:
         shapes = {name: shape for name, shape in shapes.items() if not is_matrix(name)}
         parts = {name: part for name, part in parts.items() if part.target in shapes}
     torch_dtype = _torch_dtype(dtype or spec.dtype)
-    kept: dict[str, list[Fp8Tensor]] = {}
-    if keep_fp8 is not None:
+    kept: dict[str, list[PackedTensor]] = {}
+    if keep is not None:
         kept = {name: [] for name in shapes if _is_layer_matrix(name)}
     weights = {
         name: torch.empty(shape, dtype=torch_dtype, device=device) for name, shape in shapes.items() if name not in kept
     }
     total, done = sum(stored[name].num_bytes for name in parts), 0
     for name, part in parts.items():
-        read_fp8 = stored[name].read_fp8
-        if keep_fp8 is not None and read_fp8 is not None and part.target in kept:
+        read_packed = stored[name].read_packed
+        if keep is not None and read_packed is not None and part.target in kept:
             rows = kept[part.target]
-            rows.append(read_fp8(part.source))
-            # Converted with its last part, so that host memory never has more than one of them.
+            rows.append(read_packed(part.source, device))
+            # Converted with its last part, so that memory never has more than one of them twice.
             if sum(len(one.values) for one in rows) == shapes[part.target][0]:
-                weights[part.target] = keep_fp8(concatenate_rows(rows))
+                weights[part.target] = keep(_joined(rows))
                 rows.clear()
-            continue
-        with torch.inference_mode():
-            target, values = weights[part.target][part.row : part.row + part.num_rows], stored[name].read(part.source)
-            target.copy_(values.view(target.shape) if values.numel() == target.numel() else values)
+        else:
+            values = stored[name].read(part.source)
+            with torch.inference_mode():
+                target = weights[part.target][part.row : part.row + part.num_rows]
+                target.copy_(values.view(target.shape) if values.numel() == target.numel() else values)
         done += stored[name].num_bytes
         if progress:
             progress(done, total)
     return weights
+
+
+def _joined(parts: list[PackedTensor]) -> PackedTensor:
+    """The rows of all parts of a fused matrix."""
+    of_4_bits = [one for one in parts if isinstance(one, Int4Tensor)]
+    return concatenate_int4(of_4_bits) if of_4_bits else concatenate_fp8([o for o in parts if isinstance(o, Fp8Tensor)])
 
 
 class QuantisedWeights:
@@ -341,23 +364,24 @@ def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
     if not files:
         hint = " (pytorch_model.bin runs code when opened)" if list(folder.glob("*.bin")) else ""
         raise ModelError(f"{folder} has no .safetensors files{hint}: convert the model to safetensors or GGUF.")
-    config = folder / "config.json"
-    found = read_format(read_json(config)) if config.is_file() else None
+    found = _format(folder)
     stored: dict[str, StoredTensor] = {}
     for file in files:
         if not file.is_file():
             raise ModelError(f"{file} is missing, but model.safetensors.index.json names it: fetch the model again.")
-        stored.update(_file_tensors(file, quantised=None if found is None else _QUANTISED_DTYPES[found.method]))
+        stored.update(_file_tensors(file, () if found is None else _QUANTISED_DTYPES[found.quantization]))
     if found is None:
         return stored
-    return mxfp4_tensors(stored, str(folder)) if found.method == "mxfp4" else fp8_tensors(stored, found, str(folder))
+    if found.quantization == "mxfp4":
+        return mxfp4_tensors(stored, str(folder))
+    return (fp8_tensors if found.quantization == "fp8" else int4_tensors)(stored, found, str(folder))
 
 
-_QUANTISED_DTYPES = {"fp8": "F8_E4M3", "compressed-tensors": "F8_E4M3", "mxfp4": "U8"}
+_QUANTISED_DTYPES = {"fp8": ("F8_E4M3",), "int4": ("I32", "I64"), "mxfp4": ("U8",)}
 
 
-def _file_tensors(path: Path, *, quantised: str | None = None) -> dict[str, StoredTensor]:
-    """quantised: the dtype of quantised weights."""
+def _file_tensors(path: Path, quantised: Sequence[str] = ()) -> dict[str, StoredTensor]:
+    """quantised: the dtypes of quantised weights."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -367,14 +391,14 @@ def _file_tensors(path: Path, *, quantised: str | None = None) -> dict[str, Stor
         raise ModelError(f"{path} cannot be read ({error}): it is damaged or truncated, fetch it again.") from None
 
     for name, view in views.items():
-        is_known = view.get_dtype() in _ITEM_BYTES or view.get_dtype() == quantised
+        is_known = view.get_dtype() in _ITEM_BYTES or view.get_dtype() in quantised
         if not is_known and not _IGNORED.search(name):
             # Quantised values, of which the config says nothing.
             raise ModelError(f"{path} stores {name} as {view.get_dtype()}: use the unquantised model, or a GGUF file.")
 
     def stored(name: str) -> StoredTensor:
         shape = tuple(views[name].get_shape())
-        item_bytes = _ITEM_BYTES.get(views[name].get_dtype(), 1)
+        item_bytes = _ITEM_BYTES.get(views[name].get_dtype()) or {"I32": 4, "I64": 8}.get(views[name].get_dtype(), 1)
 
         def read(part: tuple[slice, ...]) -> Tensor:
             # Slices are copied, whole tensors are mapped.

@@ -61,6 +61,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("tiny-gpt-oss", {"context_tokens": 600, "num_pages": 200, "max_running": 20, "draft_tokens": 4}),
     ("tiny-qwen3", {"context_tokens": 4096, "num_pages": 2000, "max_running": 130, "shared_reads": False}),
     ("wide", {"context_tokens": 600, "num_pages": 200, "max_running": 80, "draft_tokens": 4, "quantization": "fp8"}),
+    ("wide", {"context_tokens": 900, "num_pages": 200, "max_running": 80, "draft_tokens": 4, "quantization": "int4"}),
     # LoRA adapters, of which some requests use one.
     ("tiny-llama", {"context_tokens": 600, "num_pages": 200, "max_running": 37, "draft_tokens": 4, "lora": (3, 8)}),
     (
@@ -195,7 +196,7 @@ def main() -> None:
     assert "_linear_kernel" in kernels_of("wide"), "no case uses the fused GEMM"
     print("\n".join(found) or "all listed")
     families = kernels_of("tiny-qwen3-moe") | kernels_of("tiny-gemma2")
-    print(*kernels_of("qwen3-0.6b") | families | kernels_of("wide", "fp8"))
+    print(*kernels_of("qwen3-0.6b") | families | kernels_of("wide", "fp8") | kernels_of("wide", "int4"))
     compile_for_rows(1024)
     sys.exit(bool(found))
 

@@ -16,7 +16,7 @@ from paceline.engine.cuda.quantised import keep_fp8
 from paceline.kernels.quantised_linear import QuantisedMatrix
 from paceline.model.quantization_config import CheckpointFormat, read_format
 from paceline.model.spec import ModelError
-from paceline.model.weights import check_files, is_fp8, load_decoder
+from paceline.model.weights import check_files, load_decoder, stored_quantization
 from tests.tiny_folder import save_tiny_model
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "static"}
@@ -59,7 +59,7 @@ def save_fp8(path: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
 def test_fp8_checkpoints_have_the_values_of_their_scales(tmp_path: Path, config: dict[str, Any]) -> None:
     """Expanded on any device; kept on a GPU, except for blocks."""
     wanted = save_fp8(tmp_path / "model", config)
-    assert is_fp8(tmp_path / "model") == (config is not BLOCKS)
+    assert stored_quantization(tmp_path / "model") == ("none" if config is BLOCKS else "fp8")
     assert check_files(tmp_path / "model").num_layers == 2
     expanded = load_decoder(tmp_path / "model", dtype="float32")
     names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
@@ -69,7 +69,7 @@ def test_fp8_checkpoints_have_the_values_of_their_scales(tmp_path: Path, config:
     assert chosen == ("none" if config is BLOCKS else "fp8")
     assert choose_precision(EngineConfig(), "cpu", tmp_path / "model").quantization == "none"
     if config is not BLOCKS:
-        kept = load_decoder(tmp_path / "model", dtype="bfloat16", keep_fp8=lambda one: keep_fp8(one, device="cpu"))
+        kept = load_decoder(tmp_path / "model", dtype="bfloat16", keep=keep_fp8)
         qkv: Any = kept.layers[1].qkv
         assert isinstance(qkv, QuantisedMatrix) and kept.dtype is torch.bfloat16
         assert torch.equal(qkv.dequantise(), expanded.layers[1].qkv)
@@ -78,11 +78,16 @@ def test_fp8_checkpoints_have_the_values_of_their_scales(tmp_path: Path, config:
 @pytest.mark.parametrize(
     ("config", "error"),
     [
-        ({"quant_method": "bitsandbytes"}, "quantization_config is 'bitsandbytes': supported are fp8, compressed"),
-        ({"quant_method": "awq", "bits": 4}, "quantization_config is 'awq'"),
+        (
+            {"quant_method": "bitsandbytes"},
+            "quantization_config is 'bitsandbytes': supported are fp8, gptq, awq, compressed",
+        ),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"blocks of \[64, 64\]: only \[128, 128\]"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2', and supported is e4m3"),
-        ({**CHANNEL, "format": "pack-quantized"}, "format 'pack-quantized', and supported is float-quantized"),
+        (
+            {**CHANNEL, "format": "int-quantized"},
+            "format 'int-quantized', and supported is float-quantized, pack-quant",
+        ),
         ({**CHANNEL, "config_groups": {}}, "0 config_groups: only one"),
         ("fp8", "quantization_config is 'fp8'"),
     ],

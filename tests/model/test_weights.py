@@ -136,8 +136,8 @@ def test_pickled_weights_are_refused(folder: Path) -> None:
         ),
         ({"architectures": None}, "which is not supported: supported are LlamaForCausalLM, Mistral.*Qwen3"),
         (
-            {"quantization_config": {"quant_method": "awq"}},
-            "quantization_config is 'awq': supported are fp8",
+            {"quantization_config": {"quant_method": "hqq"}},
+            "quantization_config is 'hqq': supported are fp8",
         ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu': only silu"),
         ({"clip_qkv": 8.0}, "clip_qkv is 8.0: clipping is not supported"),

@@ -73,8 +73,8 @@ def build_cuda(
     if scheduler.draft_tokens:
         max_rows = min(max(max_rows, _DRAFT_ROWS), max_rows * (1 + scheduler.draft_tokens))
     for one in (decoder, draft):
-        if config.quantization == "fp8" and one is not None:
-            quantise_decoder(one)
+        if config.quantization in ("fp8", "int4") and one is not None:
+            quantise_decoder(one, config.quantization)
     models = [
         CudaModel(
             one,

@@ -37,17 +37,17 @@ from paceline.engine.cuda.experts import ExpertBuffers, RoutedExperts
 from paceline.engine.cuda.linear_weights import LinearWeights
 from paceline.engine.cuda.lora import CudaLora, LoraSizes
 from paceline.engine.cuda.quantised import (
-    MAX_SMALL_ROWS,
     QuantisedBuffers,
     QuantisedPass,
     load_library_kernels,
+    max_small_rows,
     operand_dtype,
     quantised_tuning,
 )
 from paceline.kernels._triton import cdiv
+from paceline.kernels.int4_linear import Int4Matrix
 from paceline.kernels.linear import LinearTuning, LinearWorkspace, decode_tuning, few_rows_tuning, linear, num_squares
 from paceline.kernels.lora import AdapterMatrix
-from paceline.kernels.quantised_linear import QuantisedMatrix
 from paceline.kernels.rms_norm import post_norm, rms_norm
 from paceline.kernels.route_experts import LiveRows
 from paceline.kernels.silu_mul import silu_mul
@@ -238,7 +238,8 @@ class CudaModel:
         spec = decoder.spec
         check_supported(spec)
         self.spec, self.device, self.dtype = spec, decoder.device, decoder.dtype
-        self.is_quantised = isinstance(decoder.layers[0].qkv, QuantisedMatrix)
+        weight: object = decoder.layers[0].qkv
+        self.is_quantised, self.is_int4 = not isinstance(weight, Tensor), isinstance(weight, Int4Matrix)
         self.group, self.whole_spec = decoder.group, decoder.whole_spec
         # The first token id whose embedding this rank has; None: it has all.
         self.first_id = None if self.group is None else self.group.shard.vocabulary(spec).start
@@ -261,7 +262,7 @@ class CudaModel:
         is_fused = is_plain and (self.is_quantised or self._largest_weight() < largest)
         self._max_fused_rows = 0
         if is_fused:
-            self._max_fused_rows = MAX_SMALL_ROWS if self.is_quantised else _MAX_FUSED_ROWS
+            self._max_fused_rows = max_small_rows(int4=self.is_int4) if self.is_quantised else _MAX_FUSED_ROWS
 
         def empty(rows: int, columns: int, dtype: torch.dtype = self.dtype) -> Tensor:
             # Zeros: padding rows of a graph are computed like all others, and must not become NaN or infinite.
@@ -284,9 +285,11 @@ class CudaModel:
             self._partial = empty(max_tokens, spec.hidden_size)
         self._quantised_buffers = None
         if self.is_quantised:
-            self._quantised_buffers = QuantisedBuffers.empty(spec, max_tokens, self.dtype, self.device)
+            self._quantised_buffers = QuantisedBuffers.empty(
+                spec, max_tokens, self.dtype, self.device, int4=self.is_int4
+            )
         self._squares = torch.zeros(max_rows, cdiv(spec.hidden_size, 16), device=self.device)
-        fused_rows = min(max_rows, self._max_fused_rows)
+        fused_rows = min(max_tokens if self.is_int4 else max_rows, self._max_fused_rows)
         widest = max(spec.hidden_size, spec.q_size + 2 * spec.kv_size)
         self._workspace = LinearWorkspace(
             torch.empty(_MAX_SPLIT_K * fused_rows * widest, device=self.device),
@@ -508,7 +511,7 @@ class CudaModel:
     def fused_tuning(self, weights: LinearWeights, rows: int) -> LinearTuning | None:
         """The fused kernel for a GEMM of so many rows; None for cuBLAS."""
         if weights.quantised is not None:
-            return quantised_tuning(rows, weights.columns, weights.gated) if rows <= self._max_fused_rows else None
+            return quantised_tuning(weights, rows) if rows <= self._max_fused_rows else None
         tuning = self._tuning(rows, weights.columns, weights.gated) if rows <= self._max_fused_rows else None
         if tuning is None or weights.weight.shape[1] % (tuning.split_k * tuning.block_k):
             return None
@@ -689,7 +692,8 @@ class ForwardPass:
         self.normed, self.gate_up, self.act = (buffer[:count] for buffer in (model._normed, model._gate_up, model._act))
 
     def _tuning(self, weights: LinearWeights) -> LinearTuning | None:
-        return self.model.fused_tuning(weights, len(self.x)) if self.fused else None
+        # 4-bit weights are converted in registers for few rows of prompts, too: otherwise they would be expanded.
+        return self.model.fused_tuning(weights, len(self.x)) if self.fused or self.model.is_int4 else None
 
     def norm(self, weight: Tensor | None = None) -> None:
         """normed = norm(x), after adding to x what ranks have summed. weight: if it is not folded into what follows."""

@@ -5,8 +5,9 @@
                          -> [silu, round] down
 
 With few rows a GEMM only reads its weight: it is converted in registers, and activations stay in 16 bits
-(kernels/quantised_linear.py). With many rows FP8 weights are multiplied with activations that are rounded to FP8, with
-a scale per row, by the library's kernel: twice the rate of 16 bits.
+(kernels/quantised_linear.py, kernels/int4_linear.py). With many rows FP8 weights are multiplied with activations that
+are rounded to FP8, with a scale per row, by the library's kernel: twice the rate of 16 bits. 4-bit weights are expanded
+(int4.py).
 
 Norms are not folded into quantised weights: they would have to be rounded again. Biases, norms, embedding and head stay
 in the dtype of the model.
@@ -16,28 +17,81 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.config import ConfigError
+from paceline.engine.cuda import int4 as int4_linears
+from paceline.engine.cuda.int4 import ExpandedWeights, int4_tuning
 from paceline.engine.cuda.linear_weights import LinearWeights
+from paceline.engine.precision import rounding_group
+from paceline.kernels.int4_linear import Int4Matrix, int4_linear, pack_int4, quantise_int4
 from paceline.kernels.linear import LinearTuning, LinearWorkspace
 from paceline.kernels.quantise_rows import quantise_rows
 from paceline.kernels.quantised_linear import QuantisedMatrix, quantise_fp8, quantised_linear
 from paceline.kernels.rms_norm import rms_norm
 from paceline.model.decoder import Decoder, Mlp
-from paceline.model.quantised import Fp8Tensor
+from paceline.model.quantised import Fp8Tensor, Int4Tensor
 from paceline.model.rank_group import RankGroup
 from paceline.model.spec import ModelSpec
 
-MAX_SMALL_ROWS = 16  # rows up to which weights are converted in registers
+_MAX_FP8_ROWS = 16  # rows up to which FP8 weights are converted in registers
 
 
-def quantised_tuning(rows: int, columns: int, gated: bool) -> LinearTuning:
-    """The fastest of nine tiles for the linear layers of Qwen3-14B at one row on an H200 (docs/log/gemms.md)."""
-    return LinearTuning(16, 64, 128, 4, 4, 1 if gated else 4)
+def max_small_rows(*, int4: bool) -> int:
+    """Rows up to which weights are converted in registers."""
+    return int4_linears.MAX_INT4_ROWS if int4 else _MAX_FP8_ROWS
+
+
+def quantised_tuning(weights: LinearWeights, rows: int) -> LinearTuning:
+    if isinstance(weights.quantised, Int4Matrix):
+        return int4_tuning(rows, weights.gated)
+    # The fastest of nine tiles for the linear layers of Qwen3-14B at one row on an H200 (docs/log/gemms.md).
+    return LinearTuning(16, 64, 128, 4, 4, 1 if weights.gated else 4)
+
+
+class ManyRows(Protocol):
+    """GEMMs of many rows, with weights of one format."""
+
+    def norm_linear(
+        self, source: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Any, out: Tensor
+    ) -> None:
+        """out = norm(source) @ weightᵀ; with `residual`, of residual += source."""
+
+    def linear(self, source: Tensor, weight: Any, out: Tensor, *, gated: bool) -> None:
+        """out = source @ weightᵀ; gated: of silu(gate) * up."""
+
+    def load_kernel(self, weight: Any, rows: int, out: Tensor) -> None:
+        """Runs the library's GEMM once, if it is used for so many rows: a kernel is loaded at first use."""
+
+
+class RoundedRows:
+    """FP8: activations are rounded with a scale per row."""
+
+    def __init__(self, spec: ModelSpec, tokens: int, device: torch.device) -> None:
+        widest = max(spec.hidden_size, spec.q_size, spec.ffn_size)
+        self._rounded = torch.zeros(tokens * widest, dtype=torch.float8_e4m3fn, device=device)
+        self._scales = torch.ones(tokens, device=device)
+
+    def norm_linear(
+        self, source: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: QuantisedMatrix, out: Tensor
+    ) -> None:
+        rounded, scales = self._rows(*source.shape)
+        quantise_rows(source, rounded, scales, norm, eps, residual=residual)
+        scaled_mm(rounded, scales, weight, out)
+
+    def linear(self, source: Tensor, weight: QuantisedMatrix, out: Tensor, *, gated: bool) -> None:
+        rounded, scales = self._rows(len(source), weight.shape[1])
+        quantise_rows(source, rounded, scales, gated=gated)
+        scaled_mm(rounded, scales, weight, out)
+
+    def load_kernel(self, weight: QuantisedMatrix, rows: int, out: Tensor) -> None:
+        scaled_mm(*self._rows(rows, weight.shape[1]), weight, out)
+
+    def _rows(self, num_tokens: int, width: int) -> tuple[Tensor, Tensor]:
+        return self._rounded[: num_tokens * width].view(num_tokens, width), self._scales[:num_tokens]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,22 +99,19 @@ class QuantisedBuffers:
     """Inputs of linear layers with quantised weights."""
 
     inputs: Tensor  # [T, H]: normed hidden states, in the type that kernels multiply
-    rounded: Tensor  # [T, W] FP8, of the widest input
-    row_scales: Tensor  # [T] float32
     partial: Tensor  # [T, H]: outputs that are not yet added to the residual stream
+    many: ManyRows
 
     @classmethod
-    def empty(cls, spec: ModelSpec, tokens: int, dtype: torch.dtype, device: torch.device) -> QuantisedBuffers:
-        widest = max(spec.hidden_size, spec.q_size, spec.ffn_size)
+    def empty(
+        cls, spec: ModelSpec, tokens: int, dtype: torch.dtype, device: torch.device, *, int4: bool
+    ) -> QuantisedBuffers:
+        few = min(tokens, max_small_rows(int4=int4))
         return cls(
-            inputs=torch.zeros(tokens, spec.hidden_size, dtype=operand_dtype(dtype), device=device),
-            rounded=torch.zeros(tokens * widest, dtype=torch.float8_e4m3fn, device=device),
-            row_scales=torch.ones(tokens, device=device),
+            inputs=torch.zeros(few, spec.hidden_size, dtype=operand_dtype(dtype), device=device),
             partial=torch.zeros(tokens, spec.hidden_size, dtype=dtype, device=device),
+            many=ExpandedWeights(spec, tokens, dtype, device) if int4 else RoundedRows(spec, tokens, device),
         )
-
-    def rows(self, num_tokens: int, width: int) -> tuple[Tensor, Tensor]:
-        return self.rounded[: num_tokens * width].view(num_tokens, width), self.row_scales[:num_tokens]
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -90,9 +141,7 @@ class QuantisedPass:
             rms_norm(source, weights.norm, self.eps, inputs, residual=residual, pdl=self.pdl)
             self._linear(inputs, weights, out)
             return
-        rounded, scales = self.buffers.rows(len(self.x), self.x.shape[1])
-        quantise_rows(source, rounded, scales, weights.norm, self.eps, residual=residual)
-        scaled_mm(rounded, scales, _matrix(weights), out)
+        self.buffers.many.norm_linear(source, residual, weights.norm, self.eps, weights.quantised, out)
         if weights.bias is not None:
             out.add_(weights.bias)
 
@@ -101,25 +150,24 @@ class QuantisedPass:
         if small:
             self._linear(source, weights, self.x, residual=self.x)
         else:
-            self._sum_rounded(weights, source)
+            self._sum_many(weights, source)
 
     def add_gated_linear(self, weights: LinearWeights, gate_up: Tensor) -> None:
         """As `add_linear` with many rows, of silu(gate) * up."""
-        self._sum_rounded(weights, gate_up, gated=True)
+        self._sum_many(weights, gate_up, gated=True)
 
     def _linear(self, source: Tensor, weights: LinearWeights, out: Tensor, residual: Tensor | None = None) -> None:
-        tuning = quantised_tuning(len(source), weights.columns, weights.gated)
+        tuning, matrix = quantised_tuning(weights, len(source)), weights.quantised
         workspace = self.workspace if tuning.split_k > 1 else None
-        quantised_linear(
-            source, _matrix(weights), out, tuning, weights.bias, weights.gated, residual, workspace, pdl=self.pdl
-        )
+        options = (out, tuning, weights.bias, weights.gated, residual, workspace, self.pdl)
+        if isinstance(matrix, Int4Matrix):
+            int4_linear(source, matrix, *options)
+        elif matrix is not None:
+            quantised_linear(source, matrix, *options)
 
-    def _sum_rounded(self, weights: LinearWeights, source: Tensor, *, gated: bool = False) -> None:
-        weight = _matrix(weights)
-        rounded, scales = self.buffers.rows(len(source), weight.shape[1])
-        quantise_rows(source, rounded, scales, gated=gated)
+    def _sum_many(self, weights: LinearWeights, source: Tensor, *, gated: bool = False) -> None:
         out = self.buffers.partial[: len(source)]
-        scaled_mm(rounded, scales, weight, out)
+        self.buffers.many.linear(source, weights.quantised, out, gated=gated)
         if weights.bias is not None:
             out.add_(weights.bias)
         self.partial = out if self.group is None else self.group.all_reduce(out)
@@ -132,34 +180,44 @@ def load_library_kernels(
     loaded at first use."""
     for rows in sizes:
         for weights, out in layers:
-            weight = _matrix(weights)
-            scaled_mm(*buffers.rows(rows, weight.shape[1]), weight, out[:rows])
+            buffers.many.load_kernel(weights.quantised, rows, out[:rows])
 
 
-def quantise_decoder(decoder: Decoder) -> None:
-    """Rounds the matrices of all layers to FP8, in place, one layer after the other."""
+def quantise_decoder(decoder: Decoder, quantization: str, int4_group: int | None = None) -> None:
+    """Rounds the matrices of all layers to FP8 or 4 bits, in place, one layer after the other; those that were stored
+    so stay. int4_group: columns with one scale; None: as `rounding_group` chooses."""
     layers: list[Any] = decoder.layers
     spec = decoder.spec
     if spec.norm_placement != "pre" or spec.activation != "silu":
         raise ConfigError(
-            f"quantization is 'fp8', norm_placement {spec.norm_placement!r} and activation {spec.activation!r}: FP8 "
-            "weights need norms before blocks and silu; set quantization to none."
+            f"quantization is {quantization!r}, norm_placement {spec.norm_placement!r} and activation "
+            f"{spec.activation!r}: such weights need norms before blocks and silu; set quantization to none."
         )
+
+    if any(type(layer.mlp) is not Mlp for layer in layers):
+        raise ConfigError(f"quantization is {quantization!r} and the model has a mixture of experts: set it to none.")
+
+    def rounded(weight: Tensor) -> Any:
+        if quantization == "fp8":
+            return quantise_fp8(weight)
+        return quantise_int4(weight, rounding_group(spec) if int4_group is None else int4_group)
+
     for index, layer in enumerate(layers):
-        if type(layer.mlp) is not Mlp:
-            raise ConfigError("quantization is 'fp8' and the model has a mixture of experts: set it to none.")
-        if isinstance(layer.qkv, QuantisedMatrix):
-            continue  # stored in FP8
-        gate_up: Any = quantise_fp8(layer.mlp.gate_up)
-        down: Any = quantise_fp8(layer.mlp.down)
-        mlp = replace(layer.mlp, gate_up=gate_up, down=down)
-        layers[index] = replace(layer, qkv=quantise_fp8(layer.qkv), out=quantise_fp8(layer.out), mlp=mlp)
-    decoder.precision = f"{decoder.precision}, weights in FP8"
+        if not isinstance(layer.qkv, Tensor):
+            continue  # stored so
+        mlp = replace(layer.mlp, gate_up=rounded(layer.mlp.gate_up), down=rounded(layer.mlp.down))
+        layers[index] = replace(layer, qkv=rounded(layer.qkv), out=rounded(layer.out), mlp=mlp)
+    decoder.precision = f"{decoder.precision}, weights in {'FP8' if quantization == 'fp8' else '4 bits'}"
 
 
-def keep_fp8(tensor: Fp8Tensor, *, device: str | torch.device) -> QuantisedMatrix:
-    """A matrix of an FP8 checkpoint on a device."""
-    return QuantisedMatrix(tensor.values.to(device), tensor.scales.to(device).contiguous())
+def keep_int4(tensor: Int4Tensor) -> Int4Matrix:
+    """A matrix of a 4-bit checkpoint, on the device of the tensor."""
+    return pack_int4(tensor.values, tensor.scales, tensor.zeros, tensor.group)
+
+
+def keep_fp8(tensor: Fp8Tensor) -> QuantisedMatrix:
+    """A matrix of an FP8 checkpoint, on the device of the tensor."""
+    return QuantisedMatrix(tensor.values, tensor.scales.contiguous())
 
 
 def scaled_mm(x: Tensor, scales: Tensor, weight: QuantisedMatrix, out: Tensor) -> None:
@@ -176,8 +234,3 @@ def scaled_mm(x: Tensor, scales: Tensor, weight: QuantisedMatrix, out: Tensor) -
         )
     elif x.device.type == "cpu":
         out.copy_(x.float() @ weight.values.float().T * scales[:, None] * weight.factors)
-
-
-def _matrix(weights: LinearWeights) -> QuantisedMatrix:
-    assert weights.quantised is not None, "these weights are not quantised"
-    return weights.quantised

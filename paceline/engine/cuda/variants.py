@@ -20,7 +20,9 @@ from paceline.engine.cuda.executor import CudaExecutor
 from paceline.engine.cuda.experts import ExpertBuffers, tuned_sizes
 from paceline.engine.cuda.graphs import SHORT_CONTEXT_ROWS, GraphKey, GraphStage
 from paceline.engine.cuda.inputs import prefill_buckets
+from paceline.engine.cuda.int4 import MAX_INT4_ROWS, TUNED_ROWS
 from paceline.engine.cuda.model import CudaModel, ForwardPass
+from paceline.engine.cuda.quantised import quantise_decoder
 from paceline.engine.cuda.sharing import BLOCK_SIZES
 from paceline.engine.cuda.streams import HostStreams
 from paceline.engine.cuda.swap import CudaSwap
@@ -105,7 +107,10 @@ def _dry_executor(
         max_loras=max(num_adapters, 1),
         max_lora_rank=rank,
     )
-    model, draft = decoder(specs[0]), decoder(specs[1]) if len(specs) > 1 else None
+    decoders = [decoder(spec) for spec in specs]
+    for one, columns in zip(decoders, precision.int4_groups, strict=False):  # none are given: by the sizes of the model
+        quantise_decoder(one, precision.quantization, columns)
+    model, draft = decoders[0], decoders[1] if len(specs) > 1 else None
     return build_cuda(model, config, scheduler, None, draft=draft)[0]
 
 
@@ -129,6 +134,8 @@ def launch_all(executor: CudaExecutor) -> None:
     for model in (executor.model, None if executor.draft_model is None else executor.draft_model.model):
         if model is not None and model.experts is not None:
             _experts(model, model.experts)
+        if model is not None and model.is_int4:
+            _int4(model)
     _apply(executor)
     CudaSwap(HostStreams(), executor.kv, num_host_pages=1, max_pages=1).warm_up()
 
@@ -203,6 +210,19 @@ def _experts(model: CudaModel, buffers: ExpertBuffers) -> None:
             forward = ForwardPass(model, rows, fused=False, defer_norm=False, pdl=False, live=live)
             for layer in model.layers:
                 layer.mlp.run(forward)
+
+
+def _int4(model: CudaModel) -> None:
+    """Linear layers with 4-bit weights, of any number of rows: prefill batches use them kernel by kernel."""
+    for rows in (*TUNED_ROWS, MAX_INT4_ROWS + 1):
+        if rows <= model.max_tokens:
+            forward = ForwardPass(model, rows, fused=False, defer_norm=False, pdl=False)
+            for layer in model.layers:
+                if not forward.fused_norm_linear(layer.qkv, forward.qkv):
+                    forward.cublas_norm_linear(layer.qkv, forward.qkv, defer_norm=False)
+                forward.add_linear(layer.out, forward.attended)
+                layer.mlp.run(forward)
+            forward.norm(model.norm)
 
 
 def _apply(executor: CudaExecutor) -> None:

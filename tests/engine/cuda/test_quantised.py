@@ -23,7 +23,7 @@ pytestmark = [*INTERPRETED, IN_BOUNDS]
 def test_a_forward_pass_is_that_of_dequantised_weights(name: str, fused: bool) -> None:
     """Few rows with activations as they are, many with rounded ones: against torch, which rounds the same inputs."""
     model = decoder(name)
-    quantise_decoder(model)
+    quantise_decoder(model, "fp8")
     llm, device = on_kernels(name, quantization="fp8")
     llm.close()
     assert device.model.is_quantised and not device.capabilities.weights

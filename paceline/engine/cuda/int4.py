@@ -1,0 +1,80 @@
+"""Linear layers with 4-bit weights on a GPU: converted in registers, or, with many rows, expanded for cuBLAS.
+
+    a layer, up to MAX_INT4_ROWS rows:   norm -> qkv -> attention -> out [+ x] -> norm -> gate,up silu -> down [+ x]
+    more rows:                           [+ x, norm] (expand) qkv -> attention -> (expand) out -> [+ x, norm]
+                                         (expand) gate,up -> silu -> (expand) down
+
+Activations have 16 bits in both. A layer is expanded into one buffer, in each pass again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.int4_linear import Int4Matrix, expand_int4
+from paceline.kernels.linear import LinearTuning
+from paceline.kernels.rms_norm import rms_norm
+from paceline.kernels.silu_mul import silu_mul
+from paceline.model.spec import ModelSpec
+
+# Rows up to which weights are converted in registers. Expanding reads and writes 4.5 bytes per weight for each pass,
+# converting takes instructions for each 64 rows. Not measured yet (docs/log/gemms.md).
+MAX_INT4_ROWS = 256
+TUNED_ROWS = (1, 9, 17, 33, 65)  # from which on `int4_tuning` differs
+
+
+def int4_tuning(rows: int, gated: bool) -> LinearTuning:
+    """Tiles whose loops have the fewest instructions per weight in the sm_90 code, 1.8 to 3.6 (docs/log/gemms.md). A
+    warp has 32 rows of a weight: with fewer, scales are read by more instructions than weights."""
+    split_k = 1 if gated or rows > 64 else 4
+    if rows <= 16:
+        return LinearTuning(8 if rows <= 8 else 16, 32 if gated else 64, 256, 2, 4, split_k)
+    if rows <= 32:
+        return LinearTuning(32, 64 if gated else 128, 256, 4, 3, split_k)
+    return LinearTuning(64, 64 if gated else 128, 256, 8, 3, split_k)
+
+
+class ExpandedWeights:
+    """GEMMs of many rows: cuBLAS with a weight that is expanded first."""
+
+    def __init__(self, spec: ModelSpec, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+        widest = max(spec.hidden_size, spec.q_size, spec.ffn_size)
+        qkv = spec.q_size + 2 * spec.kv_size
+        largest = spec.hidden_size * max(qkv, 2 * spec.ffn_size)
+        rows = tokens if tokens > MAX_INT4_ROWS else 0  # fewer are never expanded for
+        self._inputs = torch.zeros(rows * widest, dtype=dtype, device=device)
+        self._weight = torch.zeros(largest if rows else 0, dtype=dtype, device=device)
+
+    def norm_linear(
+        self, source: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Int4Matrix, out: Tensor
+    ) -> None:
+        """out = norm(source) @ weightᵀ; with `residual`, of residual += source."""
+        inputs = self._rows(source)
+        rms_norm(source, norm, eps, inputs, residual=residual)
+        self._multiply(inputs, weight, out)
+
+    def linear(self, source: Tensor, weight: Int4Matrix, out: Tensor, *, gated: bool) -> None:
+        """out = source @ weightᵀ; gated: of silu(gate) * up."""
+        inputs = self._rows(source, weight.shape[1])
+        if gated:
+            silu_mul(source, inputs)
+        else:
+            inputs.copy_(source)  # float16, as kernels for few rows need it
+        self._multiply(inputs, weight, out)
+
+    def load_kernel(self, weight: Int4Matrix, rows: int, out: Tensor) -> None:
+        """Runs the library's GEMM once: a kernel is loaded at first use."""
+        if rows > MAX_INT4_ROWS:
+            self._multiply(self._inputs[: rows * weight.shape[1]].view(rows, -1), weight, out)
+
+    def _rows(self, source: Tensor, width: int | None = None) -> Tensor:
+        rows, columns = source.shape
+        width = columns if width is None else width
+        return self._inputs[: rows * width].view(rows, width)
+
+    def _multiply(self, inputs: Tensor, weight: Int4Matrix, out: Tensor) -> None:
+        rows, columns = weight.shape
+        wide = self._weight[: rows * columns].view(rows, columns)
+        expand_int4(weight, wide)
+        torch.mm(inputs, wide.T, out=out)

@@ -1,0 +1,96 @@
+"""4-bit weights on the CUDA executor, in the interpreter, and on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.config import ConfigError, EngineConfig
+from paceline.engine.build import assemble
+from paceline.engine.cuda import int4
+from paceline.engine.cuda.quantised import keep_int4, quantise_decoder
+from paceline.engine.precision import rounding_group
+from paceline.kernels.int4_linear import Int4Matrix
+from paceline.llm import LLM
+from paceline.model.decoder import Decoder
+from paceline.model.registry import shape
+from paceline.model.weights import load_decoder, random_weights
+from paceline.text.synthetic import synthetic_tokenizer
+from tests.engine.cuda.interpreted import BASE, GREEDY, IN_BOUNDS, INTERPRETED, PROMPTS, on_kernels
+from tests.tiny_int4 import FORMATS, save_int4
+
+pytestmark = [*INTERPRETED, IN_BOUNDS]
+
+
+def on_cpu(model: Decoder) -> list[list[int]]:
+    tokenizer = synthetic_tokenizer(model.spec.vocab_size)
+    engine = assemble(model, tokenizer, EngineConfig(device="cpu", threads=1, overlap="off"), BASE)
+    with LLM.from_engine(engine) as llm:
+        return [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+
+
+def in_groups_of_32(name: str) -> Decoder:
+    """A tiny shape with an MLP of 128 columns."""
+    spec = replace(shape(name), ffn_size=128)
+    return Decoder(spec, random_weights(spec, dtype="float32"), max_positions=192)
+
+
+def dequantised(model: Decoder) -> Decoder:
+    """The same model with the values of its 4-bit weights in float32."""
+    for index, layer in enumerate(model.layers):
+        qkv, out, gate_up, down = (
+            one.dequantise() if isinstance(one, Int4Matrix) else one
+            for one in (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)  # type: ignore[union-attr]
+        )
+        mlp = replace(layer.mlp, gate_up=gate_up, down=down)  # type: ignore[call-arg]
+        model.layers[index] = replace(layer, qkv=qkv, out=out, mlp=mlp)
+    return model
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_4_bit_checkpoints_give_the_tokens_of_the_dequantised_model(tmp_path: Path, name: str) -> None:
+    """Prefill, mixed and decode batches on kernels that convert in registers. The CPU has expanded weights."""
+    save_int4(tmp_path / "model", FORMATS[name])
+    expected = on_cpu(load_decoder(tmp_path / "model", dtype="float32", max_positions=192))
+    kept = load_decoder(tmp_path / "model", dtype="float32", max_positions=192, keep=keep_int4)
+    llm, device = on_kernels(name, model=kept, quantization="int4")
+    with llm:
+        assert device.model.is_int4 and not device.capabilities.weights
+        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen2"])
+def test_rounded_models_give_the_tokens_of_the_dequantised_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With biases and QK-norms. Batches of more than two rows expand the weights."""
+    monkeypatch.setattr(int4, "MAX_INT4_ROWS", 2)
+    model = in_groups_of_32(name)
+    quantise_decoder(model, "int4")
+    expected = on_cpu(dequantised(model))
+    llm, device = on_kernels(name, model=in_groups_of_32(name), quantization="int4")
+    with llm:
+        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
+        assert device.stats.passes > 4
+
+
+def test_rounding_takes_the_largest_group_that_divides_all_matrices() -> None:
+    assert rounding_group(shape("qwen3-14b")) == 128
+    assert rounding_group(replace(shape("qwen3-14b"), ffn_size=17408 + 32)) == 32
+    with pytest.raises(ConfigError, match="quantization is 'int4' and matrices have 5120, 5120, 17424 columns"):
+        rounding_group(replace(shape("qwen3-14b"), ffn_size=17424))
+
+
+def test_experts_and_other_norms_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="quantization is 'int4' and the model has a mixture of experts"):
+        on_kernels("tiny-qwen3-moe", quantization="int4")
+    with pytest.raises(ConfigError, match="quantization is 'int4', norm_placement 'both'"):
+        on_kernels("tiny-gemma2", quantization="int4")
+
+
+def test_every_number_of_rows_has_a_tile() -> None:
+    """Those that `kernel_variants` lists are all."""
+    for gated in (False, True):
+        listed = {int4.int4_tuning(rows, gated) for rows in int4.TUNED_ROWS}
+        assert {int4.int4_tuning(rows, gated) for rows in range(1, int4.MAX_INT4_ROWS + 1)} == listed
+        assert all(one.block_n * (2 if gated else 1) % (16 * one.num_warps) == 0 for one in listed)

@@ -1,0 +1,153 @@
+"""4-bit checkpoints, in files that the test makes: values, zeros and layouts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.config import ConfigError, EngineConfig
+from paceline.engine.build import choose_precision, int4_groups, kernel_options, weight_bytes
+from paceline.engine.cuda.quantised import keep_int4
+from paceline.kernels.int4_linear import Int4Matrix
+from paceline.model.int4_tensors import int4_tensors
+from paceline.model.layout import StoredTensor
+from paceline.model.quantization_config import read_format
+from paceline.model.read_spec import read_spec
+from paceline.model.spec import ModelError
+from paceline.model.stored import _rows_of
+from paceline.model.weights import check_files, load_decoder, stored_group, stored_quantization
+from tests.tiny_int4 import AWQ, FORMATS, GPTQ, PACKED, PACKED_ZEROS, change_weights, save_int4, stored
+
+LAYER = "model.layers.0.mlp.up_proj"
+
+
+def packed(**options: Any) -> dict[str, Any]:
+    """A config of compressed-tensors with these options of weights."""
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 128, **options}
+    return {**PACKED, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_4_bit_checkpoints_have_the_values_of_their_scales(tmp_path: Path, name: str) -> None:
+    """Expanded on any device; kept on a GPU."""
+    path = tmp_path / "model"
+    wanted = save_int4(path, FORMATS[name])
+    assert check_files(path).num_layers == 2
+    expanded = load_decoder(path, dtype="float32")
+    names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
+    assert torch.equal(expanded.layers[1].qkv, torch.cat([wanted[name] for name in names]))
+    assert torch.equal(expanded.layers[0].mlp.down, wanted["model.layers.0.mlp.down_proj.weight"])
+    kept = load_decoder(path, dtype="bfloat16", keep=keep_int4)
+    qkv: Any = kept.layers[1].qkv
+    assert isinstance(qkv, Int4Matrix) and qkv.group == 32 and kept.dtype is torch.bfloat16
+    assert torch.equal(qkv.dequantise(), expanded.layers[1].qkv)
+
+
+def test_a_gpu_keeps_4_bits_and_other_devices_expand_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "model"
+    save_int4(path, AWQ)
+    assert stored_quantization(path) == "int4" and stored_group(path) == 32
+    kept = choose_precision(EngineConfig(), "cuda", path)
+    assert kept.quantization == "int4" and int4_groups(kept, [(read_spec(path), path)]) == (32,)
+    wide, spec = EngineConfig(dtype="bfloat16", quantization="none"), read_spec(path)
+    assert weight_bytes(kept, spec, path) < weight_bytes(wide, spec, path)
+    assert kernel_options(path, None, EngineConfig(), {})[1].int4_groups == (32,)
+    assert choose_precision(EngineConfig(), "cpu", path).quantization == "none"
+    assert choose_precision(EngineConfig(dtype="float16"), "cuda", path).quantization == "none"
+    assert choose_precision(EngineConfig(quantization="none"), "cuda", path).quantization == "none"
+    assert choose_precision(EngineConfig(tp=2), "cuda", path).quantization == "none"
+    assert "weights in 4 bits are expanded to bfloat16" in caplog.text
+
+
+def test_rows_of_a_fused_matrix_are_read_as_they_are_stored() -> None:
+    """Also with groups of 128 columns."""
+    values, zeros = torch.randint(0, 16, (24, 256), dtype=torch.uint8), torch.randint(1, 16, (24, 2))
+    config = {**GPTQ, "group_size": 128}
+    parts = stored(values, torch.rand(24, 2).half(), zeros, config)
+    tensors = {
+        f"x.{name}": StoredTensor(tuple(tensor.shape), 1, lambda part, tensor=tensor: tensor[part] if part else tensor)  # type: ignore[misc]
+        for name, tensor in parts.items()
+    }
+    found = read_format({"quantization_config": config})
+    assert found is not None
+    whole = int4_tensors(tensors, found, "a file")["x.weight"]
+    part = _rows_of(whole, 8, 8)
+    assert part.read_packed is not None
+    found_rows: Any = part.read_packed((slice(2, 4),), "cpu")
+    assert torch.equal(found_rows.values, values[10:12]) and torch.equal(found_rows.zeros, zeros[10:12])
+    assert torch.equal(found_rows.dequantise(), whole.read(())[10:12])
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        ({**GPTQ, "bits": 8}, "bits 8, and supported is 4: use the unquantised model"),
+        ({**GPTQ, "group_size": -1}, "group_size -1, and supported is 32, 64, 128"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin', and supported is gptq, gptq_v2"),
+        ({**AWQ, "version": "gemv"}, "version 'gemv', and supported is gemm"),
+        ({**AWQ, "zero_point": False}, "zero_point False, and supported is True"),
+        (packed(num_bits=8), "num_bits 8, and supported is 4"),
+        (packed(strategy="channel"), "strategy 'channel', and supported is group"),
+        (packed(actorder="group"), "actorder 'group', and supported is None"),
+    ],
+)
+def test_a_4_bit_scheme_that_is_not_supported_is_refused_by_name(config: Any, error: str) -> None:
+    with pytest.raises(ModelError, match=error):
+        read_format({"quantization_config": config})
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "error"),
+    [
+        (GPTQ, {f"{LAYER}.scales": None}, f"lacks {LAYER}.scales: the file is incomplete"),
+        (GPTQ, {f"{LAYER}.qzeros": torch.zeros(3, 8, dtype=torch.int32)}, r"qzeros has shape \[3, 8\], where \[1, 8\]"),
+        ({**GPTQ, "desc_act": True}, {f"{LAYER}.g_idx": torch.arange(32).int() % 2}, "g_idx is not in order"),
+        (PACKED_ZEROS, {f"{LAYER}.weight_zero_point": None}, f"lacks {LAYER}.weight_zero_point"),
+        ({**AWQ, "group_size": 128}, {}, "down_proj has 64 columns, in groups of 128"),
+        (AWQ, {f"{LAYER}.qweight": torch.zeros(32, 4, dtype=torch.int32)}, "of shape|has shape"),
+    ],
+)
+def test_damaged_or_mislabelled_4_bit_files_are_refused(
+    tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], error: str
+) -> None:
+    save_int4(tmp_path / "model", {**config, "group_size": 32} if "group_size" in config else config)
+    described = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**described, "quantization_config": config}))
+    change_weights(tmp_path / "model", changes)
+    with pytest.raises(ModelError, match=error):
+        check_files(tmp_path / "model")
+
+
+def test_a_config_of_another_format_and_damaged_values_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    save_int4(path, GPTQ)
+    described = json.loads((path / "config.json").read_text())
+    for config, error in ((PACKED, "has no weight_packed"), (None, "as I32: use the unquantised model")):
+        (path / "config.json").write_text(json.dumps({**described, "quantization_config": config}))
+        with pytest.raises(ModelError, match=error):
+            check_files(path)
+    (path / "config.json").write_text(json.dumps(described))
+    change_weights(path, {f"{LAYER}.g_idx": torch.zeros(32).int() + 1})
+    with pytest.raises(ModelError, match="g_idx is not in order"):
+        load_decoder(path)
+    save_int4(tmp_path / "packed", PACKED)
+    change_weights(tmp_path / "packed", {f"{LAYER}.weight_shape": torch.tensor([64, 24])})
+    with pytest.raises(ModelError, match=r"weight_shape is \[64, 24\], and its weights are \[64, 32\]"):
+        load_decoder(tmp_path / "packed")
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "error"),
+    [
+        ({}, "cpu", "quantization is 'int4' and the device is a CPU: set quantization to q4"),
+        ({"dtype": "float16"}, "cuda", "quantization is 'int4' and dtype is 'float16': set it to bfloat16"),
+        ({"tp": 2}, "cuda", "quantization is 'int4' and tp or pp is given"),
+    ],
+)
+def test_rounding_to_4_bits_is_refused_where_no_kernel_supports_it(options: Any, device: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        choose_precision(EngineConfig(quantization="int4", **options), device, None)
