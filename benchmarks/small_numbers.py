@@ -1,6 +1,6 @@
 """Number formats with fewer than 16 bits on a GPU: are the kernels correct at real shapes, and how fast are they?
 
-    python benchmarks/small_numbers.py [kv] [prefill] [weights]
+    python benchmarks/small_numbers.py [kv] [prefill] [weights] [int4]
 
 Prints a line per case: the time in bfloat16, the time in the small format, the bytes that are read per second. Every
 part that fails prints its traceback, and the others still run.
@@ -360,7 +360,18 @@ def bench_weights() -> None:
         del wide, small
 
 
-PARTS: dict[str, Callable[[], None]] = {"kv": bench_kv, "prefill": bench_prefill, "weights": bench_weights}
+def bench_int4() -> None:
+    from benchmarks import int4_weights  # uses functions of this module
+
+    int4_weights.bench_int4()
+
+
+PARTS: dict[str, Callable[[], None]] = {
+    "kv": bench_kv,
+    "prefill": bench_prefill,
+    "weights": bench_weights,
+    "int4": bench_int4,
+}
 
 
 def main() -> None:

@@ -1,0 +1,152 @@
+"""4-bit weights on a GPU: are the kernels correct at the shapes of Qwen3-14B, and how fast are they by tile?
+
+Part `int4` of `small_numbers.py`, which runs it: `python benchmarks/small_numbers.py int4`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.kernel_timing import BF16, compile_all, randn
+from benchmarks.small_numbers import L2_BYTES, LINEARS, in_turn, relative_error
+from paceline.engine.cuda.int4 import MAX_INT4_ROWS, int4_tuning
+from paceline.kernels.int4_linear import Int4Matrix, expand_int4, int4_linear, span_of
+from paceline.kernels.linear import LinearTuning, LinearWorkspace
+from paceline.kernels.quantised_linear import quantised_linear_reference
+
+LAYERS = [*LINEARS, ("14B out", 5120, 5120, False)]
+NUM_LAYERS = 40
+ROWS = (1, 8, 64, 256, 2048)
+# rows of a tile, rows of a weight, warps, stages, split_k (1 with a gate)
+TILES = {
+    1: [(8, 64, 2, 4, 4), (8, 64, 2, 5, 2), (8, 64, 2, 3, 8), (8, 32, 1, 5, 4), (8, 128, 4, 3, 4), (8, 128, 4, 4, 2)],
+    8: [(8, 64, 2, 4, 4), (8, 128, 4, 3, 4), (16, 64, 2, 4, 4)],
+    64: [(64, 128, 8, 3, 4), (64, 128, 8, 3, 2), (64, 64, 4, 3, 4), (32, 128, 4, 3, 4), (32, 128, 4, 3, 1)],
+    256: [(64, 128, 8, 3, 1), (64, 128, 8, 2, 1), (64, 64, 4, 3, 1), (32, 128, 4, 3, 1)],
+    2048: [(64, 128, 8, 3, 1), (32, 128, 4, 3, 1)],
+}
+CHECKED_ROWS = (1, 8, 13, 32, 50, 200)  # a tile of int4_tuning each
+Job = tuple[LinearTuning, bool, int, int]  # tile, gated, columns of the weight, group
+
+
+def tile(shape: tuple[int, int, int, int, int], gated: bool) -> LinearTuning:
+    block_m, width, warps, stages, split_k = shape
+    return LinearTuning(block_m, width // (2 if gated else 1), 256, warps, stages, 1 if gated else split_k)
+
+
+def matrix_of(rows: int, columns: int, group: int = 128) -> Int4Matrix:
+    """Random bits, with scales that keep outputs near 1, and zeros from 0 to 16."""
+    chunks = -(-columns // (4 * span_of(group)))
+    values = torch.randint(-(1 << 15), 1 << 15, (chunks, rows, span_of(group)), dtype=torch.int16, device="cuda")
+    count = (columns // group, rows)
+    scales = torch.rand(count, device="cuda").add_(0.5).mul_(0.2 * columns**-0.5).half()
+    zeros = torch.randint(0, 17, count, device="cuda").half()
+    words = torch.stack((scales, zeros), 2).view(torch.int32).squeeze(2)
+    return Int4Matrix(values, words.contiguous(), group, columns)
+
+
+def linear_of(
+    weight: Int4Matrix, rows: int, gated: bool, tuning: LinearTuning
+) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
+    columns = weight.shape[0] // (2 if gated else 1)
+    x = randn(rows, weight.shape[1]).half()
+    out = torch.full((rows, columns), torch.nan, device="cuda", dtype=torch.float16 if gated else BF16)
+    workspace = LinearWorkspace(
+        torch.empty(tuning.split_k * rows * columns, device="cuda"),
+        torch.zeros(-(-rows // 8) * -(-columns // 16), dtype=torch.int32, device="cuda"),
+    )
+    return lambda: int4_linear(x, weight, out, tuning, gated=gated, workspace=workspace), x, out
+
+
+def compile_tile(job: Job) -> str:
+    """In another process; Triton's cache has it afterwards."""
+    tuning, gated, columns, group = job
+    try:
+        linear_of(matrix_of(16 * tuning.block_n, columns, group), 3, gated, tuning)[0]()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{job}: {str(error)[:90]}"
+    return ""
+
+
+def jobs() -> list[Job]:
+    found: dict[Job, None] = {}
+    for gated in (False, True):
+        for columns in sorted({width for _, _, width, is_gated in LAYERS if is_gated == gated}):
+            shapes = [tile(shape, gated) for candidates in TILES.values() for shape in candidates]
+            for tuning in (*shapes, *(int4_tuning(rows, gated) for rows in CHECKED_ROWS)):
+                found[(tuning, gated, columns, 128)] = None
+    for group in (32, 64):
+        for rows in (1, 50):
+            found[(int4_tuning(rows, False), False, 5120, group)] = None
+    return list(found)
+
+
+def check() -> None:
+    """Every tile that the engine uses against float64, twice: sums have a fixed order. Then expanded weights."""
+    for name, columns, width, gated in LAYERS:
+        weight = matrix_of(columns, width)
+        for rows in CHECKED_ROWS:
+            _compare(f"{name}, {rows} rows", weight, rows, gated)
+        wide = torch.full((columns, width), torch.nan, device="cuda", dtype=BF16)
+        expand_int4(weight, wide)
+        assert torch.equal(wide, weight.dequantise().to(BF16)), f"{name}: expanded weights differ"
+        del weight, wide
+    for group in (32, 64):
+        weight = matrix_of(7168, 5120, group)
+        for rows in (1, 50):
+            _compare(f"groups of {group}, {rows} rows", weight, rows, False)
+
+
+def _compare(what: str, weight: Int4Matrix, rows: int, gated: bool) -> None:
+    work, x, out = linear_of(weight, rows, gated, int4_tuning(rows, gated))
+    work()
+    first = out.clone()
+    out.fill_(torch.nan)
+    work()
+    error = relative_error(out, quantised_linear_reference(x, weight, gated=gated))
+    print(f"  {what}: error {error:.5f}", flush=True)
+    assert error < 1e-2, f"{what} is off by {error}"
+    assert torch.equal(first, out), f"{what} differs between two runs"
+
+
+def bench_int4() -> None:
+    failed = compile_all(compile_tile, jobs())
+    check()
+    print(
+        "linear layers, µs (TB/s of weights): cuBLAS bf16 | expand + cuBLAS | own: best three tiles (m x n, warps ...)"
+    )
+    best: dict[int, float] = dict.fromkeys(ROWS, 0.0)
+    for name, columns, width, gated in LAYERS:
+        copies = max(2, -(-L2_BYTES // (columns * width // 2)))
+        wide = [randn(columns, width) for _ in range(copies)]
+        small = [matrix_of(columns, width) for _ in range(copies)]
+        first = wide[0]
+        expanding = in_turn([lambda w=w, out=first: expand_int4(w, out) for w in small])  # type: ignore[misc]
+        for rows in ROWS:
+            x, out = randn(rows, width), torch.empty(rows, columns, device="cuda", dtype=BF16)
+            seconds = in_turn([lambda w=w: torch.mm(x, w.T, out=out) for w in wide])  # type: ignore[misc]  # noqa: B023
+            line = f"{name:12} {rows:5}  {seconds * 1e6:7.1f} ({columns * width * 2 / seconds / 1e12:.2f})"
+            line += f" | {expanding * 1e6:.1f} + {seconds * 1e6:.1f}"
+            found = []
+            for tuning in dict.fromkeys(tile(shape, gated) for shape in TILES[rows]):
+                if (tuning, gated, width, 128) in failed:
+                    continue
+                try:
+                    found.append((in_turn([linear_of(w, rows, gated, tuning)[0] for w in small]), tuning))
+                except Exception as error:
+                    line += f" {str(error)[:40]}"
+            found.sort(key=lambda pair: pair[0])
+            if found:
+                best[rows] += min(found[0][0], expanding + seconds)
+                line += f" | own ({small[0].num_bytes / found[0][0] / 1e12:.2f}): " + ", ".join(
+                    f"{s * 1e6:.1f} {t.block_m}x{t.block_n} w{t.num_warps} s{t.num_stages} k{t.split_k}"
+                    for s, t in found[:3]
+                )
+            print(line, flush=True)
+        del wide, small, first
+    print(f"{NUM_LAYERS} layers, the best of each (own kernels are used up to {MAX_INT4_ROWS} rows):")
+    for rows, seconds in best.items():
+        print(f"  {rows} rows: {seconds * NUM_LAYERS * 1e3:.2f} ms")
