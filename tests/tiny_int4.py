@@ -85,10 +85,10 @@ def save_int4(path: Path, config: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def change_weights(folder: Path, changes: dict[str, Tensor | None]) -> None:
-    """Replaces or removes (None) tensors in the file of a folder."""
+    """Adds, replaces or removes (None) tensors in the file of a folder."""
     weights = load_file(folder / "model.safetensors")
     for name, tensor in changes.items():
-        weights.pop(name)
+        weights.pop(name, None)
         if tensor is not None:
             weights[name] = tensor
     save_file(weights, folder / "model.safetensors")

@@ -244,7 +244,11 @@ def _check_names(
     unexpected = [
         name
         for name in stored
-        if name not in parts and not _IGNORED.search(name) and not (tied and name == "lm_head.weight")
+        if name not in parts
+        and not _IGNORED.search(name)
+        and not (tied and name == "lm_head.weight")
+        # Exporters of GPTQ write one for every layer. It is small, and the only tensor that is read here.
+        and not (name.endswith(".bias") and not stored[name].read(()).any())
     ]
     if unexpected:
         raise ModelError(f"{source} has unexpected parameters {_list(unexpected)}: its config describes another model.")

@@ -63,6 +63,17 @@ def test_a_gpu_keeps_4_bits_and_other_devices_expand_them(tmp_path: Path, caplog
     assert "weights in 4 bits are expanded to bfloat16" in caplog.text
 
 
+def test_biases_of_zeros_are_left_out_and_others_refused(tmp_path: Path) -> None:
+    """Some exporters write one for every layer."""
+    path = tmp_path / "model"
+    save_int4(path, GPTQ)
+    change_weights(path, {f"{LAYER}.bias": torch.zeros(64)})
+    assert load_decoder(path, keep=keep_int4).layers[0].mlp.gate_up_bias is None  # type: ignore[union-attr]
+    change_weights(path, {f"{LAYER}.bias": torch.ones(64)})
+    with pytest.raises(ModelError, match=f"unexpected parameters {LAYER}.bias"):
+        load_decoder(path)
+
+
 def test_rows_of_a_fused_matrix_are_read_as_they_are_stored() -> None:
     """Also with groups of 128 columns."""
     values, zeros = torch.randint(0, 16, (24, 256), dtype=torch.uint8), torch.randint(1, 16, (24, 2))

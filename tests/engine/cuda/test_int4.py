@@ -61,6 +61,14 @@ def test_4_bit_checkpoints_give_the_tokens_of_the_dequantised_model(tmp_path: Pa
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
 
 
+def test_a_4_bit_checkpoint_is_served_on_a_cpu(tmp_path: Path) -> None:
+    """Expanded, from its files on."""
+    save_int4(tmp_path / "model", FORMATS["awq"])
+    expected = on_cpu(load_decoder(tmp_path / "model", dtype="float32", max_positions=192))
+    with LLM(tmp_path / "model", device="cpu", threads=1, kv_tokens=1024) as llm:
+        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
+
+
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen2"])
 def test_rounded_models_give_the_tokens_of_the_dequantised_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With biases and QK-norms. Batches of more than two rows expand the weights."""
