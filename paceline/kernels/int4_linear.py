@@ -73,7 +73,7 @@ def pack_int4(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | 
     assert rows * columns < 1 << 32, "kernels count elements with 32 bits"
     span = span_of(group)
     rest = -columns % (4 * span)
-    values = torch.nn.functional.pad(values, (0, rest)).view(rows, -1, 4, span)
+    values = torch.nn.functional.pad(values, (0, rest)).reshape(rows, -1, 4, span)
     packed = values[:, :, 0].to(torch.int16)
     for place in range(1, 4):
         packed |= values[:, :, place].to(torch.int16) << 4 * place

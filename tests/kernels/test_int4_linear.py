@@ -20,7 +20,8 @@ def matrix(rows: int, columns: int, group: int, *, zeros: bool) -> tuple[Int4Mat
     scales = (torch.rand(rows, columns // group) * 0.01 + 0.001).half()
     zero = torch.randint(0, 17, scales.shape) if zeros else torch.full(scales.shape, 8)
     wide = (values.double() - zero.repeat_interleave(group, 1)) * scales.double().repeat_interleave(group, 1)
-    return pack_int4(values, scales, zero if zeros else None, group), wide
+    by_column = values.T.contiguous().T  # as GPTQ and AWQ files have them
+    return pack_int4(by_column, scales, zero if zeros else None, group), wide
 
 
 @pytest.mark.parametrize(("group", "columns"), [(32, 64), (64, 320), (128, 256), (128, 384)])
