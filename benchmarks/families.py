@@ -54,6 +54,8 @@ CHECKED = (
     ("tiny-phi3", None),
     ("gemma3-4b", 7),
     ("phi3-mini", 3),
+    ("tiny-gpt-oss", None),
+    ("gpt-oss-20b", 2),
 )  # shape, layers
 
 

@@ -58,8 +58,7 @@ def read_format(config: Mapping[str, Any]) -> CheckpointFormat | None:
         return CheckpointFormat(method, group=_group(given))
     if method != "compressed-tensors":
         raise ModelError(
-            f"quantization_config is {method!r}: supported are fp8, gptq, awq, compressed-tensors and mxfp4; "
-            f"{_REMEDY}."
+            f"quantization_config is {method!r}: supported are fp8, gptq, awq, compressed-tensors and mxfp4; {_REMEDY}."
         )
     return _compressed_tensors(given)
 
