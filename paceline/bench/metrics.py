@@ -112,9 +112,10 @@ def run_metrics(
     dtype_bytes: int,
     saved_tokens: int = 0,
     kv_dtype_bytes: int | None = None,
+    saved_weight_bytes: int = 0,
 ) -> RunMetrics:
     """`saved_tokens`: KV positions that decode rows attend to and that were read once for several rows.
-    `kv_dtype_bytes`: if it is not `dtype_bytes`."""
+    `kv_dtype_bytes`: if it is not `dtype_bytes`. `saved_weight_bytes`: how much smaller quantised weights are."""
     passes = timeline.passes
     decodes = [one for one in passes if not one.num_prompts]
     prefills = [one for one in passes if one.num_prompts]
@@ -127,6 +128,7 @@ def run_metrics(
     addressed = sum(one.context_tokens for one in decodes)
     head = 0 if spec.tied else spec.vocab_size * spec.hidden_size
     weight_bytes = sum(spec.num_read_parameters(one.num_tokens) - head for one in decodes) * dtype_bytes
+    weight_bytes -= saved_weight_bytes * len(decodes)
     read = (addressed - saved_tokens) * kv_bytes
     return RunMetrics(
         seconds=seconds,

@@ -192,6 +192,7 @@ class BenchRunner:
             model.dtype.itemsize,
             device.stats.saved_tokens if device else 0,
             device.kv.dtype.itemsize if device else None,
+            device.model.saved_weight_bytes if device else 0,
         )
         if self.config.trace is not None:
             self.timelines.append(timeline)

@@ -42,9 +42,7 @@ class Int4Matrix:
     """A weight [N, K] on a device, in the layout above. Columns are padded to whole chunks, whose scales are 0."""
 
     values: torch.Tensor  # [chunks, N, span] int16
-    scales: (
-        torch.Tensor
-    )  # [groups, N] int32: a scale and, in the upper half, a zero, both float16. One load reads both.
+    scales: torch.Tensor  # [groups, N] int32: a scale and, in the upper half, a zero, both float16. One load reads both
     group: int
     num_columns: int
 
@@ -294,6 +292,8 @@ def int4_linear(
     columns = out.shape[1]
     t = tuning
     assert t.split_k == 1 or (workspace is not None and not gated), "split_k needs a workspace and excludes a gate"
+    if workspace is not None:
+        assert t.split_k * rows * columns <= workspace.partials.numel(), "the workspace is too small"
     _int4_linear_kernel[(cdiv(rows, t.block_m), cdiv(columns, t.block_n), t.split_k)](
         x,
         weight.values,
@@ -345,12 +345,22 @@ def _expand_int4_kernel(
     )
     start = chunk * 4 * SPAN
     target = out + (row.to(tl.int64) * K + start)[:, None] + place[None, :]
-    rest = tl.where(inside[:, None], K - start - place[None, :], 0)  # columns from here on
     kind: tl.constexpr = out.dtype.element_ty
-    tl.store(target, (w_0.to(tl.float32) * _scale(word_0)[:, None]).to(kind), mask=rest > 0)
-    tl.store(target + SPAN, (w_1.to(tl.float32) * _scale(word_1)[:, None]).to(kind), mask=rest > SPAN)
-    tl.store(target + 2 * SPAN, (w_2.to(tl.float32) * _scale(word_2)[:, None]).to(kind), mask=rest > 2 * SPAN)
-    tl.store(target + 3 * SPAN, (w_3.to(tl.float32) * _scale(word_3)[:, None]).to(kind), mask=rest > 3 * SPAN)
+    w_0 = (w_0.to(tl.float32) * _scale(word_0)[:, None]).to(kind)
+    w_1 = (w_1.to(tl.float32) * _scale(word_1)[:, None]).to(kind)
+    w_2 = (w_2.to(tl.float32) * _scale(word_2)[:, None]).to(kind)
+    w_3 = (w_3.to(tl.float32) * _scale(word_3)[:, None]).to(kind)
+    if K % (4 * SPAN) == 0:  # without a mask of columns, eight are stored at once
+        tl.store(target, w_0, mask=inside[:, None])
+        tl.store(target + SPAN, w_1, mask=inside[:, None])
+        tl.store(target + 2 * SPAN, w_2, mask=inside[:, None])
+        tl.store(target + 3 * SPAN, w_3, mask=inside[:, None])
+    else:
+        rest = tl.where(inside[:, None], K - start - place[None, :], 0)  # columns from here on
+        tl.store(target, w_0, mask=rest > 0)
+        tl.store(target + SPAN, w_1, mask=rest > SPAN)
+        tl.store(target + 2 * SPAN, w_2, mask=rest > 2 * SPAN)
+        tl.store(target + 3 * SPAN, w_3, mask=rest > 3 * SPAN)
 
 
 def expand_int4(weight: Int4Matrix, out: torch.Tensor, block_n: int = 64) -> None:

@@ -134,5 +134,5 @@ def test_a_config_that_names_mxfp4_needs_blocks(tmp_path: Path) -> None:
 def test_formats_by_name() -> None:
     found = read_format({"quantization_config": {"quant_method": "mxfp4"}})
     assert found is not None and found.method == "mxfp4"
-    with pytest.raises(ModelError, match="supported are fp8, compressed-tensors and mxfp4"):
-        read_format({"quantization_config": {"quant_method": "gptq"}})
+    with pytest.raises(ModelError, match="supported are fp8, gptq, awq, compressed-tensors and mxfp4"):
+        read_format({"quantization_config": {"quant_method": "hqq"}})

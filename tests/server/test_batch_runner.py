@@ -19,6 +19,7 @@ from paceline.config import ConfigError, ServerConfig, TenantConfig
 from paceline.engine.engine import Engine
 from paceline.server.app import App
 from paceline.server.batches import results as results_module
+from paceline.server.batches import runner as runner_module
 from paceline.server.batches.multipart import MultipartParser
 from paceline.server.batches.objects import FINISHED
 from paceline.server.batches.runner import BatchRunner
@@ -113,11 +114,12 @@ def test_a_cancelled_batch_keeps_its_results_and_names_the_rest(app: App, monkey
         await start_lines(self, tenant)
 
     monkeypatch.setattr(RunningBatch, "_start_lines", starting)
+    monkeypatch.setattr(runner_module, "MAX_BATCH_LINES_IN_FLIGHT", 64)
 
     async def use(client: AsyncOpenAI) -> None:
-        waiting = await start(client, numbered(600))
+        waiting = await start(client, numbered(80))
         queued = await start(client, numbered(2))
-        await until(lambda: scripted.in_flight == 512)
+        await until(lambda: scripted.in_flight == 64)
         assert (await client.batches.cancel(queued.id)).status == "cancelling"
         queued = await wait_for(client, queued.id, "cancelled")  # at once, though another batch runs
         assert started == [waiting.id], "a batch that is cancelled before it began runs no line"
@@ -127,12 +129,12 @@ def test_a_cancelled_batch_keeps_its_results_and_names_the_rest(app: App, monkey
         assert (await client.batches.cancel(waiting.id)).cancelling_at
         batch = await wait_for(client, waiting.id, "cancelled")
         assert ids(await results(client, batch.output_file_id)) == [0, 1, 2, 3, 4]
-        assert ids(await results(client, batch.error_file_id)) == list(range(5, 600))
-        assert batch.request_counts and batch.request_counts.failed == 595 and batch.cancelled_at
+        assert ids(await results(client, batch.error_file_id)) == list(range(5, 80))
+        assert batch.request_counts and batch.request_counts.failed == 75 and batch.cancelled_at
         assert (await client.files.delete(waiting.input_file_id)).deleted
 
     run_batches(app, use, call=scripted)
-    assert scripted.in_flight == 0 and scripted.most_in_flight == 512, "a bounded number of lines is in flight"
+    assert scripted.in_flight == 0 and scripted.most_in_flight == 64, "a bounded number of lines is in flight"
 
 
 def test_a_batch_expires_with_its_window(app: App, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,21 +18,22 @@ from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.silu_mul import silu_mul
 from paceline.model.spec import ModelSpec
 
-# Rows up to which weights are converted in registers. Expanding reads and writes 4.5 bytes per weight for each pass,
-# converting takes instructions for each 64 rows. Not measured yet (docs/log/gemms.md).
-MAX_INT4_ROWS = 256
+# Rows up to which weights are converted in registers. Expanding reads and writes 2.5 bytes per weight for each pass,
+# converting takes instructions for each 32 or 64 rows: as fast at 224 rows of Qwen3-14B on an H200 (docs/log/gemms.md).
+MAX_INT4_ROWS = 224
 TUNED_ROWS = (1, 9, 17, 33, 65)  # from which on `int4_tuning` differs
 
 
 def int4_tuning(rows: int, gated: bool) -> LinearTuning:
-    """Tiles whose loops have the fewest instructions per weight in the sm_90 code, 1.8 to 3.6 (docs/log/gemms.md). A
-    warp has 32 rows of a weight: with fewer, scales are read by more instructions than weights."""
-    split_k = 1 if gated or rows > 64 else 4
+    """Tiles as measured on an H200 for Qwen3-14B (docs/log/gemms.md). A warp has 32 rows of a weight: with fewer, more
+    instructions read scales than weights."""
     if rows <= 16:
-        return LinearTuning(8 if rows <= 8 else 16, 32 if gated else 64, 256, 2, 4, split_k)
+        return LinearTuning(8 if rows <= 8 else 16, 32 if gated else 64, 256, 2, 3, 1 if gated else 8)
+    if gated:
+        return LinearTuning(32, 64, 256, 4, 3)
     if rows <= 32:
-        return LinearTuning(32, 64 if gated else 128, 256, 4, 3, split_k)
-    return LinearTuning(64, 64 if gated else 128, 256, 8, 3, split_k)
+        return LinearTuning(32, 128, 256, 4, 3, 4)
+    return LinearTuning(64, 128, 256, 8, 3, 2 if rows <= 64 else 1)
 
 
 class ExpandedWeights:

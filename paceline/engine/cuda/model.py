@@ -24,6 +24,7 @@ the norm that follows adds them to the residual stream:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -65,6 +66,7 @@ _MAX_FUSED_ROWS = 128
 _LARGE_WEIGHT = 1 << 23
 _LARGE_WEIGHT_WITH_EXPERTS = 3 << 22
 _MAX_SPLIT_K = 4
+_MIN_SPLIT_ROWS = 32  # with half as many rows, K is split into twice as many parts
 _UNPADDED_STEP = 512  # rows: GEMMs of larger prefill batches are loaded at multiples
 _EXPERT_ACTIVATIONS = ("silu", "clamped_swiglu")
 _UNSUPPORTED_FIELDS: tuple[str, ...] = ()  # of ModelSpec
@@ -292,7 +294,7 @@ class CudaModel:
         fused_rows = min(max_tokens if self.is_int4 else max_rows, self._max_fused_rows)
         widest = max(spec.hidden_size, spec.q_size + 2 * spec.kv_size)
         self._workspace = LinearWorkspace(
-            torch.empty(_MAX_SPLIT_K * fused_rows * widest, device=self.device),
+            torch.empty(_MAX_SPLIT_K * max(fused_rows, _MIN_SPLIT_ROWS) * widest, device=self.device),
             torch.zeros(cdiv(fused_rows, 16) * cdiv(widest, 16), dtype=torch.int32, device=self.device),
         )
 
@@ -474,6 +476,14 @@ class CudaModel:
     def last_logits(self, rows: int) -> Tensor:
         """The logits of the last pass, which had so many rows."""
         return self._logits[:rows]
+
+    @property
+    def saved_weight_bytes(self) -> int:
+        """How much smaller quantised matrices are than those in `dtype`."""
+        if not self.is_quantised:
+            return 0
+        found = [one.quantised for layer in self.layers for one in (layer.qkv, layer.out, *layer.mlp.linears)]
+        return sum(math.prod(one.shape) * self.dtype.itemsize - one.num_bytes for one in found if one is not None)
 
     def load_gemm_kernels(
         self, decode_sizes: Sequence[int], prefill_sizes: Sequence[int], output_sizes: Sequence[int] = ()
