@@ -60,11 +60,12 @@ def check_soak(
     kv_tokens: int = 24_000,
     longest: int = 600,
     num_tokens: int = 200,
+    min_requests: int = 0,
     seed: int = 0,
 ) -> CheckResult:
     """Random joins, aborts, deadlines and retractions in a small KV cache, with shared prefixes, all kinds of sampling
     and logprobs. The scheduler's invariants hold at every step, every output is complete, greedy ones are within the
-    margin."""
+    margin. min_requests: so many are sent, however long that takes."""
     spec, rng = setup.spec(4), random.Random(seed)  # with more random layers, rounding alone changes most tokens
     prefixes = [[rng.randrange(spec.vocab_size) for _ in range(rng.randint(longest // 8, longest))] for _ in range(8)]
     faults: list[str] = []
@@ -88,7 +89,7 @@ def check_soak(
         deadline = time.perf_counter() + seconds
         sent: dict[str, _SentRequest] = {}
         num_sent = num_aborted = 0
-        while time.perf_counter() < deadline and engine.failure is None:
+        while (time.perf_counter() < deadline or num_sent < min_requests) and engine.failure is None:
             for name in [name for name, one in sent.items() if one.sink.ended.is_set()]:
                 judge(sent.pop(name))
             while len(sent) < rng.randint(live // 2, live):

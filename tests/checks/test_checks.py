@@ -137,7 +137,7 @@ def test_swap_compares_pages_on_kernels(monkeypatch: pytest.MonkeyPatch, is_righ
 def test_soak_passes_and_counts_finish_reasons() -> None:
     options = {"live": 16, "running": 8, "longest": 60, "num_tokens": 20}
     setup = CheckSetup("tiny-qwen3", CPU, "float32", {"threads": 1, "kv_tokens": 800, "page_size": 4})
-    result = checks.check_soak(setup, 2.0, **options)
+    result = checks.check_soak(setup, 0.0, min_requests=120, **options)
     assert result.passed, result.text
     assert " 0 faults" in result.text and "abort" in result.text and "stop" in result.text
 
@@ -153,7 +153,7 @@ def test_soak_fails_when_an_invariant_is_violated(monkeypatch: pytest.MonkeyPatc
 
 def test_soak_fails_when_tokens_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TimedSink, "put", _forgetful(TimedSink.put))
-    result = checks.check_soak(SETUP, 0.5, live=8, running=4, longest=40, num_tokens=8)
+    result = checks.check_soak(SETUP, 0.0, live=8, running=4, longest=40, num_tokens=8, min_requests=30)
     assert not result.passed and re.search(r"[1-9]\d* faults: ", result.text), result.text
 
 
