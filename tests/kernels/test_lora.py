@@ -60,6 +60,7 @@ def adapters(num_slots: int, rank: int, width: int, widths: tuple[int, ...]) -> 
         (21, 1, 16, (40, 40), 48, "by row"),
         (1, 20, 16, (130,), 1100, ""),
         (9, 2, 16, (256, 128, 128), 32, ""),
+        (9, 2, 16, (256, 256), 32, ""),
     ],
 )
 def test_every_row_gets_what_its_adapter_adds(
