@@ -1021,6 +1021,20 @@ MUTANTS = [
         ("tests/engine/cpu/test_attention.py",),
     ),
     Mutant(
+        "the second tile of a LoRA matrix is the first again",
+        "kernels/lora.py",
+        "        if start + BLOCK_N < SPAN:",
+        "        if False:",
+        ("tests/kernels/test_lora.py",),
+    ),
+    Mutant(
+        "padding of the tokens that are sampled from uses experts",
+        "engine/cuda/model.py",
+        "        self.live = live\n        self.x = torch.index_select",
+        "        self.live = None\n        self.x = torch.index_select",
+        ("tests/engine/cuda/test_executor.py::test_padding_uses_no_expert",),
+    ),
+    Mutant(
         "the weights of experts are not multiplied in",
         "kernels/experts.py",
         "* up * weight[:, None]",
