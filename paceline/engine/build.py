@@ -47,6 +47,7 @@ from paceline.model.registry import shape as named_shape
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import (
     QuantisedWeights,
+    has_int4,
     load_decoder,
     quantised_bytes,
     random_decoder,
@@ -359,7 +360,8 @@ def int4_groups(config: EngineConfig, models: Iterable[tuple[ModelSpec, Path | N
 
 
 def _is_quantised(path: Path | None) -> bool:
-    return path is not None and is_gguf(path) and is_quantised(open_gguf(path))
+    """Whether a CPU can keep the weights of a file in 4 or 8 bits."""
+    return path is not None and (is_quantised(open_gguf(path)) if is_gguf(path) else has_int4(path))
 
 
 def _has_experts(path: Path | None) -> bool:

@@ -9,7 +9,7 @@
            X.weight_scale [N, K/g], X.weight_zero_point [N/8, K/g], X.weight_shape [2]
 
 Integers have 32 bits, and eight weights. A weight is (value - zero) * scale. It can be read dequantised, on any device,
-or as it is stored (`Int4Tensor`).
+as it is stored (`Int4Tensor`), or as a CPU keeps it (`QuantisedTensor`).
 """
 
 from __future__ import annotations
@@ -89,7 +89,14 @@ def _combined(layer: str, parts: Mapping[str, StoredTensor], found: CheckpointFo
         return whole[part] if part else whole
 
     num_bytes = sum(one.num_bytes for one in parts.values())
-    return StoredTensor((rows, columns), num_bytes, read, read_packed=read_packed)
+    return StoredTensor(
+        (rows, columns),
+        num_bytes,
+        read,
+        read_quantised=lambda: read_packed((), "cpu").to_quantised(),
+        quantised_bits=4,
+        read_packed=read_packed,
+    )
 
 
 def _read(layer: str, parts: Mapping[str, Tensor], shape: tuple[int, int], found: CheckpointFormat) -> Int4Tensor:
@@ -106,12 +113,14 @@ def _read(layer: str, parts: Mapping[str, Tensor], shape: tuple[int, int], found
         if not found.symmetric:
             zeros = _unpacked(parts["weight_zero_point"], 0)[:rows]
         return Int4Tensor(values, scales, zeros, found.group)
+    # Transposed while eight weights are one integer: bytes take twice the time.
+    packed, packed_zeros = (parts[name].T.contiguous() for name in ("qweight", "qzeros"))
     if found.method == "awq":
-        values, zeros = (_unpacked(parts[name], 1, _AWQ_ORDER) for name in ("qweight", "qzeros"))
+        values, zeros = (_unpacked(one, 0, _AWQ_ORDER) for one in (packed, packed_zeros))
     else:
-        values, zeros = _unpacked(parts["qweight"], 0), _unpacked(parts["qzeros"], 1)[:, :rows] + found.zero_offset
+        values, zeros = _unpacked(packed, 1), _unpacked(packed_zeros, 0)[:rows] + found.zero_offset
         _check_order(layer, parts.get("g_idx"), columns, found.group)
-    return Int4Tensor(values.T, parts["scales"].T, zeros.T, found.group)
+    return Int4Tensor(values, parts["scales"].T, zeros, found.group)
 
 
 def _unpacked(packed: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:

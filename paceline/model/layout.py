@@ -177,9 +177,9 @@ class StoredTensor:
     # The rows and columns of these slices, or all of it, on the CPU, in the dtype it is stored in. A file that can be
     # read in part is: a rank never has more of a model in memory than its own part and one tensor.
     read: Callable[[tuple[slice, ...]], Tensor]
-    # All of it, in the bits it is stored in, and how many `read_quantised` gives; None: it is not quantised.
+    # All of it, in the bits it is stored in; None: it is not quantised.
     read_quantised: Callable[[], QuantisedTensor] | None = None
-    quantised_bits: int = 8
+    quantised_bits: int = 8  # of `read_quantised`, or what a matrix in 16 bits is rounded to beside quantised ones
     # These rows and columns on a device, as an FP8 or 4-bit checkpoint stores them; None: they cannot be kept so.
     read_packed: Callable[[tuple[slice, ...], str | torch.device], PackedTensor] | None = None
 

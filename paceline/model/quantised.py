@@ -2,7 +2,7 @@
 
     w = scale * q + offset
 
-And those of FP8 and 4-bit checkpoints, as a GPU keeps them.
+And those of FP8 and 4-bit checkpoints: as a GPU keeps them, and 4 bits in the form above, as a CPU does.
 
 `dequantise` is the reference. `gguf_tensors.py` reads such weights from files.
 """
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GROUP = 32  # columns with one scale and one offset
+_CHUNK = 1 << 22  # values that are rounded at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +75,13 @@ class Int4Tensor:
         groups = self.values.float().reshape(len(self.values), -1, self.group)
         return ((groups - zeros) * scales).flatten(1)
 
+    def to_quantised(self) -> QuantisedTensor:
+        """In groups of 32 columns, with offsets -scale * zero, which are rounded to float16: of a float16 scale that is
+        at most 1/128 of a step between two values, and nothing if the zero is a power of two."""
+        scales, zeros = (one.float().repeat_interleave(self.group // GROUP, dim=1) for one in (self.scales, self.zeros))
+        scales = to_half_precision(scales)
+        return QuantisedTensor(4, self.values.view(torch.int8), scales, to_half_precision(-scales * zeros))
+
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> Int4Tensor:
         """With the rows rearranged or selected."""
         return Int4Tensor(function(self.values), function(self.scales), function(self.zeros), self.group)
@@ -95,7 +103,12 @@ def concatenate(tensors: Sequence[QuantisedTensor]) -> QuantisedTensor:
 
 def quantise(weight: Tensor, bits: int) -> QuantisedTensor:
     """Rounds to 8 bits by the largest value of a group, or to 4 bits between its smallest and its largest."""
-    weight = weight.float()
+    # By rows, so that a large embedding in 16 bits is never in float32 as a whole.
+    chunks = torch.split(weight, max(1, _CHUNK // weight.shape[1]))
+    return concatenate([_quantise_rows(chunk.float(), bits) for chunk in chunks])
+
+
+def _quantise_rows(weight: Tensor, bits: int) -> QuantisedTensor:
     rows, columns = weight.shape
     rest = -columns % GROUP
     groups = F.pad(weight, (0, rest), "replicate" if rest else "constant").view(rows, -1, GROUP)

@@ -91,6 +91,12 @@ def stored_quantization(path: str | Path) -> str:
     return found.quantization if are_kept else "none"
 
 
+def has_int4(path: str | Path) -> bool:
+    """Whether linear layers are stored in 4 bits by `quantization_config`. `stored_quantization` asks for more."""
+    found = _format(Path(path))
+    return found is not None and found.quantization == "int4"
+
+
 def stored_group(path: str | Path) -> int:
     """Columns with one scale, of a 4-bit checkpoint."""
     found = _format(Path(path))
@@ -189,7 +195,8 @@ class QuantisedWeights:
     """The weights of a model in 4 or 8 bits, read one after the other."""
 
     def __init__(self, path: str | Path, *, quantization: str, progress: Progress | None = None) -> None:
-        """quantization: auto keeps a quantised file as it is; q4 and q8 round the weights."""
+        """quantization: auto keeps a quantised file as it is, and rounds matrices that it has in 16 bits to 8; q4 and
+        q8 round all of them."""
         self.spec, self._stored = _open(Path(path))
         self._bits = _BITS.get(quantization)
         self._progress, self._done = progress, 0
@@ -211,11 +218,10 @@ class QuantisedWeights:
         return concatenate([self._read(self._stored[part]) for part in self._parts[name]])
 
     def _read(self, stored: StoredTensor) -> QuantisedTensor:
-        if self._bits is None:
-            assert stored.read_quantised is not None, "the file is not quantised"
+        if self._bits is None and stored.read_quantised is not None:
             found = stored.read_quantised()
         else:
-            found = quantise(stored.read(()), self._bits)
+            found = quantise(stored.read(()), self._bits or stored.quantised_bits)
         self._done += stored.num_bytes
         if self._progress:
             self._progress(self._done, self._total)

@@ -47,7 +47,7 @@ def test_4_bit_checkpoints_have_the_values_of_their_scales(tmp_path: Path, name:
     assert torch.equal(qkv.dequantise(), expanded.layers[1].qkv)
 
 
-def test_a_gpu_keeps_4_bits_and_other_devices_expand_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_gpu_keeps_4_bits_unless_options_expand_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "model"
     save_int4(path, AWQ)
     assert stored_quantization(path) == "int4" and stored_group(path) == 32
@@ -56,7 +56,6 @@ def test_a_gpu_keeps_4_bits_and_other_devices_expand_them(tmp_path: Path, caplog
     wide, spec = EngineConfig(dtype="bfloat16", quantization="none"), read_spec(path)
     assert weight_bytes(kept, spec, path) < weight_bytes(wide, spec, path)
     assert kernel_options(path, None, EngineConfig(), {})[1].int4_groups == (32,)
-    assert choose_precision(EngineConfig(), "cpu", path).quantization == "none"
     assert choose_precision(EngineConfig(dtype="float16"), "cuda", path).quantization == "none"
     assert choose_precision(EngineConfig(quantization="none"), "cuda", path).quantization == "none"
     assert choose_precision(EngineConfig(tp=2), "cuda", path).quantization == "none"
@@ -91,6 +90,8 @@ def test_rows_of_a_fused_matrix_are_read_as_they_are_stored() -> None:
     found_rows: Any = part.read_packed((slice(2, 4),), "cpu")
     assert torch.equal(found_rows.values, values[10:12]) and torch.equal(found_rows.zeros, zeros[10:12])
     assert torch.equal(found_rows.dequantise(), whole.read(())[10:12])
+    assert part.read_quantised is not None and part.quantised_bits == 4
+    torch.testing.assert_close(part.read_quantised().dequantise(), whole.read(())[8:16], rtol=0, atol=1 / 128)
 
 
 @pytest.mark.parametrize(

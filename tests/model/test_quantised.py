@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.model import quantised
 from paceline.model.gguf_file import open_gguf
 from paceline.model.gguf_tensors import is_quantised, quantised_bits, read_quantised
 from paceline.model.layout import is_matrix, target_shapes
@@ -82,6 +83,16 @@ def test_the_memory_of_the_weights_is_known_before_they_are_read(tmp_path: Path,
     expected = sum(one.values.numel() * bits // 8 + 2 * (one.scales.numel() + one.offsets.numel()) for one in matrices)
     expected += sum(4 * vector.numel() for vector in weights.vectors.values())
     assert quantised_bytes(path, quantization) == expected
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+    weight = torch.randn(9, 80, generator=torch.Generator().manual_seed(1)).bfloat16()
+    whole = quantise(weight, bits)
+    monkeypatch.setattr(quantised, "_CHUNK", 200)
+    found = quantise(weight, bits)
+    for name in ("values", "scales", "offsets"):
+        assert torch.equal(getattr(found, name), getattr(whole, name))
 
 
 @pytest.mark.parametrize("columns", [32, 80, 7])

@@ -61,11 +61,11 @@ def test_4_bit_checkpoints_give_the_tokens_of_the_dequantised_model(tmp_path: Pa
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
 
 
-def test_a_4_bit_checkpoint_is_served_on_a_cpu(tmp_path: Path) -> None:
-    """Expanded, from its files on."""
+def test_a_4_bit_checkpoint_is_expanded_on_a_cpu(tmp_path: Path) -> None:
+    """If quantization is none."""
     save_int4(tmp_path / "model", FORMATS["awq"])
     expected = on_cpu(load_decoder(tmp_path / "model", dtype="float32", max_positions=192))
-    with LLM(tmp_path / "model", device="cpu", threads=1, kv_tokens=1024) as llm:
+    with LLM(tmp_path / "model", device="cpu", threads=1, kv_tokens=1024, quantization="none") as llm:
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
 
 

@@ -1,0 +1,143 @@
+"""4-bit checkpoints (GPTQ, AWQ, compressed-tensors) stay in 4 bits on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline.config import EngineConfig
+from paceline.doctor.model_files import check_model_memory
+from paceline.engine import build
+from paceline.engine.cpu.native import NativeError
+from paceline.engine.cpu.quantised_model import QuantisedModel
+from paceline.llm import LLM, RequestOutput
+from paceline.model.layout import is_matrix, target_shapes
+from paceline.model.quantised import Int4Tensor, QuantisedTensor, quantise
+from paceline.model.read_spec import read_spec
+from paceline.model.weights import QuantisedWeights, load_decoder
+from paceline.request import SamplingParams
+from tests.helpers import needs_compiler
+from tests.tiny_int4 import AWQ, FORMATS, GPTQ, change_weights, save_int4
+
+PROMPTS = [[5, 6, 7, 8, 9, 200, 201], [400, 3]]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+LAYER = "model.layers.0.self_attn"
+
+
+def save(path: Path, config: dict[str, Any]) -> Path:
+    """A checkpoint whose embedding and head have the values of their 8-bit rounding."""
+    save_int4(path, config)
+    weights = load_file(path / "model.safetensors")
+    tables = [name for name in weights if "embed" in name or "head" in name]
+    change_weights(path, {name: quantise(weights[name], 8).dequantise() for name in tables})
+    return path
+
+
+def run(path: Path, **options: Any) -> tuple[Any, list[RequestOutput]]:
+    with LLM(path, device="cpu", threads=1, kv_tokens=1024, **options) as llm:
+        return llm.engine, llm.generate(PROMPTS, GREEDY)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", FORMATS)
+def test_4_bit_checkpoints_give_the_tokens_of_the_dequantised_model(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path / "model", FORMATS[name])
+    engine, found = run(path)
+    assert isinstance(engine.executor.runner.decoder, QuantisedModel) and engine.info.dtype == "4- and 8-bit"
+    engine, expected = run(path, quantization="none")
+    assert engine.info.dtype == "float32"
+    # Inputs are rounded to 15 bits and offsets to float16; those of symmetric weights are exact.
+    tolerance = 3e-4 if name == "packed" else 3e-3
+    for one, other in zip(found, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        assert [token.logprob for token in one.logprobs or ()] == pytest.approx(
+            [token.logprob for token in other.logprobs or ()], abs=tolerance
+        )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_offsets_are_rounded_to_float16(tmp_path: Path, name: str) -> None:
+    """By less than 1/128 of a step between two values; tables in 16 bits become 8 bits."""
+    save_int4(tmp_path / "model", FORMATS[name])
+    weights, exact = (
+        QuantisedWeights(tmp_path / "model", quantization="auto"),
+        load_decoder(tmp_path / "model", dtype="float32"),
+    )
+    qkv = weights.matrix("1.qkv")
+    error = (qkv.dequantise() - exact.layers[1].qkv).abs()
+    assert qkv.bits == 4 and int(qkv.values.max()) == 15 and int(qkv.values.min()) == 0
+    assert (error <= qkv.scales.repeat_interleave(32, 1) / 128).all()
+    assert bool(error.max() < 1e-7) is (name == "packed")
+    embedding = weights.matrix("embedding")
+    assert embedding.bits == 8
+    torch.testing.assert_close(embedding.dequantise(), exact.embedding, rtol=0, atol=1.5 / 250)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_wide_groups_are_divided(dtype: torch.dtype) -> None:
+    values = torch.randint(0, 16, (6, 256), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    scales = torch.tensor([[0.003, 0.04]] * 6).to(dtype)
+    stored = Int4Tensor(values, scales, torch.tensor([[1, 16], [2, 8], [3, 5], [7, 11], [13, 15], [0, 9]]), 128)
+    found = stored.to_quantised()
+    assert found.scales.shape == found.offsets.shape == (6, 8)
+    steps = scales.float().repeat_interleave(128, 1)
+    assert ((found.dequantise() - stored.dequantise()).abs() <= steps / 128).all()
+    assert torch.equal(found.scales, scales.float().repeat_interleave(4, 1))  # bfloat16: in the range of float16
+
+
+def memory(matrices: list[QuantisedTensor], vectors: dict[str, torch.Tensor]) -> int:
+    packed = sum(one.values.numel() * one.bits // 8 + 4 * one.scales.numel() for one in matrices)
+    return packed + sum(4 * vector.numel() for vector in vectors.values())
+
+
+@needs_compiler
+def test_the_memory_of_4_bit_weights_is_known_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if one matrix of a layer is in 16 bits: it becomes 8 bits, and those that are fused with it."""
+    path = tmp_path / "model"
+    wanted = save_int4(path, GPTQ)
+    spec, stored_wide = read_spec(path), dict.fromkeys(("qweight", "qzeros", "scales", "g_idx"))
+    for bits in (4, 8):
+        config = build.choose_precision(EngineConfig(), "cpu", path)
+        assert (config.dtype, config.quantization) == ("float32", "auto")
+        weights = QuantisedWeights(path, quantization="auto")
+        matrices = {name: weights.matrix(name) for name in target_shapes(spec) if is_matrix(name)}
+        assert matrices["0.qkv"].bits == bits and matrices["1.qkv"].bits == matrices["0.down"].bits == 4
+        assert build.weight_bytes(config, spec, path) == memory([*matrices.values()], weights.vectors)
+        change_weights(path, {f"{LAYER}.k_proj.{part}": None for part in stored_wide})
+        change_weights(path, {f"{LAYER}.k_proj.weight": wanted[f"{LAYER}.k_proj.weight"].half()})
+    error = matrices["0.qkv"].dequantise() - load_decoder(path, dtype="float32").layers[0].qkv
+    assert float(error.abs().max()) < 1 / 254
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "quantised, as in the file" in next(check_model_memory(path, spec)).text
+
+
+@needs_compiler
+def test_4_bits_are_expanded_where_no_kernel_keeps_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model"
+    save_int4(path, AWQ)
+    for options in ({"quantization": "none"}, {"dtype": "bfloat16"}, {"tp": 2}, {"pp": 2}):
+        assert build.choose_precision(EngineConfig(**options), "cpu", path).quantization == "none"  # type: ignore[arg-type]
+    assert not caplog.text
+
+    def fail() -> None:
+        raise NativeError("there is no C compiler: install gcc")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "native_library", fail)
+        config = build.choose_precision(EngineConfig(), "cpu", path)
+    assert (config.dtype, config.quantization) == ("float32", "none")
+    assert "expanded to float32, which is slower" in caplog.text and "no C compiler: install gcc" in caplog.text
+    described = json.loads((path / "config.json").read_text())
+    described |= {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+    (path / "config.json").write_text(json.dumps(described))
+    assert build.choose_precision(EngineConfig(), "cpu", path).quantization == "none"
+    assert "there are no kernels for experts in 4 and 8 bits" in caplog.text
