@@ -30,6 +30,7 @@ from paceline.cli.environment import warnings
 from paceline.config_file import read_file
 from paceline.server import supervisor
 from tests.helpers import needs_compiler
+from tests.ports import free_ports
 from tests.test_install import package_files
 
 ROOT = Path(__file__).parent.parent
@@ -60,13 +61,6 @@ def values(name: str) -> list[str]:
 
 def image_environment() -> dict[str, str]:
     return dict(pair.split("=", 1) for value in values("ENV") for pair in shlex.split(value))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +142,7 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
 
 def test_the_unit_starts_and_stops_as_written(as_nobody: list[str], owned: Path) -> None:
     """Its ExecStart, with its environment and nothing else, on folders as systemd and the documented commands make."""
-    settings, port = unit(), free_port()
+    settings, port = unit(), free_ports(1)
     config, secrets, cache = owned / "paceline.toml", owned / "environment", owned / "cache"
     config.write_text(f"[server]\nport = {port}\n[engine]\nexecutor = 'virtual'\n")
     config.chmod(0o640)
@@ -308,7 +302,7 @@ def test_every_instruction_of_the_image_is_tested() -> None:
 
 
 def test_the_image_serves_as_an_unprivileged_user(as_nobody: list[str], owned: Path) -> None:
-    port = free_port()
+    port = free_ports(1)
     moved = {name: value.replace("/models", str(owned / "models")) for name, value in image_environment().items()}
     environment = {**moved, "PACELINE_PORT": str(port)}
     (owned / "models").mkdir()

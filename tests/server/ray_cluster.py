@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tests.ports import free_ports
 
 APP = "paceline"
 _ENVIRONMENT = {
@@ -77,17 +78,10 @@ class RayCluster:
         return found
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
-
-
 @contextmanager
 def ray_cluster() -> Iterator[RayCluster]:
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # short: paths of sockets are at most 107 bytes
-    port, log = free_port(), folder / "driver.log"
+    port, log = free_ports(1), folder / "driver.log"
     with log.open("w") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.server.ray_cluster", str(folder), str(port)],

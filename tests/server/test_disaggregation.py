@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.ports import free_ports
 from tests.server.process import ServerProcess, serving
 from tests.server.virtual import get, metric, wait_until
 
@@ -45,9 +45,7 @@ def answer(server: ServerProcess, prompt: str, **more: Any) -> tuple[str, dict[s
 
 @pytest.fixture(scope="module")
 def address() -> str:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{one.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_ports(1)}"
 
 
 @pytest.fixture(scope="module")

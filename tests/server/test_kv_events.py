@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 from paceline.cluster.block_hash import block_hashes, root_hash
 from tests.cluster.subscriber import AllBlocksCleared, BlockStored, Subscriber
+from tests.ports import free_ports
 from tests.server.process import ServerProcess, serving
 
 MODEL = ("--load", "random", "--shape", "tiny-qwen3", "--threads", "1", "--kv-tokens", "4096")
@@ -24,12 +24,8 @@ PROMPT = list(range(100, 200))  # six whole pages
 
 @pytest.fixture(scope="module")
 def addresses() -> list[str]:
-    ports = []
-    for _ in range(2):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            ports.append(probe.getsockname()[1])
-    return [f"tcp://127.0.0.1:{port}" for port in ports]
+    first = free_ports(2)
+    return [f"tcp://127.0.0.1:{port}" for port in (first, first + 1)]
 
 
 @pytest.fixture(scope="module")

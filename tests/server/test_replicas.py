@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +25,7 @@ from paceline.engine.kv_sizing import CPU_KV_FRACTION
 from paceline.engine.recording import RecordedRequest, read_recording
 from paceline.server.engine_device import choose_device
 from tests.cluster.subscriber import Subscriber
+from tests.ports import free_ports
 from tests.server.process import ServerProcess
 from tests.server.test_processes import stream_all
 from tests.server.virtual import (
@@ -366,19 +365,6 @@ def test_each_replica_has_the_next_address_of_kv_events() -> None:
     free = ServerConfig(replicas=2, kv_events="tcp://127.0.0.1:*", kv_events_replay="tcp://127.0.0.1:*")
     assert free.kv_event_addresses(1) == ("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
     assert ServerConfig(replicas=2).kv_event_addresses(1) == (None, None)
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` consecutive ports that are free now."""
-    while True:
-        with contextlib.ExitStack() as stack:
-            first = 0
-            with contextlib.suppress(OSError, OverflowError):
-                for number in range(count):
-                    probe = stack.enter_context(socket.socket())
-                    probe.bind(("127.0.0.1", first + number if first else 0))
-                    first = first or probe.getsockname()[1]
-                return first
 
 
 def test_each_replica_publishes_and_records_what_it_does_itself(tmp_path: Path) -> None:
