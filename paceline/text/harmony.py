@@ -117,8 +117,13 @@ class HarmonyParser:
     def _read_header(self, at_end: bool, events: list[HarmonyEvent]) -> bool:
         """Returns whether the state has changed, as the others do."""
         end = self._text.find(MESSAGE, 0, _MAX_HEADER + len(MESSAGE))
-        if not self._may_be_header(at_end) or (end < 0 and len(self._text) >= _MAX_HEADER + len(MESSAGE)):
+        is_too_long = end < 0 and len(self._text) >= _MAX_HEADER + len(MESSAGE)
+        if is_too_long or not self._may_be_header(at_end):
             self._state, self._kind, self._has_text = _HarmonyState.BODY, _MessageKind.CONTENT, False
+            if is_too_long:  # its marker is text, or it would begin the same header again
+                size = next((len(marker) for marker in (START, CHANNEL) if self._text.startswith(marker)), 0)
+                self._emit(self._text[:size], events)
+                self._text = self._text[size:]
             return True
         if end >= 0:
             header, self._text = self._text[:end], self._text[end + len(MESSAGE) :]

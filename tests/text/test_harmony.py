@@ -15,7 +15,7 @@ from paceline.request import Grammar
 from paceline.sampling.grammar import Grammars
 from paceline.text.call_syntax import ArgumentsDelta, Content, ToolCallStart
 from paceline.text.chat import ChatTemplate
-from paceline.text.harmony import HARMONY, TOKENS, HarmonyParser, call_header
+from paceline.text.harmony import CHANNEL, HARMONY, START, TOKENS, HarmonyParser, call_header
 from paceline.text.output_parser import Reasoning, output_parser, reasoning_markers_of
 from paceline.text.reasoning import ReasoningPiece
 from paceline.text.synthetic import synthetic_tokenizer
@@ -203,3 +203,14 @@ def test_grammars_allow_analysis_before_a_call_or_an_answer(special: bool) -> No
         assert not accepts(grammar, '{"a": 1}') and not accepts(grammar, ANALYSIS)
     assert HARMONY.before_grammar(PROMPT + "<|channel|>final<|message|>") is None
     grammars.close()
+
+
+@pytest.mark.parametrize("marker", [START, CHANNEL])
+def test_headers_without_an_end_are_content(marker: str) -> None:
+    """More of them than a header is long. The parser must not begin the same header again and again."""
+    text = marker * 300
+    whole, split = HarmonyParser("<|start|>assistant"), HarmonyParser("<|start|>assistant")
+    events = [event for at in range(0, len(text), 7) for event in split.push(text[at : at + 7])] + split.close()
+    found = "".join(event.text for event in [*whole.push(text), *whole.close()] if isinstance(event, ReasoningPiece))
+    assert found == "".join(event.text for event in events if isinstance(event, ReasoningPiece))
+    assert found.replace("\n", "").replace(marker, "") == "" and found.count(marker) > 150
