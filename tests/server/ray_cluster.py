@@ -9,9 +9,11 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +31,12 @@ _ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
     "RAY_SERVE_LOG_TO_STDERR": "0",
+    # On a busy host everything takes longer: Ray kills a proxy that is not ready after 5 seconds.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "600",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "600",
+    "RAY_worker_register_timeout_seconds": "600",
+    "RAY_gcs_server_port_wait_time_s": "600",
+    "RAY_memory_monitor_refresh_ms": "0",
 }
 
 
@@ -106,6 +114,11 @@ def ray_cluster() -> Iterator[RayCluster]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def is_listening(port: int) -> bool:
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
+
+
 def main(folder: str, port: int) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Ray prints is not an answer
@@ -119,7 +132,10 @@ def main(folder: str, port: int) -> None:
             num_cpus=4, num_gpus=0, include_dashboard=False, object_store_memory=80_000_000, _temp_dir=folder,
             log_to_driver=False, namespace="serve",
         )  # fmt: skip
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        with contextlib.suppress(TimeoutError):  # Ray does not wait for the proxy longer than a minute
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+        while not is_listening(port):
+            time.sleep(0.5)
         address: str = context.address_info["gcs_address"]
         return address
 
