@@ -2,7 +2,8 @@
 
 A body of any size and content must not delay the streams of other clients. Short bodies are handled in threads. Long
 ones are handled in another process, one at a time, the tenants in turn: decoding 16 MB of JSON alone holds the GIL for
-up to two seconds. The process starts with the first long body and is started again if it dies.
+up to two seconds, and bodies with thousands of objects run much Python code. The process starts with
+the first long body and is started again if it dies.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import io
 import os
 import pickle
+import re
 import signal
 import struct
 import subprocess
@@ -20,17 +22,24 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from typing import IO, Any, TypeVar, cast
 
 from paceline.server.errors import ApiError, api_error
-from paceline.server.limits import LONG_BODY_BYTES, MAX_LONG_BODIES, MAX_TENANT_LONG_BODIES
+from paceline.server.limits import LONG_BODY_BYTES, LONG_BODY_OBJECTS, MAX_LONG_BODIES, MAX_TENANT_LONG_BODIES
 from paceline.text.load import load_tokenizer
 from paceline.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 _NUM_THREADS = 2
 _LENGTH = struct.Struct("<Q")
+_OBJECT = re.compile(rb'\{\s*"')  # starts one that is not empty; in a string, the quote would be escaped
 _NICENESS = 10  # long bodies wait for the front end and the engine, not the other way round
+
+
+def is_long(body: bytes | bytearray) -> bool:
+    """Whether a body has many bytes or many JSON objects."""
+    return len(body) > LONG_BODY_BYTES or any(islice(_OBJECT.finditer(body), LONG_BODY_OBJECTS, None))
 
 
 class BodyWorkers:
@@ -51,7 +60,7 @@ class BodyWorkers:
         """Returns `function(body, *args)`. Function, arguments and result must be picklable; the tokenizer is passed
         by name. `tenant` is whose body it is; None: the admin's, or that of a server without tenants."""
         loop = asyncio.get_running_loop()
-        if len(body) <= LONG_BODY_BYTES:
+        if not is_long(body):
             return await loop.run_in_executor(self._threads, partial(function, body, *args))
         self._check_num_long(tenant)
         self._num_long[tenant] += 1
@@ -73,7 +82,8 @@ class BodyWorkers:
         else:
             return
         raise ApiError(
-            f"{most} request bodies{whose} of more than {LONG_BODY_BYTES} bytes are being read: retry later.",
+            f"{most} request bodies{whose} of more than {LONG_BODY_BYTES} bytes or {LONG_BODY_OBJECTS} JSON objects "
+            "are being read: retry later.",
             status=503,
             kind="server_error",
             code="too_many_long_bodies",

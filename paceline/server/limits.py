@@ -13,7 +13,8 @@ MAX_LISTED_REQUESTS = 1000
 MAX_WEIGHT_VERSION_CHARACTERS = 256
 DEFAULT_FLUSH_TIMEOUT_S, MAX_FLUSH_TIMEOUT_S = 60.0, 3600.0  # new requests wait for that long at most
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions alone
-LONG_BODY_BYTES = 131_072  # a longer body is handled in another process: see body_workers.py
+# A body with more bytes, or with more JSON objects, is a long one and handled in another process: see body_workers.py.
+LONG_BODY_BYTES, LONG_BODY_OBJECTS = 131_072, 1000
 MAX_LONG_BODIES, MAX_TENANT_LONG_BODIES = 64, 16  # of one front end at a time, of one tenant; more get 503
 MAX_TOKENIZE_CHARACTERS = 1_048_576
 
@@ -25,7 +26,7 @@ MAX_BATCH_LINE_BYTES = 1_048_576
 MAX_BATCH_ERRORS = 100  # of one input file that are reported
 MAX_BATCH_LINES_IN_FLIGHT = 1024  # of all batches: twice as many as max_running of a GPU
 MAX_BATCH_BYTES_IN_FLIGHT = 67_108_864  # of one batch
-MAX_LONG_BATCH_LINES = 8  # in flight, of more than LONG_BODY_BYTES: the rest of MAX_LONG_BODIES is for clients
+MAX_LONG_BATCH_LINES = 8  # in flight, long ones: the rest of MAX_LONG_BODIES is for clients
 MAX_BATCH_ATTEMPTS = 3  # for a line whose engine died
 MAX_UNFINISHED_BATCHES, MAX_BATCHES = 100, 1000  # of one tenant; the oldest finished ones are removed
 MAX_LISTED_FILES, MAX_LISTED_BATCHES = 10_000, 100

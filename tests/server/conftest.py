@@ -4,7 +4,7 @@ import pytest
 
 from paceline.engine import trace_recorder
 from paceline.engine.engine import Engine
-from tests.server.serving import Caller, make_app, tiny_engine
+from tests.server.serving import OPEN_WORKERS, Caller, make_app, tiny_engine
 
 
 @pytest.fixture(scope="session")
@@ -13,6 +13,14 @@ def engine() -> Iterator[Engine]:
     engine = tiny_engine()
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_workers() -> Iterator[None]:
+    """Ends the threads and processes of the apps that a file made."""
+    yield
+    while OPEN_WORKERS:
+        OPEN_WORKERS.pop().close()
 
 
 @pytest.fixture

@@ -29,6 +29,9 @@ def tiny_engine(**options: Any) -> Engine:
     return build_engine(load="random", shape="tiny-qwen3", threads=1, **{"kv_tokens": 8192, **options})
 
 
+OPEN_WORKERS: list[BodyWorkers] = []  # of the apps made; closed after each file
+
+
 def make_app(
     engine: Engine,
     *,
@@ -38,11 +41,13 @@ def make_app(
     **config: Any,
 ) -> App:
     settings = ServerConfig(**config)
+    workers = BodyWorkers(engine.tokenizer, engine.tokenizer.vocab_size)
+    OPEN_WORKERS.append(workers)
     return App(
         ServerState(
             client=LocalClient(engine, name, stall_s),
             tokenizer=engine.tokenizer,
-            workers=BodyWorkers(engine.tokenizer, engine.tokenizer.vocab_size),
+            workers=workers,
             config=settings,
             model_name=name,
             api_keys=ApiKeys(tenants, settings.admin_key),

@@ -20,10 +20,11 @@ from paceline.engine.engine import Engine
 from paceline.engine.output import OutputDelta, TokenLogprob
 from paceline.request import FinishReason
 from paceline.server import body_workers, engine_process
-from paceline.server.body_workers import BodyWorkers
+from paceline.server.body_workers import BodyWorkers, is_long
 from paceline.server.errors import ApiError
 from paceline.server.limits import (
     LONG_BODY_BYTES,
+    LONG_BODY_OBJECTS,
     MAX_DETOKENIZE_TOKENS,
     MAX_LONG_BODIES,
     MAX_TENANT_LONG_BODIES,
@@ -217,6 +218,27 @@ def test_a_long_body_has_the_same_response_as_a_short_one(caller: Caller) -> Non
         assert short == long
     assert caller.events(COMPLETIONS, TEXT, **padding)[-1] == "[DONE]"
     assert caller.ok("/tokenize", {"prompt": "x y", **padding}) == caller.ok("/tokenize", {"prompt": "x y"})
+
+
+def test_a_body_with_many_objects_is_a_long_one(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = HELLO["messages"] * (LONG_BODY_OBJECTS // len(HELLO["messages"]) + 1)
+    body = json.dumps({**HELLO, "messages": messages}).encode()
+    assert len(body) < LONG_BODY_BYTES and is_long(body) and is_long(bytearray(body))
+    assert not is_long(json.dumps({**HELLO, "messages": messages[:-100]}).encode())
+    handled = []
+    monkeypatch.setattr(caller.app.state.workers, "_run_in_process", lambda *args: handled.append(args))
+
+    async def use(client: httpx.AsyncClient) -> None:
+        await caller.app.state.workers.run(operator.neg, body)
+
+    caller.run(use)
+    assert [args[1] for args in handled] == [body]
+
+
+def test_braces_in_strings_are_not_counted_as_objects() -> None:
+    code = 'if (a) { print("{"); } else { b = {"c": "\\"}; }' * 1000
+    body = json.dumps({**TEXT, "prompt": code, "user": '"'}).encode()
+    assert body.count(b"{") > LONG_BODY_OBJECTS and len(body) < LONG_BODY_BYTES and not is_long(body)
 
 
 def test_tokenize_is_exact_up_to_its_limit_and_refuses_more(caller: Caller) -> None:

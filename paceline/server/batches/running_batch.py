@@ -30,8 +30,9 @@ from paceline.server.batches.lines import (
 from paceline.server.batches.objects import BatchError, BatchErrors, BatchObject, StoredBatch
 from paceline.server.batches.results import ResultWriter
 from paceline.server.batches.store import BatchStore
+from paceline.server.body_workers import is_long
 from paceline.server.http import AsgiEvent, Receive, Scope, Send
-from paceline.server.limits import LONG_BODY_BYTES, MAX_BATCH_ATTEMPTS, MAX_BATCH_BYTES_IN_FLIGHT
+from paceline.server.limits import MAX_BATCH_ATTEMPTS, MAX_BATCH_BYTES_IN_FLIGHT
 from paceline.server.state import ServerState
 
 log = logging.getLogger("paceline.server")
@@ -252,7 +253,7 @@ class RunningBatch:
             if self._num_bytes_left - self._writer.num_bytes <= 0:
                 message = "The files of the tenant have reached the server's batch_tenant_bytes: delete some."
                 await self._keep(not_run(line.custom_id, "storage_limit_exceeded", message))
-            elif len(bytes(line.body)) > LONG_BODY_BYTES:
+            elif is_long(bytes(line.body)):
                 async with self._long_lines:
                     await self._keep(await self._respond(line, tenant))
             else:
