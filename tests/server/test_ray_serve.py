@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.server import virtual
 from tests.server.ray_cluster import RayCluster, ray_cluster
 from tests.server.test_cpu_replicas import QUESTIONS, SYSTEMS
-from tests.server.virtual import assert_nothing_is_left, complete, events, expected_text, get, metric, wait_until
+from tests.server.virtual import assert_nothing_is_left, complete, events, expected_text, get, metric
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 pytest.importorskip("ray", reason="`make test-cluster` installs Ray")
+wait_until = partial(virtual.wait_until, seconds=1200)  # Ray starts a dozen processes, slowly on a busy host
 
 ROOT = Path(__file__).parent.parent.parent
 VIRTUAL = {"executor": "virtual", "log_level": "warning", "replicas": 2, "num_cpus": 0.1}
@@ -50,14 +53,14 @@ def default_model(cluster: RayCluster, smollm2_path: Path, tmp_path_factory: pyt
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    wait_until(lambda: is_ready(cluster), 300, lambda: cluster.call("status"))
+    wait_until(lambda: is_ready(cluster), why=lambda: cluster.call("status"))
     return cluster
 
 
 def is_ready(cluster: RayCluster) -> bool:
     try:
         return get(cluster, "/ready").status_code == 200
-    except httpx.ConnectError:  # Ray has not started its proxy
+    except httpx.TransportError:  # Ray has not started its proxy, or the proxy waits for a replica
         return False
 
 
@@ -146,7 +149,7 @@ def test_a_killed_replica_ends_its_streams_and_its_other_requests_are_sent_to_an
         streams = [pool.submit(stream, prompt) for prompt in prompts]
         others = [pool.submit(complete, virtual_gpus, [*prompt, 9], 400) for prompt in prompts]
         for _ in prompts:
-            assert began.acquire(timeout=120)
+            assert began.acquire(timeout=600)
         wait_until(lambda: min(open_by_replica(virtual_gpus).values()) > 0)
         victim.kill()
         results = [one.result() for one in streams]

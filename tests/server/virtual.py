@@ -38,7 +38,7 @@ def virtual(*arguments: str) -> Iterator[ServerProcess]:
 
 
 def get(server: ServerProcess, path: str, key: str | None = None) -> httpx.Response:
-    return httpx.get(server.url + path, timeout=120, headers={"Authorization": f"Bearer {key}"} if key else {})
+    return httpx.get(server.url + path, timeout=240, headers={"Authorization": f"Bearer {key}"} if key else {})
 
 
 def complete(server: ServerProcess, prompt: list[int], max_tokens: int, **more: Any) -> httpx.Response:
@@ -55,7 +55,7 @@ def metric(server: ServerProcess, name: str, key: str | None = None, **labels: s
     return found
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 120, why: Callable[[], object] = lambda: "") -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 240, why: Callable[[], object] = lambda: "") -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"the condition did not become true in time: {why()}"
