@@ -19,6 +19,7 @@ bits in every run.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,7 @@ from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
 
 LISTED_ROWS = 16  # with more rows, pairs are sorted
 _BLOCK_E = 16  # experts per program, with few rows
+_SUMMED_ROWS = 2  # tl.dot computes at least 16
 _SPLIT_ROWS = 512  # with more rows, a program computes all experts
 _CHUNK = 32  # tiles of rows whose counts are added at a time
 
@@ -117,6 +119,73 @@ def route_reference(
 
 
 @triton.jit
+def _comparable(logits, is_expert):
+    """The logits of experts, with a value for NaN: a row that is not finite gets valid experts, and its output is not
+    finite because the row is not."""
+    lowest: tl.constexpr = -3.0e38
+    return tl.where(is_expert, tl.where(logits == logits, tl.maximum(logits, lowest), lowest), float("-inf"))
+
+
+@triton.jit
+def _list_experts(
+    logits,
+    live,
+    matrix,
+    shared_weights,
+    active,
+    load,
+    M,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    LIVE: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The experts of each of a few rows, and the list of those that any row uses. An expert is chosen if fewer than
+    TOP_K others come before it, which needs no TOP_K maxima, one after the other."""
+    column = tl.arange(0, BLOCK_L)
+    is_expert = column < E
+    used = tl.zeros([BLOCK_L], tl.int32)
+    for row in range(M):
+        found = logits + row * BLOCK_L
+        value = tl.load(found + column, cache_modifier=".cg")
+        order = _comparable(value, is_expert)
+        rank = tl.zeros([BLOCK_L], tl.int32)
+        for start in tl.static_range(0, BLOCK_L, CHUNK):
+            other = start + tl.arange(0, CHUNK)
+            others = _comparable(tl.load(found + other, cache_modifier=".cg"), other < E)
+            is_before = (others[None, :] > order[:, None]) | (
+                (others[None, :] == order[:, None]) & (other[None, :] < column[:, None])
+            )
+            rank += tl.sum(is_before.to(tl.int32), axis=1)
+        is_chosen = is_expert & (rank < TOP_K)
+        if SIGMOID:
+            score = 1.0 / (1.0 + tl.exp(-value))
+        else:
+            score = tl.exp(value - tl.max(order, axis=0))
+        if RENORMALISE:
+            score = score / tl.sum(tl.where(is_chosen, score, 0.0), axis=0)
+        elif not SIGMOID:
+            score = score / tl.sum(tl.where(is_expert, score, 0.0), axis=0)
+        if LIVE == 1:
+            is_chosen = is_chosen & (row < tl.load(live))  # padding chooses nothing
+        if LIVE == 2:
+            is_chosen = is_chosen & (tl.load(live + row) >= 0)
+        tl.store(matrix + row * E + column, tl.where(is_chosen, score, 0.0), mask=is_expert)
+        used += is_chosen.to(tl.int32)
+        if HAS_SHARED:
+            gate = tl.load(found + E, cache_modifier=".cg")
+            tl.store(shared_weights + row, 1.0 / (1.0 + tl.exp(-gate)))
+    is_used = (used > 0).to(tl.int32)
+    tl.store(active + tl.cumsum(is_used, axis=0), column, mask=used > 0)
+    tl.store(active, tl.sum(is_used, axis=0))
+    tl.atomic_add(load + column, used.to(tl.int64), mask=used > 0, sem="relaxed")
+
+
+@triton.jit
 def _choose(
     logits,  # [BLOCK_M, BLOCK_L]
     m,
@@ -126,27 +195,22 @@ def _choose(
     ids,
     matrix,
     shared_weights,
-    active,
     counts,
-    load,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr,
     RENORMALISE: tl.constexpr,
     HAS_SHARED: tl.constexpr,
-    LISTED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
+    """The experts of each of many rows, and how many rows of this tile chose each."""
     column = tl.arange(0, BLOCK_L)
     is_expert = (column < E)[None, :]
     if HAS_SHARED:
         gate = tl.sum(tl.where((column == E)[None, :], logits, 0.0), axis=1)
         tl.store(shared_weights + m, 1.0 / (1.0 + tl.exp(-gate)), mask=inside)
-    # A row that is not finite gets valid experts; its output is not finite because the row is not.
-    lowest: tl.constexpr = -3.0e38
-    order = tl.where(logits == logits, tl.maximum(logits, lowest), lowest)
-    order = tl.where(is_expert, order, float("-inf"))
+    order = _comparable(logits, is_expert)
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-logits))
     else:
@@ -157,8 +221,7 @@ def _choose(
         is_best = column[None, :] == best[:, None]
         taken = tl.where(is_best, 1, taken)
         order = tl.where(is_best, float("-inf"), order)
-        if not LISTED:
-            tl.store(ids + m * TOP_K + at, tl.where(is_live, best, E), mask=inside)
+        tl.store(ids + m * TOP_K + at, tl.where(is_live, best, E), mask=inside)
     if RENORMALISE:
         score = score / tl.sum(tl.where(taken > 0, score, 0.0), axis=1)[:, None]
     elif not SIGMOID:
@@ -166,14 +229,7 @@ def _choose(
     taken = tl.where(is_live[:, None], taken, 0)  # padding chooses nothing
     weights = tl.where(taken > 0, score, 0.0)
     tl.store(matrix + m.to(tl.int64)[:, None] * E + column[None, :], weights, mask=inside[:, None] & is_expert)
-    count = tl.sum(taken, axis=0)
-    if LISTED:
-        is_used = (count > 0).to(tl.int32)
-        tl.store(active + tl.cumsum(is_used, axis=0), column, mask=count > 0)
-        tl.store(active, tl.sum(is_used, axis=0))
-        tl.atomic_add(load + column, count.to(tl.int64), mask=count > 0, sem="relaxed")
-    else:
-        tl.store(counts + tile_m * BLOCK_L + column, count)
+    tl.store(counts + tile_m * BLOCK_L + column, tl.sum(taken, axis=0))
 
 
 @launched
@@ -209,6 +265,8 @@ def _route_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DOT: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -230,7 +288,10 @@ def _route_kernel(
         is_inside = (start + k < K)[None, :]
         a = tl.load(inputs + start, mask=inside[:, None] & is_inside, other=0.0)
         w = tl.load(rows + start, mask=(n < num_rows)[:, None] & is_inside, other=0.0)
-        acc = tl.dot(a, tl.trans(w), acc)
+        if DOT:
+            acc = tl.dot(a, tl.trans(w), acc)
+        else:
+            acc += tl.sum(a.to(tl.float32)[:, None, :] * w.to(tl.float32)[None, :, :], axis=2)
         if HAS_NORM:
             wide = a.to(tl.float32)
             square += tl.sum(wide * wide, axis=1)
@@ -246,24 +307,30 @@ def _route_kernel(
             tl.store(factors + m, factor, mask=inside)
     if HAS_BIAS:
         acc += tl.load(bias + n, mask=n < E, other=0.0).to(tl.float32)[None, :]
-    if TILES > 1:
+    if LISTED or TILES > 1:
         # The last program of a row has all logits. It adds nothing up, so the result is the same in every run.
         tl.store(logits + m[:, None] * BLOCK_L + n[None, :], acc, mask=inside[:, None])
         tl.debug_barrier()
         is_last = tl.atomic_add(arrived + tile_m, 1, sem="acq_rel") == TILES - 1
         if is_last:
-            column = tl.arange(0, BLOCK_L)
-            place = m[:, None] * BLOCK_L + column[None, :]
-            found = tl.load(logits + place, mask=inside[:, None], other=0.0, cache_modifier=".cg")
-            _choose(
-                found, m, inside, is_live, tile_m, ids, matrix, shared_weights, active, counts, load,
-                E, TOP_K, SIGMOID, RENORMALISE, HAS_SHARED, LISTED, BLOCK_M, BLOCK_L,
-            )  # fmt: skip
+            if LISTED:
+                _list_experts(
+                    logits, live, matrix, shared_weights, active, load, M,
+                    E, TOP_K, SIGMOID, RENORMALISE, HAS_SHARED, LIVE, BLOCK_L, CHUNK,
+                )  # fmt: skip
+            else:
+                column = tl.arange(0, BLOCK_L)
+                place = m[:, None] * BLOCK_L + column[None, :]
+                found = tl.load(logits + place, mask=inside[:, None], other=0.0, cache_modifier=".cg")
+                _choose(
+                    found, m, inside, is_live, tile_m, ids, matrix, shared_weights, counts,
+                    E, TOP_K, SIGMOID, RENORMALISE, HAS_SHARED, BLOCK_M, BLOCK_L,
+                )  # fmt: skip
             tl.store(arrived + tile_m, 0)
     else:
         _choose(
-            acc, m, inside, is_live, tile_m, ids, matrix, shared_weights, active, counts, load,
-            E, TOP_K, SIGMOID, RENORMALISE, HAS_SHARED, LISTED, BLOCK_M, BLOCK_L,
+            acc, m, inside, is_live, tile_m, ids, matrix, shared_weights, counts,
+            E, TOP_K, SIGMOID, RENORMALISE, HAS_SHARED, BLOCK_M, BLOCK_L,
         )  # fmt: skip
 
 
@@ -329,10 +396,20 @@ def _sort_pairs_kernel(
         tl.atomic_add(load + column, total.to(tl.int64), mask=is_expert, sem="relaxed")
 
 
-def route_tiles(rows: int) -> tuple[bool, bool, int]:
-    """Whether experts are listed, whether several programs divide the experts, and rows per program."""
+class RouteTiles(NamedTuple):
+    """How the router's GEMM is divided into programs."""
+
+    listed: bool  # the experts that any row uses are listed
+    rows: int
+    experts: int  # 0: all of them
+    dot: bool = True  # by tl.dot, which needs 16 rows; else by sums
+
+
+def route_tiles(rows: int) -> RouteTiles:
+    if rows <= _SUMMED_ROWS:
+        return RouteTiles(True, _SUMMED_ROWS, 4, dot=False)
     # No more than 32 rows: with 64, which wgmma computes, the experts of some rows changed from run to run.
-    return rows <= LISTED_ROWS, rows <= _SPLIT_ROWS, 16 if rows <= 2048 else 32
+    return RouteTiles(rows <= LISTED_ROWS, 16 if rows <= 2048 else 32, _BLOCK_E if rows <= _SPLIT_ROWS else 0)
 
 
 def route(
@@ -356,12 +433,11 @@ def route(
     """
     rows, width = x.shape
     experts, chosen = options.num_experts, options.num_chosen
-    listed, split, row_block = route_tiles(rows)
-    padded = _padded(options)
+    block, padded = route_tiles(rows), _padded(options)
     # With few rows the loop is short: all of its loads are in flight at once.
-    block_k = min(512 if split else 128, max(16, next_power_of_2(width)))
-    tiles = padded // _BLOCK_E if split else 1
-    _route_kernel[(cdiv(rows, row_block), tiles)](
+    block_k = min(512 if block.experts else 128, max(16, next_power_of_2(width)))
+    tiles = padded // (block.experts or padded)
+    _route_kernel[(cdiv(rows, block.rows), tiles)](
         x,
         router,
         router if bias is None else bias,
@@ -386,18 +462,20 @@ def route(
         HAS_NORM=eps is not None,
         HAS_BIAS=bias is not None,
         LIVE=0 if live is None else 2 if live.by_row else 1,
-        LISTED=listed,
+        LISTED=block.listed,
         TILES=tiles,
-        BLOCK_M=row_block,
+        BLOCK_M=block.rows,
         BLOCK_E=padded // tiles,
         BLOCK_L=padded,
         BLOCK_K=block_k,
-        STAGES=4 if split else 2,
+        CHUNK=min(padded, 32),
+        DOT=block.dot,
+        STAGES=4 if block.experts else 2,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,
     )
-    if listed:
+    if block.listed:
         return
     sort_pairs(
         routed.ids[:rows],
@@ -406,7 +484,7 @@ def route(
         routed.blocks,
         load,
         num_experts=experts,
-        tile=row_block,
+        tile=block.rows,
         block_m=block_m,
         pdl=pdl,
     )

@@ -82,7 +82,7 @@ class Layer:
         return experts_reference(x, ids, weights, self.gate_up, self.down, eps, residual, *biases, self.clamped)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 40])
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 40])
 @pytest.mark.parametrize(
     "options",
     [
@@ -121,7 +121,7 @@ def test_experts_with_biases_and_clamped_swiglu(rows: int, split: int) -> None:
     assert relative_error(found, expected) < 1e-5
 
 
-@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("rows", [2, 3, 40])
 def test_experts_without_a_norm_or_a_residual(rows: int) -> None:
     torch.manual_seed(1)
     layer, x = Layer(PLAIN, 64), torch.randn(rows, HIDDEN)
@@ -137,6 +137,15 @@ def test_all_rows_choose_the_same_experts(rows: int, block_m: int) -> None:
     layer.router[4, 0], layer.router[2, 0] = 2.0, 1.0
     assert relative_error(layer.run(x, tuning(rows, block_m)), layer.expected(x)) < 1e-5
     assert layer.load.tolist() == [0, 0, rows, 0, rows, 0]
+
+
+@pytest.mark.parametrize("rows", [2, 5, 20])
+def test_of_equal_experts_the_first_are_chosen(rows: int) -> None:
+    layer, x = Layer(RouterOptions(num_experts=40, num_chosen=5), rows), torch.ones(rows, HIDDEN)
+    layer.router[:] = 0
+    layer.router[33] = 1.0
+    layer.run(x, tuning(rows))
+    assert torch.equal(layer.load.nonzero()[:, 0], torch.tensor([0, 1, 2, 3, 33]))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy computes with NaN in the interpreter
