@@ -1092,8 +1092,6 @@ def check_replicas(config: ServerConfig, engine: EngineConfig, tenants: Iterable
             raise ConfigError(
                 f"{name} is {value!r} and executor is 'virtual', which computes no KV to send: remove one."
             )
-        if engine.tp > 1:
-            raise ConfigError(f"{name} is {value!r} and tp is {engine.tp}: ranks cannot send their KV yet; remove one.")
         if engine.pp > 1:
             raise ConfigError(
                 f"{name} is {value!r} and pp is {engine.pp}: stages cannot send their KV yet; remove one."

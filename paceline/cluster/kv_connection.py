@@ -1,7 +1,7 @@
 """KvConnection: framed messages over a socket, in both directions, each on a thread of its own.
 
 Sending never blocks the caller: messages are queued, and each may wait for copies that must end before it is sent. Over
-a Unix socket pages are in shared memory, whose descriptor is passed along; over TCP they follow their message.
+a Unix socket pages are in shared memory, whose descriptors are passed along; over TCP they follow their message.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ from paceline.cluster.kv_protocol import (
     read_message,
 )
 from paceline.request import PacelineError
-from paceline.shared_pages import SharedPages
+from paceline.shared_pages import PagePart, SharedPages
 
 HANDSHAKE_S = 10.0  # for all of it, however slowly the peer sends
 JOIN_S = 10.0  # for threads to end; those that a dead device holds up are left behind
 _SEND_TIMEOUT_S = 30.0  # a peer that reads nothing for so long is lost
 _NONCE_BYTES = 32
+_MAX_DESCRIPTORS = 64  # one for each rank
 _EMPTY: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
 
 
@@ -122,8 +123,9 @@ def greet(peer: socket.socket, token: str, layout: KvLayout, shared: SharedPages
     frame = encode_frame(Hello(answer, nonce, layout, 0 if shared is None else shared.num_pages))
     if shared is None:
         peer.sendall(frame)
-    else:  # the descriptor travels with the first byte
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [shared.descriptor]))]
+    else:  # the descriptors travel with the first byte
+        descriptors = array.array("i", [part.descriptor for part in shared.parts])
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
         peer.sendall(frame[peer.sendmsg([frame], rights) :])
     reply = read_message(read, MAX_HANDSHAKE_BYTES)
     if isinstance(reply, Rejected):
@@ -144,13 +146,14 @@ def welcome(peer: socket.socket, token: str, layout: KvLayout) -> SharedPages | 
             reason = "kv_token is another one: start both engines with the same."
         elif differences := layout.differences(hello.layout):
             reason = f"the KV layouts differ: {differences}."
-        elif hello.num_shared_pages and not descriptors:
-            reason = "the descriptor of the shared memory is missing."
+        elif hello.num_shared_pages and len(descriptors) != layout.tp:
+            reason = f"{layout.tp} descriptors of shared memory are expected, and {len(descriptors)} came."
         else:
-            shared = None
-            if hello.num_shared_pages:
-                shared = SharedPages(descriptors[0], hello.num_shared_pages, layout.page_bytes)
+            parts = []
+            for page_bytes in layout.rank_page_bytes if hello.num_shared_pages else ():
+                parts.append(PagePart(descriptors[0], hello.num_shared_pages, page_bytes))
                 del descriptors[0]  # it owns it
+            shared = SharedPages(parts) if parts else None
             peer.sendall(encode_frame(Welcome(prove(token, "prefill", hello.nonce))))
             return shared
         peer.sendall(encode_frame(Rejected(reason)))
@@ -172,7 +175,7 @@ def _handshake_reader(peer: socket.socket, descriptors: list[int] | None = None)
         peer.settimeout(left_s)
         if descriptors is None or peer.family != socket.AF_UNIX:
             return peer.recv(count)
-        data, found, _, _ = socket.recv_fds(peer, count, 1)
+        data, found, _, _ = socket.recv_fds(peer, count, _MAX_DESCRIPTORS)
         descriptors.extend(found)
         return data
 
@@ -227,12 +230,12 @@ class KvConnection:
         self._put(_Sending(lambda: self._peer.sendall(encode_frame(message)), after, then))
 
     def send_pages(
-        self, message: PagesSent, memory: npt.NDArray[np.uint8], pages: npt.NDArray[np.int32], after: Iterable[Waitable]
+        self, message: PagesSent, memory: SharedPages, pages: npt.NDArray[np.int32], after: Iterable[Waitable]
     ) -> None:
         """Sends a message with these pages of `memory` as its payload, once `after` has ended."""
 
         def write() -> None:
-            payload = memory[pages]
+            payload = memory.read(pages)
             checked = msgspec.structs.replace(message, num_bytes=payload.nbytes, checksum=zlib.crc32(payload.data))
             self._peer.sendall(encode_frame(checked))
             self._peer.sendall(payload.data)

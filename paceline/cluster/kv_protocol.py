@@ -9,7 +9,8 @@ so the decode engine may use the memory for something else.
     decode   ◀─ StartPrefill (CancelPrefill)       PagesSent ... PrefillDone or PrefillFailed ─▶
 
 A frame is the length of the header (4 bytes, big-endian), the header (a message in MessagePack) and the payload that
-the header announces: the pages of `PagesSent` over TCP. In shared memory pages are written in place and have none.
+the header announces: the pages of `PagesSent` over TCP, each with the parts of all ranks. In shared memory pages are
+written in place and have none.
 """
 
 from __future__ import annotations
@@ -53,8 +54,13 @@ class KvLayout(msgspec.Struct, frozen=True):
     kv_dtype: str
     kv_scales: str  # a digest: FP8 numbers mean something only with their scales
     page_size: int
-    page_bytes: int
+    tp: int
+    rank_page_bytes: tuple[int, ...]  # what each rank has of a page
     version: int = LAYOUT_VERSION
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(self.rank_page_bytes)
 
     def differences(self, other: KvLayout) -> str:
         """Of another engine; empty if there are none."""
@@ -68,6 +74,7 @@ def layout_of(engine: Engine, model: str) -> KvLayout:
     spec, page_size = engine.spec, engine.scheduler.config.page_size
     assert spec is not None, "the executor runs a model"
     info = engine.info
+    rank_bytes = info.kv_rank_bytes or (info.kv_bytes_per_token,)
     return KvLayout(
         model,
         spec.num_layers,
@@ -77,7 +84,8 @@ def layout_of(engine: Engine, model: str) -> KvLayout:
         info.kv_dtype,
         info.kv_scales,
         page_size,
-        page_size * info.kv_bytes_per_token,
+        len(rank_bytes),
+        tuple(page_size * count for count in rank_bytes),
     )
 
 
@@ -89,7 +97,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     answer: bytes  # to the challenge
     nonce: bytes
     layout: KvLayout
-    num_shared_pages: int = 0  # of the memory whose descriptor comes with this message; 0: pages are sent
+    num_shared_pages: int = 0  # of the memory whose descriptors, of each rank, come along; 0: pages are sent
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):

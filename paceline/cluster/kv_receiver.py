@@ -380,7 +380,7 @@ class RemotePrefill:
             return False
         if self._transfers.wants(peer.address, message):
             pages = self._reserved[message.id].pages[message.first : message.first + message.count]
-            self.shared.array[pages] = payload.reshape(message.count, -1)
+            self.shared.write(pages, payload.reshape(message.count, -1))
         return True
 
     def lost(self, peer: _Peer, reason: str) -> None:

@@ -127,7 +127,7 @@ class PrefillServer:
         self._staging: SharedPages | None = None
         self._pool = PagePool(0)
         if not address.startswith("unix:"):
-            self._staging = SharedPages.create(max(1, staging_bytes // layout.page_bytes), layout.page_bytes)
+            self._staging = SharedPages.create(max(1, staging_bytes // layout.page_bytes), *layout.rank_page_bytes)
             self._pool = PagePool(self._staging.num_pages)
             engine.executor.map_pages(self._staging)
         self._is_closed = False
@@ -371,7 +371,7 @@ class PrefillServer:
         most = max(1, _MESSAGE_BYTES // self._layout.page_bytes)
         for at in range(0, len(pages), most):
             part = targets[at : at + most]
-            one.link.connection.send_pages(PagesSent(one.start.id, first + at, len(part)), staging.array, part, (end,))
+            one.link.connection.send_pages(PagesSent(one.start.id, first + at, len(part)), staging, part, (end,))
 
     def _end(self, one: _Outgoing) -> None:
         start, link = one.start, one.link

@@ -498,7 +498,7 @@ def build_executor(
         per_token = sum(one.spec.kv_bytes_per_token(dtype.itemsize) for one in (decoder, draft) if one is not None)
         num_pages = num_kv_pages(config, per_token, scheduler_config, given, free=free_memory() // size)
         scheduler_options = {**given, "num_pages": agree(num_pages)}
-    host = _host_options(config, scheduler_options, page_size, decoder, device)
+    host = _host_options(config, scheduler_options, page_size, decoder, device, agree)
     scheduler_options = {**scheduler_options, **host}
     scheduler_config = _scheduler_config(decoder.whole_spec, scheduler_options, device)
     if device == "cpu":
@@ -570,14 +570,17 @@ def assemble(
         device_text = f"cpu, {threads} thread{'s' if threads > 1 else ''}"
     else:
         device_text = device_name
+    kv_dtype = dtype if on_gpu is None else on_gpu.kv.dtype
+    kv_bytes, size = kv_dtype.itemsize, decoder.shard.size
     info = ModelInfo(
         spec.family,
         spec.num_parameters,
         decoder.precision,
         device_text if ranks is None else f"{decoder.shard.num_ranks} x {device_text}",
-        spec.kv_bytes_per_token(dtype.itemsize if on_gpu is None else on_gpu.kv.dtype.itemsize),
-        str(dtype if on_gpu is None else on_gpu.kv.dtype).removeprefix("torch."),
+        spec.kv_bytes_per_token(kv_bytes),
+        str(kv_dtype).removeprefix("torch."),
         "" if on_gpu is None else on_gpu.kv_scales,
+        tuple(Shard(rank, size).spec(spec).kv_bytes_per_token(kv_bytes) for rank in range(size)),
     )
     engine = Engine(
         scheduler,
@@ -600,15 +603,21 @@ def assemble(
 
 
 def _host_options(
-    config: EngineConfig, given: Mapping[str, Any], page_size: int, decoder: DecoderModel, device: str
+    config: EngineConfig,
+    given: Mapping[str, Any],
+    page_size: int,
+    decoder: DecoderModel,
+    device: str,
+    agree: Callable[[int], int],
 ) -> dict[str, Any]:
-    """The scheduler's options for the host memory tier, if it is enabled."""
+    """The scheduler's options for the host memory tier, if it is enabled. agree: as in `build_executor`."""
     count = config.num_host_pages(page_size, given)
     dtype_bytes = 1 if config.kv_dtype == FP8_KV else decoder.dtype.itemsize
     page_bytes = page_size * decoder.spec.kv_bytes_per_token(dtype_bytes)
-    free = free_memory() // decoder.shard.num_ranks - (0 if device == "cuda" else given["num_pages"] * page_bytes)
+    size = decoder.shard.num_ranks
+    free = free_memory() // size - (0 if device == "cuda" else given["num_pages"] * page_bytes)
     if not count and config.role == "decode":
-        count = max(1, min(_DECODE_HOST_BYTES, free // 8) // page_bytes)
+        count = agree(max(1, min(_DECODE_HOST_BYTES // size, free // 8) // page_bytes))
         log.info("role is decode: %d tokens of host memory receive KV (host_kv_tokens)", count * page_size)
     if not count:
         return {}

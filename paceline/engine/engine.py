@@ -79,6 +79,7 @@ class ModelInfo:
     kv_bytes_per_token: int = 0
     kv_dtype: str = "unknown"
     kv_scales: str = ""  # digest of the scales of an FP8 KV cache
+    kv_rank_bytes: tuple[int, ...] = ()  # per token, that each rank of tensor parallelism has; empty: there is one
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,18 +5,23 @@
                                   └── collectives between the executors, in every layer and for sampling
 
 Every rank computes its part of every pass, and all of them get the same tokens. Only rank 0 plans and returns results.
+Pages that other engines get, or that they sent, consist of the parts of all ranks (rank_copies.py).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
-from paceline.engine.executor import DelayedPending, Executor, Pending, Result
+from paceline.engine.executor import Completion, DelayedPending, Executor, Pending, Result
+from paceline.engine.rank_copies import RankMemory
 from paceline.engine.rank_messages import (
     AddAdapter,
+    AfterLaunched,
+    ExportPages,
     LaunchPass,
     MessageToRank,
     RemoveAdapter,
@@ -24,15 +29,19 @@ from paceline.engine.rank_messages import (
     SamplePass,
 )
 from paceline.model.lora import LoraFile, LoraWeights
+from paceline.request import PacelineError
 from paceline.sampling.types import Bits, Drafts, Masks
-from paceline.scheduler.plan import Plan
+from paceline.scheduler.plan import Column, Plan
+from paceline.shared_pages import SharedPages
 
 
 class RankLink(Protocol):
     """The other ranks."""
 
+    memory: RankMemory
+
     def agree(self, num_pages: int) -> int:
-        """The least number of pages that fits on all ranks, which all of them use."""
+        """The least number of pages, of the KV cache or of host memory, that fits on all ranks: all of them use it."""
 
     def wait_ready(self) -> None:
         """Blocks until all executors are built."""
@@ -41,6 +50,9 @@ class RankLink(Protocol):
         """Calls `on_failure`, on another thread, if a rank is lost from now on."""
 
     def send(self, message: MessageToRank) -> None: ...
+
+    def launch_copies(self, message: ExportPages | AfterLaunched) -> Completion:
+        """Sends a message about copies. Returns their end on all of these ranks; it raises if one is lost."""
 
     def check(self) -> None:
         """Raises if a rank was lost."""
@@ -74,6 +86,9 @@ class ParallelExecutor(RankedExecutor):
         """local: the executor of rank 0."""
         self._local, self._ranks = local, ranks
         self.capabilities = replace(local.capabilities, weights=False)
+        self._host_pages = None if local.host_pages is None else ranks.memory.join_host_pages(local.host_pages)
+        self._ids = itertools.count()
+        self._mapped: dict[SharedPages, int] = {}
 
     @property
     def local(self) -> Executor:
@@ -104,6 +119,35 @@ class ParallelExecutor(RankedExecutor):
         self._ranks.send(RunBackgroundWork())
         return self.local.run_background_work()
 
+    @property
+    def host_pages(self) -> SharedPages | None:
+        return self._host_pages
+
+    def map_pages(self, target: SharedPages) -> None:
+        id = next(self._ids)
+        self.local.map_pages(target.of_rank(0))
+        try:
+            self._ranks.memory.map(id, target)
+        except PacelineError:
+            self._unmap(id, target)
+            raise
+        self._mapped[target] = id
+
+    def unmap_pages(self, target: SharedPages) -> None:
+        self._unmap(self._mapped.pop(target), target)
+
+    def _unmap(self, id: int, target: SharedPages) -> None:
+        self.local.unmap_pages(target.of_rank(0))
+        self._ranks.memory.unmap(id)
+
+    def export_pages(self, pages: Column, target: SharedPages, targets: Column) -> Completion:
+        others = self._ranks.launch_copies(ExportPages(self._mapped[target], pages, targets))
+        return _ParallelCopies(self.local.export_pages(pages, target.of_rank(0), targets), others)
+
+    def after_launched(self) -> Completion:
+        others = self._ranks.launch_copies(AfterLaunched())
+        return _ParallelCopies(self.local.after_launched(), others)
+
     def close(self) -> None:
         # Ranks stop behind the passes that were launched; this one waits for the same passes.
         self._ranks.close()
@@ -118,6 +162,21 @@ def rank_errors(ranks: RankLink) -> Iterator[None]:
     except Exception:
         ranks.wait_failure()
         raise
+
+
+class _ParallelCopies:
+    """Copies of all ranks."""
+
+    __slots__ = ("_local", "_others")
+
+    def __init__(self, local: Completion, others: Completion) -> None:
+        self._local, self._others = local, others
+
+    def wait(self) -> None:
+        try:
+            self._local.wait()
+        finally:  # whatever happened here, the others may still write
+            self._others.wait()
 
 
 class _ParallelPending:

@@ -1,7 +1,8 @@
 """Messages between rank 0, which is the engine, and the other ranks of tensor parallelism or stages of a pipeline.
 
 To the ranks by the ring, from them one line of JSON each by their standard output. The first message to a rank is its
-setup; then come the passes in launch order.
+setup; then come the passes in launch order. Messages about memory, with its file descriptor, have a socket of their own
+(rank_copies.py).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import msgspec
 
 from paceline.codec import TypedDecoder
 from paceline.sampling.types import Masks
-from paceline.scheduler.plan import Plan
+from paceline.scheduler.plan import Column, Plan
 
 
 class RankSetup(msgspec.Struct, frozen=True, tag=True):
@@ -30,7 +31,7 @@ class RankSetup(msgspec.Struct, frozen=True, tag=True):
 
 
 class UsePages(msgspec.Struct, frozen=True, tag=True):
-    """The number of pages of every rank's KV cache."""
+    """The number of pages of every rank's KV cache, or of its host memory tier."""
 
     num_pages: int
 
@@ -62,12 +63,33 @@ class RemoveAdapter(msgspec.Struct, frozen=True, tag=True):
     adapter: str
 
 
+class ExportPages(msgspec.Struct, frozen=True, tag=True):
+    """`Executor.export_pages` of this rank's part. `CopiesEnded` reports the end."""
+
+    target: int  # id of the memory, which was mapped
+    pages: Column
+    targets: Column
+
+
+class AfterLaunched(msgspec.Struct, frozen=True, tag=True):
+    """`CopiesEnded` reports the end of everything that was launched before."""
+
+
 class StopRank(msgspec.Struct, frozen=True, tag=True):
     """Finish what was launched, and exit."""
 
 
 MessageToRank = (
-    RankSetup | UsePages | LaunchPass | SamplePass | RunBackgroundWork | AddAdapter | RemoveAdapter | StopRank
+    RankSetup
+    | UsePages
+    | LaunchPass
+    | SamplePass
+    | RunBackgroundWork
+    | AddAdapter
+    | RemoveAdapter
+    | ExportPages
+    | AfterLaunched
+    | StopRank
 )
 to_rank: TypedDecoder[MessageToRank] = TypedDecoder(MessageToRank)
 
@@ -77,7 +99,7 @@ class RankStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankSized(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded. `num_pages` fit into the memory that is left."""
+    """The model is loaded. `num_pages` fit into the memory that is left. The answer is `UsePages`."""
 
     num_pages: int
 
@@ -93,4 +115,35 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
     is_usage: bool
 
 
-RankReport = RankStarted | RankSized | RankReady | RankFailed
+class CopiesEnded(msgspec.Struct, frozen=True, tag=True):
+    """Of one `ExportPages` or `AfterLaunched`, in order. error: why they failed, if they did."""
+
+    error: str = ""
+
+
+RankReport = RankStarted | RankSized | RankReady | RankFailed | CopiesEnded
+
+
+class MapPages(msgspec.Struct, frozen=True, tag=True):
+    """The memory whose descriptor comes along has this rank's part of pages."""
+
+    id: int
+    num_pages: int
+    page_bytes: int
+
+
+class UnmapPages(msgspec.Struct, frozen=True, tag=True):
+    id: int
+
+
+class ShareHostPages(msgspec.Struct, frozen=True, tag=True):
+    """Send the descriptor of the host memory tier."""
+
+
+MemoryRequest = MapPages | UnmapPages | ShareHostPages
+
+
+class MemoryReply(msgspec.Struct, frozen=True):
+    error: str = ""
+    num_pages: int = 0  # of the memory whose descriptor comes along
+    page_bytes: int = 0

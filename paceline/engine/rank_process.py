@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -17,8 +18,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from paceline.engine.executor import Executor, Pending
+from paceline.engine.rank_copies import RankCopier
 from paceline.engine.rank_messages import (
     AddAdapter,
+    AfterLaunched,
+    ExportPages,
     LaunchPass,
     RankFailed,
     RankReady,
@@ -45,8 +49,8 @@ if TYPE_CHECKING:
 _BEAT_S = 0.25
 
 
-def run_rank(executor: Executor, read: Callable[[], bytes | None]) -> bool:
-    """Executes passes until rank 0 stops it. False: rank 0 is gone."""
+def run_rank(executor: Executor, read: Callable[[], bytes | None], copier: RankCopier) -> bool:
+    """Executes passes and copies until rank 0 stops it. False: rank 0 is gone."""
     launched: list[Pending] = []  # the last two
     adapters = RankAdapters(executor)
     while (data := read()) is not None:
@@ -74,7 +78,10 @@ def run_rank(executor: Executor, read: Callable[[], bytes | None]) -> bool:
                 adapters.read(message)
             case RemoveAdapter(adapter):
                 adapters.remove(adapter)
+            case ExportPages() | AfterLaunched():
+                copier.launch(message)
             case StopRank():
+                copier.close()
                 executor.close()
                 return True
             case other:
@@ -115,10 +122,10 @@ class RankAdapters:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends rank 0, and that ends the pipes
-    rank, size, memory = map(int, sys.argv[1:])
+    rank, size, ring, memory = map(int, sys.argv[1:])
     reports = os.dup(1)
     os.dup2(2, 1)  # what libraries print is no report
-    reader = RingReader(memory, rank - 1, 0)
+    reader = RingReader(ring, rank - 1, 0)
     built: list[Executor] = []
     threading.Thread(target=_live, args=(reader, os.getppid(), built), name="paceline-beat", daemon=True).start()
 
@@ -148,7 +155,7 @@ def main() -> None:
             traceback.print_exc()
         report(RankFailed(str(error) if is_usage else repr(error), is_usage))
         raise SystemExit(1) from None
-    has_stopped = run_rank(executor, reader.read)
+    has_stopped = run_rank(executor, reader.read, RankCopier(executor, socket.socket(fileno=memory), report))
     sys.stderr.flush()
     os._exit(0 if has_stopped else 1)  # device libraries may have threads that never end
 

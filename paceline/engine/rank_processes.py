@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +23,12 @@ import msgspec
 
 from paceline.codec import encode
 from paceline.config import ConfigError
+from paceline.engine.executor import Completion
+from paceline.engine.rank_copies import CopyReports, RankMemory
 from paceline.engine.rank_messages import (
+    AfterLaunched,
+    CopiesEnded,
+    ExportPages,
     MessageToRank,
     RankFailed,
     RankReady,
@@ -57,13 +63,18 @@ class RankProcesses:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._decoder = msgspec.json.Decoder(RankReport)
-        memory = create_memory()
+        self._copies = CopyReports(size - 1)
+        pairs = [socket.socketpair() for _ in range(1, size)]
+        self.memory = RankMemory([mine for mine, _ in pairs])
+        ring = create_memory()
         try:
-            self._processes = [self._start(rank, memory) for rank in range(1, size)]
+            self._processes = [self._start(rank, ring, theirs) for rank, (_, theirs) in enumerate(pairs, 1)]
             doorbells = [one.stdin.fileno() for one in self._processes if one.stdin is not None]
-            self._ring = RingWriter(memory, doorbells, self.check)
+            self._ring = RingWriter(ring, doorbells, self.check)
         finally:
-            os.close(memory)
+            os.close(ring)
+            for _, theirs in pairs:
+                theirs.close()
         self._reports: list[SimpleQueue[RankReport | PacelineError]] = [SimpleQueue() for _ in self._processes]
         self._threads = [
             threading.Thread(target=self._listen, args=(index,), name=f"paceline-rank-{index + 1}", daemon=True)
@@ -72,16 +83,17 @@ class RankProcesses:
         for thread in self._threads:
             thread.start()
 
-    def _start(self, rank: int, memory: int) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, ring: int, memory: socket.socket) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        command = [sys.executable, "-P", "-m", "paceline.engine.rank_process", str(rank), str(self._size), str(memory)]
+        numbers = map(str, (rank, self._size, ring, memory.fileno()))
+        command = [sys.executable, "-P", "-m", "paceline.engine.rank_process", *numbers]
         return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
             env=environment,
-            pass_fds=(memory,),
+            pass_fds=(ring, memory.fileno()),
         )
 
     # ------------------------------------------------------------------ building
@@ -92,7 +104,7 @@ class RankProcesses:
         self.send(setup)
 
     def agree(self, num_pages: int) -> int:
-        """The least number of pages that fits on all ranks, which all of them use."""
+        """The least number of pages, of the KV cache or of host memory, that fits on all ranks: all of them use it."""
         least = min([num_pages, *(report.num_pages for report in self._wait_for(RankSized))])
         self.send(UsePages(least))
         return least
@@ -132,6 +144,11 @@ class RankProcesses:
             self.wait_failure()
             raise
 
+    def launch_copies(self, message: ExportPages | AfterLaunched) -> Completion:
+        end = self._copies.expect()
+        self.send(message)
+        return end
+
     def check(self) -> None:
         """Raises if a rank was lost."""
         if self.failure is not None:
@@ -150,11 +167,16 @@ class RankProcesses:
         process, rank = self._processes[index], index + 1
         assert process.stdout is not None, "stdout is a pipe"
         for line in process.stdout:
-            self._reports[index].put(self._decoder.decode(line))
+            report = self._decoder.decode(line)
+            if isinstance(report, CopiesEnded):
+                self._copies.on_report(index, report)
+            else:
+                self._reports[index].put(report)
         status = process.wait()
         ended = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         error = RankLost(f"rank {rank} of {self._size} ended unexpectedly ({ended})")
         self._reports[index].put(error)
+        self._copies.on_lost(index, error)
         self._fail(error)
 
     def _watch(self) -> None:
@@ -199,6 +221,7 @@ class RankProcesses:
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()
+        self.memory.close()
 
     def _kill(self) -> None:
         for process in self._processes:

@@ -203,7 +203,7 @@ def test_damaged_pages_are_noticed_over_tcp(
 
     def send_pages(self: Any, message: PagesSent, memory: Any, pages: Any, after: Any) -> None:
         def damage() -> None:
-            data = memory[pages]
+            data = memory.read(pages)
             data[0, 0] ^= 1
             header = PagesSent(message.id, message.first, message.count, data.nbytes, 12345)
             self._peer.sendall(kv_connection.encode_frame(header))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any, cast
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from paceline.codec import encode
 from paceline.config import SchedulerConfig
 from paceline.engine.executor import Executor
+from paceline.engine.rank_copies import RankCopier
 from paceline.engine.rank_messages import LaunchPass, StopRank
 from paceline.engine.rank_process import run_rank
 from paceline.request import Request, SamplingParams, as_tokens
@@ -47,5 +49,8 @@ def test_a_rank_waits_for_its_passes_in_order_and_has_two_in_flight(stops: bool)
     if stops:
         messages.append(encode(StopRank()))
     queue, executor = iter(messages), CountingExecutor()
-    assert run_rank(cast(Executor, executor), lambda: next(queue, None)) == stops
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        copier = RankCopier(cast(Executor, executor), theirs, lambda report: None)
+        assert run_rank(cast(Executor, executor), lambda: next(queue, None), copier) == stops
     assert executor.waited == [0, 1, 2] and executor.closed == stops

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,8 +15,9 @@ from paceline.codec import encode
 from paceline.config import EngineConfig
 from paceline.engine.build import assemble, build_executor
 from paceline.engine.cpu.model import CpuModel
-from paceline.engine.executor import Executor
-from paceline.engine.rank_messages import MessageToRank, StopRank
+from paceline.engine.executor import Completion, Executor
+from paceline.engine.rank_copies import CopyReports, RankCopier, RankMemory
+from paceline.engine.rank_messages import AfterLaunched, ExportPages, MessageToRank, StopRank
 from paceline.engine.rank_process import run_rank
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
@@ -39,17 +41,22 @@ class ThreadRanks:
         self._ring = RingWriter(memory, [write for _, write in self._pipes], lambda: None)
         self.readers = [RingReader(memory, index, read) for index, (read, _) in enumerate(self._pipes)]
         os.close(memory)
+        self._sockets = [socket.socketpair() for _ in executors]
+        self.memory = RankMemory([mine for mine, _ in self._sockets])
+        self._copies = CopyReports(len(executors))
         self.num_messages = 0
         self.stopped: list[bool] = []
         self._threads = [
-            threading.Thread(target=self._run, args=pair, daemon=True)
-            for pair in zip(executors, self.readers, strict=True)
+            threading.Thread(target=self._run, args=(index,), daemon=True) for index in range(len(executors))
         ]
         for thread in self._threads:
             thread.start()
 
-    def _run(self, executor: Executor, reader: RingReader) -> None:
-        self.stopped.append(run_rank(executor, reader.read))
+    def _run(self, index: int) -> None:
+        executor, (_, theirs) = self._executors[index], self._sockets[index]
+        copier = RankCopier(executor, theirs, lambda report: self._copies.on_report(index, report))
+        self.stopped.append(run_rank(executor, self.readers[index].read, copier))
+        theirs.close()
 
     def agree(self, num_pages: int) -> int:
         return num_pages
@@ -66,6 +73,11 @@ class ThreadRanks:
         self.num_messages += 1
         self._ring.write(encode(message))
 
+    def launch_copies(self, message: ExportPages | AfterLaunched) -> Completion:
+        end = self._copies.expect()
+        self.send(message)
+        return end
+
     def close(self) -> None:
         self.send(StopRank())
         for thread in self._threads:
@@ -73,6 +85,7 @@ class ThreadRanks:
         for pipe in self._pipes:
             for end in pipe:
                 os.close(end)
+        self.memory.close()
 
 
 def sharded_decoders(spec: ModelSpec, weights: Mapping[str, Tensor], size: int) -> list[Decoder]:

@@ -18,8 +18,8 @@ from paceline.engine.cuda.attention import AttentionChoices
 from paceline.engine.cuda.build import build_cuda
 from paceline.engine.cuda.executor import CudaExecutor
 from paceline.engine.cuda.sharing import ShareRule
-from paceline.engine.engine import Engine
-from paceline.engine.executor import DelayedPending, Executor, Pending
+from paceline.engine.engine import Engine, EngineHooks, ModelInfo
+from paceline.engine.executor import Completion, DelayedPending, Executor, Pending
 from paceline.engine.parallel_executor import ParallelExecutor
 from paceline.kernels.decode_units import Chunks
 from paceline.llm import LLM
@@ -31,8 +31,10 @@ from paceline.parallel.threads import ThreadGroup
 from paceline.request import Grammar, SamplingParams
 from paceline.sampling.types import Bits, Drafts, Masks
 from paceline.scheduler import Scheduler
-from paceline.scheduler.plan import Plan
+from paceline.scheduler.plan import Column, Plan
+from paceline.shared_pages import SharedPages
 from paceline.text.synthetic import synthetic_tokenizer
+from tests.cluster.disaggregated import Pair
 from tests.engine.cuda.interpreted import BASE, CONTEXT, GREEDY, INTERPRETED, PROMPTS, decoder, expected, small_tiles
 from tests.engine.cuda.test_lora import expected as expected_with_adapters
 from tests.engine.cuda.test_lora import run as run_with_adapters
@@ -102,8 +104,32 @@ class TurnExecutor(Executor):
     def add_adapter(self, adapter: str, file: LoraFile, weights: LoraWeights) -> None:
         self._executor.add_adapter(adapter, file, weights)
 
+    @property
+    def host_pages(self) -> SharedPages | None:
+        return self._executor.host_pages
+
+    def map_pages(self, target: SharedPages) -> None:
+        self._executor.map_pages(target)
+
+    def unmap_pages(self, target: SharedPages) -> None:
+        self._executor.unmap_pages(target)
+
+    def export_pages(self, pages: Column, target: SharedPages, targets: Column) -> Completion:
+        with LOCK:
+            return self._executor.export_pages(pages, target, targets)
+
+    def after_launched(self) -> Completion:
+        return self._executor.after_launched()
+
 
 def on_ranks(name: str, size: int, **options: Any) -> tuple[LLM, list[CudaExecutor]]:
+    engine, executors = engine_of(name, size, **options)
+    return LLM.from_engine(engine), executors
+
+
+def engine_of(
+    name: str, size: int, role: str = "both", hooks: EngineHooks | None = None, **options: Any
+) -> tuple[Engine, list[CudaExecutor]]:
     whole = decoder(name)
     weights = _fused(whole)
     max_lora_rank = options.pop("max_lora_rank", 0)
@@ -119,7 +145,7 @@ def on_ranks(name: str, size: int, **options: Any) -> tuple[LLM, list[CudaExecut
         executors.append(
             build_cuda(
                 part,
-                EngineConfig(max_lora_rank=max_lora_rank),
+                EngineConfig(max_lora_rank=max_lora_rank, role=role),
                 config,
                 None,
                 tuning=small_tiles,
@@ -133,8 +159,11 @@ def on_ranks(name: str, size: int, **options: Any) -> tuple[LLM, list[CudaExecut
         executor = ParallelExecutor(executor, ThreadRanks([TurnExecutor(one) for one in executors[1:]]))
     vocab_size = whole.spec.vocab_size
     tokenizer = synthetic_tokenizer(vocab_size)
-    engine = Engine(Scheduler(config), executor, tokenizer, vocab_size=vocab_size, spec=whole.whole_spec)
-    return LLM.from_engine(engine), executors
+    spec = whole.whole_spec
+    rank_bytes = tuple(Shard(rank, size).spec(spec).kv_bytes_per_token(4) for rank in range(size))
+    info = ModelInfo(dtype="float32", kv_rank_bytes=rank_bytes)
+    scheduler = Scheduler(config)
+    return Engine(scheduler, executor, tokenizer, vocab_size=vocab_size, spec=spec, info=info, hooks=hooks), executors
 
 
 def _fused(whole: Decoder) -> dict[str, Tensor]:
@@ -177,6 +206,25 @@ def test_ranks_give_the_tokens_of_the_cpu(name: str, size: int) -> None:
     tokens = [executor.state.token_pool for executor in executors]
     assert all(torch.equal(one, tokens[0]) for one in tokens), "all ranks have the same tokens"
     assert all(executor.stats.graphs > 0 for executor in executors)
+
+
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+def test_pages_of_all_ranks_travel_to_another_engine(tmp_path: Path, transport: str) -> None:
+    """Prefill/decode disaggregation; each rank copies its part."""
+
+    def make(**options: Any) -> Engine:
+        return engine_of("tiny-qwen3", 2, **options)[0]
+
+    prompts, params = [PROMPTS[0], [*range(3, 30)]], replace(GREEDY, max_tokens=3)
+    with Pair(tmp_path, transport, make=make, options={"max_swap_pages": 2}) as pair:
+        answers = [pair.submit(prompt, 3) for prompt in prompts]
+        for answer in answers:
+            answer.result(200)
+        assert [answer.token_ids for answer in answers] == expected("tiny-qwen3", prompts, params)
+        counters = pair.decode.scheduler.counters
+        assert counters.received_pages > 6 and counters.fetched_tokens > 0, "what arrived was used"
+        assert pair.remote.num_completed == len(prompts) and not pair.remote.failures
+        pair.check()
 
 
 def test_ranks_with_adapters_give_the_tokens_of_the_cpu(tmp_path: Path) -> None:

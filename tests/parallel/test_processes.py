@@ -102,7 +102,7 @@ def test_two_stages_of_the_default_model_generate_and_end_with_the_engine(smollm
 def assert_it_ends(llm: LLM, rank: int, signal_name: str, reason: str, *, idle: bool = False) -> None:
     """A rank is killed or suspended: the engine fails with the reason, and leaves no process behind."""
     assert tokens_of(llm) == alone()
-    process = next(one for one in ranks_of(os.getpid()) if one.cmdline()[-3] == str(rank))
+    process = next(one for one in ranks_of(os.getpid()) if one.cmdline()[-4] == str(rank))
     getattr(process, signal_name)()
     if idle:
         wait_until(lambda: llm.engine.failure is not None)

@@ -66,6 +66,7 @@ from paceline.shared_pages import SharedPages
 
 _DEPTH = 4  # passes that have buffers; at most two are in flight
 _RANK_CAPTURES = 16  # as many on every rank of tensor parallelism
+_COPY_POLL_S = 0.0005
 _CAPTURE_SECONDS = 0.15  # for capturing graphs at start, 5 to 10 ms each; the others are captured in idle time
 
 
@@ -180,10 +181,16 @@ class CudaPending:
 @dataclass(frozen=True, slots=True)
 class _CopyEnd:
     events: Sequence[CudaEvent]
+    guard: Callable[[], None] | None
 
     def wait(self) -> None:
         for event in self.events:
-            event.synchronize()
+            if self.guard is None:
+                event.synchronize()
+                continue
+            while not event.query():  # it never occurs if a rank is lost in a pass before
+                self.guard()
+                time.sleep(_COPY_POLL_S)
 
 
 class CudaExecutor(Executor):
@@ -688,14 +695,14 @@ class CudaExecutor(Executor):
     def export_pages(self, pages: Column, target: SharedPages, targets: Column) -> _CopyEnd:
         assert self.swap is not None, "pages are exported by an engine of role prefill"
         with self._streams.use(self._streams.engine):
-            return _CopyEnd(self.swap.export(pages, target, targets))
+            return _CopyEnd(self.swap.export(pages, target, targets), self.guard)
 
     def after_launched(self) -> _CopyEnd:
         streams = self._streams
         ends = [streams.event() for _ in range(3)]
         for event, stream in zip(ends, (streams.engine, streams.spill, streams.fetch), strict=True):
             event.record(stream)
-        return _CopyEnd(ends)
+        return _CopyEnd(ends, self.guard)
 
     def close(self) -> None:
         """Waits for launched passes and frees the KV cache, most of the device's memory: somebody may keep the closed
