@@ -60,6 +60,9 @@ class SharedPages:
         self.num_pages = parts[0].num_pages
         self.page_bytes = sum(part.page_bytes for part in parts)
         assert all(part.num_pages == self.num_pages for part in parts), "every page has a part of every rank"
+        # Descriptor of the connection to the process that owns the memory, if that is another. Every rank that writes
+        # the memory keeps it open: so the owner sees the end of the connection when no rank is left, and not before.
+        self.connection: int | None = None
 
     @classmethod
     def create(cls, num_pages: int, *page_bytes: int) -> SharedPages:

@@ -208,6 +208,7 @@ class PrefillServer:
         try:
             shared = welcome(peer, self._token, self._layout)
             if shared is not None:
+                shared.connection = peer.fileno()
                 self._engine.executor.map_pages(shared)
         except (OSError, PacelineError, RuntimeError, ValueError) as error:
             log.warning("a decode engine was rejected: %s", error)

@@ -22,7 +22,9 @@ import numpy as np
 
 from paceline.cluster.kv_protocol import PagesSent, PrefillDone, PrefillFailed
 
-GRACE_S = 2.0  # after the end of a connection: copies of a process that was killed may still run
+# After the end of a connection, which is when all ranks of the peer are gone (`SharedPages.connection`): copies of a
+# process that was killed may still run.
+GRACE_S = 2.0
 
 
 class Cause(StrEnum):

@@ -109,7 +109,8 @@ class RankMemory:
     def map(self, id: int, target: SharedPages) -> None:
         """Every rank maps its part. Raises if one cannot."""
         for rank, part in enumerate(target.parts[1:], 1):
-            self._ask(rank, MapPages(id, part.num_pages, part.page_bytes), part.descriptor)
+            connection = () if target.connection is None else (target.connection,)
+            self._ask(rank, MapPages(id, part.num_pages, part.page_bytes), part.descriptor, *connection)
 
     def unmap(self, id: int) -> None:
         """Also of ranks that have not mapped it."""
@@ -144,6 +145,7 @@ class RankCopier:
         """memory: the socket of `RankMemory` to this rank."""
         self._executor, self._memory, self._report = executor, memory, report
         self._targets: dict[int, SharedPages] = {}
+        self._connections: dict[int, list[int]] = {}  # by target: see `SharedPages.connection`
         self._launched: SimpleQueue[Completion | None] = SimpleQueue()
         self._reporter = threading.Thread(target=self._report_ends, name="paceline-copies", daemon=True)
         self._reporter.start()
@@ -186,13 +188,16 @@ class RankCopier:
         """shared: gets the descriptors of the reply."""
         match request:
             case MapPages(id, num_pages, page_bytes):
-                target = SharedPages([_mapped(descriptors, num_pages, page_bytes)])
+                self._connections[id] = descriptors[1:]
+                target = SharedPages([_mapped(descriptors[:1], num_pages, page_bytes)])
                 self._executor.map_pages(target)
                 self._targets[id] = target
-            case UnmapPages(id) if id in self._targets:
-                target = self._targets.pop(id)
-                self._executor.unmap_pages(target)
-                target.close()
+            case UnmapPages(id):
+                if (mapped := self._targets.pop(id, None)) is not None:
+                    self._executor.unmap_pages(mapped)
+                    mapped.close()
+                for connection in self._connections.pop(id, ()):
+                    os.close(connection)
             case ShareHostPages():
                 host = self._executor.host_pages
                 assert host is not None, "pages are received by an engine of role decode"
@@ -201,7 +206,7 @@ class RankCopier:
         return MemoryReply()
 
 
-# ---------------------------------------------------------------------- the socket: one line of JSON, and a descriptor
+# ---------------------------------------------------------------------- the socket: one line of JSON, and descriptors
 
 
 def _send(peer: socket.socket, message: MemoryRequest | MemoryReply, descriptors: Sequence[int]) -> None:
@@ -215,7 +220,7 @@ def _send(peer: socket.socket, message: MemoryRequest | MemoryReply, descriptors
 def _receive(peer: socket.socket) -> tuple[bytes, list[int]]:
     data, descriptors = b"", list[int]()
     while not data.endswith(b"\n"):
-        piece, found, _, _ = socket.recv_fds(peer, 1 << 12, 1)
+        piece, found, _, _ = socket.recv_fds(peer, 1 << 12, 2)
         descriptors += found
         if not piece:
             raise ConnectionError("the process has ended")

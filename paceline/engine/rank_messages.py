@@ -125,7 +125,8 @@ RankReport = RankStarted | RankSized | RankReady | RankFailed | CopiesEnded
 
 
 class MapPages(msgspec.Struct, frozen=True, tag=True):
-    """The memory whose descriptor comes along has this rank's part of pages."""
+    """The memory whose descriptor comes along has this rank's part of pages. A second descriptor: see
+    `SharedPages.connection`."""
 
     id: int
     num_pages: int

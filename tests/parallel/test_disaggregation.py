@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from paceline.cluster.kv_protocol import layout_of
 from paceline.cluster.kv_transfer import GRACE_S
 from paceline.config import EngineConfig, ServerConfig, check_replicas
 from paceline.engine.build import assemble, build_engine, build_executor
@@ -184,6 +186,23 @@ def test_a_decode_engine_that_disconnects_leaves_no_descriptor_on_any_rank(tmp_p
             wait_until(lambda: peer._connection is not None and server._links)
         pair.submit(PROMPTS[3]).result()
         assert pair.remote.num_completed == 3
+
+
+def test_a_connection_ends_when_no_rank_can_write_any_more() -> None:
+    """Rank 0 may be killed while another rank copies."""
+    engine = make(role="prefill")
+    target = SharedPages.create(4, *layout_of(engine, "m").rank_page_bytes)
+    theirs, mine = socket.socketpair()
+    with theirs, mine:
+        target.connection = mine.fileno()
+        engine.executor.map_pages(target)
+        mine.close()
+        theirs.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            theirs.recv(1)
+        engine.executor.unmap_pages(target)
+        assert theirs.recv(1) == b""
+    engine.close()
 
 
 def test_a_copy_ends_when_it_has_ended_on_all_ranks_or_one_is_lost() -> None:
