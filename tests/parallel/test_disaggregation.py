@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -27,7 +28,8 @@ from paceline.engine.rank_copies import CopyReports
 from paceline.engine.rank_messages import CopiesEnded
 from paceline.model.registry import shape
 from paceline.model.spec import ModelSpec
-from paceline.request import PacelineError, SamplingParams
+from paceline.request import FinishReason, PacelineError, SamplingParams
+from paceline.scheduler.invariants import check
 from paceline.shared_pages import SharedPages
 from paceline.text.synthetic import synthetic_tokenizer
 from tests.cluster.disaggregated import TINY, Answer, Pair
@@ -258,15 +260,22 @@ def test_killing_a_rank_of_the_prefill_engine_under_load_loses_no_request(
 ) -> None:
     for engine in (processes.prefill, processes.decode):
         engine.call(lambda scheduler: scheduler.flush_cache()).result()
-    answers = [processes.submit([*PROMPTS[number % 4], *range(3, 3 + number)]) for number in range(16)]
-    executor: Any = processes.prefill.executor
+    server, executor = processes.server, cast(Any, processes.prefill.executor)
+    assert server is not None
     (victim,) = executor._ranks._processes
-    wait_until(lambda: processes.server is not None and processes.server.num_started)
+    victim.send_signal(signal.SIGSTOP)  # so that passes and copies wait for it
+    before = processes.remote.num_completed
+    copies = processes.prefill.call(lambda _: executor.after_launched()).result()
+    answers = [processes.submit([*PROMPTS[number % 4], *range(3, 3 + number)]) for number in range(16)]
+    wait_until(lambda: server.num_open == len(answers))
     victim.kill()
-    for answer in answers:
-        assert answer.result().finish_reason is not None and len(answer.token_ids) == 6
+    with pytest.raises(PacelineError, match="rank 1 of 2 ended unexpectedly"):
+        copies.wait()
     wait_until(lambda: processes.prefill.failure is not None)
+    for answer in answers:
+        assert answer.result().finish_reason is FinishReason.LENGTH and len(answer.token_ids) == 6
+    assert processes.remote.num_completed == before
     ask_all(processes, one)
     assert len(ranks_of(os.getpid())) == 1, "that of the decode engine"
     wait_until(lambda: processes.num_reserved() == 0, GRACE_S + 30)
-    processes.decode.call(lambda scheduler: scheduler.flush_cache()).result()
+    processes.decode.call(check).result()
