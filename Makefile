@@ -4,8 +4,8 @@ BIN := .venv/bin
 READY := .venv/.ready
 # What serving needs and no more: a first `make serve` downloads no test tools.
 RUNTIME := .venv/.runtime
-# Ray, for the tests of several engines only: half a minute, 370 MB on the disk.
-WITH_RAY := .venv/.ray
+# Ray and NIXL, for the tests of several engines only: half a minute, 600 MB on the disk.
+WITH_CLUSTER := .venv/.cluster
 # Tests start hundreds of processes: without cached bytecode each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -25,8 +25,10 @@ $(RUNTIME): pyproject.toml constraints.txt
 	@$(PIP) -e .
 	@touch $@
 
-$(WITH_RAY): $(READY)
+# Of NIXL one build is enough: the extra takes those of all versions of CUDA.
+$(WITH_CLUSTER): $(READY)
 	$(PIP) -e '.[dev,ray]'
+	$(PIP) --no-deps nixl nixl-cu12
 	touch $@
 
 # Options: make serve ARGS="--port 9000"
@@ -52,7 +54,7 @@ test-pages: $(READY)
 # Engines of several processes: replicas with the default model, and behind Ray Serve. No other file is read: each
 # process would import all tests for a few of them. One of them: make test-cluster FILES=tests/parallel
 test-cluster: FILES ?= $(shell grep -rl --include='test_*.py' 'mark\.cluster' tests)
-test-cluster: $(WITH_RAY)
+test-cluster: $(WITH_CLUSTER)
 	$(PYTEST) -m cluster $(FILES) $(ARGS)
 
 test-slow: $(READY)

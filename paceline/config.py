@@ -397,6 +397,11 @@ ROLES: Mapping[str, str] = {
     "decode": "outputs, and prompts that no prefill engine computes for it; KV arrives in its host memory "
     "(host_kv_tokens)",
 }
+KV_TRANSPORTS: Mapping[str, str] = {
+    "tcp": "pages follow their message on the connection, with a checksum",
+    "nixl": "pages are written into the memory of the decode engine, by RDMA if there is; on both sides, with "
+    "`pip install 'paceline[nixl]'`",
+}
 DRAFT_ACCEPTANCE = 0.7  # of a virtual GPU, where nothing else is given or recorded
 VIRTUAL_TOKENS = ("prompt", "clock")
 DEVICES = ("auto", "cpu", "cuda")
@@ -908,6 +913,12 @@ class ServerConfig(ReplicaConfig):
         None, "role prefill: address for the decode engines of other servers, such as tcp://10.0.0.1:5600"
     )
     prefill_peers: str = option("", "role decode: addresses of prefill engines (their kv_listen), separated by commas")
+    kv_transport: str = option(
+        "tcp",
+        "role prefill and decode: how KV travels between servers (vLLM: NixlConnector; SGLang: "
+        "disaggregation_transfer_backend)",
+        choices=KV_TRANSPORTS,
+    )
     kv_token: str | None = option(
         None, "secret that prefill and decode engines of several servers share: only who knows it can connect"
     )
@@ -1046,6 +1057,11 @@ class ServerConfig(ReplicaConfig):
             for address in filter(None, (one.strip() for one in (value or "").split(","))):
                 if not re.fullmatch(r"tcp://.+:\d+", address):
                     raise ConfigError(f"{name} has {address!r}: expected tcp://<host>:<port>.")
+        if self.kv_transport != "tcp" and self.role == "both":
+            raise ConfigError(
+                f"kv_transport is {self.kv_transport!r} and role is 'both': it is for servers of role prefill and "
+                "decode; replicas of one server share memory."
+            )
         if (self.role != "both") != (self.kv_token is not None):
             raise ConfigError(
                 f"role is {self.role!r} and kv_token is {'given' if self.kv_token else 'not given'}: engines of role "

@@ -102,6 +102,11 @@ CONFIGS = (
             "role is 'prefill' and kv_listen is None: role prefill and kv_listen belong together.",
         ),
         (
+            {"kv_transport": "nixl", "replicas": 2, "prefill_replicas": 1},
+            "kv_transport is 'nixl' and role is 'both': it is for servers of role prefill and decode; replicas of one "
+            "server share memory.",
+        ),
+        (
             {"prefill_peers": "tcp://10.0.0.1:5600"},
             "role is 'both' and prefill_peers is 'tcp://10.0.0.1:5600': role decode and prefill_peers belong together.",
         ),

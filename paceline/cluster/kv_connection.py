@@ -1,13 +1,15 @@
 """KvConnection: framed messages over a socket, in both directions, each on a thread of its own.
 
 Sending never blocks the caller: messages are queued, and each may wait for copies that must end before it is sent. Over
-a Unix socket pages are in shared memory, whose descriptors are passed along; over TCP they follow their message.
+a Unix socket pages are in shared memory, whose descriptors are passed along; over TCP they follow their message, or
+NIXL writes them before it is sent.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -24,6 +26,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from paceline.cluster.kv_nixl import MemoryMapped, NixlMemory, RemoteMemory, RemotePages
 from paceline.cluster.kv_protocol import (
     MAX_HANDSHAKE_BYTES,
     Challenge,
@@ -43,6 +46,7 @@ from paceline.cluster.kv_protocol import (
 from paceline.request import PacelineError
 from paceline.shared_pages import PagePart, SharedPages
 
+log = logging.getLogger("paceline.kv")
 HANDSHAKE_S = 10.0  # for all of it, however slowly the peer sends
 JOIN_S = 10.0  # for threads to end; those that a dead device holds up are left behind
 _SEND_TIMEOUT_S = 30.0  # a peer that reads nothing for so long is lost
@@ -112,15 +116,18 @@ def _set_options(found: socket.socket) -> None:
 # ---------------------------------------------------------------------- handshake
 
 
-def greet(peer: socket.socket, token: str, layout: KvLayout, shared: SharedPages | None) -> None:
-    """The decode engine's side. `shared`: its memory, which the prefill engine writes. Raises KvRejected."""
+def greet(
+    peer: socket.socket, token: str, layout: KvLayout, shared: SharedPages | None, memory: NixlMemory | None = None
+) -> bool:
+    """The decode engine's side. `shared`: its memory, which the prefill engine maps; `memory`: the same, if NIXL may
+    write it. Returns whether pages are written there: if not, they are sent. Raises KvRejected."""
     read = _handshake_reader(peer)
     challenge = read_message(read, MAX_HANDSHAKE_BYTES)
     if not isinstance(challenge, Challenge):
         raise KvProtocolError("the peer is not a prefill engine: it began with another message.")
     nonce = secrets.token_bytes(_NONCE_BYTES)
     answer = prove(token, "decode", challenge.nonce)
-    frame = encode_frame(Hello(answer, nonce, layout, 0 if shared is None else shared.num_pages))
+    frame = encode_frame(Hello(answer, nonce, layout, 0 if shared is None else shared.num_pages, memory is not None))
     if shared is None:
         peer.sendall(frame)
     else:  # the descriptors travel with the first byte
@@ -132,10 +139,24 @@ def greet(peer: socket.socket, token: str, layout: KvLayout, shared: SharedPages
         raise KvRejected(reply.reason)
     if not isinstance(reply, Welcome) or not is_proof(reply.answer, token, "prefill", nonce):
         raise KvRejected("the prefill engine does not know kv_token: start both with the same one.")
+    if memory is None or not reply.nixl:
+        if memory is not None:
+            log.warning("pages are sent over TCP: the prefill engine has another kv_transport")
+        return shared is not None
+    peer.sendall(encode_frame(memory.describe()))
+    mapped = read_message(read, MAX_HANDSHAKE_BYTES)
+    if not isinstance(mapped, MemoryMapped):
+        raise KvProtocolError("the prefill engine did not say whether it can write by NIXL.")
+    if mapped.error:
+        log.warning("pages are sent over TCP: the prefill engine cannot write by NIXL (%s)", mapped.error)
+    return not mapped.error
 
 
-def welcome(peer: socket.socket, token: str, layout: KvLayout) -> SharedPages | None:
-    """The prefill engine's side. Returns the decode engine's memory, if pages are written there. Raises KvRejected."""
+def welcome(
+    peer: socket.socket, token: str, layout: KvLayout, memory: NixlMemory | None = None
+) -> SharedPages | RemotePages | None:
+    """The prefill engine's side. `memory`: its own, if NIXL may be used. Returns the decode engine's memory, if pages
+    are written there. Raises KvRejected."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     descriptors: list[int] = []
     read = _handshake_reader(peer, descriptors)
@@ -154,13 +175,29 @@ def welcome(peer: socket.socket, token: str, layout: KvLayout) -> SharedPages | 
                 parts.append(PagePart(descriptors[0], hello.num_shared_pages, page_bytes))
                 del descriptors[0]  # it owns it
             shared = SharedPages(parts) if parts else None
-            peer.sendall(encode_frame(Welcome(prove(token, "prefill", hello.nonce))))
-            return shared
+            by_nixl = hello.nixl and memory is not None
+            peer.sendall(encode_frame(Welcome(prove(token, "prefill", hello.nonce), by_nixl)))
+            return _mapped(peer, read, memory) if by_nixl and memory is not None else shared
         peer.sendall(encode_frame(Rejected(reason)))
         raise KvRejected(reason)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _mapped(peer: socket.socket, read: Callable[[int], bytes], memory: NixlMemory) -> RemotePages | None:
+    """The memory that a decode engine offers, if NIXL can write it."""
+    offered = read_message(read, MAX_HANDSHAKE_BYTES)
+    if not isinstance(offered, RemoteMemory):
+        raise KvProtocolError("the decode engine did not say where its memory is.")
+    try:
+        remote = memory.connect(offered)
+    except Exception as error:  # NIXL's own exceptions have no common class
+        log.warning("pages are sent over TCP: NIXL cannot reach the decode engine (%s)", error)
+        peer.sendall(encode_frame(MemoryMapped(str(error)[:1000] or type(error).__name__)))
+        return None
+    peer.sendall(encode_frame(MemoryMapped()))
+    return remote
 
 
 def _handshake_reader(peer: socket.socket, descriptors: list[int] | None = None) -> Callable[[int], bytes]:
@@ -224,10 +261,17 @@ class KvConnection:
         message: KvMessage,
         *,
         after: Iterable[Waitable] = (),
+        before: Callable[[], None] = lambda: None,
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        """Sends a message once `after` has ended. `then` is called in any case, sent or not."""
-        self._put(_Sending(lambda: self._peer.sendall(encode_frame(message)), after, then))
+        """Sends a message once `after` has ended, and `before` was called. `then` is called in any case, sent or
+        not."""
+
+        def write() -> None:
+            before()
+            self._peer.sendall(encode_frame(message))
+
+        self._put(_Sending(write, after, then))
 
     def send_pages(
         self, message: PagesSent, memory: SharedPages, pages: npt.NDArray[np.int32], after: Iterable[Waitable]

@@ -6,11 +6,12 @@ thing to know before changing this: after one of the two the prefill engine writ
 so the decode engine may use the memory for something else.
 
     prefill  Challenge ─▶            ◀─ Hello      Welcome or Rejected ─▶
+    with NIXL                        ◀─ RemoteMemory  MemoryMapped ─▶
     decode   ◀─ StartPrefill (CancelPrefill)       PagesSent ... PrefillDone or PrefillFailed ─▶
 
 A frame is the length of the header (4 bytes, big-endian), the header (a message in MessagePack) and the payload that
 the header announces: the pages of `PagesSent` over TCP, each with the parts of all ranks. In shared memory pages are
-written in place and have none.
+written in place and have none; so they are by NIXL (kv_nixl.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from paceline.cluster.kv_nixl import MemoryMapped, RemoteMemory
 from paceline.request import PacelineError
 from paceline.shared_pages import LAYOUT_VERSION
 
@@ -98,10 +100,12 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     nonce: bytes
     layout: KvLayout
     num_shared_pages: int = 0  # of the memory whose descriptors, of each rank, come along; 0: pages are sent
+    nixl: bool = False  # it can be written by NIXL
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     answer: bytes  # to the nonce of `Hello`
+    nixl: bool = False  # pages are written by NIXL: `RemoteMemory` is expected
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
@@ -116,7 +120,7 @@ class StartPrefill(msgspec.Struct, frozen=True, tag=True):
     first_page: int
     num_pages: int
     weights: str  # version; the pages must be computed with it
-    targets: bytes = b""  # int32: where in the shared memory each page goes
+    targets: bytes = b""  # int32: where in the decode engine's memory each page goes, if it is written there
     tenant: str = "default"
     cache_salt: str = ""
     priority: int = 0
@@ -153,7 +157,17 @@ class PrefillFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 KvMessage = (
-    Challenge | Hello | Welcome | Rejected | StartPrefill | CancelPrefill | PagesSent | PrefillDone | PrefillFailed
+    Challenge
+    | Hello
+    | Welcome
+    | Rejected
+    | RemoteMemory
+    | MemoryMapped
+    | StartPrefill
+    | CancelPrefill
+    | PagesSent
+    | PrefillDone
+    | PrefillFailed
 )
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[KvMessage] = msgspec.msgpack.Decoder(KvMessage)

@@ -8,8 +8,8 @@ not come, or come damaged, it is added without them and computed here: a transfe
                  │ too short, no space        └─ timeout, error ─▶ add; the memory is released when nothing writes it
                  └─▶ add
 
-The one thing to know before changing this: over a Unix socket the prefill engine writes this engine's memory itself, so
-reserved pages are given back only when the state machine (kv_transfer.py) says so.
+The one thing to know before changing this: over a Unix socket, and by NIXL, the prefill engine writes this engine's
+memory itself, so reserved pages are given back only when the state machine (kv_transfer.py) says so.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.cluster.kv_connection import JOIN_S, KvConnection, Waitable, connect, greet
+from paceline.cluster.kv_nixl import NixlMemory
 from paceline.cluster.kv_protocol import (
     CancelPrefill,
     KvLayout,
@@ -74,7 +75,9 @@ class _Peer:
 
     def __init__(self, owner: RemotePrefill, address: str) -> None:
         self._owner, self.address = owner, address
-        self.is_shared = address.startswith("unix:")
+        self.is_local = address.startswith("unix:")
+        self.may_write = self.is_local or owner.memory is not None  # this engine's memory
+        self.writes = self.may_write  # as agreed when it was connected; otherwise it sends pages
         self._connection: KvConnection | None = None
         self._connecting = False
         self._connector: threading.Thread | None = None  # the last one
@@ -106,7 +109,8 @@ class _Peer:
         try:
             self._greeted = peer = connect(self.address)
             try:
-                greet(peer, owner.token, owner.layout, owner.shared if self.is_shared else None)
+                shared = owner.shared if self.is_local else None
+                self.writes = greet(peer, owner.token, owner.layout, shared, None if shared else owner.memory)
             except BaseException:
                 peer.close()
                 raise
@@ -168,12 +172,15 @@ class RemotePrefill:
         peers: Sequence[str] = (),
         min_tokens: int,
         timeout_s: float,
+        nixl: bool = False,
     ) -> None:
         """`peers`: prefill engines for jobs that name none. Prompts with fewer than `min_tokens` to compute are
-        computed here; so are those whose pages have not come after `timeout_s`."""
+        computed here; so are those whose pages have not come after `timeout_s`. nixl: prefill engines that have it,
+        too, write pages by NIXL."""
         shared = engine.executor.host_pages
         assert shared is not None, "pages are received by an engine of role decode"
         self._engine, self.shared = engine, shared
+        self.memory = NixlMemory(shared) if nixl else None
         self.layout, self.token, self.clock = layout, token, engine.clock
         self._min_tokens, self._timeout_s = min_tokens, timeout_s
         self._ids = map(str, itertools.count())
@@ -253,6 +260,8 @@ class RemotePrefill:
         for peer in peers:
             peer.close()
         self._timer.join()
+        if self.memory is not None:
+            self.memory.close()
 
     def _choose(self, job: Job) -> _Peer | None:
         """A prefill engine that may compute the prompt."""
@@ -286,7 +295,7 @@ class RemotePrefill:
         with self._lock:
             self._reserved[waiting.id] = waiting.reservation = reservation
             self._transfers.start(
-                waiting.id, peer.address, count, self.clock() + limit_s, weights=weights, is_shared=peer.is_shared
+                waiting.id, peer.address, count, self.clock() + limit_s, weights=weights, is_shared=peer.may_write
             )
             self.num_started += 1
             self._lock.notify_all()
@@ -297,7 +306,7 @@ class RemotePrefill:
             reservation.first_page,
             count,
             weights,
-            targets=reservation.pages.tobytes() if peer.is_shared else b"",
+            targets=reservation.pages.tobytes() if peer.may_write else b"",
             tenant=job.tenant,
             cache_salt=job.cache_salt,
             priority=job.priority,
@@ -374,7 +383,7 @@ class RemotePrefill:
 
     def _write(self, peer: _Peer, message: PagesSent, payload: npt.NDArray[np.uint8]) -> bool:
         """Writes pages that were sent, if they are expected. Returns whether they are as they were sent."""
-        if peer.is_shared:
+        if peer.writes:
             return message.num_bytes == 0
         if len(payload) != message.count * self.layout.page_bytes or zlib.crc32(payload.data) != message.checksum:
             return False

@@ -6,7 +6,7 @@ pages travel while the next chunk is computed. Pages that were cached here are s
 
     StartPrefill ─▶ job ─▶ step, export, step, export ─▶ PagesSent ... PrefillDone
                                     │ shared memory: into the decode engine's pages
-                                    └ TCP: into a staging buffer, then the socket
+                                    └ TCP, NIXL: into a staging buffer, then to the socket or by NIXL
 
 Passes are captured in graphs or launched as a whole, so pages are exported chunk by chunk, not layer by layer.
 """
@@ -22,12 +22,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.cluster.kv_connection import HANDSHAKE_S, JOIN_S, KvConnection, bind, welcome
+from paceline.cluster.kv_nixl import NixlMemory, RemotePages
 from paceline.cluster.kv_protocol import (
     CancelPrefill,
     KvLayout,
@@ -86,9 +88,17 @@ class _Link:
 
     server: PrefillServer
     name: str
-    shared: SharedPages | None
+    memory: SharedPages | RemotePages | None  # of the decode engine, if pages are written there
     connection: KvConnection = field(init=False)
     transfers: dict[str, _Outgoing] = field(default_factory=dict)  # guarded by the server's lock
+
+    @property
+    def shared(self) -> SharedPages | None:
+        return self.memory if isinstance(self.memory, SharedPages) else None
+
+    @property
+    def remote(self) -> RemotePages | None:
+        return self.memory if isinstance(self.memory, RemotePages) else None
 
     def on_message(self, message: KvMessage, payload: npt.NDArray[np.uint8]) -> None:
         match message:
@@ -114,9 +124,11 @@ class PrefillServer:
         *,
         on_received: Callable[[str], None] = lambda front_end: None,
         staging_bytes: int = STAGING_BYTES,
+        nixl: bool = False,
     ) -> None:
         """Listens on `address`. `after_step` must be called after every step of the engine, on its thread.
-        `on_received` is called with the front end of each prompt."""
+        `on_received` is called with the front end of each prompt. nixl: decode engines that have it, too, get their
+        pages by NIXL."""
         self._engine, self._layout, self._token = engine, layout, token
         self._on_received = on_received
         self._numbers = itertools.count()
@@ -130,6 +142,7 @@ class PrefillServer:
             self._staging = SharedPages.create(max(1, staging_bytes // layout.page_bytes), *layout.rank_page_bytes)
             self._pool = PagePool(self._staging.num_pages)
             engine.executor.map_pages(self._staging)
+        self._memory = NixlMemory(self._staging) if nixl and self._staging is not None else None
         self._is_closed = False
         self._handshakes: dict[threading.Thread, socket.socket] = {}
         # Metrics
@@ -170,6 +183,8 @@ class PrefillServer:
             link.connection.close("the prefill engine is closed")
         for link in links:
             link.connection.join()
+        if self._memory is not None:
+            self._memory.close()
         if self._staging is not None:
             self._staging.close()
 
@@ -206,20 +221,20 @@ class PrefillServer:
     def _connect(self, peer: socket.socket) -> None:
         name = f"decode-{next(self._numbers)}"
         try:
-            shared = welcome(peer, self._token, self._layout)
-            if shared is not None:
-                shared.connection = peer.fileno()
-                self._engine.executor.map_pages(shared)
+            memory = welcome(peer, self._token, self._layout, self._memory)
+            if isinstance(memory, SharedPages):
+                memory.connection = peer.fileno()
+                self._engine.executor.map_pages(memory)
         except (OSError, PacelineError, RuntimeError, ValueError) as error:
             log.warning("a decode engine was rejected: %s", error)
             self.failures["rejected"] += 1
             peer.close()
             return
-        link = _Link(self, name, shared)
+        link = _Link(self, name, memory)
         with self._lock:
             self._links.add(link)
             link.connection = KvConnection(peer, link, f"paceline-kv-{name}")
-        log.info("%s is connected by %s", name, "TCP" if shared is None else "shared memory")
+        log.info("%s is connected by %s", name, "shared memory" if link.shared else "NIXL" if link.remote else "TCP")
 
     def disconnected(self, link: _Link) -> None:
         """Its copies have ended."""
@@ -229,6 +244,8 @@ class PrefillServer:
             self._queued = deque(one for one in self._queued if one.link is not link)
         for one in ended:
             self._abort(one, "connection")
+        if link.remote is not None:
+            link.remote.close()
         if link.shared is not None:
             # Exports that were launched after the connection ended may still run.
             shared = link.shared
@@ -248,10 +265,10 @@ class PrefillServer:
         is_whole = len(message.prompt) == 4 * size * (message.first_page + count)
         if count < 1 or message.first_page < 0 or not is_whole:
             raise KvProtocolError(f"{len(message.prompt) // 4} tokens for pages {message.first_page} and {count} more.")
-        if link.shared is not None and (
-            len(targets) != count or targets.min() < 0 or targets.max() >= link.shared.num_pages
+        if link.memory is not None and (
+            len(targets) != count or targets.min() < 0 or targets.max() >= link.memory.num_pages
         ):
-            raise KvProtocolError(f"{len(targets)} target pages for {count}, of {link.shared.num_pages}.")
+            raise KvProtocolError(f"{len(targets)} target pages for {count}, of {link.memory.num_pages}.")
         self._on_received(message.front_end)
         one = _Outgoing(link, message, f"prefill-{link.name}-{message.id}", targets)
         with self._lock:
@@ -369,6 +386,12 @@ class PrefillServer:
         staging = self._staging
         assert staging is not None, "pages that are sent are staged"
         end = self._engine.executor.export_pages(pages, staging, targets)
+        remote = one.link.remote
+        if remote is not None:
+            there = np.frombuffer(one.start.targets, np.int32)[first : one.num_sent]
+            message = PagesSent(one.start.id, first, len(pages))
+            one.link.connection.send(message, after=(end,), before=partial(remote.write, targets.copy(), there))
+            return
         most = max(1, _MESSAGE_BYTES // self._layout.page_bytes)
         for at in range(0, len(pages), most):
             part = targets[at : at + most]

@@ -27,7 +27,9 @@ class EngineKvTransfer:
         self._receiver: RemotePrefill | None = None
         layout = layout_of(engine, model)
         if setup.role == "prefill":
-            self._sender = PrefillServer(engine, layout, setup.token, setup.listen, on_received=on_received)
+            self._sender = PrefillServer(
+                engine, layout, setup.token, setup.listen, on_received=on_received, nixl=setup.nixl
+            )
         else:
             self._receiver = RemotePrefill(
                 engine,
@@ -36,6 +38,7 @@ class EngineKvTransfer:
                 peers=setup.peers,
                 min_tokens=setup.from_tokens,
                 timeout_s=setup.timeout_s,
+                nixl=setup.nixl,
             )
 
     def submit(self, job: Job, sink: Sink, front_end: str) -> None:

@@ -74,6 +74,7 @@ class KvTransferSetup(msgspec.Struct, frozen=True):
     peers: tuple[str, ...] = ()  # decode: prefill engines for jobs that name none
     from_tokens: int = 0  # decode: shorter prompts are computed there
     timeout_s: float = 0.0
+    nixl: bool = False  # KV travels by NIXL between servers
 
 
 class EngineSetup(msgspec.Struct, frozen=True):

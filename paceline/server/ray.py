@@ -51,6 +51,7 @@ _NOT_HERE = {
         (
             "role",
             "kv_listen",
+            "kv_transport",
             "kv_token",
             "prefill_peers",
             "prefill_replicas",

@@ -231,6 +231,7 @@ class Supervisor:
             config.prefill_addresses,
             config.prefill_from_tokens,
             config.prefill_timeout_s,
+            config.kv_transport == "nixl",
         )
         if not config.prefill_replicas:
             return setup

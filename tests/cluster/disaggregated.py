@@ -63,13 +63,15 @@ class Pair:
         decode_token: str = "secret",
         model: str = "m",
     ) -> None:
+        """transport: shared, tcp or nixl."""
+        nixl = transport == "nixl"
         shared = TINY if options is None else options
         self.prefill = make(
             **{**shared, "role": "prefill", **(prefill or {})}, hooks=EngineHooks(after_step=self._after)
         )
         self.server: PrefillServer | None = None
         address = f"unix:{folder}/kv" if transport == "shared" else "tcp://127.0.0.1:0"
-        self.server = PrefillServer(self.prefill, layout_of(self.prefill, "m"), token, address)
+        self.server = PrefillServer(self.prefill, layout_of(self.prefill, "m"), token, address, nixl=nixl)
         if transport != "shared":
             address = f"tcp://127.0.0.1:{self.server.port}"
         self.decode = make(**{**shared, "role": "decode", "num_host_pages": 120, **(decode or {})})
@@ -80,6 +82,7 @@ class Pair:
             peers=[address],
             min_tokens=min_tokens,
             timeout_s=timeout_s,
+            nixl=nixl,
         )
 
     def _after(self) -> None:
