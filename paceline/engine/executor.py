@@ -19,6 +19,7 @@ from paceline.scheduler.plan import Column, Plan
 from paceline.shared_pages import SharedPages
 
 if TYPE_CHECKING:
+    from paceline.engine.weight_source import WeightSource
     from paceline.model.decoder import Decoder
     from paceline.model.lora import LoraFile, LoraWeights
 
@@ -29,7 +30,7 @@ class Capabilities:
 
     logits: bool = False  # logprobs, and grammar masks through `launch_delayed`
     pooling: bool = False  # embeddings: pooled hidden states of prompts
-    weights: bool = False  # `load_weights`
+    weights: bool = False  # `read_weights` and `load_weights`
     kv_transfer: bool = False  # `export_pages`, and `host_pages` that others may write
     lora: bool = False  # `add_adapter` and `remove_adapter`, and plans whose rows use adapters
 
@@ -123,9 +124,24 @@ class Executor(ABC):
         with `sample`, which must be called before the next launch. Requires `capabilities.logits`."""
         raise NotImplementedError(f"{type(self).__name__} does not compute logits")
 
+    def read_weights(self, source: WeightSource) -> Decoder:
+        """The weights of another checkpoint of the same shape, or this rank's part of them, in host memory. Raises
+        ModelError if they cannot be read. May be called on any thread. Requires `capabilities.weights`."""
+        raise NotImplementedError(f"{type(self).__name__} has no weights")
+
+    def announce_weights(self, source: WeightSource) -> None:  # noqa: B027 -- optional
+        """The other ranks, if there are any, begin to read their parts, while passes run. `load_weights` uses them."""
+
+    def wait_weights(self) -> None:  # noqa: B027 -- optional
+        """Blocks until the other ranks have read what was announced last. Raises ModelError if one could not. May be
+        called on any thread."""
+
+    def drop_weights(self) -> None:  # noqa: B027 -- optional
+        """The other ranks release what was announced last."""
+
     def load_weights(self, decoder: Decoder) -> None:
-        """Replaces the weights by those of a decoder of the same spec, which is taken over. No pass is in flight.
-        Requires `capabilities.weights`."""
+        """Replaces the weights by those of a decoder of the same spec, which is taken over; on the other ranks, by
+        those that were announced. No pass is in flight. Requires `capabilities.weights`."""
         raise NotImplementedError(f"{type(self).__name__} has no weights")
 
     def arrange_adapter(self, file: LoraFile) -> LoraWeights:

@@ -13,31 +13,40 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from paceline.engine.executor import Completion, DelayedPending, Executor, Pending, Result
 from paceline.engine.rank_copies import RankMemory
 from paceline.engine.rank_messages import (
     AddAdapter,
     AfterLaunched,
+    DropWeights,
     ExportPages,
     LaunchPass,
     MessageToRank,
+    ReadWeights,
     RemoveAdapter,
     RunBackgroundWork,
     SamplePass,
+    UseWeights,
+    WeightsRead,
 )
+from paceline.engine.weight_source import WeightSource
 from paceline.model.lora import LoraFile, LoraWeights
+from paceline.model.spec import ModelError
 from paceline.request import PacelineError
 from paceline.sampling.types import Bits, Drafts, Masks
 from paceline.scheduler.plan import Column, Plan
 from paceline.shared_pages import SharedPages
 
+if TYPE_CHECKING:
+    from paceline.model.decoder import Decoder
+
 
 class RankLink(Protocol):
     """The other ranks."""
 
+    size: int  # with rank 0
     memory: RankMemory
 
     def agree(self, num_pages: int) -> int:
@@ -54,6 +63,9 @@ class RankLink(Protocol):
     def launch_copies(self, message: ExportPages | AfterLaunched) -> Completion:
         """Sends a message about copies. Returns their end on all of these ranks; it raises if one is lost."""
 
+    def wait_weights(self, rank: int) -> WeightsRead:
+        """Blocks until a rank reports about weights that it was told to read. Raises if a rank was lost."""
+
     def check(self) -> None:
         """Raises if a rank was lost."""
 
@@ -64,10 +76,36 @@ class RankLink(Protocol):
 
 
 class RankedExecutor(Executor):
-    """An executor with other ranks, or stages, that execute the same plans with the same adapters."""
+    """An executor with other ranks, or stages, that execute the same plans with the same adapters and weights."""
 
     _local: Executor
     _ranks: RankLink
+    _num_announced = 0  # weights
+
+    def read_weights(self, source: WeightSource) -> Decoder:
+        return self._local.read_weights(source)
+
+    def announce_weights(self, source: WeightSource) -> None:
+        self._num_announced += 1
+        self._ranks.send(ReadWeights(self._num_announced, source))
+
+    def wait_weights(self) -> None:
+        errors = []
+        for rank in range(1, self._ranks.size):
+            while (report := self._ranks.wait_weights(rank)).number != self._num_announced:
+                pass  # it is about an update that was given up before
+            if report.error:
+                errors.append(f"rank {rank} of {self._ranks.size}: {report.error}")
+        if errors:
+            raise ModelError(errors[0])
+
+    def drop_weights(self) -> None:
+        self._ranks.send(DropWeights())
+
+    def load_weights(self, decoder: Decoder) -> None:
+        self._ranks.send(UseWeights())  # first: scales of an FP8 cache are found by all ranks together
+        with rank_errors(self._ranks):
+            self._local.load_weights(decoder)
 
     def arrange_adapter(self, file: LoraFile) -> LoraWeights:
         return self._local.arrange_adapter(file)
@@ -85,7 +123,7 @@ class ParallelExecutor(RankedExecutor):
     def __init__(self, local: Executor, ranks: RankLink) -> None:
         """local: the executor of rank 0."""
         self._local, self._ranks = local, ranks
-        self.capabilities = replace(local.capabilities, weights=False)
+        self.capabilities = local.capabilities
         self._host_pages = None if local.host_pages is None else ranks.memory.join_host_pages(local.host_pages)
         self._ids = itertools.count()
         self._mapped: dict[SharedPages, int] = {}

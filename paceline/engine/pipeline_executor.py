@@ -33,7 +33,7 @@ class PipelineExecutor(RankedExecutor):
         assert isinstance(local.runner, StageRunner) and local.runner.late_tokens is not None, "the first stage plans"
         self._local, self._ranks = local, ranks
         self._pipe, self._late_tokens = local.runner.pipe, local.runner.late_tokens
-        self.capabilities = replace(local.capabilities, weights=False, kv_transfer=False)
+        self.capabilities = replace(local.capabilities, kv_transfer=False)
         self._results: TypedDecoder[Result] = TypedDecoder(Result)
         self._launched: SimpleQueue[_PipelinePending | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._receive, name="paceline-results", daemon=True)

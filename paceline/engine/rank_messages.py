@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from paceline.codec import TypedDecoder
+from paceline.engine.weight_source import WeightSource
 from paceline.sampling.types import Masks
 from paceline.scheduler.plan import Column, Plan
 
@@ -75,6 +76,21 @@ class AfterLaunched(msgspec.Struct, frozen=True, tag=True):
     """`CopiesEnded` reports the end of everything that was launched before."""
 
 
+class ReadWeights(msgspec.Struct, frozen=True, tag=True):
+    """Read this rank's part of a checkpoint beside the passes, and report `WeightsRead` with the same number."""
+
+    number: int
+    source: WeightSource
+
+
+class UseWeights(msgspec.Struct, frozen=True, tag=True):
+    """Replace the weights by those that were read last. Later passes use them."""
+
+
+class DropWeights(msgspec.Struct, frozen=True, tag=True):
+    """Release the weights that were read last, or are being read."""
+
+
 class StopRank(msgspec.Struct, frozen=True, tag=True):
     """Finish what was launched, and exit."""
 
@@ -89,6 +105,9 @@ MessageToRank = (
     | RemoveAdapter
     | ExportPages
     | AfterLaunched
+    | ReadWeights
+    | UseWeights
+    | DropWeights
     | StopRank
 )
 to_rank: TypedDecoder[MessageToRank] = TypedDecoder(MessageToRank)
@@ -121,7 +140,14 @@ class CopiesEnded(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
-RankReport = RankStarted | RankSized | RankReady | RankFailed | CopiesEnded
+class WeightsRead(msgspec.Struct, frozen=True, tag=True):
+    """The weights of a `ReadWeights` are in host memory, or could not be read."""
+
+    number: int
+    error: str = ""
+
+
+RankReport = RankStarted | RankSized | RankReady | RankFailed | CopiesEnded | WeightsRead
 
 
 class MapPages(msgspec.Struct, frozen=True, tag=True):

@@ -22,6 +22,7 @@ from paceline.engine.rank_copies import RankCopier
 from paceline.engine.rank_messages import (
     AddAdapter,
     AfterLaunched,
+    DropWeights,
     ExportPages,
     LaunchPass,
     RankFailed,
@@ -30,11 +31,14 @@ from paceline.engine.rank_messages import (
     RankSetup,
     RankSized,
     RankStarted,
+    ReadWeights,
     RemoveAdapter,
     RunBackgroundWork,
     SamplePass,
     StopRank,
     UsePages,
+    UseWeights,
+    WeightsRead,
     to_rank,
 )
 from paceline.model.spec import ModelError
@@ -44,15 +48,19 @@ from paceline.sampling.types import Masks
 from paceline.scheduler.plan import Plan
 
 if TYPE_CHECKING:
+    from paceline.model.decoder import Decoder
     from paceline.model.lora import LoraFile, LoraWeights
 
 _BEAT_S = 0.25
 
 
-def run_rank(executor: Executor, read: Callable[[], bytes | None], copier: RankCopier) -> bool:
+Report = Callable[[RankReport], None]
+
+
+def run_rank(executor: Executor, read: Callable[[], bytes | None], report: Report, copier: RankCopier) -> bool:
     """Executes passes and copies until rank 0 stops it. False: rank 0 is gone."""
     launched: list[Pending] = []  # the last two
-    adapters = RankAdapters(executor)
+    adapters, weights = RankAdapters(executor), RankWeights(executor, report)
     while (data := read()) is not None:
         message = to_rank.decode(data)
         if isinstance(message, LaunchPass) and len(launched) == 2:
@@ -80,6 +88,14 @@ def run_rank(executor: Executor, read: Callable[[], bytes | None], copier: RankC
                 adapters.remove(adapter)
             case ExportPages() | AfterLaunched():
                 copier.launch(message)
+            case ReadWeights():
+                weights.read(message)
+            case UseWeights():
+                while launched:
+                    launched.pop(0).wait()  # rank 0 has their results; this rank may still be at their end
+                weights.use()
+            case DropWeights():
+                weights.drop()
             case StopRank():
                 copier.close()
                 executor.close()
@@ -120,6 +136,39 @@ class RankAdapters:
             self._executor.remove_adapter(adapter)
 
 
+class RankWeights:
+    """The weights that rank 0 has announced. They are read on a thread of their own, while passes run."""
+
+    def __init__(self, executor: Executor, report: Report) -> None:
+        self._executor, self._report = executor, report
+        self._readers = ThreadPoolExecutor(1, "paceline-weights")
+        self._reading: Future[Decoder] | None = None  # holds them, or the error
+
+    def read(self, message: ReadWeights) -> None:
+        self._reading = self._readers.submit(self._read, message)
+
+    def _read(self, message: ReadWeights) -> Decoder:
+        try:
+            decoder = self._executor.read_weights(message.source)
+        except Exception as error:  # the engine goes on with the old weights: whatever it is, rank 0 reports it
+            self._report(WeightsRead(message.number, _text(error)))
+            raise
+        self._report(WeightsRead(message.number))
+        return decoder
+
+    def use(self) -> None:
+        assert self._reading is not None, "weights are replaced by those that were announced"
+        reading, self._reading = self._reading, None
+        self._executor.load_weights(reading.result())
+
+    def drop(self) -> None:
+        self._reading = None
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, PacelineError) else repr(error)
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends rank 0, and that ends the pipes
     rank, size, ring, memory = map(int, sys.argv[1:])
@@ -153,9 +202,10 @@ def main() -> None:
         is_usage = isinstance(error, PacelineError)
         if not is_usage:
             traceback.print_exc()
-        report(RankFailed(str(error) if is_usage else repr(error), is_usage))
+        report(RankFailed(_text(error), is_usage))
         raise SystemExit(1) from None
-    has_stopped = run_rank(executor, reader.read, RankCopier(executor, socket.socket(fileno=memory), report))
+    copier = RankCopier(executor, socket.socket(fileno=memory), report)
+    has_stopped = run_rank(executor, reader.read, report, copier)
     sys.stderr.flush()
     os._exit(0 if has_stopped else 1)  # device libraries may have threads that never end
 

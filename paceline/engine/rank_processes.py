@@ -24,6 +24,7 @@ import msgspec
 from paceline.codec import encode
 from paceline.config import ConfigError
 from paceline.engine.executor import Completion
+from paceline.engine.output import EngineFailed
 from paceline.engine.rank_copies import CopyReports, RankMemory
 from paceline.engine.rank_messages import (
     AfterLaunched,
@@ -38,6 +39,7 @@ from paceline.engine.rank_messages import (
     RankStarted,
     StopRank,
     UsePages,
+    WeightsRead,
 )
 from paceline.parallel.ring import RingWriter, create_memory
 from paceline.request import PacelineError
@@ -49,7 +51,7 @@ _STOP_S = 5.0
 _Report = TypeVar("_Report", bound=RankReport)
 
 
-class RankLost(PacelineError):
+class RankLost(EngineFailed):
     """A rank has died, hangs, or could not be started."""
 
 
@@ -57,7 +59,7 @@ class RankProcesses:
     """The ranks 1 to `size` - 1 as processes of this machine."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
+        self.size = size
         self.failure: PacelineError | None = None
         self._on_failure: Callable[[BaseException], None] = lambda _: None
         self._lock = threading.Lock()
@@ -85,7 +87,7 @@ class RankProcesses:
 
     def _start(self, rank: int, ring: int, memory: socket.socket) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        numbers = map(str, (rank, self._size, ring, memory.fileno()))
+        numbers = map(str, (rank, self.size, ring, memory.fileno()))
         command = [sys.executable, "-P", "-m", "paceline.engine.rank_process", *numbers]
         return subprocess.Popen(
             command,
@@ -113,17 +115,18 @@ class RankProcesses:
         self._wait_for(RankReady)
 
     def _wait_for(self, kind: type[_Report]) -> list[_Report]:
-        """The next report of every rank, which is of this kind. Raises what a rank reports instead."""
-        found: list[_Report] = []
-        for rank, queue in enumerate(self._reports, 1):
-            report = queue.get()
-            if isinstance(report, RankFailed):
-                raise (ConfigError if report.is_usage else RankLost)(f"rank {rank} of {self._size}: {report.message}")
-            if isinstance(report, PacelineError):
-                raise report
-            assert isinstance(report, kind), f"rank {rank} reports {report} instead of {kind.__name__}"
-            found.append(report)
-        return found
+        """The next report of every rank, which is of this kind."""
+        return [self._next(rank, kind) for rank in range(1, self.size)]
+
+    def _next(self, rank: int, kind: type[_Report]) -> _Report:
+        """The next report of a rank, which is of this kind. Raises what it reports instead."""
+        report = self._reports[rank - 1].get()
+        if isinstance(report, RankFailed):
+            raise (ConfigError if report.is_usage else RankLost)(f"rank {rank} of {self.size}: {report.message}")
+        if isinstance(report, PacelineError):
+            raise self.failure or report  # this rank was killed because another was lost
+        assert isinstance(report, kind), f"rank {rank} reports {report} instead of {kind.__name__}"
+        return report
 
     def watch(self, on_failure: Callable[[BaseException], None]) -> None:
         """From now on ranks that hang are noticed, too."""
@@ -148,6 +151,9 @@ class RankProcesses:
         end = self._copies.expect()
         self.send(message)
         return end
+
+    def wait_weights(self, rank: int) -> WeightsRead:
+        return self._next(rank, WeightsRead)
 
     def check(self) -> None:
         """Raises if a rank was lost."""
@@ -174,10 +180,10 @@ class RankProcesses:
                 self._reports[index].put(report)
         status = process.wait()
         ended = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-        error = RankLost(f"rank {rank} of {self._size} ended unexpectedly ({ended})")
-        self._reports[index].put(error)
+        error = RankLost(f"rank {rank} of {self.size} ended unexpectedly ({ended})")
         self._copies.on_lost(index, error)
         self._fail(error)
+        self._reports[index].put(error)
 
     def _watch(self) -> None:
         before, missed = self._ring.beats(), [0] * len(self._processes)
@@ -188,7 +194,7 @@ class RankProcesses:
             for rank, count in enumerate(missed, 1):
                 if count >= _MISSED_BEATS:
                     seconds = count * _BEAT_CHECK_S
-                    self._fail(RankLost(f"rank {rank} of {self._size} has not responded for {seconds:g} s"))
+                    self._fail(RankLost(f"rank {rank} of {self.size} has not responded for {seconds:g} s"))
 
     def _fail(self, error: PacelineError) -> None:
         with self._lock:

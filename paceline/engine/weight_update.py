@@ -4,7 +4,8 @@
     while the engine serves           milliseconds to a second
 
 The weights are loaded and checked before the engine pauses, so an invalid folder harms nothing. They are copied into
-the existing tensors, because CUDA graphs hold their addresses.
+the existing tensors, because CUDA graphs hold their addresses. Of several ranks each loads its own part; the engine
+pauses when all of them have, and they replace their weights behind the same pass.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING
 
 from paceline.config import ConfigError
 from paceline.engine.kv_sizing import check_models_fit, free_memory
-from paceline.engine.output import Conflict, WeightUpdate
+from paceline.engine.output import Conflict, EngineFailed, WeightUpdate
 from paceline.engine.pausing import PauseMode
+from paceline.engine.weight_source import WeightSource
 from paceline.model.spec import ModelError, ModelSpec
 from paceline.request import InvalidRequest, short
 
@@ -42,39 +44,52 @@ def update_weights(
         raise InvalidRequest(f"path is {short(path)}: give a folder or a .gguf file.")
     if engine.spec is None or not engine.executor.capabilities.weights:
         raise InvalidRequest(
-            "this engine cannot replace weights: weight updates need a model on one CPU or GPU (executor torch, tp 1, "
-            "pp 1, quantization none)."
+            "this engine cannot replace weights: weight updates need a model with unquantised weights (executor torch, "
+            "quantization none)."
         )
     if not engine.weights.updating.acquire(blocking=False):
         raise Conflict("another weight update is in progress: wait until it has ended.")
     with contextlib.ExitStack() as stack:
         stack.callback(engine.weights.updating.release)
         began = time.perf_counter()
-        context_tokens = engine.scheduler.config.context_tokens
-        decoder = _load(Path(path).expanduser(), engine.spec, engine.info.dtype, context_tokens)
+        announced = stack.enter_context(contextlib.ExitStack())  # what the other ranks load
+        decoder = _load(engine, Path(path).expanduser(), engine.spec, announced)
         loaded = time.perf_counter()
         stack.callback(engine.resume, who=_UPDATE)
         engine.pause(PauseMode(mode), who=_UPDATE).result()
         paused = time.perf_counter()
         version = version or str(engine.weights.num_updates + 1)
+        announced.pop_all()
         pages = engine.replace_weights(decoder, version).result()
         ended = time.perf_counter()
     tokens = pages * engine.scheduler.config.page_size
     return WeightUpdate(version, loaded - began, paused - loaded, ended - paused, tokens)
 
 
-def _load(path: Path, spec: ModelSpec, dtype: str, context_tokens: int) -> Decoder:
-    """The weights at `path` in host memory, if their shape is `spec`."""
+def _load(engine: Engine, path: Path, spec: ModelSpec, announced: contextlib.ExitStack) -> Decoder:
+    """The weights at `path` in host memory, if their shape is `spec`; with ranks, those of rank 0, when the others have
+    theirs. announced: is closed if they are not used."""
     from paceline.model.read_spec import read_spec
-    from paceline.model.weights import load_decoder
+    from paceline.model.weights import check_files
 
+    executor, dtype = engine.executor, engine.info.dtype
     try:
-        found = read_spec(path)
-        _check_shape(found, spec)
+        source = WeightSource.of(path, dtype, engine.scheduler.config.context_tokens)
+        _check_shape(read_spec(path), spec)
+        check_files(path)
         check_models_fit([spec], spec.num_parameters * (4 if dtype == "float32" else 2), free=free_memory())
-        return load_decoder(path, dtype=dtype, max_positions=context_tokens)
-    except (ModelError, ConfigError) as error:  # to an engine that runs, a mistake of this request
+        announced.callback(_drop, engine)
+        engine.call(lambda _: executor.announce_weights(source)).result()
+        decoder = executor.read_weights(source)
+        executor.wait_weights()
+    except (ModelError, ConfigError, OSError) as error:  # to an engine that runs, a mistake of this request
         raise InvalidRequest(str(error)) from None
+    return decoder
+
+
+def _drop(engine: Engine) -> None:
+    with contextlib.suppress(EngineFailed):  # then its ranks have ended, too
+        engine.call(lambda _: engine.executor.drop_weights())
 
 
 def _check_shape(found: ModelSpec, spec: ModelSpec) -> None:

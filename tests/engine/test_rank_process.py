@@ -52,5 +52,5 @@ def test_a_rank_waits_for_its_passes_in_order_and_has_two_in_flight(stops: bool)
     mine, theirs = socket.socketpair()
     with mine, theirs:
         copier = RankCopier(cast(Executor, executor), theirs, lambda report: None)
-        assert run_rank(cast(Executor, executor), lambda: next(queue, None), copier) == stops
+        assert run_rank(cast(Executor, executor), lambda: next(queue, None), lambda _: None, copier) == stops
     assert executor.waited == [0, 1, 2] and executor.closed == stops

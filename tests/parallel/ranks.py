@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -17,7 +18,15 @@ from paceline.engine.build import assemble, build_executor
 from paceline.engine.cpu.model import CpuModel
 from paceline.engine.executor import Completion, Executor
 from paceline.engine.rank_copies import CopyReports, RankCopier, RankMemory
-from paceline.engine.rank_messages import AfterLaunched, ExportPages, MessageToRank, StopRank
+from paceline.engine.rank_messages import (
+    AfterLaunched,
+    CopiesEnded,
+    ExportPages,
+    MessageToRank,
+    RankReport,
+    StopRank,
+    WeightsRead,
+)
 from paceline.engine.rank_process import run_rank
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
@@ -35,7 +44,7 @@ class ThreadRanks:
     """The ranks from 1 on."""
 
     def __init__(self, executors: Sequence[Executor]) -> None:
-        self._executors = executors
+        self.executors, self.size = executors, 1 + len(executors)
         self._pipes = [os.pipe() for _ in executors]
         memory = create_memory(1 << 14)  # so small that passes wait for room
         self._ring = RingWriter(memory, [write for _, write in self._pipes], lambda: None)
@@ -46,6 +55,7 @@ class ThreadRanks:
         self._copies = CopyReports(len(executors))
         self.num_messages = 0
         self.stopped: list[bool] = []
+        self._reports: list[SimpleQueue[RankReport]] = [SimpleQueue() for _ in executors]
         self._threads = [
             threading.Thread(target=self._run, args=(index,), daemon=True) for index in range(len(executors))
         ]
@@ -53,10 +63,22 @@ class ThreadRanks:
             thread.start()
 
     def _run(self, index: int) -> None:
-        executor, (_, theirs) = self._executors[index], self._sockets[index]
-        copier = RankCopier(executor, theirs, lambda report: self._copies.on_report(index, report))
-        self.stopped.append(run_rank(executor, self.readers[index].read, copier))
+        executor, (_, theirs) = self.executors[index], self._sockets[index]
+
+        def report(message: RankReport) -> None:
+            if isinstance(message, CopiesEnded):
+                self._copies.on_report(index, message)
+            else:
+                self._reports[index].put(message)
+
+        copier = RankCopier(executor, theirs, report)
+        self.stopped.append(run_rank(executor, self.readers[index].read, report, copier))
         theirs.close()
+
+    def wait_weights(self, rank: int) -> WeightsRead:
+        report = self._reports[rank - 1].get(timeout=60)
+        assert isinstance(report, WeightsRead)
+        return report
 
     def agree(self, num_pages: int) -> int:
         return num_pages

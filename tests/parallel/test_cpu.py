@@ -15,13 +15,12 @@ from torch import Tensor
 from paceline.checks.weights import write_folder
 from paceline.engine.engine import Engine
 from paceline.engine.job import Job
-from paceline.engine.weight_update import update_weights
 from paceline.llm import LLM
 from paceline.model.registry import SHAPES, shape
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import load_decoder
 from paceline.parallel.threads import ThreadGroup
-from paceline.request import Grammar, InvalidRequest, SamplingParams, as_tokens
+from paceline.request import Grammar, SamplingParams, as_tokens
 from tests.engine.test_plan_bytes import Last
 from tests.helpers import retract_often
 from tests.parallel.ranks import ThreadRanks, cpu_llm, llm_of, make_weights
@@ -214,11 +213,3 @@ def test_a_pass_is_one_message_and_ranks_end_with_the_engine() -> None:
     assert ranks.num_messages == llm.engine.scheduler.counters.steps
     llm.close()
     assert ranks.stopped == [True]
-
-
-def test_weight_updates_are_refused() -> None:
-    with (
-        cpu_llm(*model("tiny-llama"), 2) as llm,
-        pytest.raises(InvalidRequest, match=r"cannot replace weights: .* tp 1"),
-    ):
-        update_weights(llm.engine, "somewhere")

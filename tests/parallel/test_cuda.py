@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.checks.weights import write_folder
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cuda.attention import AttentionChoices
 from paceline.engine.cuda.build import build_cuda
@@ -21,6 +22,7 @@ from paceline.engine.cuda.sharing import ShareRule
 from paceline.engine.engine import Engine, EngineHooks, ModelInfo
 from paceline.engine.executor import Completion, DelayedPending, Executor, Pending
 from paceline.engine.parallel_executor import ParallelExecutor
+from paceline.engine.weight_source import WeightSource
 from paceline.kernels.decode_units import Chunks
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
@@ -120,6 +122,13 @@ class TurnExecutor(Executor):
 
     def after_launched(self) -> Completion:
         return self._executor.after_launched()
+
+    def read_weights(self, source: WeightSource) -> Decoder:
+        return self._executor.read_weights(source)
+
+    def load_weights(self, decoder: Decoder) -> None:
+        with LOCK:
+            self._executor.load_weights(decoder)
 
 
 def on_ranks(name: str, size: int, **options: Any) -> tuple[LLM, list[CudaExecutor]]:
@@ -234,6 +243,23 @@ def test_ranks_with_adapters_give_the_tokens_of_the_cpu(tmp_path: Path) -> None:
         assert run_with_adapters(llm, folders) == expected_with_adapters("tiny-qwen3", folders)
     tokens = [executor.state.token_pool for executor in executors]
     assert torch.equal(tokens[0], tokens[1]), "all ranks have the same tokens"
+
+
+def test_ranks_replace_their_weights(tmp_path: Path) -> None:
+    other = decoder("tiny-qwen3")
+    for layer in other.layers:
+        layer.out.mul_(-1)
+    write_folder(tmp_path, other.spec, _fused(other))
+    prompts, params = PROMPTS[:2], replace(GREEDY, max_tokens=3)
+    found = []
+    for size in (1, 2):
+        llm, executors = on_ranks("tiny-qwen3", size)
+        with llm:
+            before = [output.token_ids for output in llm.generate(prompts, params)]
+            llm.update_weights(tmp_path)
+            found.append([output.token_ids for output in llm.generate(prompts, params)])
+    assert found[0] == found[1] != before == expected("tiny-qwen3", prompts, params)
+    assert torch.equal(executors[0].state.token_pool, executors[1].state.token_pool), "all ranks have the same tokens"
 
 
 def test_masks_filters_and_drafts_give_the_tokens_of_one_rank() -> None:

@@ -115,7 +115,7 @@ def test_another_number_of_ranks_is_rejected_with_a_reason(tmp_path: Path, caplo
 
 def rank_executors(engine: Engine) -> Any:
     executor: Any = engine.executor
-    return executor._ranks._executors
+    return executor._ranks.executors
 
 
 @pytest.mark.parametrize("transport", ["shared", "tcp"])

@@ -16,14 +16,13 @@ from paceline.config import ConfigError, EngineConfig, SchedulerConfig, ServerCo
 from paceline.engine.cpu.inputs import SlotTables
 from paceline.engine.cpu.stages import LateTokens
 from paceline.engine.loop import Loop
-from paceline.engine.weight_update import update_weights
 from paceline.llm import LLM
 from paceline.model.layout import Shard, stored_parts
 from paceline.model.registry import shape
 from paceline.model.weights import load_decoder
 from paceline.parallel.stages import StagePipe
 from paceline.parallel.threads import ThreadGroup
-from paceline.request import Grammar, InvalidRequest, SamplingParams
+from paceline.request import Grammar, SamplingParams
 from paceline.scheduler import Scheduler
 from tests.helpers import request, retract_often
 from tests.parallel.ranks import ThreadRanks, llm_of, pipeline_llm
@@ -257,14 +256,6 @@ def test_a_folder_of_safetensors_is_read_in_stages(tmp_path: Path) -> None:
     pipes = [StagePipe(group) for group in ThreadGroup.of_size(2)]
     with llm_of([load_decoder(tmp_path, stages=pipe) for pipe in pipes], num_stages=2) as llm:
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == alone("tiny-smollm")
-
-
-def test_weight_updates_are_refused() -> None:
-    with (
-        pipeline_llm(*model("tiny-llama"), 2) as llm,
-        pytest.raises(InvalidRequest, match=r"cannot replace weights: .* pp 1"),
-    ):
-        update_weights(llm.engine, "somewhere")
 
 
 @pytest.mark.parametrize(

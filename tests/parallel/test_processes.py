@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,16 @@ import msgspec
 import psutil
 import pytest
 
+from paceline.checks.weights import write_folder
 from paceline.config import ConfigError, EngineConfig
 from paceline.engine import rank_processes
 from paceline.engine.output import EngineFailed
 from paceline.engine.rank_messages import RankSetup
 from paceline.engine.rank_processes import RankProcesses
 from paceline.llm import LLM
-from paceline.request import SamplingParams
+from paceline.model.registry import shape as named_shape
+from paceline.model.weights import random_weights
+from paceline.request import InvalidRequest, SamplingParams
 from tests.server.process import serving
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -128,6 +132,33 @@ def test_a_rank_that_hangs_ends_the_pass_that_waits_for_it(
 ) -> None:
     monkeypatch.setattr(rank_processes, "_MISSED_BEATS", 4)
     assert_it_ends(LLM(**TINY, **options), 1, "suspend", "rank 1 of 2 has not responded for")
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_weights_are_replaced_on_all_ranks_or_on_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, int]
+) -> None:
+    spec, tiny = named_shape("tiny-qwen3"), {**TINY, "shape": "tiny-qwen3"}
+    write_folder(tmp_path, spec, random_weights(spec, seed=9, dtype="float32"))
+    with LLM(**tiny) as llm:
+        llm.update_weights(tmp_path)
+        expected = tokens_of(llm)
+    with LLM(**tiny, **options) as llm:
+        executor = llm.engine.executor
+        with monkeypatch.context() as patched:
+            announce = executor.announce_weights
+            patched.setattr(executor, "announce_weights", lambda source: announce(replace(source, files="others")))
+            with pytest.raises(InvalidRequest, match=r"rank 1 of 2: .* has changed while it was read"):
+                llm.update_weights(tmp_path)
+        assert tokens_of(llm) == alone("tiny-qwen3")
+        llm.update_weights(tmp_path)
+        assert tokens_of(llm) == expected != alone("tiny-qwen3")
+        monkeypatch.setattr(executor, "announce_weights", lambda _: ranks_of(os.getpid())[0].kill())
+        with pytest.raises(EngineFailed, match=r"rank 1 of 2 ended unexpectedly \(signal SIGKILL\)"):
+            llm.update_weights(tmp_path)
+        wait_until(lambda: llm.engine.failure is not None)
+    assert not ranks_of(os.getpid())
 
 
 @pytest.mark.cluster

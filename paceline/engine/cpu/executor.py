@@ -23,10 +23,11 @@ from paceline.engine.cpu.drafts import DraftProposer, NgramDrafts, Verification,
 from paceline.engine.cpu.inputs import Index, Inputs, SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.cpu.lora import PreparedAdapter, ResidentAdapters
-from paceline.engine.cpu.model import CpuModel, DecoderModel
+from paceline.engine.cpu.model import CpuModel, DecoderModel, arranged_like
 from paceline.engine.cpu.quantised_model import QuantisedModel, attention_for
 from paceline.engine.executor import Capabilities, Executor, Result
 from paceline.engine.pooling import PooledStates, pool_chunk
+from paceline.engine.weight_source import WeightSource
 from paceline.model.decoder import Decoder
 from paceline.model.lora import LoraFile, LoraWeights, arrange_adapter
 from paceline.model.rank_group import gather_logits
@@ -104,7 +105,7 @@ class CpuModelRunner:
 
     def load_weights(self, decoder: Decoder) -> None:
         assert not isinstance(self.decoder, QuantisedModel), "weights of a quantised model cannot be replaced"
-        self.decoder = CpuModel(decoder) if isinstance(self.decoder, CpuModel) else decoder
+        self.decoder = arranged_like(self.decoder, decoder)
         self.adapters.replace_decoder(self.decoder)
 
     @torch.inference_mode()
@@ -314,6 +315,9 @@ class CpuExecutor(Executor):
     def expert_rows(self) -> Sequence[Sequence[int]]:
         decoder = getattr(self.runner, "decoder", None)
         return decoder.expert_rows if isinstance(decoder, CpuModel) else ()
+
+    def read_weights(self, source: WeightSource) -> Decoder:
+        return source.read(self.runner.decoder.group, self.runner.decoder.stages)
 
     def load_weights(self, decoder: Decoder) -> None:
         self.runner.load_weights(decoder)  # the worker is idle, and sees it with the next pass

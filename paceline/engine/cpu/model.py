@@ -282,6 +282,11 @@ class CpuModel:
         return soft_cap(self._head(hidden), self.spec.logit_cap)
 
 
+def arranged_like(model: DecoderModel, decoder: Decoder) -> DecoderModel:
+    """Other weights of a model, rearranged if the model's are."""
+    return CpuModel(decoder) if isinstance(model, CpuModel) else decoder
+
+
 def _folded(weight: Tensor, norm: Tensor | None) -> Tensor:
     """`weight` with the norm's weight multiplied into its columns."""
     return weight if norm is None else weight * norm

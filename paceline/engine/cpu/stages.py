@@ -17,7 +17,7 @@ from paceline.engine.cpu.executor import CpuModelRunner, MaskSource
 from paceline.engine.cpu.inputs import SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.cpu.lora import ResidentAdapters
-from paceline.engine.cpu.model import DecoderModel
+from paceline.engine.cpu.model import DecoderModel, arranged_like
 from paceline.engine.executor import Result
 from paceline.model.decoder import Decoder
 from paceline.model.rank_group import StageLink
@@ -93,7 +93,8 @@ class StageRunner:
         self.late_tokens = LateTokens(self._tables, max_running) if pipe.shard.is_first else None
 
     def load_weights(self, decoder: Decoder) -> None:
-        raise NotImplementedError("weights of a pipeline cannot be replaced")
+        self.decoder = arranged_like(self.decoder, decoder)
+        self.adapters.replace_decoder(self.decoder)
 
     @torch.inference_mode()
     def run(self, plan: Plan, host: MaskSource | None) -> Result:
@@ -116,11 +117,15 @@ class LastStageRunner:
     """The last stage: samples, and sends the result to the first."""
 
     def __init__(self, runner: CpuModelRunner, pipe: StageLink) -> None:
-        self._runner, self._pipe, self.decoder = runner, pipe, runner.decoder
+        self._runner, self._pipe = runner, pipe
         self.cache, self.adapters = runner.cache, runner.adapters
 
+    @property
+    def decoder(self) -> DecoderModel:
+        return self._runner.decoder
+
     def load_weights(self, decoder: Decoder) -> None:
-        raise NotImplementedError("weights of a pipeline cannot be replaced")
+        self._runner.load_weights(decoder)
 
     def run(self, plan: Plan, host: MaskSource | None) -> Result:
         result = self._runner.run(plan, host)

@@ -51,6 +51,7 @@ from paceline.engine.cuda.swap import CudaSwap
 from paceline.engine.executor import Capabilities, Executor, Result
 from paceline.engine.garbage import no_garbage_collection
 from paceline.engine.pooling import PooledStates
+from paceline.engine.weight_source import WeightSource
 from paceline.kernels.adjust import write_runs
 from paceline.kernels.drafts import DraftBuffers
 from paceline.kernels.layouts import DraftWord
@@ -391,6 +392,9 @@ class CudaExecutor(Executor):
     def kv_scales(self) -> str:
         """A digest of the scales of an FP8 cache; empty for other caches."""
         return "" if self.attention.scales is None else scales_digest(self.attention.scales)
+
+    def read_weights(self, source: WeightSource) -> Decoder:
+        return source.read(self.model.group)
 
     @torch.inference_mode()
     def load_weights(self, decoder: Decoder) -> None:
