@@ -581,11 +581,6 @@ class EngineConfig:
             raise ConfigError(
                 f"collectives is {self.collectives!r} and executor is 'virtual', which sends no tensors: remove one."
             )
-        if self.tp > 1 and self.draft_model is not None:
-            raise ConfigError(
-                f"tp is {self.tp} and draft_model is {self.draft_model!r}: a draft model is not supported with tensor "
-                "parallelism; set speculate to ngram or auto."
-            )
         self._check_pipeline()
         self._check_lora()
         if self.collectives != "auto" and self.tp == 1:

@@ -37,8 +37,8 @@ _FEATURES = [
 def check_tensor_parallel(
     setup: CheckSetup, *, count: int = 24, longest: int = 300, num_tokens: tuple[int, int] = (8, 24)
 ) -> CheckResult:
-    """Greedy tokens within the margin: two ranks over gloo, two over symmetric memory in CUDA graphs, one over NCCL in
-    CUDA graphs; and requests with every sampling option end."""
+    """Greedy tokens within the margin: two ranks over gloo, two over symmetric memory in CUDA graphs, also with the
+    model as its own draft model, one over NCCL in CUDA graphs; and requests with every sampling option end."""
     spec, rng = setup.spec(), random.Random(9)
     shared = random_prompts(rng, spec.vocab_size, 1, longest)[0]
     prompts = random_prompts(rng, spec.vocab_size, count, longest)
@@ -53,12 +53,14 @@ def check_tensor_parallel(
             lengths = [len(tokens) for tokens in tokens_of(llm, prompts[: len(_FEATURES)], _FEATURES)]
             device = llm.engine.executor.local
             used = device.stats.graphs if isinstance(device, CudaExecutor) else 0
+            counters = llm.engine.scheduler.counters
         ours, theirs = margin(reference, prompts, found), margin(reference, prompts, found, plain)
         bound = 1.5 * theirs.worst + ROUNDING
         right = ours.worst < bound and bool(used) == (graphs and on_gpu) and lengths == [12] * len(_FEATURES)
         return right, (
             f"{ours.judged} greedy tokens, {ours.wrong} not the float32 argmax, worst margin {ours.worst:.3f} (bound "
-            f"{bound:.3f}); {used} passes by graph; outputs with other options: {lengths}"
+            f"{bound:.3f}); {used} passes by graph; {counters.accepted_tokens} of {counters.drafted_tokens} drafts "
+            f"accepted; outputs with other options: {lengths}"
         )
 
     options = {**setup.options, "load": "random", "shape": setup.shape, "seed": _SEED, "dtype": setup.dtype}
@@ -67,15 +69,18 @@ def check_tensor_parallel(
         ("tp 1", lambda: judge(lambda: LLM(**options), graphs=True)),
         ("tp 2, gloo", lambda: judge(lambda: LLM(**{**options, "tp": 2, "collectives": "gloo"}), graphs=False)),
     ]
-    if on_gpu:
-        with_ranks = {**options, "tp": 2, "collectives": "symmetric"}
-        rows += [
-            ("tp 2, symmetric memory", lambda: judge(lambda: _sharing_a_gpu(with_ranks), graphs=True)),
-            ("tp 1, NCCL", lambda: judge(lambda: _over_nccl(setup, spec), graphs=True)),
-        ]
-    results: list[tuple[str, bool | None, str]] = [(name, *_guarded(run)) for name, run in rows]
+    with_ranks = {**options, "tp": 2, "collectives": "symmetric"}
+    with_draft = {**with_ranks, "speculate": "draft", "draft_model": setup.shape}
+    on_gpus: list[tuple[str, Callable[[], tuple[bool, str]]]] = [
+        ("tp 2, symmetric memory", lambda: judge(lambda: _sharing_a_gpu(with_ranks), graphs=True)),
+        ("tp 2, symmetric memory, draft model", lambda: judge(lambda: _sharing_a_gpu(with_draft), graphs=True)),
+        ("tp 1, NCCL", lambda: judge(lambda: _over_nccl(setup, spec), graphs=True)),
+    ]
+    results: list[tuple[str, bool | None, str]] = [
+        (name, *_guarded(run)) for name, run in (rows + on_gpus if on_gpu else rows)
+    ]
     if not on_gpu:
-        results += [("tp 2, symmetric memory", None, "needs a GPU"), ("tp 1, NCCL", None, "needs a GPU")]
+        results += [(name, None, "needs a GPU") for name, _ in on_gpus]
     lines = [f"{_MARKS[passed]:7} {name}: {text}" for name, passed, text in results]
     return CheckResult(all(passed is not False for _, passed, _ in results), "\n  ".join(["", *lines]))
 

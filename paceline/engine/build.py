@@ -26,7 +26,7 @@ from paceline.engine.cpu.executor import CpuExecutor
 from paceline.engine.cpu.model import CpuModel, DecoderModel
 from paceline.engine.cpu.native import NativeError, native_library
 from paceline.engine.cpu.quantised_model import QuantisedModel
-from paceline.engine.draft_model import check_tokenizer, find_draft_model, with_vocabulary
+from paceline.engine.draft_model import DraftSource, check_tokenizer, find_draft_model, with_vocabulary
 from paceline.engine.engine import Engine, EngineHooks, ModelInfo
 from paceline.engine.kv_sizing import check_host_fits, check_models_fit, free_memory, num_kv_pages
 from paceline.engine.loaded_text import LoadedText, set_up_grammars
@@ -161,7 +161,7 @@ def build_engine(
         if device == "cuda":  # both have the same kernels
             draft_config = replace(draft_config, quantization=config.quantization)
         specs.append(draft.spec)
-        num_bytes += weight_bytes(draft_config, draft.spec, draft.path)
+        num_bytes += config.tp * weight_bytes(draft_config, draft.spec, draft.path)  # every rank has all of it
     _check_ranks(config, spec, device)
     free = torch.cuda.mem_get_info()[0] * config.tp if device == "cuda" else None
     check_models_fit(specs, num_bytes, free=free)
@@ -172,7 +172,7 @@ def build_engine(
 
             ranks = RankProcesses(config.num_ranks)
             stack.callback(ranks.close)
-            store = _connected(ranks, path, load, shape, seed, device, config, scheduler_options)
+            store = _connected(ranks, path, load, shape, seed, device, config, draft, scheduler_options)
             group, stages = _links(config, _backend(config, device), 0, store, device)
         kernels = None
         if device == "cuda":
@@ -235,12 +235,20 @@ def build_rank(setup: RankSetup, rank: int, size: int, agree: Callable[[int], in
     path = None if setup.model is None else Path(setup.model)
     spec = named_shape(setup.shape) if path is None and setup.shape is not None else read_spec(str(path))
     scheduler = _scheduler_config(spec, setup.scheduler_options, setup.device)
-    kernels = None
+    draft = None
+    if config.draft_model is not None:
+        draft = find_draft_model(config.draft_model, spec, random=path is None)
+    kernels, context = None, scheduler.context_tokens
     if setup.device == "cuda":
-        kernels = _prepare_kernels([spec], config.dtype, scheduler, config, shard_of(group))
+        specs = [spec] if draft is None else [spec, draft.spec]
+        kernels = _prepare_kernels(specs, config.dtype, scheduler, config, shard_of(group))
     with _one_thread():
-        fast = load_model(path, spec, setup.seed, config, setup.device, scheduler.context_tokens, None, group, stages)
-    return build_executor(fast, config, setup.scheduler_options, kernels=kernels, agree=agree).executor
+        fast = load_model(path, spec, setup.seed, config, setup.device, context, None, group, stages)
+        drafter = None
+        if draft is not None:  # in the precision of the model, as on rank 0: none is kept in 4 bits with ranks
+            drafter = load_model(draft.path, draft.spec, setup.seed, config, setup.device, context)
+    options = setup.scheduler_options
+    return build_executor(fast, config, options, kernels=kernels, draft=drafter, agree=agree).executor
 
 
 def load_model(
@@ -406,6 +414,7 @@ def _connected(
     seed: int,
     device: str,
     config: EngineConfig,
+    draft: DraftSource | None,
     scheduler_options: Mapping[str, Any],
 ) -> Any:
     """The store by which all ranks find each other, once they have the same setup."""
@@ -415,6 +424,8 @@ def _connected(
     backend = _backend(config, device)
     model = None if path is None else str(path.resolve())
     engine_options = {**asdict(config), "record": None}
+    if draft is not None and draft.path is not None:
+        engine_options["draft_model"] = str(draft.path.resolve())
     ranks.connect(RankSetup(port, backend, model, load, shape, seed, device, engine_options, dict(scheduler_options)))
     return store
 

@@ -10,8 +10,8 @@ text that the output may follow, a match there that is as long comes first: the 
 has the same length so far. Rows feed between one and 1 + drafts tokens; the tokens of all rows are packed one after the
 other. `accept_drafts` runs after sampling.
 
-A draft model (engine/cuda/draft_model.py) writes its drafts into the token pool first, starting with `begin_drafts`;
-then `propose_drafts` replaces those of rows whose draft source matches.
+A draft model (engine/cuda/draft_model.py) has its drafts first, starting with `begin_drafts`; then `propose_drafts`
+writes them into the token pool, or those of the draft source where it matches.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -122,8 +122,10 @@ def _propose_kernel(
     arrived,
     proposed,
     sources,
+    model_drafts,
     pool_stride,
     words_stride,
+    model_stride,
     WORDS: tl.constexpr,
     DRAFTS: tl.constexpr,
     ALWAYS: tl.constexpr,
@@ -193,9 +195,11 @@ def _propose_kernel(
                 tl.store(history + position + 1 + draft, token, mask=draft < limit)
                 tl.store(proposed + row * _DRAFT_WORDS + _TOKENS + draft, token, mask=draft < limit)
                 fed += limit
-            elif FROM_MODEL:  # they are in the token pool
+            elif FROM_MODEL:
                 draft = tl.arange(0, BLOCK_D)
-                token = tl.load(history + position + 1 + draft, mask=draft < limit, other=0)
+                token = tl.load(model_drafts + draft * model_stride + row, mask=draft < limit, other=0)
+                token = tl.maximum(token, 0)  # NO_TOKEN
+                tl.store(history + position + 1 + draft, token, mask=draft < limit)
                 tl.store(proposed + row * _DRAFT_WORDS + _TOKENS + draft, token, mask=draft < limit)
                 fed += limit
             elif best > 0:
@@ -232,13 +236,15 @@ def propose_drafts(
     drafts: int,
     *,
     always: bool = False,
-    from_model: bool = False,
+    model_drafts: torch.Tensor | None = None,
     block: int = 1024,
 ) -> None:
     """Writes up to `drafts` drafts of each of the first num_rows rows, of at most `rows`, into the token pool and
     `buffers.proposed`, and how all tokens are packed into `buffers`. always: some drafts, even where nothing has
-    occurred before (benchmarks). from_model: a draft model has written as many drafts into the token pool; those of a
-    draft source replace them."""
+    occurred before (benchmarks). model_drafts [D, R]: those of a draft model, which are used where no draft source
+    matches."""
+    from_model = model_drafts is not None
+    model_drafts = buffers.proposed if model_drafts is None else model_drafts
     _propose_kernel[(rows,)](
         state.token_pool,
         state.num_computed,
@@ -252,8 +258,10 @@ def propose_drafts(
         buffers.arrived,
         buffers.proposed,
         buffers.sources,
+        model_drafts,
         state.token_pool.stride(0),
         buffers.sources.stride(0),
+        model_drafts.stride(0),
         WORDS=SAMPLING_WORDS,
         DRAFTS=drafts,
         ALWAYS=always and not from_model,

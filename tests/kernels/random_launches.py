@@ -55,6 +55,18 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("tiny-gemma2", {"context_tokens": 600, "num_pages": 200, "max_running": 9, "draft_tokens": 4}),
     ("tiny-phi3", {"context_tokens": 600, "num_pages": 200, "max_running": 9, "kv": "fp8_e4m3"}),
     ("tiny-olmo2", {"context_tokens": 600, "num_pages": 200, "max_running": 3, "rank": Shard(1, 2)}),
+    # A rank with the whole of a draft model.
+    (
+        "tiny-qwen3",
+        {
+            "context_tokens": 600,
+            "num_pages": 200,
+            "max_running": 2,
+            "draft_tokens": 2,
+            "draft": "tiny-mistral",
+            "rank": Shard(1, 2),
+        },
+    ),
     # Experts, with and without a shared one, some layers without, and a rank of them.
     ("tiny-qwen3-moe", {"context_tokens": 2048, "num_pages": 512, "max_running": 20, "draft_tokens": 4}),
     ("tiny-qwen2-moe", {"context_tokens": 600, "num_pages": 200, "max_running": 9, "rank": Shard(1, 2)}),
@@ -157,11 +169,9 @@ def unlisted(name: str, options: dict[str, Any], seed: int) -> list[KernelVarian
     if seed < 2:  # listing takes most of the time here
         assert variants == kernel_variants(specs, precision, other, shard), "see VARIANT_OPTIONS"
     listed = {_on_any_device(variant) for variant in variants}
-    decoder, draft = (
-        random_decoder(spec, dtype="float32", max_positions=scheduler.context_tokens, group=group) if spec else None
-        for spec in (*specs, None)[:2]
-    )
-    assert decoder is not None
+    common: dict[str, Any] = {"dtype": "float32", "max_positions": scheduler.context_tokens}
+    decoder = random_decoder(specs[0], group=group, **common)
+    draft = random_decoder(specs[1], **common) if len(specs) > 1 else None
     device, config = build_cuda(decoder, engine, scheduler, None, draft=draft)
     if device.drafts is not None:
         device.drafts.results[:, :, : DraftWord.TOKENS] = 1  # nothing is computed: each row gets one token

@@ -68,6 +68,21 @@ def test_drafts_are_what_followed_the_last_tokens_before(drafts: int, seed: int)
     assert torch.equal(state.token_pool, before), "nothing else is written"
 
 
+def test_drafts_of_a_model_are_used_where_no_source_matches() -> None:
+    histories = [[1, 2, 1, 2], [5, 6, 7], [3, 4]]
+    state = rows_of(histories, [50, 50, 5])
+    before, found = state.token_pool.clone(), buffers(3, 4)
+    found.sources[SLOTS - 2, :7] = torch.tensor([5, 0, 5, 6, 7, 8, 9])
+    model_drafts = torch.tensor([[11, 21, 31], [12, 22, 32], [-1, 23, 33], [14, 24, 34]], dtype=torch.int32)
+    propose_drafts(state, found, 3, 4, model_drafts=model_drafts)
+    wanted = [[11, 12, 0, 14], [8, 9], [31, 32]]  # -1: no token; the last row ends with its fifth
+    for row, (tokens, drafts) in enumerate(zip(histories, wanted, strict=True)):
+        assert found.proposed[row, DraftWord.TOKENS : DraftWord.TOKENS + len(drafts)].tolist() == drafts
+        before[SLOTS - 1 - row, len(tokens) : len(tokens) + len(drafts)] = torch.tensor(drafts)
+    assert torch.equal(state.token_pool, before), "nothing else is written"
+    assert found.num_fed.tolist() == [5, 3, 3]
+
+
 @pytest.mark.parametrize(
     ("sampled", "count"),
     [

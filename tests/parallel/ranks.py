@@ -131,17 +131,27 @@ def cpu_llm(spec: ModelSpec, weights: Mapping[str, Tensor], size: int, **options
     """An LLM on `size` ranks of the CPU; on one, without any of this, if that is 1."""
     if size > 1:
         return llm_of(sharded_decoders(spec, weights, size), **options)
-    return llm_of([Decoder(spec, {name: weight.clone() for name, weight in weights.items()})], **options)
+    return llm_of([whole_decoder(spec, weights)], **options)
 
 
-def llm_of(decoders: Sequence[Decoder], *, overlap: str = "on", **options: Any) -> LLM:
-    """An LLM on decoders that have the parts of one model, in order of rank."""
+def whole_decoder(spec: ModelSpec, weights: Mapping[str, Tensor]) -> Decoder:
+    return Decoder(spec, {name: weight.clone() for name, weight in weights.items()})
+
+
+def llm_of(decoders: Sequence[Decoder], *, overlap: str = "on", drafts: Sequence[Decoder] = (), **options: Any) -> LLM:
+    """An LLM on decoders that have the parts of one model, in order of rank. drafts: the draft model of each rank."""
     options = {**BASE, **options}
     config = EngineConfig(threads=1, overlap=overlap)
     tokenizer = synthetic_tokenizer(decoders[0].whole_spec.vocab_size)
     first, *others = (CpuModel(one) for one in decoders)
-    ranks = ThreadRanks([build_executor(one, config, options).executor for one in others]) if others else None
-    return LLM.from_engine(assemble(first, tokenizer, config, options, ranks=ranks))
+    first_draft, *other_drafts = [CpuModel(one) for one in drafts] or [None] * len(decoders)
+    ranks = None
+    if others:
+        built = [
+            build_executor(one, config, options, draft=draft) for one, draft in zip(others, other_drafts, strict=True)
+        ]
+        ranks = ThreadRanks([one.executor for one in built])
+    return LLM.from_engine(assemble(first, tokenizer, config, options, draft=first_draft, ranks=ranks))
 
 
 def make_weights(spec: ModelSpec) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,17 +14,20 @@ import torch
 from torch import Tensor
 
 from paceline.checks.weights import write_folder
+from paceline.config import ConfigError
+from paceline.engine import build
 from paceline.engine.engine import Engine
 from paceline.engine.job import Job
 from paceline.llm import LLM
+from paceline.model.layout import Shard
 from paceline.model.registry import SHAPES, shape
 from paceline.model.spec import ModelSpec
-from paceline.model.weights import load_decoder
+from paceline.model.weights import load_decoder, random_weights
 from paceline.parallel.threads import ThreadGroup
 from paceline.request import Grammar, SamplingParams, as_tokens
 from tests.engine.test_plan_bytes import Last
 from tests.helpers import retract_often
-from tests.parallel.ranks import ThreadRanks, cpu_llm, llm_of, make_weights
+from tests.parallel.ranks import ThreadRanks, cpu_llm, llm_of, make_weights, whole_decoder
 
 FAMILIES = [name for name in SHAPES if name.startswith("tiny-")]
 RNG = np.random.default_rng(3)
@@ -149,6 +153,56 @@ def test_ngram_drafts_are_accepted_alike_on_all_ranks() -> None:
         assert sink.done.wait(60) and sink.delta is not None
         assert list(sink.delta.token_ids) == expected
         assert llm.engine.scheduler.counters.steps < len(expected)
+
+
+def run_with_drafts(
+    name: str, size: int, draft_seeds: Sequence[int | None], params: Any
+) -> tuple[list[list[int]], int, int]:
+    """Tokens, drafts and accepted drafts of ranks whose draft models are other models; None: the model itself."""
+    spec, weights = model(name)
+    others = {seed: random_weights(spec, seed=seed, dtype="float32") for seed in draft_seeds if seed is not None}
+    drafts = [whole_decoder(spec, weights if seed is None else others[seed]) for seed in draft_seeds]
+    options: dict[str, Any] = {"draft_tokens": 4, "model_drafts": True}
+    with cpu_llm(spec, weights, size, drafts=drafts, **options) as llm:
+        found = [output.token_ids for output in llm.generate(PROMPTS, params)]
+        counters = llm.engine.scheduler.counters
+    return found, counters.drafted_tokens, counters.accepted_tokens
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_rank_has_the_whole_draft_model(size: int) -> None:
+    found, drafted, accepted = run_with_drafts("tiny-qwen3", size, [None] * size, GREEDY)
+    assert found == alone("tiny-qwen3") and accepted == drafted > 10
+
+
+def test_memory_is_counted_for_a_draft_model_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, weights = model("tiny-qwen3")
+    found: list[int] = []
+    monkeypatch.setattr(build, "num_kv_pages", lambda _, per_token, *__, **___: found.append(per_token) or 64)
+    cpu_llm(spec, weights, 2, drafts=[whole_decoder(spec, weights) for _ in range(2)]).close()
+    whole, part = (one.kv_bytes_per_token(4) for one in (spec, Shard(0, 2).spec(spec)))
+    assert found == [part + whole] * 2 and part < whole
+
+    def stop(_: object, num_bytes: int, **__: object) -> None:
+        found.append(num_bytes)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(build, "check_models_fit", stop)
+    options: dict[str, Any] = {"speculate": "draft", "draft_model": "tiny-qwen3"}
+    with pytest.raises(ConfigError, match="enough"):
+        LLM(load="random", shape="tiny-qwen3", tp=3, **options)
+    assert found[-1] == 4 * 4 * spec.num_parameters, "the model, and three times the draft model"
+
+
+def test_drafts_are_sampled_as_tokens_are() -> None:
+    found, drafted, accepted = run_with_drafts("tiny-llama", 2, [None, None], SAMPLED)
+    assert found == run("tiny-llama", 1, SAMPLED) and accepted == drafted > 10
+
+
+def test_ranks_verify_the_same_drafts_even_if_each_has_proposed_others() -> None:
+    """Their arithmetic may differ in the last bit; here it differs in all of them."""
+    found, drafted, accepted = run_with_drafts("tiny-qwen3", 2, [None, 77], GREEDY)
+    assert found == alone("tiny-qwen3") and drafted > accepted
 
 
 def embedding_of(engine: Engine) -> np.ndarray:

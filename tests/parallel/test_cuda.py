@@ -139,12 +139,13 @@ def on_ranks(name: str, size: int, **options: Any) -> tuple[LLM, list[CudaExecut
 def engine_of(
     name: str, size: int, role: str = "both", hooks: EngineHooks | None = None, **options: Any
 ) -> tuple[Engine, list[CudaExecutor]]:
+    """drafts: the draft model of each rank."""
     whole = decoder(name)
     weights = _fused(whole)
-    max_lora_rank = options.pop("max_lora_rank", 0)
+    max_lora_rank, drafts = options.pop("max_lora_rank", 0), options.pop("drafts", [None] * size)
     config = SchedulerConfig(**{**BASE, **options})
     executors = []
-    for group in TurnGroup.of_size(size):
+    for group, draft in zip(TurnGroup.of_size(size), drafts, strict=True):
         part = Decoder(
             whole.whole_spec,
             shard_weights(whole.whole_spec, weights, group.shard),
@@ -161,6 +162,7 @@ def engine_of(
                 attention=AttentionChoices(chunks=lambda rows: Chunks(16, 64, 4)),
                 share_rule=partial(ShareRule, chunks=(32, 16), align=4, min_pair_tokens=16),
                 prefill_sizes=(16,),
+                draft=draft,
             )[0]
         )
     executor: Executor = TurnExecutor(executors[0])
@@ -275,6 +277,22 @@ def test_masks_filters_and_drafts_give_the_tokens_of_one_rank() -> None:
         with llm:
             found.append([output.token_ids for output in llm.generate(PROMPTS, params)])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_every_rank_has_the_whole_draft_model(is_same: bool) -> None:
+    """If it is the target model, all drafts are accepted. If ranks disagree, they still verify the same drafts."""
+    drafts = [decoder("tiny-qwen3"), decoder("tiny-qwen3")]
+    for layer in drafts[1].layers:
+        layer.out.mul_(1 if is_same else -1)
+    llm, executors = on_ranks("tiny-qwen3", 2, drafts=drafts, draft_tokens=2)
+    prompts, params = PROMPTS[:3], replace(GREEDY, max_tokens=5)
+    with llm:
+        found = [output.token_ids for output in llm.generate(prompts, params)]
+        counters = llm.engine.scheduler.counters
+    assert found == expected("tiny-qwen3", prompts, params)
+    assert counters.drafted_tokens >= 6 and (counters.accepted_tokens == counters.drafted_tokens) is is_same
+    assert torch.equal(executors[0].state.token_pool, executors[1].state.token_pool), "all ranks have the same tokens"
 
 
 def test_one_rank_in_a_group_computes_what_a_model_without_a_group_does() -> None:

@@ -28,7 +28,10 @@ from paceline.llm import LLM
 from paceline.model.registry import shape as named_shape
 from paceline.model.weights import random_weights
 from paceline.request import InvalidRequest, SamplingParams
+from paceline.scheduler.plan import DRAFT_DEPTHS
+from tests.engine.cpu.test_draft_model import FourDrafts
 from tests.server.process import serving
+from tests.tiny_folder import save_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [list(range(3, 3 + count)) for count in (5, 23, 40)]
@@ -51,7 +54,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     ("options", "message"),
     [
         ({"collectives": "gloo", "tp": 2, "executor": "virtual"}, "collectives is 'gloo' and executor is 'virtual'"),
-        ({"tp": 2, "speculate": "draft", "draft_model": "x"}, "a draft model is not supported with tensor parallelism"),
         ({"collectives": "gloo"}, "collectives is 'gloo' and tp is 1"),
         ({"quantization": "q4", "executor": "virtual"}, "quantization is 'q4' and executor is 'virtual'"),
     ],
@@ -132,6 +134,18 @@ def test_a_rank_that_hangs_ends_the_pass_that_waits_for_it(
 ) -> None:
     monkeypatch.setattr(rank_processes, "_MISSED_BEATS", 4)
     assert_it_ends(LLM(**TINY, **options), 1, "suspend", "rank 1 of 2 has not responded for")
+
+
+@pytest.mark.cluster
+def test_two_processes_draft_with_a_model_from_a_folder(tmp_path: Path) -> None:
+    path, draft = save_tiny_model(tmp_path / "model"), save_tiny_model(tmp_path / "draft")
+    options: dict[str, Any] = {"kv_tokens": 2048, "speculate": "draft", "draft_model": str(draft), "dtype": "float32"}
+    with LLM(str(path), tp=2, **options) as llm:
+        llm.engine.scheduler.draft_depth = FourDrafts(max(DRAFT_DEPTHS))
+        found, counters = tokens_of(llm), llm.engine.scheduler.counters
+        assert counters.accepted_tokens == counters.drafted_tokens > 12
+    with LLM(str(path), kv_tokens=2048, dtype="float32", speculate="off") as llm:
+        assert found == tokens_of(llm)
 
 
 @pytest.mark.cluster

@@ -2,7 +2,7 @@
 
 It has a KV cache of its own under the page table of the target model, and computes the same tokens of prompts. It
 samples as the target model does. Where its KV of a position is missing, after passes without drafts, its drafts are
-worse and the output is the same.
+worse and the output is the same. With tensor parallelism every rank has all of it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from paceline.engine.cpu.inputs import Index, Inputs, SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.cpu.model import DecoderModel
 from paceline.engine.cpu.quantised_model import attention_for
+from paceline.model.rank_group import RankGroup
 from paceline.sampling.sampler import Sampler
 from paceline.scheduler.plan import Join
 
@@ -23,9 +24,17 @@ _FIRST_TOKENS = 4  # of a row that are computed in the first step
 
 class ModelDrafts:
     def __init__(
-        self, decoder: DecoderModel, sampler: Sampler, *, num_pages: int, page_size: int, max_running: int
+        self,
+        decoder: DecoderModel,
+        sampler: Sampler,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_running: int,
+        group: RankGroup | None = None,
     ) -> None:
-        self._decoder, self._sampler = decoder, sampler
+        """sampler: of the whole vocabulary. group: the ranks of the target model, which all have this draft model."""
+        self._decoder, self._sampler, self._group = decoder, sampler, group
         self._attention = attention_for(decoder, KVCache(decoder.spec, num_pages, page_size, decoder.dtype))
         self._sources = NgramDrafts(max_running, adapts=False)
 
@@ -51,12 +60,23 @@ class ModelDrafts:
             tables.store(inputs, np.maximum(tokens, 0))
             ends = ends + 1
             starts = ends
+        self._agree(tables, slots, positions, nums)
         for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
             found = self._sources.from_source(slot, tables.tokens[slot, : position + 1], int(nums[row]))
             if len(found):
                 tables.tokens[slot, position + 1 : position + 1 + len(found)] = found
                 nums[row] = len(found)
         return nums
+
+    def _agree(self, tables: SlotTables, slots: Index, positions: Index, nums: Index) -> None:
+        """Lets all ranks verify the same drafts. Those of each may differ: its GEMMs may be arranged in another way,
+        and near ties are decided by rounding."""
+        rows, number = np.nonzero(np.arange(nums.max(initial=0)) < nums[:, None])
+        if self._group is None or not len(rows):
+            return
+        places = slots[rows], positions[rows] + 1 + number
+        own = torch.from_numpy(tables.tokens[places].astype(np.int64))
+        tables.tokens[places] = self._group.all_reduce_max(own).numpy()
 
     def settle(self, slot: int, position: int, num_drafts: int, num_accepted: int) -> None:
         """The scheduler decides how many drafts a row has."""

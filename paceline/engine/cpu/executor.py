@@ -99,7 +99,12 @@ class CpuModelRunner:
         self._draft_model = None
         if draft is not None:
             self._draft_model = ModelDrafts(
-                draft, self.sampler, num_pages=num_pages, page_size=page_size, max_running=max_running
+                draft,
+                self.sampler,
+                num_pages=num_pages,
+                page_size=page_size,
+                max_running=max_running,
+                group=decoder.group,
             )
         self._drafts: DraftProposer = self._draft_model or NgramDrafts(max_running, adapts=adapt_drafts)
 

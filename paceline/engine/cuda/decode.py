@@ -90,7 +90,7 @@ class DecodeRunner:
         slots: Tensor,
         positions: Tensor,
         drafts: DraftBuffers | None = None,
-        propose: Callable[..., None] | None = None,
+        propose: Callable[..., Tensor] | None = None,
     ) -> None:
         """slots and positions receive those of the rows, for sampling. propose: `DraftModel.propose`."""
         self._model, self._sampling, self._state = model, sampling, state
@@ -105,11 +105,10 @@ class DecodeRunner:
         num_tokens = rows * (1 + key.drafts)
         slots, positions = self._slots[:num_tokens], self._positions[:num_tokens]
         if drafts is not None and key.stage in (GraphStage.ALL, GraphStage.DRAFTS):
+            model_drafts = None
             if self._propose is not None:
-                self._propose(rows, key.drafts, filters=key.filters)
-            propose_drafts(
-                self._state, drafts, rows, key.drafts, always=self.coin > 0, from_model=self._propose is not None
-            )
+                model_drafts = self._propose(rows, key.drafts, filters=key.filters)
+            propose_drafts(self._state, drafts, rows, key.drafts, always=self.coin > 0, model_drafts=model_drafts)
         if key.stage is GraphStage.DRAFTS:
             return
         if key.stage is GraphStage.TOKENS:

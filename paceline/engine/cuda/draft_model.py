@@ -10,6 +10,8 @@ and when:
 It samples with the noise, temperature and filters of the target model, whose token at a position it tries to predict.
 Penalties and biases are left to verification. Its KV of a position may be missing, after passes without drafts or
 where pages were fetched from host memory. Then its drafts are worse, and the output is the same.
+
+With tensor parallelism every rank has all of it, and computes the same.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ from paceline.engine.cuda.prefill import PrefillInputs, PrefillRunner
 from paceline.engine.cuda.sampling import CudaSampling
 from paceline.engine.cuda.streams import Streams
 from paceline.kernels.decode_attention import NewTokens
-from paceline.kernels.drafts import FIRST_TOKENS, ModelDraftBuffers, begin_drafts
+from paceline.kernels.drafts import FIRST_TOKENS, MAX_DRAFTS, ModelDraftBuffers, begin_drafts
 from paceline.kernels.sampling import sample
 from paceline.kernels.slot_state import SlotState
+from paceline.model.rank_group import RankGroup
 
 
 class DraftModel:
@@ -47,11 +50,12 @@ class DraftModel:
         draft_rows: Sequence[int],
         choices: AttentionChoices,
         fp8_kv: bool = False,
+        group: RankGroup | None = None,
     ) -> None:
         """state, target and sampling: those of the target model. sizes: the buckets of decode batches; draft_rows:
-        those of batches with drafts."""
+        those of batches with drafts. group: the ranks of the target model."""
         device, (max_running, max_length) = model.device, state.token_pool.shape
-        self.model = model
+        self.model, self._group = model, group
         self._target_state, self._sampling = state, sampling
         self._buffers = ModelDraftBuffers.empty(max_running, max_running, device)
         # Tokens, pages and parameters of the slots are those of the target model.
@@ -73,9 +77,10 @@ class DraftModel:
         )
         self._forward = DecodeForward(model, self.attention, self._state, self._slots, self._positions)
         self._prefill = PrefillRunner(model, self.attention, self._state, self._slots, self._positions, max_running, ())
-        self._results = torch.zeros_like(sampling.results)  # nobody reads them
-        self._step = torch.zeros(1, dtype=torch.int32, device=device)
-        self._no_tokens = self._step[:0]
+        self._drafts = torch.zeros(MAX_DRAFTS, sampling.results.shape[1], dtype=torch.int32, device=device)
+        # The number of each step, at a multiple of 16 bytes, so that Triton's specialisation is always the same.
+        self._steps = torch.arange(MAX_DRAFTS, dtype=torch.int32, device=device)[:, None].repeat(1, 4)
+        self._no_tokens = self._steps[0, :0]
 
     def load_libraries(self, decode_sizes: Sequence[int], prefill_sizes: Sequence[int]) -> None:
         """Loads the kernels of libraries: see `CudaExecutor.load_libraries`."""
@@ -83,6 +88,7 @@ class DraftModel:
         buffers = self._buffers
         self.model.select(self.model.last_states(1), buffers.last_tokens[:1])
         torch.minimum(buffers.num_computed, buffers.last_positions, out=buffers.num_computed)
+        self._agreed(self._drafts)
 
     def compute_kv(
         self,
@@ -99,8 +105,8 @@ class DraftModel:
         inputs = replace(inputs, output_tokens=self._no_tokens)
         self._prefill.run_inputs(num_tokens, decode_rows, 0, inputs, num_splits, shared, single_launch=single_launch)
 
-    def propose(self, rows: int, num_drafts: int, *, filters: bool) -> None:
-        """Writes drafts of each of the first num_rows rows, of at most `rows`, into the token pool."""
+    def propose(self, rows: int, num_drafts: int, *, filters: bool) -> Tensor:
+        """Drafts [num_drafts, R] of each of the first num_rows rows, of at most `rows`: the same on all ranks."""
         state, buffers = self._state, self._buffers
         begin_drafts(self._target_state, buffers, rows, num_drafts)
         index: Tensor | None
@@ -119,9 +125,17 @@ class DraftModel:
                 self._positions,
                 state.num_rows,
                 state,
-                self._results,
-                self._step,
+                self._drafts,
+                self._steps[step, :1],
                 self._sampling.workspace,
                 index=index,
                 filters=filters,
             )
+        return self._agreed(self._drafts[:num_drafts, :rows])
+
+    def _agreed(self, drafts: Tensor) -> Tensor:
+        """The same drafts on all ranks. Those of each may differ: ranks may have prompts in tiles of different sizes,
+        and near ties are decided by rounding."""
+        if self._group is not None:
+            drafts.copy_(self._group.all_reduce_max(drafts.to(torch.int64, memory_format=torch.contiguous_format)))
+        return drafts

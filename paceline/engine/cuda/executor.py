@@ -276,6 +276,7 @@ class CudaExecutor(Executor):
                 draft_rows=sorted({rows for rows, _ in self.draft_sizes}),
                 choices=attention,
                 fp8_kv=fp8_kv,
+                group=model.group,
             )
         self.decode = DecodeRunner(
             model,

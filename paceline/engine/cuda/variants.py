@@ -94,7 +94,7 @@ def _dry_executor(
 ) -> CudaExecutor:
     group = DryGroup(shard) if shard.size > 1 else None
 
-    def decoder(spec: ModelSpec) -> Decoder:
+    def decoder(spec: ModelSpec, shard: Shard, group: DryGroup | None) -> Decoder:
         shapes = target_shapes(spec, shard).items()
         dtype = getattr(torch, precision.dtype)
         weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes}
@@ -107,7 +107,7 @@ def _dry_executor(
         max_loras=max(num_adapters, 1),
         max_lora_rank=rank,
     )
-    decoders = [decoder(spec) for spec in specs]
+    decoders = [decoder(specs[0], shard, group), *(decoder(spec, WHOLE_MODEL, None) for spec in specs[1:])]
     for one, columns in zip(decoders, precision.int4_groups, strict=False):  # none are given: by the sizes of the model
         quantise_decoder(one, precision.quantization, columns)
     model, draft = decoders[0], decoders[1] if len(specs) > 1 else None
