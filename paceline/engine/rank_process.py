@@ -93,6 +93,7 @@ def run_rank(executor: Executor, read: Callable[[], bytes | None], report: Repor
             case UseWeights():
                 while launched:
                     launched.pop(0).wait()  # rank 0 has their results; this rank may still be at their end
+                adapters.add_all()  # the executor folds the new norms into those that it knows
                 weights.use()
             case DropWeights():
                 weights.drop()
@@ -128,8 +129,15 @@ class RankAdapters:
     def add_for(self, plan: Plan) -> None:
         """Adds the adapters that this plan loads for the first time."""
         for load in plan.adapter_loads:
-            if load.adapter in self._announced:
-                self._executor.add_adapter(load.adapter, *self._announced.pop(load.adapter).result())
+            self._add(load.adapter)
+
+    def add_all(self) -> None:
+        for adapter in list(self._announced):
+            self._add(adapter)
+
+    def _add(self, adapter: str) -> None:
+        if adapter in self._announced:
+            self._executor.add_adapter(adapter, *self._announced.pop(adapter).result())
 
     def remove(self, adapter: str) -> None:
         if self._announced.pop(adapter, None) is None:  # otherwise no pass has used it

@@ -60,6 +60,8 @@ def update_weights(
         paused = time.perf_counter()
         version = version or str(engine.weights.num_updates + 1)
         announced.pop_all()
+        # An adapter that was arranged for the old weights must be known by now: the executor arranges it again.
+        stack.enter_context(engine.adapters.loading)
         pages = engine.replace_weights(decoder, version).result()
         ended = time.perf_counter()
     tokens = pages * engine.scheduler.config.page_size

@@ -341,6 +341,18 @@ def test_one_update_at_a_time(engine: Engine, folder: Path) -> None:
     assert update_weights(engine, folder).version == "1"
 
 
+def test_no_adapter_is_loaded_while_weights_are_replaced(
+    engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be arranged for the old weights, and used with the new ones."""
+    found, load = [], engine.executor.load_weights
+    monkeypatch.setattr(
+        engine.executor, "load_weights", lambda one: (found.append(engine.adapters.loading.locked()), load(one))
+    )
+    update_weights(engine, folder)
+    assert found == [True] and not engine.adapters.loading.locked()
+
+
 def test_if_copying_fails_the_engine_fails(engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: object) -> None:
         raise RuntimeError("the device is gone")
