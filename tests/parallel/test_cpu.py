@@ -249,6 +249,7 @@ def test_a_folder_of_safetensors_is_read_in_parts(tmp_path: Path, name: str) -> 
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == alone(name)
 
 
+@pytest.mark.cluster
 def test_the_default_model_with_nine_query_and_three_kv_heads(smollm2_path: Path) -> None:
     """Two ranks have six and three query heads. Three have as many each: tiny models cover that."""
     groups = ThreadGroup.of_size(2)

@@ -41,6 +41,8 @@ from tests.server.virtual import (
     wait_until,
 )
 
+pytestmark = pytest.mark.cluster
+
 ADMIN = "admin-key"
 ROUTED_HIT_RATE = 0.74  # where an engine's times look long on a busy host, another one computes a few prefixes again
 ROOT = root_hash(("default", "", ""))
