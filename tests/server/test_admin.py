@@ -157,6 +157,7 @@ def test_one_trace_at_a_time(caller: Caller) -> None:
     assert admin(caller, "POST", "/admin/trace", seconds=0.01).status_code == 200
 
 
+@pytest.mark.cluster
 def test_a_restarted_engine_loads_the_replaced_weights_again(folder: Path) -> None:
     with serving(*TINY) as server:
         url, body = server.url, {"model": "tiny-qwen3", "prompt": "hello", "max_tokens": 4, "temperature": 0}
@@ -177,6 +178,7 @@ def test_a_restarted_engine_loads_the_replaced_weights_again(folder: Path) -> No
         assert not httpx.post(f"{url}/admin/resume", headers=KEY, timeout=60).json()["paused"]
 
 
+@pytest.mark.cluster
 def test_new_weights_reach_all_replicas_and_those_that_are_restarted(folder: Path) -> None:
     with serving(*TINY, "--replicas", "2") as server:
         url = server.url

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from openai import OpenAI
 
 from tests.server.batching import jsonl, line
 from tests.server.process import ServerProcess, serving
 from tests.server.virtual import body, complete, expected_text, get, metric, virtual, wait_until
+
+pytestmark = pytest.mark.cluster
 
 NUM_LINES, NUM_TOKENS = 160, 200
 
