@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,7 +78,7 @@ def check_tensor_parallel(
         ("tp 1, NCCL", lambda: judge(lambda: _over_nccl(setup, spec), graphs=True)),
     ]
     results: list[tuple[str, bool | None, str]] = [
-        (name, *_guarded(run)) for name, run in (rows + on_gpus if on_gpu else rows)
+        (name, *_guarded(name, run)) for name, run in (rows + on_gpus if on_gpu else rows)
     ]
     if not on_gpu:
         results += [(name, None, "needs a GPU") for name, _ in on_gpus]
@@ -85,9 +86,12 @@ def check_tensor_parallel(
     return CheckResult(all(passed is not False for _, passed, _ in results), "\n  ".join(["", *lines]))
 
 
-def _guarded(run: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
+def _guarded(name: str, run: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
+    began = time.perf_counter()
     try:
-        return run()
+        passed, text = run()
+        print(f"{_MARKS[passed]:7} {name}, {time.perf_counter() - began:.0f} s", flush=True)
+        return passed, text
     except Exception as error:  # the other rows still run
         traceback.print_exc()
         return False, f"{type(error).__name__}: {error}"

@@ -4,6 +4,9 @@ Importing torch loads gigabytes of shared libraries, and the first CUDA call cre
 more, in foreign code that needs no GIL. On a GPU they run here on threads of their own, while this thread makes the
 tokenizer and llguidance's copy of it, which hold the GIL all the time. Without a GPU, or if torch is imported already,
 there is nothing to gain.
+
+`ctypes.CDLL` holds the GIL, also while it waits for another thread that loads a library. So the threads call `dlopen`
+as a foreign function, and get the driver, which is loaded before they start.
 """
 
 from __future__ import annotations
@@ -32,42 +35,52 @@ _INTERNAL = ("progress", "trace", "hooks", "detokenize", "role")
 def start_engine(model: str | Path | None = None, **options: Any) -> Engine:
     """`build_engine`, with the same arguments."""
     text = None
-    if "torch" not in sys.modules and _has_gpu(options):
-        for load in (_load_torch_libraries, _create_context):
-            Thread(target=load, name=f"paceline{load.__name__.replace('_', '-')}", daemon=True).start()
+    if "torch" not in sys.modules and (driver := _load_driver(options)) is not None:
+        Thread(target=_load_torch_libraries, name="paceline-torch-libraries", daemon=True).start()
+        Thread(target=_create_context, args=(driver,), name="paceline-cuda-context", daemon=True).start()
         text = load_text(model, options)
     from paceline.engine.build import build_engine  # imports torch
 
     return build_engine(model, text=text, **options)
 
 
-def _has_gpu(options: Mapping[str, Any]) -> bool:
-    """Whether the engine is going to use a GPU, as far as one can tell without torch."""
+def _load_driver(options: Mapping[str, Any]) -> ctypes.CDLL | None:
+    """That of the GPU which the engine is going to use, as far as one can tell without torch."""
     given = {name: value for name, value in options.items() if name not in (*_ARGUMENTS, *_INTERNAL)}
     config = EngineConfig(**split_options(given, ("model", *_ARGUMENTS))[0])
     if config.executor == "virtual" or config.device == "cpu":
-        return False
+        return None
     try:
-        ctypes.CDLL(_LIBCUDA)
+        return ctypes.CDLL(_LIBCUDA)
     except OSError:
-        return False
-    return True
+        return None
 
 
 def _load_torch_libraries() -> None:
-    """Those that know nothing of Python. Importing torch finds them loaded; what cannot be loaded, it reports."""
+    """Those that know nothing of Python, and the CUDA runtime's part of the context. Importing torch finds them loaded;
+    what cannot be loaded, it reports."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return
     folder = Path(found.origin).parent / "lib"
-    with suppress(OSError):
-        ctypes.CDLL(str(folder / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)  # as torch does it
-        ctypes.CDLL(str(folder / "libtorch_cuda.so"))
+    with suppress(OSError):  # torch without CUDA
+        _load_library(folder / "libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL)  # as torch does it
+        libraries = _load_library(folder / "libtorch_cuda.so", os.RTLD_NOW)
+        # Initializes the CUDA runtime: functions are also looked up in the libraries that this one depends on.
+        libraries.cudaFree(None)
 
 
-def _create_context() -> None:
+def _load_library(path: Path, mode: int) -> ctypes.CDLL:
+    """`ctypes.CDLL` without the GIL."""
+    dlopen = ctypes.CDLL(None).dlopen
+    dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+    # None if it cannot be loaded: then this tries again, and raises OSError.
+    return ctypes.CDLL(str(path), handle=dlopen(os.fsencode(path), mode))
+
+
+def _create_context(cuda: ctypes.CDLL) -> None:
     """The primary context of the first GPU, which torch uses too. Errors are left to torch, which reports them."""
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does before its first CUDA call
-    cuda, device, context = ctypes.CDLL(_LIBCUDA), ctypes.c_int(), ctypes.c_void_p()
+    device, context = ctypes.c_int(), ctypes.c_void_p()
     if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), 0) == 0:
         cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

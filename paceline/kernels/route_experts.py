@@ -26,9 +26,8 @@ import torch
 from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
 
 LISTED_ROWS = 16  # with more rows, pairs are sorted
-_BLOCK_E = 16  # experts per program, with few rows
-_SUMMED_ROWS = 2  # tl.dot computes at least 16
 _SPLIT_ROWS = 512  # with more rows, a program computes all experts
+_MIN_COLUMNS = 16  # of the logits, for tl.dot
 _CHUNK = 32  # tiles of rows whose counts are added at a time
 
 
@@ -66,7 +65,7 @@ class RoutedRows:
     blocks: torch.Tensor  # [3, blocks] int32: expert (-1: unused), first pair in `sorted`, end of the expert's pairs
     # Between launches of one layer:
     logits: torch.Tensor  # [rows, E] float32, with few rows
-    counts: torch.Tensor  # [tiles of rows, E] int32: rows of a tile that chose each expert
+    counts: torch.Tensor  # [tiles of rows, E] int32: rows of a tile that chose each expert; few rows: a row is a tile
     arrived: torch.Tensor  # int32, zero between launches
 
     @classmethod
@@ -89,8 +88,8 @@ class RoutedRows:
             sorted=ints(rows * chosen),
             blocks=ints(3, max_blocks(rows * chosen, experts, 16)),
             logits=floats(split, _padded(options)),
-            counts=ints(cdiv(rows, 16), _padded(options)),
-            arrived=ints(cdiv(split, 16)),
+            counts=ints(max(cdiv(rows, 16), LISTED_ROWS), _padded(options)),
+            arrived=ints(max(cdiv(split, 16), LISTED_ROWS + 1)),
         )
 
 
@@ -127,14 +126,13 @@ def _comparable(logits, is_expert):
 
 
 @triton.jit
-def _list_experts(
+def _choose_by_rank(
+    row,
     logits,
     live,
     matrix,
     shared_weights,
-    active,
-    load,
-    M,
+    counts,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr,
@@ -144,41 +142,48 @@ def _list_experts(
     BLOCK_L: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The experts of each of a few rows, and the list of those that any row uses. An expert is chosen if fewer than
-    TOP_K others come before it, which needs no TOP_K maxima, one after the other."""
+    """The experts of one row, and 1 in its counts for each. An expert is chosen if fewer than TOP_K others come before
+    it, which needs no TOP_K maxima, one after the other."""
     column = tl.arange(0, BLOCK_L)
     is_expert = column < E
-    used = tl.zeros([BLOCK_L], tl.int32)
-    for row in range(M):
-        found = logits + row * BLOCK_L
-        value = tl.load(found + column, cache_modifier=".cg")
-        order = _comparable(value, is_expert)
-        rank = tl.zeros([BLOCK_L], tl.int32)
-        for start in tl.static_range(0, BLOCK_L, CHUNK):
-            other = start + tl.arange(0, CHUNK)
-            others = _comparable(tl.load(found + other, cache_modifier=".cg"), other < E)
-            is_before = (others[None, :] > order[:, None]) | (
-                (others[None, :] == order[:, None]) & (other[None, :] < column[:, None])
-            )
-            rank += tl.sum(is_before.to(tl.int32), axis=1)
-        is_chosen = is_expert & (rank < TOP_K)
-        if SIGMOID:
-            score = 1.0 / (1.0 + tl.exp(-value))
-        else:
-            score = tl.exp(value - tl.max(order, axis=0))
-        if RENORMALISE:
-            score = score / tl.sum(tl.where(is_chosen, score, 0.0), axis=0)
-        elif not SIGMOID:
-            score = score / tl.sum(tl.where(is_expert, score, 0.0), axis=0)
-        if LIVE == 1:
-            is_chosen = is_chosen & (row < tl.load(live))  # padding chooses nothing
-        if LIVE == 2:
-            is_chosen = is_chosen & (tl.load(live + row) >= 0)
-        tl.store(matrix + row * E + column, tl.where(is_chosen, score, 0.0), mask=is_expert)
-        used += is_chosen.to(tl.int32)
-        if HAS_SHARED:
-            gate = tl.load(found + E, cache_modifier=".cg")
-            tl.store(shared_weights + row, 1.0 / (1.0 + tl.exp(-gate)))
+    found = logits + row * BLOCK_L
+    value = tl.load(found + column, cache_modifier=".cg")
+    order = _comparable(value, is_expert)
+    rank = tl.zeros([BLOCK_L], tl.int32)
+    for start in tl.static_range(0, BLOCK_L, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        others = _comparable(tl.load(found + other, cache_modifier=".cg"), other < E)
+        is_before = (others[None, :] > order[:, None]) | (
+            (others[None, :] == order[:, None]) & (other[None, :] < column[:, None])
+        )
+        rank += tl.sum(is_before.to(tl.int32), axis=1)
+    is_chosen = is_expert & (rank < TOP_K)
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-value))
+    else:
+        score = tl.exp(value - tl.max(order, axis=0))
+    if RENORMALISE:
+        score = score / tl.sum(tl.where(is_chosen, score, 0.0), axis=0)
+    elif not SIGMOID:
+        score = score / tl.sum(tl.where(is_expert, score, 0.0), axis=0)
+    if LIVE == 1:
+        is_chosen = is_chosen & (row < tl.load(live))  # padding chooses nothing
+    if LIVE == 2:
+        is_chosen = is_chosen & (tl.load(live + row) >= 0)
+    tl.store(matrix + row * E + column, tl.where(is_chosen, score, 0.0), mask=is_expert)
+    tl.store(counts + row * BLOCK_L + column, is_chosen.to(tl.int32))
+    if HAS_SHARED:
+        gate = tl.load(found + E, cache_modifier=".cg")
+        tl.store(shared_weights + row, 1.0 / (1.0 + tl.exp(-gate)))
+
+
+@triton.jit
+def _list_experts(counts, active, load, M, BLOCK_L: tl.constexpr, MAX_ROWS: tl.constexpr):
+    """The experts that any of a few rows uses."""
+    column = tl.arange(0, BLOCK_L)
+    row = tl.arange(0, MAX_ROWS)[:, None]
+    count = tl.load(counts + row * BLOCK_L + column[None, :], mask=row < M, other=0, cache_modifier=".cg")
+    used = tl.sum(count, axis=0)
     is_used = (used > 0).to(tl.int32)
     tl.store(active + tl.cumsum(is_used, axis=0), column, mask=used > 0)
     tl.store(active, tl.sum(is_used, axis=0))
@@ -266,7 +271,7 @@ def _route_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
-    DOT: tl.constexpr,
+    MAX_LISTED: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -283,25 +288,25 @@ def _route_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    square = tl.zeros([BLOCK_M], tl.float32)
+    squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         is_inside = (start + k < K)[None, :]
         a = tl.load(inputs + start, mask=inside[:, None] & is_inside, other=0.0)
         w = tl.load(rows + start, mask=(n < num_rows)[:, None] & is_inside, other=0.0)
-        if DOT:
-            acc = tl.dot(a, tl.trans(w), acc)
-        else:
+        if LISTED:  # without tl.dot, which computes 16 rows at least
             acc += tl.sum(a.to(tl.float32)[:, None, :] * w.to(tl.float32)[None, :, :], axis=2)
+        else:
+            acc = tl.dot(a, tl.trans(w), acc)
         if HAS_NORM:
             wide = a.to(tl.float32)
-            square += tl.sum(wide * wide, axis=1)
+            squares += wide * wide
     is_live = inside
     if LIVE == 1:
         is_live = is_live & (m < tl.load(live))
     if LIVE == 2:
         is_live = is_live & (tl.load(live + m, mask=inside, other=-1) >= 0)
     if HAS_NORM:
-        factor = 1.0 / tl.sqrt(square / K + eps)
+        factor = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / K + eps)
         acc = acc * factor[:, None]
         if tile_e == 0:
             tl.store(factors + m, factor, mask=inside)
@@ -314,10 +319,15 @@ def _route_kernel(
         is_last = tl.atomic_add(arrived + tile_m, 1, sem="acq_rel") == TILES - 1
         if is_last:
             if LISTED:
-                _list_experts(
-                    logits, live, matrix, shared_weights, active, load, M,
+                _choose_by_rank(
+                    tile_m, logits, live, matrix, shared_weights, counts,
                     E, TOP_K, SIGMOID, RENORMALISE, HAS_SHARED, LIVE, BLOCK_L, CHUNK,
                 )  # fmt: skip
+                # In the same way, the last row knows the experts of all.
+                tl.debug_barrier()
+                if tl.atomic_add(arrived + MAX_LISTED, 1, sem="acq_rel") == M - 1:
+                    _list_experts(counts, active, load, M, BLOCK_L, MAX_LISTED)
+                    tl.store(arrived + MAX_LISTED, 0)
             else:
                 column = tl.arange(0, BLOCK_L)
                 place = m[:, None] * BLOCK_L + column[None, :]
@@ -402,14 +412,18 @@ class RouteTiles(NamedTuple):
     listed: bool  # the experts that any row uses are listed
     rows: int
     experts: int  # 0: all of them
-    dot: bool = True  # by tl.dot, which needs 16 rows; else by sums
+    block_k: int
+    stages: int
+    warps: int
 
 
 def route_tiles(rows: int) -> RouteTiles:
-    if rows <= _SUMMED_ROWS:
-        return RouteTiles(True, _SUMMED_ROWS, 4, dot=False)
+    if rows <= LISTED_ROWS:  # one load of everything, in as many programs as there are multiprocessors
+        return RouteTiles(listed=True, rows=1, experts=4, block_k=2048, stages=1, warps=4)
     # No more than 32 rows: with 64, which wgmma computes, the experts of some rows changed from run to run.
-    return RouteTiles(rows <= LISTED_ROWS, 16 if rows <= 2048 else 32, _BLOCK_E if rows <= _SPLIT_ROWS else 0)
+    if rows <= _SPLIT_ROWS:
+        return RouteTiles(listed=False, rows=16, experts=32, block_k=128, stages=4, warps=2)
+    return RouteTiles(listed=False, rows=16, experts=0, block_k=128, stages=2, warps=4)
 
 
 def route(
@@ -434,9 +448,7 @@ def route(
     rows, width = x.shape
     experts, chosen = options.num_experts, options.num_chosen
     block, padded = route_tiles(rows), _padded(options)
-    # With few rows the loop is short: all of its loads are in flight at once.
-    block_k = min(512 if block.experts else 128, max(16, next_power_of_2(width)))
-    tiles = padded // (block.experts or padded)
+    tiles = padded // min(block.experts or padded, padded)
     _route_kernel[(cdiv(rows, block.rows), tiles)](
         x,
         router,
@@ -467,12 +479,12 @@ def route(
         BLOCK_M=block.rows,
         BLOCK_E=padded // tiles,
         BLOCK_L=padded,
-        BLOCK_K=block_k,
+        BLOCK_K=min(block.block_k, max(16, next_power_of_2(width))),
         CHUNK=min(padded, 32),
-        DOT=block.dot,
-        STAGES=4 if block.experts else 2,
+        MAX_LISTED=LISTED_ROWS,
+        STAGES=block.stages,
         PDL=pdl,
-        num_warps=4,
+        num_warps=block.warps,
         launch_pdl=pdl,
     )
     if block.listed:
@@ -528,5 +540,5 @@ def sort_pairs(
 
 
 def _padded(options: RouterOptions) -> int:
-    """Columns of the logits: a power of two, and a multiple of _BLOCK_E."""
-    return max(_BLOCK_E, next_power_of_2(options.num_experts + options.shared))
+    """Columns of the logits: a power of two."""
+    return max(_MIN_COLUMNS, next_power_of_2(options.num_experts + options.shared))

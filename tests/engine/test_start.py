@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import ctypes.util
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +23,8 @@ _EARLY = """
 import sys
 from paceline import LLM, SamplingParams
 from paceline.engine import start
-start._has_gpu = lambda options: True
-start._create_context = lambda: None
+start._load_driver = lambda options: object()
+start._create_context = lambda driver: None
 load_text, found = start.load_text, []
 
 def spy(model, options):
@@ -60,21 +63,29 @@ class FakeDriver:
 
 
 def test_an_engine_on_a_gpu_has_its_context_created_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = FakeDriver()
+    driver: Any = FakeDriver()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
-    assert start._has_gpu({"kv_tokens": 1024, "load": "random", "shape": "tiny-llama"})
-    start._create_context()
+    assert start._load_driver({"kv_tokens": 1024, "load": "random", "shape": "tiny-llama"}) is driver
+    start._create_context(driver)
     assert driver.calls == ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
     driver = FakeDriver(status=100)  # no device
-    start._create_context()
+    start._create_context(driver)
     assert driver.calls == ["cuInit"]
+
+
+def test_libraries_are_loaded_by_a_foreign_function() -> None:
+    libc = Path(ctypes.util.find_library("c") or "libc.so.6")
+    assert start._load_library(libc, os.RTLD_NOW).getpid() == os.getpid()
+    with pytest.raises(OSError, match=r"no-such\.so"):
+        start._load_library(Path("no-such.so"), os.RTLD_NOW)
+    start._load_torch_libraries()  # of a torch without CUDA: nothing happens
 
 
 @pytest.mark.parametrize("options", [{"device": "cpu"}, {"executor": "virtual"}])
 def test_an_engine_without_a_gpu_has_none(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeDriver())
-    assert not start._has_gpu(options)
+    assert start._load_driver(options) is None
 
 
 def test_a_machine_without_a_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +93,7 @@ def test_a_machine_without_a_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch) 
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert not start._has_gpu({})
+    assert start._load_driver({}) is None
 
 
 @pytest.mark.parametrize(
@@ -102,9 +113,9 @@ def test_mistakes_are_reported_as_ever(
 ) -> None:
 
     monkeypatch.delitem(sys.modules, "torch")
-    has_gpu = start._has_gpu
-    monkeypatch.setattr(start, "_has_gpu", lambda options: has_gpu(options) or True)
-    monkeypatch.setattr(start, "_create_context", lambda: None)
+    load_driver = start._load_driver
+    monkeypatch.setattr(start, "_load_driver", lambda options: load_driver(options) or object())
+    monkeypatch.setattr(start, "_create_context", lambda driver: None)
     monkeypatch.setattr(start, "_load_torch_libraries", lambda: None)
     with pytest.raises(error, match=message):
         start_engine(**arguments)
