@@ -10,6 +10,9 @@ so it is applied to the accumulator. The sums of squares it needs are written by
 
 Weights are [N, K] as in torch.nn.Linear. With split_k, the program that arrives last adds the partial sums in a fixed
 order, so results are the same in every run.
+
+One or two rows are multiplied without `tl.dot`, which computes 16 rows at least (`summed_tuning`): a program has one
+row and a few columns, and loads their weights at once, before it waits for the previous kernel.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -24,6 +27,8 @@ import torch
 from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
 from paceline.kernels.silu_mul import gated as gated_activation
 from paceline.kernels.silu_mul import gated_reference
+
+_MAX_BLOCK_K = 4096  # of `summed_tuning`
 
 
 def linear_reference(
@@ -97,7 +102,13 @@ def _linear_kernel(
     column = tile_n * BLOCK_N + wide_n % BLOCK_N
     weights = weight + ((column + wide_n // BLOCK_N * N).to(tl.int64) * K)[:, None] + k[None, :]
     inputs = x + (m.to(tl.int64) * x_stride)[:, None] + k[None, :]
-    if PDL:
+    if BLOCK_M == 1:
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+        w = tl.load(weights, mask=(column < N)[:, None] & (k < K)[None, :], other=0.0)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+    elif PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -107,10 +118,18 @@ def _linear_kernel(
         inside_s = inside_m[:, None] & (part < NUM_SQUARES)[None, :]
         square = tl.load(squares + m[:, None] * squares_stride + part[None, :], mask=inside_s, other=0.0)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    for start in tl.range(first, first + per_split, BLOCK_K, num_stages=STAGES):
-        a = tl.load(inputs + start, mask=inside_m[:, None], other=0.0)
-        w = tl.load(weights + start, mask=(column < N)[:, None], other=0.0)
-        acc = tl.dot(a, tl.trans(w), acc)
+    if BLOCK_M == 1:
+        for start in tl.static_range(0, K, BLOCK_K):
+            inside_k = (start + k < K)[None, :]
+            if start > 0:
+                w = tl.load(weights + start, mask=(column < N)[:, None] & inside_k, other=0.0)
+            a = tl.load(inputs + start, mask=inside_k, other=0.0)
+            acc += tl.sum(a.to(tl.float32) * w.to(tl.float32), axis=1)[None, :]
+    else:
+        for start in tl.range(first, first + per_split, BLOCK_K, num_stages=STAGES):
+            a = tl.load(inputs + start, mask=inside_m[:, None], other=0.0)
+            w = tl.load(weights + start, mask=(column < N)[:, None], other=0.0)
+            acc = tl.dot(a, tl.trans(w), acc)
 
     place = m.to(tl.int64)[:, None] * N + n[None, :]
     inside = inside_m[:, None] & inside_n[None, :]
@@ -148,7 +167,7 @@ def _linear_kernel(
 
 @dataclass(frozen=True, slots=True)
 class LinearTuning:
-    block_m: int
+    block_m: int  # 1: without tl.dot
     block_n: int
     block_k: int
     num_warps: int
@@ -189,6 +208,16 @@ def few_rows_tuning(rows: int, columns: int, gated: bool) -> LinearTuning | None
     return LinearTuning(16, 32, 128, 4, 5, 1 if gated else 4 if columns <= 2048 or rows <= 4 else 2)
 
 
+def summed_tuning(width: int, columns: int, gated: bool) -> LinearTuning:
+    """For one row per program, of a weight [columns, width]: some hundred programs, 64 to 128 weights per thread."""
+    block_n = (2 if width <= 2048 else 4) if gated else 8 if columns >= 2048 else 4
+    block_k = next_power_of_2(width)
+    if block_k > _MAX_BLOCK_K:  # as little padding as possible
+        block_k = min((_MAX_BLOCK_K, _MAX_BLOCK_K // 2, _MAX_BLOCK_K // 4), key=lambda size: cdiv(width, size) * size)
+    num_warps = min(max(block_n * (1 + gated) * block_k // 2048, 2), 8)
+    return LinearTuning(1, block_n, block_k, num_warps, 1)
+
+
 def num_squares(columns: int, tuning: LinearTuning) -> int:
     """How many columns of `squares_out` a GEMM of `columns` columns fills."""
     return cdiv(columns, tuning.block_n)
@@ -214,8 +243,8 @@ def linear(
     squares [M, any]: float32 whose row sums are the sums of squares of x's rows; without it x is not normed, with it
     weight must already contain the norm's weight. gated: weight is [2N, K] (and bias [2N]), gate rows first, and
     f(gate, up) = silu(gate) * up, or with `gelu` gelu(gate) * up. out may be residual: the residual stream is then
-    updated in place. squares_out [M, num_squares(N, tuning)] receives the sums of squares of what is written. K must be
-    a multiple of split_k * block_k; a gate needs split_k = 1.
+    updated in place. squares_out [M, num_squares(N, tuning)] receives the sums of squares of what is written. With
+    block_m > 1, K must be a multiple of split_k * block_k; a gate needs split_k = 1.
 
     pdl: uses programmatic dependent launch: this kernel starts before the previous one has ended, and lets the next one
     do the same.
@@ -223,7 +252,10 @@ def linear(
     rows, width = x.shape
     columns = out.shape[1]
     t = tuning
-    assert width % (t.split_k * t.block_k) == 0, f"K = {width} is not a multiple of {t.split_k} x {t.block_k}"
+    assert t.block_m == 1 or width % (t.split_k * t.block_k) == 0, (
+        f"K = {width} is not a multiple of {t.split_k} x {t.block_k}"
+    )
+    assert t.block_m > 1 or t.split_k == 1, "split_k needs tl.dot"
     assert t.split_k == 1 or not gated, "split_k excludes a gate"
     assert t.split_k == 1 or workspace is not None, "split_k needs a workspace"
     _linear_kernel[(cdiv(rows, t.block_m), cdiv(columns, t.block_n), t.split_k)](

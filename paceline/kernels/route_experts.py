@@ -284,22 +284,34 @@ def _route_kernel(
     num_rows: tl.constexpr = E + 1 if HAS_SHARED else E
     inputs = x + m.to(tl.int64)[:, None] * K + k[None, :]
     rows = router + n[:, None] * K + k[None, :]
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        is_inside = (start + k < K)[None, :]
-        a = tl.load(inputs + start, mask=inside[:, None] & is_inside, other=0.0)
-        w = tl.load(rows + start, mask=(n < num_rows)[:, None] & is_inside, other=0.0)
-        if LISTED:  # without tl.dot, which computes 16 rows at least
-            acc += tl.sum(a.to(tl.float32)[:, None, :] * w.to(tl.float32)[None, :, :], axis=2)
-        else:
-            acc = tl.dot(a, tl.trans(w), acc)
-        if HAS_NORM:
-            wide = a.to(tl.float32)
+    if LISTED:
+        # Without tl.dot, which computes 16 rows at least, and with weights loaded before the wait: see linear.py.
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+        w = tl.load(rows, mask=(n < num_rows)[:, None] & (k < K)[None, :], other=0.0)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        for start in tl.static_range(0, K, BLOCK_K):
+            is_inside = (start + k < K)[None, :]
+            if start > 0:
+                w = tl.load(rows + start, mask=(n < num_rows)[:, None] & is_inside, other=0.0)
+            wide = tl.load(inputs + start, mask=is_inside, other=0.0).to(tl.float32)
+            acc += tl.sum(wide * w.to(tl.float32), axis=1)[None, :]
             squares += wide * wide
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            is_inside = (start + k < K)[None, :]
+            a = tl.load(inputs + start, mask=inside[:, None] & is_inside, other=0.0)
+            w = tl.load(rows + start, mask=(n < num_rows)[:, None] & is_inside, other=0.0)
+            acc = tl.dot(a, tl.trans(w), acc)
+            if HAS_NORM:
+                wide = a.to(tl.float32)
+                squares += wide * wide
     is_live = inside
     if LIVE == 1:
         is_live = is_live & (m < tl.load(live))

@@ -47,7 +47,15 @@ from paceline.engine.cuda.quantised import (
 )
 from paceline.kernels._triton import cdiv
 from paceline.kernels.int4_linear import Int4Matrix
-from paceline.kernels.linear import LinearTuning, LinearWorkspace, decode_tuning, few_rows_tuning, linear, num_squares
+from paceline.kernels.linear import (
+    LinearTuning,
+    LinearWorkspace,
+    decode_tuning,
+    few_rows_tuning,
+    linear,
+    num_squares,
+    summed_tuning,
+)
 from paceline.kernels.lora import AdapterMatrix
 from paceline.kernels.rms_norm import post_norm, rms_norm
 from paceline.kernels.route_experts import LiveRows
@@ -61,11 +69,13 @@ GemmTuning = Callable[[int, int, bool], LinearTuning | None]  # rows, columns, g
 AttentionKernels = Callable[[int, Tensor, Tensor], None]  # layer, qkv [T, (Q + 2K) D], out [T, Q D]
 
 _MAX_FUSED_ROWS = 128
-# The fused kernels were tuned for Qwen3-0.6B. A layer with a matrix of 8 million elements or more is faster with cuBLAS
-# alone, at any number of rows (docs/log/gemms.md).
+_MAX_SUMMED_ROWS = 2  # with more, weights are read from the L2 cache too often
+# The fused kernels were tuned for Qwen3-0.6B. With two rows or more, a layer with a matrix of 8 million elements or
+# more is faster with cuBLAS alone (docs/log/gemms.md).
 _LARGE_WEIGHT = 1 << 23
 _LARGE_WEIGHT_WITH_EXPERTS = 3 << 22
 _MAX_SPLIT_K = 4
+_MIN_BLOCK_N = 4  # of GEMMs that add to the residual stream
 _MIN_SPLIT_ROWS = 32  # with half as many rows, K is split into twice as many parts
 _UNPADDED_STEP = 512  # rows: GEMMs of larger prefill batches are loaded at multiples
 _EXPERT_ACTIVATIONS = ("silu", "clamped_swiglu")
@@ -261,10 +271,13 @@ class CudaModel:
         # which norms after blocks do not leave.
         largest = _LARGE_WEIGHT if self.experts is None else _LARGE_WEIGHT_WITH_EXPERTS
         is_plain = self.group is None and spec.norm_placement == "pre"
-        is_fused = is_plain and (self.is_quantised or self._largest_weight() < largest)
-        self._max_fused_rows = 0
-        if is_fused:
-            self._max_fused_rows = max_small_rows(int4=self.is_int4) if self.is_quantised else _MAX_FUSED_ROWS
+        self._max_fused_rows = self._max_summed_rows = 0
+        if is_plain and self.is_quantised:
+            self._max_fused_rows = max_small_rows(int4=self.is_int4)
+        elif is_plain:
+            is_small = self._largest_weight() < largest
+            self._max_fused_rows = _MAX_FUSED_ROWS if is_small else 1
+            self._max_summed_rows = _MAX_SUMMED_ROWS if is_small else 1
 
         def empty(rows: int, columns: int, dtype: torch.dtype = self.dtype) -> Tensor:
             # Zeros: padding rows of a graph are computed like all others, and must not become NaN or infinite.
@@ -290,7 +303,7 @@ class CudaModel:
             self._quantised_buffers = QuantisedBuffers.empty(
                 spec, max_tokens, self.dtype, self.device, int4=self.is_int4
             )
-        self._squares = torch.zeros(max_rows, cdiv(spec.hidden_size, 16), device=self.device)
+        self._squares = torch.zeros(max_rows, cdiv(spec.hidden_size, _MIN_BLOCK_N), device=self.device)
         fused_rows = min(max_tokens if self.is_int4 else max_rows, self._max_fused_rows)
         widest = max(spec.hidden_size, spec.q_size + 2 * spec.kv_size)
         self._workspace = LinearWorkspace(
@@ -522,7 +535,11 @@ class CudaModel:
         """The fused kernel for a GEMM of so many rows; None for cuBLAS."""
         if weights.quantised is not None:
             return quantised_tuning(weights, rows) if rows <= self._max_fused_rows else None
-        tuning = self._tuning(rows, weights.columns, weights.gated) if rows <= self._max_fused_rows else None
+        if rows > self._max_fused_rows:
+            return None
+        if rows <= self._max_summed_rows:
+            return summed_tuning(weights.weight.shape[1], weights.columns, weights.gated)
+        tuning = self._tuning(rows, weights.columns, weights.gated)
         if tuning is None or weights.weight.shape[1] % (tuning.split_k * tuning.block_k):
             return None
         return tuning
