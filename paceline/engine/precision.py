@@ -22,16 +22,17 @@ class Precision:
     kv_dtype: str = "auto"  # of the KV cache; auto: dtype
     quantization: str = "none"  # of weights: none, fp8 or int4
     lora: tuple[int, int] = (0, 0)  # LoRA adapters that are resident, and their highest rank
-    int4_groups: tuple[int, ...] = ()  # columns with one scale, of each model with 4-bit weights
+    # Columns with one scale, of each model with quantised weights: 4 bits, or experts in FP8 (0: all of them).
+    scale_groups: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, config: EngineConfig, dtype: str, int4_groups: tuple[int, ...] = ()) -> Precision:
+    def of(cls, config: EngineConfig, dtype: str, scale_groups: tuple[int, ...] = ()) -> Precision:
         """As the options say. dtype: auto is known by now."""
         check_kv_dtype(config, "cuda", dtype)
         kv_dtype = FP8_KV if config.kv_dtype == FP8_KV else "auto"
         lora = (config.max_loras, config.max_lora_rank) if config.max_lora_rank else (0, 0)
         quantization = config.quantization if config.quantization in ("fp8", "int4") else "none"
-        return cls(dtype, kv_dtype, quantization, lora, int4_groups if quantization == "int4" else ())
+        return cls(dtype, kv_dtype, quantization, lora, () if quantization == "none" else scale_groups)
 
     @property
     def kv_name(self) -> str:

@@ -281,6 +281,11 @@ def is_matrix(name: str) -> bool:
     return name.rpartition(".")[2] in (*_MATRICES, *_EXPERT_MATRICES)
 
 
+def is_expert_matrix(name: str) -> bool:
+    """Whether a fused tensor has the matrices of all routed experts of a layer."""
+    return name.rpartition(".")[2] in ("expert_gate_up", "expert_down")
+
+
 def stored_parts(spec: ModelSpec, shard: Shard = WHOLE_MODEL) -> dict[str, StoredPart]:
     """The parameters that one rank reads, by their Hugging Face names."""
     shard.spec(spec)  # raises if there are too many ranks

@@ -9,14 +9,17 @@ With few rows a GEMM only reads its weight: it is converted in registers, and ac
 are rounded to FP8, with a scale per row, by the library's kernel: twice the rate of 16 bits. 4-bit weights are expanded
 (int4.py).
 
+Of a mixture of experts, only the experts are quantised (experts.py).
+
 Norms are not folded into quantised weights: they would have to be rounded again. Biases, norms, embedding and head stay
 in the dtype of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,12 +30,14 @@ from paceline.engine.cuda import int4 as int4_linears
 from paceline.engine.cuda.int4 import ExpandedWeights, int4_tuning
 from paceline.engine.cuda.linear_weights import LinearWeights
 from paceline.engine.precision import rounding_group
+from paceline.kernels.expert_weights import Fp8Experts, quantise_fp8_experts
 from paceline.kernels.int4_linear import Int4Matrix, int4_linear, pack_int4, quantise_int4
 from paceline.kernels.linear import LinearTuning, LinearWorkspace
 from paceline.kernels.quantise_rows import quantise_rows
 from paceline.kernels.quantised_linear import QuantisedMatrix, quantise_fp8, quantised_linear
 from paceline.kernels.rms_norm import rms_norm
-from paceline.model.decoder import Decoder, Mlp
+from paceline.model.decoder import Decoder, Experts, Mlp
+from paceline.model.fp8_tensors import block_of_part
 from paceline.model.quantised import Fp8Tensor, Int4Tensor
 from paceline.model.rank_group import RankGroup
 from paceline.model.spec import ModelSpec
@@ -183,11 +188,20 @@ def load_library_kernels(
             buffers.many.load_kernel(weights.quantised, rows, out[:rows])
 
 
-def quantise_decoder(decoder: Decoder, quantization: str, int4_group: int | None = None) -> None:
+def has_quantised_experts(decoder: Decoder) -> bool:
+    blocks: list[Any] = [layer.mlp for layer in decoder.layers]
+    return any(isinstance(one, Experts) and not isinstance(one.expert_gate_up, Tensor) for one in blocks)
+
+
+def quantise_decoder(decoder: Decoder, quantization: str, group: int | None = None) -> None:
     """Rounds the matrices of all layers to FP8 or 4 bits, in place, one layer after the other; those that were stored
-    so stay. int4_group: columns with one scale; None: as `rounding_group` chooses."""
+    so stay. Of a mixture of experts: those of the experts, to FP8. group: columns with one scale; None: as
+    `rounding_group` chooses for 4 bits, and all for FP8; 0: all."""
     layers: list[Any] = decoder.layers
     spec = decoder.spec
+    if spec.num_experts and quantization == "fp8":
+        _quantise_experts(decoder, in_blocks=bool(group))
+        return
     if spec.norm_placement != "pre" or spec.activation != "silu":
         raise ConfigError(
             f"quantization is {quantization!r}, norm_placement {spec.norm_placement!r} and activation "
@@ -200,7 +214,7 @@ def quantise_decoder(decoder: Decoder, quantization: str, int4_group: int | None
     def rounded(weight: Tensor) -> Any:
         if quantization == "fp8":
             return quantise_fp8(weight)
-        return quantise_int4(weight, rounding_group(spec) if int4_group is None else int4_group)
+        return quantise_int4(weight, rounding_group(spec) if group is None else group)
 
     for index, layer in enumerate(layers):
         if not isinstance(layer.qkv, Tensor):
@@ -208,6 +222,25 @@ def quantise_decoder(decoder: Decoder, quantization: str, int4_group: int | None
         mlp = replace(layer.mlp, gate_up=rounded(layer.mlp.gate_up), down=rounded(layer.mlp.down))
         layers[index] = replace(layer, qkv=rounded(layer.qkv), out=rounded(layer.out), mlp=mlp)
     decoder.precision = f"{decoder.precision}, weights in {'FP8' if quantization == 'fp8' else '4 bits'}"
+
+
+def _quantise_experts(decoder: Decoder, *, in_blocks: bool) -> None:
+    """in_blocks: as this rank has those of a checkpoint with a scale per block."""
+    layers: list[Any] = decoder.layers
+    spec = decoder.spec
+    gate_up, down = None, None
+    if in_blocks:
+        part = decoder.shard.aligned_part(decoder.whole_spec.expert_ffn_size)
+        gate_up = block_of_part(part.start, spec.expert_ffn_size), block_of_part(0)
+        down = block_of_part(0, spec.hidden_size), block_of_part(part.start)
+    for index, layer in enumerate(layers):
+        if isinstance(layer.mlp, Experts) and isinstance(layer.mlp.expert_gate_up, Tensor):
+            matrices: dict[str, Any] = {
+                "expert_gate_up": quantise_fp8_experts(layer.mlp.expert_gate_up, gate_up),
+                "expert_down": quantise_fp8_experts(layer.mlp.expert_down, down),
+            }
+            layers[index] = replace(layer, mlp=replace(layer.mlp, **matrices))
+    decoder.precision = f"{decoder.precision}, experts in FP8"
 
 
 def keep_int4(tensor: Int4Tensor) -> Int4Matrix:
@@ -218,6 +251,21 @@ def keep_int4(tensor: Int4Tensor) -> Int4Matrix:
 def keep_fp8(tensor: Fp8Tensor) -> QuantisedMatrix:
     """A matrix of an FP8 checkpoint, on the device of the tensor."""
     return QuantisedMatrix(tensor.values, tensor.scales.contiguous())
+
+
+def stored_weights(quantization: str, spec: ModelSpec) -> Callable[[Any], Any]:
+    """How the matrices of a checkpoint with this format are kept."""
+    if spec.num_experts:
+        return partial(keep_fp8_experts, num_experts=spec.num_experts)
+    return keep_fp8 if quantization == "fp8" else keep_int4
+
+
+def keep_fp8_experts(tensor: Fp8Tensor, num_experts: int) -> Fp8Experts:
+    """All experts of an FP8 checkpoint behind each other, on the device of the tensor."""
+    num_rows, num_columns = tensor.values.shape
+    scales = tensor.scales.view(num_experts, num_rows // num_experts // tensor.rows, -1).transpose(1, 2).contiguous()
+    values = tensor.values.view(num_experts, -1, num_columns)
+    return Fp8Experts(values, scales, tensor.rows, tensor.columns or num_columns)
 
 
 def scaled_mm(x: Tensor, scales: Tensor, weight: QuantisedMatrix, out: Tensor) -> None:
