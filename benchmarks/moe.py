@@ -1,7 +1,7 @@
 """The kernels of a mixture of experts on a GPU: are they correct, and how near to the memory's speed?
 
     python benchmarks/moe.py [check|time|step|tune ...]      # default: all four, in about two minutes
-    python benchmarks/moe.py check time --formats fp8 fp8-blocks      # experts in fewer bits; default: bf16
+    python benchmarks/moe.py check time --formats fp8 fp8-blocks mxfp4      # experts in fewer bits
 
 check   the output of a layer against its float64 reference, and twice the same bits
 time    a layer with the tiles of `expert_tuning`, by kernel
@@ -35,16 +35,19 @@ from paceline.engine.cuda.model import GemmTuning
 from paceline.engine.cuda.precompile import precompile
 from paceline.engine.engine import Engine
 from paceline.engine.precision import Precision
-from paceline.kernels.expert_weights import ExpertMatrices, quantise_fp8_experts
-from paceline.kernels.experts import (
+from paceline.kernels.expert_tuning import (
     ExpertTile,
     ExpertTuning,
+    expert_tuning,
+    fp8_expert_tuning,
+    mxfp4_expert_tuning,
+)
+from paceline.kernels.expert_weights import ExpertMatrices, quantise_fp8_experts, quantise_mxfp4
+from paceline.kernels.experts import (
     ExpertWorkspace,
     add_down,
     add_gate_up,
-    expert_tuning,
     experts_reference,
-    quantised_expert_tuning,
 )
 from paceline.kernels.linear import LinearTuning, decode_tuning
 from paceline.kernels.rms_norm import rms_norm
@@ -65,6 +68,7 @@ FORMATS: dict[str, Callable[[Tensor], ExpertMatrices]] = {
     "bf16": lambda weight: weight,
     "fp8": quantise_fp8_experts,
     "fp8-blocks": lambda weight: quantise_fp8_experts(weight, (128, 128)),
+    "mxfp4": quantise_mxfp4,
 }
 
 
@@ -124,7 +128,8 @@ def workspace_for(rows: int, kind: str, device: str = "") -> ExpertWorkspace:
 
 
 def tuning_for(rows: int, kind: str) -> ExpertTuning:
-    return (expert_tuning if kind == "bf16" else quantised_expert_tuning)(rows, CHOSEN, EXPERTS)
+    tuned = {"bf16": expert_tuning, "mxfp4": mxfp4_expert_tuning}.get(kind, fp8_expert_tuning)
+    return tuned(rows, CHOSEN, EXPERTS)
 
 
 def do_route(layer: Layer, tuning: ExpertTuning, pdl: bool = True) -> None:

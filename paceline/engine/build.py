@@ -31,7 +31,15 @@ from paceline.engine.engine import Engine, EngineHooks, ModelInfo
 from paceline.engine.kv_sizing import check_host_fits, check_models_fit, free_memory, num_kv_pages
 from paceline.engine.loaded_text import LoadedText, set_up_grammars
 from paceline.engine.loop import Trace
-from paceline.engine.precision import FP8_KV, Precision, check_arch, check_kv_dtype, rounding_group
+from paceline.engine.precision import (
+    FP8_KV,
+    GPU_FORMATS,
+    MXFP4_BITS,
+    Precision,
+    check_arch,
+    check_kv_dtype,
+    rounding_group,
+)
 from paceline.engine.recent_outputs import RecentOutputs
 from paceline.engine.virtual.build import build_virtual
 from paceline.model.decoder import Decoder
@@ -146,6 +154,8 @@ def build_engine(
             f"max_lora_rank is {config.max_lora_rank} and quantization is {config.quantization!r}: LoRA adapters need "
             "weights in 16 bits on a GPU; set quantization to none."
         )
+    if config.quantization == "mxfp4" and not spec.num_experts:
+        raise ConfigError("quantization is 'mxfp4', and the model has no experts: leave it out.")
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability()
         check_arch(config, 10 * major + minor)
@@ -267,7 +277,7 @@ def load_model(
 ) -> DecoderModel:
     """A decoder with its weights, in the precision of `choose_precision`. spec: that of the model at `path`; its
     vocabulary may have another size, which a draft model gets."""
-    if config.quantization not in ("none", "fp8", "int4"):
+    if config.quantization not in ("none", *GPU_FORMATS):
         assert path is not None, "only weights of a file are quantised"
         weights = QuantisedWeights(path, quantization=config.quantization, progress=progress)
 
@@ -283,10 +293,7 @@ def load_model(
     options |= {"progress": progress, "group": group, "stages": stages}
     if path is None:
         return _arranged(random_decoder(spec, seed=seed, **options))
-    if (
-        config.quantization in ("fp8", "int4")
-        and stored_quantization(path, shard_of(group).size) == config.quantization
-    ):
+    if config.quantization in GPU_FORMATS and stored_quantization(path, shard_of(group).size) == config.quantization:
         from paceline.engine.cuda.quantised import stored_weights  # not at the top: the CPU needs no Triton
 
         options["keep"] = stored_weights(config.quantization, spec)
@@ -304,10 +311,10 @@ def group_of_one() -> RankGroup:
 def choose_precision(config: EngineConfig, device: str, path: Path | None) -> EngineConfig:
     """With a dtype, and with quantization as it will be: none, or how the weights in `path` are quantised."""
     given = config.quantization
-    if given in ("fp8", "int4"):
-        on_cpu = "q8" if given == "fp8" else "q4"
+    if given in GPU_FORMATS:
+        on_cpu = {"fp8": "set quantization to q8, or ", "int4": "set quantization to q4, or "}.get(given, "")
         for refused, what in (
-            (device == "cpu", f"the device is a CPU: set quantization to {on_cpu}, or leave it out"),
+            (device == "cpu", f"the device is a CPU: {on_cpu}leave it out"),
             (given == "int4" and config.num_ranks > 1, "tp or pp is given: set them to 1, or quantization to none"),
             (config.dtype not in ("auto", "bfloat16"), f"dtype is {config.dtype!r}: set it to bfloat16"),
         ):
@@ -343,6 +350,8 @@ def choose_precision(config: EngineConfig, device: str, path: Path | None) -> En
         stored = "none"
         if device == "cuda" and path is not None and config.dtype in ("auto", "bfloat16"):
             stored = stored_quantization(path, config.tp)
+            if stored == "none" and config.tp > 1 and stored_quantization(path) != "none":
+                log.warning("experts are expanded to bfloat16: tp %d divides columns that have one scale", config.tp)
         if stored == "int4" and config.num_ranks > 1:
             log.warning("weights in 4 bits are expanded to bfloat16: ranks (tp, pp) have no kernels for them")
             stored = "none"
@@ -355,13 +364,14 @@ def choose_precision(config: EngineConfig, device: str, path: Path | None) -> En
 def weight_bytes(config: EngineConfig, spec: ModelSpec, path: Path | None) -> int:
     """The memory of the weights, with a config of `choose_precision`."""
     is_kept = path is not None and config.quantization == stored_quantization(path, config.tp)
-    if is_kept and config.quantization == "fp8" and spec.num_experts:
-        return 2 * spec.num_parameters - spec.num_expert_parameters
+    if is_kept and config.quantization in ("fp8", "mxfp4") and spec.num_experts:
+        bits = 8 if config.quantization == "fp8" else MXFP4_BITS
+        return 2 * spec.num_parameters - int(spec.num_expert_parameters * (16 - bits) / 8)
     if config.quantization in ("fp8", "int4") and path is not None and is_kept:
         tables = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
         bits = 8.0 if config.quantization == "fp8" else 4 + 32 / stored_group(path)
         return int((spec.num_parameters - tables) * bits / 8) + 2 * tables
-    if config.quantization not in ("none", "fp8", "int4"):  # those are loaded in 16 bits, then rounded layer by layer
+    if config.quantization not in ("none", *GPU_FORMATS):  # those are loaded in 16 bits, then rounded layer by layer
         assert path is not None, "only weights of a file are quantised"
         return quantised_bytes(path, config.quantization)
     return spec.num_parameters * (4 if config.dtype == "float32" else 2)

@@ -23,12 +23,15 @@ from dataclasses import dataclass
 import torch
 
 from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
+from paceline.kernels.expert_tuning import ExpertTuning
 from paceline.kernels.expert_weights import (
     ExpertMatrices,
+    add_mxfp4_product,
     add_product,
+    block_k,
     format_options,
+    load_quarters,
     load_tile,
-    max_block_k,
     scales_of,
     values_of,
 )
@@ -118,7 +121,7 @@ def _expert_gate_up_kernel(
     # Columns vary fastest: programs that read the same rows run at the same time.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     block = tl.program_id(1)
-    k = tl.arange(0, BLOCK_K)
+    k = tl.arange(0, 32 if FORMAT == 2 else BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -139,8 +142,9 @@ def _expert_gate_up_kernel(
         row = pair // TOP_K
     weight = tl.load(matrix + row.to(tl.int64) * E + expert, mask=inside, other=0.0)
     inside_n = n < N
+    WIDTH: tl.constexpr = (K + 127) // 128 * 32 if FORMAT == 2 else K  # elements of a row
     inputs = x + row.to(tl.int64)[:, None] * K + k[None, :]
-    gates = gate_up + expert.to(tl.int64) * (2 * N * K) + n.to(tl.int64)[:, None] * K + k[None, :]
+    gates = gate_up + expert.to(tl.int64) * (2 * N * WIDTH) + n.to(tl.int64)[:, None] * WIDTH + k[None, :]
     MASK_N: tl.constexpr = N % BLOCK_N != 0
     MASK_K: tl.constexpr = K % BLOCK_K != 0
     SCALED: tl.constexpr = FORMAT != 0 and SCALE_K < K  # else there is one scale per row, for the sum of all columns
@@ -151,13 +155,20 @@ def _expert_gate_up_kernel(
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        a = load_tile(inputs + start, inside, K - start, BLOCK_K, True, MASK_K)
-        w = load_tile(gates + start, inside_n, K - start, BLOCK_K, MASK_N, MASK_K)
-        v = load_tile(gates + N * K + start, inside_n, K - start, BLOCK_K, MASK_N, MASK_K)
         group = start // SCALE_K * NUM_SCALES
-        gate = add_product(gate, a, w, gate_scales + group, inside_n, SCALED)
-        up = add_product(up, a, v, up_scales + group, inside_n, SCALED)
-    if FORMAT != 0 and not SCALED:
+        if FORMAT == 2:
+            a_0, a_1, a_2, a_3 = load_quarters(inputs + start, inside, K - start, MASK_K)
+            w = load_tile(gates + start // 4, inside_n, 32, 32, MASK_N, False)
+            v = load_tile(gates + (N * WIDTH + start // 4), inside_n, 32, 32, MASK_N, False)
+            gate = add_mxfp4_product(gate, a_0, a_1, a_2, a_3, w, gate_scales + group, inside_n)
+            up = add_mxfp4_product(up, a_0, a_1, a_2, a_3, v, up_scales + group, inside_n)
+        else:
+            a = load_tile(inputs + start, inside, K - start, BLOCK_K, True, MASK_K)
+            w = load_tile(gates + start, inside_n, K - start, BLOCK_K, MASK_N, MASK_K)
+            v = load_tile(gates + (N * WIDTH + start), inside_n, K - start, BLOCK_K, MASK_N, MASK_K)
+            gate = add_product(gate, a, w, gate_scales + group, inside_n, SCALED)
+            up = add_product(up, a, v, up_scales + group, inside_n, SCALED)
+    if FORMAT == 1 and not SCALED:
         gate = gate * tl.load(gate_scales, mask=inside_n, other=0.0)[None, :]
         up = up * tl.load(up_scales, mask=inside_n, other=0.0)[None, :]
     if HAS_NORM:
@@ -209,7 +220,7 @@ def _expert_down_kernel(
 ):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     block = tl.program_id(1)
-    k = tl.arange(0, BLOCK_K)
+    k = tl.arange(0, 32 if FORMAT == 2 else BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -220,8 +231,9 @@ def _expert_down_kernel(
     inside = place < tl.load(blocks + 2 * max_blocks + block)
     pair = tl.load(sorted + place, mask=inside, other=0)
     inside_n = n < N
+    WIDTH: tl.constexpr = (K + 127) // 128 * 32 if FORMAT == 2 else K
     inputs = act + place.to(tl.int64)[:, None] * K + k[None, :]
-    columns = down + expert.to(tl.int64) * (N * K) + n.to(tl.int64)[:, None] * K + k[None, :]
+    columns = down + expert.to(tl.int64) * (N * WIDTH) + n.to(tl.int64)[:, None] * WIDTH + k[None, :]
     MASK_N: tl.constexpr = N % BLOCK_N != 0
     MASK_K: tl.constexpr = K % BLOCK_K != 0
     SCALED: tl.constexpr = FORMAT != 0 and SCALE_K < K
@@ -230,10 +242,16 @@ def _expert_down_kernel(
     scales += n // SCALE_N
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        a = load_tile(inputs + start, inside, K - start, BLOCK_K, True, MASK_K)
-        w = load_tile(columns + start, inside_n, K - start, BLOCK_K, MASK_N, MASK_K)
-        acc = add_product(acc, a, w, scales + start // SCALE_K * NUM_SCALES, inside_n, SCALED)
-    if FORMAT != 0 and not SCALED:
+        group = start // SCALE_K * NUM_SCALES
+        if FORMAT == 2:
+            a_0, a_1, a_2, a_3 = load_quarters(inputs + start, inside, K - start, MASK_K)
+            w = load_tile(columns + start // 4, inside_n, 32, 32, MASK_N, False)
+            acc = add_mxfp4_product(acc, a_0, a_1, a_2, a_3, w, scales + group, inside_n)
+        else:
+            a = load_tile(inputs + start, inside, K - start, BLOCK_K, True, MASK_K)
+            w = load_tile(columns + start, inside_n, K - start, BLOCK_K, MASK_N, MASK_K)
+            acc = add_product(acc, a, w, scales + group, inside_n, SCALED)
+    if FORMAT == 1 and not SCALED:
         acc = acc * tl.load(scales, mask=inside_n, other=0.0)[None, :]
     if HAS_BIAS:
         weight = tl.load(matrix + (pair // TOP_K).to(tl.int64) * E + expert, mask=inside, other=0.0)
@@ -316,11 +334,12 @@ def _listed_down_kernel(
     split = tl.program_id(1)
     row = tl.arange(0, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
+    k = tl.arange(0, 32 if FORMAT == 2 else BLOCK_K)
     inside = (row < M)[:, None]
     inside_n = n < N
+    WIDTH: tl.constexpr = (K + 127) // 128 * 32 if FORMAT == 2 else K
     inputs = act + row[:, None] * K + k[None, :]
-    columns = down + n.to(tl.int64)[:, None] * K + k[None, :]
+    columns = down + n.to(tl.int64)[:, None] * WIDTH + k[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -336,10 +355,15 @@ def _listed_down_kernel(
         slot = step // per_expert
         start = step % per_expert * BLOCK_K
         expert = tl.load(active + 1 + slot).to(tl.int64)
-        a = load_tile(inputs + (slot * BLOCK_M * K + start), row < M, K - start, BLOCK_K, True, True)
-        w = load_tile(columns + (expert * (N * K) + start), inside_n, K - start, BLOCK_K, True, True)
         group = expert * per_matrix + start // SCALE_K * NUM_SCALES
-        acc = add_product(acc, a, w, scales + group, inside_n, FORMAT != 0)
+        if FORMAT == 2:
+            a_0, a_1, a_2, a_3 = load_quarters(inputs + (slot * BLOCK_M * K + start), row < M, K - start, True)
+            w = load_tile(columns + (expert * (N * WIDTH) + start // 4), inside_n, 32, 32, True, False)
+            acc = add_mxfp4_product(acc, a_0, a_1, a_2, a_3, w, scales + group, inside_n)
+        else:
+            a = load_tile(inputs + (slot * BLOCK_M * K + start), row < M, K - start, BLOCK_K, True, True)
+            w = load_tile(columns + (expert * (N * WIDTH) + start), inside_n, K - start, BLOCK_K, True, True)
+            acc = add_product(acc, a, w, scales + group, inside_n, FORMAT != 0)
     if HAS_BIAS:
         for slot in range(num_active * split // SPLIT, num_active * (split + 1) // SPLIT):
             expert = tl.load(active + 1 + slot).to(tl.int64)
@@ -369,22 +393,6 @@ def _listed_down_kernel(
         if SPLIT > 1:
             is_written = is_written & is_last
         tl.store(squares_out + row * squares_stride + tile_n, tl.sum(wide * wide, axis=1), mask=is_written)
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTile:
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTuning:
-    block_m: int
-    gate_up: ExpertTile
-    down: ExpertTile
-    split: int = 1  # programs that share the experts of a tile of `down`, with up to LISTED_ROWS rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -419,37 +427,6 @@ class ExpertWorkspace:
 
 
 _MAX_SPLIT = 8
-
-
-def expert_tuning(rows: int, num_chosen: int, num_experts: int) -> ExpertTuning:
-    """The fastest tiles on an H200 for Qwen3-30B-A3B. Blocks have room for about twice the mean number of rows of an
-    expert: most experts then need one block, which reads their weights once."""
-    mean = rows * num_chosen / num_experts
-    if rows <= LISTED_ROWS:
-        gate_up = ExpertTile(32, 128, 4, 4) if rows <= 2 else ExpertTile(32, 256, 4, 3)
-        return ExpertTuning(LISTED_ROWS, gate_up, ExpertTile(32, 128, 4, 10), split=4)
-    if mean <= 8:
-        return ExpertTuning(16, ExpertTile(32, 256, 4, 3), ExpertTile(128, 128, 4, 3))
-    if mean <= 20:
-        return ExpertTuning(32, ExpertTile(64, 128, 4, 3), ExpertTile(128, 128, 4, 3))
-    if mean <= 64:
-        return ExpertTuning(64, ExpertTile(64, 64, 4, 4), ExpertTile(128, 64, 4, 4))
-    return ExpertTuning(128, ExpertTile(128, 64, 8, 4), ExpertTile(256, 64, 8, 3))
-
-
-def quantised_expert_tuning(rows: int, num_chosen: int, num_experts: int) -> ExpertTuning:
-    """As `expert_tuning`, for experts in fewer bits. Tiles have the columns of one scale; with many rows they are
-    smaller, since sums with and without scales are in registers at once. Not measured yet: those that spill none."""
-    mean = rows * num_chosen / num_experts
-    if rows <= LISTED_ROWS:
-        return ExpertTuning(LISTED_ROWS, ExpertTile(32, 128, 4, 5), ExpertTile(32, 128, 4, 10), split=4)
-    if mean <= 8:
-        return ExpertTuning(16, ExpertTile(32, 128, 4, 5), ExpertTile(128, 128, 4, 3))
-    if mean <= 20:
-        return ExpertTuning(32, ExpertTile(32, 128, 4, 4), ExpertTile(128, 128, 4, 3))
-    if mean <= 64:
-        return ExpertTuning(64, ExpertTile(64, 64, 4, 4), ExpertTile(128, 64, 4, 4))
-    return ExpertTuning(128, ExpertTile(64, 64, 8, 4), ExpertTile(128, 64, 8, 4))
 
 
 def add_gate_up(
@@ -496,7 +473,7 @@ def add_gate_up(
         **format_options(gate_up),
         BLOCK_M=tuning.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_K=_block_k(tile, gate_up),
+        BLOCK_K=block_k(gate_up, tile.block_k),
         STAGES=tile.num_stages,
         PDL=pdl,
         num_warps=tile.num_warps,
@@ -521,7 +498,7 @@ def add_down(
     written, as in linear.py."""
     (rows, hidden), (experts, _, ffn) = out.shape, down.shape
     chosen, tile = routed.ids.shape[1], tuning.down
-    sizes = {"BLOCK_M": tuning.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": _block_k(tile, down)}
+    sizes = {"BLOCK_M": tuning.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": block_k(down, tile.block_k)}
     options = {"STAGES": tile.num_stages, "PDL": pdl, "num_warps": tile.num_warps, "launch_pdl": pdl}
     if rows <= LISTED_ROWS:
         assert tuning.split <= _MAX_SPLIT, f"split is {tuning.split}"
@@ -588,10 +565,6 @@ def add_down(
         num_warps=4,
         launch_pdl=pdl,
     )
-
-
-def _block_k(tile: ExpertTile, weight: ExpertMatrices) -> int:
-    return min(tile.block_k, max(16, next_power_of_2(weight.shape[2])), max_block_k(weight))
 
 
 def num_squares(rows: int, hidden: int, tuning: ExpertTuning) -> int:

@@ -94,7 +94,15 @@ class Int4Tensor:
         return Int4Tensor(self.values, self.scales.float() * factor, self.zeros, self.group)
 
 
-PackedTensor = Fp8Tensor | Int4Tensor  # of a checkpoint whose format a GPU keeps
+@dataclass(frozen=True, slots=True, eq=False)
+class Mxfp4Tensor:
+    """A weight [N, K] of an MXFP4 checkpoint (mxfp4_tensors.py). For all experts of a file, [E, N, K]."""
+
+    values: Tensor  # [..., N, K / 32, 16] uint8
+    scales: Tensor  # [..., N, K / 32] uint8
+
+
+PackedTensor = Fp8Tensor | Int4Tensor | Mxfp4Tensor  # of a checkpoint whose format a GPU keeps
 
 
 def concatenate(tensors: Sequence[QuantisedTensor]) -> QuantisedTensor:

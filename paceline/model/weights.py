@@ -32,8 +32,18 @@ from paceline.model.layout import (
     stored_parts,
     target_shapes,
 )
-from paceline.model.mxfp4_tensors import mxfp4_tensors
-from paceline.model.quantised import GROUP, Fp8Tensor, Int4Tensor, PackedTensor, QuantisedTensor, concatenate, quantise
+from paceline.model.mxfp4_tensors import BLOCK as MXFP4_BLOCK
+from paceline.model.mxfp4_tensors import concatenate_mxfp4, mxfp4_tensors
+from paceline.model.quantised import (
+    GROUP,
+    Fp8Tensor,
+    Int4Tensor,
+    Mxfp4Tensor,
+    PackedTensor,
+    QuantisedTensor,
+    concatenate,
+    quantise,
+)
 from paceline.model.quantization_config import CheckpointFormat, read_format
 from paceline.model.rank_group import RankGroup, StageLink, shard_of
 from paceline.model.read_spec import read_json, read_spec
@@ -42,7 +52,7 @@ from paceline.model.spec import DTYPES, ModelError, ModelSpec
 from paceline.model.stored import adapt
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
-Keep = Callable[[Any], Any]  # an FP8 or 4-bit matrix of a checkpoint as the executor keeps it
+Keep = Callable[[Any], Any]  # a quantised matrix of a checkpoint as the executor keeps it
 
 _BITS = {"q4": 4, "q8": 8}  # others: as stored
 # Stored by some exporters, but computed here: rotary frequencies, causal masks.
@@ -61,8 +71,8 @@ def load_decoder(
     keep: Keep | None = None,
 ) -> Decoder:
     """Loads the model at `path`, a Hugging Face folder or a GGUF file. `dtype` defaults to the stored one. `group`,
-    `stages`: loads this rank's part. keep: matrices of layers, or of their experts if there are some, are stored in FP8
-    or 4 bits (`stored_quantization`), and become this."""
+    `stages`: loads this rank's part. keep: matrices of layers, or of their experts if there are some, are stored in
+    fewer bits (`stored_quantization`), and become this."""
     spec, stored = _open(Path(path))
     shard = shard_of(group or stages)
     weights = fuse_weights(
@@ -82,7 +92,7 @@ def _open(path: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
 
 def stored_quantization(path: str | Path, tp: int = 1) -> str:
     """fp8 or int4 if all matrices of the layers are stored so, in a form that an executor can keep; else none. Of a
-    mixture of experts: fp8 if the experts are, and `tp` ranks can divide their scales."""
+    mixture of experts: fp8 or mxfp4 if the experts are, and `tp` ranks can divide their scales."""
     found = _format(Path(path))
     if found is None:
         return "none"
@@ -98,7 +108,8 @@ def stored_quantization(path: str | Path, tp: int = 1) -> str:
 
 def _can_divide(spec: ModelSpec, tp: int, found: CheckpointFormat) -> bool:
     """Whether every rank begins at a column of the experts where a scale may begin."""
-    ffn, width = spec.expert_ffn_size, MIN_COLUMNS if found.blocks else 1
+    width = MXFP4_BLOCK if found.quantization == "mxfp4" else MIN_COLUMNS if found.blocks else 1
+    ffn = spec.expert_ffn_size
     return tp <= ffn and not any(Shard(rank, tp).aligned_part(ffn).start % width for rank in range(tp))
 
 
@@ -205,6 +216,8 @@ def fuse_weights(
 
 def _joined(parts: list[PackedTensor]) -> PackedTensor:
     """The rows of all parts of a fused matrix."""
+    if of_mxfp4 := [one for one in parts if isinstance(one, Mxfp4Tensor)]:
+        return concatenate_mxfp4(of_mxfp4)
     of_4_bits = [one for one in parts if isinstance(one, Int4Tensor)]
     return concatenate_int4(of_4_bits) if of_4_bits else concatenate_fp8([o for o in parts if isinstance(o, Fp8Tensor)])
 

@@ -85,6 +85,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
             "rank": Shard(1, 2),
         },
     ),
+    ("groups of 32", {"context_tokens": 600, "num_pages": 200, "max_running": 20, "quantization": "mxfp4"}),
     ("tiny-qwen3", {"context_tokens": 4096, "num_pages": 2000, "max_running": 130, "shared_reads": False}),
     ("wide", {"context_tokens": 600, "num_pages": 200, "max_running": 80, "draft_tokens": 4, "quantization": "fp8"}),
     ("wide", {"context_tokens": 900, "num_pages": 200, "max_running": 80, "draft_tokens": 4, "quantization": "int4"}),
@@ -97,7 +98,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 NOT_SCHEDULERS = ("draft", "rank", "kv", "quantization", "groups", "lora")  # options
 # Large enough for the fused GEMM.
-SPECS = {"wide": replace(shape("tiny-qwen3"), hidden_size=512, num_heads=16, head_dim=32, ffn_size=512)}
+SPECS = {
+    "wide": replace(shape("tiny-qwen3"), hidden_size=512, num_heads=16, head_dim=32, ffn_size=512),
+    "groups of 32": replace(shape("tiny-gpt-oss"), expert_ffn_size=96),
+}
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0},
     {},

@@ -9,29 +9,25 @@ norms the inputs of the experts and writes them in the type to which weights are
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from paceline.engine.cuda.quantised import operand_dtype
+from paceline.kernels.expert_tuning import ExpertTuning, tuning_of
 from paceline.kernels.expert_weights import ExpertMatrices
 from paceline.kernels.experts import (
     ClampedSwiglu,
-    ExpertTuning,
     ExpertWorkspace,
     add_down,
     add_gate_up,
-    expert_tuning,
     num_squares,
-    quantised_expert_tuning,
 )
 from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.route_experts import LiveRows, RoutedRows, RouterOptions, route, route_tiles
 from paceline.model.decoder import Experts
 from paceline.model.spec import ModelSpec
-
-TunedExperts = Callable[[int, int, int], ExpertTuning]  # rows, experts per token, experts
 
 
 class ExpertBuffers:
@@ -42,10 +38,12 @@ class ExpertBuffers:
         spec: ModelSpec,
         max_tokens: int,
         like: Tensor,
-        tuning: TunedExperts | None = None,
-        operands: torch.dtype | None = None,
+        matrices: ExpertMatrices,
     ) -> None:
-        """spec: of this rank. operands: experts are quantised, and their inputs have this type."""
+        """spec: of this rank. like: has the type of activations. matrices: the experts of some layer; if they are
+        quantised, their inputs have the type to which they are converted."""
+        operands = None if isinstance(matrices, Tensor) else operand_dtype(like.dtype)
+        self.has_quantised = operands is not None
         count, chosen, shared = spec.num_experts, spec.experts_per_token, spec.shared_expert_ffn_size
         self.options = RouterOptions(
             count, chosen, spec.router == "sigmoid", spec.renormalise_experts, shared=bool(shared)
@@ -53,7 +51,7 @@ class ExpertBuffers:
         self.clamped: ClampedSwiglu | None = None
         if spec.activation == "clamped_swiglu":
             self.clamped = ClampedSwiglu(spec.swiglu_alpha, spec.swiglu_limit)
-        self._tuning = tuning or (expert_tuning if operands is None else quantised_expert_tuning)
+        self._tuning = tuning_of(matrices)
         self.routed = RoutedRows.empty(max_tokens, self.options, like.device)
         sizes = (max_tokens, chosen, count, spec.expert_ffn_size, spec.hidden_size)
         self.workspace = ExpertWorkspace.empty(*sizes, like, operands)

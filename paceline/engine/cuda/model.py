@@ -40,7 +40,6 @@ from paceline.engine.cuda.lora import CudaLora, LoraSizes
 from paceline.engine.cuda.quantised import (
     QuantisedBuffers,
     QuantisedPass,
-    has_quantised_experts,
     load_library_kernels,
     max_small_rows,
     operand_dtype,
@@ -252,11 +251,11 @@ class CudaModel:
         self._ones = torch.ones_like(decoder.norm)
         identity_rope = torch.zeros_like(decoder.rope_tables[0])  # for layers without RoPE: cos 1, sin 0
         identity_rope[:, : spec.head_dim // 2] = 1
-        self.experts, self.has_quantised_experts = None, False
+        self.experts = None
         if any(spec.sparse_layers):
-            self.has_quantised_experts = has_quantised_experts(decoder)
-            operands = operand_dtype(self.dtype) if self.has_quantised_experts else None
-            self.experts = ExpertBuffers(spec, max_tokens, decoder.layers[0].qkv, operands=operands)
+            some = next(layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Experts))
+            self.experts = ExpertBuffers(spec, max_tokens, decoder.layers[0].qkv, some.expert_gate_up)
+        self.has_quantised_experts = self.experts is not None and self.experts.has_quantised
         self.lora = CudaLora(decoder, lora, max_tokens) if lora.num_slots else None
         self.layers = [self._take_over(decoder, index, identity_rope) for index in range(spec.num_layers)]
         # Fused GEMMs add to the residual stream and use its squares, which ranks know only after an all-reduce, and
